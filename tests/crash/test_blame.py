@@ -13,11 +13,11 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("httptools")
 
-from penstock.engine.cluster.topology import Cluster, ProcessId  # noqa: E402
-from penstock.engine.protocol.sampling_params import SamplingParams  # noqa: E402
-from penstock.server.server_launcher import ServerLauncher  # noqa: E402
-from tests import tiers  # noqa: E402
-from tests.crash.migrating import (  # noqa: E402
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.protocol.sampling_params import SamplingParams
+from penstock.server.server_launcher import ServerLauncher
+from tests import tiers
+from tests.crash.migrating import (
     Answer,
     AnyRequest,
     ClientRequest,
@@ -30,7 +30,7 @@ from tests.crash.migrating import (  # noqa: E402
     migrating,
     require_equal,
 )
-from tests.crash.poisoned import (  # noqa: E402
+from tests.crash.poisoned import (
     OTHERS,
     POISON,
     aborts_early,
@@ -39,7 +39,7 @@ from tests.crash.poisoned import (  # noqa: E402
     raises_late,
     segfaults_late,
 )
-from tests.support.engine import told  # noqa: E402
+from tests.support.engine import told
 
 BESIDE = 64  # requests
 STEP_TIMEOUT = 2.0  # seconds: of a worker that hangs

@@ -17,14 +17,13 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("httptools")
 
-from penstock.engine.client.client import ImageInput  # noqa: E402
-from penstock.engine.client.stream import EngineError  # noqa: E402
-from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.protocol.sampling_params import SamplingParams  # noqa: E402
-from penstock.engine.worker import worker  # noqa: E402
-from penstock.server.server_launcher import ServerLauncher  # noqa: E402
-from tests.crash.gated import GATE, fails_when_restarted, starts_behind_the_gate  # noqa: E402
-from tests.crash.migrating import (  # noqa: E402
+from penstock.engine.client.client import ImageInput
+from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.protocol.sampling_params import SamplingParams
+from penstock.server.server_launcher import ServerLauncher
+from tests.crash.gated import GATE, fails_when_restarted, starts_behind_the_gate
+from tests.crash.migrating import (
     Answer,
     AnyRequest,
     ClientRequest,
@@ -37,7 +36,7 @@ from tests.crash.migrating import (  # noqa: E402
     migrating,
     require_equal,
 )
-from tests.support.engine import START, told  # noqa: E402
+from tests.support.engine import START, told
 
 SHAPE = Shape("simulated", 1000, tuple(range(40, 62)))
 LONG = 1500  # tokens: 4 s and more

@@ -48,6 +48,8 @@ def run(options: argparse.Namespace) -> int:
                 show_holders(options.json)
             else:
                 snapshot = inspect.look(options.target)
+                if isinstance(options.target, int):
+                    add_lost_groups(snapshot, options.target)
                 if options.watch and sys.stdout.isatty():
                     print("\x1b[H\x1b[2J", end="")
                 if options.json:
@@ -61,6 +63,21 @@ def run(options: argparse.Namespace) -> int:
             return 0
         has_looked = True
         time.sleep(options.watch)
+
+
+def add_lost_groups(snapshot: inspect.Json, pid: int) -> None:
+    """Adds a sentence for each group that is coming back, if the process is one of `penstock serve`."""
+    try:
+        from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
+    except ImportError:  # the data plane is installed alone
+        return
+    try:
+        lost = SnapshotReader(pid).take().coming_back
+    except NoServer:
+        return
+    for group, waiting in lost.items():
+        text = f"group {group} is coming back: {counted(waiting, 'request')} to resume"
+        inspect.add_sentence(snapshot, "note", "group", text)
 
 
 def show_holders(as_json: bool) -> None:

@@ -15,6 +15,7 @@ CONFIG_OPTIONS = (
     *("model", "data_parallel_size", "tensor_parallel_size", "output_processors", "device", "threads"),
     *("enforce_eager", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "block_size"),
     *("enable_prefix_caching", "max_model_len", "generation_config", "log_format", "log_level"),
+    *("migration_limit", "migration_timeout", "migration_max_seq_len"),
 )
 DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 _HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT]?)")
@@ -26,6 +27,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     _add_parallelism(parser)
     _add_scheduling(parser)
     _add_cache(parser)
+    _add_migration(parser)
 
 
 def _add_model(parser: argparse.ArgumentParser) -> None:
@@ -156,6 +158,32 @@ def _add_cache(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=True,
         help="Share KV cache blocks between requests with the same beginning of a prompt (default: on)",
+    )
+
+
+def _add_migration(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("migration").add_argument
+    add(
+        "--migration-limit",
+        metavar="N",
+        type=int,
+        default=3,
+        help="Maximum number of times that a request is resumed after the loss of its engine; 0 fails it at the first "
+        "(default: %(default)s)",
+    )
+    add(
+        "--migration-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="Seconds for which such a request waits for an engine that serves (default: %(default)s)",
+    )
+    add(
+        "--migration-max-seq-len",
+        metavar="N",
+        type=human_int,
+        help="Maximum number of tokens, prompt and answers, of a request that is kept to be resumed; a longer one "
+        "fails with its engine (default: no limit)",
     )
 
 

@@ -69,7 +69,8 @@ class ServerLauncher(Launcher):
         """Marks a server that has ended as not serving: it cannot do so itself."""
         if member.kind == "server":
             row = self.rows[member.index]
-            row[ProcessCounters.SERVING] = row[ProcessCounters.OPEN] = 0
+            row[ProcessCounters.SERVING] = 0
+            row.clear_gauges()
 
     def count_failed_starts(self, index: int, number: int) -> None:
         self.rows[index][ProcessCounters.FAILED_STARTS] = number

@@ -108,12 +108,13 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     loop_log.setLevel(logging.ERROR)  # clients cause its warnings, without limit
     tally, board = ServerCounters(shared.tally, tree.config.api_server_count, writable=True), StatusBoard(tree.board)
     row = tally.rows[me.index]
-    row[ProcessCounters.PID], row[ProcessCounters.SERVING], row[ProcessCounters.OPEN] = os.getpid(), 0, 0
+    row[ProcessCounters.PID], row[ProcessCounters.SERVING] = os.getpid(), 0
+    row.clear_gauges()
     with starting():
         words = build_tokenizer(tree.config)
         images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer)
     with contextlib.closing(PromptBuilder(tree.config, words, images)) as reader:
-        async with Client(tree, me) as client:
+        async with Client(tree, me, [served.migration for served in row.engines]) as client:
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()

@@ -108,7 +108,7 @@ def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
 
 def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     groups = re.findall(r"^(\w+):$", help_of("serve", capsys, monkeypatch), re.MULTILINE)
-    expected = ["model", "parallelism", "scheduling", "cache", "server", "multimodal", "limits", "logging"]
+    expected = ["model", "parallelism", "scheduling", "cache", "migration", "server", "multimodal", "limits", "logging"]
     assert groups == ["options", *expected]
 
 
@@ -122,7 +122,8 @@ VLLM_SERVE = (
 ).split()
 OURS_SERVE = (
     "--client-timeout --device --device-model --log-format --log-level --max-body-mb --max-image-mb "
-    "--max-image-megapixels --max-open-requests --output-processors --step-ms --threads"
+    "--max-image-megapixels --max-open-requests --migration-limit --migration-max-seq-len --migration-timeout "
+    "--output-processors --step-ms --threads"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "

@@ -14,19 +14,22 @@ import time
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-import msgspec
 import numpy as np
 
-from penstock import AsyncSender, ClosedError, DecodeError, PeerDied, PenstockError, WouldBlock
-from penstock.engine.client.router import Router, traces
-from penstock.engine.client.stream import EngineError, OutputStream, split_delta
+from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
+from penstock.engine.client.core_senders import CoreSenders, GroupLost
+from penstock.engine.client.migration import Migration
+from penstock.engine.client.router import Router
+from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
+from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.protocol.columns import Input, columns_of_inputs
 from penstock.engine.protocol.messages import (
     MAX_REQUESTS,
-    Abort,
     ChunkFormat,
     Delta,
     Failed,
@@ -38,8 +41,8 @@ from penstock.engine.protocol.messages import (
 from penstock.tensor import Scope
 
 MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
-SEND_TIMEOUT = 5.0  # seconds; for a core that takes no requests
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
+SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
 FAILURES = {
     FinishReason.ABORT: (503, "the engine has aborted this request: the server read its chunks too slowly"),
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
@@ -66,22 +69,26 @@ class ImageInput(NamedTuple):
 class Client:
     """Submits requests to the engine. Used as `async with Client(tree, member) as client`, in one event loop."""
 
-    def __init__(self, tree: Cluster, member: ProcessId | int) -> None:
-        """`member`: the server process that the client acts for; outside of the tree, the index of a server will do."""
+    def __init__(
+        self, tree: Cluster, member: ProcessId | int, counters: Sequence[MigrationCounters] | None = None
+    ) -> None:
+        """`member`: the server process that the client acts for; outside of the tree, the index of a server will do.
+        `counters`: of each group's requests; None: those of the client itself."""
         self._me = ProcessId("server", 0, member, 1) if isinstance(member, int) else member
         self._config = tree.config
         index, name = self._me.index, str(self._me)
         self._deltas = tree.servers[index].open_async_receiver(name=name)
-        self._cores = [group.inbox.open_async_sender(index, name=name) for group in tree.groups]
+        self._cores = CoreSenders(tree, self._me)
         self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
+        self._verdicts = VerdictBoard(tree.verdicts)
+        self.counters = [MigrationCounters() for _ in tree.groups] if counters is None else counters
+        self._migration = Migration(tree.config, index, (self._board, self._verdicts), self.counters, self)
         self._router = Router()
         self._store = tree.store
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(tree.groups)  # open requests of this client, by group
-        self._dead = [0] * len(tree.groups)  # the last incarnation of each group that is known to be dead
         self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
-        self._sending: set[asyncio.Task[None]] = set()
         self._receiving: asyncio.Task[None] | None = None
         self._receive_error = ""  # the failure that has ended the receiving task
         self._watch: asyncio.TimerHandle | None = None
@@ -92,29 +99,27 @@ class Client:
 
     async def __aexit__(self, *_: object) -> None:
         """Aborts open requests: their readers get an EngineError."""
-        for stream in tuple(self._streams.values()):
-            self._abort(stream)
-            stream.fail(EngineError(503, "the client of the engine has been closed"))
-        if self._sending:
-            await asyncio.wait(self._sending, timeout=SEND_TIMEOUT)
+        self._end_all(EngineError(503, "the client of the engine has been closed"))
+        await self._migration.close()
+        await self._cores.close()
         if self._watch is not None:
             self._watch.cancel()
         if self._receiving is not None:
             self._receiving.cancel()
             await asyncio.wait([self._receiving])
-        for end in (self._deltas, *self._cores):
-            end.close()
+        self._deltas.close()
         self._board.close()
+        self._verdicts.close()
 
     @property
     def open_requests(self) -> int:
-        return len(self._streams)
+        return len(self._streams) + len(self._migration)
 
     @property
     def serving_groups(self) -> dict[int, int]:
         """Returns the groups to which a request may be sent, each with its incarnation."""
-        serving = [row[StatusBoard.SERVING] for row in self._rows]
-        return {group: serving[group] for group, dead in enumerate(self._dead) if serving[group] > dead}
+        serving = enumerate(row[StatusBoard.SERVING] for row in self._rows)
+        return {group: number for group, number in serving if not self._cores.is_dead(group, number)}
 
     # ── a request ──
     async def submit(
@@ -130,6 +135,7 @@ class Client:
         salt: bytes = b"",
         chunk_format: ChunkFormat | None = None,
         timeout: float | None = None,
+        request_id: str = "",
     ) -> OutputStream:
         """Sends a request to a group, and returns the stream of its answer.
 
@@ -137,6 +143,7 @@ class Client:
         images that are in the store already, or inline. `scope` holds both: it belongs to the stream
         from now on, and is released also if this raises. `chunk_format`: the style of the answer, the head of each of
         its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
+        `request_id`: how the log names the request.
 
         Raises EngineError if no group accepts the request now.
         """
@@ -147,7 +154,22 @@ class Client:
         try:
             if scope is not None and values:
                 items += await asyncio.to_thread(_put, scope, tuple(values))
-            stream = await self._submit(prompt, params, items, scope, priority, client, salt, chunk_format, deadline)
+            params = SamplingParams() if params is None else params
+            submit = Submit(
+                self._me.index,
+                0,
+                np.array(prompt, np.int32),  # a copy: it may be sent again
+                params,
+                priority,
+                client,
+                salt,
+                columns_of_inputs([items]),
+                chunk_format,
+                secrets.randbits(SEED_BITS) if params.seed is None else params.seed % (1 << 64),
+                time.monotonic_ns(),
+            )
+            submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len)
+            stream = await self._submit(submitted, scope, deadline)
             stream.begin(self._abort, timeout, time.monotonic() - began)
             return stream
         except BaseException:
@@ -155,57 +177,33 @@ class Client:
                 scope.release()
             raise
 
-    async def _submit(
-        self,
-        prompt: Sequence[int] | Ints,
-        params: SamplingParams | None,
-        items: tuple[Input, ...],
-        scope: Scope | None,
-        priority: int,
-        client: str,
-        salt: bytes,
-        chunk_format: ChunkFormat | None,
-        deadline: float,
-    ) -> OutputStream:
-        ids = np.ascontiguousarray(prompt, np.int32)
-        params = SamplingParams() if params is None else params
-        keys = [item.key for item, _, _ in items if item.key is not None]
-        group, incarnation = self._choose(traces(ids, salt, keys))
-        request = self._number()
-        stream = OutputStream(request, group, incarnation, ids.size, params.n, scope)
-        self._keep(stream)
-        try:
-            submit = Submit(
-                self._me.index,
-                request,
-                ids,
-                params,
-                priority,
-                client,
-                salt,
-                columns_of_inputs([items]),
-                chunk_format,
-                secrets.randbits(64) if params.seed is None else params.seed % 2**64,
-                time.monotonic_ns(),
-            )
-            await self._send(self._cores[group], submit, stream, deadline)
-        except BaseException:
-            self._drop(stream)
-            raise
-        return stream
-
-    def _choose(self, hints: list[bytes]) -> tuple[int, int]:
-        """Returns a group, and its incarnation. Raises EngineError if none serves."""
+    async def _submit(self, submitted: SubmittedRequest, scope: Scope | None, deadline: float) -> OutputStream:
         if self._receive_error:
             raise EngineError(500, self._receive_error)
         if self._board.is_draining:
             raise EngineError(503, "the engine is shutting down, and accepts no more requests")
+        prompt, params = submitted.first.prompt, submitted.first.params
+        place = self._choose(submitted)
+        is_kept = self._config.migration_limit > 0
+        stream = OutputStream(*place, prompt.size, params.n, scope, submitted if is_kept else None)
+        names = {"request_id": submitted.request_id, "request": place.request, "group": place.group}
+        event("request submitted", logging.DEBUG, **names, seed=submitted.first.seed)
+        self._keep(stream)
+        try:
+            await self._send_submit(stream, submitted.submit(stream.request), deadline)
+        except BaseException:
+            self._forget(stream)
+            raise
+        return stream
+
+    def _choose(self, submitted: SubmittedRequest) -> Placement:
+        """Returns a group for a request, and a new number. Raises EngineError if none serves."""
         serving = self.serving_groups
         loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in serving}
         if not loads:
             raise EngineError(503, "no group of the engine serves now: send the request again")
-        group = self._router.choose(loads, hints)
-        return group, serving[group]
+        group = self._router.choose(loads, submitted.traces)
+        return Placement(self._number(), group, serving[group])
 
     def _number(self) -> int:
         while self._next in self._streams:
@@ -214,37 +212,44 @@ class Client:
         self._next = (request + 1) % MAX_REQUESTS
         return request
 
-    async def _send(
-        self, sender: AsyncSender, message: msgspec.Struct, stream: OutputStream, until: float = math.inf
-    ) -> None:
-        """Sends a message to the stream's group. Raises EngineError if it is dead or does not receive in time."""
-        deadline = min(until, time.monotonic() + SEND_TIMEOUT)
-        while True:
-            try:
-                return await sender.send(message, max(0.0, deadline - time.monotonic()))
-            except PeerDied as death:  # perhaps the incarnation before: its death is new in this channel
-                dead = ProcessId.of(death.name)
-                is_group_dead = dead is not None and dead.incarnation >= stream.incarnation
-                if is_group_dead or time.monotonic() > deadline:
-                    raise EngineError(503, f"group {stream.group} has died: {death}") from None
-                await asyncio.sleep(AGAIN)
-            except PenstockError as error:
-                status = 504 if time.monotonic() >= until else 503
-                raise EngineError(status, f"group {stream.group} does not receive requests: {error}") from None
+    async def _send_submit(self, stream: OutputStream, submit: Submit, until: float = math.inf) -> None:
+        """Sends a request to the group of its stream. Raises EngineError if that does not receive in time."""
+        place = stream.place
+        try:
+            await self._cores.send(place, submit, until)
+        except GroupLost as error:
+            if self._is_at(stream, place):
+                self._lose([stream], error.reason)
+        except BaseException:
+            if self._is_at(stream, place):
+                self._drop(stream)
+            raise
+        else:
+            if not self._is_at(stream, place):  # aborted or lost while the message waited for room
+                self._cores.abort(place)
+
+    def _is_at(self, stream: OutputStream, place: Placement) -> bool:
+        """Returns whether the stream is open, and still has that place."""
+        return self._streams.get(place.request) is stream
 
     def _abort(self, stream: OutputStream) -> None:
-        """Drops a stream, and tells its core to abort the request."""
-        self._drop(stream)
-        task = asyncio.ensure_future(self._send_abort(stream))
-        self._sending.add(task)
-        task.add_done_callback(self._sending.discard)
+        """Forgets a stream, and has its core abort the request, unless the request waits for a group."""
+        place, was_open = stream.place, stream.request in self._streams
+        self._forget(stream)
+        if was_open:
+            self._cores.abort(place)
 
-    async def _send_abort(self, stream: OutputStream) -> None:
-        abort = Abort(self._me.index, np.array([stream.request], np.int32))
-        try:
-            await self._send(self._cores[stream.group], abort, stream)
-        except EngineError as error:  # a group that is gone needs no message
-            event("abort not sent", logging.WARNING, request=stream.request, error=error)
+    # ── a request whose group was lost: for `Migration` ──
+    @property
+    def can_submit(self) -> bool:
+        return bool(self.serving_groups)
+
+    def place_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
+        stream.place = self._choose(submitted)
+        self._keep(stream)
+
+    async def send_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
+        await self._send_submit(stream, submitted.submit(stream.request))
 
     # ── open requests ──
     def _keep(self, stream: OutputStream) -> None:
@@ -257,20 +262,40 @@ class Client:
         if self._streams.pop(stream.request, None) is not None:
             self._open[stream.group] -= 1
 
+    def _forget(self, stream: OutputStream) -> None:
+        """Drops a stream, whether its request is open or waits for a group."""
+        self._drop(stream)
+        self._migration.discard(stream)
+
     def _look(self) -> None:
         self._watch = None
         serving = [row[StatusBoard.SERVING] for row in self._rows]
         streams = tuple(self._streams.values())
-        self._fail(
-            [stream for stream in streams if stream.incarnation != serving[stream.group]], "it does not serve any more"
+        self._lose(
+            [stream for stream in streams if stream.place.incarnation != serving[stream.group]],
+            "it does not serve any more",
         )
-        if self._streams:
+        streams = (*self._streams.values(), *self._migration)
+        kept_tokens = [0] * len(self.counters)
+        for stream in streams:
+            if stream.submitted is not None:
+                kept_tokens[stream.group] += stream.submitted.kept_tokens
+        for counters, tokens in zip(self.counters, kept_tokens, strict=True):
+            counters[MigrationCounters.KEPT_TOKENS] = tokens
+        if streams:
             self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
 
-    def _fail(self, streams: list[OutputStream], why: str) -> None:
+    def _lose(self, streams: list[OutputStream], why: str) -> None:
+        """Takes the group from streams: their requests are submitted again, or end with an error."""
         for stream in streams:
             self._drop(stream)
-            stream.fail(EngineError(503, f"group {stream.group} has died: {why}"))
+        self._migration.add(streams, why)
+
+    def _end_all(self, error: EngineError) -> None:
+        for stream in tuple(self._streams.values()):
+            self._abort(stream)
+            stream.fail(error)
+        self._migration.fail_all(error)
 
     # ── what comes ──
     async def _receive_answers(self) -> None:
@@ -280,9 +305,7 @@ class Client:
         except Exception as error:
             self._receive_error = f"the client of the engine has failed: {type(error).__name__}: {error}"
             event("client receives no more answers", logging.ERROR, reason=self._receive_error)
-            for stream in tuple(self._streams.values()):
-                self._abort(stream)
-                stream.fail(EngineError(500, self._receive_error))
+            self._end_all(EngineError(500, self._receive_error))
 
     async def _receive_loop(self) -> None:
         while True:
@@ -302,24 +325,27 @@ class Client:
 
     def _process_death(self, death: PeerDied) -> None:
         dead = ProcessId.of(death.name)
-        if dead is None or dead.kind == "server":
+        if dead is None or dead.kind != "core":  # of an output processor's death, the core says what is lost
             return
-        self._dead[dead.group] = max(self._dead[dead.group], dead.incarnation)
+        self._cores.mark_dead(dead.group, dead.incarnation)
         streams = [
             stream
             for stream in self._streams.values()
-            if stream.group == dead.group and stream.incarnation <= dead.incarnation
+            if stream.group == dead.group and stream.place.incarnation <= dead.incarnation
         ]
-        self._fail(streams, str(death))
+        self._lose(streams, str(death))
 
     def _dispatch(self, message: Delta | Failed) -> None:
         if isinstance(message, Failed):
             stream = self._streams.get(message.request)
-            if stream is not None:
-                self._drop(stream)
-                stream.fail(EngineError(message.status, message.reason))
-            return
-        streams = self._streams
+            if stream is None:
+                return
+            self._drop(stream)
+            if message.may_resume:
+                return self._migration.add_failed(stream, message)
+            self._migration.discard(stream)
+            return stream.fail(EngineError(message.status, message.reason))
+        streams, resuming = self._streams, self._migration.resuming
         for request, piece in split_delta(message):
             stream = streams.get(request)
             if stream is None:  # it was aborted
@@ -328,6 +354,8 @@ class Client:
                 self._abort(stream)  # a request with a failed sample ends as a whole
                 stream.fail(EngineError(*FAILURES[piece.reason]))
                 continue
+            if resuming and request in resuming:
+                self._migration.on_chunk(request)
             stream.add(piece)
             if stream.is_over:
                 self._drop(stream)

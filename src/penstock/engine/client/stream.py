@@ -9,9 +9,11 @@ import asyncio
 from collections import deque
 from collections.abc import Callable, Iterator
 from itertools import repeat
+from typing import NamedTuple
 
 import msgspec
 
+from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs
 from penstock.tensor import Scope
 
@@ -49,12 +51,21 @@ class OutputChunk(msgspec.Struct, eq=False):
         return PIECE_NBYTES + len(self.utf8) + 4 * len(self.ids) + likely
 
 
+class Placement(NamedTuple):
+    """Where a request was sent to, and under which number."""
+
+    request: int
+    group: int
+    incarnation: int
+
+
 class OutputStream:
     """`async for` yields the chunks of the answer; `async with` aborts the request at the end of its block.
 
     One task reads it. Successive unread chunks of one sample are joined, unless they have log-probabilities. Raises
     EngineError if the answer stays incomplete. `scope` holds the images of the prompt, and is released when the stream
-    is over, however it ends. An unread stream ends, too.
+    is over, however it ends. An unread stream ends, too. `submitted` keeps what another group needs to continue the
+    answer, under another number; None: a request whose group is lost ends with an error.
     """
 
     def __init__(
@@ -65,10 +76,10 @@ class OutputStream:
         prompt_tokens: int,
         samples: int,
         scope: Scope | None = None,
+        submitted: SubmittedRequest | None = None,
     ) -> None:
-        self.request = request
-        self.group = group
-        self.incarnation = incarnation
+        self.place = Placement(request, group, incarnation)  # the last one, while the request waits for a group
+        self.submitted = submitted
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
@@ -82,6 +93,14 @@ class OutputStream:
         self._waiter: asyncio.Future[None] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._on_abort: Callable[[OutputStream], None] | None = None
+
+    @property
+    def request(self) -> int:
+        return self.place.request
+
+    @property
+    def group(self) -> int:
+        return self.place.group
 
     @property
     def is_over(self) -> bool:
@@ -135,6 +154,8 @@ class OutputStream:
         if self.is_over:
             return
         self.completion_tokens += len(piece.ids)
+        if self.submitted is not None:
+            self.submitted.add(piece.sample, piece.ids, piece.reason is not None)
         if piece.reason is not None:
             self._open_samples -= 1
         if piece.cached:
@@ -176,6 +197,7 @@ class OutputStream:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
+        self.submitted = None
         if self._scope is not None:
             self._scope.release()
             self._scope = None

@@ -15,12 +15,14 @@ import penstock
 from penstock import PeerDied, Store, lowlevel
 from penstock.channel.channels import SPILL_BLOCKS
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import DELTAS, INBOX, RESULTS, STEPS, TOKENS
 
 T = TypeVar("T")
 AGAIN = 0.01  # seconds between two attempts while the successor of a dead process has not attached
 NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
+STEPS_IN_FLIGHT = 2  # at most: a step is sent while the one before it runs
 PEERS = 128  # places are reused, but a process that dies often needs some while dead peers are being reaped
 
 
@@ -42,6 +44,7 @@ class Cluster:
     groups: tuple[EngineChannels, ...]
     servers: tuple[penstock.Inbox[DELTAS], ...]  # to each server: from each group's core, then its outputs
     board: lowlevel.Segment
+    verdicts: lowlevel.Segment
     store: Store | None
     # torch.distributed's, by group. Another one for each incarnation, passed to the processes that are spawned next.
     init_methods: list[str]
@@ -65,12 +68,13 @@ class Cluster:
                 for server in range(config.api_server_count)
             ),
             StatusBoard.create(config.data_parallel_size, len(all_processes(config))),
+            VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs),
             Store(config.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
             [""] * config.data_parallel_size,
         )
 
     def close(self) -> None:
-        """Closes the channels and the board in this process."""
+        """Closes the channels and the boards in this process."""
         for group in self.groups:
             group.inbox.close()
             group.steps.close()
@@ -80,6 +84,7 @@ class Cluster:
         for deltas in self.servers:
             deltas.close()
         self.board.close()
+        self.verdicts.close()
 
     # ── lanes ──
     def worker_lane(self, rank: int) -> int:

@@ -98,6 +98,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
     shutdown_timeout: float = 30.0  # until open requests are answered, when the tree is to end
+    migration_limit: int = 3  # how often a request is resumed after the loss of its group; 0: never, and it is not kept
+    migration_timeout: float = 600.0  # until a group takes a request whose group was lost; as start_timeout
+    migration_max_seq_len: int | None = None  # tokens up to which a request is kept to be resumed; None: any number
     log_format: str = "text"  # or "json"
     log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
 
@@ -112,14 +115,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_num_batched_tokens", 1, _MANY),
             ("max_model_len", 1, 1 << 30),
             ("store_nbytes", 0, 1 << 44),
+            ("migration_limit", 0, _MANY),
         ):
             _within(self, name, int, low, high)
-        for name in ("start_timeout", "step_timeout", "shutdown_timeout"):
+        for name in ("start_timeout", "step_timeout", "shutdown_timeout", "migration_timeout"):
             _within(self, name, float, 0, 1e6)
         for name in ("async_scheduling", "enable_prefix_caching", "enforce_eager"):
             if not isinstance(getattr(self, name), bool):
                 raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
-        for name in ("num_gpu_blocks_override", "threads"):
+        for name in ("num_gpu_blocks_override", "threads", "migration_max_seq_len"):
             if getattr(self, name) is not None:
                 _within(self, name, int, 1, _MANY)
         for end_id in self.end_ids:

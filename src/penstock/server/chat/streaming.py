@@ -38,7 +38,8 @@ DONE = b"data: [DONE]\n\n"
 def engine_failed(error: EngineError, request_id: str) -> ApiError:
     """Returns the error for the client. An error of status 500 or above is also logged, with the same id."""
     if error.status >= 500:
-        event("request failed", logging.WARNING, request_id=request_id, status=error.status, error=error.reason)
+        level = logging.ERROR if error.status == 500 else logging.WARNING
+        event("request failed", level, request_id=request_id, status=error.status, error=error.reason)
     return ApiError.of(error, request_id)
 
 

@@ -200,7 +200,7 @@ class ApiServer:
         answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         answer["model"] = sampling.model or self._name
         if not sampling.stream:
-            batch = self._batch(sampling, params, prompts)
+            batch = self._batch(sampling, params, prompts, request_id)
             return await cancel_on_disconnect(
                 request.receive, self._whole(style, batch, params, len(prompts), answer, pace)
             )
@@ -208,7 +208,7 @@ class ApiServer:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
-        batch = self._batch(sampling, params, prompts, ChunkFormat(style, head + nothing_yet))
+        batch = self._batch(sampling, params, prompts, request_id, ChunkFormat(style, head + nothing_yet))
         return SSEResponse(batch, head, sampling.includes_usage, pace, request_id)
 
     def _batch(
@@ -216,12 +216,14 @@ class ApiServer:
         sampling: Sampling,
         params: SamplingParams,
         prompts: Sequence[Prompt],
+        request_id: str,
         chunk_format: ChunkFormat | None = None,
     ) -> RequestStreams:
         slots = self._config.max_num_seqs * self._config.data_parallel_size
         formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
         submits = [
-            functools.partial(self._submit, sampling, params, *one) for one in zip(prompts, formats, strict=True)
+            functools.partial(self._submit, sampling, params, request_id, *one)
+            for one in zip(prompts, formats, strict=True)
         ]
         scopes = [prompt.scope for prompt in prompts if prompt.scope is not None]
         return RequestStreams(submits, max(1, slots // MAX_SHARE // params.n), scopes)
@@ -265,7 +267,12 @@ class ApiServer:
         return Limit(self._config.max_model_len - 1, param, params.max_tokens)
 
     async def _submit(
-        self, sampling: Sampling, params: SamplingParams, prompt: Prompt, chunk_format: ChunkFormat | None
+        self,
+        sampling: Sampling,
+        params: SamplingParams,
+        request_id: str,
+        prompt: Prompt,
+        chunk_format: ChunkFormat | None,
     ) -> OutputStream:
         return await self._client.submit(
             prompt.ids,
@@ -276,6 +283,7 @@ class ApiServer:
             client=sampling.user or "",
             salt=(sampling.cache_salt or "").encode(),
             chunk_format=chunk_format,
+            request_id=request_id,
         )
 
     async def _whole(

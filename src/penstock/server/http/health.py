@@ -12,6 +12,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
@@ -55,11 +56,16 @@ class HealthReport:
                 "waiting": row[StatusBoard.WAITING],
                 "free_blocks": row[StatusBoard.FREE_BLOCKS],
                 "steps": row[StatusBoard.STEPS],
+                "waiting_to_resume": self._waiting_to_resume(number),
                 "failed_starts": 0 if row[StatusBoard.SERVING] else row[StatusBoard.FAILED_STARTS],
             }
             for number, row in enumerate(self._groups)
         ]
         return _json({**self._status(), "servers": servers, "groups": groups}, 200 if self._is_ready else 503)
+
+    def _waiting_to_resume(self, group: int) -> int:
+        """Returns how many requests the group has lost that no group runs yet."""
+        return sum(row.engines[group].migration[MigrationCounters.WAITING] for row in self._tally.rows)
 
     def _status(self) -> dict[str, Any]:
         is_ready, is_draining = self._is_ready, self._board.is_draining

@@ -14,6 +14,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Bounds, Histogram
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, PAUSE_SECONDS, MigrationCounters
 from penstock.engine.cluster.status_board import Row as EngineRow
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.server.status.counters import FINISHED_REASONS, ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
@@ -45,6 +46,10 @@ OF_AN_ENGINE = (
     ("busy_seconds", "Seconds in which the device ran", StatusBoard.BUSY_NS, 1e9),
     ("idle_seconds", "Seconds in which the device did not run though a request was open", StatusBoard.IDLE_NS, 1e9),
 )
+GAUGES_OF_MIGRATION = (
+    ("requests_waiting_to_resume", "Requests that the engine lost and no engine runs yet", MigrationCounters.WAITING),
+    ("kept_tokens", "Tokens of open requests, which servers keep to resume them", MigrationCounters.KEPT_TOKENS),
+)
 
 Family = CounterMetricFamily | GaugeMetricFamily | HistogramMetricFamily
 
@@ -65,6 +70,7 @@ class Metrics(Collector):
         yield from self._as_vllm_names_them()
         yield from self._of_servers()
         yield from self._of_engines()
+        yield from self._of_migration()
 
     def _labels(self, engine: int) -> list[str]:
         return [self._model_name, str(engine)]
@@ -146,6 +152,32 @@ class Metrics(Collector):
             for engine, row in enumerate(self._engines):
                 counter.add_metric([str(engine)], row[word] / unit)
             yield counter
+
+    def _of_migration(self) -> Iterator[Family]:
+        """Yields what clients count of requests that their engine has lost."""
+        counters = [[served.migration for served in self._served(engine)] for engine in range(len(self._engines))]
+        for name, text, word in GAUGES_OF_MIGRATION:
+            gauge = GaugeMetricFamily(f"penstock_{name}", text, labels=["engine"])
+            for engine, parts in enumerate(counters):
+                gauge.add_metric([str(engine)], sum(part[word] for part in parts))
+            yield gauge
+        migrations = CounterMetricFamily(
+            "penstock_migrations", "Requests that the engine lost and that were resumed", labels=["engine", "cause"]
+        )
+        given_up = CounterMetricFamily(
+            "penstock_requests_given_up", "Requests that the engine lost and that ended so", labels=["engine"]
+        )
+        pause = HistogramMetricFamily(
+            "penstock_migration_pause_seconds",
+            "Seconds from a loss to the next token",
+            labels=["engine"],
+        )
+        for engine, parts in enumerate(counters):
+            for at, cause in enumerate(MIGRATION_CAUSES, MigrationCounters.MIGRATIONS):
+                migrations.add_metric([str(engine), cause], sum(part[at] for part in parts))
+            given_up.add_metric([str(engine)], sum(part[MigrationCounters.GIVEN_UP] for part in parts))
+            _add(pause, [str(engine)], [part.pause for part in parts], PAUSE_SECONDS)
+        yield from (migrations, given_up, pause)
 
 
 def _share_in_use(row: EngineRow) -> float:

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock import lowlevel
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Histogram, words_of
+from penstock.engine.cluster.migration_counters import MigrationCounters
 
 ROUTES = ("chat", "completions", "tokenize", "models")
 STATUSES = (200, 400, 401, 404, 413, 422, 429, 499, 500, 503, 504)  # 499: the client has gone
@@ -25,7 +26,8 @@ class Served:
     FINISHED = 2  # sequences, by FINISHED_REASONS
     _HISTOGRAMS = FINISHED + len(FINISHED_REASONS)
     _BOUNDS = (FIRST_TOKEN_SECONDS, TOKEN_SECONDS, TOKEN_SECONDS, REQUEST_SECONDS)
-    WORDS = _HISTOGRAMS + sum(map(words_of, _BOUNDS))
+    _MIGRATION = _HISTOGRAMS + sum(map(words_of, _BOUNDS))
+    WORDS = _MIGRATION + MigrationCounters.WORDS
 
     def __init__(self, words: Any) -> None:
         self._words = words
@@ -34,6 +36,7 @@ class Served:
             histograms.append(Histogram(words, begin, bounds))
             begin += words_of(bounds)
         self.first_token, self.inter_token, self.per_output_token, self.request = histograms
+        self.migration = MigrationCounters(words[self._MIGRATION : self.WORDS])
 
     def __getitem__(self, word: int) -> int:
         number: int = self._words[word]
@@ -74,6 +77,12 @@ class ProcessCounters:
 
     def __setitem__(self, word: int, number: int) -> None:
         self._words[word] = number
+
+    def clear_gauges(self) -> None:
+        """Forgets what was open in a process that has ended."""
+        self[self.OPEN] = 0
+        for served in self.engines:
+            served.migration.clear_gauges()
 
     def answered(self, route: str, status: int) -> int:
         """Returns the word that counts answers of this route and status."""

@@ -21,6 +21,10 @@ class ProcessView(msgspec.Struct, frozen=True):
     private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
 
     @property
+    def is_of_group(self) -> bool:
+        return self.role in ("core", "worker", "output")
+
+    @property
     def key(self) -> tuple[str, int, int]:
         return self.role, self.group, self.index
 
@@ -78,6 +82,10 @@ class EngineView(msgspec.Struct, frozen=True):
     prompt_tokens: int  # computed
     generated_tokens: int
     preemptions: int
+    waiting_to_resume: int  # requests that it has lost, and that no group runs yet
+    migrations: int  # requests that it has lost, and that were or are to be resumed
+    given_up: int  # requests that it has lost, and that were answered with an error
+    kept_tokens: int  # of its open requests, which servers keep to resume them
 
 
 class ServerView(msgspec.Struct, frozen=True):
@@ -103,3 +111,13 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
     stores: tuple[StoreView, ...]
     groups: tuple[EngineView, ...]
     servers: tuple[ServerView, ...]
+
+    @property
+    def coming_back(self) -> dict[int, int]:
+        """Returns the groups that were lost and do not serve yet, and how many of their requests wait."""
+        restarted = {process.group for process in self.processes if process.is_of_group and process.incarnation > 1}
+        return {
+            number: group.waiting_to_resume
+            for number, group in enumerate(self.groups)
+            if group.incarnation == 0 and (group.waiting_to_resume or number in restarted)
+        }

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock import PenstockError
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.status_board import Row as GroupRow
 from penstock.engine.cluster.topology import ProcessId
@@ -95,7 +96,10 @@ class SnapshotReader:
             processes=tuple(_processes(notice, board, tally)),
             channels=tuple(_channel(segment) for segment in segments if "senders" in segment),
             stores=tuple(_store(segment) for segment in segments if "store" in segment),
-            groups=tuple(map(_group, board.rows)),
+            groups=tuple(
+                _group(row, [server.engines[number].migration for server in tally.rows])
+                for number, row in enumerate(board.rows)
+            ),
             servers=tuple(map(_server, tally.rows)),
         )
 
@@ -167,7 +171,9 @@ def _store(segment: Json) -> StoreView:
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _group(row: GroupRow) -> EngineView:
+def _group(row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
+    """`migration`: what each server process counts of the group."""
+    causes = range(MigrationCounters.MIGRATIONS, MigrationCounters.MIGRATIONS + len(MIGRATION_CAUSES))
     return EngineView(
         incarnation=row[StatusBoard.SERVING],
         open=row[StatusBoard.OPEN],
@@ -182,6 +188,10 @@ def _group(row: GroupRow) -> EngineView:
         prompt_tokens=row[StatusBoard.COMPUTED],
         generated_tokens=row[StatusBoard.SAMPLED],
         preemptions=row[StatusBoard.PREEMPTIONS],
+        waiting_to_resume=sum(part[MigrationCounters.WAITING] for part in migration),
+        migrations=sum(part[word] for part in migration for word in causes),
+        given_up=sum(part[MigrationCounters.GIVEN_UP] for part in migration),
+        kept_tokens=sum(part[MigrationCounters.KEPT_TOKENS] for part in migration),
     )
 
 

@@ -4,7 +4,7 @@
 `render` prints (`tables`). The native core reads one segment.
 """
 
-from penstock.tools.inspect.diagnosis import verdict_of
+from penstock.tools.inspect.diagnosis import add_sentence, verdict_of
 from penstock.tools.inspect.discovery import NotFound, holders_of_segments, look
 from penstock.tools.inspect.processes import Process, all_processes, private_nbytes_of, process_of
 from penstock.tools.inspect.render import show
@@ -15,6 +15,7 @@ __all__ = [
     "Json",
     "NotFound",
     "Process",
+    "add_sentence",
     "all_processes",
     "holders_of_segments",
     "look",

@@ -40,7 +40,16 @@ def verdict_of(segments: list[Json]) -> list[Json]:
         sentences.extend(about_pool(segment))
         sentences.extend(about_store(segment))
     unique = {entry["text"]: entry for entry in sentences}
-    return sorted(unique.values(), key=lambda entry: LEVELS.index(entry["level"]))
+    return sorted(unique.values(), key=severity)
+
+
+def severity(entry: Json) -> int:
+    return LEVELS.index(entry["level"])
+
+
+def add_sentence(snapshot: Json, level: str, kind: str, text: str) -> None:
+    """Adds a sentence to the verdict of a snapshot: the first one of its level."""
+    snapshot["verdict"] = sorted([sentence(level, kind, text), *snapshot["verdict"]], key=severity)
 
 
 def sentence(level: str, kind: str, text: str, pids: Iterable[int] = ()) -> Json:

@@ -16,7 +16,7 @@ from rich.text import Text
 
 from penstock.server.status.snapshot import ProcessView, ServerSnapshot
 from penstock.server.status.snapshot_rates import Rates, View
-from penstock.tools.format import in_seconds, in_units
+from penstock.tools.format import counted, in_seconds, in_units
 
 BARS = " ▁▂▃▄▅▆▇█"
 HISTORY = 240  # snapshots
@@ -45,7 +45,7 @@ def drawn(view: View, history: History, console: Console, gone: str = "") -> Ren
     width, moment, rates = console.width, view.moment, view.rates
     above: list[RenderableType] = [head(moment, width, gone), Text()]
     above += [requests(moment, rates), latency(rates), tokens(moment, rates)]
-    above += curves(history, width) + steps(rates, width)
+    above += curves(history, width) + steps(rates, width) + coming_back(moment)
     left = (console.height - 1 if console.is_terminal else 1000) - len(above)
     tables = [
         (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(view)),
@@ -95,6 +95,9 @@ def requests(moment: ServerSnapshot, rates: Rates | None) -> Text:
     figure(line, str(sum(entry.open for entry in moment.servers)), "open")
     figure(line, str(running), "running")
     figure(line, str(waiting), "waiting", "yellow" if waiting else "")
+    to_resume = sum(entry.waiting_to_resume for entry in groups)
+    if to_resume:
+        figure(line, str(to_resume), "waiting to resume", "yellow")
     if rates is not None:
         figure(line, f"{rates.answered:.1f}", "answered/s")
         figure(line, f"{rates.refused:.1f}", "refused/s", "red" if rates.refused else "")
@@ -164,6 +167,14 @@ def steps(rates: Rates | None, width: int) -> list[RenderableType]:
         line.append("; core ").append(seconds(group.core), style=CORE).append(f"; {group.steps:.0f}/s")
         lines.append(line)
     return lines
+
+
+def coming_back(moment: ServerSnapshot) -> list[RenderableType]:
+    """Draws a line for each group that was lost and does not serve yet."""
+    return [
+        label(f"group {group}").append(f"is coming back, {counted(waiting, 'request')} to resume", style="yellow")
+        for group, waiting in moment.coming_back.items()
+    ]
 
 
 def label(name: str) -> Text:

@@ -1,0 +1,261 @@
+"""Requests whose group was lost: they wait here until the cause is known and a group serves, and are submitted again.
+
+A client loses the requests of a group when one of its processes has died, or when the group is restarted; and those of
+an output processor when that has died. `SubmittedRequest` has what is submitted again. The launcher finds the cause.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.client.submitted_request import SubmittedRequest
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.migration_counters import CAUSES, OUTPUT, MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.verdict_board import Cause, Verdict, VerdictBoard
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Failed
+
+LOOK_AGAIN = 0.005  # seconds between two reads of the boards, while requests wait
+NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
+
+
+class Submitter(Protocol):
+    """What the client does for a request that is submitted again."""
+
+    @property
+    def can_submit(self) -> bool:
+        """Returns whether a group serves now."""
+
+    def place_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
+        """Gives the stream a group and a new number. Raises EngineError if no group serves."""
+
+    async def send_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
+        """Sends the request to that group. Raises EngineError, and forgets the number, if the group is stuck."""
+
+
+@dataclass
+class Loss:
+    """The loss of one request's group."""
+
+    group: int
+    incarnation: int
+    why: str
+    since: float  # the first loss since the last chunk, on the monotonic clock
+    deadline: float
+    is_judged: bool = False  # the cause is known, and the request may be submitted again
+
+
+class Migration:
+    """The lost requests of one client."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        server: int,
+        boards: tuple[StatusBoard, VerdictBoard],
+        counters: Sequence[MigrationCounters],
+        submitter: Submitter,
+    ) -> None:
+        """`server`: the index under which the client submits. `counters`: one for each group."""
+        self._limit = config.migration_limit
+        self._timeout = config.migration_timeout
+        self._max_tokens = config.migration_max_seq_len
+        self._server = server
+        self._board, self._verdicts = boards
+        self._counters = counters
+        self._submitter = submitter
+        self._waiting: dict[OutputStream, Loss] = {}
+        self._task: asyncio.Task[None] | None = None
+        self.resuming: dict[int, Loss] = {}  # by request: submitted again, and no chunk has come since
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    def __iter__(self) -> Iterator[OutputStream]:
+        return iter(self._waiting)
+
+    # ── requests come and go ──
+    def add(self, streams: Iterable[OutputStream], why: str) -> None:
+        """Takes streams whose group was lost. Those that cannot be resumed end with an error."""
+        for stream in streams:
+            self._add(stream, f"group {stream.group} has died: {why}")
+
+    def add_failed(self, stream: OutputStream, failed: Failed) -> None:
+        """Takes a stream whose core has given it up, and says that it may be submitted again."""
+        loss = self._add(stream, failed.reason)
+        if loss is None:
+            return
+        if failed.cleared:
+            _submitted(stream).failures = 0
+            loss.is_judged = True
+        else:
+            self._count(stream, OUTPUT)
+
+    def _add(self, stream: OutputStream, why: str) -> Loss | None:
+        before = self.resuming.pop(stream.request, None)
+        submitted = stream.submitted
+        if submitted is None:
+            self._give_up(stream, why)
+            return None
+        if submitted.is_too_long:
+            self._give_up(stream, f"{why}; it has had more than migration_max_seq_len ({self._max_tokens}) tokens")
+            return None
+        now = time.monotonic()
+        since = now if before is None else before.since
+        loss = Loss(stream.group, stream.place.incarnation, why, since, now + self._timeout)
+        self._wait(stream, loss)
+        return loss
+
+    def _wait(self, stream: OutputStream, loss: Loss) -> None:
+        self._waiting[stream] = loss
+        self._counters[loss.group][MigrationCounters.WAITING] += 1
+        if self._task is None:
+            self._task = asyncio.ensure_future(self._run())
+
+    def discard(self, stream: OutputStream) -> bool:
+        """Forgets a stream. Returns whether its request was waiting, and so is known to no core."""
+        self.resuming.pop(stream.request, None)
+        loss = self._waiting.pop(stream, None)
+        if loss is not None:
+            self._counters[loss.group][MigrationCounters.WAITING] -= 1
+        return loss is not None
+
+    def on_chunk(self, request: int) -> None:
+        """Counts the pause of a request that goes on."""
+        loss = self.resuming.pop(request)
+        self._counters[loss.group].pause.add(time.monotonic() - loss.since)
+
+    def fail_all(self, error: EngineError) -> None:
+        """Ends all waiting requests with an error."""
+        for stream in tuple(self._waiting):
+            self._give_up(stream, error.reason, error.status)
+
+    async def close(self) -> None:
+        if self._task is not None:
+            self._task.cancel()
+            await asyncio.wait([self._task])
+
+    def _give_up(self, stream: OutputStream, why: str, status: int = 503) -> None:
+        self.discard(stream)
+        self._counters[stream.group][MigrationCounters.GIVEN_UP] += 1
+        stream.fail(EngineError(status, why))
+
+    # ── while requests wait ──
+    async def _run(self) -> None:
+        """Submits requests again until none waits. A failure ends them all, so that no reader goes on waiting."""
+        try:
+            while self._waiting:
+                self._judge_all()
+                self._expire()
+                await self._submit_all()
+                await asyncio.sleep(LOOK_AGAIN)
+        except Exception as error:
+            reason = f"the migration of requests has failed: {type(error).__name__}: {error}"
+            event("migration failed", logging.ERROR, reason=reason)
+            self.fail_all(EngineError(500, reason))
+        finally:
+            self._task = None
+
+    def _expire(self) -> None:
+        is_hopeless = self._board.is_draining and not self._submitter.can_submit
+        now = time.monotonic()
+        for stream, loss in tuple(self._waiting.items()):
+            if is_hopeless:
+                self._give_up(stream, f"{loss.why}; the engine is shutting down, and no group serves")
+            elif now >= loss.deadline:
+                self._give_up(stream, f"{loss.why}; no group has taken the request within {self._timeout:g} s")
+
+    async def _submit_all(self) -> None:
+        """Submits the requests whose loss has been judged, in the order in which a core runs them."""
+        ready = [(_submitted(stream), stream, loss) for stream, loss in self._waiting.items() if loss.is_judged]
+        for submitted, stream, loss in sorted(ready, key=lambda entry: entry[0].order):
+            if not self._submitter.can_submit:
+                return
+            if self._waiting.get(stream) is not loss:  # it has ended meanwhile
+                continue
+            self.discard(stream)
+            try:
+                self._submitter.place_again(stream, submitted)
+                self.resuming[stream.request] = loss
+                await self._submitter.send_again(stream, submitted)
+            except EngineError as error:
+                self.resuming.pop(stream.request, None)
+                event("request waits for a group", logging.WARNING, request=stream.request, reason=error.reason)
+                if not stream.is_over and stream not in self._waiting:
+                    self._wait(stream, loss)
+                return
+            await asyncio.sleep(0)
+
+    # ── who is to blame ──
+    def _judge_all(self) -> None:
+        """Judges the losses whose cause the launcher has found."""
+        lost: dict[tuple[int, int], list[OutputStream]] = {}
+        for stream, loss in self._waiting.items():
+            if not loss.is_judged:
+                lost.setdefault((loss.group, loss.incarnation), []).append(stream)
+        for (group, incarnation), streams in lost.items():
+            verdict = self._verdicts.verdict(group, incarnation)
+            if verdict is None and self._board.is_draining:  # the launcher starts no group again, and judges none
+                verdict = NO_VERDICT
+            if verdict is not None:
+                event(
+                    "requests are resumed",
+                    group=group,
+                    incarnation=incarnation,
+                    cause=CAUSES[verdict.cause],
+                    requests=len(streams),
+                    in_flight=len(verdict.in_flight),
+                )
+                for stream in streams:
+                    self._judge(stream, verdict)
+
+    def _judge(self, stream: OutputStream, verdict: Verdict) -> None:
+        """Counts a loss for a request. A request that has made a group fail while it ran alone is answered with 500."""
+        submitted = _submitted(stream)
+        was_in_flight = (self._server, stream.request) in verdict.in_flight
+        has_failed = verdict.cause == Cause.ITSELF
+        if has_failed and was_in_flight:
+            submitted.failures += 1
+            if verdict.is_trial:
+                return self._convict(stream)
+        elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before
+            submitted.failures = 0
+        # A request that was in no step of a group that failed by itself had no part in its end.
+        is_counted = verdict.cause != Cause.PLANNED and (was_in_flight or not has_failed)
+        self._count(stream, CAUSES[verdict.cause], is_counted=is_counted)
+
+    def _convict(self, stream: OutputStream) -> None:
+        submitted, loss = _submitted(stream), self._waiting[stream]
+        event(
+            "request has made its group fail",
+            logging.ERROR,
+            request_id=submitted.request_id,
+            request=stream.request,
+            group=loss.group,
+            incarnation=loss.incarnation,
+            failures=submitted.failures,
+            reason=loss.why,
+        )
+        why = f"a process has failed {submitted.failures} times with this request in its step, at last with no other"
+        self._give_up(stream, f"{why}: {loss.why}", 500)
+
+    def _count(self, stream: OutputStream, cause: str, *, is_counted: bool = True) -> None:
+        submitted, loss = _submitted(stream), self._waiting[stream]
+        submitted.migrations += is_counted
+        if submitted.migrations > self._limit:
+            self._give_up(stream, f"{loss.why}; the request has been resumed {self._limit} times (migration_limit)")
+            return
+        loss.is_judged = True
+        self._counters[loss.group].count(cause)
+
+
+def _submitted(stream: OutputStream) -> SubmittedRequest:
+    assert stream.submitted is not None, "a request that is not kept does not wait"
+    return stream.submitted

@@ -1,0 +1,614 @@
+"""A client without an engine: what it submits again when a group is lost, and what ends instead."""
+
+import asyncio
+import contextlib
+import functools
+import logging
+import time
+from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock import WouldBlock
+from penstock.engine.client import core_senders
+from penstock.engine.client.client import Client, ImageInput
+from penstock.engine.client.core_senders import CoreSenders, GroupLost
+from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.cluster import logs
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster
+from penstock.engine.cluster.verdict_board import Cause, VerdictBoard, request_words
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.messages import (
+    Abort,
+    ChunkFormat,
+    Delta,
+    Failed,
+    Finished,
+    FinishReason,
+    SamplingParams,
+    Style,
+    Submit,
+)
+
+PATIENCE = 10.0
+SILENCE = 0.15  # seconds in which nothing may come; a group that serves no more is seen within 0.1
+
+
+class Group:
+    """The other ends of a client's channels: of the group's core, and of its output processor."""
+
+    def __init__(self, tree: Cluster, group: int) -> None:
+        self.inbox = tree.groups[group].inbox.open_receiver(name=f"core {group}.0 #1")
+        self.core = tree.servers[0].open_sender(tree.delta_lane(group), name=f"core {group}.0 #1")
+        self.output = tree.servers[0].open_sender(tree.delta_lane(group, 0), name=f"output {group}.0 #1")
+        self._board = StatusBoard(tree.board, writable=True)
+        self._verdicts = VerdictBoard(tree.verdicts, writable=True)
+        self._group = group
+        self._tag = 0
+        self.incarnation = 0
+        self.serve()
+
+    def serve(self) -> None:
+        self.incarnation += 1
+        self._board.row(self._group)[StatusBoard.SERVING] = self.incarnation
+
+    def stop_serving(self) -> None:
+        self._board.row(self._group)[StatusBoard.SERVING] = 0
+
+    def judge(self, cause: Cause, in_flight: Sequence[tuple[int, int]] = (), *, is_trial: bool = False) -> None:
+        self._tag += 1
+        words = request_words([server for server, _ in in_flight], [request for _, request in in_flight])
+        self._verdicts.write_requests(self._group, self.incarnation, self._tag, [words], is_trial)
+        self._verdicts.write_cause(self._group, self.incarnation, cause)
+
+    def lose(self, cause: Cause = Cause.OUTSIDE, *streams: OutputStream, is_trial: bool = False) -> None:
+        """`streams`: those whose requests are in the steps in flight."""
+        self.judge(cause, [(0, stream.request) for stream in streams], is_trial=is_trial)
+        self.stop_serving()
+
+    async def receive(self) -> Any:
+        return await asyncio.get_running_loop().run_in_executor(None, self.inbox.receive, PATIENCE)
+
+    async def submitted(self) -> Submit:
+        message = await self.receive()
+        assert isinstance(message, Submit)
+        return message
+
+    async def require_silence(self) -> None:
+        await asyncio.sleep(SILENCE)
+        with pytest.raises(WouldBlock):
+            self.inbox.receive_nowait()
+
+    def answer(self, request: int, ids: Sequence[int], reason: FinishReason | None = None, sample: int = 0) -> None:
+        text = bytes(ids)
+        ends = None if reason is None else Finished(np.zeros(1, np.uint16), np.array([reason], np.uint8))
+        self.output.send(
+            Delta(
+                1,
+                np.array([request, len(text), *ids], np.int32),
+                text,
+                counts=np.array([len(ids)], np.uint16),
+                samples=np.array([sample], np.uint16),
+                finished=ends,
+            ),
+            PATIENCE,
+        )
+
+    def close(self) -> None:
+        for end in (self.inbox, self.core, self.output, self._board, self._verdicts):
+            end.close()
+
+
+@contextlib.asynccontextmanager
+async def engine(groups: int = 1, **options: Any) -> AsyncIterator[tuple[list[Group], Client]]:
+    """The groups, all of which serve, and a client of them."""
+    config = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=groups, **options)
+    tree = Cluster.open(config)
+    others = [Group(tree, group) for group in range(groups)]
+    try:
+        async with Client(tree, 0) as client:
+            yield others, client
+    finally:
+        for other in others:
+            other.close()
+        if tree.store is not None:
+            assert not [item for item in tree.store.stats().items if item.holders], "an image is held after its request"
+            tree.store.close()
+        tree.close()
+
+
+def in_a_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    @functools.wraps(scene)
+    def test(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(scene(**fixtures), 3 * PATIENCE))
+
+    return test
+
+
+class Events(logging.Handler):
+    """The events that are logged."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.records: list[Any] = []
+
+    def emit(self, record: logging.LogRecord) -> None:
+        self.records.append(record)
+
+    def fields(self, name: str) -> list[dict[str, object]]:
+        return [record.fields for record in self.records if record.getMessage() == name]
+
+
+@pytest.fixture
+def events() -> Iterator[Events]:
+    level, handler = logs.LOGGER.level, Events()
+    logs.LOGGER.addHandler(handler)
+    logs.LOGGER.setLevel(logging.DEBUG)
+    yield handler
+    logs.LOGGER.removeHandler(handler)
+    logs.LOGGER.setLevel(level)
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not condition():
+        assert time.monotonic() < deadline, "it did not come to this"
+        await asyncio.sleep(0.002)
+
+
+async def read(stream: OutputStream) -> list[int]:
+    return [token for piece in [piece async for piece in stream] for token in piece.ids]
+
+
+async def error_of(stream: OutputStream) -> EngineError:
+    with pytest.raises(EngineError) as caught:
+        await asyncio.wait_for(read(stream), PATIENCE)
+    return caught.value
+
+
+def progress_of(submit: Submit) -> list[list[int] | None]:
+    assert submit.progress is not None
+    return [None if ids is None else ids.tolist() for ids in submit.progress.generated()]
+
+
+def migrations(client: Client, group: int = 0) -> dict[str, int]:
+    """How many by each cause, without those that never happened."""
+    counters = client.counters[group]
+    numbers = {cause: counters[MigrationCounters.MIGRATIONS + at] for at, cause in enumerate(MIGRATION_CAUSES)}
+    return {cause: number for cause, number in numbers.items() if number}
+
+
+# ── an answer goes on ────────────────────────────────────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_answer_goes_on_after_its_ids_when_the_group_serves_again() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1, 2], SamplingParams(max_tokens=9))
+        first = await group.submitted()
+        assert first.progress is None and first.failures == 0
+        group.answer(first.request, [65, 66])
+        group.answer(first.request, [67])
+        await until(lambda: stream.completion_tokens == 3)
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        assert client.open_requests == 1
+        await group.require_silence()
+        group.serve()
+        second = await group.submitted()
+        assert progress_of(second) == [[65, 66, 67]]
+        assert second.request != first.request
+        group.answer(first.request, [90], FinishReason.STOP)  # late, of the group that was lost
+        group.answer(second.request, [68], FinishReason.LENGTH)
+        pieces = [piece async for piece in stream]
+        assert b"".join(piece.utf8 for piece in pieces) == b"ABCD" and pieces[-1].reason == FinishReason.LENGTH
+        assert stream.completion_tokens == 4 and client.open_requests == 0
+        assert client.counters[0][MigrationCounters.WAITING] == 0
+
+
+@in_a_loop
+async def test_request_goes_to_another_group_at_once() -> None:
+    async with engine(groups=2) as (groups, client):
+        stream = await client.submit([1, 2])
+        lost, other = groups[stream.group], groups[1 - stream.group]
+        await lost.submitted()
+        lost.lose()
+        again = await other.submitted()
+        other.answer(again.request, [65], FinishReason.STOP)
+        assert await read(stream) == [65]
+        await lost.require_silence()
+
+
+@in_a_loop
+async def test_request_is_the_same_but_for_number_progress_and_failures() -> None:
+    async with engine() as ([group], client):
+        params = SamplingParams(n=2, temperature=0.5, stop=("x",), seed=-1)
+        chunk_format = ChunkFormat(Style.CHAT, b'{"id":"1"', 2)
+        prompt = np.arange(50, dtype=np.int32)
+        before = time.monotonic_ns()
+        await client.submit(prompt, params, priority=3, client="c", salt=b"s", chunk_format=chunk_format)
+        first = await group.submitted()
+        prompt[:] = 0  # the caller's own
+        assert before < first.arrived_ns < time.monotonic_ns() and first.seed == (1 << 64) - 1
+        group.lose(Cause.ITSELF)
+        await asyncio.sleep(SILENCE)
+        group.serve()
+        again = await group.submitted()
+        assert (again.prompt.tolist(), again.params, again.priority) == (list(range(50)), params, 3)
+        assert (again.client, again.salt, again.chunk_format) == ("c", b"s", chunk_format)
+        assert (again.seed, again.arrived_ns, again.server) == (first.seed, first.arrived_ns, 0)
+
+
+@in_a_loop
+async def test_drawn_seed_stays_the_request_s_and_stands_in_the_log(events: Events) -> None:
+    async with engine() as ([group], client):
+        await client.submit([1], request_id="req-1")
+        await client.submit([1])
+        first, other = await group.submitted(), await group.submitted()
+        assert 0 <= first.seed < 1 << 63 and first.seed != other.seed
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
+        group.serve()
+        assert (await group.submitted()).seed == first.seed
+    logged = {"request_id": "req-1", "request": first.request, "group": 0, "seed": first.seed}
+    assert events.fields("request submitted")[0] == logged
+
+
+@in_a_loop
+async def test_samples_that_are_over_are_not_run_again() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1], SamplingParams(n=3))
+        first = await group.submitted()
+        group.answer(first.request, [65], sample=2)
+        group.answer(first.request, [66, 67], FinishReason.STOP, sample=0)
+        await until(lambda: stream.completion_tokens == 3)
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING])
+        group.serve()
+        again = await group.submitted()
+        assert progress_of(again) == [None, [], [65]]
+        for sample in (1, 2):
+            group.answer(again.request, [70 + sample], FinishReason.STOP, sample=sample)
+        answers: list[list[int]] = [[], [], []]
+        async for piece in stream:
+            answers[piece.sample] += piece.ids
+        assert answers == [[66, 67], [71], [65, 72]]
+
+
+@in_a_loop
+async def test_requests_go_by_priority_and_arrival_when_a_group_serves() -> None:
+    async with engine() as ([group], client):
+        for number, priority in enumerate((1, 0, 1, 0)):
+            await client.submit([number], priority=priority)
+            await group.submitted()
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING])
+        group.serve()
+        assert [int((await group.submitted()).prompt[0]) for _ in range(4)] == [1, 3, 0, 2]
+
+
+@in_a_loop
+async def test_request_is_submitted_again_each_time_its_group_is_lost() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1])
+        ids: list[int] = []
+        for loss in range(3):
+            submit = await group.submitted()
+            assert ids == (progress_of(submit)[0] if ids else [])
+            if loss != 1:  # then it is lost before a chunk has come
+                ids.append(65 + loss)
+                group.answer(submit.request, ids[-1:])
+                await until(lambda: stream.completion_tokens == len(ids))
+            group.lose()
+            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+            group.serve()
+        submit = await group.submitted()
+        group.answer(submit.request, [70], FinishReason.STOP)
+        assert await read(stream) == [65, 67, 70]
+        assert migrations(client) == {"died": 3} and sum(client.counters[0].pause.counts) == 2
+
+
+@in_a_loop
+async def test_images_stay_as_they_were_until_the_request_is_over() -> None:
+    async with engine(store_nbytes=8 << 20) as ([group], client):
+        large, small = np.arange(50_000, dtype=np.float32), np.arange(20, dtype=np.float32)
+        images = [ImageInput({"pixel_values": large}, 2, 4, bytes(32)), ImageInput({"pixel_values": small}, 8, 2)]
+        stream = await client.submit(range(20), values=images)
+        first = await group.submitted()
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING])
+        group.serve()
+        again = await group.submitted()
+        assert again.inputs is not None and first.inputs is not None
+        assert [item.is_inline for item in again.inputs.items] == [False, True]
+        assert again.inputs.items[0] == first.inputs.items[0]
+        inline = again.inputs.items[1].open().value()
+        assert (inline["pixel_values"] == small).all()
+        group.answer(again.request, [65], FinishReason.STOP)
+        assert await read(stream) == [65]
+
+
+# ── a request ends while it waits ────────────────────────────────────────────────────────────────────────────────────
+async def waiting(group: Group, client: Client, **options: Any) -> OutputStream:
+    """A request with a chunk, whose group is lost."""
+    stream = await client.submit([1], **options)
+    group.answer((await group.submitted()).request, [65])
+    group.lose()
+    await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+    return stream
+
+
+@in_a_loop
+async def test_aborted_request_is_forgotten_while_it_waits() -> None:
+    async with engine(store_nbytes=8 << 20) as ([group], client):
+        image = ImageInput({"pixel_values": np.zeros(50_000, np.float32)}, 0, 1, bytes(32))
+        async with await waiting(group, client, values=[image]) as stream:
+            pass
+        assert await read(stream) == [65]
+        assert client.open_requests == client.counters[0][MigrationCounters.WAITING] == 0
+        group.serve()
+        await group.require_silence()
+
+
+@in_a_loop
+async def test_time_of_a_request_goes_on_while_it_waits() -> None:
+    async with engine() as ([group], client):
+        error = await error_of(await waiting(group, client, timeout=0.3))
+        assert error.status == 504 and client.open_requests == 0
+        group.serve()
+        await group.require_silence()
+
+
+@in_a_loop
+async def test_closed_client_ends_what_waits() -> None:
+    async with engine() as ([group], client):
+        stream = await waiting(group, client)
+    error = await error_of(stream)
+    assert error.status == 503 and "has been closed" in error.reason
+
+
+@in_a_loop
+async def test_shutdown_ends_what_waits_for_a_group_at_once() -> None:
+    async with engine() as ([group], client):
+        stream = await waiting(group, client)
+        group._board.drain()
+        error = await error_of(stream)
+        assert error.status == 503 and "shutting down" in error.reason
+
+
+@in_a_loop
+async def test_request_goes_to_a_group_that_still_serves_during_a_shutdown() -> None:
+    """The launcher judges no group then."""
+    async with engine(groups=2) as (groups, client):
+        stream = await client.submit([1])
+        lost, other = groups[stream.group], groups[1 - stream.group]
+        lost._board.drain()
+        lost.stop_serving()
+        other.answer((await other.submitted()).request, [65], FinishReason.STOP)
+        assert await read(stream) == [65]
+
+
+@in_a_loop
+async def test_request_that_no_group_takes_ends_with_503_in_time() -> None:
+    async with engine(migration_timeout=0.2) as ([group], client):
+        error = await error_of(await waiting(group, client))
+        assert error.status == 503 and "no group has taken the request within 0.2 s" in error.reason
+        assert client.counters[0][MigrationCounters.GIVEN_UP] == 1
+
+
+@in_a_loop
+async def test_new_request_is_refused_while_no_group_serves() -> None:
+    async with engine() as ([group], client):
+        await waiting(group, client)
+        with pytest.raises(EngineError, match="no group of the engine serves now"):
+            await client.submit([1])
+
+
+# ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_request_ends_with_503_at_once_where_the_limit_is_0() -> None:
+    async with engine(groups=2, migration_limit=0) as (groups, client):
+        stream = await client.submit([1])
+        assert stream.submitted is None
+        groups[stream.group].stop_serving()  # the launcher has not judged it
+        error = await error_of(stream)
+        assert error.status == 503 and "has died: it does not serve any more" in error.reason
+        stream = await client.submit([1])
+        groups[stream.group].core.send(Failed(stream.request, 503, "an output died", may_resume=True), PATIENCE)
+        assert (await error_of(stream)).reason == "an output died"
+
+
+@in_a_loop
+async def test_request_ends_with_503_after_as_many_losses_as_the_limit_says() -> None:
+    """Neither a planned restart nor a trial that it has passed counts."""
+    async with engine(migration_limit=2) as ([group], client):
+        stream = await client.submit([1])
+        for cause in (Cause.PLANNED, Cause.OUTSIDE, Cause.PLANNED):
+            await group.submitted()
+            group.lose(cause)
+            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+            group.serve()
+        for is_cleared in (True, False, False):
+            request = (await group.submitted()).request
+            group.core.send(Failed(request, 503, "an output died", may_resume=True, cleared=is_cleared), PATIENCE)
+        error = await error_of(stream)
+        assert error.status == 503 and "an output died; the request has been resumed 2 times" in error.reason
+        assert migrations(client) == {"planned": 2, "died": 1, "output": 1}
+        assert client.open_requests == 0
+
+
+@in_a_loop
+async def test_request_with_more_tokens_than_are_kept_ends_with_503() -> None:
+    async with engine(migration_max_seq_len=10) as ([group], client):
+        short, long = await client.submit([1, 2, 3]), await client.submit([1, 2, 3])
+        for submit, tokens in ((await group.submitted(), 7), (await group.submitted(), 8)):
+            group.answer(submit.request, range(tokens))
+        await until(lambda: long.completion_tokens == 8)
+        group.lose()
+        error = await error_of(long)
+        assert error.status == 503 and "more than migration_max_seq_len (10) tokens" in error.reason
+        group.serve()
+        assert progress_of(await group.submitted()) == [list(range(7))]
+        short.abort()
+
+
+# ── who is to blame ──────────────────────────────────────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_request_waits_for_the_verdict_though_another_group_serves() -> None:
+    async with engine(groups=2) as (groups, client):
+        stream = await client.submit([1])
+        lost, other = groups[stream.group], groups[1 - stream.group]
+        lost.stop_serving()
+        await other.require_silence()
+        lost.judge(Cause.OUTSIDE)
+        await other.submitted()
+
+
+@pytest.mark.parametrize(("cause", "failures"), [(Cause.ITSELF, 1), (Cause.OUTSIDE, 0), (Cause.PLANNED, 0)])
+def test_failures_are_counted_of_requests_in_the_steps_of_a_group_that_failed_by_itself(
+    cause: Cause, failures: int
+) -> None:
+    async def scene() -> None:
+        async with engine() as ([group], client):
+            running, queued = await client.submit([1]), await client.submit([2])
+            await group.submitted(), await group.submitted()
+            group.lose(cause, running)
+            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
+            group.serve()
+            assert [(await group.submitted()).failures for _ in range(2)] == [failures, 0]
+            queued.abort()
+
+    asyncio.run(scene())
+
+
+@in_a_loop
+async def test_request_on_trial_is_answered_with_500_and_the_others_are_no_suspects_any_more(
+    events: Events,
+) -> None:
+    async with engine() as ([group], client):
+        streams = [await client.submit([number], request_id=f"req-{number}") for number in range(4)]
+        for loss in range(3):
+            submits = [await group.submitted() for _ in streams]
+            assert [submit.failures for submit in submits] == [loss] * 3 + [0]
+            in_flight = streams[:3] if loss < 2 else streams[1:2]
+            group.lose(Cause.ITSELF, *in_flight, is_trial=loss == 2)
+            await until(lambda: client.counters[0][MigrationCounters.WAITING] >= 3)
+            group.serve()
+        error = await error_of(streams[1])
+        assert error.status == 500 and "a process has failed 3 times" in error.reason
+        assert [(await group.submitted()).failures for _ in range(3)] == [0, 0, 0]
+        assert migrations(client) == {"failed": 11} and client.counters[0][MigrationCounters.GIVEN_UP] == 1
+        # The queued request was in no step that failed, and those that were not on trial were in two of them.
+        kept = [stream.submitted for stream in (streams[0], streams[2], streams[3])]
+        assert [one and one.migrations for one in kept] == [2, 2, 0]
+    (logged,) = events.fields("request has made its group fail")
+    assert logged["request_id"] == "req-1" and logged["failures"] == 3
+
+
+@in_a_loop
+async def test_request_of_another_server_on_trial_clears_this_server_s() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1])
+        await group.submitted()
+        group.lose(Cause.ITSELF, stream)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        group.serve()
+        again = await group.submitted()
+        assert again.failures == 1
+        group.judge(Cause.ITSELF, [(7, again.request)], is_trial=True)
+        group.stop_serving()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        group.serve()
+        assert (await group.submitted()).failures == 0
+
+
+@in_a_loop
+async def test_verdict_that_was_written_over_blames_no_request() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1])
+        await group.submitted()
+        group.incarnation += 2
+        group.judge(Cause.ITSELF, [(0, stream.request)])
+        group.serve()
+        assert (await group.submitted()).failures == 0 and migrations(client) == {"unknown": 1}
+
+
+# ── what meets on the way ────────────────────────────────────────────────────────────────────────────────────────────
+class SlowSenders:
+    """Holds messages to cores back until `go` is set."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, *, loses: bool = False) -> None:
+        self.go, self.began = asyncio.Event(), asyncio.Event()
+        send = CoreSenders.send
+
+        async def slow(senders: CoreSenders, *args: Any) -> None:
+            if isinstance(args[1], Submit):
+                self.began.set()
+                await self.go.wait()
+                if loses:
+                    monkeypatch.setattr(core_senders.CoreSenders, "send", send)
+                    raise GroupLost(503, "core 0.0 #1 died")
+            await send(senders, *args)
+
+        monkeypatch.setattr(core_senders.CoreSenders, "send", slow)
+
+
+@in_a_loop
+async def test_first_submit_that_meets_a_dead_core_is_sent_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine() as ([group], client):
+        SlowSenders(monkeypatch, loses=True).go.set()
+        stream = await client.submit([1])
+        assert client.open_requests == 1
+        group.lose()
+        await until(lambda: not client.can_submit)
+        group.serve()
+        group.answer((await group.submitted()).request, [65], FinishReason.STOP)
+        assert await read(stream) == [65]
+
+
+@in_a_loop
+async def test_submit_that_arrives_after_its_group_was_lost_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was waiting for room: the core of the next incarnation would run a request that no stream has."""
+    async with engine() as ([group], client):
+        slow = SlowSenders(monkeypatch)
+        submitting = asyncio.ensure_future(client.submit([1]))
+        await slow.began.wait()
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        group.serve()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 0)
+        slow.go.set()
+        stream = await submitting
+        messages = [await group.receive() for _ in range(3)]
+        submits = {message.request for message in messages if isinstance(message, Submit)}
+        (abort,) = [message for message in messages if isinstance(message, Abort)]
+        assert submits - set(abort.requests.tolist()) == {stream.request}
+
+
+@in_a_loop
+async def test_cancelled_submit_leaves_no_request_that_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine() as ([group], client):
+        slow = SlowSenders(monkeypatch)
+        submitting = asyncio.ensure_future(client.submit([1]))
+        await slow.began.wait()
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        submitting.cancel()
+        await asyncio.wait([submitting])
+        assert client.open_requests == client.counters[0][MigrationCounters.WAITING] == 0
+
+
+@in_a_loop
+async def test_kept_tokens_are_counted_while_requests_are_open() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1, 2, 3], SamplingParams(n=2))
+        submit = await group.submitted()
+        group.answer(submit.request, range(10), sample=0)
+        group.answer(submit.request, range(4), sample=1)
+        await until(lambda: client.counters[0][MigrationCounters.KEPT_TOKENS] == 17)
+        group.answer(submit.request, [9], FinishReason.STOP, sample=0)
+        await until(lambda: client.counters[0][MigrationCounters.KEPT_TOKENS] == 7)
+        stream.abort()
+        await until(lambda: client.counters[0][MigrationCounters.KEPT_TOKENS] == 0)
