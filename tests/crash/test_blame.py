@@ -17,19 +17,16 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.sampling_params import SamplingParams
 from penstock.server.server_launcher import ServerLauncher
 from tests import tiers
-from tests.crash.migrating import (
+from tests.crash.comparable_requests import (
     Answer,
     AnyRequest,
     ClientRequest,
     HttpRequest,
-    Migrating,
-    Mix,
     Progress,
-    Shape,
     ask_all,
-    migrating,
     require_equal,
 )
+from tests.crash.migrating import Migrating, migrating
 from tests.crash.poisoned import (
     OTHERS,
     POISON,
@@ -39,6 +36,7 @@ from tests.crash.poisoned import (
     raises_late,
     segfaults_late,
 )
+from tests.crash.request_mix import Mix, Shape
 from tests.support.engine import told
 
 BESIDE = 64  # requests
@@ -86,8 +84,13 @@ def errors_of(capfd: pytest.CaptureFixture[str], text: str) -> list[str]:
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize(
     "life",
-    [raises_late, segfaults_late, pytest.param(raises_early, marks=tiers.needs_all), aborts_early]
-    + [pytest.param(hangs_late, marks=tiers.needs_all)],
+    [
+        raises_late,
+        segfaults_late,
+        aborts_early,
+        pytest.param(raises_early, marks=tiers.needs_all),
+        pytest.param(hangs_late, marks=tiers.needs_all),
+    ],
 )
 def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactly(
     life: Life, seed: int, capfd: pytest.CaptureFixture[str]
@@ -119,7 +122,7 @@ def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> N
 def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(seed: int) -> None:
     async def scene() -> None:
         async with with_workers(raises_late) as tree:
-            poison = [poison_over_http(is_streamed=False), poison_over_client()]
+            poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
             answers = await must_blame(tree, poison, seed)
             assert [answer.status for answer in answers] == [500, 500], answers
             await tree.must_be_whole()

@@ -22,7 +22,10 @@ pillow = pytest.importorskip("PIL.Image")
 
 from penstock.engine.client.client import ImageInput  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.crash.migrating import AnyRequest, ClientRequest, Migrating, Mix, Shape, compare, migrating, shuffled_kinds
+from tests.crash.comparable_requests import AnyRequest, ClientRequest  # noqa: E402
+from tests.crash.migrating import Migrating, migrating  # noqa: E402
+from tests.crash.request_mix import Mix, Shape  # noqa: E402
+from tests.crash.strikes import compare, shuffled_kinds  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.engine import told  # noqa: E402
 

@@ -22,20 +22,18 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.sampling_params import SamplingParams
 from penstock.server.server_launcher import ServerLauncher
-from tests.crash.gated import GATE, fails_when_restarted, starts_behind_the_gate
-from tests.crash.migrating import (
+from tests.crash.comparable_requests import (
     Answer,
     AnyRequest,
     ClientRequest,
     HttpRequest,
-    Migrating,
-    Mix,
     Progress,
-    Shape,
     ask_all,
-    migrating,
     require_equal,
 )
+from tests.crash.gated import GATE, fails_when_restarted, starts_behind_the_gate
+from tests.crash.migrating import Migrating, migrating
+from tests.crash.request_mix import Mix, Shape
 from tests.support.engine import START, told
 
 SHAPE = Shape("simulated", 1000, tuple(range(40, 62)))
