@@ -49,6 +49,7 @@ POOL_EXAMPLES           = choose(120,     400,     4_000)      # test_pool
 TENSORS_EXAMPLES        = choose(80,      300,     3_000)      # test_tensors: of arrays, and of trees
 STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
 OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: at each depth
+RESUMED_SEEDS           = choose(8,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor

@@ -15,9 +15,10 @@ import penstock
 from penstock import Timeout
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
+from penstock.engine.cluster.back_off import BackOff
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import Launcher, ProcessGroup, TreeFailed
+from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.output import output_processor
 from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
@@ -211,14 +212,13 @@ def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
 
 
 def test_who_dies_again_and_again_starts_after_longer_pauses() -> None:
-    launcher: Any = None
-    unit = ProcessGroup(launcher, 0, [("core", 0, worker.run)])
+    back_off = BackOff()
 
     def pauses(times: int, is_failure: bool, lived: float) -> list[float]:
         found = []
         for _ in range(times):
-            unit._count_end(is_failure, lived)
-            found.append(unit._pause)
+            back_off.count(is_failure, lived)
+            found.append(back_off.seconds)
         return found
 
     assert pauses(1, False, 1000.0) == [0.0]

@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("httptools")
 
-from penstock.engine import launcher as launch
+from penstock.engine.cluster import back_off
 from penstock.engine.cluster.process import CannotStart, ChildProcess, starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -84,7 +84,7 @@ async def tree_with(unit: int, kind: str, life: Life, **options: Any) -> AsyncIt
 def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_counts(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+    monkeypatch.setattr(back_off, "SECONDS", SOON)
 
     async def health(tree: Served) -> list[EngineHealth]:
         return msgspec.json.decode((await tree.get("/health"))[1], type=HealthResponse).groups
@@ -110,7 +110,7 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
 def test_a_server_that_has_served_and_is_killed_at_once_each_time_is_started_until_it_serves_again(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+    monkeypatch.setattr(back_off, "SECONDS", SOON)
 
     async def scene() -> None:
         async with tree_with(0, "worker", worker.run) as tree:
@@ -130,7 +130,7 @@ def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
     seed: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also of processes that are just starting, more often than a start takes."""
-    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+    monkeypatch.setattr(back_off, "SECONDS", SOON)
     chance = random.Random(seed)
 
     async def scene() -> None:
@@ -157,7 +157,7 @@ def is_another_server(child: ChildProcess, pid: int) -> bool:
 def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
     has_served: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(launch, "BACK_OFF", SOON)
+    monkeypatch.setattr(back_off, "SECONDS", SOON)
     start, failed = ChildProcess.start, []
 
     def fail(member: ProcessId, run: Life, tree: Cluster) -> ChildProcess:

@@ -186,7 +186,7 @@ class Core:
             self.end(one, "stopped")
 
     def forget_server(self, server: int) -> None:
-        self.scheduler.forget_server(server)
+        self.scheduler.abort_all(lambda request: request.server == server)
         for one in self.open_samples():
             if one[0] == server:
                 self.end(one, "aborted")

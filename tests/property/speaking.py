@@ -171,7 +171,7 @@ class Speaking:
         self._tell(self.scheduler.on_sent(step))
         self._note_cached(step)
         self.preempted += 0 if step.preempted is None else step.preempted.size
-        self.flight.append(self._sampled())
+        self.flight.append(self._sampled(step))
         return True
 
     def _note_cached(self, step: Step) -> None:
@@ -188,7 +188,7 @@ class Speaking:
         schedule = self.schedule
         return int(schedule.servers[slot]), int(schedule.requests[slot]), int(schedule.samples[slot])
 
-    def _sampled(self) -> StepDone:
+    def _sampled(self, step: Step) -> StepDone:
         """As the device gives it."""
         schedule, said, failed = self.schedule, [], {}
         for slot in schedule.sampled.tolist():
@@ -224,8 +224,11 @@ class Speaking:
             answers = self.states[output].process(tokens)
             assert len({server for server, _ in answers.deltas}) == len(answers.deltas)
             for server, delta in answers.deltas:
-                self.servers.take(server, delta)
+                self._deliver(server, delta)
             self.aborts += answers.aborts
+
+    def _deliver(self, server: int, delta: Delta) -> None:
+        self.servers.take(server, delta)
 
     def abort(self) -> None:
         """The core hears of all samples that have ended by their text."""

@@ -1,7 +1,7 @@
 """The launcher: opens the channels of all processes, and starts, watches, restarts and ends the processes.
 
-If a process of a group (a core, its workers and outputs) dies, the launcher kills and restarts the whole group; a
-server restarts alone. Deaths are seen by pidfd. `process` starts and reaps one process.
+`process_group` decides what is restarted when a process dies. Deaths are seen by pidfd. `process` starts and reaps one
+process.
 """
 
 from __future__ import annotations
@@ -10,15 +10,14 @@ import asyncio
 import contextlib
 import logging
 import signal
-import socket
 import time
-from collections.abc import Callable
 
 from penstock import PeerDied, Sender
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.process import ChildProcess, ProcessEnd
+from penstock.engine.cluster.process_group import ProcessGroup, Run
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes
+from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.core import engine_core
 from penstock.engine.model_dir import GENERATION, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
@@ -26,144 +25,13 @@ from penstock.engine.protocol.messages import Stop
 from penstock.engine.worker import worker
 from penstock.lowlevel import ChannelError
 
-MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
-BACK_OFF = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # seconds before the next start, by failed starts in a row …
-MAX_SHORT_LIVES = 4  # … or by short lives in a row of a unit that served, up to this entry
-HEALTHY_UPTIME = 30.0  # seconds from a start: a unit that dies earlier had a short life
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
-CAUSED_BY_PEER_DEATH, KILLED = "PeerDied: ", "killed by SIGKILL"  # ends that another process's end has caused
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
 LOOK_AGAIN = 0.01  # seconds between two reads of the board, while the tree starts or drains
-
-Run = Callable[[Cluster, ProcessId], None]
 
 
 class TreeFailed(Exception):
     """The tree cannot go on; the text says which process ended, and how."""
-
-
-class ProcessGroup:
-    """A unit of the launcher: processes that it starts, kills and restarts together; a group, or one server."""
-
-    def __init__(self, launcher: Launcher, group: int, parts: list[tuple[str, int, Run]]) -> None:
-        self._launcher = launcher
-        self._group = group
-        self._parts = parts  # kind, index, and what it runs
-        self._incarnation = 0
-        self._started = 0.0
-        self._has_served = False  # in any incarnation
-        self._failures = 0  # starts in a row that did not serve
-        self._short_lives = 0  # in a row
-        self._is_broken = False  # a process has died, and the others are being killed
-        self._first: tuple[str, ProcessEnd] | None = None  # the process that died, and how: the cause of the other ends
-        self._again: asyncio.TimerHandle | None = None
-        self.children: dict[int, ChildProcess] = {}  # by pidfd
-
-    @property
-    def is_group(self) -> bool:
-        return self._parts[0][0] == "core"
-
-    @property
-    def name(self) -> str:
-        return f"group {self._group}" if self.is_group else f"server {self._parts[0][1]}"
-
-    @property
-    def is_loading(self) -> bool:
-        """Returns whether the unit does not serve yet. Then it has no requests to drain, and reads no `Stop`."""
-        if self.is_group:
-            return self._launcher.board.row(self._group)[StatusBoard.SERVING] != self._incarnation
-        return self._launcher.is_server_loading(self._parts[0][1])
-
-    def start(self) -> None:
-        self._again = None
-        self._is_broken = False
-        self._first = None
-        self._incarnation += 1
-        self._started = time.monotonic()
-        try:
-            self._start_all()
-        except OSError as error:  # no memory, descriptors or processes left
-            event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
-            self._first = self.name, ProcessEnd(f"could not be started: {error}")
-            self._break(is_failure=True)
-            if not self.children:
-                self._all_ended()
-
-    def _start_all(self) -> None:
-        """Starts all processes of the unit. Raises OSError."""
-        if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
-            self._launcher.tree.init_methods[self._group] = _init_method()
-        for kind, index, run in self._parts:
-            member = ProcessId(kind, self._group, index, self._incarnation)
-            child = ChildProcess.start(member, run, self._launcher.tree)
-            self.children[child.pidfd] = child
-            self._launcher.publish_pid(child.member, child.pid)
-            asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
-            event("process started", child=str(child.member), child_pid=child.pid)
-
-    def signal(self, number: int) -> None:
-        for child in self.children.values():
-            child.signal(number)
-
-    def forget(self) -> None:
-        """Cancels a restart that is due."""
-        if self._again is not None:
-            self._again.cancel()
-            self._again = None
-
-    def _ended(self, child: ChildProcess) -> None:
-        asyncio.get_running_loop().remove_reader(child.pidfd)
-        del self.children[child.pidfd]
-        end, is_ours, was_loading = child.reap(), self._is_broken, self.is_loading
-        self._launcher.publish_pid(child.member, 0)
-        level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
-        event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
-        self._launcher.reap(child.member)
-        if not self._is_broken and not self._launcher.is_stopping:
-            self._break(is_failure=was_loading)
-        if self._first is None or (
-            CAUSED_BY_PEER_DEATH in self._first[1].how and CAUSED_BY_PEER_DEATH not in end.how and end.how != KILLED
-        ):
-            self._first = str(child.member), end
-        if not self.children:
-            self._all_ended()
-
-    def _break(self, is_failure: bool) -> None:
-        """Kills all processes of the unit. `is_failure`: it has not served in this incarnation."""
-        self._is_broken = True
-        self._has_served |= not is_failure
-        if self.is_group:
-            self._launcher.board.row(self._group)[StatusBoard.SERVING] = 0
-        self._count_end(is_failure, time.monotonic() - self._started)
-        self.signal(signal.SIGKILL)
-
-    def _count_end(self, is_failure: bool, lived: float) -> None:
-        self._failures = self._failures + 1 if is_failure else 0
-        self._short_lives = self._short_lives + 1 if lived < HEALTHY_UPTIME else 0
-
-    @property
-    def _pause(self) -> float:
-        """Returns the seconds before the next start."""
-        short_lives = min(max(self._short_lives - 1, 0), MAX_SHORT_LIVES)
-        return BACK_OFF[max(min(self._failures, len(BACK_OFF) - 1), short_lives)]
-
-    def _all_ended(self) -> None:
-        if self.is_group:
-            self._launcher.board.begin(self._group)
-            self._launcher.board.row(self._group)[StatusBoard.FAILED_STARTS] = self._failures
-        else:
-            self._launcher.count_failed_starts(self._parts[0][1], self._failures)
-        assert self._first is not None, "all have ended, and none was the first"
-        name, end = self._first
-        if self._launcher.is_stopping:
-            self._launcher.check_all_exited()
-        elif end.is_lasting and not self._has_served:
-            self._launcher.fail(f"{name} cannot start: {end.how}")
-        elif self._failures >= MAX_FAILURES and not self._has_served:
-            self._launcher.fail(f"{name} ended {self._failures} times before it served, the last time: {end.how}")
-        elif not self._launcher.has_failed:
-            event("unit starts again", unit=self.name, after=self._pause, failed_starts=self._failures)
-            self._again = asyncio.get_running_loop().call_later(self._pause, self.start)
 
 
 class Launcher:
@@ -177,6 +45,7 @@ class Launcher:
         config = with_model_defaults(config)
         self.tree = Cluster.open(config)
         self.board = StatusBoard(self.tree.board, writable=True)
+        self.verdicts = VerdictBoard(self.tree.verdicts, writable=True)
         self._places = [(member.kind, member.group, member.index) for member in all_processes(config)]
         self.is_stopping = False
         groups = [ProcessGroup(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
@@ -204,7 +73,7 @@ class Launcher:
     def publish_pid(self, member: ProcessId, pid: int) -> None:
         """Writes on the board which process has this place; `pid` 0: none now."""
         place = self._places.index((member.kind, member.group, member.index))
-        self.board.live(place, ProcessEntry(member.incarnation, pid))
+        self.board.live(place, ProcessEntry(member.incarnation, pid, member.life))
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
@@ -267,6 +136,7 @@ class Launcher:
         self.board.drain()
         for unit in self.units:
             unit.forget()
+            unit.kill_absent_outputs()
             if unit.is_loading:
                 unit.signal(signal.SIGKILL)
         for server in self._servers:
@@ -287,6 +157,7 @@ class Launcher:
         for inbox in self._inboxes:
             inbox.close()
         self.board.close()
+        self.verdicts.close()
         self.tree.close()
         event("tree stopped", killed=",".join(late) or "none")
         return late
@@ -314,12 +185,6 @@ class Launcher:
         for unit in self.units:
             for child in unit.children.values():
                 child.check_stopped(self.tree.config.step_timeout)
-
-
-def _init_method() -> str:
-    """Returns the init method of a group's ranks: a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"
 
 
 def _send_stop(inbox: Sender) -> None:

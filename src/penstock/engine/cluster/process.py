@@ -27,7 +27,9 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import Cluster, ProcessId
 
 PR_SET_PDEATHSIG = 1
-ASKED_TO_END = {signal.SIGINT, signal.SIGTERM}
+SENT_TO_ALL = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
+PF_EXITING = 0x4  # in the flags of /proc/PID/stat
+CAUSED_BY_PEER_DEATH = "PeerDied: "  # in the last words of a process that ends because a peer has died
 WORDS_NBYTES = 4096
 CANNOT_START = 2  # exit status: another attempt would meet the same error
 # Errors of files, options, packages and memory. Torch's is no MemoryError, and is known by its name.
@@ -58,6 +60,11 @@ class ProcessEnd(NamedTuple):
 
     how: str
     is_lasting: bool = False  # it could not start, and cannot at the next attempt
+    signal: int = 0  # that ended it; 0: none
+
+    @property
+    def is_caused_by_peer(self) -> bool:
+        return CAUSED_BY_PEER_DEATH in self.how
 
 
 @dataclass
@@ -79,7 +86,7 @@ class ChildProcess:
         # Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first
         # instruction on. The tracker starts first, as starting it resets the mask.
         resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, ASKED_TO_END)
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
         try:
             process.start()
         finally:
@@ -97,6 +104,21 @@ class ChildProcess:
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             signal.pidfd_send_signal(self.pidfd, number)
+
+    @property
+    def is_stopped(self) -> bool:
+        return self._end_of_patience is not None
+
+    @property
+    def is_ending(self) -> bool:
+        """Returns whether the process is ending, though its pidfd may not say so yet: the kernel frees its memory
+        first. Unknown counts as ending: no request is blamed on a guess."""
+        try:
+            with open(f"/proc/{self.pid}/stat") as file:
+                fields = file.read().rpartition(")")[2].split()
+            return fields[0] in "ZX" or bool(int(fields[6]) & PF_EXITING)
+        except (OSError, ValueError, IndexError):
+            return True
 
     def check_stopped(self, patience: float) -> None:
         """Kills the process `patience` seconds after it was seen to be stopped, unless it continues before."""
@@ -126,7 +148,7 @@ class ChildProcess:
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
-        return ProcessEnd(how, code == CANNOT_START)
+        return ProcessEnd(how, code == CANNOT_START, max(-code, 0))
 
 
 def child_main(
@@ -136,11 +158,13 @@ def child_main(
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
-    # A group ends when its core receives Stop, after the servers have ended; a server handles SIGTERM itself.
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    # A group ends when its core receives Stop, after the servers have ended; a server handles SIGTERM itself. SIGHUP is
+    # for the launcher.
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     if member.kind != "server":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, ASKED_TO_END)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
     logs.configure(str(member), tree.config.log_format, tree.config.log_level)
     try:
         run(tree, member)

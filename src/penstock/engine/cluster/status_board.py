@@ -16,6 +16,9 @@ from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_
 
 WORD_NBYTES = 8
 ROW_WORDS = 48  # six cache lines: rank 0 and the launcher (FAILED_STARTS) write the second, the core the others
+LIFE_SHIFT = 22  # of a process's word: incarnation (32 bits), life (10), pid (22, as Linux gives)
+MAX_PID, MAX_LIFE = (1 << LIFE_SHIFT) - 1, (1 << 10) - 1
+OUTPUT_WORDS = 8  # a cache line for each output processor, which writes the number of messages that it has delivered
 Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[StatusBoard.OPEN]`
 
 
@@ -25,7 +28,11 @@ class StatusBoard:
     # Words of the tree's row.
     DRAINING = 0
     GROUPS = 1
-    MEMBERS = 2  # places of processes; one word each, behind the groups' rows
+    MEMBERS = 2  # places of processes; one word each, behind the groups' rows and those of output processors
+    OUTPUTS = 3  # output processors of all groups; a row each, behind the groups' rows
+    MIGRATIONS_BEGUN = 4  # planned ones; the launcher restarts the groups one after the other
+    MIGRATIONS_ENDED = 5
+    MIGRATIONS_FAILED = 6  # those of them that did not bring all groups back
     # Words of a group's row, the core's.
     SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
     OPEN = 1  # requests
@@ -46,16 +53,18 @@ class StatusBoard:
     RUNNING = 16  # sequences in the batch
     PREFIX_QUERIES = 17  # tokens of prompts that were looked up in the prefix cache, in this incarnation
     PREFIX_HITS = 18  # those of them that it had
+    ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, and whose next life does not receive yet
     QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
 
     def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
 
     @staticmethod
-    def create(groups: int, members: int = 0) -> lowlevel.Segment:
-        page = lowlevel.Segment.create(((1 + groups) * ROW_WORDS + members) * WORD_NBYTES, name="board")
+    def create(groups: int, members: int = 0, outputs: int = 0) -> lowlevel.Segment:
+        words_of_rows = (1 + groups) * ROW_WORDS + outputs * OUTPUT_WORDS
+        page = lowlevel.Segment.create((words_of_rows + members) * WORD_NBYTES, name="board")
         words = page.view(writable=True).cast("Q")
-        words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS] = groups, members
+        words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS], words[StatusBoard.OUTPUTS] = groups, members, outputs
         return page
 
     @property
@@ -82,17 +91,31 @@ class StatusBoard:
         return [self.row(group) for group in range(self._words[self.GROUPS])]
 
     @property
-    def _members_at(self) -> int:
+    def tree(self) -> Row:
+        """Returns the tree's row."""
+        return self._words[:ROW_WORDS]
+
+    @property
+    def _outputs_at(self) -> int:
         return (1 + self._words[self.GROUPS]) * ROW_WORDS
+
+    def output_row(self, place: int) -> Row:
+        """Returns the row of an output processor: its first word is the number of messages whose answers are sent."""
+        begin = self._outputs_at + place * OUTPUT_WORDS
+        return self._words[begin : begin + OUTPUT_WORDS]
+
+    @property
+    def _members_at(self) -> int:
+        return self._outputs_at + self._words[self.OUTPUTS] * OUTPUT_WORDS
 
     @property
     def members(self) -> list[ProcessEntry]:
         """Returns the process of each place, in the order of `all_processes` (topology.py)."""
         begin = self._members_at
-        return [ProcessEntry(*divmod(word, 1 << 32)) for word in self._words[begin : begin + self._words[self.MEMBERS]]]
+        return [ProcessEntry.of(word) for word in self._words[begin : begin + self._words[self.MEMBERS]]]
 
-    def live(self, place: int, life: ProcessEntry) -> None:
-        self._words[self._members_at + place] = life.incarnation << 32 | life.pid
+    def live(self, place: int, process: ProcessEntry) -> None:
+        self._words[self._members_at + place] = process.word
 
     def close(self) -> None:
         self._words.release()
@@ -106,7 +129,16 @@ assert StatusBoard.QUEUE_TIMES + words_of(REQUEST_SECONDS) <= ROW_WORDS
 
 
 class ProcessEntry(NamedTuple):
-    """The process in a place: halves of one word, so that no reader mixes an incarnation with another one's pid."""
+    """The process in a place: parts of one word, so that no reader mixes an incarnation with another one's pid."""
 
     incarnation: int  # 0: no process has been started
-    pid: int  # 0: it has ended, and the next has not been started
+    pid: int  # below 2**22; 0: it has ended, and the next has not been started
+    life: int = 0  # within the incarnation; MAX_LIFE: or later
+
+    @classmethod
+    def of(cls, word: int) -> ProcessEntry:
+        return cls(word >> 32, word & MAX_PID, word >> LIFE_SHIFT & MAX_LIFE)
+
+    @property
+    def word(self) -> int:
+        return self.incarnation << 32 | min(self.life, MAX_LIFE) << LIFE_SHIFT | self.pid

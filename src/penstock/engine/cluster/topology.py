@@ -67,7 +67,11 @@ class Cluster:
                 )
                 for server in range(config.api_server_count)
             ),
-            StatusBoard.create(config.data_parallel_size, len(all_processes(config))),
+            StatusBoard.create(
+                config.data_parallel_size,
+                len(all_processes(config)),
+                config.data_parallel_size * config.output_processors,
+            ),
             VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs),
             Store(config.store_nbytes, max_peers=min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
             [""] * config.data_parallel_size,
@@ -93,6 +97,10 @@ class Cluster:
 
     def output_lane(self, output: int) -> int:
         return self.worker_lane(self.config.tensor_parallel_size) + output
+
+    def output_place(self, group: int, output: int) -> int:
+        """Returns the number of an output processor among those of all groups, for its row of the board."""
+        return group * self.config.output_processors + output
 
     @property
     def launcher_lane(self) -> int:
@@ -129,9 +137,11 @@ class ProcessId:
     group: int
     index: int
     incarnation: int
+    life: int = 0  # of an output processor, which may be started again within an incarnation
 
     def __str__(self) -> str:
-        return f"{self.kind} {self.group}.{self.index} #{self.incarnation}"
+        life = f".{self.life}" if self.life else ""
+        return f"{self.kind} {self.group}.{self.index} #{self.incarnation}{life}"
 
     @classmethod
     def of(cls, name: str) -> ProcessId | None:
@@ -139,7 +149,8 @@ class ProcessId:
         try:
             kind, place, incarnation = name.split(" ")
             group, index = place.split(".")
-            return cls(kind, int(group), int(index), int(incarnation.removeprefix("#")))
+            incarnation, _, life = incarnation.removeprefix("#").partition(".")
+            return cls(kind, int(group), int(index), int(incarnation), int(life or 0))
         except ValueError:
             return None
 

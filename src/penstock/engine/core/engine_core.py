@@ -1,8 +1,8 @@
 """The core process: receives requests, broadcasts each step while the one before it runs, and receives its result.
 
 A core touches neither text nor images. It blocks only on a step's result, or, with no step in flight, on its inbox. The
-scheduler decides which sequences run, the outbox keeps messages for slow servers, and the launcher handles a death
-within the group.
+scheduler decides which sequences run, the outbox keeps messages for slow servers. The launcher handles a death within
+the group; of an output processor, the core ends its share of the requests.
 """
 
 from __future__ import annotations
@@ -10,13 +10,11 @@ from __future__ import annotations
 import contextlib
 import gc
 import logging
-import math
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Protocol, TypeVar
 
-import penstock
 from penstock import DecodeError, PeerDied, Timeout, WouldBlock
 from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster.logs import event
@@ -24,6 +22,10 @@ from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, retry_past_stale_deaths
+from penstock.engine.core.admission_gate import AdmissionGate
+from penstock.engine.core.await_members import await_members, await_receivers
+from penstock.engine.core.in_flight_requests import InFlightRequests
+from penstock.engine.core.output_senders import OutputSenders
 from penstock.engine.core.request import RequestRefused
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
@@ -35,6 +37,7 @@ from penstock.engine.protocol.messages import (
     Abort,
     Begin,
     Failed,
+    OutputReady,
     Ready,
     StepDone,
     Stop,
@@ -43,8 +46,7 @@ from penstock.engine.protocol.messages import (
 )
 
 T = TypeVar("T")
-LOG_AGAIN = 10.0  # seconds between two log lines about slow output processors
-STOP_TIMEOUT = 3.0  # seconds; for Stop to receivers that may be stuck
+STOP_TIMEOUT = 3.0  # seconds; for a Stop to workers that may be stuck
 MAX_RECEIVED = 256  # messages between two steps, so that a flood of requests does not delay running ones
 
 
@@ -101,9 +103,8 @@ class EngineCore:
         self._inbox = group.inbox.open_receiver(name=name)
         self._results = group.results.open_receiver(0, name=name)
         self._steps = group.steps.open_sender(name=name)
-        self._outputs = [channel.open_sender(name=name) for channel in group.tokens]
-        self._unsent: list[tuple[int, Tokens]] = []  # with their output processors
-        self._logged_slow = -math.inf  # when it was last logged that an output processor is slow
+        self._outputs = OutputSenders(tree, me, self._waiting)
+        self._gate = AdmissionGate(tree.config.output_processors)
         self._outbox = Outbox(tree, me)
         self._inline_output = inline_output
         self._is_stopped = False
@@ -113,17 +114,19 @@ class EngineCore:
         """Waits for the workers and the output processors, and then serves. Returns without serving if a Stop arrives
         before the workers are ready. Raises Timeout, and PeerDied of one of them."""
         config = self._config
-        ready = self._await_workers()
-        if self._is_stopped:
+        ready = await_members(self._tree, self._me, self._inbox)
+        if ready is None:
+            self._is_stopped = True
             return
         capacities = [message.blocks for message in ready]
         blocks = min(
             capacities if config.num_gpu_blocks_override is None else [*capacities, config.num_gpu_blocks_override]
         )
         schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
-        self._await_receivers()
+        await_receivers(self._tree, self._me)
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
         self._schedule = schedule
+        self._in_flight_requests = InFlightRequests(self._tree, self._me, schedule.slots)
         self._sequence = SequenceSender(self._steps)
         self._begin(Begin(self._sequence.leader, 0, schedule.slots, schedule.blocks, schedule.block_size))
         self._plan = StepBuilder(schedule)
@@ -135,9 +138,8 @@ class EngineCore:
         """Runs steps until the launcher sends a Stop, which is passed on when the last result is in."""
         if not self._is_stopped:
             self._run_steps()
-        senders: list[penstock.Sender] = [self._steps, *self._outputs]
-        for sender in senders:
-            retry_past_stale_deaths(self._me, partial(sender.send, Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
+        retry_past_stale_deaths(self._me, partial(self._steps.send, Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
+        self._outputs.stop()
 
     def _run_steps(self) -> None:
         """Decides and sends each step while the one before it runs."""
@@ -157,51 +159,8 @@ class EngineCore:
 
     def close(self) -> None:
         self._row[StatusBoard.SERVING] = 0
-        for end in (self._inbox, self._results, self._steps, self._outbox):
+        for end in (self._inbox, self._results, self._steps, self._outbox, self._outputs):
             end.close()
-        for output in self._outputs:
-            output.close()
-
-    # ── start ──
-    def _await_workers(self) -> list[Ready]:
-        """Waits until all workers have loaded the model, or a Stop arrives. Returns their Ready messages."""
-        config = self._config
-        deadline = time.monotonic() + config.start_timeout
-        ready: dict[int, Ready] = {}
-        while len(ready) < config.tensor_parallel_size and not self._is_stopped:
-            try:
-                message = self._inbox.receive(max(0.0, deadline - time.monotonic()))
-            except Timeout as error:
-                missing = sorted(set(range(config.tensor_parallel_size)) - ready.keys())
-                raise Timeout(f"workers {missing} are not ready within {config.start_timeout:g} s: {error}") from None
-            except PeerDied as death:
-                if not self._is_server(death):  # the core holds no state of servers yet
-                    self._process_death(death)
-            else:
-                if isinstance(message, Ready):
-                    ready[message.rank] = message
-                elif isinstance(message, Stop):
-                    self._is_stopped = True
-        return list(ready.values())
-
-    def _await_receivers(self) -> None:
-        """Waits until workers and outputs have opened their receivers: they miss nothing that is sent from now on."""
-        group = self._tree.groups[self._me.group]
-        channels: list[penstock.codec.Channel[Any]] = [group.steps, *group.tokens]
-        deadline = time.monotonic() + self._config.start_timeout
-        while not all(self._are_ours(channel) for channel in channels):
-            if time.monotonic() >= deadline:
-                raise Timeout(
-                    f"the output processors have not opened their receivers within {self._config.start_timeout:g} s"
-                )
-            time.sleep(AGAIN)
-
-    def _are_ours(self, channel: penstock.codec.Channel[Any]) -> bool:
-        snapshot = channel.snapshot()
-        names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}
-        owners = [ProcessId.of(names.get(end["peer"], "")) for end in snapshot["receivers"] if end["state"] == "live"]
-        ours = [owner for owner in owners if owner is not None and owner.incarnation == self._me.incarnation]
-        return len(ours) == channel.receivers
 
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout
@@ -213,9 +172,10 @@ class EngineCore:
         scheduler = self._scheduler
         step = self._plan.build(self._sequence.leader, self._sequence.next_number)
         timeout = self._config.step_timeout
+        self._in_flight_requests.on_step(step, self._gate.trial is not None)
         retry_past_stale_deaths(self._me, lambda: self._sequence.send(step, timeout), timeout)
         self._schedule.apply(step)
-        self._unsent += scheduler.on_sent(step)
+        self._outputs.queue(scheduler.on_sent(step), scheduler.closed)
         if scheduler.admitted_ns:
             self._count_queue_times()
         self._publish()
@@ -228,11 +188,29 @@ class EngineCore:
 
     def _receive_requests(self) -> None:
         """Handles the messages in the inbox, up to MAX_RECEIVED of them."""
-        for _ in range(MAX_RECEIVED):
-            try:
+        with contextlib.suppress(WouldBlock):
+            for _ in range(MAX_RECEIVED):
                 self._receive(self._inbox.receive_nowait)
-            except WouldBlock:
-                return
+        self._admit()
+
+    def _admit(self) -> None:
+        """Passes requests to the scheduler, but for those that have to wait."""
+        scheduler, gate = self._scheduler, self._gate
+        if gate.needs_quiet and scheduler.open_requests:
+            reason = "a request that may have ended processes of the engine is tried alone"
+            self._send_back(scheduler.abort_all(lambda request: True), reason, cleared=True)
+        while submits := gate.take(not scheduler.open_requests and not scheduler.in_flight):
+            for submit, queued_ns in submits:
+                try:
+                    scheduler.submit(submit, queued_ns)
+                except RequestRefused as refusal:
+                    self._fail(submit.server, submit.request, refusal)
+
+    def _send_back(self, requests: list[tuple[int, int]], reason: str, cleared: bool = False) -> None:
+        """Lets the servers of aborted requests submit them again."""
+        for server, request in requests:
+            if not self._outbox.send(server, Failed(request, 503, reason, may_resume=True, cleared=cleared)):
+                self._give_up(server)
 
     def _receive(self, receive: Callable[[], Any]) -> None:
         """Handles the next message, or a death in its place. Raises what `receive` does if none comes."""
@@ -279,15 +257,16 @@ class EngineCore:
     def _process(self, message: Any) -> None:
         scheduler = self._scheduler
         if isinstance(message, Submit):
-            try:
-                scheduler.submit(message, time.monotonic_ns())
-            except RequestRefused as refusal:
-                self._fail(message.server, message.request, refusal)
+            if not self._gate.put(message, time.monotonic_ns()):
+                self._fail(message.server, message.request, RequestRefused(409, "a request of this number waits"))
         elif isinstance(message, Abort):
             requests = message.requests.tolist()
             samples = [None] * len(requests) if message.samples is None else message.samples.tolist()
             for request, sample in zip(requests, samples, strict=True):
+                self._gate.abort(message.server, request)
                 scheduler.abort(message.server, request, sample)
+        elif isinstance(message, OutputReady):
+            self._attach_output(message)
         elif isinstance(message, Stop):
             self._is_stopped = True
 
@@ -309,31 +288,42 @@ class EngineCore:
         return done
 
     def _process_result(self, done: StepDone) -> None:
-        self._unsent += self._scheduler.on_result(done)
-        if self._scheduler.in_flight:  # else the device waits, and the next step goes first
+        scheduler = self._scheduler
+        self._in_flight_requests.on_result()
+        self._outputs.queue(scheduler.on_result(done), scheduler.closed)
+        if self._gate.count_result(done.ids.size) and scheduler.open_requests:
+            event("suspect is cleared", request=str(self._gate.trial))
+            self._send_back(scheduler.abort_all(lambda request: True), "the request is cleared", cleared=True)
+        if scheduler.in_flight:  # else the device waits, and the next step goes first
             self._send_tokens()
 
     def _send_tokens(self) -> None:
         """Sends output processors the messages that are due."""
-        for output, tokens in self._unsent:
-            if self._inline_output is None:
-                self._send_to_output(output, tokens)
-            else:
+        if self._inline_output is None:
+            for output in self._outputs.send_queued():
+                self._lose_output(output)
+        else:
+            for tokens in self._outputs.take_queue():
                 self._answer(self._inline_output.process(tokens))
-        self._unsent.clear()
 
-    def _send_to_output(self, output: int, tokens: Tokens) -> None:
-        """Waits while there is no room, as for a worker that receives nothing. Raises Timeout, which ends the group."""
-        sender, timeout = self._outputs[output], self._config.step_timeout
-        try:
-            retry_past_stale_deaths(self._me, partial(sender.send_nowait, tokens), timeout)
-        except WouldBlock as full:
-            now = time.monotonic()
-            if now - self._logged_slow >= LOG_AGAIN:
-                self._logged_slow = now
-                event("output processor too slow", logging.WARNING, output=output, reason=str(full))
-            send = partial(sender.send, tokens, timeout)
-            self._waiting(lambda: retry_past_stale_deaths(self._me, send, timeout))
+    def _lose_output(self, output: int) -> None:
+        """Ends the share of an output processor that has died. New requests of it wait for its next life."""
+        lost = self._outputs.lose(output)
+        lost += self._scheduler.abort_all(lambda request: request.number % self._config.output_processors == output)
+        event("output processor lost", logging.WARNING, output=output, requests=len(lost))
+        self._send_back(lost, f"output processor {output} of group {self._me.group} has died")
+        self._gate.hold(self._outputs.absent)
+
+    def _attach_output(self, ready: OutputReady) -> None:
+        """Lets the requests of an output processor run again that receives in its next life."""
+        if not self._outputs.is_new(ready):
+            return
+        if ready.index not in self._outputs.absent:  # its death has not been reported
+            self._lose_output(ready.index)
+        self._scheduler.forget_output(ready.index)
+        self._outputs.attach(ready)
+        self._gate.hold(self._outputs.absent)
+        event("output processor serves again", output=ready.index, life=ready.life)
 
     def _answer(self, batch: OutputBatch) -> None:
         slow = [server for server, delta in batch.deltas if not self._outbox.send(server, delta)]
@@ -345,16 +335,22 @@ class EngineCore:
     def _wait_for_work(self) -> None:
         """Sleeps until a message comes: no step is in flight, and none can be decided."""
         self._publish()
+        self._in_flight_requests.on_idle()
         self._outbox.flush()
         wait = AGAIN if self._outbox.has_backlog else None
         with contextlib.suppress(Timeout):
             self._receive(lambda: self._waiting(partial(self._inbox.receive, wait)))
 
     def _process_death(self, death: PeerDied) -> None:
-        """Forgets a dead server's requests; ignores a stale death; re-raises any other."""
+        """Forgets a dead server's requests, and ends those of a dead output processor; ignores a stale death; re-raises
+        any other."""
         if self._is_server(death):
             self._outbox.forget(death.index)
             self._forget(death.index)
+        elif self._outputs.is_output(death):
+            output = self._outputs.find_death(death)
+            if output is not None:
+                self._lose_output(output)
         elif not is_stale_death(self._me, death):
             raise death
 
@@ -372,7 +368,8 @@ class EngineCore:
         event("server forgotten", server=server)
         if self._inline_output is not None:
             self._inline_output.forget_server(server)
-        return self._scheduler.forget_server(server)
+        requests = self._scheduler.abort_all(lambda request: request.server == server)
+        return [*(number for _, number in requests), *self._gate.forget_server(server)]
 
     def _waiting(self, call: Callable[[], T]) -> T:
         """Returns the result of `call`; its time does not count as the core's own (`OWN_NS`)."""
@@ -385,9 +382,9 @@ class EngineCore:
 
     def _publish(self) -> None:
         scheduler, row = self._scheduler, self._row
-        row[StatusBoard.OPEN] = scheduler.open_requests
+        row[StatusBoard.OPEN] = scheduler.open_requests + self._gate.open_requests
         row[StatusBoard.RUNNING] = running = self._schedule.rows.size
-        row[StatusBoard.WAITING] = max(0, scheduler.open_samples - running)
+        row[StatusBoard.WAITING] = max(0, scheduler.open_samples + self._gate.open_samples - running)
         row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
         row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
         row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits

@@ -15,6 +15,8 @@ best sample always advances, and in the end all do; a sample that is short of a 
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 
 from penstock.engine._native import BlockCache
@@ -77,6 +79,7 @@ class Scheduler:
         self.open_samples = 0  # that have not ended
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
+        self.closed: list[tuple[int, int]] = []  # servers and numbers of requests that have ended; the caller clears it
         self.admitted_ns: list[int] = []  # arrivals of the samples that have got a slot; the caller clears it
 
     # ── from outside ──
@@ -104,12 +107,16 @@ class Scheduler:
                 self._tokens.abort(open_sample.slot)
             self._end(open_sample)
 
-    def forget_server(self, server: int) -> list[int]:
-        """Aborts all open requests of a server and returns their numbers."""
-        numbers = [number for owner, number in self._requests if owner == server]
-        for number in numbers:
+    def abort_all(self, matches: Callable[[Request], bool]) -> list[tuple[int, int]]:
+        """Aborts all open requests that match, and returns their servers and numbers."""
+        numbers = [number for number, request in self._requests.items() if matches(request)]
+        for server, number in numbers:
             self.abort(server, number)
         return numbers
+
+    def forget_output(self, output: int) -> None:
+        """Drops what is due to an output processor that has died, and that its next life must not get."""
+        self._tokens.forget(output)
 
     @property
     def in_flight(self) -> int:
@@ -385,6 +392,7 @@ class Scheduler:
         request.open_samples -= 1
         if not request.open_samples:
             self._queue.close(request)
+            self.closed.append((request.server, request.number))
             del self._requests[request.server, request.number]
 
 

@@ -33,6 +33,12 @@ class TokensBuilder:
         """Records that the slot's sample has ended without another token."""
         self._aborted[self._output_of[slot]].append(slot)
 
+    def forget(self, output: int) -> None:
+        """Drops what is due to an output processor: its next life knows no slot."""
+        self._started[output].clear()
+        self._aborted[output].clear()
+        self._slots[output] = None
+
     def build_started(self) -> list[tuple[int, Tokens]]:
         """Returns pairs of an output processor and its message, of those with new samples."""
         return [(output, self._build(output, NOTHING)) for output in self._outputs if self._started[output]]

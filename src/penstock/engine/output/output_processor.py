@@ -15,10 +15,11 @@ from penstock import Timeout, WouldBlock
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
 from penstock.engine.output.detokenizer import Vocabulary, load_vocabulary
 from penstock.engine.output.output_state import OutputState
-from penstock.engine.protocol.messages import Abort, Failed, Stop, Tokens
+from penstock.engine.protocol.messages import Abort, Failed, OutputReady, Stop, Tokens
 
 
 def run(tree: Cluster, me: ProcessId) -> None:
@@ -39,7 +40,11 @@ class OutputProcessor:
         self._inbox = group.inbox.open_sender(tree.output_lane(me.index), name=name)
         self._to_core: deque[Abort] = deque()  # that there was no room for yet
         self._start_timeout, self._timeout = config.start_timeout, config.step_timeout
-        self._tokens = group.tokens[me.index].open_receiver(name=name)  # last: the core waits for it
+        self._row = StatusBoard(tree.board, writable=True).output_row(tree.output_place(me.group, me.index))
+        self._row[0] = self._received = 0  # messages of this life
+        self._tokens = group.tokens[me.index].open_receiver(name=name)
+        ready = OutputReady(me.index, me.incarnation, me.life)
+        retry_past_stale_deaths(me, partial(self._inbox.send, ready, self._timeout), self._start_timeout)
 
     def process_next(self) -> bool:
         """Answers the next message; or sends, if none comes in time, messages that there was no room for. Returns False
@@ -50,10 +55,13 @@ class OutputProcessor:
         except Timeout:
             self._outbox.flush()
             self._send_aborts()
-            return True
-        if isinstance(message, Stop):
-            return False
-        self._answer(message)
+        else:
+            if isinstance(message, Stop):
+                return False
+            self._received += 1
+            self._answer(message)
+        if not self._outbox.has_backlog:
+            self._row[0] = self._received
         return True
 
     def _answer(self, tokens: Tokens) -> None:

@@ -156,7 +156,7 @@ class OutputState:
         """Returns the answers to a message. Raises DecodeError unless its columns fit each other."""
         without_token: list[FinishedWithoutToken] = []
         for slot in tokens.aborted:
-            without_token += self._finish(slot, FinishReason.ABORT)
+            self._end(slot)  # its server has been answered, or has sent the abort
         for started in tokens.started:
             self._start(started)
         if tokens.slots is not None:

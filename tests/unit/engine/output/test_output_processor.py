@@ -25,6 +25,7 @@ from penstock.engine.protocol.messages import (
     Delta,
     Ended,
     FinishReason,
+    OutputReady,
     SamplingParams,
     Started,
     Stop,
@@ -50,6 +51,7 @@ class Scene:
             for number, one in enumerate(tree.servers)
         ]
         self.output = an_output(tree)
+        assert self.inbox.receive(1) == OutputReady(0, 1, 0)
         held.callback(self.output.close)
         self.slots = 0
 

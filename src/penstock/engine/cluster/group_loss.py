@@ -1,0 +1,73 @@
+"""Why a group was lost: from outside or by itself, by the ends of its processes in the order in which they are seen.
+
+When the first process has ended, the launcher kills the others. A process that was ending before that has not been
+killed by the launcher, so its end counts as much as the first one. A worker that fails in a collective operation often
+ends before the worker that was killed from outside, whose memory the kernel frees first.
+"""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Callable, Collection
+
+from penstock.engine.cluster.oom_kills import count_oom_kills
+from penstock.engine.cluster.process import ProcessEnd
+from penstock.engine.cluster.verdict_board import Cause
+
+FROM_OUTSIDE = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
+
+
+class GroupLoss:
+    """Finds the cause of one loss. `cause` is None until it is known."""
+
+    def __init__(self, oom_kills: Callable[[], int | None] = count_oom_kills) -> None:
+        self.cause: Cause | None = None
+        self.is_oom_counted = True  # False: a kill by the kernel for want of memory looks like one from outside
+        self._count_oom_kills = oom_kills
+        self._oom_kills = oom_kills()
+        self._is_over = False  # a process has ended, and the launcher kills the others
+        self._unseen: set[int] = set()  # pids that were ending before that, and whose ends have not been seen
+        self._has_failed = False  # a process has failed by itself
+
+    def plan(self) -> None:
+        """Records that the launcher restarts the group as it was asked to."""
+        self.cause = Cause.PLANNED
+
+    def begin(self, pid: int, end: ProcessEnd, ending: Collection[int], is_any_stopped: bool) -> None:
+        """Adds the first end, before the launcher kills the other processes. `ending`: pids of those that are ending
+        already. `is_any_stopped`: one is stopped, so others may have waited for it in vain."""
+        self._is_over = True
+        self._unseen = {pid, *ending}
+        if is_any_stopped and self.cause is None:
+            self.cause = Cause.OUTSIDE
+        self.add(pid, end)
+
+    def add(self, pid: int, end: ProcessEnd) -> None:
+        """Adds an end."""
+        if self.cause is not None:
+            return
+        is_killed = end.signal == signal.SIGKILL
+        is_known = pid in self._unseen
+        self._unseen.discard(pid)
+        if is_known and (end.signal in FROM_OUTSIDE or (is_killed and not self._is_out_of_memory())):
+            self.cause = Cause.OUTSIDE
+        elif not end.is_caused_by_peer and (is_known or not is_killed):
+            self._has_failed = True
+        if self.cause is None and self._has_failed and not self._unseen:
+            self.cause = Cause.ITSELF
+
+    def close(self) -> Cause:
+        """Returns the cause, when all processes have ended. Where all were killed or ended because of a peer's death,
+        one was killed from outside."""
+        if self.cause is None:
+            is_failure = self._has_failed or self._is_out_of_memory()
+            self.cause = Cause.ITSELF if is_failure else Cause.OUTSIDE
+        return self.cause
+
+    def _is_out_of_memory(self) -> bool:
+        """Returns whether the kernel has killed a process of this control group since the group was started."""
+        now = self._count_oom_kills()
+        if now is None or self._oom_kills is None:
+            self.is_oom_counted = False
+            return False
+        return now > self._oom_kills

@@ -1,0 +1,46 @@
+"""The lives of a group's output processors: one that dies alone is started again in its place."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from penstock.engine.cluster.back_off import MAX_SHORT_LIVES, BackOff
+from penstock.engine.cluster.process import ProcessEnd
+from penstock.engine.cluster.topology import ProcessId
+
+
+class OutputLives:
+    """Schedules the next lives in one incarnation of a group. `start` gets the index and the number of the life."""
+
+    def __init__(self, start: Callable[[int, int], None]) -> None:
+        self._start = start
+        self._group_started = time.monotonic()
+        self._started: dict[int, float] = {}  # by index: the start of the present life, if it is not the first
+        self._back_offs: dict[int, BackOff] = {}
+        self._again: dict[int, asyncio.TimerHandle] = {}
+
+    def restart(self, member: ProcessId, end: ProcessEnd) -> bool:
+        """Schedules the next life of an output processor that has died. Returns False where the whole group has to be
+        restarted: another process has died, the next start would fail as well, or lives were short again and again."""
+        if member.kind != "output" or end.is_caused_by_peer or end.is_lasting:
+            return False
+        index = member.index
+        back_off = self._back_offs.setdefault(index, BackOff())
+        back_off.count(False, time.monotonic() - self._started.get(index, self._group_started))
+        if back_off.short_lives >= MAX_SHORT_LIVES:
+            return False
+        loop = asyncio.get_running_loop()
+        self._again[index] = loop.call_later(back_off.seconds, self._begin, index, member.life + 1)
+        return True
+
+    def _begin(self, index: int, life: int) -> None:
+        self._started[index] = time.monotonic()
+        self._start(index, life)
+
+    def cancel(self) -> None:
+        """Cancels all starts that are due."""
+        for again in self._again.values():
+            again.cancel()
+        self._again.clear()

@@ -1,0 +1,230 @@
+"""A unit of the launcher: processes that it starts, kills and restarts together. A group of the engine, or one server.
+
+If a process of a group dies, the launcher kills and restarts the whole group, unless it is an output processor of a
+group that serves: that one is started again in its place, as the core can end its share of the requests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+import socket
+import time
+from collections.abc import Callable
+from typing import Protocol, TypeAlias
+
+from penstock.engine.cluster.back_off import BackOff
+from penstock.engine.cluster.group_loss import GroupLoss
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.output_lives import OutputLives
+from penstock.engine.cluster.process import ChildProcess, ProcessEnd
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.cluster.verdict_board import VerdictBoard
+
+MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
+KILLED = "killed by SIGKILL"  # the end of a process that the launcher kills with its unit
+
+Run: TypeAlias = Callable[[Cluster, ProcessId], None]
+
+
+class Supervisor(Protocol):
+    """What a unit needs of its launcher."""
+
+    tree: Cluster
+    board: StatusBoard
+    verdicts: VerdictBoard
+    is_stopping: bool
+
+    @property
+    def has_failed(self) -> bool: ...
+    def fail(self, reason: str) -> None: ...
+    def publish_pid(self, member: ProcessId, pid: int) -> None: ...
+    def reap(self, member: ProcessId) -> None: ...
+    def check_all_exited(self) -> None: ...
+    def is_server_loading(self, index: int) -> bool: ...
+    def count_failed_starts(self, index: int, number: int) -> None: ...
+
+
+class ProcessGroup:
+    """One unit; `launcher` owns it."""
+
+    def __init__(self, launcher: Supervisor, group: int, parts: list[tuple[str, int, Run]]) -> None:
+        self._launcher = launcher
+        self._group = group
+        self._parts = parts  # kind, index, and what it runs
+        self._incarnation = 0
+        self._started = 0.0
+        self._has_served = False  # in any incarnation
+        self._back_off = BackOff()
+        self._is_broken = False  # a process has died, and the others are being killed
+        self._is_planned = False  # the group has been asked to stop, and starts again
+        self._is_cause_due = False  # it had served when it broke: servers wait for the verdict
+        self._first: tuple[str, ProcessEnd] | None = None  # the process that died, and how: the cause of the other ends
+        self._loss = GroupLoss()
+        self._lives = OutputLives(self._start_output)
+        self._again: asyncio.TimerHandle | None = None
+        self.children: dict[int, ChildProcess] = {}  # by pidfd
+
+    @property
+    def is_group(self) -> bool:
+        return self._parts[0][0] == "core"
+
+    @property
+    def name(self) -> str:
+        return f"group {self._group}" if self.is_group else f"server {self._parts[0][1]}"
+
+    @property
+    def is_loading(self) -> bool:
+        """Returns whether the unit does not serve yet. Then it has no requests to drain, and reads no `Stop`."""
+        if self.is_group:
+            return self._launcher.board.row(self._group)[StatusBoard.SERVING] != self._incarnation
+        return self._launcher.is_server_loading(self._parts[0][1])
+
+    # ── start ──
+    def start(self) -> None:
+        self._again = None
+        self._is_broken = self._is_planned = self._is_cause_due = False
+        self._first = None
+        self._incarnation += 1
+        self._started = time.monotonic()
+        self._loss = GroupLoss()
+        self._lives = OutputLives(self._start_output)
+        try:
+            self._start_all()
+        except OSError as error:  # no memory, descriptors or processes left
+            event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
+            self._first = self.name, ProcessEnd(f"could not be started: {error}")
+            self._break(is_failure=True)
+            if not self.children:
+                self._all_ended()
+
+    def _start_all(self) -> None:
+        """Starts all processes of the unit. Raises OSError."""
+        if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
+            self._launcher.tree.init_methods[self._group] = _init_method()
+        for kind, index, run in self._parts:
+            self._start_process(ProcessId(kind, self._group, index, self._incarnation), run)
+
+    def _start_process(self, member: ProcessId, run: Run) -> None:
+        """Raises OSError."""
+        child = ChildProcess.start(member, run, self._launcher.tree)
+        self.children[child.pidfd] = child
+        self._launcher.publish_pid(child.member, child.pid)
+        asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
+        event("process started", child=str(child.member), child_pid=child.pid)
+
+    def _start_output(self, index: int, life: int) -> None:
+        """Starts the next life of an output processor; where that fails, the whole group is restarted."""
+        run = next(run for kind, place, run in self._parts if (kind, place) == ("output", index))
+        member = ProcessId("output", self._group, index, self._incarnation, life)
+        try:
+            self._start_process(member, run)
+        except OSError as error:
+            event("process could not be started", logging.ERROR, child=str(member), error=str(error))
+            self._first = str(member), ProcessEnd(f"could not be started: {error}")
+            self._break(is_failure=False)
+
+    # ── the end ──
+    def signal(self, number: int) -> None:
+        for child in self.children.values():
+            child.signal(number)
+
+    def forget(self) -> None:
+        """Cancels all restarts that are due."""
+        self._lives.cancel()
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+
+    def plan_restart(self) -> None:
+        """Expects the processes of a group that serves to end in peace: its servers submit its open requests again. It
+        starts again when all processes have ended."""
+        self._is_planned = self._is_broken = self._has_served = self._is_cause_due = True
+        self._lives.cancel()
+        self._loss.plan()
+        self._publish_cause()
+        self.kill_absent_outputs()
+        self._launcher.board.row(self._group)[StatusBoard.SERVING] = 0
+
+    def kill_absent_outputs(self) -> None:
+        """Kills output processors that do not receive yet: the core sends them no `Stop`."""
+        absent = self._launcher.board.row(self._group)[StatusBoard.ABSENT_OUTPUTS] if self.is_group else 0
+        for child in self.children.values():
+            if child.member.kind == "output" and absent >> child.member.index & 1:
+                child.signal(signal.SIGKILL)
+
+    def _ended(self, child: ChildProcess) -> None:
+        asyncio.get_running_loop().remove_reader(child.pidfd)
+        del self.children[child.pidfd]
+        end, is_ours, was_loading = child.reap(), self._is_broken, self.is_loading
+        self._launcher.publish_pid(child.member, 0)
+        level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
+        event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
+        self._launcher.reap(child.member)
+        if self._launcher.is_stopping or self._is_broken:
+            self._loss.add(child.pid, end)
+        elif not was_loading and self._lives.restart(child.member, end):
+            return
+        else:
+            others = self.children.values()
+            ending = [other.pid for other in others if other.is_ending]
+            self._loss.begin(child.pid, end, ending, any(other.is_stopped for other in others))
+            self._break(is_failure=was_loading)
+        if self._first is None or (
+            self._first[1].is_caused_by_peer and not end.is_caused_by_peer and end.how != KILLED
+        ):
+            self._first = str(child.member), end
+        if not self.children:
+            self._loss.close()
+        self._publish_cause()
+        if not self.children:
+            self._all_ended()
+
+    def _publish_cause(self) -> None:
+        """Writes the verdict about this incarnation, as soon as the cause is known."""
+        cause = self._loss.cause
+        if cause is None or not self._is_cause_due:
+            return
+        self._is_cause_due = False
+        self._launcher.verdicts.write_cause(self._group, self._incarnation, cause)
+        doubt = "" if self._loss.is_oom_counted else ", or out of memory: the kernel's counter cannot be read"
+        event("group lost", unit=self.name, incarnation=self._incarnation, cause=cause.name.lower() + doubt)
+
+    def _break(self, is_failure: bool) -> None:
+        """Kills all processes of the unit. `is_failure`: it has not served in this incarnation."""
+        self._is_broken = True
+        self._lives.cancel()
+        self._has_served |= not is_failure
+        if self.is_group:
+            self._launcher.board.row(self._group)[StatusBoard.SERVING] = 0
+        self._is_cause_due = self.is_group and not is_failure
+        self._back_off.count(is_failure, time.monotonic() - self._started)
+        self.signal(signal.SIGKILL)
+
+    def _all_ended(self) -> None:
+        failures = self._back_off.failures
+        if self.is_group:
+            self._launcher.board.begin(self._group)
+            self._launcher.board.row(self._group)[StatusBoard.FAILED_STARTS] = failures
+        else:
+            self._launcher.count_failed_starts(self._parts[0][1], failures)
+        assert self._first is not None, "all have ended, and none was the first"
+        name, end = self._first
+        if self._launcher.is_stopping:
+            self._launcher.check_all_exited()
+        elif end.is_lasting and not self._has_served:
+            self._launcher.fail(f"{name} cannot start: {end.how}")
+        elif failures >= MAX_FAILURES and not self._has_served:
+            self._launcher.fail(f"{name} ended {failures} times before it served, the last time: {end.how}")
+        elif not self._launcher.has_failed:
+            pause = 0.0 if self._is_planned else self._back_off.seconds
+            event("unit starts again", unit=self.name, after=pause, failed_starts=failures)
+            self._again = asyncio.get_running_loop().call_later(pause, self.start)
+
+
+def _init_method() -> str:
+    """Returns the init method of a group's ranks: a port that was free a moment ago."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"

@@ -1,0 +1,58 @@
+"""The start of a core: waits until all processes of its group are there."""
+
+from __future__ import annotations
+
+import time
+
+import penstock
+from penstock import PeerDied, Timeout
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death
+from penstock.engine.protocol.messages import INBOX, STEPS, OutputReady, Ready, Stop
+
+
+def await_members(tree: Cluster, me: ProcessId, inbox: penstock.Receiver[INBOX]) -> list[Ready] | None:
+    """Waits until all workers have loaded the model and all output processors receive. Returns the Ready messages of
+    the workers; None: a Stop has arrived. Raises Timeout, and PeerDied of one of them."""
+    config = tree.config
+    deadline = time.monotonic() + config.start_timeout
+    ready: list[Ready] = []
+    missing = {f"worker {rank}" for rank in range(config.tensor_parallel_size)}
+    missing |= {f"output {output}" for output in range(config.output_processors)}
+    while missing:
+        try:
+            message = inbox.receive(max(0.0, deadline - time.monotonic()))
+        except Timeout as error:
+            late = ", ".join(sorted(missing))
+            raise Timeout(f"{late}: not ready within {config.start_timeout:g} s: {error}") from None
+        except PeerDied as death:
+            # The core holds no state of servers yet; a server is known by its lane, as its name may be gone.
+            if death.index >= config.api_server_count and not is_stale_death(me, death):
+                raise
+        else:
+            if isinstance(message, Ready):
+                ready.append(message)
+                missing.discard(f"worker {message.rank}")
+            elif isinstance(message, OutputReady) and message.incarnation == me.incarnation:
+                missing.discard(f"output {message.index}")
+            elif isinstance(message, Stop):
+                return None
+    return ready
+
+
+def await_receivers(tree: Cluster, me: ProcessId) -> None:
+    """Waits until the workers have opened their receivers: they miss no step that is sent from now on. Raises
+    Timeout."""
+    steps = tree.groups[me.group].steps
+    deadline = time.monotonic() + tree.config.start_timeout
+    while not _are_ours(steps, me):
+        if time.monotonic() >= deadline:
+            raise Timeout(f"the workers have not opened their receivers within {tree.config.start_timeout:g} s")
+        time.sleep(AGAIN)
+
+
+def _are_ours(steps: penstock.Broadcast[STEPS], me: ProcessId) -> bool:
+    snapshot = steps.snapshot()
+    names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}
+    owners = [ProcessId.of(names.get(end["peer"], "")) for end in snapshot["receivers"] if end["state"] == "live"]
+    ours = [owner for owner in owners if owner is not None and owner.incarnation == me.incarnation]
+    return len(ours) == steps.receivers
