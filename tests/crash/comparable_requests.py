@@ -280,5 +280,12 @@ def require_equal(requests: Sequence[AnyRequest], undisturbed: Sequence[Answer],
 
 
 async def ask_all(tree: Migrating, requests: Sequence[AnyRequest], salt: str, progress: Progress) -> list[Answer]:
-    answers = asyncio.gather(*(request.ask(tree, salt, progress) for request in requests))
-    return list(await asyncio.wait_for(answers, ANSWERED_WITHIN))
+    tasks = [asyncio.ensure_future(request.ask(tree, salt, progress)) for request in requests]
+    try:
+        _, late = await asyncio.wait(tasks, timeout=ANSWERED_WITHIN)
+        assert not late, f"{len(late)} of {len(tasks)} requests were not answered within {ANSWERED_WITHIN:g} s"
+        return [task.result() for task in tasks]
+    finally:
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)

@@ -19,7 +19,16 @@ from penstock.engine.protocol.messages import Ints, Progress, Submit
 class SubmittedRequest:
     """The first `Submit` of a request, and the ids that its samples have generated since."""
 
-    __slots__ = ("_generated", "_max_tokens", "failures", "first", "kept_tokens", "migrations", "request_id")
+    __slots__ = (
+        "_generated",
+        "_max_tokens",
+        "failed_migrations",
+        "failures",
+        "first",
+        "kept_tokens",
+        "migrations",
+        "request_id",
+    )
 
     def __init__(self, first: Submit, request_id: str = "", max_tokens: int | None = None) -> None:
         """`request_id` is written into the log. `max_tokens`: of the prompt and all samples, up to which the request is
@@ -30,6 +39,7 @@ class SubmittedRequest:
         self.request_id = request_id
         self.kept_tokens = first.prompt.size  # of the prompt, and of samples that are not over
         self.migrations = 0  # losses of a group that count towards the limit
+        self.failed_migrations = 0  # those of them after a failure that no request has been found to be the reason of
         self.failures = 0  # of processes by themselves, while this request was in a step in flight
 
     @property
