@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import cli
+from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
 
 
@@ -167,6 +168,15 @@ def test_short_names_are_those_of_vllm() -> None:
 def test_numbers_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
     options = cli.parser().parse_args(["serve", "--max-model-len", text, "--max-num-batched-tokens", text])
     assert options.max_model_len == options.max_num_batched_tokens == number
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_limits_of_migration_reach_the_engine(command: str) -> None:
+    words = ["--migration-limit", "0", "--migration-timeout", "2.5", "--migration-max-seq-len", "4K"]
+    for options, expected in ((words, (0, 2.5, 4096)), ([], (3, 600.0, None))):
+        parsed = cli.parser().parse_args([command, "--device-model", "simulated", *options])
+        config = cli_args.engine_config(parsed)
+        assert (config.migration_limit, config.migration_timeout, config.migration_max_seq_len) == expected
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])

@@ -111,6 +111,16 @@ def test_before_there_are_rates_nothing_is_made_up() -> None:
     assert "– generated/s" in text and "answered/s" not in text
 
 
+def test_group_that_is_coming_back_has_a_line_with_the_requests_that_wait() -> None:
+    found = busy(10.0)
+    lost = msgspec.structs.replace(found.groups[0], incarnation=0, waiting_to_resume=5)
+    console = Console(file=io.StringIO(), width=120, color_system=None)
+    console.print(drawn(View(msgspec.structs.replace(found, groups=(found.groups[0], lost)), None), History(), console))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    assert "5 waiting to resume" in text and "group 1     is coming back, 5 requests to resume" in text
+    assert "group 0" not in text and "to resume" not in "\n".join(shown(120, 100))
+
+
 def test_a_server_that_is_gone_is_said_to_be() -> None:
     assert "GONE: process 7 has ended" in shown(120, 30, gone="process 7 has ended\nmore")[0]
 

@@ -12,6 +12,7 @@ from prometheus_client import Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock.engine.cluster.histogram import Histogram, words_of
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.server.http.metrics import Metrics
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
@@ -47,6 +48,11 @@ OURS = {
     "penstock_engine_core_seconds": {"engine"},
     "penstock_engine_busy_seconds": {"engine"},
     "penstock_engine_idle_seconds": {"engine"},
+    "penstock_requests_waiting_to_resume": {"engine"},
+    "penstock_kept_tokens": {"engine"},
+    "penstock_migrations": {"engine", "cause"},
+    "penstock_requests_given_up": {"engine"},
+    "penstock_migration_pause_seconds": {"engine"},
 }
 
 
@@ -181,6 +187,29 @@ def test_answers_are_counted_by_server_route_and_status(pages: Pages) -> None:
     assert pages.number("penstock_requests_total", server=1, route="chat", status=200) == 4
     assert pages.number("penstock_requests_total", server=0, route="chat", status=400) == 1
     assert pages.number("penstock_open_requests", server=1) == 7
+
+
+def test_migrations_are_added_up_for_the_engine_that_lost_the_requests(pages: Pages) -> None:
+    for number, row in enumerate(pages.tally.rows, 1):
+        counters = row.engines[1].migration
+        counters[MigrationCounters.WAITING] = number
+        counters[MigrationCounters.KEPT_TOKENS] = 100 * number
+        counters[MigrationCounters.GIVEN_UP] += 1
+        counters.count("failed")
+        counters.count("output")
+        counters.pause.add(0.25)
+    assert pages.number("penstock_requests_waiting_to_resume", engine=1) == 6
+    assert pages.number("penstock_kept_tokens", engine=1) == 600
+    assert pages.number("penstock_requests_given_up_total", engine=1) == 3
+    numbers = {cause: pages.number("penstock_migrations_total", engine=1, cause=cause) for cause in MIGRATION_CAUSES}
+    assert numbers == {"died": 0, "failed": 3, "planned": 0, "unknown": 0, "output": 3}
+    name = "penstock_migration_pause_seconds"
+    assert [pages.number(f"{name}_bucket", le=le, engine=1) for le in ("0.2", "0.3", "+Inf")] == [0, 3, 3]
+    assert pages.number("penstock_migrations_total", engine=0) == pages.number(f"{name}_count", engine=0) == 0
+    for row in pages.tally.rows:
+        row.clear_gauges()
+    assert pages.number("penstock_kept_tokens") == pages.number("penstock_requests_waiting_to_resume") == 0
+    assert pages.number("penstock_requests_given_up_total", engine=1) == 3
 
 
 def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
@@ -104,6 +105,28 @@ def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
     assert looked(watch.take().processes[5]) == ("server 0", "serves", 3)
     laid.board.drain()
     assert looked(watch.take().processes[5]) == ("server 0", "draining", 3) and watch.take().is_draining
+
+
+def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
+    watch = SnapshotReader(os.getpid())
+    assert watch.take().coming_back == {}, "it has never served"
+    laid.board.row(0)[StatusBoard.SERVING] = 1
+    for row, waiting in zip(laid.tally.rows, (3, 4), strict=True):
+        row.engines[0].migration[MigrationCounters.WAITING] = waiting
+        row.engines[0].migration.count("failed")
+        row.engines[0].migration[MigrationCounters.GIVEN_UP] += 2
+        row.engines[0].migration[MigrationCounters.KEPT_TOKENS] = 50
+    moment = watch.take()
+    assert moment.coming_back == {}
+    group = moment.groups[0]
+    assert (group.waiting_to_resume, group.migrations, group.given_up, group.kept_tokens) == (7, 2, 4, 100)
+    laid.board.row(0)[StatusBoard.SERVING] = 0
+    assert watch.take().coming_back == {0: 7}
+    for row in laid.tally.rows:
+        row.clear_gauges()
+    assert watch.take().coming_back == {}
+    laid.board.live(0, ProcessEntry(2, os.getpid()))  # its core starts again
+    assert watch.take().coming_back == {0: 0}
 
 
 def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> None:
