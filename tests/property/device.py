@@ -9,6 +9,7 @@ import random
 from collections import deque
 from typing import Any, NamedTuple
 
+import msgspec
 import numpy as np
 
 from penstock import Buffer, Handle
@@ -17,7 +18,7 @@ from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Input
-from penstock.engine.protocol.messages import Inputs, SamplingParams, Step, StepDone, Submit, Tokens
+from penstock.engine.protocol.messages import Inputs, Progress, SamplingParams, Step, StepDone, Submit, Tokens
 
 BLOCK_SIZE = 4
 EOS, VOCABULARY = 1, 40
@@ -38,7 +39,7 @@ def items_at(inputs: list[Input]) -> dict[int, object]:
     return {position + n: (told(item), n) for item, position, length in inputs for n in range(length)}
 
 
-def sampled(content: object, index: int, seed: int | None) -> int:
+def sampled(content: object, index: int, seed: int) -> int:
     return hashed(content, index, seed) % VOCABULARY
 
 
@@ -51,7 +52,7 @@ def answer(submit: Submit, index: int) -> list[int]:
         content = follows(content, token, items.get(at))
     out: list[int] = []
     while True:
-        out.append(sampled(content, index, params.seed))
+        out.append(sampled(content, index, submit.seed))
         if out[-1] == EOS or len(out) == params.max_tokens or submit.prompt.size + len(out) == MAX_MODEL_LEN:
             return out
         content = follows(content, out[-1], None)
@@ -95,7 +96,7 @@ class Device:
         for slot in [] if step.left is None else step.left.tolist():
             self.failed.discard(slot)
         for slot in [] if step.joined is None else step.joined.slots.tolist():
-            self.tokens[slot], self.right[slot] = now.prompts[slot].tolist(), []
+            self.tokens[slot], self.right[slot] = [*now.prompts[slot].tolist(), *now.generated[slot].tolist()], []
         rows = now.rows.tolist()
         begins = {slot: int(now.computed[slot] - now.counts[slot]) for slot in rows}
         contents = {}
@@ -119,9 +120,7 @@ class Device:
                 end = int(now.computed[slot])
                 assert self.read(slot, end) == self.right[slot][:end], f"somebody wrote into a block of slot {slot}"
         for slot in now.sampled.tolist():
-            params = now.params[slot]
-            assert params is not None
-            contents[slot] = sampled(self.right[slot][-1], int(now.samples[slot]), params.seed)
+            contents[slot] = sampled(self.right[slot][-1], int(now.samples[slot]), int(now.seeds[slot]))
             self.tokens[slot].append(contents[slot])
         return [contents[slot] for slot in now.sampled.tolist()], fails
 
@@ -170,8 +169,12 @@ class Core:
     def submit(self, submit: Submit) -> None:
         self.scheduler.submit(submit)
         self.submits[submit.server, submit.request] = submit
-        for index in range(submit.params.n):
-            self.got[submit.server, submit.request, index] = []
+        said = [np.zeros(0)] * submit.params.n if submit.progress is None else submit.progress.generated()
+        for index, ids in enumerate(said):
+            owner = submit.server, submit.request, index
+            self.got[owner] = answer(submit, index) if ids is None else ids.tolist()
+            if ids is None:
+                self.end(owner, "done")
 
     def abort(self, server: int, request: int) -> None:
         self.scheduler.abort(server, request)
@@ -314,14 +317,26 @@ class Users:
             inputs = image(chance.randrange(2), position, length, has_key=chance.random() < 0.8)
         most = chance.choice((None, 1, 3, 20, 20, 30))
         n = chance.choice((1, 1, 1, 2, 3, 8))
-        params = SamplingParams(n=n, seed=chance.randrange(3), max_tokens=most)
-        return Submit(
+        submit = Submit(
             chance.randrange(2),
             self.number,
             np.array(prompt, np.int32),
-            params,
+            SamplingParams(n=n, max_tokens=most),
             chance.choice((0, 0, 0, -1, 3)),
             chance.choice(("a", "b", "")),
             chance.choice((b"", b"", b"secret")),
             inputs,
+            seed=chance.randrange(3),
         )
+        return self.resumed(submit) if chance.random() < 0.3 else submit
+
+    def resumed(self, submit: Submit) -> Submit:
+        """The request on its way: some samples are over, some have not begun."""
+        chance = self.chance
+        answers = [answer(submit, index) for index in range(submit.params.n)]
+        counts = [chance.choice((-1, 0, chance.randrange(len(ids)), chance.randrange(len(ids)))) for ids in answers]
+        at = chance.randrange(len(counts))
+        counts[at] = chance.randrange(len(answers[at]))
+        said = [one for ids, count in zip(answers, counts, strict=True) for one in ids[: max(0, count)]]
+        progress = Progress(np.array(counts, np.int32), np.array(said, np.int32))
+        return msgspec.structs.replace(submit, progress=progress, arrived_ns=chance.randrange(1 << 40))

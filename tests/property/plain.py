@@ -1,7 +1,7 @@
 """The schedule in plain Python: dicts and lists, one request after the other. What the arrays must be equal to."""
 
 import random
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,15 @@ def require(condition: object) -> None:
 
 class Row:
     def __init__(
-        self, request: int, prompt: list[int], params: SamplingParams, server: int, inputs: list[Input], sample: int = 0
+        self,
+        request: int,
+        prompt: list[int],
+        params: SamplingParams,
+        server: int,
+        inputs: list[Input],
+        sample: int = 0,
+        seed: int = 0,
+        generated: Sequence[int] = (),
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -49,8 +57,10 @@ class Row:
         self.server = server
         self.inputs = inputs
         self.sample = sample
+        self.seed = seed
+        self.generated = list(generated)
         self.computed = 0
-        self.known = len(prompt)
+        self.known = len(prompt) + len(generated)
         self.samples = False
         self.blocks: list[int] = []
         self.runs = True
@@ -94,7 +104,7 @@ class Plain:
 
     def join(self, slot: int, row: Row, blocks: list[int], computed: int) -> None:
         require(0 <= slot < SLOTS and slot not in self.rows)
-        require(row.request >= 0 and all(one >= 0 for one in row.prompt))
+        require(row.request >= 0 and all(one >= 0 for one in [*row.prompt, *row.generated]))
         self.rows[slot] = row
         self.run(row, blocks, computed)
 
@@ -174,14 +184,19 @@ class Plain:
             require(all(position >= 0 and length >= 0 for _, position, length in flat))
             inputs = split(flat, joined.inputs.counts)
         samples = [0] * size if joined.samples is None else numbers(joined.samples)
+        seeds = [0] * size if joined.seeds is None else numbers(joined.seeds)
+        require((joined.generated is None) == (joined.generated_counts is None))
+        generated: list[list[int]] = [[] for _ in slots]
+        if joined.generated is not None:
+            generated = split(joined.generated, joined.generated_counts)
         columns = (prompts, of, numbers(joined.requests), split(joined.blocks, joined.block_counts))
-        for slot, prompt, its, request, blocks, done, server, media, parent, sample in rows(
-            slots, *columns, computed, servers, inputs, parents, samples
+        for slot, prompt, its, request, blocks, done, server, media, parent, sample, seed, said in rows(
+            slots, *columns, computed, servers, inputs, parents, samples, seeds, generated
         ):
             if parent != slot:
                 require(not prompt and not media and parent in self.rows)
                 prompt, media = self.rows[parent].prompt, self.rows[parent].inputs
-            self.join(slot, Row(request, prompt, known[its], server, media, sample), blocks, done)
+            self.join(slot, Row(request, prompt, known[its], server, media, sample, seed, said), blocks, done)
 
 
 def numbers(column: Any) -> list[Any]:
@@ -228,6 +243,8 @@ def shown(schedule: BatchState) -> dict[int, dict[str, Any]]:
             "server": int(schedule.servers[slot]),
             "inputs": list(schedule.inputs[slot]),
             "sample": int(schedule.samples[slot]),
+            "seed": int(schedule.seeds[slot]),
+            "generated": schedule.generated[slot].tolist(),
             "computed": int(schedule.computed[slot]),
             "known": int(schedule.known[slot]),
             "samples": slot in sampled,
@@ -308,11 +325,13 @@ class Life:
         parent = self.random.choice(sorted(self.plain.rows)) if self.plain.rows and self.random.random() < 0.2 else None
         told = self.plain.rows[parent].prompt if parent is not None else prompt.tolist()
         blocks = self.blocks(self.random.randint(0, 16))
-        most = min(len(told) - 1, len(blocks) * BLOCK_SIZE)
+        said = [self.random.randrange(50_000) for _ in range(self.random.choice((0, 0, 0, 1, 9)))]
+        most = min(len(told) + len(said) - 1, len(blocks) * BLOCK_SIZE)
         computed = self.random.randint(0, most) if self.random.random() < 0.4 else 0
         inputs = [(self.random.choice(ITEMS), n, 7) for n in range(self.random.choice((0, 0, 0, 2)))]
         server, sample = self.random.choice((0, 0, 3)), self.random.choice((0, 0, 5))
-        chunk = min(len(told) - computed, self.random.choice((1, 8, 20, 60)))
+        own_seed = self.random.choice((0, self.random.getrandbits(64)))
+        chunk = min(len(told) + len(said) - computed, self.random.choice((1, 8, 20, 60)))
         slot = self.plan.join(
             self.requests,
             prompt,
@@ -324,11 +343,15 @@ class Life:
             server=server,
             inputs=tuple(inputs),
             sample=sample,
+            seed=own_seed,
+            generated=np.array(said, np.int32),
         )
         counts[slot] = chunk
         if parent is not None:
             inputs = self.plain.rows[parent].inputs
-        self.plain.join(slot, Row(self.requests, told, params, server, inputs, sample), list(blocks), computed)
+        self.plain.join(
+            slot, Row(self.requests, told, params, server, inputs, sample, own_seed, said), list(blocks), computed
+        )
 
     def go(self, counts: dict[int, int]) -> None:
         each: list[int] = []

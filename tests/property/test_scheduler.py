@@ -108,8 +108,8 @@ def test_where_slots_are_kept_for_small_clients_everybody_reads_its_own_and_noth
 
 def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submit:
     prompt = np.array([chance.randrange(EOS + 1, VOCABULARY) for _ in range(chance.randint(1, 6))], np.int32)
-    params = SamplingParams(n=n, seed=chance.randrange(100), max_tokens=50)
-    return Submit(0, number, prompt, params, client=client)
+    params = SamplingParams(n=n, max_tokens=50)
+    return Submit(0, number, prompt, params, client=client, seed=chance.randrange(100))
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))

@@ -322,14 +322,14 @@ def ask(
     )
     scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
     temperature = 0.0 if seed is None else 1.0
-    params = SamplingParams(ignore_eos=True, temperature=temperature, seed=seed)
+    params = SamplingParams(ignore_eos=True, temperature=temperature)
     answers: list[list[int]] = [[] for _ in asked]
     flights: deque[Any] = deque()
     reasons: dict[int, FinishReason] = {}
     number, steps, cached_tokens = 0, itertools.count(1), 0
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
-            scheduler.submit(_submit(number, asked[number], params))
+            scheduler.submit(_submit(number, asked[number], params, seed or 0))
             number += 1
         while len(flights) < depth and scheduler.schedule(plan):
             step = plan.build(1, next(steps))
@@ -352,7 +352,7 @@ def ask(
     return Told(answers, reasons, cached_tokens, scheduler.preemptions)
 
 
-def _submit(number: int, asked: Asked, params: SamplingParams) -> Submit:
+def _submit(number: int, asked: Asked, params: SamplingParams, seed: int) -> Submit:
     inputs = None
     if asked.inputs:
         keys, positions, lengths = zip(*asked.inputs, strict=True)
@@ -361,4 +361,4 @@ def _submit(number: int, asked: Asked, params: SamplingParams) -> Submit:
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
     priority = -(number % 3)  # so that some are put aside for others
     own = msgspec.structs.replace(params, max_tokens=asked.tokens)
-    return Submit(0, number, np.array(asked.prompt, np.int32), own, priority, inputs=inputs)
+    return Submit(0, number, np.array(asked.prompt, np.int32), own, priority, inputs=inputs, seed=seed)

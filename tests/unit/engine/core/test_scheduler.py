@@ -24,17 +24,15 @@ def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: bool) ->
 def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: int = 0, **fields: object) -> Submit:
     """Prompts are 2, 3, 4, …, after a first id of its own, unless `begin` says another. Long answers, mostly."""
     prompt = np.array([begin or 100 + number, *range(2, length + 1)], np.int32)
-    params = SamplingParams(n=n, seed=number, max_tokens=most)
-    return Submit(0, number, prompt, params, **fields)  # type: ignore[arg-type]
+    params = SamplingParams(n=n, max_tokens=most)
+    return Submit(0, number, prompt, params, **{"seed": number, **fields})  # type: ignore[arg-type]
 
 
 def patient(number: int, length: int = 10, **fields: object) -> Submit:
     """One whose answer is long."""
     for seed in range(1000):
-        one = submit(number, length, **fields)  # type: ignore[arg-type]
-        params = SamplingParams(seed=seed, max_tokens=one.params.max_tokens, n=one.params.n)
-        one = Submit(0, number, one.prompt, params, one.priority, one.client, one.salt, one.inputs)
-        if all(EOS not in answer(one, index) for index in range(params.n)):
+        one = submit(number, length, seed=seed, **fields)  # type: ignore[arg-type]
+        if all(EOS not in answer(one, index) for index in range(one.params.n)):
             return one
     raise AssertionError("no seed gives a long answer")
 
@@ -324,7 +322,9 @@ def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
     prompt, params = np.ones(4, np.int32), submit(1).params
     for number in range(400):
         queue.push(
-            Request(Submit(0, number, prompt, params, client="long" if number < 200 else "short"), 4, arrival=number)
+            Request(
+                Submit(0, number, prompt, params, client="long" if number < 200 else "short"), 4, arrival=(0, number)
+            )
         )
     served = {"long": 0, "short": 0}
     requests = {"long": 0, "short": 0}
@@ -348,14 +348,14 @@ def test_nobody_saves_up_by_staying_away() -> None:
         assert first is not None
         queue.take(first)
         queue.charge(first.client, 10)
-        queue.push(Request(Submit(0, number, prompt, params, client=first.client), 4, arrival=number))
+        queue.push(Request(Submit(0, number, prompt, params, client=first.client), 4, arrival=(0, number)))
         return first.client
 
     for number, client in enumerate(("a", "b")):
-        queue.push(Request(Submit(0, number, prompt, params, client=client), 4, arrival=number))
+        queue.push(Request(Submit(0, number, prompt, params, client=client), 4, arrival=(0, number)))
     for number in range(2, 50):
         turn(number)
-    queue.push(Request(Submit(0, 50, prompt, params, client="late"), 4, arrival=50))
+    queue.push(Request(Submit(0, 50, prompt, params, client="late"), 4, arrival=(0, 50)))
     turns = [turn(number) for number in range(51, 63)]
     assert 3 <= turns.count("late") <= 5
 

@@ -25,7 +25,7 @@ def ints(*numbers: int) -> np.ndarray:
 
 def request(number: int, *prompt: int, server: int = 0, n: int = 1, chunk_format: ChunkFormat | None = None) -> Request:
     params = SamplingParams(n=n)
-    return Request(Submit(server, number, ints(*prompt), params, chunk_format=chunk_format), 4, arrival=1)
+    return Request(Submit(server, number, ints(*prompt), params, chunk_format=chunk_format), 4, arrival=(0, 1))
 
 
 def only(told: list[tuple[int, Tokens]]) -> Tokens:

@@ -7,7 +7,17 @@ import numpy as np
 import pytest
 
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
-from penstock.engine.protocol.messages import DELTAS, ChunkFormat, FinishReason, Logprobs, SamplingParams, Style, Tokens
+from penstock.engine.protocol.messages import (
+    DELTAS,
+    ChunkFormat,
+    FinishReason,
+    Logprobs,
+    Progress,
+    SamplingParams,
+    Style,
+    Submit,
+    Tokens,
+)
 from penstock.errors import DecodeError
 from tests.property.speaking import EOS, MAX_MODEL_LEN, Got, Sample, Speaking
 
@@ -300,3 +310,57 @@ def test_what_is_told_can_be_sent() -> None:
     engine.servers.take = took  # type: ignore[method-assign]
     engine.finish()
     assert sent == 3 and engine.servers.got[0, 1, 0].end == (FinishReason.STOP, "€")
+
+
+# ── resumed ──
+def resumed(sample: Sample, count: int, chunk_format: ChunkFormat | None = None) -> tuple[Got, Got]:
+    """What the whole sample says, and what it said before and after a loss that came after `count` ids."""
+    before, after = Speaking(), Speaking()
+    before.ask(sample, chunk_format=chunk_format)
+    got = before.servers.got[sample.key] = Got()
+    while len(got.ids) < count:
+        before.step()
+        before.hear()
+    assert got.end is None
+    ids = np.array(got.ids, np.int32)
+    after.servers.got[sample.key] = got
+    after.samples[sample.key] = sample
+    prompt, progress = np.zeros(sample.prompt, np.int32), Progress(np.array([count], np.int32), ids)
+    after.scheduler.submit(Submit(*sample.key[:2], prompt, sample.params, chunk_format=chunk_format, progress=progress))
+    after.finish()
+    return answered(sample, chunk_format=chunk_format)[0], got
+
+
+@pytest.mark.parametrize("style", [None, Style.CHAT, Style.COMPLETION])
+@pytest.mark.parametrize(
+    "sample",
+    [
+        saying(E_BEGINS, E_ENDS, E_BEGINS, A, E_BEGINS, E_ENDS, B),
+        saying(A, B, A, A, B, A, B, A, B, stop=("abab",)),
+        saying(A, B, A, A, B, A, B, A, B, stop=("abab",), min_tokens=8, include_stop_str_in_output=True),
+        saying(A, B, A, B, A, A, B, A, A, stop=("aba",), min_tokens=5, logprobs=2),
+        saying(SPECIAL, SPECIAL, E_BEGINS, E_ENDS, A, logprobs=1),
+        saying(SPECIAL, A, A, detokenize=False),
+    ],
+    ids=["half characters", "stop string", "min_tokens", "min_tokens and a stop", "logprobs", "no text"],
+)
+def test_a_sample_that_is_resumed_says_what_it_would_have_said(sample: Sample, style: Style | None) -> None:
+    chunk_format = None if style is None else ChunkFormat(style, HEAD)
+    for count in range(1, len(answered(sample)[0].ids)):
+        whole, cut = resumed(sample, count, chunk_format)
+        assert (cut.ids, cut.text, cut.end, cut.logprobs) == (whole.ids, whole.text, whole.end, whole.logprobs), count
+
+
+def test_a_resumed_sample_says_nothing_of_the_cache_and_a_new_one_says_it_once() -> None:
+    engine = Speaking()
+    first, second = saying(*[A] * 6, prompt=9), saying(*[A] * 6, key=(0, 2, 0), prompt=9)
+    engine.ask(first)
+    engine.finish()
+    engine.ask(second)
+    engine.finish()
+    assert engine.servers.got[second.key].cached == 8 and not engine.states[0]._cached
+    progress = Progress(np.array([2], np.int32), np.array([A, A], np.int32))
+    engine.samples[0, 3, 0] = first
+    engine.scheduler.submit(Submit(0, 3, np.zeros(9, np.int32), first.params, progress=progress))
+    engine.finish()
+    assert (engine.servers.got[0, 3, 0].ids, engine.servers.got[0, 3, 0].cached) == ([A] * 4, 0)

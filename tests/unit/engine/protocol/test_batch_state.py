@@ -253,6 +253,26 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
             Step(1, 9, joined=one_joins(computed=ints(3))),
             r"less than the 3 tokens .*, got 3 at \$\.joined\.computed\[0\]",
         ),
+        (
+            Step(1, 9, joined=one_joins(seeds=np.zeros(2, np.uint64))),
+            r"expected 1 numbers, got a shape of \(2,\) at \$\.joined\.seeds",
+        ),
+        (
+            Step(1, 9, joined=one_joins(generated=ints(5))),
+            r"expected counts and ids, or none of them, at \$\.joined\.generated",
+        ),
+        (
+            Step(1, 9, joined=one_joins(generated_counts=ints(2), generated=ints(5))),
+            r"expected 2 numbers, got .* at \$\.joined\.generated",
+        ),
+        (
+            Step(1, 9, joined=one_joins(generated_counts=ints(-1), generated=ints())),
+            r"got -1 at \$\.joined\.generated_counts\[0\]",
+        ),
+        (
+            Step(1, 9, joined=one_joins(computed=ints(5), generated_counts=ints(2), generated=ints(5, 6))),
+            r"less than the 5 tokens .*, got 5 at \$\.joined\.computed\[0\]",
+        ),
         (Step(1, 9, joined=one_joins(samples=slots(1, 2))), r"expected 1 numbers, got .* at \$\.joined\.samples"),
         (
             Step(1, 9, joined=one_joins(lengths=ints(20), ids=np.arange(20, dtype=np.int32), computed=ints(16))),
