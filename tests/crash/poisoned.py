@@ -1,4 +1,4 @@
-"""Workers that fail when a certain request is in a step, for tests of which request is to blame.
+"""Processes that fail when a certain request is in a step, for tests of which request is to blame.
 
 A request is poison if its prompt has POISON. Its worker fails in the step that computes the token at `place` of its
 answer, or a later one: so the request fails again wherever it is run.
@@ -78,3 +78,40 @@ def aborts_early(tree: Cluster, me: ProcessId) -> None:
 
 def hangs_late(tree: Cluster, me: ProcessId) -> None:
     _run(tree, me, hang, LATE)
+
+
+def output_raises(tree: Cluster, me: ProcessId) -> None:
+    """An output processor that fails with the first token of the poison."""
+    from penstock.engine.output.detokenizer import load_vocabulary
+    from penstock.engine.output.output_processor import OutputProcessor
+
+    output = OutputProcessor(tree, me, load_vocabulary(tree.config))
+    process = output._state.process
+
+    def process_or_fail(tokens: Any) -> Any:
+        if any(POISON in started.context for started in tokens.started):
+            raise_error()
+        return process(tokens)
+
+    output._state.process = process_or_fail  # type: ignore[method-assign]
+    while output.process_next():
+        pass
+    output.close()
+
+
+def core_raises(tree: Cluster, me: ProcessId) -> None:
+    """A core that fails with a result of the poison."""
+    from penstock.engine.core.scheduler import Scheduler
+
+    on_result = Scheduler.on_result
+
+    def on_result_or_fail(self: Any, *arguments: Any) -> Any:
+        batch = self._batch
+        if any(POISON in batch.prompts[slot] for slot in batch.rows.tolist()):
+            raise_error()
+        return on_result(self, *arguments)
+
+    Scheduler.on_result = on_result_or_fail  # type: ignore[method-assign]
+    from penstock.engine.launcher import run_core
+
+    run_core(tree, me)

@@ -31,7 +31,9 @@ from tests.crash.poisoned import (
     OTHERS,
     POISON,
     aborts_early,
+    core_raises,
     hangs_late,
+    output_raises,
     raises_early,
     raises_late,
     segfaults_late,
@@ -46,10 +48,10 @@ Life = Callable[[Cluster, ProcessId], None]
 
 
 @contextlib.asynccontextmanager
-async def with_workers(life: Life) -> AsyncIterator[Migrating]:
+async def with_lives(life: Life, kind: str = "worker") -> AsyncIterator[Migrating]:
     def prepare(launcher: ServerLauncher) -> None:
         for unit in launcher.units:
-            unit._parts = [(kind, index, life if kind == "worker" else run) for kind, index, run in unit._parts]
+            unit._parts = [(part, index, life if part == kind else run) for part, index, run in unit._parts]
 
     async with migrating(
         prepare=prepare, simulated=told(step_seconds=0.003, vocabulary=1000), step_timeout=STEP_TIMEOUT
@@ -96,7 +98,7 @@ def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactl
     life: Life, seed: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scene() -> None:
-        async with with_workers(life) as tree:
+        async with with_lives(life) as tree:
             request = poison_over_http(is_streamed=False)
             request.body["request_id"] = "the-poison"
             (answer,) = await must_blame(tree, [request], seed)
@@ -110,7 +112,7 @@ def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactl
 @pytest.mark.timeout(240)
 def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> None:
     async def scene() -> None:
-        async with with_workers(raises_late) as tree:
+        async with with_lives(raises_late) as tree:
             (answer,) = await must_blame(tree, [poison_over_http(is_streamed=True)], seed)
             assert answer.status == 200 and re.search(r"internal|blame|failed|500", answer.error), answer
             await tree.must_be_whole()
@@ -118,10 +120,11 @@ def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> N
     asyncio.run(scene())
 
 
+@tiers.needs_all
 @pytest.mark.timeout(240)
 def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(seed: int) -> None:
     async def scene() -> None:
-        async with with_workers(raises_late) as tree:
+        async with with_lives(raises_late) as tree:
             poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
             answers = await must_blame(tree, poison, seed)
             assert [answer.status for answer in answers] == [500, 500], answers
@@ -131,9 +134,23 @@ def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(
 
 
 @pytest.mark.timeout(240)
+@pytest.mark.parametrize(("kind", "life"), [("core", core_raises), ("output", output_raises)])
+def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no_other(
+    kind: str, life: Life, seed: int
+) -> None:
+    async def scene() -> None:
+        async with with_lives(life, kind) as tree:
+            (answer,) = await must_blame(tree, [poison_over_client()], seed)
+            assert answer.status in (500, 503), answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(240)
 def test_a_request_that_kills_its_worker_alone_in_the_engine_is_answered_500() -> None:
     async def scene() -> None:
-        async with with_workers(segfaults_late) as tree:
+        async with with_lives(segfaults_late) as tree:
             (answer,) = await ask_all(tree, [poison_over_client()], "", Progress())
             assert answer.status == 500, answer
             await tree.must_be_whole()
