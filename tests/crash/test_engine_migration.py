@@ -1,0 +1,188 @@
+"""Processes of the engine are killed under streams that go on: each answer is what it is without a death.
+
+The simulated device's rule says what that is. `test_engine_deaths` has what is told where requests are not resumed.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+import pytest
+
+from penstock.engine.client.client import Client, ImageInput
+from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
+from penstock.engine.protocol.messages import FinishReason, SamplingParams
+from tests.crash.test_engine_deaths import tree_of_its_own
+from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
+
+OPEN = 12  # requests, when the blow falls
+TOKENS = 300
+MEMBERS = [("core", 0), ("worker", 0), ("worker", 1), ("output", 0)]
+CAUSES = {"core": "died", "worker": "died", "output": "output"}
+
+
+class Reader:
+    """Reads a stream, and has what has come so far."""
+
+    def __init__(self, stream: OutputStream, ids: Any, tokens: int) -> None:
+        self.stream, self.prompt, self.tokens = stream, ids, tokens
+        self.ids: list[int] = []
+        self.reasons: list[FinishReason] = []
+        self.done = asyncio.ensure_future(self._read())
+
+    async def _read(self) -> None:
+        async for piece in self.stream:
+            self.ids += piece.ids
+            if piece.reason is not None:
+                self.reasons.append(piece.reason)
+
+
+async def readers(client: Client, many: int = OPEN, tokens: int = TOKENS, **options: Any) -> list[Reader]:
+    """Requests of which each has had a token."""
+    started = []
+    for _ in range(many):
+        ids = prompt()
+        params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+        started.append(Reader(await client.submit(ids, params, **options), ids, tokens))
+    while not all(reader.ids for reader in started):
+        await asyncio.sleep(0.002)
+    return started
+
+
+async def require_exact(tree: Running, started: list[Reader]) -> None:
+    await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
+    for reader in started:
+        assert reader.ids == tree.rule.answer(reader.prompt, reader.tokens)
+        assert reader.reasons == [FinishReason.LENGTH] and reader.stream.completion_tokens == reader.tokens
+
+
+def counted(client: Client, word: int) -> int:
+    return sum(counters[word] for counters in client.counters)
+
+
+def migrations(client: Client) -> dict[str, int]:
+    numbers = {cause: counted(client, MigrationCounters.MIGRATIONS + at) for at, cause in enumerate(MIGRATION_CAUSES)}
+    return {cause: number for cause, number in numbers.items() if number}
+
+
+def kill(tree: Running, kind: str, index: int = 0, group: int = 0) -> None:
+    (victim,) = [
+        child
+        for child in tree.children()
+        if (child.member.kind, child.member.group, child.member.index) == (kind, group, index)
+    ]
+    os.kill(victim.pid, signal.SIGKILL)
+
+
+@pytest.mark.parametrize(("kind", "index"), MEMBERS)
+def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, index: int) -> None:
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client)
+            kill(tree, kind, index)
+            await require_exact(tree, started)
+            assert migrations(client) == {CAUSES[kind]: OPEN}
+            assert sum(client.counters[0].pause.counts) == OPEN and counted(client, MigrationCounters.GIVEN_UP) == 0
+            print(f"{kind} {index}: a mean pause of {client.counters[0].pause.seconds / OPEN:.2f} s")
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("kind", ["core", "worker", "output"])
+def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
+    async def scene() -> None:
+        async with running(data_parallel_size=2, **SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client)
+            lost = started[0].stream.group
+            of_the_group = sum(reader.stream.group == lost for reader in started)
+            kill(tree, kind, group=lost)
+            await require_exact(tree, started)
+            assert migrations(client) == {CAUSES[kind]: of_the_group}
+            print(f"{kind}: a mean pause of {client.counters[lost].pause.seconds / of_the_group:.3f} s")
+            await tree.serving_again(client)
+            for group in range(2):
+                await tree.must_be_empty(group)
+
+    asyncio.run(scene())
+
+
+def test_streams_go_on_though_their_group_is_lost_three_times() -> None:
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, 4)
+            for loss, kind in enumerate(("worker", "core", "worker"), 1):
+                kill(tree, kind)
+                await tree.until(lambda: sum(migrations(client).values()) == 4 * loss)  # noqa: B023
+                had = [len(reader.ids) for reader in started]
+                for reader, many in zip(started, had, strict=True):
+                    await tree.until(lambda: len(reader.ids) > many, START)  # noqa: B023
+            await require_exact(tree, started)
+            assert migrations(client) == {"died": 12}
+
+    asyncio.run(scene())
+
+
+def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
+    """The simulated device reads them when their request joins."""
+
+    async def scene() -> None:
+        async with running(store_nbytes=16 << 20, **SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            images = [
+                ImageInput({"pixel_values": np.full(100_000, 7.0, np.float32)}, 1, 2, bytes(31) + b"a"),
+                ImageInput({"pixel_values": np.full(20, 8.0, np.float32)}, 4, 2),
+            ]
+            started = await readers(client, 3, values=images)
+            kill(tree, "worker")
+            await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
+            assert [len(reader.ids) for reader in started] == [TOKENS] * 3
+            without = Reader(
+                await client.submit(
+                    started[0].prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), values=images
+                ),
+                started[0].prompt,
+                TOKENS,
+            )
+            await asyncio.wait_for(without.done, PATIENCE)
+            assert without.ids == started[0].ids
+            store = tree.launcher.tree.store
+            assert store is not None
+            await tree.until(lambda: not any(item.holders for item in store.stats().items))
+
+    asyncio.run(scene())
+
+
+# ── a request ends while its group is started again ──────────────────────────────────────────────────────────────────
+def test_requests_that_end_while_they_wait_leave_nothing_in_the_group_that_comes() -> None:
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            late = Reader(
+                await client.submit(prompt(), SamplingParams(max_tokens=4000, ignore_eos=True), timeout=1.0), [], 0
+            )
+            aborted, *kept = await readers(client, 4)
+            kill(tree, "core")
+            await tree.until(lambda: counted(client, MigrationCounters.WAITING) >= 4)
+            aborted.stream.abort()
+            await require_exact(tree, kept)
+            with pytest.raises(EngineError, match="not complete within 1 s"):
+                await late.done
+            await aborted.done
+            await tree.must_be_empty()
+            assert client.open_requests == 0
+
+    asyncio.run(scene())
+
+
+def test_shutdown_does_not_wait_for_requests_whose_group_is_gone() -> None:
+    with tree_of_its_own(shutdown_timeout=60.0) as (process, pids):
+        os.kill(pids[0], signal.SIGKILL)  # the core
+        process.terminate()
+        began = time.monotonic()
+        _, err = process.communicate(timeout=2 * PATIENCE)
+        took = time.monotonic() - began
+    assert process.returncode == 0 and 'event="tree stopped" killed=none' in err, err
+    assert took < PATIENCE / 2, f"{took:.1f} s; each request would have waited for {PATIENCE} s"
