@@ -11,10 +11,10 @@ import sys
 from collections.abc import Sequence
 
 import penstock
-from penstock.cli import bench, doctor, generate, inspect, measure, serve, top, trace
+from penstock.cli import bench, doctor, generate, inspect, measure, migrate, serve, top, trace
 from penstock.cli.argument_parser import ArgumentParser
 
-COMMANDS = (inspect, trace, measure, generate, serve, top, bench, doctor)
+COMMANDS = (inspect, trace, measure, generate, serve, migrate, top, bench, doctor)
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

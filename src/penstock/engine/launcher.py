@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
+import os
 import signal
 import time
 
@@ -48,14 +50,15 @@ class Launcher:
         self.verdicts = VerdictBoard(self.tree.verdicts, writable=True)
         self._places = [(member.kind, member.group, member.index) for member in all_processes(config)]
         self.is_stopping = False
-        groups = [ProcessGroup(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
+        self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
         self._servers = [
             ProcessGroup(self, 0, [("server", member, serve)]) for member in range(config.api_server_count) if serve
         ]
-        self.units = (*groups, *self._servers)
+        self.units = (*self._groups, *self._servers)
         lane = self.tree.launcher_lane
         self._inboxes = [group.inbox.open_sender(lane, name="launcher") for group in self.tree.groups]
         self._failure: TreeFailed | None = None
+        self._migration: asyncio.Task[None] | None = None  # a planned one
         self._is_over = asyncio.Event()  # the tree has failed, or a signal ends it
         self._left = asyncio.Event()  # no child process is left
         self._signals = 0  # SIGTERM and SIGINT received
@@ -97,11 +100,12 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
 
     async def run(self) -> None:
-        """Runs a tree with servers until SIGTERM or SIGINT, which drain it; a second one stops it at once.
-        Raises TreeFailed."""
+        """Runs a tree with servers until SIGTERM or SIGINT, which drain it; a second one stops it at once. SIGHUP
+        begins a migration. Raises TreeFailed."""
         loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, self._handle_signal)
+        loop.add_signal_handler(signal.SIGHUP, self._handle_hangup, _terminal_error() is None)
         try:
             self.start()
             await self._is_over.wait()
@@ -109,12 +113,19 @@ class Launcher:
             if self._failure is not None:
                 raise self._failure
         finally:
-            for number in (signal.SIGTERM, signal.SIGINT):
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
                 loop.remove_signal_handler(number)
 
     def _handle_signal(self) -> None:
         self._signals += 1
         self._is_over.set()
+
+    def _handle_hangup(self, had_terminal: bool) -> None:
+        """Begins a migration; where the terminal of the launcher has been closed, drains the tree."""
+        if had_terminal and _terminal_error() == errno.ENXIO:
+            self._handle_signal()
+        else:
+            self.migrate()
 
     @property
     def has_failed(self) -> bool:
@@ -126,6 +137,50 @@ class Launcher:
             self._failure = TreeFailed(reason)
             self._is_over.set()
 
+    # ── migration ──
+    def migrate(self) -> None:
+        """Restarts the groups one after the other; their requests go on in another group, or after the restart. Does
+        nothing while another migration runs."""
+        if self.is_stopping or (self._migration is not None and not self._migration.done()):
+            event("migration is not begun", logging.WARNING, reason="another one runs, or the tree ends")
+            return
+        self.board.tree[StatusBoard.MIGRATIONS_BEGUN] += 1
+        self._migration = asyncio.get_running_loop().create_task(self._migrate())
+
+    async def _migrate(self) -> None:
+        try:
+            for group, inbox in zip(self._groups, self._inboxes, strict=True):
+                await self._until_groups_serve()
+                await self._restart(group, inbox)
+            await self._until_groups_serve()
+            event("migration has ended")
+        except TimeoutError as error:
+            self.board.tree[StatusBoard.MIGRATIONS_FAILED] += 1
+            event("migration has failed", logging.ERROR, reason=str(error))
+        finally:
+            self.board.tree[StatusBoard.MIGRATIONS_ENDED] += 1
+
+    async def _restart(self, group: ProcessGroup, inbox: Sender) -> None:
+        """Stops a group in peace. It starts again by itself when its processes have ended; those that have not after
+        STOP_TIMEOUT are killed."""
+        event("group is restarted", unit=group.name)
+        before = group.incarnation
+        group.plan_restart()
+        _send_stop(inbox, "the group is restarted")
+        deadline = time.monotonic() + STOP_TIMEOUT
+        while group.incarnation == before:
+            if time.monotonic() >= deadline:
+                group.signal(signal.SIGKILL)
+            await asyncio.sleep(LOOK_AGAIN)
+
+    async def _until_groups_serve(self) -> None:
+        """Raises TimeoutError."""
+        deadline = time.monotonic() + self.tree.config.start_timeout
+        while late := [group.name for group in self._groups if group.is_loading]:
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"{', '.join(late)}: not serving within {self.tree.config.start_timeout:g} s")
+            await asyncio.sleep(LOOK_AGAIN)
+
     # ── the end ──
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
         """Lets servers accept no more requests, waits up to `shutdown_timeout` seconds for the open ones, and ends all
@@ -133,6 +188,8 @@ class Launcher:
         after STOP_TIMEOUT."""
         event("tree drains", timeout=shutdown_timeout)
         self.is_stopping = True
+        if self._migration is not None:
+            self._migration.cancel()
         self.board.drain()
         for unit in self.units:
             unit.forget()
@@ -145,7 +202,7 @@ class Launcher:
         while self._has_open() and time.monotonic() < deadline and self._signals < 2:
             await asyncio.sleep(LOOK_AGAIN)
         for inbox in self._inboxes:
-            _send_stop(inbox)
+            _send_stop(inbox, "the tree ends")
         self.check_all_exited()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._left.wait(), STOP_TIMEOUT if self._signals < 2 else 0.0)
@@ -187,10 +244,19 @@ class Launcher:
                 child.check_stopped(self.tree.config.step_timeout)
 
 
-def _send_stop(inbox: Sender) -> None:
+def _send_stop(inbox: Sender, reason: str) -> None:
     for _ in range(2):  # the first attempt may only raise PeerDied of the core's former process
         with contextlib.suppress(PeerDied, ChannelError):
-            return inbox.send_nowait(Stop("the tree ends"))
+            return inbox.send_nowait(Stop(reason))
+
+
+def _terminal_error() -> int | None:
+    """Returns the errno of opening this process's terminal; None: it has one."""
+    try:
+        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
+    except OSError as error:
+        return error.errno
+    return None
 
 
 def run_core(tree: Cluster, me: ProcessId) -> None:

@@ -76,6 +76,10 @@ class ProcessGroup:
         return f"group {self._group}" if self.is_group else f"server {self._parts[0][1]}"
 
     @property
+    def incarnation(self) -> int:
+        return self._incarnation
+
+    @property
     def is_loading(self) -> bool:
         """Returns whether the unit does not serve yet. Then it has no requests to drain, and reads no `Stop`."""
         if self.is_group:

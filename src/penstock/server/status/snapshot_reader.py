@@ -81,6 +81,22 @@ class SnapshotReader:
         except (msgspec.DecodeError, IndexError) as error:
             raise NoServer(f"process {self._pid} is of another version of penstock: {error}") from None
 
+    def board(self) -> StatusBoard:
+        """Opens the status board. Raises NoServer if the server has ended."""
+        if _start_of(self._pid) != self._start:
+            raise NoServer(f"process {self._pid} has ended")
+        try:
+            return StatusBoard(page_at(self._pid, *self._pages["board"]))
+        except (OSError, PenstockError) as error:
+            raise NoServer(f"process {self._pid} is ending: {error}") from None
+
+    def launcher(self) -> int:
+        """Returns the pid of the server's launcher. Raises NoServer."""
+        try:
+            return ServerInfo.read(page_at(self._pid, *self._pages[NAME])).pid
+        except (OSError, PenstockError, msgspec.DecodeError) as error:
+            raise NoServer(f"process {self._pid} cannot be looked into: {error}") from None
+
     def _moment(self) -> ServerSnapshot:
         notice_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
         notice = ServerInfo.read(notice_page)

@@ -1,0 +1,90 @@
+"""Asks the launcher of a running server for a migration, and shows how it goes on, from the status board."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
+
+LOOK_AGAIN = 0.05  # seconds between two reads of the board
+BEGIN_TIMEOUT = 10.0  # seconds until the launcher has begun
+
+
+def run(pid: int, timeout: float) -> int:
+    """Returns 0 when all groups serve again, 1 if that fails, 2 if process `pid` is no launcher."""
+    try:
+        reader = SnapshotReader(pid)
+        launcher = reader.launcher()
+    except NoServer as error:
+        return _fail(str(error), 2)
+    if launcher != pid:
+        return _fail(f"process {pid} is no launcher: process {launcher} is that of its server", 2)
+    try:
+        return _migrate(reader, pid, timeout)
+    except NoServer as error:
+        return _fail(f"the server has ended: {error}", 1)
+    except PermissionError as error:
+        return _fail(f"process {pid} cannot be sent a signal: {error}", 2)
+
+
+def _fail(reason: str, status: int) -> int:
+    print(f"penstock migrate: {reason}", file=sys.stderr)
+    return status
+
+
+def _migrate(reader: SnapshotReader, pid: int, timeout: float) -> int:
+    board = reader.board()
+    begun, ended, failed = _counts(board)
+    if board.is_draining:
+        return _fail(f"the server of process {pid} is shutting down", 1)
+    if begun != ended:
+        return _fail(f"a migration of the server of process {pid} has begun already", 1)
+    try:
+        os.kill(pid, signal.SIGHUP)
+    except ProcessLookupError:
+        raise NoServer(f"there is no process {pid}") from None
+    start = time.monotonic()
+    states: list[str] = []
+    first = [row[StatusBoard.SERVING] for row in board.rows]
+    while True:
+        board = reader.board()
+        now = _counts(board)
+        seconds = time.monotonic() - start
+        for group, state in enumerate(_states(board, first)):
+            if group >= len(states):
+                states.append("waits")
+            if state != states[group]:
+                states[group] = state
+                print(f"group {group} {state} after {seconds:.1f} s", flush=True)
+        if now[0] > begun and now[1] > ended:
+            if now[2] > failed:
+                return _fail("a group does not serve again: the server's log says why", 1)
+            print(f"all groups have been restarted within {seconds:.1f} s")
+            return 0
+        if now[0] == begun and seconds > BEGIN_TIMEOUT:
+            return _fail(f"process {pid} has begun no migration within {BEGIN_TIMEOUT:g} s", 1)
+        if seconds > timeout:
+            return _fail(f"not all groups serve again within {timeout:g} s", 1)
+        time.sleep(LOOK_AGAIN)
+
+
+def _counts(board: StatusBoard) -> tuple[int, int, int]:
+    tree = board.tree
+    return (
+        tree[StatusBoard.MIGRATIONS_BEGUN],
+        tree[StatusBoard.MIGRATIONS_ENDED],
+        tree[StatusBoard.MIGRATIONS_FAILED],
+    )
+
+
+def _states(board: StatusBoard, first: list[int]) -> list[str]:
+    """Returns the state of each group. `first`: the incarnations that served at the beginning."""
+    serving = [row[StatusBoard.SERVING] for row in board.rows]
+    return [
+        "restarts" if now == 0 else "waits" if now == before else "serves again"
+        for now, before in zip(serving, first, strict=True)
+    ]
