@@ -24,7 +24,8 @@ from penstock.engine.core.scheduler import Scheduler  # noqa: E402
 from penstock.engine.core.scheduler_config import SchedulerConfig  # noqa: E402
 from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
 from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
-from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingParams, Submit  # noqa: E402
+from penstock.engine.protocol.columns import LogprobRows  # noqa: E402
+from penstock.engine.protocol.messages import FinishReason, Inputs, Progress, SamplingParams, Submit  # noqa: E402
 from penstock.engine.worker.input_batch import InputBatch, build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
 from penstock.engine.worker.worker import build_result  # noqa: E402
@@ -297,6 +298,7 @@ class Told(NamedTuple):
     reasons: dict[int, FinishReason]  # of those who failed
     cached_tokens: int  # that need not be computed, of all samples each time that they were admitted
     preemptions: int
+    logprobs: list[list[float]]  # of the sampled ids, where they are asked for
 
     @property
     def failed(self) -> set[int]:
@@ -311,8 +313,13 @@ def ask(
     budget: int = 6,
     depth: int = 2,
     seed: int | None = None,
+    logprobs: int | None = None,
+    said: Sequence[list[int]] = (),
 ) -> Told:
-    """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended."""
+    """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended.
+
+    `said`: the ids of each request before it was resumed; the answers are the ids after these.
+    """
     schedule = BatchState(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
         max_model_len=longest(asked),
@@ -322,14 +329,15 @@ def ask(
     )
     scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
     temperature = 0.0 if seed is None else 1.0
-    params = SamplingParams(ignore_eos=True, temperature=temperature)
+    params = SamplingParams(ignore_eos=True, temperature=temperature, logprobs=logprobs)
     answers: list[list[int]] = [[] for _ in asked]
+    likely: list[list[float]] = [[] for _ in asked]
     flights: deque[Any] = deque()
     reasons: dict[int, FinishReason] = {}
     number, steps, cached_tokens = 0, itertools.count(1), 0
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
-            scheduler.submit(_submit(number, asked[number], params, seed or 0))
+            scheduler.submit(_submit(number, asked[number], params, seed or 0, said[number] if said else []))
             number += 1
         while len(flights) < depth and scheduler.schedule(plan):
             step = plan.build(1, next(steps))
@@ -343,22 +351,37 @@ def ask(
             done = build_result(step, sampled)
             for slot, why in done.failures():
                 reasons.setdefault(int(requests[slot]), why)
-            for slot, token in zip(rows.tolist(), sampled.ids.tolist(), strict=True):
+            values = _sampled_logprobs(sampled, rows.size)
+            for slot, token, value in zip(rows.tolist(), sampled.ids.tolist(), values, strict=True):
                 answers[requests[slot]].append(token)
+                likely[requests[slot]].append(value)
             scheduler.on_result(done)
-    answers = [
-        answer[: one.tokens] for one, answer in zip(asked, answers, strict=True)
-    ]  # one more was computed before its end was seen
-    return Told(answers, reasons, cached_tokens, scheduler.preemptions)
+    # One more was computed before its end was seen.
+    ends = [one.tokens - (len(said[at]) if said else 0) for at, one in enumerate(asked)]
+    answers = [answer[:end] for end, answer in zip(ends, answers, strict=True)]
+    likely = [values[:end] for end, values in zip(ends, likely, strict=True)]
+    return Told(answers, reasons, cached_tokens, scheduler.preemptions, likely)
 
 
-def _submit(number: int, asked: Asked, params: SamplingParams, seed: int) -> Submit:
+def _sampled_logprobs(sampled: Any, rows: int) -> list[float]:
+    logprobs = LogprobRows.read(sampled.logprobs, rows)
+    if logprobs is None:
+        return [0.0] * rows
+    starts = np.cumsum(logprobs.counts) - logprobs.counts
+    values: list[float] = sampled.logprobs.values[starts].tolist()
+    return values
+
+
+def _submit(number: int, asked: Asked, params: SamplingParams, seed: int, said: list[int]) -> Submit:
     inputs = None
     if asked.inputs:
         keys, positions, lengths = zip(*asked.inputs, strict=True)
         counts = np.array([len(keys)], np.int32)
         items = tuple(Handle(key, b"", Buffer(b"")) for key in keys)
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
+    progress = Progress(np.array([len(said)], np.int32), np.array(said, np.int32)) if said else None
     priority = -(number % 3)  # so that some are put aside for others
     own = msgspec.structs.replace(params, max_tokens=asked.tokens)
-    return Submit(0, number, np.array(asked.prompt, np.int32), own, priority, inputs=inputs, seed=seed)
+    return Submit(
+        0, number, np.array(asked.prompt, np.int32), own, priority, inputs=inputs, seed=seed, progress=progress
+    )

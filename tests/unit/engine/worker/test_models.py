@@ -66,6 +66,22 @@ def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callabl
         assert alone.answers[0] == together.answers[number]
 
 
+@pytest.mark.parametrize("name", families())
+@pytest.mark.parametrize("seed", [None, 5], ids=["greedy", "seeded"])
+def test_a_resumed_answer_goes_on_as_if_it_had_stayed(
+    name: str, seed: int | None, family: Callable[[str], Family]
+) -> None:
+    of = family(name)
+    whole = ask(device(of), of.asked, seed=seed, logprobs=2)
+    counts = [at % (one.tokens - 1) for at, one in enumerate(of.asked)]
+    said = [answer[:count] for answer, count in zip(whole.answers, counts, strict=True)]
+    rest = ask(device(of), of.asked, seed=seed, logprobs=2, said=said)
+    for answer, before, after in zip(whole.answers, said, rest.answers, strict=True):
+        assert answer == [*before, *after]
+    for values, count, after in zip(whole.logprobs, counts, rest.logprobs, strict=True):
+        assert after == pytest.approx(values[count:], abs=1e-4) and len(after) == len(values) - count
+
+
 @pytest.mark.parametrize("name", ["llama", "gemma2"])
 def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
     """Capped, too, where they are: the likeliest token does not show it."""
