@@ -204,7 +204,7 @@ class OutputSenders:
 
 def _require_killed(death: PeerDied) -> None:
     """Re-raises the death of an output processor that has failed by itself: the group is lost with it, as one of the
-    requests in the steps in flight may be the reason. Where it is not known how a process has ended, the launcher knows,
-    and ends the group if it has to."""
+    requests in the steps in flight may be the reason. Where it is not known how a process has ended, the launcher
+    knows, and ends the group if it has to."""
     if death.how.startswith(("exited", "killed")) and death.how not in KILLED:
         raise death
