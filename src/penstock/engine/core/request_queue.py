@@ -36,6 +36,7 @@ class RequestQueue:
     def __init__(self, slots: int) -> None:
         self._requests = FairQueue()
         self._aside: list[tuple[SortKey, Sample]] = []  # a heap: preempted samples, and others of admitted requests
+        self._begun: dict[str, list[tuple[SortKey, Sample]]] = {}  # heaps, by client; the first of each is aside
         self._forking: dict[int, Request] = {}  # by slot of the first sample; the others wait for its prompt's blocks
         self._admissions = 0  # so far
         self._reserve = slots // SLOT_SHARE  # slots; none where there are few
@@ -47,11 +48,24 @@ class RequestQueue:
         return len(self._requests)
 
     def push(self, request: Request) -> None:
-        if request.has_begun:
-            self._requests.open(request.client)
-            self.put_aside(request.first)
-        else:
-            self._requests.push(request)
+        if not request.has_begun:
+            return self._requests.push(request)
+        self._requests.open(request.client)
+        sample, begun = request.first, self._begun.setdefault(request.client, [])
+        if begun and sample.sort_key < begun[0][0]:
+            begun[0][1].is_aside = False  # one of each client: steps would look at thousands
+        heapq.heappush(begun, (sample.sort_key, sample))
+        return self._put_begun_aside(request.client)
+
+    def _put_begun_aside(self, client: str) -> None:
+        """Lets the best request of the client wait that has begun in a group that was lost, and has no slot here."""
+        begun = self._begun[client]
+        while begun and (begun[0][1].is_ended or begun[0][1].slot is not None):
+            heapq.heappop(begun)
+        if not begun:
+            del self._begun[client]
+        elif not begun[0][1].is_aside:
+            self.put_aside(begun[0][1])
 
     def put_aside(self, sample: Sample) -> None:
         """Lets a sample of a request that has begun wait: for blocks if it was preempted, else for a slot."""
@@ -124,6 +138,8 @@ class RequestQueue:
         and then follow one after the other."""
         request = sample.request
         self._count_slot(request.client, 1)
+        if request.client in self._begun:
+            self._put_begun_aside(request.client)
         if sample is not request.first:
             self._put_next_aside(request, sample.index + 1)
         elif sample.index + 1 < len(request.samples):
@@ -171,6 +187,8 @@ class RequestQueue:
         """Removes a request that has ended: its client is not charged for it any more."""
         if request.is_waiting:
             self._requests.drop(request)
+        if request.client in self._begun:
+            self._put_begun_aside(request.client)
         self._requests.close(request.client)
 
 

@@ -7,8 +7,6 @@ arrays, whatever the number of requests; any other one is checked as a `StepDraf
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import numpy as np
 
 from penstock.engine.protocol.columns import (
@@ -68,7 +66,7 @@ class BatchState:
         self.samples = np.zeros(slots, np.uint16)  # index among the request's `n` samples
         self.seeds = np.zeros(slots, np.uint64)
         self.prompts: list[Ints] = [NOTHING] * slots
-        self.generated: list[Ints] = [NOTHING] * slots  # ids before the sample was resumed
+        self.generated: list[Ints] = [NOTHING] * slots  # ids before the sample was resumed; NOTHING for a free slot
         self.params: list[SamplingParams | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
@@ -127,14 +125,6 @@ class BatchState:
         draft.commit()
 
 
-class _JoinedRow(NamedTuple):
-    slot: int
-    prompt: Ints
-    generated: Ints
-    params: SamplingParams
-    inputs: tuple[Input, ...]
-
-
 class StepDraft:
     """The next state, made of the present one and a step. A step that does not fit changes nothing."""
 
@@ -152,7 +142,8 @@ class StepDraft:
         self._is_copied = self._has_other_rows = False
         self._left: list[int] = []
         self._joined: Joined | None = None
-        self._new_rows: list[_JoinedRow] = []
+        self._new_rows: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
+        self._generated: list[tuple[int, Ints]] = []  # of joined rows that have generated ids before
         self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
 
     def _copy(self) -> None:
@@ -198,7 +189,7 @@ class StepDraft:
         )
         parents = [] if joined.parents is None else check_column(joined.parents, size, "joined.parents").tolist()
         params = rows_of_params(joined, size)
-        generated = rows_of_generated(joined, size)
+        self._generated = rows_of_generated(joined, slots)
         inputs = rows_of_inputs(joined.inputs, size)
         if joined.seeds is not None and joined.seeds.shape != (size,):
             raise DecodeError(f"expected {size} numbers, got a shape of {joined.seeds.shape} at $.joined.seeds")
@@ -223,8 +214,10 @@ class StepDraft:
                 prompt.flags.writeable = False
             own[slot] = prompt, row_inputs
             begin = end
-            self._new_rows.append(_JoinedRow(slot, prompt, generated[row], params[row], row_inputs))
-        self._known[slots] = [new.prompt.size + new.generated.size for new in self._new_rows]
+            self._new_rows.append((slot, prompt, params[row], row_inputs))
+        self._known[slots] = [prompt.size for _, prompt, _, _ in self._new_rows]
+        for slot, ids in self._generated:
+            self._known[slot] += ids.size
         self._require_more_known(slots, "joined")
         self._joined = joined
 
@@ -363,9 +356,10 @@ class StepDraft:
             now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
             now.samples[self._joined.slots] = 0 if self._joined.samples is None else self._joined.samples
             now.seeds[self._joined.slots] = 0 if self._joined.seeds is None else self._joined.seeds
-            for slot, prompt, generated, params, inputs in self._new_rows:
-                now.prompts[slot], now.generated[slot] = prompt, generated
-                now.params[slot], now.inputs[slot] = params, inputs
+            for slot, prompt, params, inputs in self._new_rows:
+                now.prompts[slot], now.params[slot], now.inputs[slot] = prompt, params, inputs
+            for slot, generated in self._generated:
+                now.generated[slot] = generated
         now.rows, now.counts, now._ones, now._room = self._rows, self._counts, self._ones, self._room
 
     def _slots(self, slots: Slots, place: str, *expected: int) -> Index:

@@ -42,16 +42,17 @@ def rows_of_params(joined: Joined, size: int) -> Sequence[SamplingParams]:
     return [known[number] for number in of.tolist()]
 
 
-def rows_of_generated(joined: Joined, size: int) -> list[Ints]:
-    """Returns the ids that each row has generated before."""
+def rows_of_generated(joined: Joined, slots: Index) -> list[tuple[int, Ints]]:
+    """Returns the slots of rows that have generated ids before, with these ids."""
     if joined.generated_counts is None or joined.generated is None:
         if joined.generated_counts is not joined.generated:
             raise DecodeError("expected counts and ids, or none of them, at $.joined.generated")
-        return [NOTHING] * size
-    counts = check_column(joined.generated_counts, size, "joined.generated_counts")
+        return []
+    counts = check_column(joined.generated_counts, slots.size, "joined.generated_counts")
     ids = check_column(joined.generated, int(counts.sum(dtype=np.int64)), "joined.generated")
     ends = np.cumsum(counts, dtype=np.int64).tolist()
-    return [ids[end - count : end].copy() for end, count in zip(ends, counts.tolist(), strict=True)]
+    rows = zip(slots.tolist(), ends, counts.tolist(), strict=True)
+    return [(slot, ids[end - count : end].copy()) for slot, end, count in rows if count]
 
 
 def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:

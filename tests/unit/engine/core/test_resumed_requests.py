@@ -98,6 +98,23 @@ def test_a_request_without_generated_ids_goes_before_those_of_its_client_that_ar
     assert [request for _, request, _ in one.ended] == [3, 4, 1, 2]
 
 
+def test_of_each_client_one_request_that_has_begun_is_looked_at_and_the_next_one_when_it_has_a_slot_or_ended() -> None:
+    one = core(slots=1)
+    queue = one.scheduler._queue
+    for number in range(1, 9):
+        one.submit(submit(number, 3, arrived_ns=number, client="ab"[number % 2]))
+    assert len(queue._aside) == 2
+    one.begin()
+    assert running(one) == [(1, 0)] and len(queue._aside) <= 3
+    one.abort(0, 2)
+    one.abort(0, 3)
+    one.abort(0, 8)
+    one.finish()
+    one.drain()
+    assert [request for _, request, _ in one.ended if one.ended[0, request, 0] == "done"] == [1, 4, 5, 6, 7]
+    assert not queue._begun
+
+
 def test_a_client_pays_once_for_its_prompt_and_for_what_was_generated() -> None:
     one = core(slots=2)
     one.submit(submit(1, 8, length=40, client="resumed"))
