@@ -259,15 +259,15 @@ def _terminal_error() -> int | None:
     return None
 
 
-def run_core(tree: Cluster, me: ProcessId) -> None:
+def run_core(tree: Cluster, me: ProcessId) -> object:
     if tree.config.output_processors > 0:
         return engine_core.run(tree, me)
     from penstock.engine.output.output_state import OutputState
 
-    engine_core.run(tree, me, OutputState.of)  # the core imports nothing of output
+    return engine_core.run(tree, me, OutputState.of)  # the core imports nothing of output
 
 
-def run_output(tree: Cluster, me: ProcessId) -> None:
+def run_output(tree: Cluster, me: ProcessId) -> object:
     from penstock.engine.output import output_processor
 
-    output_processor.run(tree, me)
+    return output_processor.run(tree, me)

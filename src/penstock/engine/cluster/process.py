@@ -79,7 +79,7 @@ class ChildProcess:
     _end_of_patience: asyncio.TimerHandle | None = None  # set while the process is stopped
 
     @classmethod
-    def start(cls, member: ProcessId, run: Callable[[Cluster, ProcessId], None], tree: Cluster) -> ChildProcess:
+    def start(cls, member: ProcessId, run: Callable[[Cluster, ProcessId], object], tree: Cluster) -> ChildProcess:
         spawn = multiprocessing.get_context("spawn")
         words_in, words_out = spawn.Pipe(duplex=False)
         process = spawn.Process(target=child_main, args=(run, words_out, os.getpid(), tree, member), name=str(member))
@@ -152,7 +152,7 @@ class ChildProcess:
 
 
 def child_main(
-    run: Callable[[Cluster, ProcessId], None], error_pipe: Connection, parent: int, tree: Cluster, member: ProcessId
+    run: Callable[[Cluster, ProcessId], object], error_pipe: Connection, parent: int, tree: Cluster, member: ProcessId
 ) -> None:
     """Runs a child process: does its work, ends with its parent, and reports why if it ends otherwise."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
@@ -167,7 +167,7 @@ def child_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
     logs.configure(str(member), tree.config.log_format, tree.config.log_level)
     try:
-        run(tree, member)
+        _ends = run(tree, member)
     except CannotStart as error:
         event("process cannot start", logging.ERROR, error=error)
         event("process cannot start", logging.DEBUG, trace=traceback.format_exc())
@@ -180,7 +180,9 @@ def child_main(
         _die(error_pipe, reason, 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    os._exit(0)  # its work is done and its ends are closed; taking torch down takes seconds where processors are short
+    # Taking torch down takes seconds where processors are short. The process's ends stay open: a sender that closes ends
+    # its channel, which the next incarnation uses.
+    os._exit(0)
 
 
 def _die(error_pipe: Connection, reason: str, status: int) -> NoReturn:

@@ -26,7 +26,7 @@ from penstock.engine.cluster.verdict_board import VerdictBoard
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 KILLED = "killed by SIGKILL"  # the end of a process that the launcher kills with its unit
 
-Run: TypeAlias = Callable[[Cluster, ProcessId], None]
+Run: TypeAlias = Callable[[Cluster, ProcessId], object]  # what it returns lives until the process ends
 
 
 class Supervisor(Protocol):

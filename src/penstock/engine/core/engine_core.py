@@ -69,14 +69,17 @@ class InlineOutput(Protocol):
     def process(self, tokens: Tokens) -> OutputBatch: ...
 
 
-def run(tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None) -> None:
-    """Runs a core until a Stop arrives. It uses `inline_output` where the engine has no output processors."""
+def run(
+    tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None
+) -> EngineCore:
+    """Runs a core until a Stop arrives, and returns it: its ends stay open. It uses `inline_output` where the engine
+    has no output processors."""
     with starting():
         core = EngineCore(tree, me, None if inline_output is None else inline_output(tree.config))
         core.start()
     gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     core.run()
-    core.close()
+    return core
 
 
 def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConfig:
@@ -140,6 +143,7 @@ class EngineCore:
             self._run_steps()
         retry_past_stale_deaths(self._me, partial(self._steps.send, Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
         self._outputs.stop()
+        self._row[StatusBoard.SERVING] = 0
 
     def _run_steps(self) -> None:
         """Decides and sends each step while the one before it runs."""
@@ -158,7 +162,6 @@ class EngineCore:
         self._send_tokens()
 
     def close(self) -> None:
-        self._row[StatusBoard.SERVING] = 0
         for end in (self._inbox, self._results, self._steps, self._outbox, self._outputs):
             end.close()
 

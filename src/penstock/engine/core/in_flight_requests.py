@@ -62,6 +62,3 @@ class InFlightRequests:
         self._tag += 1
         self._board.write_requests(self._me.group, self._me.incarnation, self._tag, lists, is_trial)
         self._written = lists
-
-    def close(self) -> None:
-        self._board.close()

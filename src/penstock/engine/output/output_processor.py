@@ -22,13 +22,14 @@ from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import Abort, Failed, OutputReady, Stop, Tokens
 
 
-def run(tree: Cluster, me: ProcessId) -> None:
+def run(tree: Cluster, me: ProcessId) -> OutputProcessor:
+    """Runs an output processor until the core sends Stop. Returns it: its ends stay open."""
     with starting():
         output = OutputProcessor(tree, me, load_vocabulary(tree.config))
     gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     while output.process_next():
         pass
-    output.close()
+    return output
 
 
 class OutputProcessor:

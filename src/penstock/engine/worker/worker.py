@@ -34,7 +34,8 @@ LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without
 LOOK_AGAIN = 0.0002  # seconds between looks at a flight with unknown end
 
 
-def run(tree: Cluster, me: ProcessId) -> None:
+def run(tree: Cluster, me: ProcessId) -> Worker:
+    """Runs a worker until the core sends Stop. Returns it: its ends stay open."""
     with starting():
         device = device_of(tree, me)
     worker = Worker(tree, me, device)
@@ -42,6 +43,7 @@ def run(tree: Cluster, me: ProcessId) -> None:
     worker.run()
     if isinstance(device, SimulatedRunner):
         event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
+    return worker
 
 
 def device_of(tree: Cluster, me: ProcessId) -> Device:
@@ -127,9 +129,6 @@ class Worker:
             self._turn()
         while self._flights:
             self._answer()
-        for end in (self._steps, self._inbox, self._results):
-            if end is not None:
-                end.close()
 
     def _turn(self) -> None:
         """Launches the next step, or sends the result of the oldest one if that is done."""

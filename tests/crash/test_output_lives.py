@@ -1,0 +1,204 @@
+"""Output processors that die alone are started again in their place, and the rest of their group does not notice.
+
+Requests of a dead output processor are submitted again by their client; what is asserted of answers is what an
+undisturbed run gives.
+"""
+
+import asyncio
+import os
+import signal
+import time
+from typing import Any
+
+import numpy.typing as npt
+import pytest
+
+import penstock
+from penstock.engine.client.client import Client
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, OUTPUT, MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.output import output_processor
+from penstock.engine.output.detokenizer import load_vocabulary
+from penstock.engine.protocol.messages import SamplingParams
+from tests.crash.test_engine_failures import tree_with
+from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, prompt, running
+
+TOKENS = 600
+MIGRATED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index(OUTPUT)
+
+
+class Answers:
+    """Requests that are being answered, each by the ids that the device's rule gives."""
+
+    def __init__(self, tree: Running, client: Client, many: int, tokens: int = TOKENS) -> None:
+        self._tree, self._tokens = tree, tokens
+        self.prompts = [prompt() for _ in range(many)]
+        self.tasks = [asyncio.ensure_future(self._ask(client, ids)) for ids in self.prompts]
+
+    async def _ask(self, client: Client, ids: npt.NDArray[Any]) -> list[int]:
+        ((got, _),) = await answered(client, ids, max_tokens=self._tokens, ignore_eos=True)
+        return got
+
+    async def begun(self) -> None:
+        row = self._tree.launcher.board.row(0)
+        steps = row[StatusBoard.STEPS]
+        await self._tree.until(lambda: row[StatusBoard.RUNNING] == len(self.prompts))
+        await self._tree.until(lambda: row[StatusBoard.STEPS] > steps + 20)
+
+    async def must_be_exact(self) -> None:
+        for ids, got in zip(self.prompts, await asyncio.wait_for(asyncio.gather(*self.tasks), PATIENCE), strict=True):
+            assert got == self._tree.rule.answer(ids, self._tokens)
+
+
+def others(tree: Running) -> set[int]:
+    return {child.pid for child in tree.children() if child.member.kind != "output"}
+
+
+async def must_begin_life(tree: Running, life: int, index: int = 0) -> None:
+    def is_there() -> bool:
+        lives = [child.member.life for child in tree.children() if child.member.kind == "output"]
+        return len(lives) > index and lives[index] == life and not tree.number(StatusBoard.ABSENT_OUTPUTS)
+
+    await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) or is_there())
+    await tree.until(is_there, START)
+
+
+def test_output_that_is_killed_twice_is_started_alone_and_every_answer_is_exact() -> None:
+    async def scene() -> None:
+        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+            before = others(tree)
+            for life in (1, 2):
+                answers = Answers(tree, client, 12)
+                await answers.begun()
+                began = time.monotonic()
+                os.kill(tree.child("output").pid, signal.SIGKILL)
+                await answers.must_be_exact()
+                print(f"life {life}: all answers were there {time.monotonic() - began:.2f} s after the kill")
+                assert tree.child("output").member == ProcessId("output", 0, 0, 1, life)
+            assert others(tree) == before and tree.number(StatusBoard.SERVING) == 1
+            assert client.counters[0][MIGRATED] == 24 and client.counters[0][MigrationCounters.GIVEN_UP] == 0
+            entry = tree.launcher.board.members[-2]
+            assert (entry.incarnation, entry.life, entry.pid) == (1, 2, tree.child("output").pid)
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+def test_requests_of_the_other_output_go_on_undisturbed() -> None:
+    async def scene() -> None:
+        async with running(output_processors=2) as tree, Client(tree.launcher.tree, 0) as client:
+            answers = Answers(tree, client, 12, 2000)
+            await answers.begun()
+            numbers = set(client._streams)
+            os.kill(tree.child("output", 0).pid, signal.SIGKILL)
+            await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) == 1)
+            steps, row = tree.number(StatusBoard.STEPS), tree.launcher.board.row(0)
+            await tree.until(lambda: row[StatusBoard.STEPS] > steps + 50 and row[StatusBoard.ABSENT_OUTPUTS])
+            assert {one for one in numbers if one % 2} <= set(client._streams), "one was submitted again"
+            assert client.counters[0][MIGRATED] == sum(one % 2 == 0 for one in numbers)
+            await answers.must_be_exact()
+            assert tree.number(StatusBoard.SERVING) == 1 and not client.counters[0][MigrationCounters.GIVEN_UP]
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+class DiesWithTheLastChunk(output_processor.OutputProcessor):
+    """In its first life: has received the end of a request, and has sent nothing of it."""
+
+    def _answer(self, tokens: Any) -> None:
+        if tokens.ended and self._me.life == 0:
+            time.sleep(0.2)  # the core closes the request meanwhile
+            os.kill(os.getpid(), signal.SIGKILL)
+        super()._answer(tokens)
+
+
+def dies_with_the_last_chunk(tree: Cluster, me: ProcessId) -> None:
+    output = DiesWithTheLastChunk(tree, me, load_vocabulary(tree.config))
+    while output.process_next():
+        pass
+    output.close()
+
+
+def test_request_whose_last_chunk_died_with_the_output_is_answered() -> None:
+    async def scene() -> None:
+        async with tree_with("output", dies_with_the_last_chunk) as tree, Client(tree.launcher.tree, 0) as client:
+            answers = Answers(tree, client, 3, 30)
+            await answers.must_be_exact()
+            assert tree.number(StatusBoard.SERVING) == 1 and tree.child("output").member.life == 1
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+def hangs(tree: Cluster, me: ProcessId) -> None:
+    """In its first life, after some messages."""
+    output = output_processor.OutputProcessor(tree, me, load_vocabulary(tree.config))
+    while output.process_next():
+        if me.life == 0 and output._received > 10:
+            time.sleep(600)
+    output.close()
+
+
+def test_output_that_makes_no_room_is_killed_by_the_core_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    Ring = penstock.Ring
+
+    def small(carried: Any, *, name: str, **options: Any) -> Any:
+        return Ring(carried, name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
+
+    monkeypatch.setattr(penstock, "Ring", small)
+
+    async def scene() -> None:
+        async with tree_with("output", hangs) as tree, Client(tree.launcher.tree, 0) as client:
+            before = others(tree)
+            await Answers(tree, client, 4).must_be_exact()
+            assert tree.child("output").member.life == 1 and others(tree) == before
+            await tree.must_be_empty()
+
+    asyncio.run(scene())
+
+
+def test_output_whose_lives_are_short_again_and_again_costs_its_group() -> None:
+    async def scene() -> None:
+        async with running() as tree, Client(tree.launcher.tree, 0) as client:
+            for life in range(4):
+                await must_begin_life(tree, life)
+                tree.child("output").signal(signal.SIGKILL)
+            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 2, START)
+            await Answers(tree, client, 2, 20).must_be_exact()
+            assert tree.child("output").member == ProcessId("output", 0, 0, 2)
+
+    asyncio.run(scene())
+
+
+def test_tree_that_ends_while_an_output_is_away_leaves_nothing() -> None:
+    async def scene() -> None:
+        async with running(output_processors=2) as tree, Client(tree.launcher.tree, 0) as client:
+            answers = Answers(tree, client, 4, 3000)
+            await answers.begun()
+            tree.child("output", 1).signal(signal.SIGKILL)
+            await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) == 2)
+            await tree.until(lambda: len(tree.children()) == 4)  # its next life loads
+            for task in answers.tasks:
+                task.cancel()
+            await asyncio.gather(*answers.tasks, return_exceptions=True)
+
+    asyncio.run(scene())
+
+
+def test_request_that_is_given_up_while_its_output_is_away_leaves_nothing() -> None:
+    async def scene() -> None:
+        async with running() as tree, Client(tree.launcher.tree, 0) as client:
+            tree.child("output").signal(signal.SIGKILL)
+            await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) == 1)
+            streams = [await client.submit(prompt(), SamplingParams(max_tokens=9)) for _ in range(3)]
+            await tree.until(lambda: tree.number(StatusBoard.OPEN) == 3)
+            for stream in streams[:2]:
+                stream.abort()
+            await tree.until(lambda: tree.number(StatusBoard.OPEN) <= 1)
+            got = [one async for piece in streams[2] for one in piece.ids]
+            assert len(got) == 9
+            await tree.must_be_empty()
+
+    asyncio.run(scene())

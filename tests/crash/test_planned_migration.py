@@ -1,0 +1,118 @@
+"""SIGHUP restarts the groups one after the other: open requests go on, and none is answered with an error."""
+
+import asyncio
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from penstock.engine.client.client import Client
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
+from penstock.engine.launcher import Launcher
+from penstock.engine.protocol.config import EngineConfig
+from penstock.tools.inspect import all_processes
+from tests.crash.test_output_lives import Answers
+from tests.support.command import serving
+from tests.support.engine import PATIENCE, START, Running, told
+
+PLANNED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index("planned")
+
+
+@pytest.mark.parametrize("groups", [1, 2])
+def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: int) -> None:
+    async def scene() -> None:
+        config = EngineConfig(simulated=told(), max_model_len=4096, data_parallel_size=groups)
+        launcher = Launcher(config)
+        running = asyncio.ensure_future(launcher.run())
+        await asyncio.sleep(0)
+        await launcher.serving(START)
+        tree = Running(launcher)
+        async with Client(launcher.tree, 0) as client:
+            verdicts = VerdictBoard(launcher.tree.verdicts)
+            pids = {child.pid for child in tree.children()}
+            answers = Answers(tree, client, 12, 2000)
+            await tree.until(lambda: sum(row[StatusBoard.RUNNING] for row in launcher.board.rows) == 12)
+            os.kill(os.getpid(), signal.SIGHUP)
+            least = groups
+            while not launcher.board.tree[StatusBoard.MIGRATIONS_ENDED]:
+                least = min(least, sum(row[StatusBoard.SERVING] > 0 for row in launcher.board.rows))
+                await asyncio.sleep(0.002)
+            assert least == groups - 1
+            assert [row[StatusBoard.SERVING] for row in launcher.board.rows] == [2] * groups
+            await answers.must_be_exact()
+            assert all(verdicts.verdict(group, 1).cause == Cause.PLANNED for group in range(groups))
+            assert sum(counters[PLANNED] for counters in client.counters) >= 12
+            assert not any(counters[MigrationCounters.GIVEN_UP] for counters in client.counters)
+            assert not pids & {child.pid for child in tree.children()}
+            for group in range(groups):
+                await tree.must_be_empty(group)
+            verdicts.close()
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, PATIENCE)
+
+    asyncio.run(scene())
+
+
+def test_migration_waits_for_a_group_that_is_coming_back_and_begins_once() -> None:
+    async def scene() -> None:
+        launcher = Launcher(EngineConfig(simulated=told(), max_model_len=4096))
+        running = asyncio.ensure_future(launcher.run())
+        await asyncio.sleep(0)
+        await launcher.serving(START)
+        tree = Running(launcher)
+        tree.child("worker").signal(signal.SIGKILL)
+        await tree.until(lambda: not tree.number(StatusBoard.SERVING))
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+            await asyncio.sleep(0.01)
+        await tree.until(lambda: launcher.board.tree[StatusBoard.MIGRATIONS_ENDED], START)
+        assert launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN] == 1 and tree.number(StatusBoard.SERVING) == 3
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, PATIENCE)
+
+    asyncio.run(scene())
+
+
+def test_tree_that_ends_during_a_migration_leaves_nothing() -> None:
+    async def scene() -> None:
+        launcher = Launcher(EngineConfig(simulated=told(), max_model_len=4096))
+        running = asyncio.ensure_future(launcher.run())
+        await asyncio.sleep(0)
+        await launcher.serving(START)
+        launcher.migrate()
+        tree = Running(launcher)
+        await tree.until(lambda: not tree.number(StatusBoard.SERVING))
+        os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, PATIENCE)
+
+    asyncio.run(scene())
+
+
+# ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
+def migrate(pid: int) -> "subprocess.CompletedProcess[str]":
+    command = [sys.executable, "-m", "penstock", "migrate", str(pid)]
+    return subprocess.run(command, capture_output=True, text=True, timeout=2 * START)
+
+
+def test_command_shows_the_progress_of_each_group_and_ends_well() -> None:
+    with serving("--device-model", "simulated", "--data-parallel-size", "2") as (server, _):
+        done = migrate(server.pid)
+        assert done.returncode == 0, done.stderr
+        lines = [re.sub(r"[\d.]+ s$", "N s", line) for line in done.stdout.splitlines()]
+        assert lines == [
+            "group 0 restarts after N s",
+            "group 0 serves again after N s",
+            "group 1 restarts after N s",
+            "group 1 serves again after N s",
+            "all groups have been restarted within N s",
+        ]
+        children = [one for one in all_processes().values() if one.parent == server.pid]
+        oldest = sorted(children, key=lambda one: one.start)[:2]  # the resource tracker, and the server process
+        refused = [migrate(child.pid) for child in oldest]
+        assert [one.returncode for one in refused] == [2, 2]
+        assert any(f"is no launcher: process {server.pid} is" in one.stderr for one in refused), refused

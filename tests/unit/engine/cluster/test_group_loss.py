@@ -1,0 +1,128 @@
+"""Why a group was lost: which ends of processes are a cause, and which of them count against requests."""
+
+import signal
+from pathlib import Path
+
+import pytest
+
+from penstock.engine.cluster.group_loss import GroupLoss
+from penstock.engine.cluster.oom_kills import count_oom_kills
+from penstock.engine.cluster.process import ProcessEnd
+from penstock.engine.cluster.verdict_board import Cause
+
+PEER = ProcessEnd("PeerDied: worker 0.0 #1 died")
+KILLED = ProcessEnd("killed by SIGKILL", signal=signal.SIGKILL)
+RAISED = ProcessEnd("ArithmeticError: the device has caught fire")
+TIMED_OUT = ProcessEnd("Timeout: no StepDone for step 3 within 30 s")
+
+
+def killed_by(number: signal.Signals) -> ProcessEnd:
+    return ProcessEnd(f"killed by {number.name}", signal=number)
+
+
+def loss(*, ooms: int | None = 0) -> GroupLoss:
+    counts = iter([None if ooms is None else 7])
+    return GroupLoss(lambda: next(counts, None if ooms is None else 7 + ooms))
+
+
+@pytest.mark.parametrize(
+    ("end", "cause"),
+    [
+        (KILLED, Cause.OUTSIDE),
+        (killed_by(signal.SIGTERM), Cause.OUTSIDE),
+        (killed_by(signal.SIGHUP), Cause.OUTSIDE),
+        (killed_by(signal.SIGINT), Cause.OUTSIDE),
+        (RAISED, Cause.ITSELF),
+        (TIMED_OUT, Cause.ITSELF),
+        (ProcessEnd("exited with status 0"), Cause.ITSELF),
+        *[
+            (killed_by(number), Cause.ITSELF)
+            for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
+        ],
+        (PEER, None),
+    ],
+)
+def test_cause_is_known_with_the_first_end_that_is_one(end: ProcessEnd, cause: Cause | None) -> None:
+    found = loss()
+    found.begin(1, end, [], False)
+    assert found.cause == cause
+    found.add(2, RAISED if cause is Cause.OUTSIDE else KILLED)
+    assert found.cause == cause
+    assert found.close() == (cause or Cause.OUTSIDE)
+
+
+def test_kill_by_the_launcher_is_no_cause_and_the_end_after_a_peer_death_is() -> None:
+    found = loss()
+    found.begin(1, PEER, [3], False)
+    found.add(2, KILLED)  # by the launcher, which has seen the first end
+    assert found.cause is None
+    found.add(3, killed_by(signal.SIGSEGV))
+    assert found.cause == Cause.ITSELF
+
+
+def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -> None:
+    found = loss()
+    found.begin(1, ProcessEnd("RuntimeError: connection closed by peer"), [2], False)
+    assert found.cause is None, "the other worker was ending before the launcher killed anything"
+    found.add(3, KILLED)
+    assert found.cause is None
+    found.add(2, KILLED)
+    assert found.cause == Cause.OUTSIDE
+    found = loss()
+    found.begin(1, ProcessEnd("RuntimeError: connection closed by peer"), [2], False)
+    found.add(2, RAISED)
+    assert found.cause == Cause.ITSELF
+
+
+def test_core_that_waited_for_a_stopped_worker_has_not_failed() -> None:
+    found = loss()
+    found.begin(1, TIMED_OUT, [], True)
+    assert found.cause == Cause.OUTSIDE
+
+
+def test_kill_for_want_of_memory_is_a_failure() -> None:
+    found = loss(ooms=1)
+    found.begin(1, KILLED, [], False)
+    assert found.cause == Cause.ITSELF
+    found = loss(ooms=1)
+    found.begin(1, PEER, [], False)
+    found.add(2, KILLED)
+    assert found.close() == Cause.ITSELF
+    found = loss(ooms=None)
+    found.begin(1, KILLED, [], False)
+    assert found.cause == Cause.OUTSIDE and not found.is_oom_counted
+
+
+def test_planned_restart_stays_planned_whatever_its_processes_do() -> None:
+    found = loss()
+    found.plan()
+    found.add(1, RAISED)
+    assert found.close() == Cause.PLANNED
+
+
+# ── the kernel's counter ──
+@pytest.mark.parametrize(
+    ("line", "file", "text"),
+    [
+        ("0::/a/b", "a/b/memory.events", "low 0\noom 3\noom_kill 2\n"),
+        ("0::/a/b", "memory.events", "oom_kill 2\n"),
+        ("4:cpu,memory:/a", "a/memory.oom_control", "oom_kill_disable 0\nunder_oom 0\noom_kill 2\n"),
+    ],
+)
+def test_oom_kills_are_read_from_both_versions_of_control_groups(
+    tmp_path: Path, line: str, file: str, text: str
+) -> None:
+    cgroup = tmp_path / "cgroup"
+    cgroup.write_text(f"9:pids:/a\n{line}\n")
+    root = tmp_path / "root"
+    assert count_oom_kills(cgroup, (root,)) is None
+    (root / file).parent.mkdir(parents=True)
+    (root / file).write_text(text)
+    assert count_oom_kills(cgroup, (root,)) == 2
+
+
+def test_oom_kills_are_unknown_where_nothing_can_be_read(tmp_path: Path) -> None:
+    assert count_oom_kills(tmp_path / "none", (tmp_path,)) is None
+    (tmp_path / "cgroup").write_text("0::/\n")
+    (tmp_path / "memory.events").write_text("oom 1\n")
+    assert count_oom_kills(tmp_path / "cgroup", (tmp_path,)) is None
