@@ -26,7 +26,7 @@ from penstock.engine.protocol.messages import Abort, SamplingParams, Submit
 from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
-from tests.support.engine import START, Running, told
+from tests.support.engine import START, Running, answered, prompt, told
 
 Life = Callable[[Cluster, ProcessId], None]
 STEP_TIMEOUT = 3.0
@@ -65,7 +65,7 @@ def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
     process, results = mine._state.process, iter(range(LAST))
 
     def die_or(message: Any) -> Any:
-        if me.incarnation == 1 and next(results, None) is None:
+        if (me.incarnation, me.life) == (1, 0) and next(results, None) is None:
             os.kill(os.getpid(), signal.SIGKILL)
         return process(message)
 
@@ -96,17 +96,31 @@ async def tree_with(kind: str, life: Life, **options: Any) -> AsyncIterator[Runn
         await launcher.stop()
 
 
-@pytest.mark.parametrize(
-    ("kind", "life"),
-    [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", dies_between_result_and_answer)],
-)
+FAILURES = [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", dies_between_result_and_answer)]
+
+
+@pytest.mark.parametrize(("kind", "life"), FAILURES)
 def test_who_fails_in_the_middle_of_a_step_costs_the_open_requests_and_no_more(kind: str, life: Life) -> None:
+    """Where requests are not resumed."""
+
     async def scene() -> None:
-        async with tree_with(kind, life) as tree, Client(tree.launcher.tree, 0) as client:
+        async with tree_with(kind, life, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
             began = asyncio.get_running_loop().time() + (STEP_TIMEOUT if life is misses_a_step else 0)
             await must_be_told(await load(client, 4000), began, life.__name__)
             await must_serve_again(tree, client)
-            assert tree.number(StatusBoard.SERVING) == 2
+            assert tree.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(("kind", "life"), FAILURES)
+def test_failure_in_the_middle_of_a_step_changes_no_answer(kind: str, life: Life) -> None:
+    async def scene() -> None:
+        async with tree_with(kind, life) as tree, Client(tree.launcher.tree, 0) as client:
+            prompts = [prompt() for _ in range(4)]
+            answers = await asyncio.gather(*(answered(client, ids, max_tokens=100, ignore_eos=True) for ids in prompts))
+            assert [ids for ((ids, _),) in answers] == [tree.rule.answer(ids, 100) for ids in prompts]
+            assert tree.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
 
     asyncio.run(scene())
 
@@ -124,7 +138,7 @@ def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
     async def scene() -> None:
         async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
             core = tree.child("core").pid
-            sender = client._cores[0]._end  # below the codec
+            sender = client._cores._senders[0]._end  # below the codec
             for frame in (b"", b"\x00", b"\xff" * 9, b"\x00\xc1", bytes(100)):
                 await sender.send(frame, 5.0)
             await must_serve_again(tree, client)
@@ -164,7 +178,7 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
                 )
                 await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
                 (request,) = client._streams
-                core = liar._cores[0]
+                core = liar._cores._senders[0]
                 await core.send(Abort(0, np.array([request], np.int32)))
                 await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), SamplingParams()))
                 assert await asyncio.wait_for(asking, 20.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 300)
@@ -181,13 +195,13 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
 def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
     async def scene() -> None:
         async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
-            send, clock = client._cores[0].send, asyncio.get_running_loop().time
+            send, clock = client._cores._senders[0].send, asyncio.get_running_loop().time
 
             async def late(message: Any, timeout: float | None = None) -> None:
                 await asyncio.sleep(0.3)
                 await send(message, timeout)
 
-            client._cores[0].send = late  # type: ignore[method-assign]
+            client._cores._senders[0].send = late  # type: ignore[method-assign]
             began = clock()
             with pytest.raises(EngineError) as caught:
                 await pieces_of(await client.submit([1, 2], SamplingParams(max_tokens=3000), timeout=0.6))
@@ -199,12 +213,12 @@ def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
                 await asyncio.sleep(timeout or 60)
                 raise Timeout("no room")
 
-            client._cores[0].send = full  # type: ignore[method-assign]
+            client._cores._senders[0].send = full  # type: ignore[method-assign]
             began = clock()
             with pytest.raises(EngineError) as caught:
                 await client.submit([1, 2], timeout=0.3)
             assert caught.value.status == 504 and clock() - began < 2.0
-            client._cores[0].send = send  # type: ignore[method-assign]
+            client._cores._senders[0].send = send  # type: ignore[method-assign]
             for child in tree.children():
                 child.signal(signal.SIGCONT)
 

@@ -75,7 +75,7 @@ async def fate(client: Client, number: int) -> EngineError | None:
 @pytest.mark.parametrize(("kind", "index"), [("core", 0), ("worker", 1)])
 def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
     async def scene() -> None:
-        async with running(**WITH_STORE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**WITH_STORE, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
             asked = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
             await tree.until(lambda: client.open_requests > 6)  # some are running, some are being put
             os.kill(tree.child(kind, index).pid, signal.SIGKILL)

@@ -12,7 +12,7 @@ from typing import IO, Annotated, Any
 import msgspec
 
 from penstock.engine.client.client import Client
-from penstock.engine.client.stream import EngineError
+from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster import logs
 from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.model_dir import load_tokenizer, with_model_defaults
@@ -20,7 +20,7 @@ from penstock.engine.preflight import require_startable
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
 
-ATTEMPTS = 3  # for a request when its group dies: another request may be the cause
+ATTEMPTS = 3  # to submit a request while groups die: a client resumes those that a group has taken
 GREEDY = {"temperature": 0.0}  # where neither a line, nor the command, nor the model gives a temperature
 PAUSE = 0.2  # seconds before the next attempt, in which the launcher sees that death, too
 
@@ -148,22 +148,25 @@ async def _generate(
     return 1 if failed else 0
 
 
-async def _answer(client: Client, index: int, request: InputLine, serving: Callable[[], Awaitable[None]]) -> Answer:
-    """Returns the answer, after at most ATTEMPTS attempts. Raises TreeFailed if the tree has failed."""
+async def _submit(client: Client, request: InputLine, serving: Callable[[], Awaitable[None]]) -> OutputStream:
+    """Submits a request. Raises EngineError, after at most ATTEMPTS attempts, and TreeFailed if the tree has failed."""
     for _ in range(ATTEMPTS - 1):
-        answer = await _attempt(client, index, request)
-        if answer.status != 503:
-            return answer
+        try:
+            return await client.submit(request.ids, request.params)
+        except EngineError as error:
+            if error.status != 503:
+                raise
         await asyncio.sleep(PAUSE)
         await serving()
-    return await _attempt(client, index, request)
+    return await client.submit(request.ids, request.params)
 
 
-async def _attempt(client: Client, index: int, request: InputLine) -> Answer:
+async def _answer(client: Client, index: int, request: InputLine, serving: Callable[[], Awaitable[None]]) -> Answer:
+    """Returns the answer, or the error of a request without one. Raises TreeFailed if the tree has failed."""
     answer = Answer(index)
     samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(request.params.n)]
     try:
-        async with await client.submit(request.ids, request.params) as stream:
+        async with await _submit(client, request, serving) as stream:
             async for piece in stream:
                 sample = samples[piece.sample]
                 sample["text"] += piece.text

@@ -165,7 +165,9 @@ class Client:
                 salt,
                 columns_of_inputs([items]),
                 chunk_format,
-                secrets.randbits(SEED_BITS) if params.seed is None else params.seed % (1 << 64),
+                params.seed % (1 << 64)
+                if isinstance(params.seed, int)
+                else secrets.randbits(SEED_BITS),  # checked by the core
                 time.monotonic_ns(),
             )
             submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len)
@@ -239,7 +241,7 @@ class Client:
         if was_open:
             self._cores.abort(place)
 
-    # ── a request whose group was lost: for `Migration` ──
+    # ── a request that its group has lost: for `Migration` ──
     @property
     def can_submit(self) -> bool:
         return bool(self.serving_groups)
@@ -279,6 +281,8 @@ class Client:
         kept_tokens = [0] * len(self.counters)
         for stream in streams:
             if stream.submitted is not None:
+                if stream.submitted.is_too_long:
+                    stream.submitted.drop()
                 kept_tokens[stream.group] += stream.submitted.kept_tokens
         for counters, tokens in zip(self.counters, kept_tokens, strict=True):
             counters[MigrationCounters.KEPT_TOKENS] = tokens

@@ -1,4 +1,4 @@
-"""Requests whose group was lost: they wait here until the cause is known and a group serves, and are submitted again.
+"""Requests that their group has lost wait here until the cause is known and a group serves, and are submitted again.
 
 A client loses the requests of a group when one of its processes has died, or when the group is restarted; and those of
 an output processor when that has died. `SubmittedRequest` has what is submitted again. The launcher finds the cause.
@@ -83,12 +83,12 @@ class Migration:
 
     # ── requests come and go ──
     def add(self, streams: Iterable[OutputStream], why: str) -> None:
-        """Takes streams whose group was lost. Those that cannot be resumed end with an error."""
+        """Takes streams that their group has lost. Those that cannot be resumed end with an error."""
         for stream in streams:
             self._add(stream, f"group {stream.group} has died: {why}")
 
     def add_failed(self, stream: OutputStream, failed: Failed) -> None:
-        """Takes a stream whose core has given it up, and says that it may be submitted again."""
+        """Takes a stream that its core has given up, and that may be submitted again."""
         loss = self._add(stream, failed.reason)
         if loss is None:
             return
@@ -173,7 +173,7 @@ class Migration:
                 self._give_up(stream, f"{loss.why}; no group has taken the request within {self._timeout:g} s")
 
     async def _submit_all(self) -> None:
-        """Submits the requests whose loss has been judged, in the order in which a core runs them."""
+        """Submits the requests of judged losses, in the order in which a core runs them."""
         ready = [(_submitted(stream), stream, loss) for stream, loss in self._waiting.items() if loss.is_judged]
         for submitted, stream, loss in sorted(ready, key=lambda entry: entry[0].order):
             if not self._submitter.can_submit:
@@ -193,9 +193,9 @@ class Migration:
                 return
             await asyncio.sleep(0)
 
-    # ── who is to blame ──
+    # ── blame ──
     def _judge_all(self) -> None:
-        """Judges the losses whose cause the launcher has found."""
+        """Judges the losses of which the launcher has found the cause."""
         lost: dict[tuple[int, int], list[OutputStream]] = {}
         for stream, loss in self._waiting.items():
             if not loss.is_judged:

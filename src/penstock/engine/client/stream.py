@@ -65,7 +65,7 @@ class OutputStream:
     One task reads it. Successive unread chunks of one sample are joined, unless they have log-probabilities. Raises
     EngineError if the answer stays incomplete. `scope` holds the images of the prompt, and is released when the stream
     is over, however it ends. An unread stream ends, too. `submitted` keeps what another group needs to continue the
-    answer, under another number; None: a request whose group is lost ends with an error.
+    answer, under another number; None: the loss of its group ends the request with an error.
     """
 
     def __init__(
@@ -155,9 +155,11 @@ class OutputStream:
             return
         self.completion_tokens += len(piece.ids)
         if self.submitted is not None:
-            self.submitted.add(piece.sample, piece.ids, piece.reason is not None)
+            self.submitted.generated[piece.sample].fromlist(piece.ids)
         if piece.reason is not None:
             self._open_samples -= 1
+            if self.submitted is not None:
+                self.submitted.finish(piece.sample)
         if piece.cached:
             self.cached_tokens = piece.cached
         last = self._pieces[-1] if self._pieces else None

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from array import array
+from collections import defaultdict
 
 import numpy as np
 from msgspec.structs import replace
@@ -16,16 +17,21 @@ from penstock.engine.client.router import traces
 from penstock.engine.protocol.messages import Ints, Progress, Submit
 
 
+def _no_ids() -> array[int]:
+    return array("i")  # 4 bytes an id
+
+
 class SubmittedRequest:
     """The first `Submit` of a request, and the ids that its samples have generated since."""
 
     __slots__ = (
-        "_generated",
+        "_is_dropped",
         "_max_tokens",
+        "_over",
         "failed_migrations",
         "failures",
         "first",
-        "kept_tokens",
+        "generated",
         "migrations",
         "request_id",
     )
@@ -34,18 +40,24 @@ class SubmittedRequest:
         """`request_id` is written into the log. `max_tokens`: of the prompt and all samples, up to which the request is
         kept; None: any number."""
         self.first = first
-        self._generated: dict[int, array[int] | None] = {}  # by sample; None: the sample is over
+        self.generated: defaultdict[int, array[int]] = defaultdict(_no_ids)  # of samples that are not over
+        self._over: set[int] = set()  # samples
         self._max_tokens = math.inf if max_tokens is None else max_tokens
+        self._is_dropped = False
         self.request_id = request_id
-        self.kept_tokens = first.prompt.size  # of the prompt, and of samples that are not over
         self.migrations = 0  # losses of a group that count towards the limit
         self.failed_migrations = 0  # those of them after a failure that no request has been found to be the reason of
         self.failures = 0  # of processes by themselves, while this request was in a step in flight
 
     @property
+    def kept_tokens(self) -> int:
+        """Returns the number of tokens that are kept: of the prompt, and of samples that are not over."""
+        return self.first.prompt.size + sum(map(len, self.generated.values()))
+
+    @property
     def is_too_long(self) -> bool:
         """Returns whether the request has had more tokens than are kept: it cannot be resumed any more."""
-        return self.kept_tokens > self._max_tokens
+        return self._is_dropped or self.kept_tokens > self._max_tokens
 
     @property
     def order(self) -> tuple[int, int]:
@@ -59,31 +71,26 @@ class SubmittedRequest:
         keys = [] if inputs is None else [item.key for item in inputs.items if item.key is not None]
         return traces(self.first.prompt, self.first.salt, keys)
 
-    def add(self, sample: int, ids: list[int], is_over: bool) -> None:
-        """Keeps generated ids of a sample; those of a sample that is over are dropped, as it is not resumed."""
-        if self.kept_tokens > self._max_tokens:
-            return
-        kept = self._generated.get(sample)
-        if kept is None:
-            kept = self._generated[sample] = array("i")
-        kept.extend(ids)
-        self.kept_tokens += len(ids)
-        if is_over:
-            self.kept_tokens -= len(kept)
-            self._generated[sample] = None
-        elif self.kept_tokens > self._max_tokens:
-            self._generated.clear()
+    def finish(self, sample: int) -> None:
+        """Drops the ids of a sample that is over, as it is not run again."""
+        self._over.add(sample)
+        self.generated.pop(sample, None)
+
+    def drop(self) -> None:
+        """Drops all ids: the request is too long."""
+        self._is_dropped = True
+        self.generated.clear()
 
     def submit(self, request: int) -> Submit:
         """Returns the message that begins the request, or continues it, under this number."""
         return replace(self.first, request=request, progress=self._progress(), failures=self.failures)
 
     def _progress(self) -> Progress | None:
-        if not self._generated:
+        if not self.generated and not self._over:
             return None
-        samples = [self._generated.get(sample, _NO_IDS) for sample in range(self.first.params.n)]
-        counts: Ints = np.array([-1 if ids is None else len(ids) for ids in samples], np.int32)
-        return Progress(counts, np.concatenate([np.frombuffer(ids, np.int32) for ids in samples if ids is not None]))
-
-
-_NO_IDS: array[int] = array("i")
+        counts: Ints = np.zeros(self.first.params.n, np.int32)
+        counts[list(self._over)] = -1
+        for sample, ids in self.generated.items():
+            counts[sample] = len(ids)
+        kept = [np.frombuffer(ids, np.int32) for _, ids in sorted(self.generated.items())]
+        return Progress(counts, np.concatenate(kept) if kept else np.empty(0, np.int32))

@@ -99,7 +99,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
     shutdown_timeout: float = 30.0  # until open requests are answered, when the tree is to end
     migration_limit: int = 3  # how often a request is resumed after the loss of its group; 0: never, and it is not kept
-    migration_timeout: float = 600.0  # until a group takes a request whose group was lost; as start_timeout
+    migration_timeout: float = 600.0  # until another group takes a request that its group has lost; as start_timeout
     migration_max_seq_len: int | None = None  # tokens up to which a request is kept to be resumed; None: any number
     log_format: str = "text"  # or "json"
     log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start

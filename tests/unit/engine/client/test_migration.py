@@ -5,6 +5,7 @@ import contextlib
 import functools
 import logging
 import time
+import tracemalloc
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from typing import Any
 
@@ -15,7 +16,8 @@ from penstock import WouldBlock
 from penstock.engine.client import core_senders
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
-from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
+from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
@@ -445,7 +447,7 @@ async def test_request_with_more_tokens_than_are_kept_ends_with_503() -> None:
         short, long = await client.submit([1, 2, 3]), await client.submit([1, 2, 3])
         for submit, tokens in ((await group.submitted(), 7), (await group.submitted(), 8)):
             group.answer(submit.request, range(tokens))
-        await until(lambda: long.completion_tokens == 8)
+        await until(lambda: long.submitted is not None and long.submitted.kept_tokens == 3)  # its ids are dropped
         group.lose()
         error = await error_of(long)
         assert error.status == 503 and "more than migration_max_seq_len (10) tokens" in error.reason
@@ -598,6 +600,25 @@ async def test_cancelled_submit_leaves_no_request_that_waits(monkeypatch: pytest
         submitting.cancel()
         await asyncio.wait([submitting])
         assert client.open_requests == client.counters[0][MigrationCounters.WAITING] == 0
+
+
+def test_kept_request_of_4000_tokens_takes_less_than_40_kilobytes() -> None:
+    def stream_of(submitted: SubmittedRequest | None) -> OutputStream:
+        stream = OutputStream(1, 0, 1, 2000, 1, None, submitted)
+        for token in range(2000):
+            stream.add(OutputChunk(0, b"", [1000 + token]))
+            stream._pieces.clear()  # as its reader does
+        return stream
+
+    nbytes = []
+    for is_kept in (False, True):
+        tracemalloc.start()
+        submit = Submit(0, 1, np.arange(2000, dtype=np.int32), SamplingParams()) if is_kept else None
+        stream = stream_of(submit and SubmittedRequest(submit))
+        nbytes.append(tracemalloc.get_traced_memory()[0])
+        tracemalloc.stop()
+        assert stream.completion_tokens == 2000
+    assert 16_000 < nbytes[1] - nbytes[0] < 40_000
 
 
 @in_a_loop
