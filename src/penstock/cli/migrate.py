@@ -14,7 +14,7 @@ def add_parser(commands: Commands) -> None:
     parser = commands.add_parser(
         "migrate", help="restart the engine of a server, one group after the other; open requests go on"
     )
-    parser.add_argument("pid", metavar="PID", type=int, help="Launcher of the server")
+    parser.add_argument("pid", metavar="PID", type=int, help="Launcher of the server (required)")
     parser.add_argument(
         "--timeout",
         metavar="SECONDS",

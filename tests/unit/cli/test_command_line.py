@@ -43,8 +43,8 @@ def test_a_misspelled_word_is_answered_with_the_nearest_and_the_usage_of_its_com
 
 
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
-REQUIRED = {"measure": ["1"], "trace": ["1"]}  # the arguments without which a command does not parse
-COMMANDS = ("inspect", "trace", "measure", "generate", "serve", "top", "bench serve", "doctor")
+REQUIRED = {"measure": ["1"], "trace": ["1"], "migrate": ["1"]}  # the arguments without which a command does not parse
+COMMANDS = ("inspect", "trace", "measure", "generate", "serve", "migrate", "top", "bench serve", "doctor")
 ENTRY = re.compile(r"^  (\S.*?)(?:  |\n {8}) *(\S.*)$", re.MULTILINE)  # where help is not broken into lines
 
 

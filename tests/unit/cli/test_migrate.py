@@ -1,0 +1,89 @@
+"""`penstock migrate`: which processes it refuses, in words, and what it shows of a launcher."""
+
+import os
+import signal
+import threading
+
+import pytest
+
+from penstock import cli
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.server.options import ServerOptions
+from penstock.server.status.counters import ServerCounters
+from penstock.server.status.server_info import ServerInfo
+
+CONFIG = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=2)
+
+
+class Launcher:
+    """The pages of a launcher, in this process, which does on SIGHUP what `migrate` says."""
+
+    def __init__(self) -> None:
+        self.notice = ServerInfo.publish(CONFIG, ServerOptions(), "http://127.0.0.1:1")
+        self.tally = ServerCounters.create(1, 2)
+        self.page = StatusBoard.create(2, 7)
+        self.board = StatusBoard(self.page, writable=True)
+        for group in range(2):
+            self.board.row(group)[StatusBoard.SERVING] = 1
+
+
+def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
+    status = cli.main(["migrate", *words])
+    said = capsys.readouterr()
+    return status, said.out, said.err
+
+
+def test_process_that_is_no_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    pid = os.getppid()
+    status, out, err = run(capsys, str(pid))
+    assert (status, out) == (2, "") and err.startswith(f"penstock migrate: process {pid} ")
+    status, _, err = run(capsys, str(1 << 22))
+    assert status == 2 and f"there is no process {1 << 22}" in err
+
+
+@pytest.fixture
+def hangups() -> object:
+    """Ignores SIGHUP of this process, which stands for a launcher."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    yield
+    signal.signal(signal.SIGHUP, before)
+
+
+@pytest.mark.usefixtures("hangups")
+def test_progress_is_that_of_the_board_and_the_status_that_of_the_migration(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    for failures, expected in ((0, 0), (1, 1)):
+        launcher = Launcher()
+        tree, rows = launcher.board.tree, launcher.board.rows
+
+        def migrate(tree=tree, rows=rows, failures=failures) -> None:  # type: ignore[no-untyped-def]
+            tree[StatusBoard.MIGRATIONS_BEGUN] = 1
+            for row in rows:
+                for incarnation in (0, 2):
+                    row[StatusBoard.SERVING] = incarnation
+                    threading.Event().wait(0.3)
+            tree[StatusBoard.MIGRATIONS_FAILED] = failures
+            tree[StatusBoard.MIGRATIONS_ENDED] = 1
+
+        timer = threading.Timer(0.5, migrate)
+        timer.start()
+        status, out, err = run(capsys, str(os.getpid()))
+        timer.join()
+        assert status == expected
+        states = [line.partition(" after")[0] for line in out.splitlines()[:4]]
+        assert states == [f"group {group} {state}" for group in (0, 1) for state in ("restarts", "serves again")]
+        assert ("a group does not serve again" in err) == bool(failures)
+        assert ("all groups have been restarted" in out) != bool(failures)
+
+
+@pytest.mark.usefixtures("hangups")
+def test_server_that_drains_or_migrates_already_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Launcher()
+    launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN] = 1
+    status, _, err = run(capsys, str(os.getpid()))
+    assert status == 1 and "has begun already" in err
+    launcher.board.drain()
+    status, _, err = run(capsys, str(os.getpid()))
+    assert status == 1 and "is shutting down" in err
