@@ -15,8 +15,11 @@ import pytest
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
+from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
+from penstock.engine.worker.worker import Worker, device_of
 from tests.crash.test_engine_deaths import tree_of_its_own
+from tests.crash.test_engine_failures import tree_with
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
 
 OPEN = 12  # requests, when the blow falls
@@ -152,6 +155,41 @@ def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
             store = tree.launcher.tree.store
             assert store is not None
             await tree.until(lambda: not any(item.holders for item in store.stats().items))
+
+    asyncio.run(scene())
+
+
+# ── blame ────────────────────────────────────────────────────────────────────────────────────────────────────────────
+POISON = 999
+
+
+def dies_of_poison(tree: Cluster, me: ProcessId) -> None:
+    """A worker that fails in each step with a request whose prompt begins with POISON."""
+    device = device_of(tree, me)
+    launch = device.launch
+
+    def launch_unless_poisoned(schedule: Any, step: Any) -> Any:
+        if any(schedule.prompts[slot][0] == POISON for slot in schedule.rows.tolist()):
+            raise ArithmeticError("the device has met poison")
+        return launch(schedule, step)
+
+    device.launch = launch_unless_poisoned  # type: ignore[method-assign]
+    Worker(tree, me, device).run()
+
+
+def test_request_that_makes_its_worker_fail_is_the_only_one_that_ends_with_an_error() -> None:
+    async def scene() -> None:
+        async with tree_with("worker", dies_of_poison) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client)
+            poison = await client.submit([POISON, 1, 2], SamplingParams(max_tokens=9), request_id="poison")
+            with pytest.raises(
+                EngineError, match="a process has failed 3 times with this request in its step"
+            ) as caught:
+                await asyncio.wait_for(anext(poison), 2 * START)
+            assert caught.value.status == 500
+            await require_exact(tree, started)
+            assert counted(client, MigrationCounters.GIVEN_UP) == 1
+            await tree.must_be_empty()
 
     asyncio.run(scene())
 

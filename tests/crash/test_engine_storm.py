@@ -100,14 +100,17 @@ class Storm:
         await asyncio.wait_for(asyncio.gather(*asking), 2 * PATIENCE)
 
 
-@pytest.mark.parametrize("outputs", [0, 2])
-def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int, seed: int) -> None:
+@pytest.mark.parametrize(("outputs", "limit"), [(0, 0), (2, 0), (2, 1000)])
+def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int, limit: int, seed: int) -> None:
+    """With a limit of migration, no request that a group has taken ends otherwise than with its answer."""
+
     async def scene() -> None:
         shape = {
             "data_parallel_size": 2,
             "tensor_parallel_size": 2,
             "output_processors": outputs,
             "api_server_count": 1,
+            "migration_limit": limit,
         }
         simulated = told(step_seconds=0.003)
         async with running(simulated=simulated, step_timeout=STEP_TIMEOUT, **shape) as tree:
@@ -131,5 +134,6 @@ def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int
                 f"{after[len(after) // 2] * 1e3:.0f} ms (median), {after[-1] * 1e3:.0f} ms (all)"
             )
             assert storm.ends["answered"] > 0 and after[-1] < TOLD_WITHIN
+            assert not limit or not storm.ends["told"]
 
     asyncio.run(scene())

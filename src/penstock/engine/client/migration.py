@@ -22,7 +22,7 @@ from penstock.engine.cluster.verdict_board import Cause, Verdict, VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Failed
 
-LOOK_AGAIN = 0.005  # seconds between two reads of the boards, while requests wait
+LOOK_AGAIN = 0.01  # seconds between two reads of the boards, while requests wait
 NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
 
 
@@ -174,6 +174,8 @@ class Migration:
 
     async def _submit_all(self) -> None:
         """Submits the requests of judged losses, in the order in which a core runs them."""
+        if not self._submitter.can_submit:
+            return
         ready = [(_submitted(stream), stream, loss) for stream, loss in self._waiting.items() if loss.is_judged]
         for submitted, stream, loss in sorted(ready, key=lambda entry: entry[0].order):
             if not self._submitter.can_submit:

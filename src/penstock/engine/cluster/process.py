@@ -180,8 +180,8 @@ def child_main(
         _die(error_pipe, reason, 1)
     sys.stdout.flush()
     sys.stderr.flush()
-    # Taking torch down takes seconds where processors are short. The process's ends stay open: a sender that closes ends
-    # its channel, which the next incarnation uses.
+    # Taking torch down takes seconds where processors are short. The ends of the process stay open: a sender that
+    # closes ends its channel, which the next incarnation uses.
     os._exit(0)
 
 

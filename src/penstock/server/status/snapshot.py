@@ -19,6 +19,13 @@ class ProcessView(msgspec.Struct, frozen=True):
     state: str  # starting, serves, draining, stopped, gone
     cpu_seconds: float
     private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
+    life: int = 0  # of an output processor: how often it was started again within this incarnation
+
+    @property
+    def restarts(self) -> int:
+        """Returns the number of its restarts; those in former incarnations of its group that were its own do not
+        count."""
+        return max(self.incarnation - 1, 0) + self.life
 
     @property
     def is_of_group(self) -> bool:

@@ -70,7 +70,7 @@ def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
     """Returns the rates between two snapshots of the same server; `now` is later."""
     seconds = now.at - before.at
     groups = [_of_group(old, new, seconds) for old, new in zip(before.groups, now.groups, strict=True)]
-    used = {(process.key, process.incarnation): process.cpu_seconds for process in before.processes}
+    used = {(process.key, process.incarnation, process.life): process.cpu_seconds for process in before.processes}
     channels = {channel.name: channel for channel in before.channels}
     stores = {store.name: store for store in before.stores}
     answered, refused, begun, first_seconds, gaps, gap_seconds = (
@@ -80,7 +80,7 @@ def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
     return Rates(
         seconds=seconds,
         cpu=tuple(
-            max(process.cpu_seconds - used.get((process.key, process.incarnation), 0.0), 0.0) / seconds
+            max(process.cpu_seconds - used.get((process.key, process.incarnation, process.life), 0.0), 0.0) / seconds
             for process in now.processes
         ),
         channels=tuple(_of_channel(channels.get(channel.name), channel, seconds) for channel in now.channels),

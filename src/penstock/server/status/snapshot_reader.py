@@ -136,7 +136,9 @@ def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) ->
             row = tally.rows[member.index]
             serves = row[ProcessCounters.SERVING] == 1 and row[ProcessCounters.PID] == life.pid
         else:
-            serves = rows[member.group][StatusBoard.SERVING] == life.incarnation
+            group = rows[member.group]
+            is_absent = member.kind == "output" and group[StatusBoard.ABSENT_OUTPUTS] >> member.index & 1
+            serves = group[StatusBoard.SERVING] == life.incarnation and not is_absent
         yield _process(member, life, "draining" if is_draining else "serves" if serves else "starting")
 
 
@@ -145,10 +147,11 @@ def _process(member: ProcessId, life: ProcessEntry, otherwise: str) -> ProcessVi
     process = process_of(life.pid) if life.pid else None
     if process is None or process.state == "Z":
         state = "gone" if life.incarnation else "starting"
-        return ProcessView(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None)
+        return ProcessView(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None, life.life)
     state = "stopped" if process.state in "Tt" else otherwise
     used, private = process.cpu_seconds, private_nbytes_of(life.pid)
-    return ProcessView(member.kind, member.group, member.index, life.pid, life.incarnation, state, used, private)
+    place = member.kind, member.group, member.index
+    return ProcessView(*place, life.pid, life.incarnation, state, used, private, life.life)
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────

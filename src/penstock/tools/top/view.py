@@ -205,7 +205,7 @@ def processes(view: View) -> list[tuple[Text, ...]]:
 
 
 def restarts(process: ProcessView) -> Text:
-    many = max(process.incarnation - 1, 0)
+    many = process.restarts
     return Text(str(many), style="yellow" if many else DIM)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from penstock.cli.inspect import add_lost_groups
 from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster
@@ -127,6 +128,12 @@ def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
     assert watch.take().coming_back == {}
     laid.board.live(0, ProcessEntry(2, os.getpid()))  # its core starts again
     assert watch.take().coming_back == {0: 0}
+    laid.tally.rows[0].engines[0].migration[MigrationCounters.WAITING] = 1
+    idle = {"level": "idle", "kind": "wait", "text": "x waits", "pids": []}
+    found = {"verdict": [idle]}
+    add_lost_groups(found, os.getpid())
+    text = "group 0 is coming back: 1 request to resume"
+    assert found["verdict"] == [{"level": "note", "kind": "group", "text": text, "pids": []}, idle]
 
 
 def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> None:
