@@ -204,7 +204,9 @@ class Client:
         loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in serving}
         if not loads:
             raise EngineError(503, "no group of the engine serves now: send the request again")
-        group = self._router.choose(loads, submitted.traces)
+        # A group without one of its output processors holds the requests of that one back until it has another.
+        whole = {group: load for group, load in loads.items() if not self._rows[group][StatusBoard.ABSENT_OUTPUTS]}
+        group = self._router.choose(whole or loads, submitted.traces)
         return Placement(self._number(), group, serving[group])
 
     def _number(self) -> int:

@@ -178,8 +178,6 @@ class Migration:
             return
         ready = [(_submitted(stream), stream, loss) for stream, loss in self._waiting.items() if loss.is_judged]
         for submitted, stream, loss in sorted(ready, key=lambda entry: entry[0].order):
-            if not self._submitter.can_submit:
-                return
             if self._waiting.get(stream) is not loss:  # it has ended meanwhile
                 continue
             self.discard(stream)

@@ -224,6 +224,20 @@ async def test_request_goes_to_another_group_at_once() -> None:
 
 
 @in_a_loop
+async def test_request_avoids_a_group_that_lacks_an_output_processor_while_another_serves() -> None:
+    async with engine(groups=2) as (groups, client):
+        stream = await client.submit([1, 2])
+        lacking, other = groups[stream.group], groups[1 - stream.group]
+        await lacking.submitted()
+        lacking._board.row(stream.group)[StatusBoard.ABSENT_OUTPUTS] = 1
+        lacking.core.send(Failed(stream.request, 503, "an output died", may_resume=True), PATIENCE)
+        await other.submitted()
+        other.stop_serving()
+        other.judge(Cause.OUTSIDE)
+        await lacking.submitted()  # which holds the request until it has another output processor
+
+
+@in_a_loop
 async def test_request_is_the_same_but_for_number_progress_and_failures() -> None:
     async with engine() as ([group], client):
         params = SamplingParams(n=2, temperature=0.5, stop=("x",), seed=-1)
