@@ -48,7 +48,7 @@ class OutputSenders:
         self._delivered = [board.output_row(tree.output_place(me.group, output)) for output in self._indices]
         self._lives = [0 for _ in self._indices]
         self.absent: set[int] = set()  # those that have died, until their next life receives
-        # Those whose sender may have to report the death of a former process. The name of a dead peer may be gone.
+        # The sender to these may have to report the death of a former process. The name of a dead peer may be gone.
         self._may_be_stale = set(self._indices)
         self._queue: list[tuple[int, Tokens]] = []
         self._queued = [0 for _ in self._indices]  # messages to the present life
@@ -141,7 +141,7 @@ class OutputSenders:
 
     # ── deaths and lives ──
     def find_death(self, death: PeerDied) -> int | None:
-        """Returns the output processor whose death the core's inbox has reported; None: no new death of one. The name
+        """Returns the output processor that has died, as the core's inbox reports; None: no new death of one. The name
         of a dead peer may be gone: then its sender or its next life reports the death. Re-raises the death of one that
         has failed."""
         output, dead = death.index - self._first_lane, ProcessId.of(death.name)
