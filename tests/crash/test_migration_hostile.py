@@ -22,6 +22,7 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.sampling_params import SamplingParams
 from penstock.server.server_launcher import ServerLauncher
+from tests import tiers
 from tests.crash.comparable_requests import (
     Answer,
     AnyRequest,
@@ -235,7 +236,7 @@ def test_a_tree_that_is_to_end_answers_waiting_requests_503_and_ends(gate: Gate)
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("is_broken", [True, False], ids=["fails", "loads"])
+@pytest.mark.parametrize("is_broken", [True, pytest.param(False, marks=tiers.needs_all)], ids=["fails", "loads"])
 def test_requests_of_a_group_that_does_not_serve_again_in_time_are_answered_503(is_broken: bool, gate: Gate) -> None:
     """It fails whenever it starts, or it loads for longer than `--migration-timeout`."""
 
@@ -258,7 +259,7 @@ def test_requests_of_a_group_that_does_not_serve_again_in_time_are_answered_503(
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("limit", [0, 1])
+@pytest.mark.parametrize("limit", [0, pytest.param(1, marks=tiers.needs_all)])
 def test_a_request_that_has_migrated_as_often_as_it_may_is_answered_503(limit: int) -> None:
     async def scene() -> None:
         async with migrating(simulated=SIMULATED, migration_limit=limit) as tree:
@@ -331,7 +332,9 @@ def outputs(tree: Migrating) -> set[int]:
 
 
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize("kinds", [("worker", "worker"), ("core", "output")], ids=" ".join)
+@pytest.mark.parametrize(
+    "kinds", [("core", "output"), pytest.param(("worker", "worker"), marks=tiers.needs_all)], ids=" ".join
+)
 def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
     async def scene() -> None:
         async with migrating(simulated=SIMULATED, data_parallel_size=2) as tree:
@@ -345,6 +348,7 @@ def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], see
     asyncio.run(scene())
 
 
+@tiers.needs_all
 @pytest.mark.timeout(120)
 def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate: Gate) -> None:
     async def scene() -> None:
@@ -380,6 +384,7 @@ def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> Non
 
 
 # ── cached tokens ────────────────────────────────────────────────────────────────────────────────────────────────────
+@tiers.needs_all
 @pytest.mark.timeout(120)
 def test_cached_tokens_are_those_of_the_first_run() -> None:
     """The group that takes the request over has none of its blocks."""
