@@ -182,9 +182,10 @@ class ClassicCore(EngineCore):
         scheduler = self._scheduler
         step = self._plan.build(self._sequence.leader, self._sequence.next_number)
         self._sequence.number = step.number
+        self._in_flight_requests.on_step(step, False)
         self._schedule.apply(step)
         self._wire.send((step.leader, step.number, self._whole_state(step)), self._config.step_timeout)
-        self._unsent += scheduler.on_sent(step)
+        self._outputs.queue(scheduler.on_sent(step), scheduler.closed)
         self._publish()
 
     def _whole_state(self, step: Step) -> vllm2024.ExecuteModelRequest:

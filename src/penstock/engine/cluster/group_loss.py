@@ -2,7 +2,7 @@
 
 When the first process has ended, the launcher kills the others. A process that was ending before that has not been
 killed by the launcher, so its end counts as much as the first one. A worker that fails in a collective operation often
-ends before the worker that was killed from outside, whose memory the kernel frees first.
+ends before the worker that was killed from outside, as the kernel frees its memory first.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class GroupLoss:
         self._count_oom_kills = oom_kills
         self._oom_kills = oom_kills()
         self._is_over = False  # a process has ended, and the launcher kills the others
-        self._unseen: set[int] = set()  # pids that were ending before that, and whose ends have not been seen
+        self._unseen: set[int] = set()  # pids that were ending before that; their ends have not been seen
         self._has_failed = False  # a process has failed by itself
 
     def plan(self) -> None:

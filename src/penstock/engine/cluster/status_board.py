@@ -53,7 +53,7 @@ class StatusBoard:
     RUNNING = 16  # sequences in the batch
     PREFIX_QUERIES = 17  # tokens of prompts that were looked up in the prefix cache, in this incarnation
     PREFIX_HITS = 18  # those of them that it had
-    ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, and whose next life does not receive yet
+    ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
     QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
 
     def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:
@@ -100,7 +100,7 @@ class StatusBoard:
         return (1 + self._words[self.GROUPS]) * ROW_WORDS
 
     def output_row(self, place: int) -> Row:
-        """Returns the row of an output processor: its first word is the number of messages whose answers are sent."""
+        """Returns the row of an output processor: its first word is the number of messages that it has answered."""
         begin = self._outputs_at + place * OUTPUT_WORDS
         return self._words[begin : begin + OUTPUT_WORDS]
 

@@ -126,7 +126,7 @@ class EngineCore:
             capacities if config.num_gpu_blocks_override is None else [*capacities, config.num_gpu_blocks_override]
         )
         schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
-        await_receivers(self._tree, self._me)
+        self._await_receivers()
         self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
         self._schedule = schedule
         self._in_flight_requests = InFlightRequests(self._tree, self._me, schedule.slots)
@@ -164,6 +164,9 @@ class EngineCore:
     def close(self) -> None:
         for end in (self._inbox, self._results, self._steps, self._outbox, self._outputs):
             end.close()
+
+    def _await_receivers(self) -> None:
+        await_receivers(self._tree, self._me)
 
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout

@@ -183,6 +183,7 @@ class EngineHealth(ResponseModel):
     waiting: Natural
     free_blocks: Natural
     steps: Natural
+    waiting_to_resume: Natural
     failed_starts: Natural
 
 
