@@ -67,17 +67,23 @@ def shape(model: str, vocabulary: int, **more: Any) -> Shape:
 OF_RULE = shape("simulated", VOCABULARY)
 CONFIGURATIONS = {
     "simulated, two groups of two ranks": Configuration(
-        0.3, OF_RULE, simulated(data_parallel_size=2, tensor_parallel_size=2, store_nbytes=16 << 20), requests=30
+        0.35, OF_RULE, simulated(data_parallel_size=2, tensor_parallel_size=2, store_nbytes=16 << 20), requests=30
     ),
     "simulated, one group, two outputs": Configuration(0.3, OF_RULE, simulated(output_processors=2)),
     "simulated, one group, output in the core": Configuration(
         0.0 if tiers.TIER == "push" else 0.1, OF_RULE, simulated(output_processors=0)
     ),
-    "tiny-llama, two ranks": Configuration(
-        0.2, shape(tiny_models.LLAMA, BYTES, has_logprobs=True), {**MODEL, "tensor_parallel_size": 2}, kills=2
+    "tiny-llama": Configuration(
+        0.15,
+        shape(tiny_models.LLAMA, BYTES, tokens=(40, 120), has_logprobs=True),
+        {**MODEL, "tensor_parallel_size": tiers.choose(1, 2, 2)},  # each rank imports torch, at each restart
+        kills=tiers.choose(1, 3, 3),
     ),
     "tiny-qwen2vl": Configuration(
-        0.2, shape(tiny_models.QWEN2_VL, BYTES, has_logprobs=True, has_images=True), MODEL, kills=1
+        0.2,
+        shape(tiny_models.QWEN2_VL, BYTES, has_logprobs=True, has_images=True),
+        MODEL,
+        kills=tiers.choose(1, 3, 3),
     ),
 }
 
