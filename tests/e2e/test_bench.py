@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.conftest import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -83,6 +84,24 @@ def test_a_quick_run_of_the_server_serves_all_streams_and_forgets_who_has_gone()
     assert 0 < records["gone"]["gone_p50_ms"] <= records["gone"]["gone_most_ms"]
     assert records["start"]["first_answer_s"] > 0.1
     assert "Targets" in run.stderr
+
+
+@tiers.needs_all
+def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None:
+    pytest.importorskip("httptools")
+    pytest.importorskip("torch")
+    run = subprocess.run(
+        [sys.executable, "bench/serve.py", "--quick", "--json", "--only", "migration"],
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
+    records = [json.loads(line) for line in run.stdout.splitlines()]
+    assert not [record for record in records if record["case"] == "failed"]
+    another, only = (record for record in records if record["case"] == "migration")
+    assert another["tree"] == "another group is there" and another["paused"] > 0 < another["restart_ms"]
+    assert only["paused"] == only["streams"] and only["pause_max_ms"] > only["restart_ms"] / 2
+    (memory,) = (record for record in records if record["case"] == "migration memory")
+    assert {"kept", "not kept", "difference"} <= set(memory)
 
 
 def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_starting(tmp_path: Path) -> None:
