@@ -28,13 +28,13 @@ from bench.harness.output import Output
 from bench.harness.quiet import Patience, load_between, look
 from bench.harness.targets import conclude
 from bench.impls import Unavailable
-from bench.serve_cases import cases, goals, model
+from bench.serve_cases import cases, goals, model, pauses
 from bench.serve_cases.cases import Load, Servers
 from bench.serve_cases.servers import OURS, THEIRS, Failed, Ours, Server, Theirs
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig
 
-CASES = ("load", "streams", "gone")
+CASES = ("load", "streams", "gone", "migration")
 
 
 @dataclass(frozen=True)
@@ -47,6 +47,9 @@ class Scale:
     streams: int
     stream_tokens: int
     disconnects: int
+    kills: int
+    migrating_streams: int
+    kept_requests: int
     is_compiled: bool  # what vLLM computes: it is faster then, and starts later
     patience: float
 
@@ -58,6 +61,9 @@ DEFAULT = Scale(
     streams=1000,
     stream_tokens=200,
     disconnects=20,
+    kills=7,
+    migrating_streams=16,
+    kept_requests=200,
     is_compiled=True,
     patience=60.0,
 )
@@ -68,6 +74,9 @@ QUICK = Scale(
     streams=50,
     stream_tokens=20,
     disconnects=2,
+    kills=1,
+    migrating_streams=8,
+    kept_requests=40,
     is_compiled=False,
     patience=0.0,
 )
@@ -104,6 +113,18 @@ def run(
             servers.output.record("failed", OURS, reason=str(failure))
         finally:
             simulated.stop()
+    if "migration" in wanted and OURS in ways:
+        if directory is None:
+            directory = servers.scratch / "model"
+            model.make(directory)
+        try:
+            found.pauses = pauses.pauses(
+                servers, directory, model.longest(directory), scale.kills, scale.migrating_streams
+            )
+            found.kept = pauses.kept_memory(servers, servers.rounds, scale.kept_requests)
+        except (Failed, OSError) as failure:
+            servers.output.say(f"\nmigration: {failure}")
+            servers.output.record("failed", OURS, reason=str(failure))
     cases.starts_told(servers, found.starts)
     return found
 

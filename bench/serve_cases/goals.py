@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from bench.harness.figures import Figures
 from bench.harness.targets import Target
 from bench.harness.turns import Outcome
+from bench.serve_cases.pauses import ANOTHER, ONLY
 from bench.serve_cases.servers import OURS, THEIRS
 
 
@@ -19,6 +20,8 @@ class Found:
     streams: Figures = field(default_factory=dict)
     gone: Figures = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
+    pauses: dict[str, Figures] = field(default_factory=dict)  # by what is there besides the group that is lost
+    kept: Figures = field(default_factory=dict)
 
     def ratio(self, case: str, key: str) -> float | None:
         """How many times vLLM's figure ours is."""
@@ -47,3 +50,8 @@ def targets(found: Found) -> Iterator[Target]:
     yield Target("server's memory for each of them", 100, "KB", found.streams.get("growth_kb"))
     yield Target("from the start to the first answer", 15, "s", found.starts.get(OURS))
     yield Target("a client goes, until its request is gone everywhere", 100, "ms", found.gone.get("gone_most_ms"))
+    pause = found.pauses.get(ANOTHER, {}).get("pause_max_ms")
+    yield Target("a worker is killed, another group is there: longest pause of a stream", 300, "ms", pause)
+    beyond = found.pauses.get(ONLY, {}).get("beyond_restart_ms")
+    yield Target("the same, the only group: longest pause beyond the restart", 200, "ms", beyond)
+    yield Target("server's memory for an open request of 4,000 tokens", 40, "KB", found.kept.get("difference"))

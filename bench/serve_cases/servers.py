@@ -15,7 +15,8 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -126,20 +127,20 @@ class Ours(Server):
     front = ("server", "core", "output")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path, *, longest: int) -> Ours:
-        return cls.of([str(model), "--max-model-len", str(longest), "--dtype", "float32"], log)
+    def of_model(cls, model: Path, log: Path, *, longest: int, options: Sequence[str] = ()) -> Ours:
+        return cls.of([str(model), "--max-model-len", str(longest), "--dtype", "float32", *options], log)
 
     @classmethod
-    def simulated(cls, streams: int, log: Path) -> Ours:
+    def simulated(cls, streams: int, log: Path, *, step_ms: float = STEP_MS, options: Sequence[str] = ()) -> Ours:
         sizes = ("--max-num-seqs", str(max(streams, 64)), "--max-num-batched-tokens", "4096")
         sizes += ("--max-open-requests", str(streams + 64))
-        return cls.of(["--device-model", "simulated", "--step-ms", str(STEP_MS), *sizes], log)
+        return cls.of(["--device-model", "simulated", "--step-ms", str(step_ms), *sizes, *options], log)
 
     @classmethod
     def of(cls, options: Sequence[str], log: Path) -> Ours:
         port = free_port()
-        command = [sys.executable, "-m", "penstock", "serve", *options, "--port", str(port)]
-        return cls([*command, "--served-model-name", NAME], {}, port, log)  # a model after a name would be another name
+        command = [sys.executable, "-m", "penstock", "serve", "--port", str(port), f"--served-model-name={NAME}"]
+        return cls([*command, *options], {}, port, log)
 
     def open_requests(self) -> tuple[int, int, int]:
         """Of the servers and of the groups, and the blocks that are free."""
@@ -150,6 +151,31 @@ class Ours(Server):
             sum(one["open"] for one in groups),
             sum(one["free_blocks"] for one in groups),
         )
+
+    def wait_until_whole(self) -> None:
+        """Until all groups serve, and no request is open. Raises Failed."""
+        deadline = time.monotonic() + START
+        while time.monotonic() < deadline:
+            groups = json.loads(self.asked("GET", "/health")[1])["groups"]
+            if all(group["serves"] and not group["open"] for group in groups):
+                return
+            time.sleep(LOOK)
+        raise Failed(f"{self.name}: not all groups serve: {self._last_words()}")
+
+    def kill_worker(self) -> tuple[float, Callable[[], float | None]]:
+        """Kills the worker of group 0. Returns when, and a function that returns after how many seconds the next core
+        of the group has served; None: not yet."""
+        started = re.findall(r'child="worker 0\.0 #(\d+)" child_pid=(\d+)', self.log.read_text(errors="replace"))
+        incarnation, pid = map(int, started[-1])
+        serves = re.compile(rf'time=(\S+)Z [^\n]*process="core 0\.0 #{incarnation + 1}" [^\n]*event="core serves"')
+        killed, since_epoch = time.monotonic(), time.time()
+        os.kill(pid, signal.SIGKILL)
+
+        def restarted_in() -> float | None:
+            found = serves.search(self.log.read_text(errors="replace"))
+            return None if found is None else datetime.fromisoformat(f"{found[1]}+00:00").timestamp() - since_epoch
+
+        return killed, restarted_in
 
 
 class Theirs(Server):

@@ -72,6 +72,7 @@ def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
     mine._state.process = die_or  # type: ignore[method-assign]
     while mine.process_next():
         pass
+    mine.close()
 
 
 def cannot_load(tree: Cluster, me: ProcessId) -> None:

@@ -100,6 +100,24 @@ def test_a_quick_run_of_the_sources_measures_steps_of_a_live_engine_and_a_broadc
     assert {record["impl"] for record in records if record["case"] == "broadcast"} == {"penstock", "gloo"}
 
 
+@tiers.needs_all
+def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None:
+    pytest.importorskip("httptools")
+    pytest.importorskip("torch")
+    run = subprocess.run(
+        [sys.executable, "bench/serve.py", "--quick", "--json", "--only", "migration"],
+        cwd=ROOT, capture_output=True, text=True, timeout=400,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
+    records = [json.loads(line) for line in run.stdout.splitlines()]
+    assert not [record for record in records if record["case"] == "failed"]
+    another, only = (record for record in records if record["case"] == "migration")
+    assert another["tree"] == "another group is there" and another["paused"] > 0 < another["restart_ms"]
+    assert only["paused"] == only["streams"] and only["pause_max_ms"] > only["restart_ms"] / 2
+    (memory,) = (record for record in records if record["case"] == "migration memory")
+    assert {"kept", "not kept", "difference"} <= set(memory)
+
+
 def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_starting(tmp_path: Path) -> None:
     """What passes for vLLM has a child, and never answers. Nobody but the benchmark ends that child."""
     peer = tmp_path / "python"

@@ -227,8 +227,11 @@ class Migration:
                 return self._convict(stream)
         elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before
             submitted.failures = 0
+            submitted.migrations -= submitted.failed_migrations
+            submitted.failed_migrations = 0
         # A request that was in no step of a group that failed by itself had no part in its end.
         is_counted = verdict.cause != Cause.PLANNED and (was_in_flight or not has_failed)
+        submitted.failed_migrations += is_counted and has_failed
         self._count(stream, CAUSES[verdict.cause], is_counted=is_counted)
 
     def _convict(self, stream: OutputStream) -> None:

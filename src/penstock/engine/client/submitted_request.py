@@ -24,7 +24,17 @@ def _no_ids() -> array[int]:
 class SubmittedRequest:
     """The first `Submit` of a request, and the ids that its samples have generated since."""
 
-    __slots__ = ("_is_dropped", "_max_tokens", "_over", "failures", "first", "generated", "migrations", "request_id")
+    __slots__ = (
+        "_is_dropped",
+        "_max_tokens",
+        "_over",
+        "failed_migrations",
+        "failures",
+        "first",
+        "generated",
+        "migrations",
+        "request_id",
+    )
 
     def __init__(self, first: Submit, request_id: str = "", max_tokens: int | None = None) -> None:
         """`request_id` is written into the log. `max_tokens`: of the prompt and all samples, up to which the request is
@@ -36,6 +46,7 @@ class SubmittedRequest:
         self._is_dropped = False
         self.request_id = request_id
         self.migrations = 0  # losses of a group that count towards the limit
+        self.failed_migrations = 0  # those of them after a failure that no request has been found to be the reason of
         self.failures = 0  # of processes by themselves, while this request was in a step in flight
 
     @property

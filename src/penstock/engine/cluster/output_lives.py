@@ -1,12 +1,14 @@
-"""The lives of a group's output processors: one that dies alone is started again in its place."""
+"""The lives of a group's output processors: one that is killed alone is started again in its place."""
 
 from __future__ import annotations
 
 import asyncio
+import signal
 import time
 from collections.abc import Callable
 
 from penstock.engine.cluster.back_off import MAX_SHORT_LIVES, BackOff
+from penstock.engine.cluster.group_loss import FROM_OUTSIDE
 from penstock.engine.cluster.process import ProcessEnd
 from penstock.engine.cluster.topology import ProcessId
 
@@ -22,9 +24,10 @@ class OutputLives:
         self._again: dict[int, asyncio.TimerHandle] = {}
 
     def restart(self, member: ProcessId, end: ProcessEnd) -> bool:
-        """Schedules the next life of an output processor that has died. Returns False where the whole group has to be
-        restarted: another process has died, the next start would fail as well, or lives were short again and again."""
-        if member.kind != "output" or end.is_caused_by_peer or end.is_lasting:
+        """Schedules the next life of an output processor that was killed from outside. Returns False where the whole
+        group has to be restarted: another process has died, lives were short again and again, or the output processor
+        has failed by itself: then a request may be the reason, and the loss of a group is what finds it."""
+        if member.kind != "output" or end.signal not in {signal.SIGKILL, *FROM_OUTSIDE}:
             return False
         index = member.index
         back_off = self._back_offs.setdefault(index, BackOff())

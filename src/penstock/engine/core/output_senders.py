@@ -19,6 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from penstock import PeerDied, Timeout, WouldBlock
+from penstock.engine.cluster.group_loss import FROM_OUTSIDE
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -27,6 +28,7 @@ from penstock.lowlevel import ChannelError
 
 T = TypeVar("T")
 LOG_AGAIN = 10.0  # seconds between two log lines about slow output processors
+KILLED = {f"killed by {number.name}" for number in (signal.SIGKILL, *FROM_OUTSIDE)}  # by something outside of the group
 STOP_TIMEOUT = 3.0  # seconds; for a `Stop` to a receiver that may be stuck
 
 
@@ -116,13 +118,14 @@ class OutputSenders:
         return is_alive
 
     def _unless_dead(self, output: int, send: Callable[[], object]) -> bool:
-        """Returns False where `send` raises the death of the present life."""
+        """Returns False where `send` raises the death of the present life. Re-raises that of one that has failed."""
         while True:
             try:
                 send()
                 return True
             except PeerDied as death:
                 if not self._is_stale(output, death):
+                    _require_killed(death)
                     return False
 
     def _is_stale(self, output: int, death: PeerDied) -> bool:
@@ -139,10 +142,12 @@ class OutputSenders:
     # ── deaths and lives ──
     def find_death(self, death: PeerDied) -> int | None:
         """Returns the output processor that has died, as the core's inbox reports; None: no new death of one. The name
-        of a dead peer may be gone: then its sender or its next life reports the death."""
+        of a dead peer may be gone: then its sender or its next life reports the death. Re-raises the death of one that
+        has failed."""
         output, dead = death.index - self._first_lane, ProcessId.of(death.name)
         if output not in self._indices or dead is None or output in self.absent or self._is_former(output, dead):
             return None
+        _require_killed(death)
         return output
 
     def is_output(self, death: PeerDied) -> bool:
@@ -195,3 +200,11 @@ class OutputSenders:
     def close(self) -> None:
         for sender in self._senders:
             sender.close()
+
+
+def _require_killed(death: PeerDied) -> None:
+    """Re-raises the death of an output processor that has failed by itself: the group is lost with it, as one of the
+    requests in the steps in flight may be the reason. Where it is not known how a process has ended, the launcher
+    knows, and ends the group if it has to."""
+    if death.how.startswith(("exited", "killed")) and death.how not in KILLED:
+        raise death

@@ -1,0 +1,117 @@
+"""Processes that fail when a certain request is in a step, for tests of which request is to blame.
+
+A request is poison if its prompt has POISON. Its worker fails in the step that computes the token at `place` of its
+answer, or a later one: so the request fails again wherever it is run.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from typing import Any
+
+import numpy as np
+
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.worker.worker import Worker, device_of
+
+POISON = 950  # an id that other prompts do not have
+OTHERS = 900  # so their ids are below this
+EARLY, LATE = 0, 24  # places in an answer: in the first step of its prompt; after more tokens than a trial lasts
+
+
+def raise_error() -> None:
+    raise ArithmeticError("the device has failed")
+
+
+def segfault() -> None:
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def abort() -> None:
+    os.abort()
+
+
+def hang() -> None:
+    time.sleep(3600)
+
+
+def _run(tree: Cluster, me: ProcessId, fail: Any, place: int) -> None:
+    device = device_of(tree, me)
+    launch = device.launch
+    poison: dict[int, int] = {}  # length of the prompt, by slot
+
+    def launch_or_fail(schedule: Any, step: Any) -> Any:
+        if step.left is not None:
+            for slot in step.left.tolist():
+                poison.pop(slot, None)
+        if step.joined is not None:
+            for slot in step.joined.slots.tolist():
+                poison.pop(slot, None)
+                if POISON in schedule.prompts[slot]:
+                    poison[slot] = int(np.asarray(schedule.prompts[slot]).size)
+        for slot, prompt in poison.items():
+            if schedule.counts[slot] and schedule.computed[slot] >= prompt + place:
+                fail()
+        return launch(schedule, step)
+
+    device.launch = launch_or_fail  # type: ignore[method-assign]
+    Worker(tree, me, device).run()
+
+
+def raises_early(tree: Cluster, me: ProcessId) -> None:
+    _run(tree, me, raise_error, EARLY)
+
+
+def raises_late(tree: Cluster, me: ProcessId) -> None:
+    _run(tree, me, raise_error, LATE)
+
+
+def segfaults_late(tree: Cluster, me: ProcessId) -> None:
+    _run(tree, me, segfault, LATE)
+
+
+def aborts_early(tree: Cluster, me: ProcessId) -> None:
+    _run(tree, me, abort, EARLY)
+
+
+def hangs_late(tree: Cluster, me: ProcessId) -> None:
+    _run(tree, me, hang, LATE)
+
+
+def output_raises(tree: Cluster, me: ProcessId) -> None:
+    """An output processor that fails with the first token of the poison."""
+    from penstock.engine.output.detokenizer import load_vocabulary
+    from penstock.engine.output.output_processor import OutputProcessor
+
+    output = OutputProcessor(tree, me, load_vocabulary(tree.config))
+    process = output._state.process
+
+    def process_or_fail(tokens: Any) -> Any:
+        if any(POISON in started.context for started in tokens.started):
+            raise_error()
+        return process(tokens)
+
+    output._state.process = process_or_fail  # type: ignore[method-assign]
+    while output.process_next():
+        pass
+    output.close()
+
+
+def core_raises(tree: Cluster, me: ProcessId) -> None:
+    """A core that fails with a result of the poison."""
+    from penstock.engine.core.scheduler import Scheduler
+
+    on_result = Scheduler.on_result
+
+    def on_result_or_fail(self: Any, *arguments: Any) -> Any:
+        batch = self._batch
+        if any(POISON in batch.prompts[slot] for slot in batch.rows.tolist()):
+            raise_error()
+        return on_result(self, *arguments)
+
+    Scheduler.on_result = on_result_or_fail  # type: ignore[method-assign]
+    from penstock.engine.launcher import run_core
+
+    run_core(tree, me)

@@ -1,0 +1,197 @@
+"""A request whose worker fails whenever it runs is answered 500, and the requests beside it as if it had not been."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import re
+import signal
+from collections.abc import AsyncIterator, Callable
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("httptools")
+
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.protocol.sampling_params import SamplingParams
+from penstock.server.server_launcher import ServerLauncher
+from tests import tiers
+from tests.crash.comparable_requests import (
+    Answer,
+    AnyRequest,
+    ClientRequest,
+    HttpRequest,
+    Progress,
+    ask_all,
+    require_equal,
+)
+from tests.crash.migrating import Migrating, migrating
+from tests.crash.poisoned import (
+    OTHERS,
+    POISON,
+    aborts_early,
+    core_raises,
+    hangs_late,
+    output_raises,
+    raises_early,
+    raises_late,
+    segfaults_late,
+)
+from tests.crash.request_mix import Mix, Shape
+from tests.support.engine import START, told
+
+BESIDE = 64  # requests
+STEP_TIMEOUT = 2.0  # seconds: of a worker that hangs
+SHAPE = Shape("simulated", OTHERS, tuple(range(40, 62)), tokens=(150, 300))
+Life = Callable[[Cluster, ProcessId], None]
+
+
+@contextlib.asynccontextmanager
+async def with_lives(life: Life, kind: str = "worker") -> AsyncIterator[Migrating]:
+    def prepare(launcher: ServerLauncher) -> None:
+        for unit in launcher.units:
+            unit._parts = [(part, index, life if part == kind else run) for part, index, run in unit._parts]
+
+    async with migrating(
+        prepare=prepare, simulated=told(step_seconds=0.01, vocabulary=1000), step_timeout=STEP_TIMEOUT
+    ) as tree:
+        yield tree
+
+
+def poison_over_http(*, is_streamed: bool) -> HttpRequest:
+    prompt = [*range(20), POISON, 7]
+    body = {"model": "simulated", "prompt": prompt, "max_tokens": 100, "ignore_eos": True, "stream": is_streamed}
+    return HttpRequest("/v1/completions", body)
+
+
+def poison_over_client() -> ClientRequest:
+    return ClientRequest([5, 6, POISON], SamplingParams(max_tokens=100, n=2, ignore_eos=True))
+
+
+async def must_blame(tree: Migrating, poison: list[AnyRequest], seed: int) -> list[Answer]:
+    """Returns the answers of the poison, of which none is right; all others are."""
+    others = await Mix(SHAPE, seed).requests(tree, BESIDE)
+    undisturbed = await ask_all(tree, others, "undisturbed", Progress())
+    beside = [asyncio.ensure_future(request.ask(tree, "disturbed", Progress())) for request in others]
+
+    def are_all_submitted() -> bool:
+        left = [request for request, task in zip(others, beside, strict=True) if not task.done()]
+        return tree.number(StatusBoard.OPEN) >= sum(map(prompts_of, left))
+
+    await tree.until(are_all_submitted)  # none of them is refused as no group serves
+    answers = await ask_all(tree, poison, "disturbed", Progress())
+    require_equal(others, undisturbed, await asyncio.gather(*beside))
+    return answers
+
+
+def prompts_of(request: AnyRequest) -> int:
+    prompt = request.body.get("prompt") if isinstance(request, HttpRequest) else None
+    return len(prompt) if isinstance(prompt, list) else 1
+
+
+def errors_of(capfd: pytest.CaptureFixture[str], text: str) -> list[str]:
+    """Returns the lines of level error that have the text."""
+    return [line for line in capfd.readouterr().err.splitlines() if "level=error" in line and text in line]
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    "life",
+    [
+        raises_late,
+        segfaults_late,
+        pytest.param(aborts_early, marks=tiers.needs_all),
+        pytest.param(raises_early, marks=tiers.needs_all),
+        pytest.param(hangs_late, marks=tiers.needs_all),
+    ],
+)
+def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactly(
+    life: Life, seed: int, capfd: pytest.CaptureFixture[str]
+) -> None:
+    async def scene() -> None:
+        async with with_lives(life) as tree:
+            request = poison_over_http(is_streamed=False)
+            request.body["request_id"] = "the-poison"
+            (answer,) = await must_blame(tree, [request], seed)
+            assert answer.status == 500, answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+    assert errors_of(capfd, "the-poison"), "the log does not name it"
+
+
+@tiers.needs_all
+@pytest.mark.timeout(240)
+def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> None:
+    async def scene() -> None:
+        async with with_lives(raises_late) as tree:
+            (answer,) = await must_blame(tree, [poison_over_http(is_streamed=True)], seed)
+            assert answer.status == 200 and re.search(r"internal|blame|failed|500", answer.error), answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+@pytest.mark.timeout(240)
+def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(seed: int) -> None:
+    async def scene() -> None:
+        async with with_lives(raises_late) as tree:
+            poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
+            answers = await must_blame(tree, poison, seed)
+            assert [answer.status for answer in answers] == [500, 500], answers
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize(
+    ("kind", "life"), [pytest.param("core", core_raises, marks=tiers.needs_all), ("output", output_raises)]
+)
+def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no_other(
+    kind: str, life: Life, seed: int
+) -> None:
+    async def scene() -> None:
+        async with with_lives(life, kind) as tree:
+            (answer,) = await must_blame(tree, [poison_over_client()], seed)
+            assert answer.status in (500, 503), answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(240)
+def test_a_request_that_kills_its_worker_alone_in_the_engine_is_answered_500() -> None:
+    async def scene() -> None:
+        async with with_lives(segfaults_late) as tree:
+            (answer,) = await ask_all(tree, [poison_over_client()], "", Progress())
+            assert answer.status == 500, answer
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
+
+
+@pytest.mark.timeout(240)
+@pytest.mark.parametrize("kind", ["worker", pytest.param("core", marks=tiers.needs_all)])
+def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> None:
+    """The only request in all steps in flight is answered."""
+
+    async def scene() -> None:
+        async with migrating(simulated=told(step_seconds=0.003, vocabulary=1000)) as tree:
+            request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=1500, n=2, ignore_eos=True))
+            (want,) = await ask_all(tree, [request], "undisturbed", Progress())
+            progress = Progress()
+            asking = asyncio.ensure_future(ask_all(tree, [request], "disturbed", progress))
+            for incarnation in range(1, 4):
+                await tree.until(lambda incarnation=incarnation: tree.serving(0) == incarnation, START)
+                before = progress.deliveries
+                await tree.until(lambda before=before: progress.deliveries > before)
+                tree.child(kind).signal(signal.SIGKILL)
+            (got,) = await asking
+            require_equal([request], [want], [got])
+            await tree.must_be_whole()
+
+    asyncio.run(scene())
