@@ -245,10 +245,11 @@ def test_without_torch_the_broadcast_is_not_measured_and_says_why(monkeypatch: p
 
 def test_the_ratio_is_taken_in_each_round() -> None:
     def figures(gloo: float, ours: float) -> dict[str, float]:
-        return {"gloo_one_way_us": gloo, "penstock_one_way_us": ours, "gloo_each_us": gloo, "penstock_each_us": ours}
+        each = {"gloo_each_us": gloo, "penstock_each_us": ours}
+        return {"gloo_one_way_us": gloo, "known_one_way_us": gloo / 2, "penstock_one_way_us": ours, **each}
 
     found = collective.medians([figures(100, 10), figures(300, 10), figures(1000, 500)])
-    assert found["one_way_ratio"] == 10
+    assert found["one_way_ratio"] == 10 and found["known_ratio"] == 5
     assert found["gloo_one_way_us"] == 300
 
 
