@@ -51,7 +51,7 @@ TENSORS_EXAMPLES        = choose(80,      300,     3_000)      # test_tensors: o
 STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
 EMBEDS_MUTATIONS        = choose(10_000,  20_000,  1_000_000)  # test_prompt_embeds: of tiny files
 OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: at each depth
-RESUMED_SEEDS           = choose(8,       100,     1_000)      # test_resumed
+RESUMED_SEEDS           = choose(4,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor

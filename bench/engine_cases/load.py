@@ -6,6 +6,7 @@ time begins: then each request's ids are compared with the device's rule. Leaves
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Callable
@@ -16,6 +17,7 @@ import numpy.typing as npt
 
 from bench.engine_cases.trees import Bench
 from bench.harness.figures import Figures
+from penstock import Timeout
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import ProcessId
 from penstock.engine.protocol.columns import Input, columns_of_inputs
@@ -24,6 +26,7 @@ from penstock.engine.worker.simulated_device import TokenRule
 from penstock.tools.inspect.processes import process_of
 
 PATIENCE = 60.0  # seconds; for any one message
+REST = 0.2  # seconds without a message, after which none is on its way
 SETTLED = 5  # tokens that each request has before it is measured
 LEAST = 8  # steps that are measured, however long they take
 PROMPT = 32  # tokens at least; one more each, up to a block more, so that blocks fall due in every step
@@ -184,13 +187,12 @@ def _settle(server: Server, first: int, prompts: list[Ints]) -> None:
 
 
 def _end(server: Server, first: int, batch: int) -> None:
-    """Aborts all, and hears of each that it has ended."""
+    """Aborts all, and waits until none is open and what was on its way has come."""
     server.abort(np.arange(first, first + batch, dtype=np.int32))
-    left = batch
-    while left:
-        delta = server.receive()
-        left -= 0 if delta.finished is None else delta.finished.rows.size
     until(lambda: server.row[StatusBoard.OPEN] == 0)
+    with contextlib.suppress(Timeout):
+        while True:
+            server.receive(REST)
 
 
 def until(condition: Callable[[], bool]) -> None:

@@ -101,7 +101,7 @@ def errors_of(capfd: pytest.CaptureFixture[str], text: str) -> list[str]:
     "life",
     [
         raises_late,
-        segfaults_late,
+        pytest.param(segfaults_late, marks=tiers.needs_all),
         pytest.param(aborts_early, marks=tiers.needs_all),
         pytest.param(raises_early, marks=tiers.needs_all),
         pytest.param(hangs_late, marks=tiers.needs_all),
@@ -147,10 +147,9 @@ def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(
     asyncio.run(scene())
 
 
+@tiers.needs_all
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(
-    ("kind", "life"), [pytest.param("core", core_raises, marks=tiers.needs_all), ("output", output_raises)]
-)
+@pytest.mark.parametrize(("kind", "life"), [("core", core_raises), ("output", output_raises)])
 def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no_other(
     kind: str, life: Life, seed: int
 ) -> None:

@@ -18,6 +18,7 @@ from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, Migrati
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.worker.worker import Worker, device_of
+from tests import tiers
 from tests.crash.test_engine_deaths import tree_of_its_own
 from tests.crash.test_engine_failures import tree_with
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
@@ -96,7 +97,9 @@ def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, ind
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("kind", ["core", "worker", "output"])
+@pytest.mark.parametrize(
+    "kind", ["core", *(pytest.param(kind, marks=tiers.needs_all) for kind in ("worker", "output"))]
+)
 def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
     async def scene() -> None:
         async with running(data_parallel_size=2, **SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
@@ -114,6 +117,7 @@ def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) ->
     asyncio.run(scene())
 
 
+@tiers.needs_all
 def test_streams_go_on_though_their_group_is_lost_three_times() -> None:
     async def scene() -> None:
         async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
@@ -177,6 +181,7 @@ def dies_of_poison(tree: Cluster, me: ProcessId) -> None:
     Worker(tree, me, device).run()
 
 
+@tiers.needs_all
 def test_request_that_makes_its_worker_fail_is_the_only_one_that_ends_with_an_error() -> None:
     async def scene() -> None:
         async with tree_with("worker", dies_of_poison) as tree, Client(tree.launcher.tree, 0) as client:

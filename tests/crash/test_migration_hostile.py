@@ -331,10 +331,9 @@ def outputs(tree: Migrating) -> set[int]:
     return {child.pid for child in tree.children() if child.member.kind == "output"}
 
 
+@tiers.needs_all
 @pytest.mark.timeout(120)
-@pytest.mark.parametrize(
-    "kinds", [("core", "output"), pytest.param(("worker", "worker"), marks=tiers.needs_all)], ids=" ".join
-)
+@pytest.mark.parametrize("kinds", [("core", "output"), ("worker", "worker")], ids=" ".join)
 def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
     async def scene() -> None:
         async with migrating(simulated=SIMULATED, data_parallel_size=2) as tree:

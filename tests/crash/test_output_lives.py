@@ -21,6 +21,7 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.output import output_processor
 from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.messages import SamplingParams
+from tests import tiers
 from tests.crash.test_engine_failures import tree_with
 from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, prompt, running
 
@@ -159,6 +160,7 @@ def test_output_that_makes_no_room_is_killed_by_the_core_and_started_again(monke
     asyncio.run(scene())
 
 
+@tiers.needs_all
 def test_output_whose_lives_are_short_again_and_again_costs_its_group() -> None:
     async def scene() -> None:
         async with running() as tree, Client(tree.launcher.tree, 0) as client:

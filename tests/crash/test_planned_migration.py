@@ -16,6 +16,7 @@ from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
 from penstock.engine.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 from penstock.tools.inspect import all_processes
+from tests import tiers
 from tests.crash.test_output_lives import Answers
 from tests.support.command import serving
 from tests.support.engine import PATIENCE, START, Running, told
@@ -23,7 +24,7 @@ from tests.support.engine import PATIENCE, START, Running, told
 PLANNED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index("planned")
 
 
-@pytest.mark.parametrize("groups", [1, 2])
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=tiers.needs_all), 2])
 def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: int) -> None:
     async def scene() -> None:
         config = EngineConfig(simulated=told(), max_model_len=4096, data_parallel_size=groups)

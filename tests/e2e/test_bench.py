@@ -144,6 +144,7 @@ def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_sta
     eventually(lambda: not any(Path(f"/proc/{pid}").exists() for pid in pids), 10)
 
 
+@tiers.needs_all
 def test_a_quick_run_of_encodings_measures_both_modes_and_counts_what_each_encodes() -> None:
     pytest.importorskip("transformers")
     run = subprocess.run(

@@ -19,6 +19,7 @@ from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
+from tests import tiers  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.engine import START, Running  # noqa: E402
 from tests.support.models import BLOCK_SIZE, Asked, Family, made  # noqa: E402
@@ -62,7 +63,11 @@ def encoded(tree: Running, word: int = StatusBoard.ENCODINGS) -> int:
 
 @pytest.mark.parametrize(
     ("name", "ranks", "groups", "mode"),
-    [("llava", 2, 2, None), ("qwen2_vl", 1, 2, "store"), ("idefics3", 2, 1, "data")],
+    [
+        ("llava", 2, 2, None),
+        pytest.param("qwen2_vl", 1, 2, "store", marks=tiers.needs_all),
+        pytest.param("idefics3", 2, 1, "data", marks=tiers.needs_all),
+    ],
 )
 def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mode: str | None, tmp_path: Path) -> None:
     """In each group, one after the other and at the same time; without a mode, there is a store of encodings."""
