@@ -125,7 +125,7 @@ SCENES = (
     ("name", "options"),
     [
         *((name, {"store_nbytes": 1 << 24}) for name in families("gemma2", "gemma3_text")),
-        ("llama", {"tensor_parallel_size": 2}),
+        pytest.param("llama", {"tensor_parallel_size": 2}, marks=tiers.needs_all),
         pytest.param("llama", {"store_nbytes": 1 << 24, "tensor_parallel_size": 2}, marks=tiers.needs_all),
     ],
     ids=str,
