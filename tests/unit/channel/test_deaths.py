@@ -354,7 +354,7 @@ def test_what_a_dead_receiver_held_is_given_back() -> None:
 
 @pytest.mark.parametrize(
     ("delay_us", "held"),
-    [(20_000, "1 block (195.3 KiB), given back"), (300_000, "what has not been given back yet")],
+    [(2_000, "1 block (195.3 KiB), given back"), (300_000, "what has not been given back yet")],
     ids=["counted soon", "counted late"],
 )
 def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: int, held: str) -> None:
