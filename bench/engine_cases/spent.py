@@ -33,7 +33,7 @@ PARTS = {
     "note sent": "_scheduler.on_sent",
     "note done": "_scheduler.on_result",
     "outputs": "_inline_output.process",
-    "tokens": "_send_to_output",
+    "tokens": "_outputs.send_queued",
     "board": "_publish",
 }
 REST = "the rest"  # what of a step stands in no part: the loop between them, and the clock
