@@ -44,7 +44,6 @@ MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
 FAILURES = {
-    FinishReason.ABORT: (503, "the engine has aborted this request: the server read its chunks too slowly"),
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
         503,

@@ -245,10 +245,9 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
 class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
-    ABORT = 3
-    ERROR = 4  # its logits were not finite
-    MISSING = 5  # an input of its prompt was no longer in the store: the request may be sent again
-    MISFIT = 6  # an input of its prompt does not fit the model or its placeholder
+    ERROR = 3  # its logits were not finite
+    MISSING = 4  # an input of its prompt was no longer in the store: the request may be sent again
+    MISFIT = 5  # an input of its prompt does not fit the model or its placeholder
 
 
 # ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────
