@@ -348,7 +348,7 @@ class Client:
             if stream is None:
                 return
             self._drop(stream)
-            if message.may_resume:
+            if message.resume is not None:
                 return self._migration.add_failed(stream, message)
             self._migration.discard(stream)
             return stream.fail(EngineError(message.status, message.reason))

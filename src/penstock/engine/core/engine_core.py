@@ -39,6 +39,7 @@ from penstock.engine.protocol.messages import (
     Failed,
     OutputReady,
     Ready,
+    Resume,
     StepDone,
     Stop,
     Submit,
@@ -204,7 +205,7 @@ class EngineCore:
         scheduler, gate = self._scheduler, self._gate
         if gate.needs_quiet and scheduler.open_requests:
             reason = "a request that may have ended processes of the engine is tried alone"
-            self._send_back(scheduler.abort_all(lambda request: True), reason, cleared=True)
+            self._send_back(scheduler.abort_all(lambda request: True), Resume.SUSPECT_RUNS, reason)
         while submits := gate.take(not scheduler.open_requests and not scheduler.in_flight):
             for submit, queued_ns in submits:
                 try:
@@ -212,10 +213,10 @@ class EngineCore:
                 except RequestRefused as refusal:
                     self._fail(submit.server, submit.request, refusal)
 
-    def _send_back(self, requests: list[tuple[int, int]], reason: str, cleared: bool = False) -> None:
+    def _send_back(self, requests: list[tuple[int, int]], resume: Resume, reason: str) -> None:
         """Lets the servers of aborted requests submit them again."""
         for server, request in requests:
-            if not self._outbox.send(server, Failed(request, 503, reason, may_resume=True, cleared=cleared)):
+            if not self._outbox.send(server, Failed(request, 503, reason, resume)):
                 self._give_up(server)
 
     def _receive(self, receive: Callable[[], Any]) -> None:
@@ -299,7 +300,7 @@ class EngineCore:
         self._outputs.queue(scheduler.on_result(done), scheduler.closed)
         if self._gate.count_result(done.ids.size) and scheduler.open_requests:
             event("suspect is cleared", request=str(self._gate.trial))
-            self._send_back(scheduler.abort_all(lambda request: True), "the request is cleared", cleared=True)
+            self._send_back(scheduler.abort_all(lambda request: True), Resume.CLEARED, "the request is cleared")
         if scheduler.in_flight:  # else the device waits, and the next step goes first
             self._send_tokens()
 
@@ -317,7 +318,7 @@ class EngineCore:
         lost = self._outputs.lose(output)
         lost += self._scheduler.abort_all(lambda request: request.number % self._config.output_processors == output)
         event("output processor lost", logging.WARNING, output=output, requests=len(lost))
-        self._send_back(lost, f"output processor {output} of group {self._me.group} has died")
+        self._send_back(lost, Resume.OUTPUT_DIED, f"output processor {output} of group {self._me.group} has died")
         self._gate.hold(self._outputs.absent)
 
     def _attach_output(self, ready: OutputReady) -> None:

@@ -31,6 +31,7 @@ from penstock.engine.protocol.messages import (
     Failed,
     Finished,
     FinishReason,
+    Resume,
     SamplingParams,
     Style,
     Submit,
@@ -230,7 +231,7 @@ async def test_request_avoids_a_group_that_lacks_an_output_processor_while_anoth
         lacking, other = groups[stream.group], groups[1 - stream.group]
         await lacking.submitted()
         lacking._board.row(stream.group)[StatusBoard.ABSENT_OUTPUTS] = 1
-        lacking.core.send(Failed(stream.request, 503, "an output died", may_resume=True), PATIENCE)
+        lacking.core.send(Failed(stream.request, 503, "an output died", Resume.OUTPUT_DIED), PATIENCE)
         await other.submitted()
         other.stop_serving()
         other.judge(Cause.OUTSIDE)
@@ -432,7 +433,7 @@ async def test_request_ends_with_503_at_once_where_the_limit_is_0() -> None:
         error = await error_of(stream)
         assert error.status == 503 and "has died: it does not serve any more" in error.reason
         stream = await client.submit([1])
-        groups[stream.group].core.send(Failed(stream.request, 503, "an output died", may_resume=True), PATIENCE)
+        groups[stream.group].core.send(Failed(stream.request, 503, "an output died", Resume.OUTPUT_DIED), PATIENCE)
         assert (await error_of(stream)).reason == "an output died"
 
 
@@ -446,9 +447,9 @@ async def test_request_ends_with_503_after_as_many_losses_as_the_limit_says() ->
             group.lose(cause)
             await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
             group.serve()
-        for is_cleared in (True, False, False):
+        for resume in (Resume.CLEARED, Resume.SUSPECT_RUNS, Resume.OUTPUT_DIED, Resume.OUTPUT_DIED):
             request = (await group.submitted()).request
-            group.core.send(Failed(request, 503, "an output died", may_resume=True, cleared=is_cleared), PATIENCE)
+            group.core.send(Failed(request, 503, "an output died", resume), PATIENCE)
         error = await error_of(stream)
         assert error.status == 503 and "an output died; the request has been resumed 2 times" in error.reason
         assert migrations(client) == {"planned": 2, "died": 1, "output": 1}
@@ -538,6 +539,53 @@ async def test_request_of_another_server_on_trial_clears_this_server_s() -> None
         await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
         group.serve()
         assert (await group.submitted()).failures == 0
+
+
+async def fail_twice(group: Group, client: Client, *streams: OutputStream) -> None:
+    """The group fails by itself two times, with these requests in flight."""
+    for _ in range(2):
+        for _ in streams:
+            await group.submitted()
+        group.lose(Cause.ITSELF, *streams)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == len(streams))
+        group.serve()
+
+
+async def clear(group: Group, submit: Submit) -> None:
+    group.core.send(Failed(submit.request, 503, "the request is cleared", Resume.CLEARED), PATIENCE)
+
+
+@in_a_loop
+async def test_request_that_was_cleared_survives_as_many_failures_again() -> None:
+    """Those of another request that makes processes fail, in the end as often as the limit says."""
+    async with engine(migration_limit=2) as ([group], client):
+        stream = await client.submit([1])
+        for _ in range(2):
+            await fail_twice(group, client, stream)
+            suspect = await group.submitted()
+            assert suspect.failures == 2
+            await clear(group, suspect)
+        await fail_twice(group, client, stream)
+        suspect = await group.submitted()
+        await clear(group, suspect)
+        assert (await group.submitted()).failures == 0
+        group.lose(Cause.ITSELF, stream)
+        error = await error_of(stream)
+        assert error.status == 503 and "has been resumed 2 times (migration_limit)" in error.reason
+
+
+@in_a_loop
+async def test_request_that_makes_room_for_a_suspect_stays_as_suspect_as_it_was() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1])
+        await group.submitted()
+        group.lose(Cause.ITSELF, stream)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        group.serve()
+        again = await group.submitted()
+        group.core.send(Failed(again.request, 503, "a suspect runs", Resume.SUSPECT_RUNS), PATIENCE)
+        assert (await group.submitted()).failures == again.failures == 1
+        assert migrations(client) == {"failed": 1}
 
 
 @in_a_loop
