@@ -60,6 +60,7 @@ class Group:
         self._board.row(self._group)[StatusBoard.SERVING] = self.incarnation
 
     def stop_serving(self) -> None:
+        self._board.tree[StatusBoard.SERVED] = 1
         self._board.row(self._group)[StatusBoard.SERVING] = 0
 
     def judge(self, cause: Cause, in_flight: Sequence[tuple[int, int]] = (), *, is_trial: bool = False) -> None:
@@ -415,12 +416,84 @@ async def test_request_that_no_group_takes_ends_with_503_in_time() -> None:
         assert client.counters[0][MigrationCounters.GIVEN_UP] == 1
 
 
+# ── a new request while no group serves ──────────────────────────────────────────────────────────────────────────────
+def submitting(client: Client, **options: Any) -> asyncio.Task[OutputStream]:
+    return asyncio.ensure_future(client.submit([1], **options))
+
+
 @in_a_loop
-async def test_new_request_is_refused_while_no_group_serves() -> None:
+async def test_new_requests_wait_for_a_group_that_is_started_again() -> None:
     async with engine() as ([group], client):
-        await waiting(group, client)
-        with pytest.raises(EngineError, match="no group of the engine serves now"):
-            await client.submit([1])
+        group.lose()
+        await until(lambda: not client.can_submit)
+        newcomers = [submitting(client) for _ in range(3)]
+        await group.require_silence()
+        assert not any(newcomer.done() for newcomer in newcomers)
+        newcomers[0].cancel()
+        group.serve()
+        for newcomer in newcomers[1:]:
+            submit = await group.submitted()
+            group.answer(submit.request, [65], FinishReason.STOP)
+            assert await read(await newcomer) == [65]
+        await group.require_silence()
+
+
+@in_a_loop
+async def test_new_request_waits_where_the_client_hears_of_a_death_before_the_launcher() -> None:
+    async with engine() as ([group], client):
+        client._cores.mark_dead(0, group.incarnation)
+        newcomer = submitting(client)
+        await group.require_silence()
+        group.serve()
+        await group.submitted()
+        (await newcomer).abort()
+
+
+@in_a_loop
+async def test_new_request_waits_no_longer_than_a_lost_one() -> None:
+    async with engine(migration_timeout=0.2) as ([group], client):
+        group.lose()
+        for options, status in (({}, 503), ({"timeout": 0.1}, 504)):
+            with pytest.raises(EngineError) as caught:
+                await client.submit([1], **options)
+            assert caught.value.status == status
+        group.serve()
+        await group.require_silence()
+
+
+@in_a_loop
+async def test_shutdown_refuses_a_new_request_that_waits() -> None:
+    async with engine() as ([group], client):
+        group.lose()
+        newcomer = submitting(client)
+        await group.require_silence()
+        group._board.drain()
+        with pytest.raises(EngineError, match="shutting down"):
+            await newcomer
+
+
+@in_a_loop
+async def test_closed_client_refuses_a_new_request_that_waits() -> None:
+    async with engine() as ([group], client):
+        group.lose()
+        newcomer = submitting(client)
+        await group.require_silence()
+    with pytest.raises(EngineError, match="has been closed"):
+        await newcomer
+
+
+@pytest.mark.parametrize(("limit", "has_served"), [(0, True), (3, False)])
+def test_new_request_is_refused_at_once_where_no_request_is_kept_and_while_the_first_group_loads(
+    limit: int, has_served: bool
+) -> None:
+    async def scene() -> None:
+        async with engine(migration_limit=limit) as ([group], client):
+            group.stop_serving()
+            group._board.tree[StatusBoard.SERVED] = int(has_served)
+            with pytest.raises(EngineError, match="no group of the engine serves now"):
+                await asyncio.wait_for(client.submit([1]), PATIENCE)
+
+    asyncio.run(scene())
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
