@@ -38,7 +38,6 @@ from penstock.engine.protocol.messages import (
     Begin,
     Failed,
     OutputReady,
-    Ready,
     Resume,
     StepDone,
     Stop,
@@ -83,19 +82,6 @@ def run(
     return core
 
 
-def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_model_len=config.max_model_len,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        vocabulary=min(message.vocabulary for message in ready),
-        eos_ids=config.end_ids,
-        has_prefix_cache=config.enable_prefix_caching,
-        has_overlap=config.async_scheduling,
-        max_short_prompt=ready[0].max_short_prompt,
-        output_processors=max(1, config.output_processors),
-    )
-
-
 class EngineCore:
     def __init__(self, tree: Cluster, me: ProcessId, inline_output: InlineOutput | None = None) -> None:
         self._config, group = tree.config, tree.groups[me.group]
@@ -128,9 +114,9 @@ class EngineCore:
         )
         schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
-        self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
+        self._scheduler = Scheduler(schedule, SchedulerConfig.of(config, ready))
         self._schedule = schedule
-        self._in_flight_requests = InFlightRequests(self._tree, self._me, schedule.slots)
+        self._in_flight_requests = InFlightRequests(self._tree, self._me, schedule.slots, self._outputs.undelivered)
         self._sequence = SequenceSender(self._steps)
         self._begin(Begin(self._sequence.leader, 0, schedule.slots, schedule.blocks, schedule.block_size))
         self._plan = StepBuilder(schedule)
@@ -206,12 +192,21 @@ class EngineCore:
         if gate.needs_quiet and scheduler.open_requests:
             reason = "a request that may have ended processes of the engine is tried alone"
             self._send_back(scheduler.abort_all(lambda request: True), Resume.SUSPECT_RUNS, reason)
-        while submits := gate.take(not scheduler.open_requests and not scheduler.in_flight):
+        while submits := gate.take(self._is_quiet):
+            numbers = [(submit.server, submit.request) for submit, _ in submits]
+            self._in_flight_requests.on_admit(numbers, gate.trial is not None)
             for submit, queued_ns in submits:
                 try:
                     scheduler.submit(submit, queued_ns)
                 except RequestRefused as refusal:
                     self._fail(submit.server, submit.request, refusal)
+
+    @property
+    def _is_quiet(self) -> bool:
+        """Returns whether no request runs, and output processors have delivered what has run: no failure that comes
+        now is its doing."""
+        scheduler = self._scheduler
+        return not scheduler.open_requests and not scheduler.in_flight and self._outputs.has_delivered
 
     def _send_back(self, requests: list[tuple[int, int]], resume: Resume, reason: str) -> None:
         """Lets the servers of aborted requests submit them again."""
@@ -342,9 +337,11 @@ class EngineCore:
     def _wait_for_work(self) -> None:
         """Sleeps until a message comes: no step is in flight, and none can be decided."""
         self._publish()
-        self._in_flight_requests.on_idle()
+        has_delivered = self._outputs.has_delivered
+        if has_delivered:
+            self._in_flight_requests.on_idle()
         self._outbox.flush()
-        wait = AGAIN if self._outbox.has_backlog else None
+        wait = AGAIN if self._outbox.has_backlog or not has_delivered else None
         with contextlib.suppress(Timeout):
             self._receive(lambda: self._waiting(partial(self._inbox.receive, wait)))
 

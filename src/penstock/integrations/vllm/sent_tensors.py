@@ -20,7 +20,7 @@ LOST_TIMEOUT = 60.0  # seconds from sending until a tensor that no receiver has 
 class SentTensors:
     """A store of tensors that were sent: each is held until its receiver has removed its key.
 
-    A tensor whose message was never sent has no receiver, so it is given up after a time; but only where its room is
+    A tensor of a message that was never sent has no receiver: it is given up after a time; but only where its room is
     wanted, as a receiver that was stopped for that long would find it missing.
 
     Args:
