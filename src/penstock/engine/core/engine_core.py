@@ -98,6 +98,7 @@ class EngineCore:
         self._outbox = Outbox(tree, me)
         self._inline_output = inline_output
         self._is_stopped = False
+        self._has_delivered = True  # the output processors had delivered all when requests were admitted last
         self._own_ns, self._woke_ns = 0, time.monotonic_ns()
 
     def start(self) -> None:
@@ -192,6 +193,7 @@ class EngineCore:
         if gate.needs_quiet and scheduler.open_requests:
             reason = "a request that may have ended processes of the engine is tried alone"
             self._send_back(scheduler.abort_all(lambda request: True), Resume.SUSPECT_RUNS, reason)
+        self._has_delivered = self._outputs.has_delivered
         while submits := gate.take(self._is_quiet):
             numbers = [(submit.server, submit.request) for submit, _ in submits]
             self._in_flight_requests.on_admit(numbers, gate.trial is not None)
@@ -206,7 +208,7 @@ class EngineCore:
         """Returns whether no request runs, and output processors have delivered what has run: no failure that comes
         now is its doing."""
         scheduler = self._scheduler
-        return not scheduler.open_requests and not scheduler.in_flight and self._outputs.has_delivered
+        return not scheduler.open_requests and not scheduler.in_flight and self._has_delivered
 
     def _send_back(self, requests: list[tuple[int, int]], resume: Resume, reason: str) -> None:
         """Lets the servers of aborted requests submit them again."""
@@ -337,11 +339,10 @@ class EngineCore:
     def _wait_for_work(self) -> None:
         """Sleeps until a message comes: no step is in flight, and none can be decided."""
         self._publish()
-        has_delivered = self._outputs.has_delivered
-        if has_delivered:
+        if self._has_delivered:
             self._in_flight_requests.on_idle()
         self._outbox.flush()
-        wait = AGAIN if self._outbox.has_backlog or not has_delivered else None
+        wait = AGAIN if self._outbox.has_backlog or not self._has_delivered else None
         with contextlib.suppress(Timeout):
             self._receive(lambda: self._waiting(partial(self._inbox.receive, wait)))
 
