@@ -416,8 +416,10 @@ void bind_channel(nb::module_& m) {
         "    ...     memoryview(room)[:] = b'step'\n"
         "    >>> ring.open_receiver().receive()\n"
         "    b'step'\n")
-        .def(nb::new_(
-                 [](const std::shared_ptr<Attachment>& by, int index) { return std::make_shared<Sender>(by, index); }),
+        .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
+                 GilRelease released;  // it may wait until the end's dead owner has been reaped
+                 return std::make_shared<Sender>(by, index);
+             }),
              "attachment"_a, "index"_a = -1)
         .def(
             "send", [](Sender& s, nb::handle record, nb::handle timeout) { send(s, record, timeout, true); },
@@ -496,6 +498,7 @@ void bind_channel(nb::module_& m) {
         "    ...     bytes(lease)\n"
         "    b'step'\n")
         .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
+                 GilRelease released;
                  return std::make_shared<Receiver>(by, index);
              }),
              "attachment"_a, "index"_a = -1)

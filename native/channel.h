@@ -27,7 +27,8 @@ inline void put_out(Shared<u32>& mode, u32 epoch) {
 
 class Channel {
    public:
-    static constexpr u64 COUNT_NS = 50'000'000;  // what a PeerDied waits for, so that it can say what the peer held
+    static constexpr u64 COUNT_NS = 50'000'000;      // what a PeerDied waits for, so that it can say what the peer held
+    static constexpr u64 REAPED_NS = 2'000'000'000;  // what opening an end waits until its dead owner has been reaped
 
     explicit Channel(std::shared_ptr<Attachment> by)
         : by(std::move(by)),
@@ -104,6 +105,27 @@ class Channel {
         u64 seen = before;
         return word.compare_exchange_strong(seen, make_word({EndState::live, by->slot(), by->epoch(), epoch}),
                                             order::end.acq_rel);
+    }
+
+    // Whether the owner of an end has died, so that the end is free as soon as that peer has been reaped.
+    bool is_being_reaped(End end) const {
+        if (!is_known(end)) return false;
+        u64 identity = by->peer(end.slot).identity.load(order::identity.acquire);
+        if (end.state == EndState::dead) return state_of(identity) == PeerState::dying;
+        return end.state == EndState::live && look_at(identity).liveness == Liveness::gone;
+    }
+    // Returns whether `take` has claimed an end, index or any of `count`, within REAPED_NS while one is being reaped.
+    template <class Take, class WordOf>
+    bool take_end(Take&& take, u32 count, int index, WordOf&& word_of) const {
+        if (take()) return true;
+        for (u64 until = now_ns() + REAPED_NS;; ::usleep(200)) {
+            bool is_due = false, is_late = now_ns() >= until;
+            for (u32 i = 0; i < count && !is_due; ++i)
+                is_due = (index < 0 || static_cast<u32>(index) == i) &&
+                         is_being_reaped(end_of(word_of(i).load(order::end.acquire)));
+            if (take()) return true;  // after the look: the peer may have been reaped since the attempt before
+            if (!is_due || is_late) return false;
+        }
     }
 
     std::shared_ptr<Attachment> by;

@@ -24,20 +24,24 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     // index: which receiver; -1: the first that is free.
     Receiver(std::shared_ptr<Attachment> by, int index)
         : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
-        bool is_taken = false, was_expected = false;
-        for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
-            for (u32 r = 0; r < channel_.g.shape.receivers && !is_taken; ++r) {
-                u64 before;
-                if ((index >= 0 && static_cast<u32>(index) != r) ||
-                    end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted)
-                    continue;
-                if (!channel_.claim(channel_.receiver(r).word, true, before, epoch_)) continue;
-                channel_.receiver(r).ended.store(before, RELAXED);
-                is_taken = true;
-                was_expected = wanted == EndState::expected;
-                index_ = r;
-            }
-        if (!is_taken) {
+        bool was_expected = false;
+        auto take = [&] {
+            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
+                for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
+                    u64 before;
+                    if ((index >= 0 && static_cast<u32>(index) != r) ||
+                        end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted)
+                        continue;
+                    if (!channel_.claim(channel_.receiver(r).word, true, before, epoch_)) continue;
+                    channel_.receiver(r).ended.store(before, RELAXED);
+                    was_expected = wanted == EndState::expected;
+                    index_ = r;
+                    return true;
+                }
+            return false;
+        };
+        auto word_of = [&](u32 r) -> Shared<u64>& { return channel_.receiver(r).word; };
+        if (!channel_.take_end(take, channel_.g.shape.receivers, index, word_of)) {
             u32 r = index < 0 ? 0 : static_cast<u32>(index);
             if (r >= channel_.g.shape.receivers)
                 throw Error(Fault::value, format("'%s' has %u receivers: there is no receiver %d", name(),

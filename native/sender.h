@@ -27,18 +27,19 @@ class Sender {
     Sender(std::shared_ptr<Attachment> by, int index)
         : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
         u64 before = 0;
-        auto may_take = [&](u32 i, EndState wanted) {
-            return end_of(channel_.lane(i).word.load(order::end.acquire)).state == wanted &&
-                   channel_.claim(channel_.lane(i).word, channel_.is_inbox(), before, epoch_);
+        auto take = [&] {
+            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
+                for (u32 i = 0; i < channel_.g.shape.lanes; ++i)
+                    if ((index < 0 || static_cast<u32>(index) == i) &&
+                        end_of(channel_.lane(i).word.load(order::end.acquire)).state == wanted &&
+                        channel_.claim(channel_.lane(i).word, channel_.is_inbox(), before, epoch_)) {
+                        index_ = i;
+                        return true;
+                    }
+            return false;
         };
-        bool is_taken = false;
-        for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
-            for (u32 i = 0; i < channel_.g.shape.lanes && !is_taken; ++i)
-                if (index < 0 || static_cast<u32>(index) == i) {
-                    is_taken = may_take(i, wanted);
-                    if (is_taken) index_ = i;
-                }
-        if (!is_taken) {
+        auto word_of = [&](u32 i) -> Shared<u64>& { return channel_.lane(i).word; };
+        if (!channel_.take_end(take, channel_.g.shape.lanes, index, word_of)) {
             u32 i = index < 0 ? 0 : static_cast<u32>(index);
             if (i >= channel_.g.shape.lanes)
                 throw Error(Fault::value, format("'%s' has %u senders: there is no sender %d", name(),

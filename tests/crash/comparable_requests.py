@@ -201,7 +201,7 @@ class ClientRequest:
                     choice.text += piece.utf8.decode(errors="surrogateescape")
                     choice.stop = piece.stop
                     choice.reason = None if piece.reason is None else FinishReason(piece.reason).name
-                    if piece.logprobs is not None and self.params.logprobs is not None:
+                    if piece.logprobs is not None:
                         _keep_logprobs(choice, piece.logprobs)
         except EngineError as error:
             answer.status, answer.error = error.status, error.reason

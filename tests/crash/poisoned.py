@@ -99,6 +99,45 @@ def output_raises(tree: Cluster, me: ProcessId) -> None:
     output.close()
 
 
+def output_raises_at_the_end(tree: Cluster, me: ProcessId) -> None:
+    """An output processor that fails with the end of the poison: no step that the core sends from then on has it."""
+    from penstock.engine.output.detokenizer import load_vocabulary
+    from penstock.engine.output.output_processor import OutputProcessor
+
+    output = OutputProcessor(tree, me, load_vocabulary(tree.config))
+    process, poison = output._state.process, set()
+
+    def process_or_fail(tokens: Any) -> Any:
+        for started in tokens.started:
+            (poison.add if POISON in started.context else poison.discard)(started.slot)
+        if any(end.slot in poison for end in tokens.ended):
+            time.sleep(0.05)  # of work, while the core goes on
+            raise_error()
+        return process(tokens)
+
+    output._state.process = process_or_fail  # type: ignore[method-assign]
+    while output.process_next():
+        pass
+    output.close()
+
+
+def core_raises_at_once(tree: Cluster, me: ProcessId) -> None:
+    """A core that fails when its scheduler gets the poison."""
+    from penstock.engine.core.scheduler import Scheduler
+
+    submit = Scheduler.submit
+
+    def submit_or_fail(self: Any, message: Any, *arguments: Any) -> Any:
+        if POISON in message.prompt:
+            raise_error()
+        return submit(self, message, *arguments)
+
+    Scheduler.submit = submit_or_fail  # type: ignore[method-assign]
+    from penstock.engine.launcher import run_core
+
+    run_core(tree, me)
+
+
 def core_raises(tree: Cluster, me: ProcessId) -> None:
     """A core that fails with a result of the poison."""
     from penstock.engine.core.scheduler import Scheduler

@@ -7,6 +7,7 @@ import contextlib
 import re
 import signal
 from collections.abc import AsyncIterator, Callable
+from typing import Any
 
 import pytest
 
@@ -33,8 +34,10 @@ from tests.crash.poisoned import (
     POISON,
     aborts_early,
     core_raises,
+    core_raises_at_once,
     hangs_late,
     output_raises,
+    output_raises_at_the_end,
     raises_early,
     raises_late,
     segfaults_late,
@@ -49,14 +52,13 @@ Life = Callable[[Cluster, ProcessId], None]
 
 
 @contextlib.asynccontextmanager
-async def with_lives(life: Life, kind: str = "worker") -> AsyncIterator[Migrating]:
+async def with_lives(life: Life, kind: str = "worker", **options: Any) -> AsyncIterator[Migrating]:
     def prepare(launcher: ServerLauncher) -> None:
         for unit in launcher.units:
             unit._parts = [(part, index, life if part == kind else run) for part, index, run in unit._parts]
 
-    async with migrating(
-        prepare=prepare, simulated=told(step_seconds=0.01, vocabulary=1000), step_timeout=STEP_TIMEOUT
-    ) as tree:
+    simulated = told(step_seconds=0.01, vocabulary=1000)
+    async with migrating(prepare=prepare, simulated=simulated, step_timeout=STEP_TIMEOUT, **options) as tree:
         yield tree
 
 
@@ -66,8 +68,8 @@ def poison_over_http(*, is_streamed: bool) -> HttpRequest:
     return HttpRequest("/v1/completions", body)
 
 
-def poison_over_client() -> ClientRequest:
-    return ClientRequest([5, 6, POISON], SamplingParams(max_tokens=100, n=2, ignore_eos=True))
+def poison_over_client(n: int = 2) -> ClientRequest:
+    return ClientRequest([5, 6, POISON], SamplingParams(max_tokens=100, n=n, ignore_eos=True))
 
 
 async def must_blame(tree: Migrating, poison: list[AnyRequest], seed: int) -> list[Answer]:
@@ -78,7 +80,8 @@ async def must_blame(tree: Migrating, poison: list[AnyRequest], seed: int) -> li
 
     def are_all_submitted() -> bool:
         left = [request for request, task in zip(others, beside, strict=True) if not task.done()]
-        return tree.number(StatusBoard.OPEN) >= sum(map(prompts_of, left))
+        taken = sum(tree.number(StatusBoard.OPEN, group) for group in range(tree.config.data_parallel_size))
+        return taken >= sum(map(prompts_of, left))
 
     await tree.until(are_all_submitted)  # none of them is refused as no group serves
     answers = await ask_all(tree, poison, "disturbed", Progress())
@@ -136,9 +139,10 @@ def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> N
 
 @tiers.needs_all
 @pytest.mark.timeout(240)
-def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(seed: int) -> None:
+@pytest.mark.parametrize("groups", [1, 2])
+def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(groups: int, seed: int) -> None:
     async def scene() -> None:
-        async with with_lives(raises_late) as tree:
+        async with with_lives(raises_late, data_parallel_size=groups) as tree:
             poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
             answers = await must_blame(tree, poison, seed)
             assert [answer.status for answer in answers] == [500, 500], answers
@@ -149,14 +153,22 @@ def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(
 
 @tiers.needs_all
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize(("kind", "life"), [("core", core_raises), ("output", output_raises)])
+@pytest.mark.parametrize(
+    ("kind", "life"),
+    [
+        ("core", core_raises),
+        ("core", core_raises_at_once),
+        ("output", output_raises),
+        ("output", output_raises_at_the_end),
+    ],
+)
 def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no_other(
     kind: str, life: Life, seed: int
 ) -> None:
     async def scene() -> None:
         async with with_lives(life, kind) as tree:
-            (answer,) = await must_blame(tree, [poison_over_client()], seed)
-            assert answer.status in (500, 503), answer
+            (answer,) = await must_blame(tree, [poison_over_client(1)], seed)
+            assert answer.status == 500, answer
             await tree.must_be_whole()
 
     asyncio.run(scene())

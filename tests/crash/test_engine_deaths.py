@@ -217,9 +217,9 @@ def test_a_group_that_cannot_start_is_given_up_at_once_with_what_it_said() -> No
     asyncio.run(scene())
 
 
-def test_who_asks_while_nobody_serves_or_the_tree_drains_is_told_so() -> None:
+def test_request_is_refused_while_no_group_serves_and_none_is_kept_or_the_tree_drains() -> None:
     async def scene() -> None:
-        async with running(output_processors=0) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(output_processors=0, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
             os.kill(tree.child("core").pid, signal.SIGKILL)
             await tree.until(lambda: tree.number(StatusBoard.SERVING) == 0)
             with pytest.raises(Exception, match="no group of the engine serves now"):

@@ -160,15 +160,31 @@ async def a_request_whose_time_runs_out_while_it_waits_is_answered_504(tree: Mig
     await tree.must_be_whole()
 
 
-async def a_new_request_is_refused_while_others_wait(tree: Migrating, gate: Gate) -> None:
+async def new_requests_wait_for_the_group_as_others_do(tree: Migrating, gate: Gate) -> None:
     gate.close()
+    newcomers = [over_http(20, is_streamed=False), over_http(20), over_client(20)]
+    want = await ask_all(tree, newcomers, "", Progress())
     waiting, _ = await begun(tree, over_http(300), over_client(300))
     await kill_group(tree)
-    refused = await ask_all(tree, [over_http(1, is_streamed=False), over_client(1)], "", Progress())
-    assert [answer.status for answer in refused] == [503, 503], refused
+    asking = asyncio.ensure_future(ask_all(tree, newcomers, "", Progress()))
+    await until_open_over_http(tree, 3)
+    await asyncio.sleep(0.3)  # several looks at the board
+    assert not asking.done()
     gate.open()
     answers = await asyncio.wait_for(waiting, START)
     assert not any(answer.error for answer in answers), answers
+    require_equal(newcomers, want, await asyncio.wait_for(asking, START))
+    await tree.must_be_whole()
+
+
+async def a_new_request_whose_client_leaves_while_it_waits_leaves_nothing(tree: Migrating, gate: Gate) -> None:
+    gate.close()
+    await kill_group(tree)
+    asking = asyncio.ensure_future(ask_all(tree, [over_http(), over_client()], "", Progress()))
+    await until_open_over_http(tree, 1)
+    asking.cancel()
+    await until_open_over_http(tree, 0)
+    gate.open()
     await tree.must_be_whole()
 
 
@@ -203,7 +219,8 @@ Scene = Callable[[Migrating, Gate], Awaitable[None]]
 SCENES: tuple[Scene, ...] = (
     a_client_that_disconnects_while_its_request_waits_leaves_nothing,
     a_request_whose_time_runs_out_while_it_waits_is_answered_504,
-    a_new_request_is_refused_while_others_wait,
+    new_requests_wait_for_the_group_as_others_do,
+    a_new_request_whose_client_leaves_while_it_waits_leaves_nothing,
     a_server_that_dies_while_its_requests_wait_leaves_none_in_a_core,
     a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none,
 )

@@ -45,6 +45,8 @@ class Channel(SegmentChannel, Generic[T]):
     def open_sender(self, index: int | None = None, *, name: str = "") -> Sender[T]:
         """Makes this process a sender of the channel.
 
+        Where the sender's process has died and its memory is being released, waits for that, for 2 seconds at most.
+
         Args:
             index: which of the channel's senders; None for the first that is free.
             name: of this process, in errors and in `penstock inspect`.
@@ -66,7 +68,8 @@ class Channel(SegmentChannel, Generic[T]):
         """Makes this process a receiver of the channel.
 
         The channel waits for its first receivers: what is sent before they are open is kept for them. A receiver that
-        takes the place of one that closed or died gets what is sent from then on.
+        takes the place of one that closed or died gets what is sent from then on. Where that process has died and its
+        memory is being released, waits for that, for 2 seconds at most.
 
         Args:
             index: which of the channel's receivers; None for the first that is free.

@@ -186,7 +186,7 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=600.0,
-        help="Seconds for which such a request waits for an engine that serves (default: %(default)s)",
+        help="Seconds for which such a request, or a new one, waits for an engine that serves (default: %(default)s)",
     )
     add(
         "--migration-max-seq-len",

@@ -80,7 +80,7 @@ def end_of(request: int, reason: int, sample: int = 0) -> Delta:
 @in_a_loop
 async def test_what_the_engine_gives_up_is_no_answer() -> None:
     async with engine() as (other, client):
-        for reason, status in ((FinishReason.ABORT, 503), (FinishReason.ERROR, 500)):
+        for reason, status in ((FinishReason.MISSING, 503), (FinishReason.ERROR, 500)):
             stream = await client.submit([1], SamplingParams(n=2))
             assert isinstance(await told(other.inbox), Submit)
             other.output.send(end_of(stream.request, reason), PATIENCE)

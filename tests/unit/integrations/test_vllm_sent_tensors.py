@@ -35,14 +35,17 @@ def test_a_sent_tensor_is_received_once() -> None:
         receive_value(store, key)
 
 
-def test_a_tensor_that_nothing_receives_is_given_up_after_the_timeout() -> None:
+def test_tensors_that_nothing_receives_are_given_up_after_the_timeout_when_their_room_is_wanted() -> None:
     store = new_store()
     sent = SentTensors(store, timeout=0.0)
-    key = sent.put(TENSOR)
+    first, second = (sent.put(TENSOR) for _ in range(2))  # there is room for both
     sent.release_received()
-    assert store.stats().pool.blocks == 0
+    assert receive_value(store, second).nbytes > TENSOR.nbytes
+    sent.put(TENSOR)
+    third = sent.put(TENSOR)
     with pytest.raises(Missing):
-        receive_value(store, key)
+        receive_value(store, first)
+    assert receive_value(store, third).nbytes > TENSOR.nbytes
 
 
 def test_a_tensor_without_room_is_refused_after_the_timeout_and_sent_once_there_is_room() -> None:

@@ -18,6 +18,7 @@ import numpy as np
 
 from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
+from penstock.engine.client.group_return import GroupReturn
 from penstock.engine.client.migration import Migration
 from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
@@ -44,7 +45,6 @@ MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
 FAILURES = {
-    FinishReason.ABORT: (503, "the engine has aborted this request: the server read its chunks too slowly"),
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
         503,
@@ -86,13 +86,14 @@ class Client:
         self._verdicts = VerdictBoard(tree.verdicts)
         self.counters = [MigrationCounters() for _ in tree.groups] if counters is None else counters
         self._migration = Migration(tree.config, index, (self._board, self._verdicts), self.counters, self)
+        self._group_return = GroupReturn(tree.config, self._board, lambda: self.can_submit)
         self._router = Router()
         self._store = tree.store
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(tree.groups)  # open requests of this client, by group
         self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
         self._receiving: asyncio.Task[None] | None = None
-        self._receive_error = ""  # the failure that has ended the receiving task
+        self._end: EngineError | None = None  # the client is closed, or its receiving task has failed
         self._watch: asyncio.TimerHandle | None = None
 
     async def __aenter__(self) -> Client:
@@ -102,6 +103,7 @@ class Client:
     async def __aexit__(self, *_: object) -> None:
         """Aborts open requests: their readers get an EngineError."""
         self._end_all(EngineError(503, "the client of the engine has been closed"))
+        await self._group_return.close()
         await self._migration.close()
         await self._cores.close()
         if self._watch is not None:
@@ -147,7 +149,8 @@ class Client:
         its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
         `request_id`: how the log names the request.
 
-        Raises EngineError if no group accepts the request now.
+        Where a group is started again, and no other one serves, the request waits for it as a lost one does. Raises
+        EngineError if no group accepts the request.
         """
         began = time.monotonic()
         deadline = math.inf if timeout is None else began + timeout
@@ -182,10 +185,13 @@ class Client:
             raise
 
     async def _submit(self, submitted: SubmittedRequest, scope: Scope | None, deadline: float) -> OutputStream:
-        if self._receive_error:
-            raise EngineError(500, self._receive_error)
+        await self._group_return.wait(deadline)
+        if self._end is not None:
+            raise self._end
         if self._board.is_draining:
             raise EngineError(503, "the engine is shutting down, and accepts no more requests")
+        if time.monotonic() >= deadline:
+            raise EngineError(504, "no group of the engine has served in the time of the request")
         prompt, params = submitted.first.prompt, submitted.first.params
         place = self._choose(submitted)
         is_kept = self._config.migration_limit > 0
@@ -300,6 +306,9 @@ class Client:
         self._migration.add(streams, why)
 
     def _end_all(self, error: EngineError) -> None:
+        """Ends the open requests, those that wait, and all that would come, with an error."""
+        self._end = error
+        self._group_return.end()
         for stream in tuple(self._streams.values()):
             self._abort(stream)
             stream.fail(error)
@@ -311,9 +320,9 @@ class Client:
         try:
             await self._receive_loop()
         except Exception as error:
-            self._receive_error = f"the client of the engine has failed: {type(error).__name__}: {error}"
-            event("client receives no more answers", logging.ERROR, reason=self._receive_error)
-            self._end_all(EngineError(500, self._receive_error))
+            reason = f"the client of the engine has failed: {type(error).__name__}: {error}"
+            event("client receives no more answers", logging.ERROR, reason=reason)
+            self._end_all(EngineError(500, reason))
 
     async def _receive_loop(self) -> None:
         while True:
@@ -349,7 +358,7 @@ class Client:
             if stream is None:
                 return
             self._drop(stream)
-            if message.may_resume:
+            if message.resume is not None:
                 return self._migration.add_failed(stream, message)
             self._migration.discard(stream)
             return stream.fail(EngineError(message.status, message.reason))

@@ -20,7 +20,7 @@ from penstock.engine.cluster.migration_counters import CAUSES, OUTPUT, Migration
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.verdict_board import Cause, Verdict, VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Failed
+from penstock.engine.protocol.messages import Failed, Resume
 
 LOOK_AGAIN = 0.01  # seconds between two reads of the boards, while requests wait
 NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
@@ -92,11 +92,15 @@ class Migration:
         loss = self._add(stream, failed.reason)
         if loss is None:
             return
-        if failed.cleared:
-            _submitted(stream).failures = 0
-            loss.is_judged = True
-        else:
-            self._count(stream, OUTPUT)
+        if failed.resume == Resume.OUTPUT_DIED:
+            return self._count(stream, OUTPUT)
+        loss.is_judged = True
+        if failed.resume == Resume.CLEARED:
+            submitted = _submitted(stream)
+            submitted.trials += 1
+            if submitted.trials <= self._limit:
+                submitted.forgive()
+            submitted.failures = 0
 
     def _add(self, stream: OutputStream, why: str) -> Loss | None:
         before = self.resuming.pop(stream.request, None)
@@ -227,8 +231,7 @@ class Migration:
                 return self._convict(stream)
         elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before
             submitted.failures = 0
-            submitted.migrations -= submitted.failed_migrations
-            submitted.failed_migrations = 0
+            submitted.forgive()
         # A request that was in no step of a group that failed by itself had no part in its end.
         is_counted = verdict.cause != Cause.PLANNED and (was_in_flight or not has_failed)
         submitted.failed_migrations += is_counted and has_failed

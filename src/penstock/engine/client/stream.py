@@ -243,10 +243,13 @@ class _LogprobsSplitter:
         self._each = whole.ids.size // tokens if whole.counts is None and tokens else 0
         self._token = self._at = 0
 
-    def next(self, tokens: int) -> Logprobs:
+    def next(self, tokens: int) -> Logprobs | None:
+        """Returns the log-probabilities of the next row; None: its request asked for none."""
         whole, token, at = self._whole, self._token, self._at
         self._token += tokens
         counts = None if whole.counts is None else whole.counts[token : self._token]
         self._at += tokens * self._each if counts is None else int(counts.sum())
+        if self._at == at:
+            return None
         entries, ranks = slice(at, self._at), whole.ranks[token : self._token]
         return Logprobs(whole.ids[entries], whole.values[entries], ranks, counts)

@@ -34,6 +34,7 @@ class SubmittedRequest:
         "generated",
         "migrations",
         "request_id",
+        "trials",
     )
 
     def __init__(self, first: Submit, request_id: str = "", max_tokens: int | None = None) -> None:
@@ -48,6 +49,7 @@ class SubmittedRequest:
         self.migrations = 0  # losses of a group that count towards the limit
         self.failed_migrations = 0  # those of them after a failure that no request has been found to be the reason of
         self.failures = 0  # of processes by themselves, while this request was in a step in flight
+        self.trials = 0  # runs alone as a suspect that no process has failed in
 
     @property
     def kept_tokens(self) -> int:
@@ -75,6 +77,11 @@ class SubmittedRequest:
         """Drops the ids of a sample that is over, as it is not run again."""
         self._over.add(sample)
         self.generated.pop(sample, None)
+
+    def forgive(self) -> None:
+        """Takes failures that were not this request's doing off its migrations."""
+        self.migrations -= self.failed_migrations
+        self.failed_migrations = 0
 
     def drop(self) -> None:
         """Drops all ids: the request is too long."""

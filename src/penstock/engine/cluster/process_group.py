@@ -150,7 +150,14 @@ class ProcessGroup:
         self._loss.plan()
         self._publish_cause()
         self.kill_absent_outputs()
-        self._launcher.board.row(self._group)[StatusBoard.SERVING] = 0
+        self._stop_serving()
+
+    def _stop_serving(self) -> None:
+        board = self._launcher.board
+        board.tree[StatusBoard.SERVED] |= (
+            self._has_served
+        )  # first: a server that finds no group looks whether one comes
+        board.row(self._group)[StatusBoard.SERVING] = 0
 
     def kill_absent_outputs(self) -> None:
         """Kills output processors that do not receive yet: the core sends them no `Stop`."""
@@ -202,7 +209,7 @@ class ProcessGroup:
         self._lives.cancel()
         self._has_served |= not is_failure
         if self.is_group:
-            self._launcher.board.row(self._group)[StatusBoard.SERVING] = 0
+            self._stop_serving()
         self._is_cause_due = self.is_group and not is_failure
         self._back_off.count(is_failure, time.monotonic() - self._started)
         self.signal(signal.SIGKILL)

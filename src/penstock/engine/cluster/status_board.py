@@ -33,6 +33,7 @@ class StatusBoard:
     MIGRATIONS_BEGUN = 4  # planned ones; the launcher restarts the groups one after the other
     MIGRATIONS_ENDED = 5
     MIGRATIONS_FAILED = 6  # those of them that did not bring all groups back
+    SERVED = 7  # 1: a group has served, and was lost or restarted; it is started again however often that fails
     # Words of a group's row, the core's.
     SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
     OPEN = 1  # requests

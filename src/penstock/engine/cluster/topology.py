@@ -23,6 +23,7 @@ T = TypeVar("T")
 AGAIN = 0.01  # seconds between two attempts while the successor of a dead process has not attached
 NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
 STEPS_IN_FLIGHT = 2  # at most: a step is sent while the one before it runs
+MAX_BESIDE = 256  # requests that the verdict board lists before they are in a step, and as many after
 PEERS = 128  # places are reused, but a process that dies often needs some while dead peers are being reaped
 
 
@@ -74,7 +75,7 @@ class Cluster:
                 len(all_processes(config)),
                 config.data_parallel_size * config.output_processors,
             ),
-            VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs),
+            VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs + 2 * MAX_BESIDE),
             _open_store(config, min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
             [""] * config.data_parallel_size,
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,

@@ -38,7 +38,7 @@ from penstock.engine.protocol.messages import (
     Begin,
     Failed,
     OutputReady,
-    Ready,
+    Resume,
     StepDone,
     Stop,
     Submit,
@@ -82,19 +82,6 @@ def run(
     return core
 
 
-def _scheduler_config(config: EngineConfig, ready: list[Ready]) -> SchedulerConfig:
-    return SchedulerConfig(
-        max_model_len=config.max_model_len,
-        max_num_batched_tokens=config.max_num_batched_tokens,
-        vocabulary=min(message.vocabulary for message in ready),
-        eos_ids=config.end_ids,
-        has_prefix_cache=config.enable_prefix_caching,
-        has_overlap=config.async_scheduling,
-        max_short_prompt=ready[0].max_short_prompt,
-        output_processors=max(1, config.output_processors),
-    )
-
-
 class EngineCore:
     def __init__(self, tree: Cluster, me: ProcessId, inline_output: InlineOutput | None = None) -> None:
         self._config, group = tree.config, tree.groups[me.group]
@@ -111,6 +98,7 @@ class EngineCore:
         self._outbox = Outbox(tree, me)
         self._inline_output = inline_output
         self._is_stopped = False
+        self._has_delivered = True  # the output processors had delivered all when requests were admitted last
         self._own_ns, self._woke_ns = 0, time.monotonic_ns()
 
     def start(self) -> None:
@@ -127,9 +115,9 @@ class EngineCore:
         )
         schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
-        self._scheduler = Scheduler(schedule, _scheduler_config(config, ready))
+        self._scheduler = Scheduler(schedule, SchedulerConfig.of(config, ready))
         self._schedule = schedule
-        self._in_flight_requests = InFlightRequests(self._tree, self._me, schedule.slots)
+        self._in_flight_requests = InFlightRequests(self._tree, self._me, schedule.slots, self._outputs.undelivered)
         self._sequence = SequenceSender(self._steps)
         self._begin(Begin(self._sequence.leader, 0, schedule.slots, schedule.blocks, schedule.block_size))
         self._plan = StepBuilder(schedule)
@@ -204,18 +192,28 @@ class EngineCore:
         scheduler, gate = self._scheduler, self._gate
         if gate.needs_quiet and scheduler.open_requests:
             reason = "a request that may have ended processes of the engine is tried alone"
-            self._send_back(scheduler.abort_all(lambda request: True), reason, cleared=True)
-        while submits := gate.take(not scheduler.open_requests and not scheduler.in_flight):
+            self._send_back(scheduler.abort_all(lambda request: True), Resume.SUSPECT_RUNS, reason)
+        self._has_delivered = self._outputs.has_delivered
+        while submits := gate.take(self._is_quiet):
+            numbers = [(submit.server, submit.request) for submit, _ in submits]
+            self._in_flight_requests.on_admit(numbers, gate.trial is not None)
             for submit, queued_ns in submits:
                 try:
                     scheduler.submit(submit, queued_ns)
                 except RequestRefused as refusal:
                     self._fail(submit.server, submit.request, refusal)
 
-    def _send_back(self, requests: list[tuple[int, int]], reason: str, cleared: bool = False) -> None:
+    @property
+    def _is_quiet(self) -> bool:
+        """Returns whether no request runs, and output processors have delivered what has run: no failure that comes
+        now is its doing."""
+        scheduler = self._scheduler
+        return not scheduler.open_requests and not scheduler.in_flight and self._has_delivered
+
+    def _send_back(self, requests: list[tuple[int, int]], resume: Resume, reason: str) -> None:
         """Lets the servers of aborted requests submit them again."""
         for server, request in requests:
-            if not self._outbox.send(server, Failed(request, 503, reason, may_resume=True, cleared=cleared)):
+            if not self._outbox.send(server, Failed(request, 503, reason, resume)):
                 self._give_up(server)
 
     def _receive(self, receive: Callable[[], Any]) -> None:
@@ -299,7 +297,7 @@ class EngineCore:
         self._outputs.queue(scheduler.on_result(done), scheduler.closed)
         if self._gate.count_result(done.ids.size) and scheduler.open_requests:
             event("suspect is cleared", request=str(self._gate.trial))
-            self._send_back(scheduler.abort_all(lambda request: True), "the request is cleared", cleared=True)
+            self._send_back(scheduler.abort_all(lambda request: True), Resume.CLEARED, "the request is cleared")
         if scheduler.in_flight:  # else the device waits, and the next step goes first
             self._send_tokens()
 
@@ -317,7 +315,7 @@ class EngineCore:
         lost = self._outputs.lose(output)
         lost += self._scheduler.abort_all(lambda request: request.number % self._config.output_processors == output)
         event("output processor lost", logging.WARNING, output=output, requests=len(lost))
-        self._send_back(lost, f"output processor {output} of group {self._me.group} has died")
+        self._send_back(lost, Resume.OUTPUT_DIED, f"output processor {output} of group {self._me.group} has died")
         self._gate.hold(self._outputs.absent)
 
     def _attach_output(self, ready: OutputReady) -> None:
@@ -341,9 +339,10 @@ class EngineCore:
     def _wait_for_work(self) -> None:
         """Sleeps until a message comes: no step is in flight, and none can be decided."""
         self._publish()
-        self._in_flight_requests.on_idle()
+        if self._has_delivered:
+            self._in_flight_requests.on_idle()
         self._outbox.flush()
-        wait = AGAIN if self._outbox.has_backlog else None
+        wait = AGAIN if self._outbox.has_backlog or not self._has_delivered else None
         with contextlib.suppress(Timeout):
             self._receive(lambda: self._waiting(partial(self._inbox.receive, wait)))
 

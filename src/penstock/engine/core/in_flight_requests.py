@@ -1,21 +1,31 @@
-"""The requests in the steps in flight, on the verdict board: what servers find there when this group is lost."""
+"""The requests in the steps in flight, on the verdict board: what servers find there when this group is lost.
+
+Two other kinds stand there as well, so that a request is found that makes a core or an output processor fail: requests
+that the scheduler gets next, and requests that have ended, until an output processor has delivered that.
+"""
 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.cluster.topology import MAX_BESIDE, Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import RequestWords, VerdictBoard, request_words
 from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.messages import Step
 
 
 class InFlightRequests:
-    """Writes the list before a step is broadcast, where it differs from the list before. A steady step writes none."""
+    """Writes the list before a step is broadcast, where it differs from the list before, and before requests are
+    admitted. A steady step writes none."""
 
-    def __init__(self, tree: Cluster, me: ProcessId, slots: int) -> None:
+    def __init__(
+        self, tree: Cluster, me: ProcessId, slots: int, undelivered: Callable[[], Sequence[tuple[int, int]]]
+    ) -> None:
+        """`undelivered` returns the requests (server, number) with ends that are not delivered."""
+        self._undelivered = undelivered
         self._board = VerdictBoard(tree.verdicts, writable=True)
         self._me = me
         self._request_of = np.zeros(slots, np.uint64)  # by slot
@@ -30,7 +40,7 @@ class InFlightRequests:
         if any(change is not None for change in (step.left, step.preempted, step.joined, step.resumed)):
             self._apply(step)
         self._steps.append(self._running)
-        self._write(is_trial)
+        self._write(self._lists(), is_trial)
 
     def _apply(self, step: Step) -> None:
         for slots in (step.left, step.preempted):
@@ -45,20 +55,33 @@ class InFlightRequests:
             self._is_running[step.resumed.slots] = True
         self._running = self._request_of[self._is_running]
 
+    def on_admit(self, numbers: Sequence[tuple[int, int]], is_trial: bool) -> None:
+        """Adds requests (server, number) that the scheduler gets next, until the next step is sent."""
+        self._write([*self._lists(), _words(numbers)], is_trial)
+
     def on_result(self) -> None:
         """Removes the oldest step, which is done."""
         self._steps.popleft()
 
     def on_idle(self) -> None:
         """Clears the list: no step is in flight."""
-        self._write(False)
+        self._write([], False)
 
-    def _write(self, is_trial: bool) -> None:
+    def _lists(self) -> list[RequestWords]:
         lists = [*self._steps]
         if len(lists) == 2 and lists[0] is lists[1]:
             lists.pop()
+        ended = self._undelivered()
+        return [*lists, _words(ended)] if ended else lists
+
+    def _write(self, lists: list[RequestWords], is_trial: bool) -> None:
         if len(lists) == len(self._written) and all(map(lambda new, old: new is old, lists, self._written)):
             return
         self._tag += 1
         self._board.write_requests(self._me.group, self._me.incarnation, self._tag, lists, is_trial)
         self._written = lists
+
+
+def _words(numbers: Sequence[tuple[int, int]]) -> RequestWords:
+    servers, requests = zip(*numbers[:MAX_BESIDE], strict=True)
+    return request_words(servers, requests)

@@ -84,6 +84,19 @@ class OutputSenders:
                 dead.append(output)
         return dead
 
+    @property
+    def has_delivered(self) -> bool:
+        """Returns whether the output processors that receive have delivered all messages."""
+        present = (output for output in self._indices if output not in self.absent)
+        return all(self._delivered[output][0] >= self._queued[output] for output in present)
+
+    def undelivered(self) -> list[tuple[int, int]]:
+        """Returns the closed requests (server, number) with ends that are not delivered yet."""
+        for output, closed in enumerate(self._closed):
+            while closed and closed[0][0] <= self._delivered[output][0]:
+                closed.popleft()
+        return [(server, request) for closed in self._closed for _, server, request in closed]
+
     def take_queue(self) -> list[Tokens]:
         """Returns what is queued, and clears it: the core itself processes it."""
         queue, self._queue = self._queue, []
@@ -92,9 +105,6 @@ class OutputSenders:
     def _send(self, output: int, tokens: Tokens) -> bool:
         """Waits while there is no room. Returns False if the output processor is dead. One that makes no room within
         `step_timeout` is killed."""
-        closed, delivered = self._closed[output], self._delivered[output][0]
-        while closed and closed[0][0] <= delivered:
-            closed.popleft()
         sender = self._senders[output]
         try:
             return self._unless_dead(output, partial(sender.send_nowait, tokens))

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
+
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Ready
 
 
 class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
@@ -16,3 +21,17 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_overlap: bool = True  # a step is planned while the one before it runs
     max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
     output_processors: int = 1
+
+    @classmethod
+    def of(cls, config: EngineConfig, ready: Sequence[Ready]) -> SchedulerConfig:
+        """Returns what the engine's options and its workers allow."""
+        return cls(
+            max_model_len=config.max_model_len,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            vocabulary=min(message.vocabulary for message in ready),
+            eos_ids=config.end_ids,
+            has_prefix_cache=config.enable_prefix_caching,
+            has_overlap=config.async_scheduling,
+            max_short_prompt=ready[0].max_short_prompt,
+            output_processors=max(1, config.output_processors),
+        )

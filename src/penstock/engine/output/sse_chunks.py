@@ -13,7 +13,6 @@ REASONS = {
     None: b"null",
     FinishReason.STOP: b'"stop"',
     FinishReason.LENGTH: b'"length"',
-    FinishReason.ABORT: b'"abort"',
     FinishReason.ERROR: b'"error"',
     FinishReason.MISSING: b'"error"',
     FinishReason.MISFIT: b'"error"',

@@ -245,10 +245,9 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
 class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
-    ABORT = 3
-    ERROR = 4  # its logits were not finite
-    MISSING = 5  # an input of its prompt was no longer in the store: the request may be sent again
-    MISFIT = 6  # an input of its prompt does not fit the model or its placeholder
+    ERROR = 3  # its logits were not finite
+    MISSING = 4  # an input of its prompt was no longer in the store: the request may be sent again
+    MISFIT = 5  # an input of its prompt does not fit the model or its placeholder
 
 
 # ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────
@@ -353,14 +352,21 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 # ── core or output processor → server, by the server's inbox ─────────────────────────────────────────────────────────
+class Resume(enum.IntEnum):
+    """Why a group that serves gives up a request that its server may submit again, with its progress."""
+
+    OUTPUT_DIED = 1  # its output processor
+    SUSPECT_RUNS = 2  # another request runs alone, as it may be the reason for failures of processes
+    CLEARED = 3  # it has run alone, and no process has failed: it is no suspect any more
+
+
 class Failed(msgspec.Struct, array_like=True, frozen=True):
     """A request that ends without an answer. `status` is the HTTP status for it."""
 
     request: Number
     status: Natural
     reason: str
-    may_resume: bool = False  # the group still serves: the server may submit the request again, with its progress
-    cleared: bool = False  # no failure of a process is this request's doing
+    resume: Resume | None = None  # None: it may not be submitted again
 
 
 # What each channel carries; its number in this list is the message's number on the wire.

@@ -14,11 +14,14 @@ from penstock import Lease, MemoryExhausted, Missing, Store
 
 ROOM_TIMEOUT = 1.0  # seconds
 LOOK_AGAIN = 0.02  # seconds, of a sender that waits for room
-LOST_TIMEOUT = 60.0  # seconds from sending until a tensor that no receiver has opened is given up
+LOST_TIMEOUT = 60.0  # seconds from sending until a tensor that no receiver has opened is given up for its room
 
 
 class SentTensors:
     """A store of tensors that were sent: each is held until its receiver has removed its key.
+
+    A tensor of a message that was never sent has no receiver: it is given up after a time; but only where its room is
+    wanted, as a receiver that was stopped for that long would find it missing.
 
     Args:
         store: where the tensors lie.
@@ -42,23 +45,24 @@ class SentTensors:
         """
         key = os.urandom(32)
         deadline = time.monotonic() + timeout
+        self.release_received()
         while True:
-            self.release_received()
             try:
                 lease = self.store.put([tensor], key=key, timeout=LOOK_AGAIN)
                 break
             except MemoryExhausted:
                 if tensor.nbytes > self.store.nbytes or time.monotonic() > deadline:
                     raise
+            self.release_received(gives_up_lost=True)
         self._sent.append((key, lease, time.monotonic()))
         return key
 
-    def release_received(self) -> None:
-        """Releases what its receivers have opened, and what none has within the timeout."""
+    def release_received(self, *, gives_up_lost: bool = False) -> None:
+        """Releases what its receivers have opened; with `gives_up_lost` also what none has within the timeout."""
         now = time.monotonic()
         kept: deque[tuple[bytes, Lease, float]] = deque()
         for key, lease, sent_at in self._sent:
-            if now - sent_at > self._timeout:
+            if gives_up_lost and now - sent_at > self._timeout:
                 self.store.remove(key)
             elif self._is_kept(key):
                 kept.append((key, lease, sent_at))

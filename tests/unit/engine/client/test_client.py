@@ -80,6 +80,16 @@ def test_log_probabilities_of_equal_number_are_cut_too() -> None:
     assert [one.ranks.tolist() for one in cut if one] == [[4], [5]]
 
 
+def test_row_beside_one_with_log_probabilities_has_none() -> None:
+    """One asked for none, the other ended without a token."""
+    values = np.arange(2, dtype=np.float32)
+    numbers = ints(1, 2, 3, 0, 0, 0, 7, 8)
+    logprobs = Logprobs(ints(8, 9), values, ints(0, 1), ints(0, 2))
+    pieces = [piece for _, piece in split_delta(Delta(3, numbers, b"", slots(1, 1, 0), logprobs=logprobs))]
+    assert [piece.logprobs is None for piece in pieces] == [True, False, True]
+    assert pieces[1].logprobs is not None and pieces[1].logprobs.ids.tolist() == [8, 9]
+
+
 # ── a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
 def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
     def test() -> None:
@@ -106,6 +116,16 @@ async def test_pieces_that_nobody_has_taken_become_one_for_each_sample() -> None
     rest = [piece async for piece in stream]
     assert rest[-1].reason == FinishReason.LENGTH and stream.cached_tokens == 3
     assert stream.is_over and stream.completion_tokens == 5
+
+
+@in_a_loop
+async def test_unread_chunks_are_joined_also_beside_a_request_with_log_probabilities() -> None:
+    stream, _ = stream_of()
+    logprobs = Logprobs(ints(8, 9), np.zeros(2, np.float32), ints(0, 1), ints(0, 2))
+    for token in (65, 66):
+        delta = Delta(2, ints(1, 2, 1, 1, token, 8), bytes([token, 90]), logprobs=logprobs)
+        stream.add(next(piece for request, piece in split_delta(delta) if request == 1))
+    assert (await anext(stream)).ids == [65, 66]
 
 
 @in_a_loop

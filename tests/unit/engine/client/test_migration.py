@@ -31,6 +31,7 @@ from penstock.engine.protocol.messages import (
     Failed,
     Finished,
     FinishReason,
+    Resume,
     SamplingParams,
     Style,
     Submit,
@@ -59,6 +60,7 @@ class Group:
         self._board.row(self._group)[StatusBoard.SERVING] = self.incarnation
 
     def stop_serving(self) -> None:
+        self._board.tree[StatusBoard.SERVED] = 1
         self._board.row(self._group)[StatusBoard.SERVING] = 0
 
     def judge(self, cause: Cause, in_flight: Sequence[tuple[int, int]] = (), *, is_trial: bool = False) -> None:
@@ -230,7 +232,7 @@ async def test_request_avoids_a_group_that_lacks_an_output_processor_while_anoth
         lacking, other = groups[stream.group], groups[1 - stream.group]
         await lacking.submitted()
         lacking._board.row(stream.group)[StatusBoard.ABSENT_OUTPUTS] = 1
-        lacking.core.send(Failed(stream.request, 503, "an output died", may_resume=True), PATIENCE)
+        lacking.core.send(Failed(stream.request, 503, "an output died", Resume.OUTPUT_DIED), PATIENCE)
         await other.submitted()
         other.stop_serving()
         other.judge(Cause.OUTSIDE)
@@ -414,12 +416,84 @@ async def test_request_that_no_group_takes_ends_with_503_in_time() -> None:
         assert client.counters[0][MigrationCounters.GIVEN_UP] == 1
 
 
+# ── a new request while no group serves ──────────────────────────────────────────────────────────────────────────────
+def submitting(client: Client, **options: Any) -> asyncio.Task[OutputStream]:
+    return asyncio.ensure_future(client.submit([1], **options))
+
+
 @in_a_loop
-async def test_new_request_is_refused_while_no_group_serves() -> None:
+async def test_new_requests_wait_for_a_group_that_is_started_again() -> None:
     async with engine() as ([group], client):
-        await waiting(group, client)
-        with pytest.raises(EngineError, match="no group of the engine serves now"):
-            await client.submit([1])
+        group.lose()
+        await until(lambda: not client.can_submit)
+        newcomers = [submitting(client) for _ in range(3)]
+        await group.require_silence()
+        assert not any(newcomer.done() for newcomer in newcomers)
+        newcomers[0].cancel()
+        group.serve()
+        for newcomer in newcomers[1:]:
+            submit = await group.submitted()
+            group.answer(submit.request, [65], FinishReason.STOP)
+            assert await read(await newcomer) == [65]
+        await group.require_silence()
+
+
+@in_a_loop
+async def test_new_request_waits_where_the_client_hears_of_a_death_before_the_launcher() -> None:
+    async with engine() as ([group], client):
+        client._cores.mark_dead(0, group.incarnation)
+        newcomer = submitting(client)
+        await group.require_silence()
+        group.serve()
+        await group.submitted()
+        (await newcomer).abort()
+
+
+@in_a_loop
+async def test_new_request_waits_no_longer_than_a_lost_one() -> None:
+    async with engine(migration_timeout=0.2) as ([group], client):
+        group.lose()
+        for options, status in (({}, 503), ({"timeout": 0.1}, 504)):
+            with pytest.raises(EngineError) as caught:
+                await client.submit([1], **options)
+            assert caught.value.status == status
+        group.serve()
+        await group.require_silence()
+
+
+@in_a_loop
+async def test_shutdown_refuses_a_new_request_that_waits() -> None:
+    async with engine() as ([group], client):
+        group.lose()
+        newcomer = submitting(client)
+        await group.require_silence()
+        group._board.drain()
+        with pytest.raises(EngineError, match="shutting down"):
+            await newcomer
+
+
+@in_a_loop
+async def test_closed_client_refuses_a_new_request_that_waits() -> None:
+    async with engine() as ([group], client):
+        group.lose()
+        newcomer = submitting(client)
+        await group.require_silence()
+    with pytest.raises(EngineError, match="has been closed"):
+        await newcomer
+
+
+@pytest.mark.parametrize(("limit", "has_served"), [(0, True), (3, False)])
+def test_new_request_is_refused_at_once_where_no_request_is_kept_and_while_the_first_group_loads(
+    limit: int, has_served: bool
+) -> None:
+    async def scene() -> None:
+        async with engine(migration_limit=limit) as ([group], client):
+            group.stop_serving()
+            group._board.tree[StatusBoard.SERVED] = int(has_served)
+            with pytest.raises(EngineError, match="no group of the engine serves now"):
+                await asyncio.wait_for(client.submit([1]), PATIENCE)
+
+    asyncio.run(scene())
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,7 +506,7 @@ async def test_request_ends_with_503_at_once_where_the_limit_is_0() -> None:
         error = await error_of(stream)
         assert error.status == 503 and "has died: it does not serve any more" in error.reason
         stream = await client.submit([1])
-        groups[stream.group].core.send(Failed(stream.request, 503, "an output died", may_resume=True), PATIENCE)
+        groups[stream.group].core.send(Failed(stream.request, 503, "an output died", Resume.OUTPUT_DIED), PATIENCE)
         assert (await error_of(stream)).reason == "an output died"
 
 
@@ -446,9 +520,9 @@ async def test_request_ends_with_503_after_as_many_losses_as_the_limit_says() ->
             group.lose(cause)
             await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
             group.serve()
-        for is_cleared in (True, False, False):
+        for resume in (Resume.CLEARED, Resume.SUSPECT_RUNS, Resume.OUTPUT_DIED, Resume.OUTPUT_DIED):
             request = (await group.submitted()).request
-            group.core.send(Failed(request, 503, "an output died", may_resume=True, cleared=is_cleared), PATIENCE)
+            group.core.send(Failed(request, 503, "an output died", resume), PATIENCE)
         error = await error_of(stream)
         assert error.status == 503 and "an output died; the request has been resumed 2 times" in error.reason
         assert migrations(client) == {"planned": 2, "died": 1, "output": 1}
@@ -538,6 +612,53 @@ async def test_request_of_another_server_on_trial_clears_this_server_s() -> None
         await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
         group.serve()
         assert (await group.submitted()).failures == 0
+
+
+async def fail_twice(group: Group, client: Client, *streams: OutputStream) -> None:
+    """The group fails by itself two times, with these requests in flight."""
+    for _ in range(2):
+        for _ in streams:
+            await group.submitted()
+        group.lose(Cause.ITSELF, *streams)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == len(streams))
+        group.serve()
+
+
+async def clear(group: Group, submit: Submit) -> None:
+    group.core.send(Failed(submit.request, 503, "the request is cleared", Resume.CLEARED), PATIENCE)
+
+
+@in_a_loop
+async def test_request_that_was_cleared_survives_as_many_failures_again() -> None:
+    """Those of another request that makes processes fail, in the end as often as the limit says."""
+    async with engine(migration_limit=2) as ([group], client):
+        stream = await client.submit([1])
+        for _ in range(2):
+            await fail_twice(group, client, stream)
+            suspect = await group.submitted()
+            assert suspect.failures == 2
+            await clear(group, suspect)
+        await fail_twice(group, client, stream)
+        suspect = await group.submitted()
+        await clear(group, suspect)
+        assert (await group.submitted()).failures == 0
+        group.lose(Cause.ITSELF, stream)
+        error = await error_of(stream)
+        assert error.status == 503 and "has been resumed 2 times (migration_limit)" in error.reason
+
+
+@in_a_loop
+async def test_request_that_makes_room_for_a_suspect_stays_as_suspect_as_it_was() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1])
+        await group.submitted()
+        group.lose(Cause.ITSELF, stream)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        group.serve()
+        again = await group.submitted()
+        group.core.send(Failed(again.request, 503, "a suspect runs", Resume.SUSPECT_RUNS), PATIENCE)
+        assert (await group.submitted()).failures == again.failures == 1
+        assert migrations(client) == {"failed": 1}
 
 
 @in_a_loop

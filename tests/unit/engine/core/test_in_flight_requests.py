@@ -6,7 +6,7 @@ from contextlib import closing, contextmanager
 import numpy as np
 import pytest
 
-from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.cluster.topology import MAX_BESIDE, Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
 from penstock.engine.core.in_flight_requests import InFlightRequests
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
@@ -43,7 +43,8 @@ def step(*, left: tuple[int, ...] = (), preempted: tuple[int, ...] = (), resumed
 
 class Scene:
     def __init__(self, tree: Cluster) -> None:
-        self.requests = InFlightRequests(tree, ProcessId("core", 0, 0, 1), 4)
+        self.undelivered: list[tuple[int, int]] = []
+        self.requests = InFlightRequests(tree, ProcessId("core", 0, 0, 1), 4, lambda: self.undelivered)
         self.board = VerdictBoard(tree.verdicts, writable=True)
         self.board.write_cause(0, 1, Cause.ITSELF)
 
@@ -90,6 +91,43 @@ def test_list_is_empty_when_no_step_is_in_flight() -> None:
         assert scene.listed() == set()
         scene.requests.on_step(step(), True)
         assert scene.listed() == {(0, 5)} and scene.board.verdict(0, 1).is_trial
+
+
+def test_list_has_admitted_requests_until_the_next_step() -> None:
+    with playing() as scene:
+        scene.requests.on_step(step(joined={0: (0, 5)}), False)
+        scene.requests.on_admit([(0, 6), (1, 7)], False)
+        assert scene.listed() == {(0, 5), (0, 6), (1, 7)}
+        scene.requests.on_step(step(), False)
+        assert scene.listed() == {(0, 5)}, "they have no slot yet"
+        scene.requests.on_result()
+        scene.requests.on_result()
+        scene.requests.on_admit([(0, 8)], True)
+        assert scene.listed() == {(0, 8)} and scene.board.verdict(0, 1).is_trial
+
+
+def test_list_has_room_for_full_steps_and_some_requests_beside_them() -> None:
+    with playing() as scene:
+        scene.requests.on_step(step(joined={slot: (0, slot) for slot in range(4)}), False)
+        scene.requests.on_step(step(left=(0, 1, 2, 3), joined={slot: (1, slot) for slot in range(4)}), False)
+        scene.undelivered += [(3, number) for number in range(2 * MAX_BESIDE)]
+        scene.requests.on_admit([(2, number) for number in range(2 * MAX_BESIDE)], False)
+        listed = scene.listed()
+        assert len(listed) == 8 + 2 * MAX_BESIDE and {(0, 3), (1, 3), (2, 0), (3, 0)} <= listed
+
+
+def test_list_has_requests_that_have_ended_until_that_is_delivered() -> None:
+    with playing() as scene:
+        scene.requests.on_step(step(joined={0: (0, 5), 1: (0, 6)}), False)
+        scene.requests.on_result()
+        scene.undelivered.append((0, 5))
+        for left in ((0,), ()):
+            scene.requests.on_step(step(left=left), False)
+            assert scene.listed() == {(0, 5), (0, 6)}
+            scene.requests.on_result()
+        scene.undelivered.clear()
+        scene.requests.on_step(step(), False)
+        assert scene.listed() == {(0, 6)}
 
 
 def test_steady_steps_write_nothing(monkeypatch: pytest.MonkeyPatch) -> None:

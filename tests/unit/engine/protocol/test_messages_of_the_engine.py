@@ -29,6 +29,7 @@ from penstock.engine.protocol.messages import (
     OutputReady,
     Progress,
     Ready,
+    Resume,
     SamplingParams,
     Started,
     Step,
@@ -149,7 +150,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
             DELTAS,
         ),
         (Failed(7, 503, "its worker died"), DELTAS),
-        (Failed(7, 503, "its output processor died", may_resume=True, cleared=True), DELTAS),
+        (Failed(7, 503, "its output processor died", Resume.CLEARED), DELTAS),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else "",
 )
