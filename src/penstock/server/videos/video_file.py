@@ -1,0 +1,220 @@
+"""Reads a video file with PyAV (FFmpeg): what its container says, and the frames at some indices.
+
+    with VideoFile(file, kind, limits) as video:
+        video.info          frames, frames per second, size: counted before anything is decoded
+        video.frames([0, 15, 30])
+
+FFmpeg reads a file of a client here, so it gets as little to do as possible. The container's format is named, and not
+guessed; playlists, whose parts lie elsewhere, are among no formats. It opens no other file and no connection. Only
+codecs of usual videos are decoded, by one thread. Sizes are limited before a frame is allocated, and packets are
+counted, as the count in a header need not be true. What remains is a decoder that crashes or does not end, and so this
+runs in a process of its own: `decoder_process`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+MP4, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as FFmpeg names their readers
+CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
+DECODERS = (*CODECS, "libdav1d")
+NAMES = "H.264, HEVC, VP8, VP9, AV1, MPEG-4"
+MAX_RATE = 1000.0  # frames per second; the limit of the duration bounds the frames with it
+QUARTER = 90.0  # degrees: a phone stores a portrait video on its side, with the turn in its header
+
+
+class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Limits of the videos of one request."""
+
+    count: int = 4
+    nbytes: int = 64 << 20  # of each video, as it was sent
+    pixels: int = 9_000_000  # of a frame: 4096 x 2160 and less
+    seconds: float = 600.0  # of its duration
+    frames: int = 768  # that the model gets of a video
+    decoder_seconds: float = 30.0  # from the first byte that a decoder gets of a video to its tensors
+
+    def __post_init__(self) -> None:
+        for name, least in (("count", 0), ("nbytes", 1), ("pixels", 1), ("frames", 1)):
+            if type(getattr(self, name)) is not int or getattr(self, name) < least:
+                raise ValueError(f"expected {name} of {least} or more, got {getattr(self, name)!r}")
+        for name in ("seconds", "decoder_seconds"):
+            if not 0 < getattr(self, name) <= 1e6:
+                raise ValueError(f"expected {name} above 0 and up to 1e6, got {getattr(self, name)!r}")
+
+
+class VideoRejected(Exception):
+    """A video that is not decoded. `status` is the HTTP status of the answer."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
+
+
+class ContainerInfo(NamedTuple):
+    frames: int
+    fps: float
+    width: int  # as displayed: a quarter turn has been applied
+    height: int
+
+
+def container_of(head: bytes) -> str | None:
+    """Returns the container's format by the first bytes of a file; None: it is none that is read."""
+    if re.match(rb"....ftyp", head, re.DOTALL) or re.match(rb"....(?:moov|mdat|wide|free|skip)", head, re.DOTALL):
+        return MP4
+    return MATROSKA if head.startswith(b"\x1a\x45\xdf\xa3") else None
+
+
+class VideoFile:
+    """One video file, in the process that decodes it."""
+
+    def __init__(self, file: BinaryIO, limits: VideoLimits) -> None:
+        """Reads the container, and the first frame. Raises VideoRejected, and MemoryError."""
+        self._file = file
+        self._limits = limits
+        file.seek(0)
+        self._format = container_of(file.read(16))
+        if self._format is None:
+            raise _unreadable("its first bytes are of neither MP4, MOV, WebM nor Matroska")
+        self._quarters = 0
+        self.info = self._read_info()
+
+    def frames(self, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
+        """Returns the frames of these indices, increasing, as RGB: [frames, height, width, 3].
+
+        Raises VideoRejected, and MemoryError.
+        """
+        info = self.info
+        pictures = np.empty((len(indices), info.height, info.width, 3), np.uint8)
+        filled = 0
+        for index, frame in enumerate(self._decode()):
+            if index == indices[filled]:
+                pictures[filled] = self._picture(frame, index)
+                filled += 1
+                if filled == len(indices):
+                    return pictures
+        raise _unreadable(f"frame {indices[filled]} of {info.frames} cannot be decoded: the file ends before it")
+
+    def _picture(self, frame: Any, index: int) -> npt.NDArray[np.uint8]:
+        picture: npt.NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
+        picture = np.rot90(picture, self._quarters)
+        if picture.shape[:2] != (self.info.height, self.info.width):
+            size = f"{picture.shape[1]} x {picture.shape[0]}"
+            raise _unreadable(f"frame {index} is {size}, and the first one {self.info.width} x {self.info.height}")
+        return picture
+
+    # ── the container ──
+    def _open(self) -> Any:
+        import av
+
+        self._file.seek(0)
+        options = {
+            "format_whitelist": self._format,
+            "codec_whitelist": ",".join(DECODERS),
+            "protocol_whitelist": "none",
+            "max_pixels": str(self._limits.pixels),
+            "threads": "1",
+        }
+        return av.open(self._file, format=str(self._format).partition(",")[0], options=options)
+
+    def _read_info(self) -> ContainerInfo:
+        import av
+
+        try:
+            with self._open() as container:
+                stream = _video_stream(container)
+                self._require_size(stream.codec_context.width, stream.codec_context.height)
+                frames, seconds = self._count(container, stream)
+                fps = _rate(stream, frames, seconds)
+        except MemoryError:
+            raise
+        except (av.FFmpegError, ValueError, ArithmeticError) as error:
+            raise _unreadable(error) from None
+        self._require_duration(max(seconds, frames / fps))
+        first = next(self._decode(), None)
+        if first is None:
+            raise _unreadable("it has no frame")
+        self._require_size(first.width, first.height)  # the stream's own, and not what the container says
+        self._quarters = round(first.rotation / QUARTER) % 4
+        width, height = (first.height, first.width) if self._quarters % 2 else (first.width, first.height)
+        return ContainerInfo(frames, fps, width, height)
+
+    def _count(self, container: Any, stream: Any) -> tuple[int, float]:
+        """Returns the number of frames, and the seconds from the first to the end of the last, by the packets."""
+        most = int(self._limits.seconds * MAX_RATE)
+        frames = 0
+        first = last = None
+        for packet in container.demux(stream):
+            if not packet.size:
+                continue
+            frames += not packet.is_discard
+            if frames > most:
+                raise VideoRejected(413, f"a video has at most {most} frames, this one has more")
+            if packet.pts is not None:
+                end = packet.pts + (packet.duration or 0)
+                first, last = min(first or packet.pts, packet.pts), max(last or end, end)
+        if not frames:
+            raise VideoRejected(400, "expected a video: its stream has no packets")
+        seconds = 0.0 if first is None or last is None else float((last - first) * stream.time_base)
+        self._require_duration(seconds)
+        return frames, seconds
+
+    def _require_duration(self, seconds: float) -> None:
+        if not seconds <= self._limits.seconds:
+            raise VideoRejected(413, f"a video has at most {self._limits.seconds:g} s, this one has {seconds:.6g}")
+
+    def _require_size(self, width: int, height: int) -> None:
+        if width < 1 or height < 1:
+            raise _unreadable(f"its frames are {width} x {height}")
+        limit = self._limits.pixels
+        if width * height > limit:
+            actual = f"this one has {width} x {height} = {width * height}"
+            raise VideoRejected(413, f"a frame of a video has at most {limit} pixels, {actual}")
+
+    # ── frames ──
+    def _decode(self) -> Iterator[Any]:
+        """Yields the frames in the order of display. Raises VideoRejected."""
+        import av
+
+        try:
+            with self._open() as container:
+                yield from container.decode(_video_stream(container))
+        except MemoryError:
+            raise
+        except (av.FFmpegError, ValueError, ArithmeticError) as error:
+            raise _unreadable(error) from None
+
+
+def _video_stream(container: Any) -> Any:
+    """Returns the first stream of moving pictures. Raises VideoRejected."""
+    if not container.streams.video:
+        raise VideoRejected(400, "expected a video: the file has no stream of pictures")
+    stream = container.streams.video[0]
+    name = None if stream.codec_context is None else stream.codec_context.name
+    if name not in DECODERS:
+        raise VideoRejected(400, f"expected a video of {NAMES}, got {name or 'a codec that is not known'}")
+    return stream
+
+
+def _rate(stream: Any, frames: int, seconds: float) -> float:
+    """Returns the average rate: as transformers reads it; or where the container has none, by the packets."""
+    fps = float(stream.average_rate or 0)
+    if fps <= 0 and seconds > 0:
+        fps = frames / seconds
+    if not 0 < fps <= MAX_RATE:
+        raise ValueError(f"its rate is {fps:g} frames per second")
+    return fps
+
+
+def _unreadable(why: object) -> VideoRejected:
+    reason = getattr(why, "strerror", None) or why
+    return VideoRejected(400, f"expected a video as MP4, MOV, WebM or Matroska: {reason}")
