@@ -8,7 +8,7 @@ import re
 import msgspec
 
 from penstock.engine.client.image_processor import ImageLimits
-from penstock.server.images.image_fetcher import AllowedHost
+from penstock.server.media.media_fetcher import AllowedHost
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 

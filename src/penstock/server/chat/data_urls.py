@@ -1,7 +1,7 @@
 """Cuts long data URLs and prompt embeddings out of a body before it is decoded, and puts them back after.
 
 The JSON decoder looks at each character and holds the interpreter throughout, so a thread of its own would not help.
-A search for the closing quotation mark is ten times as fast, and other threads run between two searches. `image_urls`
+A search for the closing quotation mark is ten times as fast, and other threads run between two searches. `media_urls`
 decodes the URLs, and `embeds_prompts` the embeddings.
 """
 

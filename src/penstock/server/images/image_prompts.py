@@ -3,7 +3,7 @@
 Threads of this process do the work, and not separate processes: decoding, scaling and arithmetic release the
 interpreter, so the event loop goes on; tensors are written once, straight into the store, under a lease of this
 process; and no other process can die. A decoder that crashes ends this server process, which the launcher restarts
-while other servers answer. `image_urls` gets the bytes, and the engine's client processes them.
+while other servers answer. `media_urls` gets the bytes, and the engine's client processes them.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from penstock.engine.model_dir import load_tokenizer, takes_images
 from penstock.engine.protocol.columns import Input
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
-from penstock.server.images import image_urls
-from penstock.server.images.image_fetcher import ImageFetcher, is_remote
+from penstock.server.media import media_urls
+from penstock.server.media.media_fetcher import MediaFetcher, is_remote
 from penstock.server.options import ServerOptions
 from penstock.tensor import Scope, ScopeStats, Store
 
@@ -77,7 +77,7 @@ class ImagePrompts:
         )
         self._places = ImagePlaceholders(self._images, load_tokenizer(config) if tokenizer is None else tokenizer)
         self._folders = [Path(folder).resolve(strict=True) for folder in options.allowed_local_media_path]
-        self._fetcher = ImageFetcher(options.allowed_media_domains) if options.allowed_media_domains else None
+        self._fetcher = MediaFetcher(options.allowed_media_domains) if options.allowed_media_domains else None
 
     def close(self) -> None:
         if self._fetcher is not None:
@@ -127,7 +127,7 @@ class ImagePrompts:
 
     async def _load(self, ref: ImageRef, scope: Scope) -> ProcessedImage:
         max_nbytes = self._images.limits.nbytes
-        raw: bytes | Callable[[], bytes] = functools.partial(image_urls.read, ref.url, max_nbytes, self._folders)
+        raw: bytes | Callable[[], bytes] = functools.partial(media_urls.read, ref.url, max_nbytes, self._folders)
         try:
             if self._fetcher is not None and is_remote(ref.url):
                 raw = await self._fetcher.fetch(ref.url, max_nbytes)

@@ -26,7 +26,9 @@ BODY_COPIES = 2  # a body as it was received, and the strings in it
 class MediaBudget:
     """The budget of one server process."""
 
-    def __init__(self, nbytes: int, changed: Callable[[int, int, int], None] = lambda stage, held, waiting: None) -> None:
+    def __init__(
+        self, nbytes: int, changed: Callable[[int, int, int], None] = lambda stage, held, waiting: None
+    ) -> None:
         """`changed` gets the number of a stage, its bytes held, and its waits."""
         self.nbytes = nbytes
         self.bodies, self.files, self.decoded = (

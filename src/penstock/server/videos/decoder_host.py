@@ -17,7 +17,8 @@ from typing import NoReturn
 
 import msgspec
 
-from penstock.engine.client.video_processor import VideoProcessor, VideoSettings
+from penstock.engine.client.video_processor import VideoProcessor
+from penstock.engine.client.video_settings import VideoSettings
 from penstock.engine.cluster import logs
 from penstock.server.videos import decoder_process, video_messages
 from penstock.server.videos.video_file import VideoLimits

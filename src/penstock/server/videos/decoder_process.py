@@ -23,17 +23,19 @@ import msgspec
 
 from penstock import MemoryExhausted, Timeout
 from penstock.engine.client.image_processor import ImageRefused
-from penstock.engine.client.video_processor import VideoInfo, VideoPlan, VideoProcessor
+from penstock.engine.client.video_processor import CHUNK_NBYTES, VideoProcessor
+from penstock.engine.client.video_settings import VideoInfo, VideoPlan
 from penstock.engine.cluster.logs import event
 from penstock.server.videos import video_messages
 from penstock.server.videos.video_file import VideoFile, VideoLimits, VideoRejected
 from penstock.server.videos.video_messages import TO_DECODER, Decode, Inline, Open, Opened, Rejected, Stored
 from penstock.tensor import Lease, Store, plan
+from penstock.tensor.tree import read_to_fill
 
 PR_SET_PDEATHSIG = 1
 ROOM_TIMEOUT = 0.1  # seconds to wait for room in the store: as of a Scope
 RGB = 3  # bytes of a pixel
-WORKING_COPIES = 2  # of the tensors, while the processor makes them
+COPIES = 3  # of the frames that are processed at a time: as they are decoded, as they are resized, and one more
 OOM_SCORE = "500"  # a decoder is killed before a server or a worker where memory lacks
 
 
@@ -79,9 +81,7 @@ def _bound_memory(nbytes: int) -> None:
 
 
 class _Decoder:
-    def __init__(
-        self, line: socket.socket, processor: VideoProcessor, limits: VideoLimits, ticket: str | None
-    ) -> None:
+    def __init__(self, line: socket.socket, processor: VideoProcessor, limits: VideoLimits, ticket: str | None) -> None:
         self._line = line
         self._processor = processor
         self._limits = limits
@@ -95,22 +95,23 @@ class _Decoder:
             video = VideoFile(file, self._limits)
             info = VideoInfo(**video.info._asdict())
             planned = self._plan(info)
-            kept = len(planned.indices)
-            nbytes = kept * info.height * info.width * RGB + WORKING_COPIES * planned.nbytes
-            size = info.width, info.height
+            kept, size = len(planned.indices), (info.width, info.height)
+            at_once = min(kept, CHUNK_NBYTES // (4 * RGB * planned.width * planned.height) + 2)
+            nbytes = planned.nbytes + COPIES * at_once * RGB * info.width * info.height
             self._send(Opened(info.frames, info.duration, *size, kept, planned.tokens, nbytes))
             message, _ = self._receive()
             assert isinstance(message, Decode), "the second message of a server"
-            frames = video.frames(planned.indices)
-        if self._ticket is None or not self._store(self._ticket, key, frames, planned):
-            self._send_inline(self._processor.process(frames, planned))
-            self._receive_end()
+            frames: Any = video.frames(planned.indices)
+            if self._ticket is None or not self._store(self._ticket, key, frames, planned):
+                self._send_inline(frames, planned)
 
     def _plan(self, info: VideoInfo) -> VideoPlan:
         planned = self._processor.plan(info)
         kept, most = len(planned.indices), self._limits.frames
         if kept > most:
-            raise VideoRejected(413, f"of a video the model gets at most {most} frames, of this one it would get {kept}")
+            raise VideoRejected(
+                413, f"of a video the model gets at most {most} frames, of this one it would get {kept}"
+            )
         return planned
 
     def _store(self, ticket: str, key: bytes, frames: Any, planned: VideoPlan) -> bool:
@@ -133,13 +134,16 @@ class _Decoder:
             lease.release()
         return True
 
-    def _send_inline(self, tree: Any) -> None:
-        written = plan(tree)
+    def _send_inline(self, frames: Any, planned: VideoPlan) -> None:
+        """Makes the tensors in a file of memory."""
+        tree = plan(self._processor.layout(planned), is_filled_later=True)
         fd = os.memfd_create("video tensors", os.MFD_CLOEXEC)
-        os.ftruncate(fd, max(written.nbytes, 1))
-        with mmap.mmap(fd, 0) as room:
-            written.write(room)
-        self._send(Inline(written.layout, written.nbytes), (fd,))
+        os.ftruncate(fd, max(tree.nbytes, 1))
+        room = mmap.mmap(fd, 0)
+        tree.write(room)
+        self._processor.process(frames, planned, read_to_fill(tree.layout, room))
+        self._send(Inline(tree.layout, tree.nbytes), (fd,))
+        self._receive_end()
 
     def _receive_end(self) -> None:
         """Waits until the server has taken what was sent, as its socket's end shows."""

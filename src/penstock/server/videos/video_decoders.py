@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from penstock.engine.client.video_processor import VideoSettings
+from penstock.engine.client.video_settings import VideoSettings
 from penstock.engine.cluster.logs import event
 from penstock.server.media.byte_semaphore import ByteLease, ByteSemaphore
 from penstock.server.videos import video_messages
@@ -36,7 +36,6 @@ from penstock.server.videos.video_messages import (
     Inline,
     Open,
     Opened,
-    Ready,
     Rejected,
     Setup,
     Stored,
@@ -91,7 +90,7 @@ class VideoDecoder:
         return reply
 
     async def decode(self) -> tuple[Stored | Inline, int | None]:
-        """Returns where the tensors are; of Inline the descriptor, too, which the caller closes. Raises VideoRejected."""
+        """Returns where the tensors are; of Inline the file, too, which the caller closes. Raises VideoRejected."""
         reply, fds = await self._ask(Decode())
         assert isinstance(reply, Stored | Inline), "what a decoder answers last"
         return reply, fds[0] if fds else None
@@ -150,7 +149,9 @@ class VideoDecoder:
 class VideoDecoders:
     """Used by one event loop. The decoder host is started at the first video, and again where it has died."""
 
-    def __init__(self, settings: DecoderSettings, changed: Callable[[int, int], None] = lambda busy, waiting: None) -> None:
+    def __init__(
+        self, settings: DecoderSettings, changed: Callable[[int, int], None] = lambda busy, waiting: None
+    ) -> None:
         """`changed` gets the number of videos that are being decoded, and of those that wait, after each change."""
         self._settings = settings
         self._places = ByteSemaphore(settings.count, changed)

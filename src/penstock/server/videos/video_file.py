@@ -1,8 +1,8 @@
 """Reads a video file with PyAV (FFmpeg): what its container says, and the frames at some indices.
 
-    with VideoFile(file, kind, limits) as video:
-        video.info          frames, frames per second, size: counted before anything is decoded
-        video.frames([0, 15, 30])
+    video = VideoFile(file, limits)
+    video.info                          frames, frames per second, size: counted before they are decoded
+    video.frames([0, 15, 30])[0:2]      decodes the frames 0 to 15
 
 FFmpeg reads a file of a client here, so it gets as little to do as possible. The container's format is named, and not
 guessed; playlists, whose parts lie elsewhere, are among no formats. It opens no other file and no connection. Only
@@ -15,14 +15,11 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import Any, BinaryIO, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
-
-if TYPE_CHECKING:
-    from typing_extensions import Self
 
 MP4, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as FFmpeg names their readers
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
@@ -30,6 +27,9 @@ DECODERS = (*CODECS, "libdav1d")
 NAMES = "H.264, HEVC, VP8, VP9, AV1, MPEG-4"
 MAX_RATE = 1000.0  # frames per second; the limit of the duration bounds the frames with it
 QUARTER = 90.0  # degrees: a phone stores a portrait video on its side, with the turn in its header
+
+
+Picture: TypeAlias = npt.NDArray[np.uint8]
 
 
 class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -74,6 +74,35 @@ def container_of(head: bytes) -> str | None:
     return MATROSKA if head.startswith(b"\x1a\x45\xdf\xa3") else None
 
 
+class VideoFrames:
+    """Frames as an array of uint8 [frames, height, width, 3] whose slices are read once, from the first to the last.
+
+    So a decoder has a few frames in memory, and not all that the model gets.
+    """
+
+    ndim = 4
+    dtype = np.dtype(np.uint8)
+
+    def __init__(self, shape: tuple[int, int, int, int], pictures: Iterator[Picture]) -> None:
+        self.shape = shape
+        self._pictures = pictures
+        self._next = 0
+
+    def __len__(self) -> int:
+        return self.shape[0]
+
+    def __getitem__(self, part: slice) -> Picture:
+        """Decodes frames. Raises VideoRejected, MemoryError, and IndexError for frames that have been read."""
+        begin, end, step = part.indices(len(self))
+        if begin != self._next or step != 1:
+            raise IndexError(f"expected frames from {self._next} on, got {part}")
+        pictures = np.empty((max(0, end - begin), *self.shape[1:]), np.uint8)
+        for place, picture in zip(pictures, self._pictures, strict=False):  # takes no picture beyond the last place
+            place[:] = picture
+        self._next = max(begin, end)
+        return pictures
+
+
 class VideoFile:
     """One video file, in the process that decodes it."""
 
@@ -88,25 +117,26 @@ class VideoFile:
         self._quarters = 0
         self.info = self._read_info()
 
-    def frames(self, indices: Sequence[int]) -> npt.NDArray[np.uint8]:
-        """Returns the frames of these indices, increasing, as RGB: [frames, height, width, 3].
-
-        Raises VideoRejected, and MemoryError.
-        """
+    def frames(self, indices: Sequence[int]) -> VideoFrames:
+        """Returns the frames of these indices, increasing, which are decoded when they are read."""
         info = self.info
-        pictures = np.empty((len(indices), info.height, info.width, 3), np.uint8)
-        filled = 0
-        for index, frame in enumerate(self._decode()):
-            if index == indices[filled]:
-                pictures[filled] = self._picture(frame, index)
-                filled += 1
-                if filled == len(indices):
-                    return pictures
-        raise _unreadable(f"frame {indices[filled]} of {info.frames} cannot be decoded: the file ends before it")
+        shape = len(indices), info.height, info.width, 3
+        return VideoFrames(shape, self._pictures(indices))
 
-    def _picture(self, frame: Any, index: int) -> npt.NDArray[np.uint8]:
-        picture: npt.NDArray[np.uint8] = frame.to_ndarray(format="rgb24")
-        picture = np.rot90(picture, self._quarters)
+    def _pictures(self, indices: Sequence[int]) -> Iterator[Picture]:
+        wanted = iter(indices)
+        index = next(wanted, None)
+        for number, frame in enumerate(self._decode()):
+            if number == index:
+                yield self._picture(frame, number)
+                index = next(wanted, None)
+                if index is None:
+                    return
+        reason = f"frame {index} of {self.info.frames} cannot be decoded, as the file ends before it"
+        raise _unreadable(reason)
+
+    def _picture(self, frame: Any, index: int) -> Picture:
+        picture: Picture = np.rot90(frame.to_ndarray(format="rgb24"), self._quarters)
         if picture.shape[:2] != (self.info.height, self.info.width):
             size = f"{picture.shape[1]} x {picture.shape[0]}"
             raise _unreadable(f"frame {index} is {size}, and the first one {self.info.width} x {self.info.height}")

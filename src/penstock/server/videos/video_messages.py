@@ -1,4 +1,4 @@
-"""Messages between a server process and the processes that decode videos for it, in the order in which a video meets them.
+"""Messages between a server process and the processes that decode its videos, in the order in which a video meets them.
 
     server ── Fork, a socket ──────────►  decoder host, which forks a decoder
     server ◄── its pidfd ───────────────  decoder host

@@ -31,7 +31,7 @@ from tests.support.models import VISION  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture, png_of  # noqa: E402
 from tests.unit.engine.test_images_of_requests import must_be_held_by_nobody  # noqa: E402
-from tests.unit.server.images.test_image_fetcher import Elsewhere, bare, whole  # noqa: E402
+from tests.unit.server.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
 
 WHERE = "messages[0].content[{}]"
 

@@ -22,7 +22,7 @@ from urllib.parse import urlsplit
 
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.engine.cluster.logs import event
-from penstock.server.images.image_urls import TYPES, kind_of
+from penstock.server.media.media_urls import TYPES, kind_of
 
 AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
 SECONDS = 10.0  # of one, with the wait for its turn, for its host's name, and all that the host sends
@@ -65,7 +65,7 @@ def is_public(address: Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
-class ImageFetcher:
+class MediaFetcher:
     """The fetches of one server process."""
 
     def __init__(

@@ -1,6 +1,6 @@
 """The bytes of an image by its URL: a data URL has them, a file:// URL names a file in an allowed directory.
 
-`image_fetcher` fetches images from other hosts.
+`media_fetcher` fetches images from other hosts.
 """
 
 from __future__ import annotations
