@@ -127,6 +127,9 @@ def fetched(url: str, hosts: tuple[str, ...], most: int = MOST, **options: Any) 
     return asyncio.run(fetch())
 
 
+FAILED = f"the image {media_fetcher.FAILED}"
+
+
 def refusal(url: str, hosts: tuple[str, ...], **options: Any) -> ImageRefused:
     with pytest.raises(ImageRefused) as caught:
         fetched(url, hosts, **options)
@@ -287,8 +290,8 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
     with contextlib.closing(Elsewhere(ours)) as host:
         right, wrong = f"images.test:{host.port}", f"other.test:{host.port}"
         assert fetched(f"https://{right}/x", (right,), tls=trusting, **given) == PNG
-        assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **given).reason == media_fetcher.FAILED
-        assert refusal(f"https://{right}/x", (right,), **given).reason == media_fetcher.FAILED  # nobody vouches for it
+        assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **given).reason == FAILED
+        assert refusal(f"https://{right}/x", (right,), **given).reason == FAILED  # nobody vouches for it
         assert len(host.heads) == 1
         host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
         late = refusal(f"https://{right}/x", (right,), tls=trusting, seconds=1.0, **given)
@@ -314,11 +317,11 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
             413,
             "most",
         ),
-        (bare(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n" + PNG), 400, media_fetcher.FAILED),
-        (bare(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"), 400, media_fetcher.FAILED),
-        (bare(b"SSH-2.0-OpenSSH_9.0\r\n"), 400, media_fetcher.FAILED),
-        (bare(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200), 400, media_fetcher.FAILED),
-        (bare(), 400, media_fetcher.FAILED),
+        (bare(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n" + PNG), 400, FAILED),
+        (bare(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"), 400, FAILED),
+        (bare(b"SSH-2.0-OpenSSH_9.0\r\n"), 400, FAILED),
+        (bare(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200), 400, FAILED),
+        (bare(), 400, FAILED),
     ],
 )
 def test_what_is_no_image_or_too_long_is_refused(host: Elsewhere, script: Script, status: int, reason: str) -> None:
