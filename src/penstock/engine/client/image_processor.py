@@ -6,7 +6,7 @@
 An image's key is a hash of its bytes and of the processor's settings: an image that is in the store is not decoded
 again. The work of decoding is estimated from the headers and has a limit, so a thread is not busy for long. Large
 images have threads of their own, so small images do not wait for them. The scope holds the tensors, and
-`image_placeholders` expands their placeholders in the prompt.
+`media_placeholders` expands their placeholders in the prompt.
 """
 
 from __future__ import annotations
@@ -297,6 +297,7 @@ _COUNTS = {
     "llava": _count_patches,
     "qwen2_5_vl": _count_merged,
     "qwen2_vl": _count_merged,
+    "qwen3_vl": _count_merged,
     "smolvlm": _count_tiles,
 }
 

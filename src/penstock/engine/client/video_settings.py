@@ -146,6 +146,7 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
     """The settings of one model's video processor."""
 
     family: str  # the model type
+    token_id: int  # of a video in a prompt; SmolVLM: that of an image
     size: dict[str, int]  # limits of a frame's pixels, or of its longest side
     frame_side: int  # SmolVLM: of its square frames; else 0
     frame_tokens: int  # SmolVLM: of each frame; else 0
@@ -167,18 +168,19 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
     def from_model(cls, path: str | Path) -> VideoSettings:
         """Reads the settings from a model's directory. Raises ValueError if the model takes no videos, or a file is
         missing or malformed."""
+        from transformers import AutoConfig
+
         path = Path(path)
-        config, _ = read_config(path / "config.json")
-        family = config.get("model_type")
+        family = read_config(path / "config.json")[0].get("model_type")
         if family not in VIDEO:
             raise ValueError(f"{family!r} takes no videos; model types that do: {', '.join(VIDEO)}")
         file, fields = _read_processor_file(path)
         with expected(str(file)):
             read = msgspec.convert(fields, _ProcessorFile)
-        return cls._build(family, read, path, file)
+        return cls._build(family, read, AutoConfig.from_pretrained(path, local_files_only=True), file)
 
     @classmethod
-    def _build(cls, family: str, read: _ProcessorFile, path: Path, file: Path) -> VideoSettings:
+    def _build(cls, family: str, read: _ProcessorFile, config: Any, file: Path) -> VideoSettings:
         known = {**_COMMON, **_DEFAULTS["qwen2_vl" if family in QWEN2 else family]}
         known |= {name: value for name, value in msgspec.structs.asdict(read).items() if value is not None}
         if family in QWEN2:
@@ -195,9 +197,10 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"{file}: expected a resample of {', '.join(map(str, MODES))}, got {known['resample']}")
         return cls(
             family=family,
+            token_id=config.image_token_id if family == SMOLVLM else config.video_token_id,
             size={edge: known["size"][edge] for edge in edges},
             frame_side=known["max_image_size"]["longest_edge"] if family == SMOLVLM else 0,
-            frame_tokens=_count_frame_tokens(path) if family == SMOLVLM else 0,
+            frame_tokens=_count_frame_tokens(config) if family == SMOLVLM else 0,
             mode=MODES[known["resample"]] if known["do_resize"] else "",
             scale=known["rescale_factor"] if known["do_rescale"] else 1.0,
             mean=known["image_mean"] if known["do_normalize"] else None,
@@ -368,9 +371,6 @@ def _read_processor_file(path: Path) -> tuple[Path, dict[str, Any]]:
     raise ValueError(f"{path}: no video_preprocessor_config.json, and no other file of a processor")
 
 
-def _count_frame_tokens(path: Path) -> int:
-    from transformers import AutoConfig
-
-    config = AutoConfig.from_pretrained(path, local_files_only=True)
+def _count_frame_tokens(config: Any) -> int:
     patches = (config.vision_config.image_size // config.vision_config.patch_size) ** 2
     return int(patches // config.scale_factor**2)

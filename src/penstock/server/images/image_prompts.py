@@ -16,8 +16,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from penstock.engine.client.image_placeholders import ImagePlaceholders
 from penstock.engine.client.image_processor import ImageProcessor, ImageRefused, ProcessedImage
+from penstock.engine.client.media_placeholders import MediaPlaceholders
 from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.model_dir import load_tokenizer, takes_images
 from penstock.engine.protocol.columns import Input
@@ -75,7 +75,7 @@ class ImagePrompts:
             max_tokens=self._max_tokens,
             must_store=config.tensor_transport == "store",
         )
-        self._places = ImagePlaceholders(self._images, load_tokenizer(config) if tokenizer is None else tokenizer)
+        self._places = MediaPlaceholders(load_tokenizer(config) if tokenizer is None else tokenizer, self._images)
         self._folders = [Path(folder).resolve(strict=True) for folder in options.allowed_local_media_path]
         self._fetcher = MediaFetcher(options.allowed_media_domains) if options.allowed_media_domains else None
 
@@ -106,8 +106,8 @@ class ImagePrompts:
             self._count(scope.stats())
         for image in loaded:
             tensor_event("tensors sent", image.item)
-        ids, places = self._places.spread(ids, loaded)
-        return Prompt(ids, tuple((image.item, *place) for image, place in zip(loaded, places, strict=True)), scope)
+        ids, inputs = self._places.spread(ids, loaded)
+        return Prompt(ids, inputs, scope)
 
     async def _load_all(self, refs: Sequence[ImageRef], scope: Scope) -> list[ProcessedImage]:
         """Loads all images concurrently. The first that is refused, or too many tokens in all, cancels the others."""
