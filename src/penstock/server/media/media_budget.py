@@ -16,7 +16,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from penstock.server.media.byte_semaphore import ByteSemaphore
+from penstock.engine.client.image_processor import ImageRefused
+from penstock.server.media.byte_semaphore import ByteLease, ByteSemaphore
 
 STAGES = ("bodies", "files", "decoded")
 PARTS = (4, 4, 2)  # of the budget, each stage has one in so many
@@ -38,3 +39,12 @@ class MediaBudget:
 
 def _bound(changed: Callable[[int, int, int], None], stage: int) -> Callable[[int, int], None]:
     return lambda held, waiting: changed(stage, held, waiting)
+
+
+async def admit(stage: ByteSemaphore, client: str, nbytes: int, work: str) -> ByteLease:
+    """Waits for the bytes of some work, as "decoding the video". Raises ImageRefused if the stage never has as many."""
+    try:
+        return await stage.acquire(client, nbytes)
+    except ValueError:
+        limit = f"at most {stage.nbytes} are held at a time (--media-mb-in-flight)"
+        raise ImageRefused(413, f"{work} takes {nbytes} bytes, and {limit}") from None

@@ -80,8 +80,8 @@ class MediaFetcher:
         is_open: Callable[[Address], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`seconds`: of a fetch; None: those of its kind. `is_open`: whether a host's name may resolve to an address. A host that is allowed by its address is not
-        checked. Raises ValueError.
+        """`seconds`: of a fetch; None: those of its kind. `is_open`: whether a host's name may resolve to an address. A
+        host that is allowed by its address is not checked. Raises ValueError.
         """
         self._hosts = frozenset(map(AllowedHost.of, hosts))
         self._seconds = seconds
@@ -101,7 +101,7 @@ class MediaFetcher:
         kind: MediaKind = IMAGE,
         announced: Callable[[int], object] = lambda nbytes: None,
     ) -> bytes:
-        """Returns the bytes of an image or a video. If cancelled, it closes its connection at once. Raises ImageRefused.
+        """Returns the bytes of a medium. If cancelled, it closes its connection at once. Raises ImageRefused.
 
         `announced` gets the number of bytes that the host says it will send, in the event loop.
         """

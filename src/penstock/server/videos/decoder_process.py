@@ -1,5 +1,5 @@
-"""A decoder: the process of one video. It reads the container, decodes the frames that the model wants, makes tensors of
-them in the store, and ends.
+"""A decoder: the process of one video. It reads the container, decodes the frames that the model wants, makes tensors
+of them in the store, and ends.
 
 `decoder_host` forks it, and `video_decoders` in the server talks to it, and kills it where it takes too long. A file
 that crashes FFmpeg, or makes it allocate without end, costs this process, and so only the request with that file.

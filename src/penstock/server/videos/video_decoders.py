@@ -77,6 +77,7 @@ class VideoDecoder:
         self._pidfd = pidfd
         self._limit = seconds
         self._left = seconds
+        self.end = "refused"  # how it ends, as VIDEO_ENDS has it
         self._leases: list[ByteLease] = []
 
     def hold(self, lease: ByteLease) -> None:
@@ -101,6 +102,7 @@ class VideoDecoder:
             video_messages.send(self._line, message, fds)
             packet, received = await asyncio.wait_for(receive(self._line), self._left)
         except asyncio.TimeoutError:
+            self.end = "timeout"
             event("video decoder killed", logging.WARNING, seconds=self._limit)
             reason = f"decoding a video takes at most {self._limit:g} s of a decoder, this one takes longer"
             raise VideoRejected(400, reason) from None
@@ -108,6 +110,7 @@ class VideoDecoder:
             packet, received = b"", []
         self._left -= time.monotonic() - began
         if not packet:
+            self.end = "died"
             event("video decoder died", logging.WARNING)
             raise VideoRejected(400, "the decoder of this video has crashed: the file may be damaged")
         reply = TO_SERVER.decode(packet)
@@ -150,11 +153,16 @@ class VideoDecoders:
     """Used by one event loop. The decoder host is started at the first video, and again where it has died."""
 
     def __init__(
-        self, settings: DecoderSettings, changed: Callable[[int, int], None] = lambda busy, waiting: None
+        self,
+        settings: DecoderSettings,
+        changed: Callable[[int, int], None] = lambda busy, waiting: None,
+        ended: Callable[[str, float], None] = lambda end, seconds: None,
     ) -> None:
-        """`changed` gets the number of videos that are being decoded, and of those that wait, after each change."""
+        """`changed` gets the number of videos that are being decoded, and of those that wait, after each change;
+        `ended` how a video's decoder ended, as VIDEO_ENDS has it, and after how many seconds."""
         self._settings = settings
         self._places = ByteSemaphore(settings.count, changed)
+        self._ended = ended
         self._lock = asyncio.Lock()  # of the host's socket: one fork at a time
         self._host: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
@@ -171,12 +179,16 @@ class VideoDecoders:
             raise
         decoder = VideoDecoder(line, pidfd, self._settings.limits.decoder_seconds)
         decoder.hold(place)
-        is_taken = False
+        began = time.monotonic()
         try:
             yield decoder
-            is_taken = True
+            decoder.end = "decoded"
+        except asyncio.CancelledError:
+            decoder.end = "cancelled"
+            raise
         finally:
-            decoder.close(is_taken=is_taken)
+            decoder.close(is_taken=decoder.end == "decoded")
+            self._ended(decoder.end, time.monotonic() - began)
 
     async def _fork(self) -> tuple[socket.socket, int | None]:
         """Returns the socket of a new decoder, and its pidfd; None: it has ended already."""
