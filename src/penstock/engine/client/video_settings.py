@@ -270,8 +270,9 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
             count = math.floor(frames / group) * group
         if not 0 < count <= info.frames:
             raise ImageRefused(400, f"the model samples {count} frames, the video has {info.frames}")
-        indices: list[int] = torch.arange(0, info.frames, info.frames / count).int().tolist()  # in 32 bits
-        return indices
+        # In numbers of 32 bits, as transformers does: the last one may be rounded up to the end.
+        indices = torch.arange(0, info.frames, info.frames / count).int()
+        return [index for index in indices.tolist() if index < info.frames]
 
     def _sample_smolvlm(self, info: VideoInfo) -> list[int]:
         """Returns frames between the first and the last second of a video that is long."""
