@@ -45,6 +45,21 @@ def brightness(number: int, frames: int) -> int:
     return number * 255 // frames
 
 
+def repeated(times: int, size: tuple[int, int] = (640, 480)) -> bytes:
+    """A WebM whose frames come again and again, at the same times: few bytes that take a decoder long."""
+    file = io.BytesIO()
+    with av.open(file, "w", format="webm", options={"live": "1"}) as out:
+        stream: Any = out.add_stream("libvpx", rate=1000, options={"deadline": "realtime", "cpu-used": "8"})
+        stream.width, stream.height = size
+        stream.pix_fmt = "yuv420p"
+        for number in range(30):
+            pixels = np.full((size[1], size[0], 3), number, np.uint8)
+            out.mux(stream.encode(av.VideoFrame.from_ndarray(pixels, format="rgb24")))
+        out.mux(stream.encode(None))
+    head, cluster, clusters = file.getvalue().partition(b"\x1f\x43\xb6\x75")
+    return head + (cluster + clusters) * times
+
+
 def turned(raw: bytes) -> bytes:
     """The same MP4 as a phone writes it that is held upright: to be shown turned to the right."""
     at = raw.index(b"tkhd") + 44  # its matrix, of nine numbers

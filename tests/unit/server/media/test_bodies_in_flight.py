@@ -16,7 +16,7 @@ from penstock.server.http.endpoint import LONG, BodyReader
 from penstock.server.media.media_budget import BODY_COPIES, MediaBudget
 
 MOST = 40 * LONG  # bytes of a body
-BUDGET = 4 * BODY_COPIES * 4 * LONG  # four long bodies at a time
+BUDGET = 4 * 4 * BODY_COPIES * 4 * LONG  # four bodies of 256 KB at a time, in the quarter that bodies have
 
 
 class Upload:
