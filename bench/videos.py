@@ -1,8 +1,8 @@
-"""Memory and waits while many clients send videos to one server process: `penstock serve`, asked by `penstock bench serve`.
+"""Memory and waits while many clients send videos to one server process, as `penstock bench serve` sends them.
 
-    python bench/videos.py MODEL [--clients 64] [--seconds 1-30] [--media-mb-in-flight 256] [--max-concurrent-videos 2]
+    scripts/bench videos [--model DIRECTORY] [--clients 64] [--seconds 1-30] [--media-mb-in-flight 256]
 
-MODEL is a directory of a model that takes videos; `python -m tests.support.sights qwen2_vl DIRECTORY` writes a tiny one.
+The model is one that takes videos; without it, a tiny Qwen2-VL is made.
 Memory is what the server process, the decoder host and its decoders have for themselves: anonymous pages, shared ones
 by their shares, and the files of memory in which videos lie. The store is not counted: its size is fixed.
 """
@@ -25,6 +25,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
+
+from bench.vllm_cases.models import make_multimodal
 from penstock.tools.inspect import all_processes
 from penstock.tools.inspect.processes import with_descendants
 
@@ -34,7 +37,7 @@ PENSTOCK = [sys.executable, "-m", "penstock"]
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("model", metavar="MODEL")
+    parser.add_argument("--model", help="directory (default: a tiny one is made)")
     parser.add_argument("--clients", type=int, default=64, help="requests open at a time (64)")
     parser.add_argument("--requests", type=int, help="in all (twice the clients)")
     parser.add_argument("--seconds", default="1-30", help="of each video (1-30)")
@@ -46,13 +49,14 @@ def main() -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     limits = [f"--{name}={getattr(options, name.replace('-', '_'))}" for name in LIMITS]
-    serve = [*PENSTOCK, "serve", options.model, f"--port={port}", *limits]
-    process = subprocess.Popen(serve, stdout=subprocess.DEVNULL)
-    try:
-        measure(f"http://127.0.0.1:{port}", options)
-    finally:
-        process.send_signal(signal.SIGTERM)
-        process.wait(60)
+    with tempfile.TemporaryDirectory() as folder:
+        model = options.model or str(make_multimodal(Path(folder) / "models"))
+        process = subprocess.Popen([*PENSTOCK, "serve", model, f"--port={port}", *limits], stdout=subprocess.DEVNULL)
+        try:
+            measure(f"http://127.0.0.1:{port}", options)
+        finally:
+            process.send_signal(signal.SIGTERM)
+            process.wait(60)
 
 
 LIMITS = ("media-mb-in-flight", "max-concurrent-videos")

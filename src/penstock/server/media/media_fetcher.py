@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import http.client
 import ipaddress
 import logging
@@ -23,8 +22,9 @@ from urllib.parse import urlsplit
 
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.engine.cluster.logs import event
-from penstock.server.media.media_kind import HEAD, IMAGE, UNKNOWN, VIDEO, MediaKind
+from penstock.server.media.media_kind import IMAGE, UNKNOWN, VIDEO, MediaKind
 from penstock.server.media.media_urls import too_long
+from penstock.server.videos.video_file import HEAD
 
 AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
 # Of a fetch, with the wait for its turn, for its host's name, and all that the host sends.
@@ -108,7 +108,7 @@ class MediaFetcher:
         loop = asyncio.get_running_loop()
         seconds = SECONDS[kind.noun] if self._seconds is None else self._seconds
         target = self._parse_url(url, kind)
-        fetch = _Fetch(target, max_nbytes, seconds, kind, functools.partial(loop.call_soon_threadsafe, announced))
+        fetch = _Fetch(target, max_nbytes, seconds, kind, lambda nbytes: loop.call_soon_threadsafe(announced, nbytes))
         doing = loop.run_in_executor(self._threads, self._run, fetch)
         try:
             return await asyncio.wait_for(doing, seconds)

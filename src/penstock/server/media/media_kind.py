@@ -8,7 +8,6 @@ from typing import NamedTuple
 from penstock.server.videos.video_file import MATROSKA, MP4, container_of
 
 UNKNOWN = "something else"
-HEAD = 16  # bytes of a file that show its format
 CONTAINERS = {MP4: "MP4 or MOV", MATROSKA: "WebM or Matroska"}
 
 

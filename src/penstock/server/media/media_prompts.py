@@ -90,7 +90,8 @@ class MediaPrompts:
                 count=config.max_concurrent_videos,
                 max_tokens=self._max_tokens,
                 must_store=config.tensor_transport == "store",
-                **({} if row is None else {"changed": row.set_decoders, "ended": row.count_video}),
+                changed=None if row is None else row.set_decoders,
+                ended=None if row is None else row.count_video,
                 log_format=config.log_format,
                 log_level=config.log_level,
             )

@@ -15,7 +15,8 @@ from urllib.parse import unquote_to_bytes, urlsplit
 
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.server.base64_text import base64_pieces, decode_base64, decoded_nbytes
-from penstock.server.media.media_kind import HEAD, IMAGE, MediaKind
+from penstock.server.media.media_kind import IMAGE, MediaKind
+from penstock.server.videos.video_file import HEAD
 
 LONGEST_HEAD = 256  # characters, before the comma of a data URL
 PIECE = 1 << 20  # bytes of a file that are copied at a time

@@ -22,7 +22,7 @@ from penstock.engine.client.video_settings import VideoSettings
 from penstock.engine.cluster import logs
 from penstock.server.videos import decoder_process, video_messages
 from penstock.server.videos.video_file import VideoLimits
-from penstock.server.videos.video_messages import SETUP, Ready
+from penstock.server.videos.video_messages import SETUP, HostReady
 
 # What a terminal or an init system sends to all processes: the server decides when its decoders end.
 IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -41,7 +41,7 @@ def main(fd: int, parent: int) -> NoReturn:
     _import_all()
     gc.freeze()  # a collection in a decoder would copy the pages of all objects
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps decoders
-    video_messages.send(line, Ready())
+    video_messages.send(line, HostReady())
     me = os.getpid()
     while True:
         _, fds = video_messages.receive(line)
@@ -61,7 +61,7 @@ def main(fd: int, parent: int) -> NoReturn:
         pidfds = []
         with contextlib.suppress(ProcessLookupError):  # it has ended already, as its socket says
             pidfds.append(os.pidfd_open(pid))
-        video_messages.send(line, Ready(), pidfds)
+        video_messages.send(line, HostReady(), pidfds)
         for pidfd in pidfds:
             os.close(pidfd)
 

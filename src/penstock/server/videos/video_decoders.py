@@ -155,8 +155,8 @@ class VideoDecoders:
     def __init__(
         self,
         settings: DecoderSettings,
-        changed: Callable[[int, int], None] = lambda busy, waiting: None,
-        ended: Callable[[str, float], None] = lambda end, seconds: None,
+        changed: Callable[[int, int], None],
+        ended: Callable[[str, float], None],
     ) -> None:
         """`changed` gets the number of videos that are being decoded, and of those that wait, after each change;
         `ended` how a video's decoder ended, as VIDEO_ENDS has it, and after how many seconds."""

@@ -22,6 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 MP4, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as FFmpeg names their readers
+HEAD = 16  # bytes of a file that show its format
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 DECODERS = (*CODECS, "libdav1d")
 NAMES = "H.264, HEVC, VP8, VP9, AV1, MPEG-4"
@@ -111,9 +112,10 @@ class VideoFile:
         self._file = file
         self._limits = limits
         file.seek(0)
-        self._format = container_of(file.read(16))
-        if self._format is None:
+        container = container_of(file.read(HEAD))
+        if container is None:
             raise _unreadable("its first bytes are of neither MP4, MOV, WebM nor Matroska")
+        self._format = container
         self._quarters = 0
         self.info = self._read_info()
 
@@ -154,7 +156,7 @@ class VideoFile:
             "max_pixels": str(self._limits.pixels),
             "threads": "1",
         }
-        return av.open(self._file, format=str(self._format).partition(",")[0], options=options)
+        return av.open(self._file, format=self._format.partition(",")[0], options=options)
 
     def _read_info(self) -> ContainerInfo:
         import av

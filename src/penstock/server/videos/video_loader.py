@@ -36,8 +36,8 @@ class VideoLoader:
         count: int,
         max_tokens: int,
         must_store: bool = False,
-        changed: Callable[[int, int], None] = lambda busy, waiting: None,
-        ended: Callable[[str, float], None] = lambda end, seconds: None,
+        changed: Callable[[int, int], None] | None = None,
+        ended: Callable[[str, float], None] | None = None,
         log_format: str = "text",
         log_level: str = "info",
     ) -> None:
@@ -61,8 +61,8 @@ class VideoLoader:
                 log_format=log_format,
                 log_level=log_level,
             ),
-            changed,
-            ended,
+            changed or (lambda busy, waiting: None),
+            ended or (lambda end, seconds: None),
         )
 
     def close(self) -> None:

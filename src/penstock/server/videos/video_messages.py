@@ -38,7 +38,7 @@ class Fork(msgspec.Struct, frozen=True, tag=True):
     """Beside it: the decoder's socket."""
 
 
-class Ready(msgspec.Struct, frozen=True, tag=True):
+class HostReady(msgspec.Struct, frozen=True, tag=True):
     """The decoder host has started, or has forked: then the decoder's pidfd is beside it, unless it has ended."""
 
 
@@ -81,7 +81,7 @@ class Rejected(msgspec.Struct, frozen=True, tag=True):
 
 
 ToDecoder: TypeAlias = Open | Decode
-ToServer: TypeAlias = Ready | Opened | Stored | Inline | Rejected
+ToServer: TypeAlias = HostReady | Opened | Stored | Inline | Rejected
 
 _ENCODER = msgspec.msgpack.Encoder()
 TO_DECODER: msgspec.msgpack.Decoder[ToDecoder] = msgspec.msgpack.Decoder(ToDecoder)

@@ -7,13 +7,12 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from penstock.server.videos.video_file import container_of
+from penstock.server.videos.video_file import HEAD, container_of
 from penstock.tensor import content_key
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-HEAD = 16  # bytes, by which the container's format is known
 SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_WRITE | fcntl.F_SEAL_SEAL
 
 
@@ -45,6 +44,9 @@ class VideoUpload:
             return content_key(b"", salt=salt)
         with mmap.mmap(self.fd, self.nbytes, access=mmap.ACCESS_READ) as content, memoryview(content) as view:
             return content_key(view, salt=salt)
+
+    def __del__(self) -> None:
+        self.close()  # its request has gone while a thread wrote it
 
     def close(self) -> None:
         fd, self.fd = self.fd, -1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import io
 import random
+from typing import Any
 
 import numpy as np
 
@@ -28,7 +29,7 @@ def encode_video(chance: random.Random, seconds: float, width: int, height: int,
     codec = next(name for name in CODECS if name in av.codecs_available)
     with av.open(file, "w", format="mp4") as container:
         options = {"preset": "ultrafast"} if codec == "libx264" else {}
-        stream = container.add_stream(codec, rate=fps, options=options)
+        stream: Any = container.add_stream(codec, rate=fps, options=options)
         stream.width, stream.height, stream.pix_fmt = width, height, "yuv420p"
         stream.gop_size = max(1, round(KEY_FRAMES * fps))
         for number in range(max(1, round(seconds * fps))):

@@ -5,6 +5,7 @@ import contextlib
 import mmap
 import os
 import signal
+import threading
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
@@ -335,3 +336,35 @@ def test_an_upload_is_sealed_and_its_key_is_that_of_its_bytes() -> None:
             mmap.mmap(made.fd, 3000)
     with upload(b"") as empty:
         assert empty.key(b"") and empty.container is None
+
+
+def test_an_upload_that_no_request_waits_for_any_more_is_closed() -> None:
+    async def work() -> None:
+        began, goes_on = threading.Event(), threading.Event()
+        fds: list[int] = []
+
+        def slowly() -> VideoUpload:
+            began.set()
+            assert goes_on.wait(START)
+            made = upload(b"abc")
+            fds.append(made.fd)
+            return made
+
+        async with scene(None) as seen:
+            with Scope(None) as scope:
+                loading = asyncio.ensure_future(seen.loader.load(slowly, scope, "a"))
+                await seen.until(began.is_set)
+                loading.cancel()
+                with pytest.raises(asyncio.CancelledError):
+                    await loading
+            goes_on.set()
+            await seen.until(lambda: fds and not is_memory_file(fds[0]))
+
+    run(work)
+
+
+def is_memory_file(fd: int) -> bool:
+    try:
+        return os.readlink(f"/proc/self/fd/{fd}").startswith("/memfd:video")
+    except FileNotFoundError:
+        return False
