@@ -50,6 +50,7 @@ POOL_EXAMPLES           = choose(120,     400,     4_000)      # test_pool
 TENSORS_EXAMPLES        = choose(80,      300,     3_000)      # test_tensors: of arrays, and of trees
 STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
 EMBEDS_MUTATIONS        = choose(10_000,  20_000,  1_000_000)  # test_prompt_embeds: of tiny files
+VIDEO_MUTATIONS         = choose(300,     10_000,  1_000_000)  # test_video_file: of tiny containers
 OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: at each depth
 RESUMED_SEEDS           = choose(4,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher

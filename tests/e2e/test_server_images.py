@@ -27,8 +27,8 @@ from tests.support.models import families  # noqa: E402
 from tests.support.sights import Sight  # noqa: E402
 from tests.unit.engine.client.test_encoded_image import scans_of_nothing  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
-from tests.unit.server.images.test_image_fetcher import Elsewhere, bare, whole  # noqa: E402
 from tests.unit.server.images.test_image_prompts import named, part, plain, text  # noqa: E402
+from tests.unit.server.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
 
 COUNT = 10
 SIZES = {

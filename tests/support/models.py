@@ -33,7 +33,7 @@ from penstock.tensor import Handle  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.property.device import found_in_cache  # noqa: E402
 
-VOCABULARY, IMAGE, BEFORE, AFTER = 131, 130, 128, 127  # ids: of an image's place, and of what stands around it
+VOCABULARY, IMAGE, VIDEO, BEFORE, AFTER = 131, 130, 129, 128, 127  # ids: of an image's place, and of what is around it
 WORDS = range(3, 120)
 COUNT = 12  # tokens of an answer
 ROUNDING = 1e-3  # of the spread of logits: two that are nearer than that are as likely
@@ -93,6 +93,11 @@ VISION: dict[str, dict[str, Any]] = {
         "vision_config": {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "window_size": 16}
         | {"fullatt_block_indexes": [1], **QWEN},
     },
+    "qwen3_vl": {
+        "text_config": {**SHAPE, **ROPE, "head_dim": 16},
+        "vision_config": {"hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48}
+        | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1], **QWEN},
+    },
     "idefics3": {
         "text_config": {"model_type": "llama", **SHAPE},
         "vision_config": {"image_size": 16, "initializer_range": 0.3, **TOWER},
@@ -127,7 +132,7 @@ class Family(NamedTuple):
     name: str
     path: Path
     asked: list[Asked]
-    images: dict[bytes, dict[str, torch.Tensor]]
+    images: dict[bytes, dict[str, Any]]  # and videos
     answers: list[list[int]]
 
     @property
@@ -156,11 +161,11 @@ def made(
     if dtype != torch.float32:  # not stock.to(dtype), by which frequencies would be rounded, too
         stock = type(stock).from_pretrained(path, dtype=dtype).eval()
     chance = random.Random(7)
-    images: dict[bytes, dict[str, torch.Tensor]] = {}
+    images: dict[bytes, dict[str, Any]] = {}
     if asked:
         asked = list(asked)
     elif name in VISION:
-        asked = [_with_images(name, chance, images, count) for count in (0, 1, 2, 1, 2)]
+        asked = [_with_media(name, chance, images, "i" * count) for count in (0, 1, 2, 1, 2)]
         prompt, inputs, _ = asked[2]
         asked.append(Asked([*prompt, 9, 10], inputs))
     else:
@@ -190,7 +195,7 @@ def device(of: Family, **options: Any) -> ModelRunner:
 def stock_of(name: str, **changes: Any) -> Any:
     kind: Any
     if name in VISION:
-        special = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": 129}
+        special = {"image_token_id": IMAGE, "image_token_index": IMAGE, "video_token_id": VIDEO}
         special |= {"vision_start_token_id": BEFORE, "vision_end_token_id": AFTER}
         kind, options = transformers.AutoModelForImageTextToText, {**VISION[name], **special, "initializer_range": 0.3}
         if name == "llava":
@@ -215,11 +220,23 @@ def _words(chance: random.Random, count: int) -> list[int]:
     return [chance.choice(WORDS) for _ in range(count)]
 
 
-def _with_images(name: str, chance: random.Random, images: dict[bytes, dict[str, torch.Tensor]], count: int) -> Asked:
+def made_with_videos(name: str, path: Path) -> Family:
+    """A model, and requests with videos, alone and beside images."""
+    torch.manual_seed(1)
+    chance, media = random.Random(8), dict[bytes, dict[str, Any]]()
+    asked = [_with_media(name, chance, media, kinds) for kinds in ("v", "iv", "vv", "viv", "i")]
+    asked.append(Asked([*asked[1].prompt, 9, 10], asked[1].inputs))
+    family = made(name, path, asked=[Asked([5], [])])
+    stock = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
+    return family._replace(asked=asked, images=media, answers=[_answer(stock, one, media) for one in asked])
+
+
+def _with_media(name: str, chance: random.Random, images: dict[bytes, dict[str, Any]], kinds: str) -> Asked:
+    """`kinds`: "i" for an image, "v" for a video."""
     prompt, inputs = _words(chance, chance.randint(2, 6)), []
-    for _ in range(count):
+    for kind in kinds:
         key = b"image %d" % len(images) + bytes(25)
-        images[key], ids = image(name, chance)
+        images[key], ids = image(name, chance) if kind == "i" else video(name, chance)
         inputs.append((key, len(prompt), len(ids)))
         prompt += ids + _words(chance, chance.randint(1, 5))
     return Asked(prompt, inputs)
@@ -229,7 +246,7 @@ def image(name: str, chance: random.Random) -> tuple[dict[str, torch.Tensor], li
     """What a processor would make of an image, and what stands for it in a prompt."""
     if name == "llava":
         return {"pixel_values": torch.randn(1, 3, 8, 8)}, [IMAGE] * 4
-    if name in ("qwen2_vl", "qwen2_5_vl"):
+    if name.startswith("qwen"):
         height, width = chance.choice([(4, 4), (4, 6), (2, 8)])
         pixels = torch.randn(height * width, 3 * 2 * 4 * 4)
         grid = torch.tensor([[1, height, width]])
@@ -241,15 +258,39 @@ def image(name: str, chance: random.Random) -> tuple[dict[str, torch.Tensor], li
     )
 
 
-def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, torch.Tensor]]) -> list[int]:
-    given: dict[str, torch.Tensor] = {}
+def video(name: str, chance: random.Random) -> tuple[dict[str, Any], list[int]]:
+    """What `VideoProcessor` would make of a video, and what stands for it in a prompt."""
+    times = chance.choice([2, 3])
+    about = {"tokens": 0, "timestamps": [float(at) for at in range(times)], "duration": float(times)}
+    if not name.startswith("qwen"):
+        ids = [id_ for _ in range(times) for id_ in [*_words(chance, 2), BEFORE, *[IMAGE] * 4, AFTER]]
+        return {"pixel_values": torch.randn(1, times, 3, 16, 16), **about}, ids
+    height, width = chance.choice([(4, 4), (2, 6)])
+    grid = torch.tensor([[times, height, width]])
+    about |= {"video_grid_thw": grid, "second_per_grid_ts": chance.choice([0.7, 1.0])}
+    tokens = height * width // 4
+    if name == "qwen3_vl":
+        ids = [id_ for _ in range(times) for id_ in [*_words(chance, 2), BEFORE, *[VIDEO] * tokens, AFTER]]
+    else:
+        ids = [BEFORE, *[VIDEO] * times * tokens, AFTER]
+    return {"pixel_values_videos": torch.randn(times * height * width, 3 * 2 * 4 * 4), **about}, ids
+
+
+def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, Any]]) -> list[int]:
     found = [images[key] for key, _, _ in asked.inputs]
-    for name in found[0] if found else ():
-        is_row_of_tiles = "pixel_attention_mask" in found[0]
-        given[name] = torch.cat([one[name] for one in found], dim=1 if is_row_of_tiles else 0)
+    given: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(name for one in found for name in one if isinstance(one[name], torch.Tensor)):
+        own = [one[name] for one in found if name in one]
+        given[name] = torch.cat(own, dim=1 if stock.config.model_type in ("idefics3", "smolvlm") else 0)
     ids = torch.tensor([asked.prompt])
-    if "image_grid_thw" in given:
-        given["mm_token_type_ids"] = (ids == IMAGE).int()
+    if "image_grid_thw" in given or "video_grid_thw" in given:
+        given["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    if stock.config.model_type == "qwen2_5_vl" and "video_grid_thw" in given:
+        given["second_per_grid_ts"] = torch.tensor(
+            [one["second_per_grid_ts"] for one in found if "video_grid_thw" in one]
+        )
+    if "pixel_attention_mask" in given and any("pixel_attention_mask" not in one for one in found):
+        del given["pixel_attention_mask"]  # of ones: there is none for a video
     whole = stock.generate(
         ids,
         attention_mask=torch.ones_like(ids),

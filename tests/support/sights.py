@@ -14,7 +14,7 @@ import transformers
 from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from tests.support.models import AFTER, BEFORE, IMAGE, VOCABULARY, stock_of
+from tests.support.models import AFTER, BEFORE, IMAGE, VIDEO, VOCABULARY, stock_of
 from tests.unit.engine.client.test_image_processor import processor_in
 
 TILED = ("idefics3", "smolvlm")
@@ -36,12 +36,14 @@ TEMPLATES = {
     "qwen2_vl": (
         "{% for one in messages %}{{ one.role[0] }}:{% if one.content is string %}{{ one.content }}{% else %}"
         "{% for part in one.content %}{% if part.type == 'image' or 'image_url' in part %}"
-        "<|vision_start|><|image_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
+        "<|vision_start|><|image_pad|><|vision_end|>{% elif part.type == 'video' or 'video' in part %}"
+        "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in part %}{{ part.text }}{% endif %}{% endfor %}"
         "{% endif %};{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     ),
     "idefics3": (
         "{{ bos_token }}{% for one in messages %}{{ one.role[0] }}:{% for part in one.content %}"
-        "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>{% endif %}{% endfor %};"
+        "{% if part.type == 'text' %}{{ part.text }}{% elif part.type == 'image' %}<image>"
+        "{% elif part.type == 'video' %}<video>{% endif %}{% endfor %};"
         "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     ),
     "llava": (
@@ -51,6 +53,24 @@ TEMPLATES = {
         "{% endfor %}{% if add_generation_prompt %}a:{% endif %}"
     ),
 }
+
+
+# Of a video processor: frames of a few patches.
+VIDEOS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 512}},
+    "qwen2_5_vl": {"patch_size": 4, "size": {"shortest_edge": 64, "longest_edge": 512}},
+    "qwen3_vl": {"patch_size": 4, "size": {"shortest_edge": 256, "longest_edge": 2048}},
+    "smolvlm": {
+        "size": {"longest_edge": 32},
+        "max_image_size": {"longest_edge": 16},
+        "video_sampling": {"fps": 1, "max_frames": 4, "video_size": {"longest_edge": 32}},
+    },
+}
+
+
+def video_processor_in(path: Path, name: str) -> None:
+    if name in VIDEOS:
+        (path / "video_preprocessor_config.json").write_text(json.dumps(VIDEOS[name]))
 
 
 def placeholder(name: str) -> str:
@@ -66,6 +86,8 @@ def tokenizer_in(path: Path, name: str) -> Tokenizer:
     for first, second in pairs:
         ids[first + second] = len(ids)
     special = {**SPECIAL, placeholder(name): IMAGE}
+    if name.startswith("qwen"):
+        special["<|video_pad|>"] = VIDEO
     used = set(ids.values()) | set(special.values())
     ids |= special
     ids |= {f"<unused_{id}>": id for id in range(VOCABULARY) if id not in used}
@@ -76,7 +98,7 @@ def tokenizer_in(path: Path, name: str) -> Tokenizer:
     assert tokenizer.token_to_id(placeholder(name)) == IMAGE and tokenizer.get_vocab_size() == VOCABULARY
     tokenizer.save(str(path / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
-    kind["chat_template"] = TEMPLATES["idefics3" if name in TILED else name.replace("2_5", "2")]
+    kind["chat_template"] = TEMPLATES["idefics3" if name in TILED else "qwen2_vl" if name.startswith("qwen") else name]
     (path / "tokenizer_config.json").write_text(json.dumps(kind))
     return tokenizer
 
@@ -103,6 +125,7 @@ class Sight:
         self.stock = stock_of(name)
         self.stock.save_pretrained(path)
         processor_in(path, name)
+        video_processor_in(path, name)
         self.tokenizer = tokenizer_in(path, name)
         self.processor = self._processor()
 

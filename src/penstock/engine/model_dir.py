@@ -33,8 +33,10 @@ VISION = {  # and images
     "llava": "LlavaForConditionalGeneration",
     "qwen2_5_vl": "Qwen2_5_VLForConditionalGeneration",
     "qwen2_vl": "Qwen2VLForConditionalGeneration",
+    "qwen3_vl": "Qwen3VLForConditionalGeneration",
     "smolvlm": "SmolVLMForConditionalGeneration",
 }
+VIDEO = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")  # and videos
 FAMILIES = {**TEXT, **VISION}
 _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it classifies, say, and generates nothing
 
@@ -125,11 +127,21 @@ def sampling_defaults(directory: Path) -> SamplingDefaults:
 
 def takes_images(config: EngineConfig) -> bool:
     """Returns whether requests may have images; a simulated device takes none. Raises ValueError."""
+    return _model_type(config) in VISION
+
+
+def takes_videos(config: EngineConfig) -> bool:
+    """Returns whether requests may have videos. Raises ValueError."""
+    return _model_type(config) in VIDEO
+
+
+def _model_type(config: EngineConfig) -> str:
+    """Returns the `model_type` of config.json; "": a simulated device, or there is no such file."""
     path = Path(config.model) / "config.json"
     if config.simulated is not None or not path.exists():
-        return False
+        return ""
     whole, _ = read_config(path)
-    return whole.get("model_type") in VISION
+    return str(whole.get("model_type"))
 
 
 def hidden_size_of(config: EngineConfig) -> int | None:

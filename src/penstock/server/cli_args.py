@@ -16,10 +16,11 @@ from penstock.engine.client.image_processor import ImageLimits
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import ENCODER_MODES, EngineConfig
 from penstock.server.options import ServerOptions
+from penstock.server.videos.video_file import VideoLimits
 
 CACHE_GB = 0.25  # of a model that takes images
 ENCODER_CACHE_GB = 0.25
-MAX_IMAGES = ImageLimits().count
+IMAGES, VIDEOS = ImageLimits(), VideoLimits()  # defaults
 KEY_VARIABLE = "PENSTOCK_API_KEY"  # seen by fewer than a command line
 TRANSPORT_VARIABLE = "PENSTOCK_TENSOR_TRANSPORT"
 
@@ -103,15 +104,16 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
     add(
         "--limit-mm-per-prompt",
         metavar="JSON",
-        type=image_count,
-        default=MAX_IMAGES,
-        help=f'Maximum number of images in a prompt, as in {{"image": 4}} or image=4 (default: image={MAX_IMAGES})',
+        type=media_counts,
+        default={},
+        help='Maximum numbers of images and videos in a prompt, as in {"image": 4} or image=4,video=1 '
+        f"(default: image={IMAGES.count},video={VIDEOS.count})",
     )
     add(
         "--mm-processor-cache-gb",
         metavar="GIB",
         type=float,
-        help="Size in GiB of the store for processed images and prompt embeddings, which all processes share; "
+        help="Size in GiB of the store for processed images, videos and prompt embeddings, which all processes share; "
         f"0 disables it (default: {CACHE_GB} if the model takes images or --enable-prompt-embeds is given, else 0)",
     )
     add(
@@ -144,15 +146,31 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
     add(
         "--tensor-transport",
         metavar="WAY",
-        help="How images and prompt embeddings travel: store, inline (in messages), or auto, which is in the store if "
+        help="How media and prompt embeddings travel: store, inline (in messages), or auto, which is in the store if "
         f"there is one, and inline where it has no room (default: {TRANSPORT_VARIABLE}, or auto)",
+    )
+    add(
+        "--max-concurrent-videos",
+        metavar="N",
+        type=int,
+        default=2,
+        help="Maximum number of videos that an API server process decodes at a time, each in a process of its own "
+        "(default: %(default)s)",
+    )
+    add(
+        "--media-mb-in-flight",
+        metavar="MIB",
+        type=int,
+        default=2048,
+        help="Maximum size in MiB of the images, videos and long bodies that an API server holds at a time, from "
+        "the first byte to the store; requests wait for it, and clients take turns (default: %(default)s)",
     )
     add(
         "--allowed-local-media-path",
         metavar="DIR",
         action="append",
         default=[],
-        help="Directory beneath which requests may name images by file:// URLs (default: none)",
+        help="Directory beneath which requests may name images and videos by file:// URLs (default: none)",
     )
     add(
         "--allowed-media-domains",
@@ -160,7 +178,7 @@ def _add_multimodal(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         action="extend",
         default=[],
-        help="Hosts on which requests may name images by http:// and https:// URLs (default: none)",
+        help="Hosts on which requests may name images and videos by http:// and https:// URLs (default: none)",
     )
 
 
@@ -171,6 +189,17 @@ def _add_limits(parser: argparse.ArgumentParser) -> None:
         ("max-body-mb", "MIB", int, 64, "Maximum size of a request's body in MiB"),
         ("max-image-mb", "MIB", int, 20, "Maximum size of an image in MiB, as it is sent"),
         ("max-image-megapixels", "N", int, 40, "Maximum size of an image in megapixels"),
+        ("max-video-mb", "MIB", int, 64, "Maximum size of a video in MiB, as it is sent"),
+        ("max-video-megapixels", "N", int, 9, "Maximum size of a frame of a video in megapixels"),
+        ("max-video-seconds", "SECONDS", float, VIDEOS.seconds, "Maximum duration of a video in seconds"),
+        ("max-video-frames", "N", int, VIDEOS.frames, "Maximum number of frames that the model gets of a video"),
+        (
+            "video-decode-timeout",
+            "SECONDS",
+            float,
+            VIDEOS.decoder_seconds,
+            "Seconds after which the process that decodes a video is killed",
+        ),
         (
             "client-timeout",
             "SECONDS",
@@ -192,8 +221,8 @@ def listed(text: str) -> list[str]:
         raise argparse.ArgumentTypeError(f"a list in JSON, or names with commas between them: {error}") from None
 
 
-def image_count(text: str) -> int:
-    """Returns the number of images in `{"image": 4, "video": 0}` or `image=4,video=0`."""
+def media_counts(text: str) -> dict[str, int]:
+    """Returns the numbers of media in `{"image": 4, "video": 0}` or `image=4,video=0`."""
     try:
         if text.startswith("{"):
             counts = msgspec.json.decode(text, type=dict[str, int])
@@ -201,11 +230,13 @@ def image_count(text: str) -> int:
             pairs = (pair.partition("=") for pair in text.split(","))
             counts = {name.strip(): int(count) for name, _, count in pairs}
     except (msgspec.DecodeError, ValueError) as error:
-        raise argparse.ArgumentTypeError(f'a number like {{"image": 4}} or image=4: {error}') from None
-    others = [name for name, count in counts.items() if name != "image" and count]
+        message = f'numbers like {{"image": 4}} or image=4,video=1: {error}'
+        raise argparse.ArgumentTypeError(message) from None
+    others = [name for name, count in counts.items() if name not in ("image", "video") and count]
     if others:
-        raise argparse.ArgumentTypeError(f"a number of images only, as no model here takes {' or '.join(others)}")
-    return counts.get("image", MAX_IMAGES)
+        message = f"numbers of images and videos only, as no model here takes {' or '.join(others)}"
+        raise argparse.ArgumentTypeError(message)
+    return counts
 
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
@@ -224,6 +255,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
         mm_encoder_tp_mode=options.mm_encoder_tp_mode,
         encoder_cache_nbytes=_nbytes("encoder_cache_gb", options.encoder_cache_gb),
         enable_prompt_embeds=options.enable_prompt_embeds,
+        max_concurrent_videos=options.max_concurrent_videos,
     )
 
 
@@ -248,10 +280,19 @@ def server_options(options: argparse.Namespace) -> ServerOptions:
         max_body_nbytes=options.max_body_mb << 20,
         client_timeout=options.client_timeout,
         image_limits=ImageLimits(
-            count=options.limit_mm_per_prompt,
+            count=options.limit_mm_per_prompt.get("image", IMAGES.count),
             nbytes=options.max_image_mb << 20,
             pixels=options.max_image_megapixels * 10**6,
         ),
+        video_limits=VideoLimits(
+            count=options.limit_mm_per_prompt.get("video", VIDEOS.count),
+            nbytes=options.max_video_mb << 20,
+            pixels=options.max_video_megapixels * 10**6,
+            seconds=options.max_video_seconds,
+            frames=options.max_video_frames,
+            decoder_seconds=options.video_decode_timeout,
+        ),
+        media_nbytes_in_flight=options.media_mb_in_flight << 20,
         allowed_local_media_path=tuple(options.allowed_local_media_path),
         allowed_origins=tuple(options.allowed_origins),
         allowed_methods=tuple(options.allowed_methods) or ("*",),

@@ -8,13 +8,14 @@ import re
 import msgspec
 
 from penstock.engine.client.image_processor import ImageLimits
-from penstock.server.images.image_fetcher import AllowedHost
+from penstock.server.media.media_fetcher import AllowedHost
+from penstock.server.videos.video_file import VideoLimits
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Options of `penstock serve` that concern HTTP, images and limits."""
+    """Options of `penstock serve` that concern HTTP, media and limits."""
 
     host: str = "127.0.0.1"
     port: int = 8000  # 0: a free one
@@ -24,12 +25,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     max_body_nbytes: int = 64 << 20
     client_timeout: float = 30.0  # seconds for which a client may read nothing, or pause while it sends
     image_limits: ImageLimits = ImageLimits()
+    video_limits: VideoLimits = VideoLimits()
+    media_nbytes_in_flight: int = 2 << 30  # of images, videos and long bodies: `MediaBudget`
     allowed_local_media_path: tuple[
         str, ...
-    ] = ()  # clients may name images beneath them by file:// URLs; none: no files
+    ] = ()  # clients may name media beneath them by file:// URLs; none: no files
     allowed_media_domains: tuple[
         str, ...
-    ] = ()  # clients may name images on them by http:// and https:// URLs; none: on no host
+    ] = ()  # clients may name media on them by http:// and https:// URLs; none: on no host
     allowed_origins: tuple[str, ...] = ()  # of pages that may ask from a browser, or "*"; none: only this server's own
     allowed_methods: tuple[str, ...] = ("*",)
     allowed_headers: tuple[str, ...] = ("*",)
@@ -41,6 +44,7 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
             ("max_open_requests", 1, 1 << 20),
             ("max_body_nbytes", 1, 1 << 40),
             ("client_timeout", 0.1, 1e6),
+            ("media_nbytes_in_flight", 16 << 20, 1 << 44),
         ):
             if not low <= getattr(self, name) <= high:
                 raise ValueError(f"{name} is between {low} and {high}, not {getattr(self, name)}")

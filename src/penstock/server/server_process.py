@@ -30,7 +30,8 @@ from penstock.server.http.app import ApiServer
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.http.segment_metrics import SegmentMetrics
-from penstock.server.images.image_prompts import build_image_prompts
+from penstock.server.media.media_budget import STAGES, MediaBudget
+from penstock.server.media.media_prompts import build_media_prompts
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
@@ -113,16 +114,19 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     row = tally.rows[me.index]
     row[ProcessCounters.PID], row[ProcessCounters.SERVING] = os.getpid(), 0
     row.clear_gauges()
+    budget = MediaBudget(shared.options.media_nbytes_in_flight, row.set_media)
+    for number, stage in enumerate(STAGES):
+        row[ProcessCounters.MEDIA_LIMITS + number] = getattr(budget, stage).nbytes
     with starting():
         words = build_tokenizer(tree.config)
-        images = build_image_prompts(tree.config, shared.options, tree.store, words.tokenizer, row.count_items)
+        media = build_media_prompts(tree.config, shared.options, tree.store, words.tokenizer, budget, row)
         embeds = None
         if tree.config.enable_prompt_embeds:
             embeds = EmbedsPrompts(tree.config, tree.store, words.encode(WORD, False)[-1], row.count_items)
-    with contextlib.closing(PromptBuilder(tree.config, words, images, embeds)) as reader:
+    with contextlib.closing(PromptBuilder(tree.config, words, media, embeds)) as reader:
         async with Client(tree, me, [served.migration for served in row.engines]) as client:
             segments = SegmentMetrics(tree.channels, tree.store)
-            api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments)
+            api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments, budget)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)

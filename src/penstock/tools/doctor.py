@@ -64,6 +64,7 @@ def _findings(model: str, host: str, port: int | None) -> Iterator[Finding]:
     for examine in EXAMINATIONS:
         yield examine()
     yield examine_packages()
+    yield examine_videos()
     yield from examine_torch()
     yield examine_port(host, port)
     yield examine_model(model)
@@ -258,6 +259,15 @@ def _version(name: str) -> str | None:
         return metadata.version(name)
     except metadata.PackageNotFoundError:
         return None
+
+
+def examine_videos() -> Finding:
+    """PyAV, which servers decode videos with."""
+    version = _version("av")
+    if version is None:
+        text = f"PyAV is not installed: videos in chats are refused: {how_to_install('video')}"
+        return Finding("warning", "videos", text)
+    return Finding("ok", "videos", f"PyAV {version} decodes them, each in a process of its own")
 
 
 ASK_TORCH = """

@@ -11,6 +11,7 @@ import pytest
 from penstock import cli
 from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
+from penstock.server.cli_args import server_options
 
 
 @pytest.mark.parametrize(
@@ -123,14 +124,16 @@ VLLM_SERVE = (
 ).split()
 OURS_SERVE = (
     "--client-timeout --device --device-model --encoder-cache-gb --huge-pages --log-format --log-level --max-body-mb "
-    "--max-image-mb --max-image-megapixels --max-open-requests --migration-limit --migration-max-seq-len "
-    "--migration-timeout --numa-node --output-processors --step-ms --tensor-transport --threads"
+    "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
+    "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
+    "--migration-max-seq-len --migration-timeout --numa-node --output-processors --step-ms --tensor-transport "
+    "--threads --video-decode-timeout"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "
     "--num-warmups --output-len --request-rate --result-filename --seed"
 ).split()
-OURS_BENCH = "--api-key --image-size --images --timeout".split()
+OURS_BENCH = ("--api-key --image-size --images --timeout --video-fps --video-seconds --video-size --videos").split()
 
 
 @pytest.mark.parametrize(
@@ -187,17 +190,19 @@ def test_a_number_of_tokens_that_is_none_is_refused(text: str, capsys: pytest.Ca
 
 
 @pytest.mark.parametrize(
-    ("text", "count"), [('{"image": 4}', 4), ("image=4", 4), ('{"image": 0, "video": 0}', 0), ("video=0", 16)]
+    ("text", "images", "videos"),
+    [('{"image": 5}', 5, 4), ("image=5", 5, 4), ('{"image": 0, "video": 0}', 0, 0), ("video=2,audio=0", 16, 2)],
 )
-def test_a_limit_of_images_is_written_as_for_vllm(text: str, count: int) -> None:
-    assert cli.parser().parse_args(["serve", "--limit-mm-per-prompt", text]).limit_mm_per_prompt == count
+def test_limits_of_images_and_videos_are_written_as_for_vllm(text: str, images: int, videos: int) -> None:
+    options = server_options(cli.parser().parse_args(["serve", "--limit-mm-per-prompt", text]))
+    assert (options.image_limits.count, options.video_limits.count) == (images, videos)
 
 
-@pytest.mark.parametrize("text", ["4", '{"image": "x"}', "image=x", "{", '{"video": 2}', "image=1,audio=1"])
-def test_a_limit_that_is_not_of_images_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("text", ["4", '{"image": "x"}', "image=x", "{", '{"audio": 2}', "image=1,audio=1"])
+def test_a_limit_that_is_of_neither_images_nor_videos_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--limit-mm-per-prompt", text])
-    assert "argument --limit-mm-per-prompt: a number" in capsys.readouterr().err
+    assert "argument --limit-mm-per-prompt: numbers" in capsys.readouterr().err
 
 
 def test_synonyms_of_types_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

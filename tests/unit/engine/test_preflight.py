@@ -15,7 +15,7 @@ import pytest
 from penstock.engine import preflight
 from penstock.engine.cluster import cuda_devices
 from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
-from penstock.engine.model_dir import FAMILIES, TEXT, VISION, with_model_defaults
+from penstock.engine.model_dir import FAMILIES, TEXT, VIDEO, VISION, with_model_defaults
 from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from tests.support.documents import ROOT
@@ -223,8 +223,10 @@ def test_families_have_the_classes_of_transformers() -> None:
 def test_the_table_of_families_says_exactly_what_is_served() -> None:
     page = (ROOT / "docs" / "howto" / "serve.md").read_text()
     rows = [line.split("|")[1:-1] for line in page.splitlines() if "For" in line and line.startswith("| `")]
-    table = {kind.strip(" `"): (name.strip(" `"), images.strip()) for name, kind, images in rows}
-    assert table == {kind: (name, "yes" if kind in VISION else "") for kind, name in FAMILIES.items()}
+    table = {kind.strip(" `"): (name.strip(" `"), *(cell.strip() for cell in cells)) for name, kind, *cells in rows}
+    assert table == {
+        kind: (name, "yes" if kind in VISION else "", "yes" if kind in VIDEO else "") for kind, name in FAMILIES.items()
+    }
 
 
 # ── the commands ─────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -195,6 +195,36 @@ def test_images_are_png_files_of_the_size_asked_for(tmp_path: Path) -> None:
         assert (found.size, found.mode) == ((50, 33), "RGB") and len(found.getcolors(50 * 33)) == 4 * 3
 
 
+def test_videos_are_mp4_files_of_the_size_and_duration_asked_for() -> None:
+    av = pytest.importorskip("av")
+    import base64
+    import io
+
+    with answering(GOOD) as (fake, url):
+        options = (
+            "--videos",
+            "1",
+            "--images",
+            "1",
+            "--video-size",
+            "48x32",
+            "--video-fps",
+            "5",
+            "--video-seconds",
+            "1-3",
+        )
+        assert cli.main(["bench", "serve", "--base-url", url, *options, "--num-prompts", "3", "--model", "m"]) == 0
+    parts = [body["messages"][0]["content"] for _, body in fake.asked[2:]]
+    assert [[part["type"] for part in one] for one in parts] == [["image_url", "video_url", "text"]] * 3
+    urls = [one[1]["video_url"]["url"] for one in parts]
+    assert len(set(urls)) == 3
+    for one in urls:
+        with av.open(io.BytesIO(base64.b64decode(one.removeprefix("data:video/mp4;base64,")))) as container:
+            stream = container.streams.video[0]
+            assert (stream.width, stream.height, stream.average_rate) == (48, 32, 5)
+            assert stream.frames in (5, 10, 15) and len(list(container.decode(stream))) == stream.frames
+
+
 def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: Path) -> None:
     lines = ('"one"', "", "[1, 2]", '{"prompt": "three", "max_tokens": 9, "temperature": 1.5}')
     (tmp_path / "lines").write_text("\n".join(lines))
@@ -247,6 +277,8 @@ def test_what_makes_no_sense_is_refused_before_anybody_is_asked(
         (["--dataset-path", tmp_path / "none"], "No such file"),
         (["--base-url", "ftp://x"], "expected a URL like http://"),
         (["--images", 1, "--backend", "openai"], "--images are for --backend openai-chat"),
+        (["--videos", 1, "--backend", "openai"], "--videos are for --backend openai-chat"),
+        (["--videos", 1, "--video-size", "33x32"], "--video-size has even numbers of pixels"),
     ):
         assert cli.main(["bench", "serve", *map(str, options)]) == 2
         assert words in capsys.readouterr().err

@@ -48,19 +48,19 @@ FAILURES = {
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
         503,
-        "an image of this request, or its prompt embeddings, were no longer in the store when a worker opened them: "
-        "send the request again",
+        "an image or video of this request, or its prompt embeddings, were no longer in the store when a worker opened "
+        "them: send the request again",
     ),
     FinishReason.MISFIT: (
         400,
-        "an image of this request, or its prompt embeddings, do not fit the model, or the placeholder has another "
-        "number of tokens",
+        "an image or video of this request, or its prompt embeddings, do not fit the model, or the placeholder has "
+        "another number of tokens",
     ),
 }
 
 
 class ImageInput(NamedTuple):
-    """A processed image of a prompt: the tensors that the model's image processor returns, and their placeholder."""
+    """A processed image or video of a prompt: the tensors that the model's processor returns, and their placeholder."""
 
     value: Any  # a tree of tensors
     position: int  # of the first placeholder token

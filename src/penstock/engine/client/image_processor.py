@@ -6,20 +6,22 @@
 An image's key is a hash of its bytes and of the processor's settings: an image that is in the store is not decoded
 again. The work of decoding is estimated from the headers and has a limit, so a thread is not busy for long. Large
 images have threads of their own, so small images do not wait for them. The scope holds the tensors, and
-`image_placeholders` expands their placeholders in the prompt.
+`media_placeholders` expands their placeholders in the prompt.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import io
 import json
 import os
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -34,8 +36,11 @@ from penstock.tensor import Handle, Scope, Store, content_key
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
 TILED = ("idefics3", "smolvlm")  # what these see of an image stands in several places of the prompt
 MAX_PASSES = 32  # over as many pixels as are allowed, for each component: ordinary progressive JPEGs take up to 24
+RGB, COPIES = 3, 3  # bytes of a pixel; and of an image: as it is decoded, as RGB and upright, and resized
 LARGE_PIXELS, LARGE_NBYTES = 4_000_000, 2 << 20  # from here on it takes a thread 0.1 s and more
 MAX_RATIO = 100  # of an image's sides: processors make the short one as long as they want it, and the long one with it
+
+Admission: TypeAlias = AbstractContextManager[object]
 
 
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -101,36 +106,38 @@ class ImageProcessor:
         threads = threads or len(os.sched_getaffinity(0))
         self._small, self._large = FairThreadPool(threads, "images"), FairThreadPool(threads, "large images")
 
-    async def load(self, raw: bytes | Callable[[], bytes], scope: Scope) -> ProcessedImage:
+    async def load(
+        self, raw: bytes | Callable[[], bytes], scope: Scope, admit: Callable[[int], Awaitable[Admission]] | None = None
+    ) -> ProcessedImage:
         """Processes an image in a thread. `raw`: its bytes, or a function that reads them there. The request's scope
-        holds the image.
+        holds the image. `admit`: waits for the bytes of its pixels, which are held in the context that it returns.
 
         If cancelled, work that has not begun is dropped. Raises ImageRefused, the errors of `raw()`, and ClosedError if
         the scope was released meanwhile.
         """
-        loaded = await self._small.run(scope, functools.partial(self._load_small, raw, scope))
-        if isinstance(loaded, ProcessedImage):
-            return loaded
-        return await self._large.run(scope, functools.partial(self._load_large, *loaded, scope))
+        found = await self._small.run(scope, functools.partial(self._find_or_parse, raw, scope))
+        if isinstance(found, ProcessedImage):
+            return found
+        key, encoded = found
+        is_large = encoded.work > LARGE_PIXELS or len(encoded.data) > LARGE_NBYTES
+        threads = self._large if is_large else self._small
+        load = functools.partial(self._load_parsed, key, encoded, scope)
+        with contextlib.nullcontext() if admit is None else await admit(COPIES * RGB * encoded.width * encoded.height):
+            return await threads.run(scope, load)
 
-    def _load_small(
+    def _find_or_parse(
         self, raw: bytes | Callable[[], bytes], scope: Scope
     ) -> ProcessedImage | tuple[bytes, EncodedImage]:
-        """Returns the image; or, if it is large, its key and its encoded form, to be decoded by another thread."""
+        """Returns the image if the store has it; else its key and its encoded form."""
         if not isinstance(raw, bytes):
             raw = raw()
         if len(raw) > self.limits.nbytes:
             raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
         key = content_key(raw, salt=self._salt)
         image = self._find(key, scope)
-        if image is not None:
-            return image
-        encoded = self._parse(raw)
-        if encoded.work > LARGE_PIXELS or len(encoded.data) > LARGE_NBYTES:
-            return key, encoded
-        return self._load_encoded(key, encoded, scope)
+        return (key, self._parse(raw)) if image is None else image
 
-    def _load_large(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
+    def _load_parsed(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
         image = self._find(key, scope)  # another request may have stored the same image
         return self._load_encoded(key, encoded, scope) if image is None else image
 
@@ -297,6 +304,7 @@ _COUNTS = {
     "llava": _count_patches,
     "qwen2_5_vl": _count_merged,
     "qwen2_vl": _count_merged,
+    "qwen3_vl": _count_merged,
     "smolvlm": _count_tiles,
 }
 

@@ -56,6 +56,7 @@ class Cluster:
         processes = config.api_server_count + config.data_parallel_size * (
             1 + config.tensor_parallel_size + config.output_processors
         )
+        decoders = config.api_server_count * config.max_concurrent_videos
         return cls(
             config,
             tuple(_open_channels(config, number) for number in range(config.data_parallel_size)),
@@ -76,7 +77,7 @@ class Cluster:
                 config.data_parallel_size * config.output_processors,
             ),
             VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs + 2 * MAX_BESIDE),
-            _open_store(config, min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
+            _open_store(config, min(PEERS, 2 * (processes + decoders) + 8)) if config.store_nbytes else None,
             [""] * config.data_parallel_size,
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,
         )

@@ -95,7 +95,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     end_ids: tuple[int, ...] = ()  # besides those that the model's own files name
     generation_config: str = "auto"  # sampling defaults are those of generation_config.json; "vllm": neutral ones
     sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; from the model by `with_model_defaults`
-    store_nbytes: int = 0  # of the store for images; 0: there is none
+    store_nbytes: int = 0  # of the store for images and videos; 0: there is none
     # How tensors of requests travel: in the store, all of them; inline, in messages; or auto: in the store if there is
     # one, and inline where it has no room.
     tensor_transport: str = "auto"
@@ -105,6 +105,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mm_encoder_tp_mode: str | None = None
     encoder_cache_nbytes: int = 1 << 28  # of that store; in the other modes, of each worker's cache of encodings
     numa_node: int | None = None  # where shared memory lies; None: near the process that touches it first
+    max_concurrent_videos: int = 2  # that a server decodes at a time, each in a process that uses the store
     enable_prompt_embeds: bool = False  # completions may have embeddings instead of text
 
     start_timeout: float = 600.0  # until a group serves
@@ -129,6 +130,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("store_nbytes", 0, 1 << 44),
             ("migration_limit", 0, _MANY),
             ("encoder_cache_nbytes", 0, 1 << 44),
+            ("max_concurrent_videos", 1, 32),
         ):
             _within(self, name, int, low, high)
         for name in ("start_timeout", "step_timeout", "shutdown_timeout", "migration_timeout"):

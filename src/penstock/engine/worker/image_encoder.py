@@ -1,8 +1,9 @@
-"""Encodes one image on this rank: opens its tensors, and runs the model's vision encoder on them.
+"""Encodes one image or video on this rank: opens its tensors, and runs the model's vision encoder on them.
 
 Prompt embeddings are encoded already: they are cast to the model's dtype.
 
-The server has put the tensors, the output of the model's image processor, into the store, or into the handle itself.
+The server has put the tensors, the output of the model's processor, into the store, or into the handle itself. Where a
+model wants vectors for several of its layers (`InputEmbeds`), the encoding of a token has them one after the other.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed
+import torch.nn.functional as F
 from torch import Tensor
 
 from penstock import DecodeError, Missing
@@ -22,6 +24,7 @@ from penstock.engine.worker.model import LoadedModel
 from penstock.tensor import Handle, Lease
 
 Open = Callable[[Handle], Lease]  # raises Missing
+VIDEO = "pixel_values_videos"  # name of a video's tensor; SmolVLM's videos are images with many tiles
 OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # any other error of the encoder is the image's fault
 
 
@@ -39,7 +42,8 @@ class ImageEncoder:
     def __init__(self, model: LoadedModel, open_handle: Open) -> None:
         self._model = model
         self._open_handle = open_handle
-        self.size: int = model.stock.config.get_text_config().hidden_size  # of the encoding of a token
+        # Of the encoding of a token.
+        self.size: int = model.stock.config.get_text_config().hidden_size * (1 + model.deepstack_layers)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -49,8 +53,8 @@ class ImageEncoder:
         """Returns memory for an encoding."""
         return torch.empty(length, self.size, dtype=self._model.dtype, device=self._model.device)
 
-    def open(self, item: Handle) -> dict[str, Tensor]:
-        """Returns an image's tensors; the image is held as long as one of them lives. Raises Unusable."""
+    def open(self, item: Handle) -> Mapping[str, Any]:
+        """Returns an image's value; the image is held as long as one of its tensors lives. Raises Unusable."""
         try:
             value = self._open_handle(item).value("torch")
         except Missing:
@@ -59,14 +63,14 @@ class ImageEncoder:
             raise misfit(error) from None
         if not isinstance(value, Mapping):
             raise misfit(ValueError(f"expected tensors by name, got {type(value).__name__}"))
-        return {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+        return value
 
     def encode(self, item: Handle, length: int) -> Tensor:
         """Returns the encoding of an image, [length, size] in the model's dtype. `length`: image tokens in the prompt.
         Raises Unusable."""
-        tensors = self.open(item)
+        value = self.open(item)
         try:
-            encoded = self._encode(tensors)
+            encoded = self._encode({name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)})
         except OURS:
             raise
         except Exception as error:
@@ -83,18 +87,22 @@ class ImageEncoder:
             name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
             for name, tensor in tensors.items()
         }
-        features = model.stock.get_image_features(**inputs, return_dict=True).pooler_output
-        return torch.cat([feature.flatten(0, -2) for feature in features]).to(model.dtype)
+        encode = model.stock.get_video_features if VIDEO in inputs else model.stock.get_image_features
+        outcome = encode(**inputs, return_dict=True)
+        layers = [outcome.pooler_output, *(getattr(outcome, "deepstack_features", None) or ())]
+        vectors = [torch.cat([feature.flatten(0, -2) for feature in features]) for features in layers]
+        return torch.cat(vectors, dim=-1).to(model.dtype)
 
     def _cast(self, embeds: Tensor) -> Tensor:
-        """Returns prompt embeddings in the model's dtype: a copy, as the value is held for this step only.
-        Raises ValueError."""
+        """Returns prompt embeddings in the model's dtype, and zeros for further layers: a copy, as the value is held
+        for this step only. Raises ValueError."""
         if embeds.dtype == torch.int16:  # the server has no torch, and NumPy no bfloat16
             embeds = embeds.view(torch.bfloat16)
         cast = embeds.to(self._model.device, self._model.dtype, copy=True)
         if not cast.isfinite().all():
             raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
-        return cast
+        layers = self._model.deepstack_layers
+        return F.pad(cast, (0, layers * cast.shape[-1])) if layers else cast
 
 
 def misfit(error: Exception) -> Unusable:

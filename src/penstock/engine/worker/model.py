@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,6 +17,20 @@ from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices
+
+TEXT_OF = {"qwen3_vl": "qwen3"}  # families whose text is sharded as that of another family, and has no plan of its own
+
+
+class InputEmbeds(NamedTuple):
+    """The embeddings of a step's tokens, with those of images and videos in their places.
+
+    Qwen3-VL also adds vectors of its vision encoder to the hidden states of these places, after each of the first
+    layers (DeepStack).
+    """
+
+    tokens: Tensor  # [tokens, size]
+    is_visual: Tensor | None = None  # [tokens]; None: nothing is added
+    added: tuple[Tensor, ...] = ()  # after each layer: [visual tokens, size]
 
 
 class LoadedModel:
@@ -31,6 +45,11 @@ class LoadedModel:
         self.vocab_size: int = text.vocab_size
         self.max_length: int = text.max_position_embeddings
         self.image_id: int | None = getattr(stock.config, "image_token_id", None)
+        self.video_id: int | None = getattr(
+            stock.config, "video_token_id", None
+        )  # None: videos are images, or not taken
+        vision = getattr(stock.config, "vision_config", None)
+        self.deepstack_layers = len(getattr(vision, "deepstack_visual_indexes", ()))
         self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
         if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
             raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
@@ -58,11 +77,13 @@ class LoadedModel:
         paged: PagedAttention | DecodeAttention | Probe,
         ids: Tensor,
         positions: Tensor,
-        embeds: Tensor | None = None,
+        embeds: InputEmbeds | None = None,
     ) -> Tensor:
         """Returns the hidden states of a sequence of tokens: `ids` [tokens], or `embeds` instead of their embeddings;
         `positions` [tokens] or [3, tokens], see `rope`."""
-        inputs = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds[None]}
+        inputs: dict[str, Any] = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds.tokens[None]}
+        if embeds is not None and embeds.is_visual is not None:
+            inputs |= {"visual_pos_masks": embeds.is_visual[None], "deepstack_visual_embeds": embeds.added}
         outcome = self.stock.get_decoder()(
             **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
         )
@@ -93,10 +114,20 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
     with torch.device("meta"):
         stock = kind.from_config(config, dtype=chosen, attn_implementation=own)
     stock.eval().requires_grad_(False)
-    slices = shard(stock, stock.tp_plan, ranks, heads)
+    slices = shard(stock, tp_plan(stock), ranks, heads)
     weight_loader.rebuild_buffers(stock, device)
     weight_loader.load(stock, path, slices, device)
     return LoadedModel(stock, ranks, device)
+
+
+def tp_plan(stock: Any) -> dict[str, str]:
+    """Returns which layers are sharded, and how."""
+    other = TEXT_OF.get(stock.config.model_type)
+    if other is None:
+        return dict(stock.tp_plan)
+    decoder = next(name for name, module in stock.named_modules() if module is stock.get_decoder())
+    text = AutoConfig.for_model(other).base_model_tp_plan
+    return {**{f"{decoder}.{layer}": style for layer, style in text.items()}, **stock.tp_plan}
 
 
 def require_supported(config: Any) -> None:

@@ -1,4 +1,6 @@
-"""The images of the batch: where they stand in prompts, and their encodings, cached by key.
+"""The images and videos of the batch: where they stand in prompts, and their encodings, cached by key.
+
+Here and in `encoding_exchange` a video is an image of several frames; only the positions of its tokens differ.
 
 An image is encoded when a step first needs it (`encoding_exchange`). If a rank does not find an image, all ranks treat
 it as missing: so the request fails on all ranks alike. Prompt embeddings are an input that is encoded already: they
@@ -8,8 +10,8 @@ stand at all of their positions, and an image only where the prompt has image to
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
-from typing import NamedTuple, TypeAlias
+from collections.abc import Iterable, Mapping
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -26,12 +28,22 @@ from penstock.engine.worker.encoding_exchange import (
 )
 from penstock.engine.worker.image_encoder import ImageEncoder, Open, Unusable, misfit
 from penstock.engine.worker.input_batch import InputBatch, moved
-from penstock.engine.worker.model import LoadedModel
+from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.tensor import Handle
 
 Name: TypeAlias = "bytes | int"  # an image's key; without a key, the `id()` of its item while a slot has it
 MAX_GRIDS = 1 << 14  # images with a cached grid (`image_grid_thw`); above, the grid used least recently is dropped
 THERE = len(WHY)  # an image that no rank fails
+
+
+IMAGE_TYPE, VIDEO_TYPE = 1, 2  # of tokens, as transformers numbers them; 0: text
+
+
+class Grid(NamedTuple):
+    """The patches of an image or a video."""
+
+    sizes: Tensor  # [1, 3]: in time, height and width
+    seconds: float | None  # of a video, from one of its times to the next; None: an image
 
 
 class ImageChunk(NamedTuple):
@@ -60,19 +72,21 @@ class EncoderCache:
         self._encoder = ImageEncoder(model, open_handle)
         self.exchange = EncodingExchange(self._encoder, model.ranks, options)
         self._cache_nbytes = options.cache_nbytes
-        self._image_id = -1 if model.image_id is None else model.image_id
+        ids = {model.image_id: IMAGE_TYPE, model.video_id: VIDEO_TYPE}
+        self._token_types = {id_: type_ for id_, type_ in ids.items() if id_ is not None}
         self._encoded: OrderedDict[Name, Tensor] = OrderedDict()  # those last used last
         self._nbytes = 0
         self._shared: dict[Name, Tensor] = {}  # in the store, held
         self._unfinished: set[Name] = set()  # images with tokens that the last step has left
-        self._grids: OrderedDict[Name, Tensor] = OrderedDict()  # [1, 3]: kept, so a cached image need not be opened
+        self._grids: OrderedDict[Name, Grid] = OrderedDict()  # kept, so a cached image need not be opened
         # With the positions at which the input stands, and whether it is prompt embeddings.
         self._inputs: dict[int, list[tuple[Input, Index, bool]]] = {}
         self._ends = np.zeros(slots, np.intp)  # position after the last image; only text follows
-        self._offsets = np.zeros(slots, np.intp)  # of rope positions, from `_ends` on
-        self._mrope_positions: dict[int, Index] = {}  # rope positions before `_ends`: [3, end]
-        self._broken: dict[int, FinishReason] = {}  # slots without known token positions
+        self._rope_ends = np.zeros(slots, np.intp)  # position after the prompt, where it has images
         self._has_ropes = hasattr(model.stock.base_model, "get_rope_index")
+        self._offsets = np.zeros((self.num_position_axes, slots), np.intp)  # of rope positions, from `_rope_ends` on
+        self._mrope_positions: dict[int, Index] = {}  # rope positions before `_rope_ends`: [3, end]
+        self._broken: dict[int, FinishReason] = {}  # slots without known token positions
 
     def join(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
         self.leave(slot)
@@ -80,7 +94,7 @@ class EncoderCache:
             return
         self._inputs[slot] = [(entry, *self._places(prompt, *entry[1:])) for entry in inputs]
         self._ends[slot] = max(position + length for _, position, length in inputs)
-        if self._has_ropes and self._image_id in prompt:
+        if self._has_ropes and self._types(prompt).any():
             try:
                 self._find_ropes(slot, prompt, inputs)
             except Unusable as unusable:
@@ -89,9 +103,15 @@ class EncoderCache:
     def _places(self, prompt: Ints, position: int, length: int) -> tuple[Index, bool]:
         """Returns the positions of an image's tokens; without any, the input is prompt embeddings, and has them all.
         And whether it is."""
-        there = np.flatnonzero(prompt[position : position + length] == self._image_id)
+        there = np.flatnonzero(self._types(prompt[position : position + length]))
         is_encoded = not there.size
         return position + (np.arange(length) if is_encoded else there), is_encoded
+
+    def _types(self, ids: Ints) -> Ints:
+        types: Ints = np.zeros(ids.size, np.int32)
+        for token_id, type_ in self._token_types.items():
+            types[ids == token_id] = type_
+        return types
 
     def ids_of_text(self, slot: int, prompt: Ints) -> Ints:
         """Returns the prompt without the ids that stand for prompt embeddings, as no text has these tokens."""
@@ -104,7 +124,8 @@ class EncoderCache:
                 self._forget(id(item))
         self._mrope_positions.pop(slot, None)
         self._broken.pop(slot, None)
-        self._ends[slot] = self._offsets[slot] = 0
+        self._ends[slot] = self._rope_ends[slot] = 0
+        self._offsets[:, slot] = 0
 
     def _is_wanted(self, item: Handle) -> bool:
         """Returns whether another sample of the request still has this image."""
@@ -122,25 +143,29 @@ class EncoderCache:
         return 3 if self._has_ropes else 1
 
     def _find_ropes(self, slot: int, prompt: Ints, inputs: tuple[Input, ...]) -> None:
-        ids = torch.tensor(prompt, dtype=torch.int64)[None]
-        grids = torch.cat([self._grid(item) for item, _, _ in inputs])
+        grids = [self._grid(item) for item, _, _ in sorted(inputs, key=lambda entry: entry[1])]
+        images = [grid.sizes for grid in grids if grid.seconds is None]
+        videos = [grid.sizes for grid in grids if grid.seconds is not None]
+        seconds = [grid.seconds for grid in grids if grid.seconds is not None]
         try:
             positions, _ = self._model.stock.base_model.get_rope_index(
-                ids, mm_token_type_ids=ids.eq(self._image_id).int(), image_grid_thw=grids
+                torch.tensor(prompt, dtype=torch.int64)[None],
+                mm_token_type_ids=torch.from_numpy(self._types(prompt))[None],
+                image_grid_thw=torch.cat(images) if images else None,
+                video_grid_thw=torch.cat(videos) if videos else None,
+                second_per_grid_ts=torch.tensor(seconds) if seconds else None,
             )
         except Exception as error:
             raise misfit(error) from None
         ropes = positions[:, 0].numpy().astype(np.intp)
-        self._mrope_positions[slot] = ropes[:, : self._ends[slot]]
-        self._offsets[slot] = ropes.max() + 1 - prompt.size
+        self._mrope_positions[slot] = ropes
+        self._rope_ends[slot] = prompt.size
+        self._offsets[:, slot] = ropes[:, -1] + 1 - prompt.size  # as `generate`: times of a video may reach beyond it
 
-    def _grid(self, item: Handle) -> Tensor:
+    def _grid(self, item: Handle) -> Grid:
         name = _name(item)
         if name not in self._grids:
-            grid = self._open(item).get("image_grid_thw")
-            if grid is None or grid.numel() != 3:
-                raise misfit(ValueError("expected an image_grid_thw of three numbers"))
-            self._grids[name] = grid.reshape(1, 3).clone()
+            self._grids[name] = _read_grid(self._open(item))
             if len(self._grids) > MAX_GRIDS:
                 self._grids.popitem(last=False)
         else:
@@ -151,15 +176,14 @@ class EncoderCache:
         """Returns the positions of tokens: [tokens], or [3, tokens] where a position has three axes."""
         if not self._has_ropes:
             return batch.positions
-        positions = np.tile(batch.positions + self._offsets[batch.slots], (self.num_position_axes, 1))
-        for slot, first, begin, end in self._rows_before_their_ends(batch):
-            if slot in self._mrope_positions:
-                there = self._mrope_positions[slot][:, begin:end]
-                positions[:, first : first + there.shape[1]] = there
+        positions = batch.positions + self._offsets[:, batch.slots]
+        for slot, first, begin, end in _rows_before(self._rope_ends, batch):
+            there = self._mrope_positions[slot][:, begin:end]
+            positions[:, first : first + there.shape[1]] = there
         return positions
 
     # ── what stands there ──
-    def embeds(self, batch: InputBatch, ids: Tensor) -> tuple[Tensor | None, dict[int, FinishReason]]:
+    def embeds(self, batch: InputBatch, ids: Tensor) -> tuple[InputEmbeds | None, dict[int, FinishReason]]:
         """Returns the embeddings of the step's tokens, with those of images in their places (None: the step has no
         image tokens); and the slots that fail, as an image is missing or has another length than its placeholder."""
         failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(batch.rows.tolist())}
@@ -179,14 +203,24 @@ class EncoderCache:
         if not pieces:
             return None, failed
         self._make_room()
-        where = moved(np.concatenate(places), ids.device)
+        order = np.concatenate(places)
+        encoded = torch.cat(pieces)
+        if self._model.deepstack_layers and (np.diff(order) < 0).any():  # the layers add in the order of tokens
+            encoded = encoded[moved(np.argsort(order), ids.device)]
+            order = np.sort(order)
+        where = moved(order, ids.device)
         embeds = self._model.embeds(ids).clone()
-        embeds[where] = torch.cat(pieces).to(embeds.dtype)
-        return embeds, failed
+        own, *added = encoded.to(embeds.dtype).split(embeds.shape[-1], dim=-1)
+        embeds[where] = own
+        if not added:
+            return InputEmbeds(embeds), failed
+        is_visual = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
+        is_visual[where] = True
+        return InputEmbeds(embeds, is_visual, tuple(added)), failed
 
     def _chunks(self, batch: InputBatch) -> Iterable[ImageChunk]:
         """Yields what the step computes of each image."""
-        for slot, first, begin, end in self._rows_before_their_ends(batch):
+        for slot, first, begin, end in _rows_before(self._ends, batch):
             for (item, _, _), there, is_encoded in self._inputs[slot]:
                 low, high = (int(found) for found in np.searchsorted(there, (begin, end)))
                 if low < high:
@@ -217,16 +251,6 @@ class EncoderCache:
             if reason is not None:
                 failed[chunk.slot] = reason
 
-    def _rows_before_their_ends(self, batch: InputBatch) -> list[tuple[int, int, int, int]]:
-        """Returns slot, first token in the step, first position and end position of the rows that have not passed all
-        their images."""
-        begins = batch.positions[batch.starts]
-        rows = np.flatnonzero(begins < self._ends[batch.rows])
-        return [
-            (int(batch.rows[row]), int(batch.starts[row]), int(begins[row]), int(begins[row] + batch.counts[row]))
-            for row in rows
-        ]
-
     def _encoding(self, image: PromptImage) -> Tensor | None:
         """Returns the encoding of an image [tokens, size] that is held or kept; None: there is none."""
         name = _name(image.item)
@@ -240,19 +264,40 @@ class EncoderCache:
             self._nbytes -= self._encoded.popitem(last=False)[1].nbytes
 
     # ── opening ──
-    def _open(self, item: Handle) -> dict[str, Tensor]:
-        """Returns an image's tensors. Raises Unusable on all ranks if it does so on one."""
-        tensors: dict[str, Tensor] = {}
+    def _open(self, item: Handle) -> Mapping[str, Any]:
+        """Returns an image's value. Raises Unusable on all ranks if it does so on one."""
+        value: Mapping[str, Any] = {}
         state = THERE
         try:
-            tensors = self._encoder.open(item)
+            value = self._encoder.open(item)
         except Unusable as unusable:
             state = STATE_OF[unusable.why]
         state = self._model.ranks.least(state)  # a rank alone would wait for the others, and add up nonsense
         if state != THERE:
             raise Unusable(WHY[state])
-        return tensors
+        return value
+
+
+def _read_grid(value: Mapping[str, Any]) -> Grid:
+    for name, seconds in (("image_grid_thw", None), ("video_grid_thw", value.get("second_per_grid_ts", 1.0))):
+        grid = value.get(name)
+        if isinstance(grid, Tensor):
+            if grid.numel() != 3 or not isinstance(seconds, float | None):
+                raise misfit(ValueError(f"expected a {name} of three numbers, got {tuple(grid.shape)}"))
+            return Grid(grid.reshape(1, 3).clone(), seconds)
+    raise misfit(ValueError("expected an image_grid_thw or a video_grid_thw"))
 
 
 def _name(item: Handle) -> Name:
     return id(item) if item.key is None else item.key
+
+
+def _rows_before(ends: Index, batch: InputBatch) -> list[tuple[int, int, int, int]]:
+    """Returns slot, first token in the step, first position and end position of the rows that have not passed the end
+    of their slot."""
+    begins = batch.positions[batch.starts]
+    rows = np.flatnonzero(begins < ends[batch.rows])
+    return [
+        (int(batch.rows[row]), int(batch.starts[row]), int(begins[row]), int(begins[row] + batch.counts[row]))
+        for row in rows
+    ]

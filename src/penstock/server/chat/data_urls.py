@@ -1,7 +1,7 @@
 """Cuts long data URLs and prompt embeddings out of a body before it is decoded, and puts them back after.
 
 The JSON decoder looks at each character and holds the interpreter throughout, so a thread of its own would not help.
-A search for the closing quotation mark is ten times as fast, and other threads run between two searches. `image_urls`
+A search for the closing quotation mark is ten times as fast, and other threads run between two searches. `media_urls`
 decodes the URLs, and `embeds_prompts` the embeddings.
 """
 
@@ -11,10 +11,10 @@ import re
 import secrets
 
 # A data URL, or base64: of npy, of safetensors (8 bytes of a length below 64 KiB, then a brace), of a zip archive.
-BEGIN = re.compile(rb'"(?:data:image/|k05VTVBZ|[A-Za-z0-9+/]{4}AAAAAAB7|UEsDB)')
+BEGIN = re.compile(rb'"(?:data:(?:image|video)/|k05VTVBZ|[A-Za-z0-9+/]{4}AAAAAAB7|UEsDB)')
 BEGIN_NBYTES = 13  # of the longest
 PIECE = 1 << 18  # bytes that are searched in one go: 0.2 ms, or 2 ms where every other character is a quotation mark
-LONG = 64 << 10  # bytes of an image as it stands there: shorter ones are decoded in less than 0.1 ms
+LONG = 64 << 10  # bytes of an image or a video as it stands there: shorter ones are decoded in less than 0.1 ms
 
 
 def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[str, str]]:

@@ -21,7 +21,7 @@ from penstock.server.chat.length_bound import length_bound
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
-from penstock.server.images.image_prompts import ImagePrompts, Prompt
+from penstock.server.media.media_prompts import MediaPrompts, Prompt
 
 T = TypeVar("T")
 
@@ -106,20 +106,20 @@ class PromptBuilder:
         self,
         config: EngineConfig,
         words: Tokenizer,
-        images: ImagePrompts | None = None,
+        media: MediaPrompts | None = None,
         embeds: EmbedsPrompts | None = None,
     ) -> None:
-        """`images`: None where the model takes none; `embeds`: None where prompts may not be embeddings."""
+        """`media`: None where the model takes text alone; `embeds`: None where prompts may not be embeddings."""
         self._config = config
         self.words = words
-        self._images = images
+        self._media = media
         self._embeds = embeds
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
         self._vocabulary: asyncio.Future[Vocabulary] | None = None
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
-        for more in (self._images, self._embeds):
+        for more in (self._media, self._embeds):
             if more is not None:
                 more.close()
 
@@ -130,17 +130,20 @@ class PromptBuilder:
         options: dict[str, Any],
         add_special: bool = False,
         limit: Limit | None = None,
+        client: str = "",
     ) -> Prompt:
-        """Returns the prompt, which the caller releases unless it submits it. Raises ApiError."""
-        if conversation.images and self._images is None:
-            where = conversation.images[0].where
-            raise ApiError(400, f"expected text, got an image at $.{where}: this model takes none", param=where)
+        """Returns the prompt, which the caller releases unless it submits it. `client`: takes turns with others in the
+        use of memory. Raises ApiError."""
+        if conversation.media and self._media is None:
+            where, _, kind = conversation.media[0]
+            message = f"expected text, got {kind.described} at $.{where}: this model takes none"
+            raise ApiError(400, message, param=where)
         work = functools.partial(self.words.chat, conversation.messages, is_answered, options)
         text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
-        ids = await self.ids(text, add_special, limit)
-        if not conversation.images or self._images is None:
-            return Prompt(ids)
-        return await self._images.prompt(ids, conversation.images)
+        if not conversation.media or self._media is None:
+            return Prompt(await self.ids(text, add_special, limit))
+        ids = await self.ids(self._media.prepare(text), add_special, limit)
+        return await self._media.prompt(ids, conversation.media, client)
 
     async def embeds(self, texts: list[str], limit: Limit) -> list[Prompt]:
         """Returns prompts that are embeddings, which the caller releases unless it submits them. Raises ApiError."""

@@ -19,7 +19,8 @@ from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
 from penstock.server.errors import ApiError, body_error
-from penstock.server.images.image_prompts import ImageRef
+from penstock.server.media.media_kind import IMAGE, VIDEO
+from penstock.server.media.media_ref import MediaRef
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -180,9 +181,17 @@ class ImagePart(msgspec.Struct, tag_field="type", tag="image_url"):
     image_url: ImageUrl
 
 
+class VideoUrl(msgspec.Struct):
+    url: str
+
+
+class VideoPart(msgspec.Struct, tag_field="type", tag="video_url"):
+    video_url: VideoUrl
+
+
 class Message(msgspec.Struct):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart | ImagePart] | None = None
+    content: str | list[TextPart | ImagePart | VideoPart] | None = None
     name: str | None = None
     tool_calls: Unsupported = None
     function_call: Unsupported = None
@@ -215,10 +224,10 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class Conversation(NamedTuple):
-    """Messages as chat templates take them, with a part of type "image" for each image; and the images, in order."""
+    """Messages as chat templates take them, with a part of type "image" or "video" for each; and these, in order."""
 
     messages: list[dict[str, Any]]
-    images: list[ImageRef]
+    media: list[MediaRef]
 
     @property
     def parts(self) -> int:
@@ -240,10 +249,13 @@ class Conversation(NamedTuple):
             conversation.messages.append(fields if message.name is None else {**fields, "name": message.name})
         return conversation
 
-    def _plain(self, where: str, part: TextPart | ImagePart) -> dict[str, str]:
+    def _plain(self, where: str, part: TextPart | ImagePart | VideoPart) -> dict[str, str]:
         if isinstance(part, TextPart):
             return {"type": "text", "text": part.text}
-        self.images.append(ImageRef(where, part.image_url.url))
+        if isinstance(part, VideoPart):
+            self.media.append(MediaRef(where, part.video_url.url, VIDEO))
+            return {"type": "video"}
+        self.media.append(MediaRef(where, part.image_url.url, IMAGE))
         return {"type": "image"}
 
 
@@ -293,7 +305,7 @@ def decoded(body: bytes | bytearray, kind: type[T], unknown: list[str] | None = 
 
 
 def _decoded_in_parts(body: bytes | bytearray, kind: type[T], unknown: list[str] | None) -> T | None:
-    """Decodes a body without its long images and embeddings. Returns None if it has none, or has an error: then the
+    """Decodes a body without its long data URLs and embeddings. Returns None if it has none, or has an error: then the
     whole body is decoded, for the right position in the error."""
     short, urls = extract_data_urls(body)
     if not urls:
@@ -360,7 +372,7 @@ def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 
 def _is_whole_with(request: msgspec.Struct, urls: dict[str, str]) -> bool:
-    """Puts the long strings in place of their marks. Returns False if a mark is neither an image nor embeddings."""
+    """Puts the long strings in place of their marks. Returns False if a mark is none of a medium or embeddings."""
     if isinstance(request, CompletionRequest):
         embeds = request.prompt_embeds
         if isinstance(embeds, str):
@@ -371,6 +383,7 @@ def _is_whole_with(request: msgspec.Struct, urls: dict[str, str]) -> bool:
     for message in messages:
         if isinstance(message.content, list):
             for part in message.content:
-                if isinstance(part, ImagePart):
-                    part.image_url.url = urls.pop(part.image_url.url, part.image_url.url)
+                if not isinstance(part, TextPart):
+                    source = part.image_url if isinstance(part, ImagePart) else part.video_url
+                    source.url = urls.pop(source.url, source.url)
     return not urls

@@ -18,7 +18,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.server.base64_text import decode_base64, decoded_nbytes
 from penstock.server.embeds.embeds_file import MAX_HEADER, parse_embeds
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
-from penstock.server.images.image_prompts import Prompt
+from penstock.server.media.media_prompts import Prompt
 from penstock.tensor import Handle, Scope, ScopeStats, Store, content_key
 
 THREADS = 2  # each may hold a body, the file in it, and a copy inline

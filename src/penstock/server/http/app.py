@@ -48,11 +48,12 @@ from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.heap import Heap
 from penstock.server.http import openapi
 from penstock.server.http.dashboard import Dashboard
-from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, RequestIds, cors, is_valid
+from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, RequestIds, client_of, cors, is_valid
 from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
-from penstock.server.images.image_prompts import Prompt
+from penstock.server.media.media_budget import MediaBudget
+from penstock.server.media.media_prompts import Prompt
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ServerCounters
 from penstock.server.status.server_info import served_name
@@ -76,7 +77,9 @@ class ApiServer:
         board: StatusBoard,
         me: int,
         segments: SegmentMetrics | None = None,
+        budget: MediaBudget | None = None,
     ) -> None:
+        """`budget`: that of the media of `reader`; None: bodies have one of their own."""
         self._config = config
         self._options = options
         self._client = client
@@ -92,7 +95,8 @@ class ApiServer:
         self._started = int(time.time())
         self._heap = Heap()
         self._admission = Admission(options, self._row)
-        self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap)
+        budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
+        self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
 
     def app(self) -> Starlette:
         routes = [
@@ -138,9 +142,10 @@ class ApiServer:
             self._require_model(chat.model)
             params = chat.sampling(self._defaults)
             conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages))
+            body.clear()  # its strings are held, and twice would be too much
             limit = self._limit(chat, params, "messages")
             prompt = await self._prompt(request, conversation, chat.template_options, chat, limit)
-            chat.messages = []  # images are long, and it may take long to answer
+            chat.messages = []  # media are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, chat, params, [prompt], "messages")
         except BaseException:
@@ -157,8 +162,9 @@ class ApiServer:
     ) -> Prompt:
         """Returns the prompt of a conversation, which the caller releases unless it submits it."""
         is_answered, add_special = body.add_generation_prompt is not False, body.add_special_tokens is True
-        reading = self._reader.conversation(conversation, is_answered, options, add_special, limit)
-        if not conversation.images:
+        client = getattr(body, "user", None) or client_of(request)
+        reading = self._reader.conversation(conversation, is_answered, options, add_special, limit, client)
+        if not conversation.media:
             return await reading
         try:
             return await cancel_on_disconnect(request.receive, reading)

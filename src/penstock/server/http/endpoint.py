@@ -32,6 +32,8 @@ from penstock.server.chat.request_schema import REQUEST_ID_PATTERN, decoded
 from penstock.server.chat.streaming import SSEResponse, cancel_on_disconnect, engine_failed
 from penstock.server.errors import ApiError, Gone
 from penstock.server.heap import Heap
+from penstock.server.media.byte_semaphore import ByteLease
+from penstock.server.media.media_budget import BODY_COPIES, MediaBudget
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ROUTES, ProcessCounters
 
@@ -179,8 +181,9 @@ class Endpoint:
 class BodyReader:
     """Receives and decodes bodies, within the limits of each and of all that are being read."""
 
-    def __init__(self, max_nbytes: int, prompt_builder: PromptBuilder, heap: Heap) -> None:
+    def __init__(self, max_nbytes: int, prompt_builder: PromptBuilder, heap: Heap, budget: MediaBudget) -> None:
         self._max_nbytes = max_nbytes
+        self._budget = budget
         self._prompt_builder = prompt_builder  # for its threads
         self._heap = heap
         self._unknown_fields = UnknownFields(name for names in request_schema.FIELDS.values() for name in names)
@@ -188,24 +191,48 @@ class BodyReader:
 
     @contextlib.asynccontextmanager
     async def receive(self, request: Request) -> AsyncIterator[bytearray]:
-        """Receives a body, which counts as being read until its prompt is built. Raises ApiError if it is too long."""
-        max_nbytes, body = self._max_nbytes, bytearray()
+        """Receives a body, which counts as being read until its prompt is built. Raises ApiError if it is too long.
+
+        A long body has its bytes of the budget before it is read: meanwhile the connection is not read. So bodies in
+        the memory are whole ones, and none waits for the rest of another.
+        """
+        max_nbytes, body, received = self._max_nbytes, bytearray(), 0
         length = request.headers.get("content-length", "0")
         if not length.isdecimal() or int(length) > max_nbytes:
             raise _too_long(max_nbytes)
+        lease = await self._admit(request, int(length)) if int(length) > LONG else None
         try:
             async for part in request.stream():
                 body += part
+                received += len(part)
                 self.reading_nbytes += len(part)
-                if len(body) > max_nbytes:
+                if received > max_nbytes:
                     raise _too_long(max_nbytes)
                 if self.reading_nbytes > BODIES_AT_ONCE * max_nbytes:
                     raise ApiError(503, "the bodies of other requests fill the memory: send the request again")
+                if received > LONG and lease is None:  # its length is not known before its end
+                    lease = await self._admit(request, min(max_nbytes, self._budget.bodies.nbytes // BODY_COPIES))
+                if lease is not None and BODY_COPIES * received > lease.nbytes:
+                    raise self._beyond_budget(received)
+            if lease is not None:
+                lease.shrink(BODY_COPIES * received)
             yield body
         finally:
-            self.reading_nbytes -= len(body)
-            if len(body) > LONG:
+            self.reading_nbytes -= received
+            if lease is not None:
+                lease.release()
+            if received > LONG:
                 self._heap.was_used()
+
+    async def _admit(self, request: Request, nbytes: int) -> ByteLease:
+        try:
+            return await self._budget.bodies.acquire(client_of(request), BODY_COPIES * nbytes)
+        except ValueError:
+            raise self._beyond_budget(nbytes) from None
+
+    def _beyond_budget(self, nbytes: int) -> ApiError:
+        limit = self._budget.bodies.nbytes // BODY_COPIES
+        return ApiError(413, f"a body has at most {limit} bytes here (--media-mb-in-flight), this one has {nbytes}")
 
     async def run(self, request: Request, body: bytearray, work: Callable[[], T]) -> T:
         """Runs `work` on a body: on a long one in a thread, until the client disconnects."""
@@ -222,6 +249,11 @@ class BodyReader:
             described = self._unknown_fields.describe(unknown, **context)
             request.state.headers.append((IGNORED_FIELDS.encode(), described.encode()))
         return value
+
+
+def client_of(request: Request) -> str:
+    """Returns the address of the client, by which clients take turns in the use of memory."""
+    return "" if request.client is None else request.client.host
 
 
 def _too_long(max_nbytes: int) -> ApiError:

@@ -17,16 +17,27 @@ from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECON
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, PAUSE_SECONDS, MigrationCounters
 from penstock.engine.cluster.status_board import Row as EngineRow
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
+from penstock.server.media.media_budget import STAGES
 from penstock.server.status.counters import (
     FINISHED_REASONS,
     ITEM_FIELDS,
     ROUTES,
     STATUSES,
+    VIDEO_ENDS,
     ProcessCounters,
     Served,
     ServerCounters,
 )
 
+OF_MEDIA = (
+    ("media_bytes", "Bytes of images, videos and long bodies that are held", ProcessCounters.MEDIA_NBYTES),
+    ("media_limit_bytes", "Maximum of these bytes", ProcessCounters.MEDIA_LIMITS),
+    ("media_waiting", "Images, videos and bodies that wait for bytes", ProcessCounters.MEDIA_WAITING),
+)
+OF_DECODERS = (
+    ("videos_decoding", "Videos that are being decoded", ProcessCounters.DECODING),
+    ("videos_waiting", "Videos that wait for a decoder", ProcessCounters.DECODER_WAITING),
+)
 LABELS = ("model_name", "engine")  # as vLLM has them
 HISTOGRAMS = (
     ("time_to_first_token_seconds", "Seconds from a request to the first token", "first_token", FIRST_TOKEN_SECONDS),
@@ -86,6 +97,7 @@ class Metrics(Collector):
     def collect(self) -> Iterator[Family]:
         yield from self._as_vllm_names_them()
         yield from self._of_servers()
+        yield from self._of_media()
         yield from self._of_engines()
         yield from self._of_migration()
 
@@ -156,12 +168,34 @@ class Metrics(Collector):
                     if many:
                         requests.add_metric([str(server), route, str(status)], many)
         items = CounterMetricFamily(
-            "penstock_items", "Images and embeddings of prompts by how they travel", labels=["server", "how"]
+            "penstock_items", "Images, videos and embeddings of prompts by how they travel", labels=["server", "how"]
         )
         for server, row in enumerate(self._servers):
             for number, how in enumerate(ITEM_FIELDS):
                 items.add_metric([str(server), how], row[ProcessCounters.ITEMS + number])
         yield from (requests, is_open, items)
+
+    def _of_media(self) -> Iterator[Family]:
+        for name, text, word in OF_MEDIA:
+            gauge = GaugeMetricFamily(f"penstock_{name}", text, labels=["server", "stage"])
+            for server, row in enumerate(self._servers):
+                for number, stage in enumerate(STAGES):
+                    gauge.add_metric([str(server), stage], row[word + number])
+            yield gauge
+        for name, text, word in OF_DECODERS:
+            gauge = GaugeMetricFamily(f"penstock_{name}", text, labels=["server"])
+            for server, row in enumerate(self._servers):
+                gauge.add_metric([str(server)], row[word])
+            yield gauge
+        videos = CounterMetricFamily(
+            "penstock_videos", "Videos that had a decoder, by how it ended", labels=["server", "end"]
+        )
+        seconds = CounterMetricFamily("penstock_video_decoder_seconds", "Seconds of decoders", labels=["server"])
+        for server, row in enumerate(self._servers):
+            seconds.add_metric([str(server)], row[ProcessCounters.VIDEO_NS] / 1e9)
+            for number, end in enumerate(VIDEO_ENDS):
+                videos.add_metric([str(server), end], row[ProcessCounters.VIDEOS + number])
+        yield from (videos, seconds)
 
     def _of_engines(self) -> Iterator[Family]:
         incarnation = GaugeMetricFamily(

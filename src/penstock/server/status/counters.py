@@ -11,6 +11,7 @@ from typing import Any
 from penstock import lowlevel
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Histogram, words_of
 from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.server.media.media_budget import STAGES
 from penstock.tensor import ScopeStats
 
 ROUTES = ("chat", "completions", "tokenize", "models")
@@ -22,6 +23,7 @@ ITEM_FIELDS = {
     "put": "puts",
     **{how: how for how in ("inline_small", "inline_full", "inline_without_store", "inline_too_large")},
 }
+VIDEO_ENDS = ("decoded", "refused", "timeout", "died", "cancelled")  # of a decoder's process
 WORD_NBYTES = 8
 
 
@@ -66,7 +68,14 @@ class ProcessCounters:
     SERVING = 1  # 1: it accepts connections; 2: it drains, and answers only open requests
     OPEN = 2  # requests
     FAILED_STARTS = 3  # in a row: how often this server has ended before it served. Written by the launcher
-    ANSWERED = 4  # from here on: answers by route and status
+    MEDIA_NBYTES = 4  # from here on: bytes that are held, by STAGES of the media budget
+    MEDIA_WAITING = MEDIA_NBYTES + len(STAGES)  # from here on: waits for bytes
+    MEDIA_LIMITS = MEDIA_WAITING + len(STAGES)  # from here on: bytes that may be held
+    DECODING = MEDIA_LIMITS + len(STAGES)  # videos, each in a process
+    DECODER_WAITING = DECODING + 1  # videos that wait for a process
+    VIDEO_NS = DECODER_WAITING + 1  # of these processes
+    VIDEOS = VIDEO_NS + 1  # from here on: by VIDEO_ENDS
+    ANSWERED = VIDEOS + len(VIDEO_ENDS)  # from here on: answers by route and status
     ITEMS = ANSWERED + len(ROUTES) * len(STATUSES)  # from here on: values of prompts, by ITEM_FIELDS
     ENGINES = ITEMS + len(ITEM_FIELDS)  # from here on: `Served` of each engine
 
@@ -86,14 +95,31 @@ class ProcessCounters:
     def __setitem__(self, word: int, number: int) -> None:
         self._words[word] = number
 
-    def count_items(self, stats: ScopeStats) -> None:
-        """Counts how the values of one prompt travel."""
+    def count_items(self, stats: ScopeStats, put: int = 0) -> None:
+        """Counts how the values of a prompt travel. `put`: hits of values that decoders put there for it."""
+        stats.hits -= put
+        stats.puts += put
         for number, field in enumerate(ITEM_FIELDS.values()):
             self._words[self.ITEMS + number] += getattr(stats, field)
+
+    def set_media(self, stage: int, held: int, waiting: int) -> None:
+        self._words[self.MEDIA_NBYTES + stage] = held
+        self._words[self.MEDIA_WAITING + stage] = waiting
+
+    def set_decoders(self, busy: int, waiting: int) -> None:
+        self._words[self.DECODING] = busy
+        self._words[self.DECODER_WAITING] = waiting
+
+    def count_video(self, end: str, seconds: float) -> None:
+        self._words[self.VIDEOS + VIDEO_ENDS.index(end)] += 1
+        self._words[self.VIDEO_NS] += round(seconds * 1e9)
 
     def clear_gauges(self) -> None:
         """Forgets what was open in a process that has ended."""
         self[self.OPEN] = 0
+        self.set_decoders(0, 0)
+        for stage in range(len(STAGES)):
+            self.set_media(stage, 0, 0)
         for served in self.engines:
             served.migration.clear_gauges()
 

@@ -32,7 +32,7 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         "--backend",
         choices=BACKENDS,
         help="Interface to ask: openai is /v1/completions, openai-chat /v1/chat/completions "
-        "(default: openai, and openai-chat where prompts have images)",
+        "(default: openai, and openai-chat where prompts have images or videos)",
     )
     add("--model", metavar="NAME", default="", help="Name of the model (default: the first that the server lists)")
     add(
@@ -68,6 +68,34 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         help="Size of these images in pixels (default: %(default)s)",
     )
     add(
+        "--videos",
+        metavar="N",
+        type=count,
+        default=0,
+        help="Number of videos in each prompt, which PyAV encodes (default: %(default)s)",
+    )
+    add(
+        "--video-seconds",
+        metavar="N|N-M",
+        type=between,
+        default="4",
+        help="Duration of these videos in seconds, or the range from which it is drawn (default: %(default)s)",
+    )
+    add(
+        "--video-size",
+        metavar="WxH",
+        type=image_size,
+        default="320x240",
+        help="Size of their frames in pixels, which are even numbers (default: %(default)s)",
+    )
+    add(
+        "--video-fps",
+        metavar="N",
+        type=whole,
+        default=12,
+        help="Number of their frames per second (default: %(default)s)",
+    )
+    add(
         "--dataset-path",
         metavar="FILE",
         type=Path,
@@ -83,7 +111,7 @@ def _add_requests(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=0,
-        help="Seed of prompts, images and arrival times (default: %(default)s)",
+        help="Seed of prompts, images, videos and arrival times (default: %(default)s)",
     )
 
 

@@ -44,9 +44,12 @@ class Results(msgspec.Struct, kw_only=True):
 
 def run(options: argparse.Namespace) -> int:
     """Runs the benchmark. Raises ValueError for invalid options, NothingToMeasure, and OSError for files."""
-    is_chat = options.backend == "openai-chat" or (options.backend is None and options.images > 0)
-    if options.images and not is_chat:
-        raise ValueError("--images are for --backend openai-chat")
+    is_chat = options.backend == "openai-chat" or (options.backend is None and options.images + options.videos > 0)
+    for name in ("images", "videos"):
+        if getattr(options, name) and not is_chat:
+            raise ValueError(f"--{name} are for --backend openai-chat")
+    if any(side % 2 for side in options.video_size):
+        raise ValueError("--video-size has even numbers of pixels, as H.264 wants them")
     request_options = RequestOptions(
         is_chat=is_chat,
         **{name: getattr(options, name) for name in RequestOptions.__struct_fields__ if name != "is_chat"},

@@ -1,4 +1,4 @@
-"""Bodies of requests: random prompts of so many tokens, images, or lines of a file; the same for the same seed."""
+"""Bodies of requests: random prompts of so many tokens, images, videos, or lines of a file; the same for a seed."""
 
 from __future__ import annotations
 
@@ -12,6 +12,8 @@ from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
+
+from penstock.tools.load.videos import video_url
 
 # Short words that most tokenizers know as one token each.
 WORDS = (
@@ -68,6 +70,10 @@ class RequestOptions(msgspec.Struct, frozen=True, kw_only=True):
     output_len: Between
     images: int = 0
     image_size: tuple[int, int] = (256, 256)
+    videos: int = 0
+    video_seconds: Between = Between(4, 4)
+    video_size: tuple[int, int] = (320, 240)
+    video_fps: int = 12
     ignore_eos: bool = False
     seed: int = 0
 
@@ -81,7 +87,7 @@ def text_of(chance: random.Random, words: int) -> str:
 
 
 def probe(options: RequestOptions, words: int) -> Body:
-    """Builds a request with a prompt of so many words, without images, that is answered with one token."""
+    """Builds a request with a prompt of so many words, without images or videos, that is answered with one token."""
     text = text_of(random.Random(f"{options.seed} probe {words}"), words)
     return _text_body(options, text, 1)
 
@@ -90,11 +96,17 @@ def build_body(options: RequestOptions, size: Size, index: int, purpose: str) ->
     """Builds the request of that number; all differ."""
     chance = random.Random(f"{options.seed} {purpose} {index}")
     content: Any = text_of(chance, size.words(options.input_len.draw(chance)))
-    if options.images:
-        urls = [image(chance, *options.image_size) for _ in range(options.images)]
-        parts = [{"type": "image_url", "image_url": {"url": url}} for url in urls]
+    if options.images or options.videos:
+        images = [("image", image(chance, *options.image_size)) for _ in range(options.images)]
+        videos = [_video(options, chance) for _ in range(options.videos)]
+        parts = [{"type": f"{kind}_url", f"{kind}_url": {"url": url}} for kind, url in [*images, *videos]]
         content = [*parts, {"type": "text", "text": content}]
     return _text_body(options, content, options.output_len.draw(chance))
+
+
+def _video(options: RequestOptions, chance: random.Random) -> tuple[str, str]:
+    seconds = options.video_seconds.draw(chance)
+    return "video", video_url(chance, seconds, *options.video_size, options.video_fps)
 
 
 def _text_body(options: RequestOptions, content: Any, tokens: int, **more: Any) -> Body:

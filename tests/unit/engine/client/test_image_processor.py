@@ -28,6 +28,7 @@ PROCESSORS: dict[str, tuple[str, dict[str, Any]]] = {
     "llava": ("CLIPImageProcessorPil", {"size": {"shortest_edge": 8}, "crop_size": {"height": 8, "width": 8}}),
     "qwen2_vl": ("Qwen2VLImageProcessorPil", PATCHES),
     "qwen2_5_vl": ("Qwen2VLImageProcessorPil", PATCHES),
+    "qwen3_vl": ("Qwen2VLImageProcessorPil", PATCHES),
     "idefics3": ("Idefics3ImageProcessorPil", TILES),
     "smolvlm": ("SmolVLMImageProcessorPil", TILES),
 }

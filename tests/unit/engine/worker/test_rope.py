@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "proportional": {"partial_rotary_factor": 0.5},
 }
 LOOKING = ("dynamic", "longrope")  # at the whole call, in a stock model
-PLANES = ("qwen2_vl", "qwen2_5_vl")
+PLANES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl")
 CASES = [
     (name, kind)
     for name in [*TEXT, *VISION]

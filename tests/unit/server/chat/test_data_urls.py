@@ -133,3 +133,16 @@ def test_bodies_of_all_kinds_are_decoded_as_if_in_one() -> None:
         body = said(*(chance.choice(makers)() for _ in range(chance.randrange(1, 8))))
         body = body.replace(b'"url": "', chance.choice([b'"url": "', b'"url":"', b'"url" :\n"']))
         assert decoded(body, ChatRequest) == whole(body), seed
+
+
+def test_long_videos_are_cut_out_as_images_are(lengths: list[int]) -> None:
+    url = "data:video/mp4;base64," + "AAAAGGZ0eXBt" * (LONG // 8)
+    body = said(image(), {"type": "video_url", "video_url": {"url": url}}, text("what?"))
+    (message,) = decoded(body, ChatRequest).messages
+    assert isinstance(message.content, list)
+    kinds = [type(part).__name__ for part in message.content]
+    assert kinds == ["ImagePart", "VideoPart", "TextPart"]
+    first, second = message.content[:2]
+    assert isinstance(first, request_schema.ImagePart) and first.image_url.url == URL
+    assert isinstance(second, request_schema.VideoPart) and second.video_url.url == url
+    assert lengths and max(lengths) < 1000, "the decoder has seen neither"

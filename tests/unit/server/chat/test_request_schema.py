@@ -22,6 +22,7 @@ from penstock.server.chat.request_schema import (
     decoded,
 )
 from penstock.server.errors import ApiError
+from penstock.server.media.media_kind import IMAGE, VIDEO
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
@@ -182,7 +183,28 @@ def test_templates_are_told_where_images_stand_and_these_go_a_way_of_their_own()
         {"role": "assistant", "content": ""},
         {"role": "user", "content": [{"type": "image"}]},
     ]
-    assert images == [("messages[1].content[1]", "http://x/y.png"), ("messages[3].content[0]", "data:,")]
+    assert images == [("messages[1].content[1]", "http://x/y.png", IMAGE), ("messages[3].content[0]", "data:,", IMAGE)]
+
+
+def test_videos_stand_beside_images_in_their_order() -> None:
+    image, video = ({"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind}"}} for kind in ("image", "video"))
+    body = json.dumps({"messages": [{"role": "user", "content": [video, image, video]}]}).encode()
+    messages, media = Conversation.of(decoded(body, ChatRequest).messages)
+    assert messages == [{"role": "user", "content": [{"type": "video"}, {"type": "image"}, {"type": "video"}]}]
+    assert [(ref.where[-3:], ref.url, ref.kind) for ref in media] == [
+        ("[0]", "data:video", VIDEO),
+        ("[1]", "data:image", IMAGE),
+        ("[2]", "data:video", VIDEO),
+    ]
+
+
+@pytest.mark.parametrize(
+    "part", [{"type": "video_url"}, {"type": "video_url", "video_url": "data:,"}, {"type": "video", "video": "x"}]
+)
+def test_a_part_that_is_no_video_is_refused_with_its_place(part: dict[str, Any]) -> None:
+    body = json.dumps({"messages": [{"role": "user", "content": [part]}]}).encode()
+    with pytest.raises(ApiError, match=r"at \$\.messages"):
+        decoded(body, ChatRequest)
 
 
 def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:

@@ -47,6 +47,13 @@ OURS = {
     "penstock_requests": {"server", "route", "status"},
     "penstock_open_requests": {"server"},
     "penstock_items": {"server", "how"},
+    "penstock_media_bytes": {"server", "stage"},
+    "penstock_media_limit_bytes": {"server", "stage"},
+    "penstock_media_waiting": {"server", "stage"},
+    "penstock_videos_decoding": {"server"},
+    "penstock_videos_waiting": {"server"},
+    "penstock_videos": {"server", "end"},
+    "penstock_video_decoder_seconds": {"server"},
     "penstock_engine_incarnation": {"engine"},
     "penstock_engine_steps": {"engine"},
     "penstock_engine_core_seconds": {"engine"},
@@ -299,3 +306,43 @@ def test_items_are_counted_by_how_they_travel(pages: Pages) -> None:
     for how, number in (("hit", 2), ("put", 0), ("inline_small", 1), ("inline_without_store", 1), ("inline_full", 0)):
         assert pages.number("penstock_items_total", server=1, how=how) == number
     assert pages.number("penstock_items_total", server=0) == 0
+
+
+def test_media_in_flight_are_shown_by_stage_and_forgotten_with_their_process(pages: Pages) -> None:
+    row = pages.tally.rows[2]
+    row[ProcessCounters.MEDIA_LIMITS + 1] = 500
+    row.set_media(0, 100, 2)
+    row.set_media(2, 300, 1)
+    row.set_decoders(2, 5)
+    for name, stage, number in (
+        ("penstock_media_bytes", "bodies", 100),
+        ("penstock_media_waiting", "bodies", 2),
+        ("penstock_media_bytes", "files", 0),
+        ("penstock_media_limit_bytes", "files", 500),
+        ("penstock_media_bytes", "decoded", 300),
+        ("penstock_media_waiting", "decoded", 1),
+    ):
+        assert pages.number(name, server=2, stage=stage) == number, (name, stage)
+    assert pages.number("penstock_videos_decoding", server=2) == 2
+    assert pages.number("penstock_videos_waiting", server=2) == 5
+    row.clear_gauges()
+    assert pages.number("penstock_media_bytes", server=2, stage="decoded") == 0
+    assert pages.number("penstock_media_waiting", server=2, stage="bodies") == 0
+    assert pages.number("penstock_videos_waiting", server=2) == 0
+    assert pages.number("penstock_media_limit_bytes", server=2, stage="files") == 500
+
+
+def test_videos_are_counted_by_how_their_decoders_ended(pages: Pages) -> None:
+    row = pages.tally.rows[0]
+    for end, seconds in (("decoded", 0.5), ("decoded", 1.0), ("timeout", 30.0)):
+        row.count_video(end, seconds)
+    assert pages.number("penstock_videos_total", server=0, end="decoded") == 2
+    assert pages.number("penstock_videos_total", server=0, end="timeout") == 1
+    assert pages.number("penstock_videos_total", server=0, end="died") == 0
+    assert pages.number("penstock_video_decoder_seconds_total", server=0) == 31.5
+
+
+def test_a_video_that_its_decoder_has_stored_counts_as_put(pages: Pages) -> None:
+    pages.tally.rows[0].count_items(ScopeStats(hits=3), put=1)
+    assert pages.number("penstock_items_total", server=0, how="hit") == 2
+    assert pages.number("penstock_items_total", server=0, how="put") == 1

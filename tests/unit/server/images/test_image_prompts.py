@@ -25,13 +25,13 @@ from penstock.engine.protocol.config import EngineConfig, SimulatedDevice  # noq
 from penstock.server.chat.prompt_builder import NumberTokenizer, PromptBuilder, build_tokenizer  # noqa: E402
 from penstock.server.chat.request_schema import ChatRequest, Conversation, decoded  # noqa: E402
 from penstock.server.errors import ApiError  # noqa: E402
-from penstock.server.images.image_prompts import Prompt, build_image_prompts  # noqa: E402
+from penstock.server.media.media_prompts import Prompt, build_media_prompts  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from tests.support.models import VISION  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture, png_of  # noqa: E402
 from tests.unit.engine.test_images_of_requests import must_be_held_by_nobody  # noqa: E402
-from tests.unit.server.images.test_image_fetcher import Elsewhere, bare, whole  # noqa: E402
+from tests.unit.server.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
 
 WHERE = "messages[0].content[{}]"
 
@@ -57,7 +57,7 @@ class Scene:
 
     def __init__(self, model: Path, store: Store, **options: Any) -> None:
         config = EngineConfig(model=str(model))
-        images = build_image_prompts(config, ServerOptions(**options), store)
+        images = build_media_prompts(config, ServerOptions(**options), store)
         assert images is not None
         self.store = store
         self.reader = PromptBuilder(config, build_tokenizer(config), images)
@@ -244,7 +244,7 @@ def test_nobody_writes_a_placeholder_into_a_text(llava: Path) -> None:
 
 def test_a_model_that_takes_no_images_says_so() -> None:
     config = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
-    assert build_image_prompts(config, ServerOptions(), None) is None
+    assert build_media_prompts(config, ServerOptions(), None) is None
 
     async def look() -> None:
         with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
@@ -262,7 +262,7 @@ def test_a_model_that_takes_no_images_says_so() -> None:
 def test_a_model_that_lacks_what_images_take_answers_text(missing: str, tmp_path: Path) -> None:
     sight = Sight("llava", tmp_path)
     (tmp_path / missing).unlink()
-    assert build_image_prompts(EngineConfig(model=str(sight.path)), ServerOptions(), None) is None
+    assert build_media_prompts(EngineConfig(model=str(sight.path)), ServerOptions(), None) is None
 
 
 def test_folders_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:

@@ -16,8 +16,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from penstock.engine.client.image_processor import ImageRefused
-from penstock.server.images import image_fetcher
-from penstock.server.images.image_fetcher import AT_ONCE, AllowedHost, ImageFetcher, is_public, is_remote
+from penstock.server.media import media_fetcher
+from penstock.server.media.media_fetcher import AT_ONCE, AllowedHost, MediaFetcher, is_public, is_remote
 from penstock.server.options import ServerOptions
 from tests.conftest import eventually
 
@@ -121,10 +121,13 @@ def host() -> Iterator[Elsewhere]:
 
 def fetched(url: str, hosts: tuple[str, ...], most: int = MOST, **options: Any) -> bytes:
     async def fetch() -> bytes:
-        with contextlib.closing(ImageFetcher(hosts, **{"tls": TRUSTING, **options})) as fetcher:
+        with contextlib.closing(MediaFetcher(hosts, **{"tls": TRUSTING, **options})) as fetcher:
             return await fetcher.fetch(url, most)
 
     return asyncio.run(fetch())
+
+
+FAILED = f"the image {media_fetcher.FAILED}"
 
 
 def refusal(url: str, hosts: tuple[str, ...], **options: Any) -> ImageRefused:
@@ -287,8 +290,8 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
     with contextlib.closing(Elsewhere(ours)) as host:
         right, wrong = f"images.test:{host.port}", f"other.test:{host.port}"
         assert fetched(f"https://{right}/x", (right,), tls=trusting, **given) == PNG
-        assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **given).reason == image_fetcher.FAILED
-        assert refusal(f"https://{right}/x", (right,), **given).reason == image_fetcher.FAILED  # nobody vouches for it
+        assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **given).reason == FAILED
+        assert refusal(f"https://{right}/x", (right,), **given).reason == FAILED  # nobody vouches for it
         assert len(host.heads) == 1
         host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
         late = refusal(f"https://{right}/x", (right,), tls=trusting, seconds=1.0, **given)
@@ -314,11 +317,11 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
             413,
             "most",
         ),
-        (bare(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n" + PNG), 400, image_fetcher.FAILED),
-        (bare(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"), 400, image_fetcher.FAILED),
-        (bare(b"SSH-2.0-OpenSSH_9.0\r\n"), 400, image_fetcher.FAILED),
-        (bare(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200), 400, image_fetcher.FAILED),
-        (bare(), 400, image_fetcher.FAILED),
+        (bare(b"HTTP/1.1 200 OK\r\ncontent-length: 5000\r\n\r\n" + PNG), 400, FAILED),
+        (bare(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\nzz\r\n"), 400, FAILED),
+        (bare(b"SSH-2.0-OpenSSH_9.0\r\n"), 400, FAILED),
+        (bare(b"HTTP/1.1 200 OK\r\n" + b"a: b\r\n" * 200), 400, FAILED),
+        (bare(), 400, FAILED),
     ],
 )
 def test_what_is_no_image_or_too_long_is_refused(host: Elsewhere, script: Script, status: int, reason: str) -> None:
@@ -359,7 +362,7 @@ def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
 
     async def scene() -> None:
         place = f"127.0.0.1:{host.port}"
-        with contextlib.closing(ImageFetcher((place,), seconds=60.0)) as fetcher:
+        with contextlib.closing(MediaFetcher((place,), seconds=60.0)) as fetcher:
             asking = [asyncio.ensure_future(fetcher.fetch(f"http://{place}/", MOST)) for _ in range(AT_ONCE + 2)]
             await asyncio.to_thread(host.until, AT_ONCE)  # and the others wait for their turn
             for one in asking:

@@ -9,8 +9,8 @@ import pytest
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.server import base64_text
 from penstock.server.base64_text import PIECE
-from penstock.server.images import image_urls
-from penstock.server.images.image_urls import read
+from penstock.server.media import media_urls
+from penstock.server.media.media_urls import read
 
 RAWS = {
     "image/png": b"\x89PNG\r\n\x1a\n" + bytes(range(200)),
@@ -81,7 +81,7 @@ def test_what_is_no_image_that_is_carried_is_refused(url: str, reason: str) -> N
 
 def test_one_that_is_too_long_is_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(data_url(PNG), len(PNG), [])
-    monkeypatch.setattr(image_urls, "decode_base64", None)
+    monkeypatch.setattr(media_urls, "decode_base64", None)
     assert refusal(data_url(PNG), most=len(PNG) - 3).status == 413
 
 

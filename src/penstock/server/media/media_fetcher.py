@@ -1,4 +1,4 @@
-"""Fetches images from allowed hosts: one request each, in a thread, to an address that was checked before.
+"""Fetches images and videos from allowed hosts: one request each, in a thread, to an address that was checked before.
 
 A URL lets a client make this machine send a request to hosts that the client cannot reach. So the server's options name
 the allowed hosts. A host's name is resolved once, and the connection goes to an address that was checked. Redirects are
@@ -22,16 +22,19 @@ from urllib.parse import urlsplit
 
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.engine.cluster.logs import event
-from penstock.server.images.image_urls import TYPES, kind_of
+from penstock.server.media.media_kind import IMAGE, UNKNOWN, VIDEO, MediaKind
+from penstock.server.media.media_urls import too_long
+from penstock.server.videos.video_file import HEAD
 
 AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
-SECONDS = 10.0  # of one, with the wait for its turn, for its host's name, and all that the host sends
+# Of a fetch, with the wait for its turn, for its host's name, and all that the host sends.
+SECONDS = {IMAGE.noun: 10.0, VIDEO.noun: 30.0}
 MAX_SAID = 200  # characters of an error in the log: it may have text of the host
 MAX_ADDRESSES = 4  # addresses of a host that are tried
 PORTS = {"http": 80, "https": 443}
 NAT64 = ipaddress.IPv6Network("64:ff9b::/96")
-HEADERS = {"User-Agent": "penstock", "Accept": "image/*", "Accept-Encoding": "identity", "Connection": "close"}
-FAILED = "the image could not be fetched from its host"
+HEADERS = {"User-Agent": "penstock", "Accept-Encoding": "identity", "Connection": "close"}
+FAILED = "could not be fetched from its host"
 
 Address: TypeAlias = ipaddress.IPv4Address | ipaddress.IPv6Address
 
@@ -65,20 +68,20 @@ def is_public(address: Address) -> bool:
     return address.is_global and not (address.is_multicast or address.is_reserved)
 
 
-class ImageFetcher:
+class MediaFetcher:
     """The fetches of one server process."""
 
     def __init__(
         self,
         hosts: Sequence[str],
         *,
-        seconds: float = SECONDS,
+        seconds: float | None = None,
         resolve: Callable[..., list[Any]] = socket.getaddrinfo,
         is_open: Callable[[Address], bool] = is_public,
         tls: ssl.SSLContext | None = None,
     ) -> None:
-        """`is_open`: whether a host's name may resolve to an address. A host that is allowed by its address is not
-        checked. Raises ValueError.
+        """`seconds`: of a fetch; None: those of its kind. `is_open`: whether a host's name may resolve to an address. A
+        host that is allowed by its address is not checked. Raises ValueError.
         """
         self._hosts = frozenset(map(AllowedHost.of, hosts))
         self._seconds = seconds
@@ -91,19 +94,30 @@ class ImageFetcher:
         """Waits for no fetch that is running: each ends by its own timeout."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
-    async def fetch(self, url: str, max_nbytes: int) -> bytes:
-        """Returns the bytes of an image. If cancelled, it closes its connection at once. Raises ImageRefused."""
-        target = self._parse_url(url)
-        fetch = _Fetch(target, max_nbytes, self._seconds)
-        doing = asyncio.get_running_loop().run_in_executor(self._threads, self._run, fetch)
+    async def fetch(
+        self,
+        url: str,
+        max_nbytes: int,
+        kind: MediaKind = IMAGE,
+        announced: Callable[[int], object] = lambda nbytes: None,
+    ) -> bytes:
+        """Returns the bytes of a medium. If cancelled, it closes its connection at once. Raises ImageRefused.
+
+        `announced` gets the number of bytes that the host says it will send, in the event loop.
+        """
+        loop = asyncio.get_running_loop()
+        seconds = SECONDS[kind.noun] if self._seconds is None else self._seconds
+        target = self._parse_url(url, kind)
+        fetch = _Fetch(target, max_nbytes, seconds, kind, lambda nbytes: loop.call_soon_threadsafe(announced, nbytes))
+        doing = loop.run_in_executor(self._threads, self._run, fetch)
         try:
-            return await asyncio.wait_for(doing, self._seconds)
+            return await asyncio.wait_for(doing, seconds)
         except asyncio.TimeoutError:
-            raise ImageRefused(400, f"{FAILED} within {self._seconds:g} s") from None
+            raise ImageRefused(400, f"{fetch.failed} within {seconds:g} s") from None
         finally:
             fetch.end()
 
-    def _parse_url(self, url: str) -> Target:
+    def _parse_url(self, url: str, kind: MediaKind) -> Target:
         try:
             parts = urlsplit(url)
             name, port = (parts.hostname or "").lower(), parts.port
@@ -114,7 +128,8 @@ class ImageFetcher:
         usual = PORTS[parts.scheme]
         port = usual if port is None else port
         if AllowedHost(name, port) not in self._hosts and (port != usual or AllowedHost(name, None) not in self._hosts):
-            raise ImageRefused(400, "images are not fetched from this host: send this one as data:image/png;base64,…")
+            way_out = f"send this one as data:{kind.example};base64,…"
+            raise ImageRefused(400, f"{kind.noun}s are not fetched from this host: {way_out}")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = f"[{name}]" if ":" in name else name
         return Target(parts.scheme == "https", name, port, host if port == usual else f"{host}:{port}", target)
@@ -134,8 +149,10 @@ class ImageFetcher:
         except (OSError, http.client.HTTPException, ValueError) as error:
             if not fetch.is_over:
                 failure = f"{type(error).__name__}: {error}"
-                event("image not fetched", logging.WARNING, host=target.host_header, error=failure[:MAX_SAID])
-            raise ImageRefused(400, FAILED) from None
+                event(
+                    f"{fetch.kind.noun} not fetched", logging.WARNING, host=target.host_header, error=failure[:MAX_SAID]
+                )
+            raise ImageRefused(400, fetch.failed) from None
 
 
 class Target(NamedTuple):
@@ -151,8 +168,13 @@ class Target(NamedTuple):
 class _Fetch:
     """One fetch, in a thread. The event loop may end it at any time."""
 
-    def __init__(self, target: Target, max_nbytes: int, seconds: float) -> None:
+    def __init__(
+        self, target: Target, max_nbytes: int, seconds: float, kind: MediaKind, announced: Callable[[int], object]
+    ) -> None:
         self.target = target
+        self.kind = kind
+        self.failed = f"the {kind.noun} {FAILED}"
+        self._announced = announced
         self.is_over = False
         self._max_nbytes = max_nbytes
         self._seconds = seconds
@@ -204,17 +226,20 @@ class _Fetch:
         connection.request("GET", self.target.path, headers={"Host": self.target.host_header, **HEADERS})
         with connection.getresponse() as answer:
             if answer.status != 200:
-                raise ImageRefused(400, f"{FAILED}: its status is {answer.status}, and redirects are not followed")
+                raise ImageRefused(400, f"{self.failed}: its status is {answer.status}, and redirects are not followed")
             if answer.getheader("Content-Encoding", "identity").lower() != "identity":
-                raise ImageRefused(400, f"{FAILED}: its Content-Encoding was not requested")
+                raise ImageRefused(400, f"{self.failed}: its Content-Encoding was not requested")
             max_nbytes = self._max_nbytes
+            if answer.length is not None and answer.length <= max_nbytes:
+                self._announced(answer.length)
             raw = answer.read(max_nbytes + 1) if answer.length is None or answer.length <= max_nbytes else None
             if raw is None or len(raw) > max_nbytes:
-                raise ImageRefused(413, f"an image has at most {max_nbytes} bytes, this one has more")
+                raise too_long(self.kind, max_nbytes)
             if answer.length:  # bytes of its Content-Length that have not come
                 raise http.client.IncompleteRead(raw, answer.length)
-        if kind_of(raw) not in TYPES.values():
-            raise ImageRefused(400, f"expected an image of type {', '.join(TYPES)} from its host, got something else")
+        if self.kind.format_of(raw[:HEAD]) == UNKNOWN:
+            types = ", ".join(self.kind.types)
+            raise ImageRefused(400, f"expected {self.kind.described} of type {types} from its host, got something else")
         return raw
 
 

@@ -1,0 +1,233 @@
+"""Videos over the API: OpenAI's own client, against tiny models that take them; and what hostile clients send."""
+
+import asyncio
+import base64
+import contextlib
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("httptools")
+pytest.importorskip("av")
+
+from penstock import Store  # noqa: E402
+from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
+from penstock.server.videos.video_file import VideoLimits  # noqa: E402
+from tests.crash.test_engine_images import held  # noqa: E402
+from tests.e2e.test_server import Served, served  # noqa: E402
+from tests.support.engine import START  # noqa: E402
+from tests.support.sights import Sight  # noqa: E402
+from tests.support.videos import video  # noqa: E402
+from tests.tiers import TIER  # noqa: E402
+from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
+from tests.unit.server.images.test_image_prompts import part, text  # noqa: E402
+from tests.unit.server.media.test_media_fetcher import Elsewhere, whole  # noqa: E402
+
+COUNT = 8
+SIZES = {
+    "num_gpu_blocks_override": 256,
+    "max_model_len": 480,
+    "max_num_seqs": 16,
+    "max_num_batched_tokens": 24,
+    "dtype": "float32",
+    "block_size": 4,
+}
+LIMITS = VideoLimits(count=2, nbytes=2_000_000, pixels=640 * 480, seconds=200.0, decoder_seconds=2.0)
+FAMILIES = ("qwen2_vl",) if TIER == "push" else ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+LONG = {"frames": 2900, "size": (640, 480), "codec": "mpeg4"}  # takes a decoder more than its seconds
+
+
+def clip(raw: bytes, media_type: str = "video/mp4") -> dict[str, Any]:
+    return clip_at(f"data:{media_type};base64,{base64.b64encode(raw).decode()}")
+
+
+def clip_at(url: str) -> dict[str, Any]:
+    return {"type": "video_url", "video_url": {"url": url}}
+
+
+class Watching(Served):
+    """A served model that takes videos."""
+
+    path: Path
+    elsewhere: Elsewhere
+
+    @property
+    def store(self) -> Store:
+        store = self.launcher.tree.store
+        assert store is not None
+        return store
+
+    async def chat(self, *parts: dict[str, Any], **options: Any) -> Any:
+        extra = {"ignore_eos": True, "skip_special_tokens": False}
+        usual = {"model": self.path.name, "max_tokens": COUNT, "temperature": 0, "extra_body": extra}
+        messages = [{"role": "user", "content": list(parts)}]
+        return await self.client.chat.completions.create(**{**usual, "messages": messages, **options})
+
+    async def answer_to(self, *parts: dict[str, Any], **options: Any) -> str:
+        answer: str = (await self.chat(*parts, **options)).choices[0].message.content
+        return answer
+
+    def decoders(self) -> list[int]:
+        """The processes of all videos, and the hosts that fork them."""
+        return [pid for child in self.children() if child.member.kind == "server" for pid in descendants(child.pid)]
+
+    async def must_hold_nothing(self) -> None:
+        await self.until(lambda: self.number(StatusBoard.OPEN) == 0)
+        await self.until(lambda: not held(self.store))
+        for name in ("penstock_media_bytes", "penstock_media_waiting", "penstock_videos_decoding"):
+            while await self.total(name):
+                await asyncio.sleep(0.01)
+
+
+def descendants(pid: int) -> list[int]:
+    try:
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    except FileNotFoundError:
+        return []
+    return [*children, *(deeper for child in children for deeper in descendants(child))]
+
+
+# ── scenes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+async def a_video_is_answered_and_the_same_one_is_not_decoded_again(tree: Watching) -> None:
+    raw = video(frames=20)
+    before = tree.store.stats()
+    first = await tree.chat(text("what"), clip(raw))
+    assert tree.store.stats().puts == before.puts + 1
+    again = await tree.chat(text("what"), clip(raw))
+    assert again.choices[0].message.content == first.choices[0].message.content
+    assert again.usage.prompt_tokens == first.usage.prompt_tokens > 8
+    assert tree.store.stats().puts == before.puts + 1
+    assert await tree.total("penstock_videos_total", 'end="decoded"') == 1
+    assert await tree.total("penstock_items_total", 'how="put"') == tree.store.stats().puts
+    other = await tree.chat(text("what"), clip(video(frames=60)))
+    assert other.usage.prompt_tokens > first.usage.prompt_tokens, "it is longer"
+
+
+async def the_server_does_without_torch(tree: Watching) -> None:
+    maps = Path(f"/proc/{tree.child('server').pid}/maps").read_text()
+    assert "libtorch" not in maps and "libavcodec" not in maps
+
+
+async def a_video_is_the_same_wherever_it_lies_and_in_a_stream(tree: Watching) -> None:
+    raw = video(frames=24)
+    want = await tree.answer_to(clip(raw), text("a"))
+    (tree.path / "open" / "a.mp4").write_bytes(raw)
+    tree.elsewhere.script = whole(body=raw)
+    puts = tree.store.stats().puts
+    for url in (f"file://{tree.path}/open/a.mp4", f"http://127.0.0.1:{tree.elsewhere.port}/a.mp4"):
+        assert await tree.answer_to(clip_at(url), text("a")) == want
+    stream = await tree.chat(clip(raw), text("a"), stream=True)
+    assert "".join([event.choices[0].delta.content or "" async for event in stream]) == want
+    assert tree.store.stats().puts == puts
+
+
+async def images_and_videos_stand_in_one_conversation(tree: Watching) -> None:
+    image, one, other = part(picture(16, 16)), clip(video(frames=20)), clip(video(frames=16))
+    answer = await tree.chat(one, text("then"), image, text("then"), other)
+    alone = [(await tree.chat(text("then"), each)).usage.prompt_tokens for each in (one, image, other)]
+    assert max(alone) < answer.usage.prompt_tokens < sum(alone)
+
+
+async def what_is_no_video_for_us_is_refused_with_its_place(tree: Watching) -> None:
+    good = clip(video(frames=20))
+    for bad, status, words in (
+        (clip_at("http://127.0.0.1:1/a.mp4"), 400, "videos are not fetched from this host"),
+        (clip_at("file:///etc/passwd"), 400, "not beneath a folder"),
+        (clip(b"#EXTM3U\nfile:///etc/passwd"), 400, "expected an MP4 or MOV video"),
+        (clip(video()[:1000]), 400, "expected a video as MP4, MOV, WebM or Matroska"),
+        (clip(video(), "video/x-msvideo"), 400, "expected a video of type"),
+        (clip(bytes(2_100_000)), 413, "a video has at most 2000000 bytes"),
+        (clip(video(frames=4, size=(960, 640))), 413, "at most 307200 pixels, this one has 960 x 640"),
+        (clip(video(frames=12, fps=1, size=(64, 48))), 200, ""),
+        (clip(video(frames=400, fps=1, size=(16, 16))), 413, "a video has at most 200 s, this one has"),
+    ):
+        if status == 200:
+            await tree.chat(good, text("a"), bad)
+            continue
+        with pytest.raises(openai.APIStatusError, match=words) as caught:
+            await tree.chat(good, text("a"), bad)
+        assert (caught.value.status_code, caught.value.param) == (status, "messages[0].content[2]")
+    with pytest.raises(openai.BadRequestError, match="a request has at most 2 videos, this one has 3") as caught:
+        await tree.chat(good, good, good)
+    assert caught.value.param == "messages[0].content[2]"
+
+
+async def a_video_without_end_ends_with_its_own_request(tree: Watching) -> None:
+    small = clip(video(frames=20))
+    want = await tree.answer_to(small)
+    hostile = asyncio.ensure_future(tree.chat(clip(video(**LONG))))
+    others = [await tree.answer_to(small) for _ in range(5)]
+    with pytest.raises(openai.BadRequestError, match="at most 2 s of a decoder, this one takes longer"):
+        await hostile
+    assert others == [want] * 5
+    assert await tree.total("penstock_videos_total", 'end="timeout"') == 1
+
+
+async def a_client_that_goes_takes_its_decoder_with_it(tree: Watching) -> None:
+    body = {"model": tree.path.name, "messages": [{"role": "user", "content": [clip(video(**{**LONG, "fps": 16}))]}]}
+    before = await tree.total("penstock_videos_total", 'end="cancelled"')
+    _, writer = await tree.connect("/v1/chat/completions", body)
+    while not await tree.total("penstock_videos_decoding"):
+        await asyncio.sleep(0.01)
+    writer.transport.abort()
+    while await tree.total("penstock_videos_total", 'end="cancelled"') == before:
+        await asyncio.sleep(0.01)
+
+
+async def a_server_that_dies_takes_its_decoders_with_it(tree: Watching) -> None:
+    raw = video(frames=28)
+    want = await tree.answer_to(clip(raw))
+    puts = tree.store.stats().puts
+    hosts, dead = tree.decoders(), tree.child("server").pid
+    assert hosts
+    os.kill(dead, signal.SIGKILL)
+    await tree.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in hosts))
+    await tree.until(lambda: dead not in {child.pid for child in tree.children()}, START)
+    assert await tree.answer_to(clip(raw), timeout=START) == want
+    assert tree.store.stats().puts == puts
+
+
+SCENES = (
+    a_video_is_answered_and_the_same_one_is_not_decoded_again,
+    the_server_does_without_torch,
+    a_video_is_the_same_wherever_it_lies_and_in_a_stream,
+    images_and_videos_stand_in_one_conversation,
+    what_is_no_video_for_us_is_refused_with_its_place,
+    a_video_without_end_ends_with_its_own_request,
+    a_client_that_goes_takes_its_decoder_with_it,
+    a_server_that_dies_takes_its_decoders_with_it,
+)
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FAMILIES)
+def test_on_one_tree(name: str, tmp_path: Path) -> None:
+    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+    Sight(name, tmp_path)
+    (tmp_path / "open").mkdir()
+    server = {
+        "video_limits": LIMITS,
+        "media_nbytes_in_flight": 64 << 20,
+        "allowed_local_media_path": (f"{tmp_path}/open",),
+        "max_body_nbytes": 6_000_000,
+    }
+
+    async def all_scenes(elsewhere: Elsewhere) -> None:
+        hosts = {"allowed_media_domains": (f"127.0.0.1:{elsewhere.port}",)}
+        options = {"simulated": None, "model": str(tmp_path), "api_server_count": 1, "store_nbytes": 16 << 20}
+        async with served(server | hosts, 3 * START, **options, **SIZES) as tree:
+            tree.__class__ = Watching
+            tree.path, tree.elsewhere = tmp_path, elsewhere
+            for scene in SCENES if name == "qwen2_vl" else SCENES[:4]:
+                print(scene.__name__, flush=True)
+                await asyncio.wait_for(scene(tree), 120)
+                await tree.must_hold_nothing()
+
+    with contextlib.closing(Elsewhere()) as elsewhere:
+        asyncio.run(all_scenes(elsewhere))

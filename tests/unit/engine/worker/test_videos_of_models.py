@@ -1,0 +1,108 @@
+"""Videos on the real device: alone, beside images, in chunks that cut them, on one rank and on two."""
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+
+# First: where torch is missing, this skips the rest.
+from tests.support.models import Asked, Family, ask, device, made_with_videos, opener
+
+# isort: split
+import torch
+
+from penstock import Store
+from penstock.engine.model_dir import VIDEO
+from penstock.engine.protocol.messages import FinishReason
+from penstock.engine.worker.encoding_exchange import EncoderOptions
+from penstock.engine.worker.image_encoder import ImageEncoder
+from tests.support.ranks import answers_of_threads
+
+
+@pytest.fixture(scope="module")
+def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
+    import functools
+
+    return functools.cache(lambda name: made_with_videos(name, tmp_path_factory.mktemp(name)))
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
+    """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
+    of = family(name)
+    assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
+    told = ask(device(of), of.asked)
+    assert told.answers == of.answers
+    assert told.preemptions > 0
+    assert told.cached_tokens > 0
+
+
+@pytest.mark.parametrize("mode", ["weights", "data", "store"])
+@pytest.mark.parametrize("name", VIDEO)
+def test_two_ranks_answer_as_transformers_does(
+    name: str, mode: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    of, keys, encode = family(name), list[bytes | None](), ImageEncoder.encode
+
+    def counted(encoder: ImageEncoder, item: Any, length: int) -> Any:
+        keys.append(item.key)
+        return encode(encoder, item, length)
+
+    monkeypatch.setattr(ImageEncoder, "encode", counted)
+    with Store(1 << 22, name="encodings") as store:
+        encoder = EncoderOptions(mode, store if mode == "store" else None)
+        assert answers_of_threads(2, of, of.asked, encoder=encoder) == [of.answers] * 2
+        assert sorted(keys) == sorted([*of.images] * (2 if mode == "weights" else 1))
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_a_video_is_seen_and_found_by_its_key(name: str, family: Callable[[str], Family]) -> None:
+    of = family(name)
+    asked, want = of.asked[0], of.answers[0]
+    told = ask(device(of, blocks=64), [asked, asked], slots=1)
+    assert told.answers == [want] * 2 and told.cached_tokens > asked.inputs[0][1]
+    (key, position, length), tensor = asked.inputs[0], "pixel_values" if name == "smolvlm" else "pixel_values_videos"
+    changed = {key: {**of.images[key], tensor: -of.images[key][tensor]}}
+    assert ask(device(of, blocks=64, open_handle=opener(changed)), [asked]).answers != [want]
+    other = Asked(asked.prompt, [(bytes(32), position, length)])  # the same ids, and another video
+    shared = device(of, blocks=64, open_handle=opener({**of.images, bytes(32): changed[key]}))
+    told = ask(shared, [asked, other], slots=1)
+    assert told.answers[0] == want != told.answers[1]
+    assert told.cached_tokens <= position
+
+
+def test_a_video_that_does_not_fit_the_model_fails_alone(family: Callable[[str], Family]) -> None:
+    of = family("qwen2_5_vl")
+    key = of.asked[0].inputs[0][0]
+    right = of.images[key]
+    for wrong in (
+        {**right, "video_grid_thw": right["video_grid_thw"] + 2},
+        {**right, "second_per_grid_ts": "1"},
+        {**right, "pixel_values_videos": right["pixel_values_videos"][:, :-1]},
+        {"pixel_values": right["pixel_values_videos"], "image_grid_thw": right["video_grid_thw"]},
+        {name: value for name, value in right.items() if name != "video_grid_thw"},
+    ):
+        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), [of.asked[0], of.asked[4]])
+        assert told.reasons == {0: FinishReason.MISFIT}, wrong
+        assert told.answers[1] == of.answers[4]
+
+
+def test_an_encoding_of_qwen3_vl_has_vectors_for_its_first_layers(family: Callable[[str], Family]) -> None:
+    of = family("qwen3_vl")
+    ours = device(of)
+    assert ours._images is not None
+    key, position, length = of.asked[0].inputs[0]
+    tokens = sum(token_id == 129 for token_id in of.asked[0].prompt[position : position + length])
+    encoded = ours._images._encoder.encode(_Item(key), tokens)
+    with torch.inference_mode():
+        value = of.images[key]
+        stock = ours._model.stock
+        outcome = stock.get_video_features(value["pixel_values_videos"], value["video_grid_thw"])
+    layers = [outcome.pooler_output, *outcome.deepstack_features]
+    assert len(layers) == 3
+    torch.testing.assert_close(encoded, torch.cat([torch.cat(layer) for layer in layers], dim=-1))
+
+
+class _Item:
+    def __init__(self, key: bytes | None) -> None:
+        self.key = key
