@@ -103,6 +103,8 @@ class Forwarder:
             response.release()
             await answer.end()
         except (aiohttp.ClientError, OSError) as error:
+            if body.has_left:
+                return
             reason = f"the engine of this replica has not answered: {type(error).__name__}: {error}"
             if not answer.has_begun:
                 await _refuse(reason, scope, body.receive, send)
