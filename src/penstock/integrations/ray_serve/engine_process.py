@@ -6,17 +6,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.integrations.ray_serve import engine_keeper
 from penstock.server.status.server_info import ServerInfo
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 
+T = TypeVar("T")
 LOOK_AGAIN = 0.05  # seconds between two reads of the board, while the engine starts
 STOP_TIMEOUT = 10.0  # seconds that a launcher takes at most after its open requests, with some to spare
 KILL_TIMEOUT = 5.0  # seconds until a process that gets SIGKILL has ended, with all of its memory
@@ -62,49 +64,45 @@ class EngineProcess:
         self.ended: asyncio.Future[str] = self._loop.create_future()
         self._launcher: asyncio.Future[int] = self._loop.create_future()
         self._reader: SnapshotReader | None = None
-        self._info: ServerInfo | None = None
+        self._info: ServerInfo  # with the reader
         threading.Thread(target=self._listen, name="engine keeper", daemon=True).start()
 
     def _listen(self) -> None:
         """Reads what the keeper writes, in a thread: a replica's loop does not run in the main thread."""
         assert self._keeper.stdout is not None, "it is a pipe"
         with self._keeper.stdout as lines:
-            pid = lines.readline()
-            self._set(self._launcher, int(pid) if pid else 0)
+            if pid := lines.readline():
+                self._set(self._launcher, int(pid))
             end = lines.read().decode(errors="replace").strip()
         status = self._keeper.wait()
         self._set(self.ended, end or f"its keeper has ended with status {status}")
 
-    def _set(self, future: asyncio.Future[str] | asyncio.Future[int], value: str | int) -> None:
-        def set_result() -> None:
-            if not future.done():
-                future.set_result(value)  # type: ignore[arg-type]
-
-        if not self._loop.is_closed():
-            self._loop.call_soon_threadsafe(set_result)
+    def _set(self, future: asyncio.Future[T], value: T) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop has been closed
+            self._loop.call_soon_threadsafe(future.set_result, value)
 
     async def wait_until_serving(self) -> str:
-        """Waits until all groups serve, and returns the URL. Raises EngineEnded."""
-        pid = await self._launcher
+        """Waits until all processes serve, and returns the URL. Raises EngineEnded."""
+        await asyncio.wait({self._launcher, self.ended}, return_when=asyncio.FIRST_COMPLETED)
         while not self.ended.done():
-            if (url := self._serving_url(pid)) is not None:
+            if (url := self._serving_url(self._launcher.result())) is not None:
                 return url
             await asyncio.wait({self.ended}, timeout=LOOK_AGAIN)
         raise EngineEnded(f"the engine has not started: it {self.ended.result()}")
 
     def _serving_url(self, pid: int) -> str | None:
         try:
-            if self._reader is None or self._info is None:
+            if self._reader is None:
                 reader = SnapshotReader(pid)
-                self._reader, self._info = reader, reader.info()
+                self._info, self._reader = reader.info(), reader
+            processes = self._reader.take().processes
         except NoServer:  # it has not created its segments yet, or has ended
             return None
-        groups = sum(process.kind == "core" for process in self._info.processes)
-        return self._info.url if self.load().serving_groups == groups else None
+        return self._info.url if all(process.state == "serves" for process in processes) else None
 
     def load(self) -> EngineLoad:
         """Reads the status board. Nothing is open or serves while the engine starts, and when it has ended."""
-        if self._reader is None or self._info is None:
+        if self._reader is None:
             return NO_LOAD
         try:
             board = self._reader.board()
