@@ -50,14 +50,14 @@ def test_an_engine_says_its_load_and_answers_what_is_open_when_it_is_stopped() -
             url = await engine.wait_until_serving()
             idle = engine.load()
             assert (idle.serving_groups, idle.open, idle.load) == (1, 0, 0.0) and idle.free_blocks == idle.blocks > 0
-            body = {"prompt": ["a", "b", "c", "d", "e", "f"], "max_tokens": 60, "ignore_eos": True}
+            body = {"prompt": ["a", "b"], "max_tokens": 60, "ignore_eos": True}
             asked = asyncio.get_running_loop().run_in_executor(None, answered, url, "/v1/completions", body)
             while (load := engine.load()).running < 2:
                 await asyncio.sleep(0.005)
             assert load.load == (load.running + load.waiting) / 4
         finally:
             await engine.stop()
-        assert len((await asked)["choices"]) == 6
+        assert len((await asked)["choices"]) == 2
         assert engine.ended.result().startswith("exited with status 0") and engine.load() == NO_LOAD
 
     run(scene)
