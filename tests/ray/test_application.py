@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.documents import ROOT, fences
+
 pytestmark = pytest.mark.skipif(
     importlib.util.find_spec("ray") is None, reason="Ray is not installed: pip install '.[engine,ray]'"
 )
@@ -41,6 +43,28 @@ def test_a_deployment_has_settings_that_fit_an_engine_and_those_of_the_caller() 
     assert built.init_args[0].arguments == ("/models/y", "--tensor-parallel-size=2")
     with pytest.raises(ValueError, match="did you mean max_num_seqs"):
         build({"max_num_seq": 1})
+
+
+@ignored
+def test_the_files_and_programs_of_the_page_are_ones_that_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    yaml = pytest.importorskip("yaml")
+    from ray import serve
+    from ray.serve.schema import ServeDeploySchema
+
+    from penstock.integrations.ray_serve import application, build
+
+    blocks = fences(ROOT / "docs" / "howto" / "nodes.md")
+    (file,) = [block.text for block in blocks if block.language == "yaml"]
+    (found,) = ServeDeploySchema.model_validate(yaml.safe_load(file)).applications
+    assert found.import_path == "penstock.integrations.ray_serve:build"
+    assert deployed(build(found.args)).name == found.deployments[0].name
+    programs = [block.text for block in blocks if block.language == "python"]
+    assert len(programs) == 3
+    run: list[Any] = []
+    monkeypatch.setattr(serve, "run", lambda application: run.append(application))
+    exec(programs[0], {})
+    exec(programs[2], {"deployment": application.deployment})
+    assert deployed(run[0]).num_replicas == 4
 
 
 def replica(name: str, **stats: object) -> Any:

@@ -1,4 +1,4 @@
-"""What a user of the integration calls: applications of Ray Serve whose replicas each own an engine."""
+"""What a user of the integration calls: applications of Ray Serve, with an engine for each replica."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ DRAIN_SECONDS = 120.0
 def deployment(
     model: str = "", *, serve_options: Mapping[str, Any] | None = None, **engine_options: OptionValue
 ) -> Application:
-    """Returns an application whose replicas each run `penstock serve MODEL` with these options.
+    """Returns an application; each of its replicas runs `penstock serve MODEL` with these options.
 
     Args:
         model: directory of the model, on each machine that may have a replica; empty: the bundled model.

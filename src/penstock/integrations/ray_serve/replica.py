@@ -72,8 +72,9 @@ class Replica:
             raise RuntimeError(f"the engine has ended: it {self._engine.ended.result()}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Returns what `SessionRouter` knows of this replica: the engine's load, from its status board."""
-        return self._engine.load()._asdict()
+        """Returns what `SessionRouter` knows of this replica. Serve sends each change to all routers, so figures that
+        change with every request do not belong here."""
+        return {"serving_groups": self._engine.load().serving_groups}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
         """Returns what `LoadPolicy` knows of this replica."""

@@ -12,15 +12,15 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-CHOICES = 2  # replicas whose queues are compared
+CHOICES = 2  # replicas that are compared by their queues
 
 
 class SessionRouter(RequestRouter):  # type: ignore[misc]
     """By the header `x-session-id` (RAY_SERVE_SESSION_ID_HEADER_KEY), with rendezvous hashing: when a replica comes or
     goes, only sessions that move to it or were its own change their replica.
 
-    A request without a session goes to the one of two random replicas that has fewer requests. A replica none of whose
-    groups serves, as its status board said last, comes last.
+    A request without a session goes to the one of two random replicas that has fewer requests. A replica without a
+    group that serves, as its status board said last, comes last.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
