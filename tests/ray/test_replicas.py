@@ -274,6 +274,7 @@ def test_nothing_is_left_of_a_replica_and_the_next_request_is_served(cluster: Ra
     play(cluster, act)
 
 
+@pytest.mark.timeout(600)
 def test_no_request_is_lost_in_an_update(cluster: RayCluster) -> None:
     async def act(playing: Scene) -> None:
         before, answers = set(cluster.engines()), list[ray_client.Answer]()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any
 
@@ -14,6 +15,7 @@ from penstock.integrations.ray_serve.replica import Replica
 
 NAME = "Penstock"  # of the deployment, as YAML files call it
 ROUTER = "penstock.integrations.ray_serve.session_router.SessionRouter"
+HAPROXY = "RAY_SERVE_ENABLE_HA_PROXY"  # set where Ray is started, and so where an application is built
 HEALTH_PERIOD, HEALTH_TIMEOUT = 1.0, 10.0  # seconds
 STATS_PERIOD = 1.0  # seconds between two reads of a replica's load
 # HAProxy is given 30 s to forget a replica before it drains, and open streams end after that.
@@ -37,6 +39,9 @@ def deployment(
     resources: dict[str, Any] = {"num_cpus": 1}
     if options.is_on_cuda:
         resources["num_gpus"] = options.workers
+    router: dict[str, Any] = {"request_routing_stats_period_s": STATS_PERIOD}
+    if os.environ.get(HAPROXY) != "1":  # it balances by itself, and Serve refuses a router of one's own beside it
+        router["request_router_class"] = ROUTER
     settings = {
         "name": NAME,
         "max_ongoing_requests": options.max_open_requests,
@@ -44,9 +49,7 @@ def deployment(
         "health_check_timeout_s": HEALTH_TIMEOUT,
         "graceful_shutdown_timeout_s": DRAIN_SECONDS + options.shutdown_timeout,
         "ray_actor_options": resources,
-        "request_router_config": RequestRouterConfig(
-            request_router_class=ROUTER, request_routing_stats_period_s=STATS_PERIOD
-        ),
+        "request_router_config": RequestRouterConfig(**router),
         **(serve_options or {}),
     }
     return serve.deployment(**settings)(Replica).bind(options)

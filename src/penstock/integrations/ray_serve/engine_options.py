@@ -47,8 +47,7 @@ class EngineOptions:
                 nearest = difflib.get_close_matches(name, known, 1)
                 hint = f": did you mean {nearest[0]}?" if nearest else ""
                 raise ValueError(f"{name} is no option of penstock serve{hint}")
-            if value is not None:
-                arguments += _words(known[name], name, value)
+            arguments += _words(known[name], name, value)
         parsed = parser.parse_args(arguments)
         return cls(
             arguments=tuple(arguments),
@@ -65,7 +64,9 @@ class _OptionParser(ArgumentParser):
 
 
 def _words(argument: argparse.Action, name: str, value: OptionValue) -> list[str]:
-    """Returns the words of the command line for one option."""
+    """Returns the words of the command line for one option; None leaves its default."""
+    if value is None:
+        return []
     flag = "--" + name.replace("_", "-")
     if isinstance(argument, argparse.BooleanOptionalAction):
         if not isinstance(value, (bool, str)) or value not in SWITCHES:

@@ -11,7 +11,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.integrations.ray_serve import engine_keeper
@@ -83,7 +83,8 @@ class EngineProcess:
 
     async def wait_until_serving(self) -> str:
         """Waits until all processes serve, and returns the URL. Raises EngineEnded."""
-        await asyncio.wait({self._launcher, self.ended}, return_when=asyncio.FIRST_COMPLETED)
+        started: set[asyncio.Future[Any]] = {self._launcher, self.ended}
+        await asyncio.wait(started, return_when=asyncio.FIRST_COMPLETED)
         while not self.ended.done():
             if (url := self._serving_url(self._launcher.result())) is not None:
                 return url

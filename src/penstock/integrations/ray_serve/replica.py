@@ -26,7 +26,7 @@ class Replica:
     seen at once by routers and by HAProxy, and Serve starts another replica; so a replica without an engine exits.
     """
 
-    async def __init__(self, options: EngineOptions) -> None:
+    async def __init__(self, options: EngineOptions) -> None:  # type: ignore[misc]  # Serve awaits it
         self._engine = EngineProcess(options.arguments, options.shutdown_timeout)
         try:
             url = await self._engine.wait_until_serving()
