@@ -36,7 +36,7 @@ def status(name: str) -> dict[str, Any]:
     if application is None:
         return {}
     return {
-        state.value: many for each in application.deployments.values() for state, many in each.replica_states.items()
+        str(state): many for each in application.deployments.values() for state, many in each.replica_states.items()
     }
 
 

@@ -183,6 +183,17 @@ def test_a_body_that_comes_in_pieces_is_passed_on_while_it_comes() -> None:
     run(scene())
 
 
+def test_a_long_body_in_one_piece_is_passed_on_whole() -> None:
+    async def scene() -> None:
+        async with forwarding(echo) as (engine, forwarder):
+            body = bytes(range(256)) * (3 << 12)
+            client = await Client(body, headers=[(b"content-length", b"%d" % len(body))]).run(forwarder)
+            assert client.body.partition(b"|")[2] == body
+            assert b"transfer-encoding" not in engine.heads[0].lower()
+
+    run(scene())
+
+
 def test_a_body_without_a_length_is_passed_on_in_chunks() -> None:
     async def scene() -> None:
         async with forwarding(echo) as (_, forwarder):

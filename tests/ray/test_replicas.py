@@ -160,7 +160,7 @@ def test_errors_of_the_engine_reach_the_client_as_they_are(cluster: RayCluster) 
             assert response.status == 404 and "the nearest is /v1/models" in await response.text()
         async with playing.client.post(f"{playing.url}/v1/completions", data=b"{") as response:
             assert response.status == 400
-        async with playing.client.post(f"{playing.url}/v1/completions", data=bytes(66 << 20)) as response:
+        async with playing.client.post(f"{playing.url}/v1/completions", data=io.BytesIO(bytes(66 << 20))) as response:
             assert response.status == 413
 
     play(cluster, act)

@@ -16,6 +16,7 @@ from yarl import URL
 
 from penstock.server.errors import ApiError
 
+SHORT_NBYTES = 64 << 10  # of a body that is sent in one piece; a longer one is given to the loop as it is written
 CONNECT_TIMEOUT = 10.0  # seconds; the engine listens on this machine
 # Headers of one connection, and not of the message that it carries.
 HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -113,7 +114,8 @@ class Forwarder:
 
     async def _request(self, scope: Scope, body: _Body) -> aiohttp.ClientResponse:
         first = await body.receive_first()
-        data = (first or None) if body.is_complete else body.pieces()
+        is_short = body.is_complete and len(first) <= SHORT_NBYTES
+        data = (first or None) if is_short else body.pieces()
         headers = [(_text(name), _text(value)) for name, value in scope["headers"] if name not in NOT_FORWARDED]
         url = URL(self._url + _target(scope), encoded=True)
         return await self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
