@@ -26,6 +26,7 @@ LAYERS = [
     {"server"},
     {"tools", "tools.bar_chart", "tools.capture", "tools.doctor", "tools.load", "tools.top", "tools.trace"},
     {"cli", "__main__"},
+    {"integrations.ray_serve"},
 ]
 LEVEL = {name: level for level, names in enumerate(LAYERS) for name in names}
 LINE = LEVEL["penstock"]
@@ -43,7 +44,8 @@ def module_of(path: Path) -> list[str]:
 def layer_of(module: list[str]) -> str:
     if module[1:] in ([], ["__init__"]):
         return "penstock"
-    return ".".join(module[1:3]) if module[1] == "tools" and module[2:] != ["__init__"] else module[1]
+    inner = ".".join(module[1:3])
+    return inner if (module[1] == "tools" and module[2:] != ["__init__"]) or inner in LEVEL else module[1]
 
 
 def imports(module: list[str], source: str) -> Iterator[tuple[int, list[str]]]:
@@ -81,7 +83,7 @@ def broken_imports(module: list[str], source: str) -> list[str]:
             broken.append(f"{where}:{line}: '{layer}' has no place in LAYERS")
         elif LEVEL[layer] > LEVEL[importer]:
             broken.append(f"{where}:{line}: {importer} is below {layer}, and may not import it")
-        elif layer == "integrations" != importer:
+        elif layer.startswith("integrations") and layer != importer:
             broken.append(f"{where}:{line}: only its host imports an integration")
     return broken
 
@@ -250,6 +252,15 @@ def test_an_import_of_an_integration_is_found_in_every_layer() -> None:
         module = ["penstock", importer, "x"] if importer != "penstock" else ["penstock", "__init__"]
         assert broken_imports(module, "from penstock.integrations import vllm"), importer
         assert broken_imports(module, "import penstock.integrations.vllm.queue"), importer
+
+
+def test_an_integration_above_the_server_imports_all_but_other_integrations() -> None:
+    replica = ["penstock", "integrations", "ray_serve", "replica"]
+    assert not broken_imports(replica, "from penstock.server import options\nfrom penstock.cli import argument_parser")
+    assert not broken_imports(replica, "from penstock.integrations.ray_serve import forwarder")
+    assert broken_imports(replica, "from penstock.integrations.vllm import queue")
+    assert broken_imports(["penstock", "integrations", "vllm", "queue"], "from penstock.integrations import ray_serve")
+    assert broken_imports(["penstock", "cli", "serve"], "from penstock.integrations.ray_serve import application")
 
 
 def test_a_folder_without_a_layer_is_found() -> None:

@@ -18,7 +18,7 @@ def run(pid: int, timeout: float) -> int:
     """Returns 0 when all groups serve again, 1 if that fails, 2 if process `pid` is no launcher."""
     try:
         reader = SnapshotReader(pid)
-        launcher = reader.launcher()
+        launcher = reader.info().pid
     except NoServer as error:
         return _fail(str(error), 2)
     if launcher != pid:

@@ -91,10 +91,10 @@ class SnapshotReader:
         except (OSError, PenstockError) as error:
             raise NoServer(f"process {self._pid} is ending: {error}") from None
 
-    def launcher(self) -> int:
-        """Returns the pid of the server's launcher. Raises NoServer."""
+    def info(self) -> ServerInfo:
+        """Returns what does not change while the server runs. Raises NoServer."""
         try:
-            return ServerInfo.read(page_at(self._pid, *self._pages[NAME])).pid
+            return ServerInfo.read(page_at(self._pid, *self._pages[NAME]))
         except (OSError, PenstockError, msgspec.DecodeError) as error:
             raise NoServer(f"process {self._pid} cannot be looked into: {error}") from None
 

@@ -1,0 +1,115 @@
+"""Keeps one engine for a replica: starts `penstock serve`, and ends it when the replica has ended, however it ended.
+
+A program of its own, which imports the standard library alone. It is needed because Ray kills the process group of an
+actor that has ended, which leaves an engine no time to drain, and because PR_SET_PDEATHSIG follows the thread that has
+started a child, and a replica's constructor runs in a thread. So the keeper has a session of its own, and starts the
+launcher from its main thread.
+
+    standard input    held open by the replica; at its end the engine gets SIGTERM, and SIGKILL after `grace` seconds
+    standard output   the launcher's pid in a line; when the engine has ended, how it ended and the end of its log
+    standard error    the log of the engine
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+
+PR_SET_PDEATHSIG = 1
+LOG_NBYTES = 65536  # read at a time
+TAIL_NBYTES = 4096  # of the log, which are kept
+
+
+class EngineKeeper:
+    """The launcher of one engine, as a child of this process."""
+
+    def __init__(self, command: Sequence[str]) -> None:
+        libc, keeper = ctypes.CDLL(None), os.getpid()
+
+        def end_with_keeper() -> None:
+            libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+            if os.getppid() != keeper:  # it died before prctl
+                os._exit(1)
+
+        # Ray blocks SIGINT in its workers; an engine is to have the default.
+        signal.pthread_sigmask(signal.SIG_SETMASK, ())
+        self._launcher = subprocess.Popen(
+            command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, bufsize=0,
+            preexec_fn=end_with_keeper,
+        )  # fmt: skip
+        assert self._launcher.stdout is not None, "it is a pipe"
+        self._log = self._launcher.stdout.fileno()
+        os.set_blocking(self._log, False)
+        self._tail = b""
+
+    @property
+    def pid(self) -> int:
+        return self._launcher.pid
+
+    def terminate(self, *_: object) -> None:
+        self._launcher.terminate()
+
+    def run(self, grace: float) -> str:
+        """Waits until the engine has ended. Returns how it ended, and the end of its log."""
+        pidfd, poll = os.pidfd_open(self.pid), select.poll()
+        for fd in (pidfd, self._log, sys.stdin.fileno()):
+            poll.register(fd, select.POLLIN)
+        deadline: float | None = None
+        while True:
+            timeout = None if deadline is None else max(0.0, deadline - time.monotonic()) * 1e3
+            ready = {fd for fd, _ in poll.poll(timeout)}
+            if self._log in ready and not self._pass_on_log():
+                poll.unregister(self._log)
+            if pidfd in ready:
+                break
+            if sys.stdin.fileno() in ready and not os.read(sys.stdin.fileno(), LOG_NBYTES):
+                poll.unregister(sys.stdin.fileno())
+                self.terminate()
+                deadline = time.monotonic() + grace
+            if deadline is not None and time.monotonic() >= deadline:
+                self._launcher.kill()
+                deadline = None
+        os.close(pidfd)
+        self._pass_on_log()
+        status = self._launcher.wait()
+        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        return f"{how}\n{self._tail.decode(errors='replace').strip()}"
+
+    def _pass_on_log(self) -> bool:
+        """Returns whether there may be more."""
+        while True:
+            try:
+                lines = os.read(self._log, LOG_NBYTES)
+            except BlockingIOError:
+                return True
+            if not lines:
+                return False
+            self._tail = (self._tail + lines)[-TAIL_NBYTES:]
+            with contextlib.suppress(OSError):  # the reader has gone, or its disk is full
+                os.write(sys.stderr.fileno(), lines)
+
+
+def main(grace: float, command: Sequence[str]) -> int:
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, lambda *_: None)  # not SIG_IGN, which a child would inherit
+    keeper = EngineKeeper(command)
+    signal.signal(signal.SIGTERM, keeper.terminate)
+    _tell_replica(str(keeper.pid))
+    _tell_replica(keeper.run(grace))
+    return 0
+
+
+def _tell_replica(text: str) -> None:
+    with contextlib.suppress(BrokenPipeError):  # it has ended
+        os.write(sys.stdout.fileno(), f"{text}\n".encode())
+
+
+if __name__ == "__main__":
+    sys.exit(main(float(sys.argv[1]), sys.argv[2:]))

@@ -1,0 +1,221 @@
+"""Passes HTTP requests on to an engine and streams its answers back: an ASGI application.
+
+A client that leaves closes the connection to the engine, which aborts its request there. What is passed on is not read:
+bodies and events are the engine's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import urllib.parse
+from collections.abc import AsyncIterator
+
+import aiohttp
+from starlette.types import Message, Receive, Scope, Send
+from yarl import URL
+
+from penstock.server.errors import ApiError
+
+SHORT_NBYTES = 64 << 10  # of a body that is sent in one piece; a longer one is given to the loop as it is written
+CONNECT_TIMEOUT = 10.0  # seconds; the engine listens on this machine
+# Headers of one connection, and not of the message that it carries.
+HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
+NOT_FORWARDED = HOP_BY_HOP | {b"host", b"expect"}
+NOT_RETURNED = HOP_BY_HOP | {b"date", b"server"}  # Serve's own HTTP server writes these
+REQUEST_ID = b"x-request-id"  # Serve gives each request one, and writes it into the answer
+ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, where a request has none
+EVENT_STREAM, END_OF_EVENT = b"text/event-stream", b"\n\n"
+
+
+class ClientLeft(Exception):
+    """The client has disconnected before its request was complete."""
+
+
+class Forwarder:
+    """Passes requests on to the server at `url`. Created, used and closed in one event loop."""
+
+    def __init__(self, url: str) -> None:
+        self._url = url
+        self._session = aiohttp.ClientSession(
+            connector=aiohttp.TCPConnector(limit=0),
+            timeout=aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT),
+            cookie_jar=aiohttp.DummyCookieJar(),
+            skip_auto_headers=ADDED_BY_CLIENT,
+            auto_decompress=False,
+        )
+        self._open = 0
+        self._has_fewer = asyncio.Event()
+        self._refusal = ""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http":  # the engine has no WebSockets
+            await receive()
+            return await send({"type": "websocket.close", "code": 1000})
+        if self._refusal:
+            return await _refuse(self._refusal, scope, receive, send)
+        self._open += 1
+        try:
+            await self._pass_on(scope, _Body(receive), send)
+        finally:
+            self._open -= 1
+            self._has_fewer.set()
+
+    def refuse(self, reason: str) -> None:
+        """Answers all further requests with 503."""
+        self._refusal = reason
+
+    async def drain(self, timeout: float) -> None:
+        """Waits until no request is open, for `timeout` seconds at most."""
+        deadline = asyncio.get_running_loop().time() + timeout
+        while self._open:
+            self._has_fewer.clear()
+            remaining = deadline - asyncio.get_running_loop().time()
+            try:
+                await asyncio.wait_for(self._has_fewer.wait(), max(0.0, remaining))
+            except asyncio.TimeoutError:
+                return
+
+    async def close(self) -> None:
+        await self._session.close()
+
+    async def _pass_on(self, scope: Scope, body: _Body, send: Send) -> None:
+        answer = asyncio.ensure_future(self._answer(scope, body, send))
+        left = asyncio.ensure_future(body.wait_until_left())
+        try:
+            await asyncio.wait({answer, left}, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and not body.has_left:
+                answer.result()
+        finally:
+            for task in (answer, left):
+                task.cancel()
+            await asyncio.gather(answer, left, return_exceptions=True)
+
+    async def _answer(self, scope: Scope, body: _Body, send: Send) -> None:
+        answer = _Answer(send)
+        try:
+            response = await self._request(scope, body)
+            try:
+                await answer.begin(response, scope)
+                async for piece in response.content.iter_any():
+                    await answer.send(piece)
+            except BaseException:
+                response.close()  # the engine aborts the request when its connection ends
+                raise
+            response.release()
+            await answer.end()
+        except (aiohttp.ClientError, OSError) as error:
+            if body.has_left:
+                return
+            reason = f"the engine of this replica has not answered: {type(error).__name__}: {error}"
+            if not answer.has_begun:
+                await _refuse(reason, scope, body.receive, send)
+            elif not await answer.fail(reason):
+                raise
+
+    async def _request(self, scope: Scope, body: _Body) -> aiohttp.ClientResponse:
+        first = await body.receive_first()
+        is_short = body.is_complete and len(first) <= SHORT_NBYTES
+        data = (first or None) if is_short else body.pieces()
+        headers = [(_text(name), _text(value)) for name, value in scope["headers"] if name not in NOT_FORWARDED]
+        url = URL(self._url + _target(scope), encoded=True)
+        return await self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
+
+
+class _Body:
+    """The body of a request as it arrives, and after it the notice that the client has left."""
+
+    def __init__(self, receive: Receive) -> None:
+        self.receive = receive
+        self.has_left = False
+        self._first = b""
+        self._complete = asyncio.Event()
+
+    @property
+    def is_complete(self) -> bool:
+        return self._complete.is_set()
+
+    async def receive_first(self) -> bytes:
+        """Most bodies are whole then. Raises ClientLeft."""
+        self._first = await self._next()
+        return self._first
+
+    async def pieces(self) -> AsyncIterator[bytes]:
+        """Yields the whole body. Raises ClientLeft."""
+        yield self._first
+        while not self.is_complete:
+            yield await self._next()
+
+    async def _next(self) -> bytes:
+        message = await self.receive()
+        if message["type"] == "http.disconnect":
+            self.has_left = True
+            self._complete.set()
+            raise ClientLeft
+        if not message.get("more_body", False):
+            self._complete.set()
+        piece: bytes = message.get("body", b"")
+        return piece
+
+    async def wait_until_left(self) -> None:
+        await self._complete.wait()
+        while not self.has_left:
+            self.has_left = (await self.receive())["type"] == "http.disconnect"
+
+
+class _Answer:
+    """The answer of the engine, on its way to the client."""
+
+    def __init__(self, send: Send) -> None:
+        self._send = send
+        self._last = END_OF_EVENT
+        self._is_event_stream = False
+        self.has_begun = False
+
+    async def begin(self, response: aiohttp.ClientResponse, scope: Scope) -> None:
+        dropped = NOT_RETURNED | {name for name, _ in scope["headers"] if name == REQUEST_ID}
+        raw = [(name.lower(), value) for name, value in response.raw_headers]
+        headers = [(name, value) for name, value in raw if name not in dropped]
+        self._is_event_stream = dict(headers).get(b"content-type", b"").startswith(EVENT_STREAM)
+        self.has_begun = True
+        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+
+    async def send(self, piece: bytes) -> None:
+        self._last = (self._last + piece)[-len(END_OF_EVENT) :]
+        await self._send(_body(piece, more_body=True))
+
+    async def end(self) -> None:
+        await self._send(_body(b"", more_body=False))
+
+    async def fail(self, reason: str) -> bool:
+        """Ends a stream of events with one that has the error. Returns whether that is possible: no event is cut."""
+        if not self._is_event_stream or self._last != END_OF_EVENT:
+            return False
+        await self._send(_body(b"data: %b\n\n" % ApiError(503, reason).body, more_body=True))
+        await self.end()
+        return True
+
+
+def _body(piece: bytes, *, more_body: bool) -> Message:
+    return {"type": "http.response.body", "body": piece, "more_body": more_body}
+
+
+async def _refuse(reason: str, scope: Scope, receive: Receive, send: Send) -> None:
+    await ApiError(503, reason).response()(scope, receive, send)
+
+
+def _text(value: bytes) -> str:
+    """Returns a header's name or value so that aiohttp, which encodes in UTF-8, sends the same bytes."""
+    return value.decode("utf-8", "replace")
+
+
+def _target(scope: Scope) -> str:
+    """Returns path and query without the prefix of the route, as they were encoded."""
+    prefix = scope.get("root_path", "")
+    path: str = scope["path"]
+    raw: bytes = scope.get("raw_path") or urllib.parse.quote(path).encode()
+    encoded = raw.decode("ascii", "replace")
+    encoded_prefix = urllib.parse.quote(prefix)
+    if encoded_prefix and encoded.startswith(encoded_prefix):
+        encoded = encoded[len(encoded_prefix) :] or "/"
+    query = scope.get("query_string", b"").decode("ascii", "replace")
+    return f"{encoded}?{query}" if query else encoded
