@@ -20,7 +20,7 @@ from penstock.bridge.link_errors import Cause, LinkDied, LocalFailure, ProtocolE
 from penstock.bridge.link_offer import LinkOffer
 from penstock.bridge.link_session import LinkSession
 from penstock.bridge.link_spec import LinkSpec, LinkStats, RemoteSide
-from penstock.bridge.packets import MAX_PAYLOAD, PacketReader
+from penstock.bridge.packets import MAX_PAYLOAD, FatalCause, PacketReader
 from penstock.bridge.wire import PlainWire, TlsWire
 
 if TYPE_CHECKING:
@@ -64,7 +64,7 @@ class Link:
                 peers see its death.
             ValueError, MemoryExhausted: an end cannot be opened.
         """
-        session = self._session = LinkSession(self.spec, self._offer)
+        session = self._session = LinkSession(self.spec, self._offer, self._wake)
         session.stats.clock_offset_ns = self.remote.clock_offset_ns
         self._reader = PacketReader(session)
         try:
@@ -94,6 +94,9 @@ class Link:
         """Ends the link in peace: frames that have been read are sent, then `run` of both sides returns the reason. May
         be called from any thread, and from a signal handler."""
         self._stop_reason = reason
+        self._wake()
+
+    def _wake(self) -> None:
         with self._closing:
             if not self._poll.closed:
                 os.eventfd_write(self._wakeup, 1)
@@ -246,7 +249,7 @@ class Link:
     def _death(self, cause: Cause, how: str) -> LinkDied:
         return LinkDied.of(cause, self.spec.link, self.remote.name, self.remote.pid, how)
 
-    def _say_last(self, session: LinkSession, cause: str, text: str) -> None:
+    def _say_last(self, session: LinkSession, cause: FatalCause, text: str) -> None:
         """Tells the other side why this one ends the link, if the connection takes it soon. It is closed when the other
         side has read that: a connection that is closed with bytes unread may take back what was sent."""
         session.put_fatal(cause, text)

@@ -62,9 +62,8 @@ class OutboundLane:
     def add_credit(self, nbytes: int) -> None:
         self._credit += nbytes
         if self._credit > self._window:
-            raise ProtocolError(
-                f"it gave back {self._credit - self._window} bytes more of lane {self.number} than it had"
-            )
+            excess = self._credit - self._window
+            raise ProtocolError(f"it gave back {excess} bytes of credit more than lane {self.number} had")
 
     @property
     def may_send(self) -> bool:
@@ -76,12 +75,11 @@ class OutboundLane:
         return bool(self._long)
 
     def pump(self) -> None:
-        """Puts frames into the queue, while there are some, and credit, and the wire keeps up."""
+        """Puts frames into the queue, while there are some, and credit, and the wire keeps up. Of a long frame, which
+        is the last one then, `put_piece` puts the bytes."""
         queue, end, number = self._queue, self.receiver, self.number
-        if self._long:
-            return self._put_piece()
         for _ in range(MAX_FRAMES):
-            if self._credit <= 0 or queue.nbytes >= MAX_QUEUED or self.is_over:
+            if self._credit <= 0 or queue.nbytes >= MAX_QUEUED or self.is_over or self._long:
                 return
             frame = self._try_receive()
             if frame is None:
@@ -99,9 +97,9 @@ class OutboundLane:
             else:
                 queue.put(packets.LONG, number, source, packets.LONG_NBYTES.pack(nbytes))
                 self._long, self._source = memoryview(frame), source
-                return self._put_piece()
 
-    def _put_piece(self) -> None:
+    def put_piece(self) -> None:
+        """Puts the next piece of a long frame into the queue, if the wire keeps up."""
         if self._queue.nbytes >= MAX_QUEUED:
             return
         piece, self._long = self._long[:MAX_PAYLOAD], self._long[MAX_PAYLOAD:]

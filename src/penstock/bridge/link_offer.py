@@ -55,7 +55,7 @@ class LinkOffer(msgspec.Struct, array_like=True, frozen=True):
             os.getpid(),
             version("penstock"),
             _native.LAYOUT_FINGERPRINT,
-            tuple(_offered(channel) for channel in (*spec.outbound, *spec.inbound)),
+            (*map(_offered, spec.outbound), *map(_offered, spec.inbound)),
             (
                 *(OfferedWords(words.name, True, len(words.words)) for words in spec.outbound_words),
                 *(OfferedWords(words.name, False, len(words.words)) for words in spec.inbound_words),

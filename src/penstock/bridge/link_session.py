@@ -32,8 +32,14 @@ _death = msgspec.msgpack.Decoder(ChannelDeath)
 
 
 class LinkSession:
-    def __init__(self, spec: LinkSpec, offer: LinkOffer, clock: Callable[[], float] = time.monotonic) -> None:
-        """`offer` is the other side's. Opens the ends of this side."""
+    def __init__(
+        self,
+        spec: LinkSpec,
+        offer: LinkOffer,
+        wake: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`offer` is the other side's. Opens the ends of this side. `wake` has another thread look at `pump` again."""
         self.spec = spec
         self.queue = PacketQueue()
         self.stats = LinkStats()
@@ -41,6 +47,7 @@ class LinkSession:
         self.inbound: list[InboundLane] = []
         self.values: ValueExchange | None = None
         self.due_at = 0.0  # when `tick` is to be called
+        self._wake = wake
         self._clock = clock
         self._liveness = Liveness(spec.heartbeat_s, spec.silence_s, clock())
         self._heartbeat = (0, 0)  # the other side's last one: its clock, and this side's when it came
@@ -50,6 +57,7 @@ class LinkSession:
         self._stop_reason: str | None = None
         self._said_bye: str | None = None
         self._heard_bye: str | None = None
+        self._turn = 0  # of those that send pieces
         self._done_by = 0.0  # from when on frames without room are given up
         try:
             self._open(offer)
@@ -70,7 +78,7 @@ class LinkSession:
         mirrored = {words.name: words for words in spec.inbound_words}
         self._mirrors = [WordMirror(mirrored[words.name]) for words in offer.outbound_words()]
         if spec.values is not None:
-            self.values = ValueExchange(spec.values, spec.name, queue, stats)
+            self.values = ValueExchange(spec.values, spec.name, queue, stats, self._wake)
 
     # ── what goes ──
     def tick(self, now: float) -> None:
@@ -90,29 +98,43 @@ class LinkSession:
         if self._said_bye is not None:
             return False
         is_ending = self._stop_reason is not None or self._heard_bye is not None
-        has_more = False
-        for out in self.outbound:
-            if not is_ending or out.is_within_frame:
+        values = self.values
+        if not is_ending:
+            for out in self.outbound:
                 out.pump()
-                has_more |= out.is_within_frame
+            for source in self._sources:
+                source.send_changes(self.queue, now)
+            if values is not None:
+                values.receive_requests()
+                values.answer_announced()
+        has_more = self._put_pieces(with_values=not is_ending)
         if is_ending:
             if not has_more and (not self.has_backlog or now >= self._done_by):
                 self._say_bye(self._stop_reason if self._stop_reason is not None else self._heard_bye or "")
-            return has_more
-        for source in self._sources:
-            source.send_changes(self.queue, now)
-        if self.values is not None:
-            self.values.receive_requests()
-            if self.values.has_more:
-                self.values.pump()
-                has_more |= self.values.has_more
-        if self._has_ended():
+        elif self._has_ended():
             self._say_bye(ALL_ENDED)
         return has_more
 
+    def _put_pieces(self, *, with_values: bool) -> bool:
+        """Puts pieces of long frames and values into the queue, behind all frames: one after the other begins. Returns
+        whether there are more."""
+        long: list[OutboundLane | ValueExchange] = [lane for lane in self.outbound if lane.is_within_frame]
+        if with_values and self.values is not None and self.values.has_more:
+            long.append(self.values)
+        if not long:
+            return False
+        self._turn += 1
+        first = self._turn % len(long)
+        for each in (*long[first:], *long[:first]):
+            each.put_piece()
+        return any(lane.is_within_frame for lane in self.outbound) or (
+            with_values and self.values is not None and self.values.has_more
+        )
+
     def retry_at(self) -> float | None:
         """Returns when a lane is to be looked at for which no bell rings; None: no such lane."""
-        times = [lane.retry_at for lane in (*self.outbound, *self.inbound) if lane.retry_at]
+        times = [out.retry_at for out in self.outbound if out.retry_at]
+        times += [lane.retry_at for lane in self.inbound if lane.retry_at]
         if self.values is not None and self.values.retry_at:
             times.append(self.values.retry_at)
         return min(times) if times else None
@@ -161,7 +183,7 @@ class LinkSession:
         self._said_bye = reason
         self.queue.put(packets.BYE, payload=text_payload(reason))
 
-    def put_fatal(self, cause: str, text: str) -> None:
+    def put_fatal(self, cause: packets.FatalCause, text: str) -> None:
         """Tells the other side why this one ends the link."""
         self.queue.put(packets.FATAL, payload=bytes([FATAL_CAUSES.index(cause)]) + text_payload(text))
 
@@ -233,6 +255,8 @@ class LinkSession:
             values.on_value(payload)
         elif kind == packets.VALUE_PIECE:
             values.on_piece(payload)
+        elif kind in (packets.TAKE, packets.DECLINE):
+            values.on_answer(kind == packets.TAKE)
         else:
             values.on_absent(payload)
 
@@ -266,8 +290,8 @@ class LinkSession:
             "unheard": f"has heard nothing of this side for {text}: the network is cut in that direction",
             "ended": f"has ended the link: {text}",
             "protocol": f"says that this side broke the protocol: {text}",
-        }
-        raise RemoteFailure(cause, how[cause])
+        }[cause]
+        raise RemoteFailure(cause, how)
 
     # ── deaths at the ends ──
     def _on_local_death(self, lane: End, death: PeerDied) -> None:
@@ -299,7 +323,9 @@ class LinkSession:
 
     def close(self) -> None:
         """Closes the ends. Their peers see a close, and no death."""
-        for lane in (*self.outbound, *self.inbound):
+        for out in self.outbound:
+            out.close()
+        for lane in self.inbound:
             lane.close()
         if self.values is not None:
             self.values.close()

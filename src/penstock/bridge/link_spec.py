@@ -229,6 +229,7 @@ class LinkStats(msgspec.Struct):
     nbytes_received: int = 0
     frames_dropped: int = 0  # their receiver has died, and has no successor
     values_sent: int = 0
+    values_declined: int = 0  # not sent, as the other side had no room for them, or had them by then
     values_received: int = 0
     value_nbytes_received: int = 0
     values_missing: int = 0  # pulled, and not at the other side

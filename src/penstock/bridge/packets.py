@@ -11,7 +11,9 @@
     WORDS        lane           pairs of place (8) and word (8)
     HEARTBEAT                   when it was sent (8), the last heartbeat that was received (8), ns held since (8)
     WANT                        a key (32)
-    VALUE                       a key (32), nbytes (8) of its value, which follows in pieces
+    VALUE                       a key (32), nbytes (8) of its value
+    TAKE                        the value that was announced has a place: it follows in pieces
+    DECLINE                     it has none, or is there by now
     VALUE_PIECE                 the next bytes of that value
     ABSENT                      a key (32), and why there is no value, as text
     BYE                         the sender is done, as it says in a text; it sends nothing more
@@ -26,12 +28,14 @@ from __future__ import annotations
 
 import struct
 from collections import deque
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
 from penstock.bridge.link_errors import ProtocolError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
+
+FatalCause: TypeAlias = Literal["unheard", "ended", "protocol"]
 
 HEAD = struct.Struct("<IBBH")
 MAX_PAYLOAD = 256 << 10
@@ -56,8 +60,10 @@ VALUE_PIECE: Final = 11
 ABSENT: Final = 12
 BYE: Final = 13
 FATAL: Final = 14
+TAKE: Final = 15
+DECLINE: Final = 16
 
-FATAL_CAUSES: Final = ("unheard", "ended", "protocol")  # of the side that receives it
+FATAL_CAUSES: Final[tuple[FatalCause, ...]] = ("unheard", "ended", "protocol")  # of the side that receives it
 TEXT_NBYTES = 4096  # of a text in BYE, FATAL and ABSENT
 
 # Of each kind: the least and the most bytes of its payload.
@@ -72,6 +78,8 @@ SIZES = {
     HEARTBEAT: (BEAT.size, BEAT.size),
     WANT: (KEY_NBYTES, KEY_NBYTES),
     VALUE: (VALUE_HEAD.size, VALUE_HEAD.size),
+    TAKE: (0, 0),
+    DECLINE: (0, 0),
     VALUE_PIECE: (1, MAX_PAYLOAD),
     ABSENT: (KEY_NBYTES, KEY_NBYTES + TEXT_NBYTES),
     BYE: (0, TEXT_NBYTES),
@@ -109,8 +117,8 @@ class PacketQueue:
         self.nbytes_sent = 0
 
     def put(self, kind: int, lane: int = 0, source: int = 0, payload: Buffer = b"") -> None:
-        view = memoryview(payload).cast("B") if payload else memoryview(b"")
-        nbytes = len(view)
+        view = memoryview(payload)
+        nbytes = view.nbytes
         head = HEAD.pack(nbytes, kind, lane, source)
         self.nbytes += HEAD.size + nbytes
         if nbytes <= SMALL_NBYTES:

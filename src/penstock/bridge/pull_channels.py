@@ -64,8 +64,9 @@ class PullChannels:
         return cls(requests, answers)
 
     def close(self) -> None:
-        for channel in (self.requests, *self.answers):
-            channel.close()
+        self.requests.close()
+        for ring in self.answers:
+            ring.close()
 
 
 class Puller:

@@ -2,14 +2,16 @@
 
 A value is one block of a store, which means the same at any address. It is received straight into the block of this
 node's store that it will lie in; other processes that want the key wait for it meanwhile, as for any writer. Values
-cross one after the other, in pieces, behind the frames that wait at the time.
+cross one after the other, in pieces, behind the frames that wait at the time. The kernel takes a while to find the
+pages of a long value: a thread waits for that, so that frames and heartbeats pass meanwhile.
 """
 
 from __future__ import annotations
 
+import threading
 import time
 from collections import deque
-from typing import NamedTuple
+from collections.abc import Callable
 
 from penstock import _native
 from penstock.bridge import packets
@@ -25,25 +27,38 @@ from penstock.memory import Ref
 
 RETRY_S = 0.02  # between two looks at a key that another process of this node is writing …
 WANT_AGAIN_S = 1.0  # … until the value is wanted again: that process may have died
+QUICK_NBYTES = 1 << 20  # a value up to here gets its pages at once
 MAX_WANTED = 1 << 12  # keys that the other side may ask for before it has got a value
 
 
-class _OutgoingValue(NamedTuple):
-    view: memoryview  # the rest of a value; holds its lease
-
-
 class _IncomingValue:
-    """A value that is coming. `block` None: it is read and dropped, as `answer` says."""
+    """A value that the other side has announced, and then sends."""
 
     def __init__(self, key: bytes, nbytes: int) -> None:
         self.key, self.nbytes = key, nbytes
         self.filled = 0
-        self.block: _native.BlockLease | None = None  # of the store, to be filled
-        self.answer: str | None = None  # why it is not wanted; None: it is, or a process of this node has written it
+        self.block: _native.BlockLease | None = None  # of the store, to be filled; None: it is not to come
+        self.error: Exception | None = None  # why not; None: a process of this node has written it by now
+        self.is_decided = False  # the thread that looks for room has ended
+        self.is_answered = False
+
+    def find_room(self, keeper: _native.Store) -> None:
+        try:
+            is_new, block = keeper.begin(self.key, self.nbytes, 0)
+            if is_new:
+                self.block = block
+            else:
+                block.release()
+        except (MemoryExhausted, Timeout) as error:
+            self.error = error
+        finally:
+            self.is_decided = True
 
 
 class ValueExchange:
-    def __init__(self, spec: StoreValues, name: str, queue: PacketQueue, stats: LinkStats) -> None:
+    def __init__(
+        self, spec: StoreValues, name: str, queue: PacketQueue, stats: LinkStats, wake: Callable[[], None]
+    ) -> None:
         self._store = spec.store
         self._keeper = _native.Store(spec.store.pool.place)
         self._queue, self._stats = queue, stats
@@ -55,9 +70,12 @@ class ValueExchange:
             self._answers = [ring.open_sender(name=name) for ring in self._pulls.answers]
         self._asking: dict[bytes, list[Pull]] = {}  # the clients that wait for each key
         self._written_by_another: dict[bytes, float] = {}  # keys, and when that was seen first
-        self._receiving: _IncomingValue | None = None
+        self._incoming: _IncomingValue | None = None
+        self._finding: threading.Thread | None = None  # room for it
+        self._wake = wake
         self._to_send: deque[bytes] = deque()  # keys
-        self._sending: _OutgoingValue | None = None
+        self._announced: _native.BlockLease | None = None  # the value that the other side has not answered about
+        self._rest = memoryview(b"")  # of the value that is being sent; holds its lease
         self.retry_at = 0.0  # 0: nothing is to be looked at again
 
     # ── this node's values ──
@@ -69,27 +87,36 @@ class ValueExchange:
     @property
     def has_more(self) -> bool:
         """Whether there is something to be sent."""
-        return self._sending is not None or bool(self._to_send)
+        return len(self._rest) > 0 or (self._announced is None and len(self._to_send) > 0)
 
-    def pump(self) -> None:
+    def put_piece(self) -> None:
         """Puts the next piece of a value into the queue, if nothing waits there."""
         if self._queue.nbytes >= MAX_PAYLOAD:
             return
-        if self._sending is None and self._to_send:
-            self._begin(self._to_send.popleft())
-        if self._sending is not None:
-            piece, rest = self._sending.view[:MAX_PAYLOAD], self._sending.view[MAX_PAYLOAD:]
+        if self._rest:
+            piece, self._rest = self._rest[:MAX_PAYLOAD], self._rest[MAX_PAYLOAD:]
             self._queue.put(packets.VALUE_PIECE, payload=piece)
-            self._sending = _OutgoingValue(rest) if rest else None
+        elif self._announced is None and self._to_send:
+            self._announce(self._to_send.popleft())
 
-    def _begin(self, key: bytes) -> None:
+    def on_answer(self, is_taken: bool) -> None:
+        block, self._announced = self._announced, None
+        if block is None:
+            raise ProtocolError("it answered about a value that was not announced")
+        if is_taken:
+            self._stats.values_sent += 1
+            self._rest = memoryview(block)
+        else:
+            self._stats.values_declined += 1
+            block.release()
+
+    def _announce(self, key: bytes) -> None:
         block = self._keeper.get(key)
         if block is None:
             text = f"'{self._store.name}' over there keeps nothing under it"
             return self._queue.put(packets.ABSENT, payload=key + packets.text_payload(text))
         self._queue.put(packets.VALUE, payload=VALUE_HEAD.pack(key, block.nbytes))
-        self._sending = _OutgoingValue(memoryview(block))
-        self._stats.values_sent += 1
+        self._announced = block
 
     # ── the clients of this node ──
     def receive_requests(self) -> None:
@@ -150,67 +177,71 @@ class ValueExchange:
 
     def on_value(self, payload: memoryview) -> None:
         key, nbytes = VALUE_HEAD.unpack(payload)
-        if self._receiving is not None:
-            raise ProtocolError("a value came within another one")
+        if self._incoming is not None or not nbytes:
+            raise ProtocolError(f"a value of {nbytes} bytes was announced within another one, or has none")
         self._require_asked(key)
-        if not nbytes:
-            raise ProtocolError("a value of no bytes came")
-        self._receiving = receiving = _IncomingValue(key, nbytes)
-        try:
-            is_new, block = self._keeper.begin(key, nbytes, 0)
-        except MemoryExhausted as error:
-            receiving.answer = str(error)
-        except Timeout:
+        self._incoming = incoming = _IncomingValue(key, nbytes)
+        if nbytes <= QUICK_NBYTES:
+            incoming.find_room(self._keeper)
+        else:
+            self._finding = threading.Thread(target=self._find_room, args=(incoming,), name="room for a value")
+            self._finding.start()
+
+    def _find_room(self, incoming: _IncomingValue) -> None:
+        incoming.find_room(self._keeper)
+        self._wake()
+
+    def answer_announced(self) -> None:
+        """Says whether the value that was announced has a place, once that has been found out."""
+        incoming = self._incoming
+        if incoming is None or incoming.is_answered or not incoming.is_decided:
+            return
+        incoming.is_answered = True
+        if incoming.block is not None:
+            return self._queue.put(packets.TAKE)
+        self._incoming = None
+        self._queue.put(packets.DECLINE)
+        key = incoming.key
+        if isinstance(incoming.error, MemoryExhausted):
+            self._refuse(key, str(incoming.error))
+        elif incoming.error is not None:
             self._written_by_another[key] = time.monotonic()
             self.retry_at = time.monotonic() + RETRY_S
-        else:
-            if is_new:
-                receiving.block = block
-            else:
-                block.release()
+        elif not self._find(key):
+            self._queue.put(packets.WANT, payload=key)  # it was here, and has been evicted since
 
     def _require_asked(self, key: bytes) -> None:
         if key not in self._asking:
             raise ProtocolError(f"a value came that was not wanted: {key.hex()[:16]}…")
 
-    def place(self, nbytes: int) -> memoryview | None:
-        receiving = self._require_room(nbytes)
-        if receiving.block is None:
-            return None
-        with memoryview(receiving.block) as whole:
-            return whole[receiving.filled : receiving.filled + nbytes]
+    def place(self, nbytes: int) -> memoryview:
+        incoming, block = self._require_room(nbytes)
+        with memoryview(block) as whole:
+            return whole[incoming.filled : incoming.filled + nbytes]
 
     def on_piece(self, payload: memoryview) -> None:
         """Takes a piece that has arrived whole."""
-        place = self.place(len(payload))
-        if place is not None:
-            with place:
-                place[:] = payload
+        with self.place(len(payload)) as place:
+            place[:] = payload
         self.placed(len(payload))
 
     def placed(self, nbytes: int) -> None:
-        receiving = self._require_room(nbytes)
-        receiving.filled += nbytes
-        if receiving.filled == receiving.nbytes:
-            self._receiving = None
+        incoming, block = self._require_room(nbytes)
+        incoming.filled += nbytes
+        if incoming.filled == incoming.nbytes:
+            self._incoming = None
             self._stats.values_received += 1
-            self._stats.value_nbytes_received += receiving.nbytes
-            self._finish(receiving)
+            self._stats.value_nbytes_received += incoming.nbytes
+            self._keeper.commit(block)
+            self._answer_with(incoming.key, block)
 
-    def _finish(self, receiving: _IncomingValue) -> None:
-        if receiving.block is not None:
-            self._keeper.commit(receiving.block)
-            self._answer_with(receiving.key, receiving.block)
-        elif receiving.answer is not None:
-            self._refuse(receiving.key, receiving.answer)
-        elif receiving.key not in self._written_by_another and not self._find(receiving.key):
-            self._queue.put(packets.WANT, payload=receiving.key)  # it was here, and has been evicted since
-
-    def _require_room(self, nbytes: int) -> _IncomingValue:
-        receiving = self._receiving
-        if receiving is None or receiving.filled + nbytes > receiving.nbytes:
-            raise ProtocolError("a piece of a value came without a value, or beyond its end")
-        return receiving
+    def _require_room(self, nbytes: int) -> tuple[_IncomingValue, _native.BlockLease]:
+        incoming = self._incoming
+        if incoming is None or incoming.block is None or not incoming.is_answered:
+            raise ProtocolError("a piece of a value came without a value")
+        if incoming.filled + nbytes > incoming.nbytes:
+            raise ProtocolError(f"a value of {incoming.nbytes} bytes came with more")
+        return incoming, incoming.block
 
     # ── what no bell rings for ──
     def tick(self, now: float) -> None:
@@ -227,10 +258,13 @@ class ValueExchange:
 
     def close(self) -> None:
         """Gives up the value that is coming: another process may write its key."""
-        self._sending = None
-        if self._receiving is not None and self._receiving.block is not None:
-            self._keeper.abandon(self._receiving.block)
-            self._receiving = None
+        self._rest = memoryview(b"")
+        self._announced = None
+        if self._finding is not None:
+            self._finding.join()
+        if self._incoming is not None and self._incoming.block is not None:
+            self._keeper.abandon(self._incoming.block)
+            self._incoming = None
         if self.requests is not None:
             self.requests.close()
             for answers in self._answers:

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import ssl
 import struct
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
@@ -94,36 +94,45 @@ class TlsWire:
 
     def _shake(self) -> bool:
         """Goes on with the handshake. Returns whether it is done. Raises ssl.SSLError, an OSError, if it fails."""
-        if not self._is_shaken:
+        while not self._is_shaken:
             try:
                 self._tls.do_handshake()
                 self._is_shaken = True
             except ssl.SSLWantReadError:
-                pass
+                self.flush()
+                if not self._feed():
+                    break
             finally:
                 self.flush()  # also what says why it fails
         return self._is_shaken
+
+    def _feed(self) -> bool:
+        """Reads what has arrived, encrypted. Returns whether there was something, or the end."""
+        if self._is_ended:
+            return False
+        count = self._plain.recv_into(self._room)
+        if count is None:
+            return False
+        if count == 0:
+            self._is_ended = True
+            self._arrived.write_eof()
+        else:
+            self._arrived.write(self._room[:count])
+        return True
 
     def recv_into(self, room: memoryview) -> int | None:
         """Raises OSError if the connection is lost, or the other side shows no certificate of the authority."""
         while True:
             if self._shake():
                 try:
-                    return self._tls.read(len(room), room)
+                    count: Any = self._tls.read(len(room), room)  # into the room, so it is a number
+                    return int(count)
                 except ssl.SSLWantReadError:
                     pass
                 except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
                     return 0
-            if self._is_ended:
-                return 0
-            count = self._plain.recv_into(self._room)
-            if count is None:
-                return None
-            if count == 0:
-                self._is_ended = True
-                self._arrived.write_eof()
-            else:
-                self._arrived.write(self._room[:count])
+            if not self._feed():
+                return 0 if self._is_ended else None
 
     def send(self, buffers: list[Buffer]) -> int:
         """Raises OSError if the connection is lost."""
