@@ -69,7 +69,7 @@ class Link:
         self._reader = PacketReader(session)
         try:
             self._register(session)
-            return self._loop(session, self._reader)
+            return self._loop_to_end(session, self._reader)
         except LocalFailure as failure:
             self._say_last(session, "ended", f"{failure} (seen by '{self.spec.name}')")
             raise self._death("local", str(failure)) from None
@@ -81,9 +81,6 @@ class Link:
                 session.queue.flush(self._wire)  # what says that this side has heard nothing
             self._wire.close(is_aborted=failure.cause == "silent")
             raise self._death(failure.cause, failure.how) from None
-        except OSError as error:
-            self._wire.close(is_aborted=True)
-            raise self._death("closed", f"has lost its connection: {error}") from None
         finally:
             self._reader.drop_place()
             for lane in session.inbound:
@@ -145,6 +142,19 @@ class Link:
             self.close()
 
     # ── the loop ──
+    def _loop_to_end(self, session: LinkSession, reader: PacketReader) -> str:
+        """Where the connection is lost, what has come before says more about why."""
+        try:
+            return self._loop(session, reader)
+        except OSError as error:
+            lost = error
+        try:
+            while reader.read(self._wire):
+                pass
+            return session.on_eof()
+        except OSError:
+            raise RemoteFailure("closed", f"has lost its connection, or was killed: {lost}") from None
+
     def _register(self, session: LinkSession) -> None:
         ends = [lane.receiver.fileno() for lane in session.outbound]
         ends += [sender.fileno() for lane in session.inbound for sender in lane.senders]
