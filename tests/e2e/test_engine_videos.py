@@ -67,13 +67,11 @@ class Watcher:
 
     def answer(self, ids: list[int], values: list[Any]) -> list[int]:
         keys = [bytes([number]) for number in range(len(values))]
-        as_torch = [
-            {
-                name: torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one
-                for name, one in value.items()
-            }
-            for value in values
-        ]
+
+        def as_torch(one: Any) -> Any:
+            return torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one
+
+        media = [{name: as_torch(one) for name, one in value.items()} for value in values]
         asked = Asked(ids, [(key, 0, 0) for key in keys], TOKENS)
         return models._answer(self.sight.stock, asked, dict(zip(keys, media, strict=True)))
 
