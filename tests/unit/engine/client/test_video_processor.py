@@ -153,6 +153,10 @@ def test_frames_that_were_not_planned_are_refused(tmp_path: Path) -> None:
         (VideoInfo(9, -1.0, 64, 48), "at -1.0 a second"),
         (VideoInfo(9, math.nan, 64, 48), "at nan a second"),
         (VideoInfo(9, math.inf, 64, 48), "at inf a second"),
+        (
+            VideoInfo(9, 1e-320, 64, 48),
+            "a video has at least 2 frames for this model, this one has 9, at 1e-320 a second",
+        ),
         (VideoInfo(9, 1.0, 0, 48), "the frames of the video are 0 x 48"),
         (VideoInfo(9, 1.0, 4000, 10), "a frame is at most 200 times as long as it is wide, here 4000 x 10"),
     ],
