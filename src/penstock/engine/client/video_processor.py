@@ -67,8 +67,9 @@ class VideoProcessor:
         return {PIXELS: Empty((patches, 3 * group * patch * patch), np.float32), GRID: Empty((1, 3), np.int64), **about}
 
     def process(self, frames: Frames, plan: VideoPlan, out: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the value of a video. `frames`: those of `plan.indices`, as they were decoded. `out`: a value of this
-        layout, with arrays of NumPy: it is filled, and returned.
+        """Returns the value of a video. `frames`: those of `plan.indices`, as they were decoded. It is read in slices,
+        from the first frame to the last, each once, so it may be an object that decodes them then. `out`: a value of
+        this layout, with arrays of NumPy: it is filled, and returned.
 
         Raises ImageRefused if there are fewer frames, or more, than were planned.
         """
