@@ -24,7 +24,7 @@ from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.sights import Sight  # noqa: E402
 from tests.support.videos import repeated, video  # noqa: E402
-from tests.tiers import TIER  # noqa: E402
+from tests.tiers import needs_all  # noqa: E402
 from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
 from tests.unit.server.images.test_image_prompts import part, text  # noqa: E402
 from tests.unit.server.media.test_media_fetcher import Elsewhere, whole  # noqa: E402
@@ -39,7 +39,7 @@ SIZES = {
     "block_size": 4,
 }
 LIMITS = VideoLimits(count=2, nbytes=2_000_000, pixels=640 * 480, seconds=200.0, decoder_seconds=2.0)
-FAMILIES = ("qwen2_vl",) if TIER == "push" else ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
+FAMILIES = ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "smolvlm")
 ENDLESS = 1200  # repetitions of 30 frames, in 1.8 MB: they take a decoder many times its seconds
 
 
@@ -206,6 +206,7 @@ SCENES = (
 )
 
 
+@needs_all  # the decoders by themselves are tested before a push, too
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_on_one_tree(name: str, tmp_path: Path) -> None:
