@@ -24,7 +24,7 @@ from penstock.tensor import Handle
 
 Frames = npt.NDArray[np.uint8]  # [frames, height, width, 3]: RGB
 PIXELS, GRID, SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"  # names that transformers has
-CHUNK_NBYTES = 16 << 20  # of numbers that are made at a time
+CHUNK_NBYTES = 16 << 20  # of frames and of numbers that are in work at a time, or those of one group
 
 
 class ProcessedVideo(NamedTuple):
@@ -66,9 +66,16 @@ class VideoProcessor:
         patches = plan.groups * (plan.height // patch) * (plan.width // patch)
         return {PIXELS: Empty((patches, 3 * group * patch * patch), np.float32), GRID: Empty((1, 3), np.int64), **about}
 
+    def frames_at_once(self, plan: VideoPlan, height: int, width: int) -> int:
+        """Returns how many frames of this size `process` reads at a time: its work needs memory for so many."""
+        group = self.settings.temporal_patch_size
+        numbers_nbytes, frame_nbytes = 4 * 3 * plan.height * plan.width, 3 * height * width
+        return group * max(1, CHUNK_NBYTES // (max(numbers_nbytes, frame_nbytes) * group))
+
     def process(self, frames: Frames, plan: VideoPlan, out: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the value of a video. `frames`: those of `plan.indices`, as they were decoded. `out`: a value of this
-        layout, with arrays of NumPy: it is filled, and returned.
+        """Returns the value of a video. `frames`: those of `plan.indices`, as they were decoded. It is read in slices,
+        from the first frame to the last, each once, so it may be an object that decodes them then. `out`: a value of
+        this layout, with arrays of NumPy: it is filled, and returned.
 
         Raises ImageRefused if there are fewer frames, or more, than were planned.
         """
@@ -79,7 +86,7 @@ class VideoProcessor:
             raise ImageRefused(400, reason)
         value = _empty(self.layout(plan)) if out is None else out
         group = self.settings.temporal_patch_size
-        step = max(1, CHUNK_NBYTES // (4 * 3 * plan.height * plan.width * group))
+        step = self.frames_at_once(plan, *frames.shape[1:3]) // group
         for begin in range(0, plan.groups, step):
             chunk = frames[begin * group : (begin + step) * group]
             if self.settings.family == SMOLVLM:

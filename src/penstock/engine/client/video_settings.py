@@ -224,7 +224,7 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
     def plan(self, info: VideoInfo) -> VideoPlan:
         """Returns which frames of a video the model's processor wants, and what they will be. Raises ImageRefused."""
         least = self.temporal_patch_size
-        if info.frames < least or not (info.fps > 0 and math.isfinite(info.fps)):
+        if info.frames < least or not (info.fps > 0 and math.isfinite(info.fps) and math.isfinite(info.duration)):
             actual = f"this one has {info.frames}, at {info.fps} a second"
             raise ImageRefused(400, f"a video has at least {least} frames for this model, {actual}")
         if min(info.width, info.height) < 1:
@@ -255,10 +255,10 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
         if self.family == SMOLVLM:
             return self._sample_smolvlm(info)
         if self.family == QWEN3:
-            count = self.num_frames or min(
-                max(int(info.frames / info.fps * self.fps), self.min_frames), self.max_frames
-            )
-            return np.linspace(0, info.frames - 1, min(count, info.frames)).round().astype(int).tolist()
+            count = min(max(int(info.frames / info.fps * self.fps), self.min_frames), self.max_frames)
+            count = min(self.num_frames or count, info.frames)
+            spread: list[int] = np.linspace(0, info.frames - 1, count).round().astype(int).tolist()
+            return spread
         import torch
 
         group = self.temporal_patch_size

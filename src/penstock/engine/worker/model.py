@@ -126,7 +126,7 @@ def tp_plan(stock: Any) -> dict[str, str]:
     if other is None:
         return dict(stock.tp_plan)
     decoder = next(name for name, module in stock.named_modules() if module is stock.get_decoder())
-    text = AutoConfig.for_model(other).base_model_tp_plan
+    text: dict[str, str] = AutoConfig.for_model(other).base_model_tp_plan or {}
     return {**{f"{decoder}.{layer}": style for layer, style in text.items()}, **stock.tp_plan}
 
 

@@ -210,7 +210,7 @@ class EncoderCache:
             order = np.sort(order)
         where = moved(order, ids.device)
         embeds = self._model.embeds(ids).clone()
-        own, *added = encoded.to(embeds.dtype).split(embeds.shape[-1], dim=-1)
+        own, *added = torch.split(encoded.to(embeds.dtype), embeds.shape[-1], dim=-1)
         embeds[where] = own
         if not added:
             return InputEmbeds(embeds), failed

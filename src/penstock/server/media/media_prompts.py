@@ -139,7 +139,7 @@ class MediaPrompts:
             raise
         finally:
             if self._row is not None:
-                self._row.count_items(scope.stats(), sum(not video.item.is_inline for video in decoded))
+                self._row.count_items(scope.stats(), len(decoded))
         for medium in loaded:
             tensor_event("tensors sent", medium.item)
         ids, inputs = self._places.spread(ids, loaded)

@@ -23,7 +23,7 @@ import msgspec
 
 from penstock import MemoryExhausted, Timeout
 from penstock.engine.client.image_processor import ImageRefused
-from penstock.engine.client.video_processor import CHUNK_NBYTES, VideoProcessor
+from penstock.engine.client.video_processor import VideoProcessor
 from penstock.engine.client.video_settings import VideoInfo, VideoPlan
 from penstock.engine.cluster.logs import event
 from penstock.server.videos import video_messages
@@ -96,7 +96,7 @@ class _Decoder:
             info = VideoInfo(**video.info._asdict())
             planned = self._plan(info)
             kept, size = len(planned.indices), (info.width, info.height)
-            at_once = min(kept, CHUNK_NBYTES // (4 * RGB * planned.width * planned.height) + 2)
+            at_once = min(kept, self._processor.frames_at_once(planned, info.height, info.width))
             nbytes = planned.nbytes + COPIES * at_once * RGB * info.width * info.height
             self._send(Opened(info.frames, info.duration, *size, kept, planned.tokens, nbytes))
             message, _ = self._receive()

@@ -73,7 +73,7 @@ class VideoLoader:
     async def load(
         self, read_file: Callable[[], VideoUpload], scope: Scope, client: str
     ) -> tuple[ProcessedVideo, bool]:
-        """Returns a video that the request's scope holds, and whether it was decoded for it.
+        """Returns a video that the request's scope holds, and whether a decoder has put it into the store for it.
 
         `read_file` runs in a thread. If cancelled, the decoder is killed. Raises ImageRefused, the errors of
         `read_file`, and ClosedError if the scope was released meanwhile.
@@ -90,7 +90,7 @@ class VideoLoader:
                     return video, False
                 try:
                     async with self._decoders.decoder(client) as decoder:
-                        return await self._decode(decoder, upload, key, scope, client), True
+                        return await self._decode(decoder, upload, key, scope, client)
                 except VideoRejected as rejected:
                     raise ImageRefused(rejected.status, rejected.reason) from None
 
@@ -113,7 +113,7 @@ class VideoLoader:
 
     async def _decode(
         self, decoder: VideoDecoder, upload: VideoUpload, key: bytes, scope: Scope, client: str
-    ) -> ProcessedVideo:
+    ) -> tuple[ProcessedVideo, bool]:
         opened = await decoder.open(upload, key)
         if opened.tokens > self._max_tokens:
             reason = f"this model has at most {self._max_tokens} tokens, and the video takes {opened.tokens}"
@@ -124,11 +124,12 @@ class VideoLoader:
             assert fd is not None, "tensors that travel inline lie in a file"
             with open(fd, "rb") as file:
                 room = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            return await self._threads.run(scope, functools.partial(self._take_inline, stored, room, key, scope))
+            take = functools.partial(self._take_inline, stored, room, key, scope)
+            return await self._threads.run(scope, take), False
         video = self._find(key, scope)  # the decoder holds it meanwhile
         if video is None:
             raise ImageRefused(503, "the video was removed from the store before its request had it: send it again")
-        return video
+        return video, stored.is_new
 
     def _take_inline(self, stored: Inline, room: mmap.mmap, key: bytes, scope: Scope) -> ProcessedVideo:
         tree = read(stored.layout, room)

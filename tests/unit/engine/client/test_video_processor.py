@@ -105,6 +105,34 @@ def test_a_video_is_processed_where_it_stays(number: int, tmp_path: Path) -> Non
         assert found.timestamps == pytest.approx(plan.timestamps) and found.duration == case.frames / case.fps
 
 
+class FramesOnDemand:
+    """Frames that can be read once, in order, and no two groups at a time."""
+
+    ndim, dtype = 4, np.dtype(np.uint8)
+
+    def __init__(self, frames: Any) -> None:
+        self._frames, self.shape, self._next = frames, frames.shape, 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __getitem__(self, part: slice) -> Any:
+        begin, end, step = part.indices(len(self))
+        assert (begin, step) == (self._next, 1) and end - begin <= 2
+        self._next = end
+        return self._frames[part]
+
+
+@pytest.mark.parametrize("number", [0, 4, 8])
+def test_frames_are_read_once_and_in_order(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_processor, "CHUNK_NBYTES", 1)
+    videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, CASES[number])))
+    plan = videos.plan(info_of(CASES[number]))
+    frames = CASES[number].video[list(plan.indices)]
+    lazy, value = videos.process(FramesOnDemand(frames), plan), videos.process(frames, plan)  # type: ignore[arg-type]
+    assert all(np.array_equal(lazy[name], value[name]) for name in value)
+
+
 def test_frames_that_were_not_planned_are_refused(tmp_path: Path) -> None:
     case = CASES[0]
     videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
@@ -125,6 +153,10 @@ def test_frames_that_were_not_planned_are_refused(tmp_path: Path) -> None:
         (VideoInfo(9, -1.0, 64, 48), "at -1.0 a second"),
         (VideoInfo(9, math.nan, 64, 48), "at nan a second"),
         (VideoInfo(9, math.inf, 64, 48), "at inf a second"),
+        (
+            VideoInfo(9, 1e-320, 64, 48),
+            "a video has at least 2 frames for this model, this one has 9, at 1e-320 a second",
+        ),
         (VideoInfo(9, 1.0, 0, 48), "the frames of the video are 0 x 48"),
         (VideoInfo(9, 1.0, 4000, 10), "a frame is at most 200 times as long as it is wide, here 4000 x 10"),
     ],

@@ -37,7 +37,8 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 
 # ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    "name", families("llama", "mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "llava", "qwen2_vl")
+    "name",
+    families("llama", "mistral", "gemma2", "gemma3_text", "mixtral", "qwen3_moe", "llava", "qwen2_vl", "qwen3_vl"),
 )
 def test_recorded_steps_answer_what_transformers_answers(name: str, family: Callable[[str], Family]) -> None:
     """With all that is in between: chunks, preemption, blocks of others, and images."""

@@ -20,7 +20,7 @@ import transformers
 from penstock.engine.model_dir import FAMILIES
 from penstock.engine.worker import paged_attention, tensor_parallel
 from penstock.engine.worker.input_batch import TokenTable
-from penstock.engine.worker.model import load
+from penstock.engine.worker.model import TEXT_OF, load
 from penstock.engine.worker.model_runner import CPU_SHARE, ModelRunner
 from penstock.engine.worker.paged_attention import AttentionStyle, KVCache, KVCacheShape, PagedAttention
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
@@ -116,7 +116,7 @@ def test_a_plan_that_wants_what_nobody_knows_is_refused() -> None:
 
 def test_every_style_of_the_plans_of_these_families_is_known() -> None:
     for name in FAMILIES:
-        config = transformers.AutoConfig.for_model(name).get_text_config()
+        config = transformers.AutoConfig.for_model(TEXT_OF.get(name, name)).get_text_config()
         assert set(config.base_model_tp_plan.values()) <= set(tensor_parallel.STYLES), name
 
 

@@ -42,7 +42,7 @@ def taking(of: Family, **options: Any) -> ModelRunner:
     return device(of, takes_embeds=True, **options)
 
 
-@pytest.mark.parametrize("name", families("llama", "gemma2", "gemma3_text", "mixtral", "qwen2_vl"))
+@pytest.mark.parametrize("name", families("llama", "gemma2", "gemma3_text", "mixtral", "qwen2_vl", "qwen3_vl"))
 def test_embeds_of_ids_are_answered_as_the_ids_are(name: str, family: Callable[[str], Family]) -> None:
     """In chunks of prefill, in batches with others, after preemption, and from blocks that others have filled."""
     of = embedded(family(name))

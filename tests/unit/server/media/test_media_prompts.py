@@ -1,0 +1,87 @@
+"""Videos in conversations, without a server: what a prompt becomes by them, what is refused, and what is held."""
+
+import asyncio
+import importlib.util
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("starlette")
+pytest.importorskip("av")
+
+from penstock.server.errors import ApiError
+from penstock.server.media import media_prompts
+from penstock.server.videos.video_file import VideoLimits
+from tests.support.sights import Sight
+from tests.support.videos import video
+from tests.unit.engine.client.test_image_processor import picture
+from tests.unit.server.images.test_image_prompts import Scene, part, scene_of, text
+from tests.unit.server.media.test_media_urls import data_url
+
+CLIP = {"type": "video_url", "video_url": {"url": data_url(video(frames=20), "video/mp4")}}
+OTHER = {"type": "video_url", "video_url": {"url": data_url(video(frames=60), "video/mp4")}}
+PIXELS = "pixel_values_videos"
+
+
+@pytest.fixture(scope="module")
+def qwen(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return Sight("qwen2_vl", tmp_path_factory.mktemp("qwen2_vl")).path
+
+
+def refusal(model: Path, *parts: dict[str, Any], **options: Any) -> tuple[int, str | None, str]:
+    """Returns status, field and message."""
+
+    async def look(scene: Scene) -> tuple[int, str | None, str]:
+        with pytest.raises(ApiError) as caught:
+            await scene.prompt(*parts)
+        return caught.value.status, caught.value.param, caught.value.message
+
+    with scene_of(model, **options) as scene:
+        return asyncio.run(look(scene))
+
+
+def test_placeholders_of_images_and_videos_become_their_tokens_in_the_order_of_the_conversation(qwen: Path) -> None:
+    async def look(scene: Scene) -> None:
+        prompt = await scene.prompt(text("a"), CLIP, part(picture(16, 16)), OTHER, CLIP)
+        values = [item.open(scene.store).value() for item, *_ in prompt.items]
+        assert [PIXELS in value for value in values] == [True, False, True, True]
+        for value, (_, position, length) in zip(values, prompt.items, strict=True):
+            assert value["tokens"] == length and len(set(prompt.ids[position : position + length])) == 1
+        assert values[0]["tokens"] == values[3]["tokens"] < values[2]["tokens"], "the other video is longer"
+        stats = scene.store.stats()
+        assert stats.puts == 3, "the same video twice is decoded once"
+        del values, value
+        prompt.release()
+        await scene.must_hold_nothing()
+
+    with scene_of(qwen) as scene:
+        asyncio.run(look(scene))
+
+
+def test_more_videos_than_the_limit_are_refused_with_the_place_of_the_first_beyond_it(qwen: Path) -> None:
+    status, field, message = refusal(qwen, CLIP, text("a"), CLIP, OTHER, video_limits=VideoLimits(count=2))
+    assert (status, field) == (400, "messages[0].content[3]")
+    assert message == "a request has at most 2 videos, this one has 3"
+
+
+def test_a_model_that_takes_images_only_says_so(tmp_path: Path) -> None:
+    status, field, message = refusal(Sight("llava", tmp_path).path, text("a"), CLIP)
+    assert (status, field) == (400, "messages[0].content[1]")
+    assert message.endswith("got a video at $.messages[0].content[1]: this model takes none")
+
+
+def test_without_pyav_images_are_taken_and_videos_refused(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(media_prompts.importlib.util, "find_spec", lambda name: None if name == "av" else find(name))
+    status, field, message = refusal(qwen, part(picture(16, 16)), CLIP)
+    assert (status, field) == (400, "messages[0].content[1]")
+    assert message.endswith("this server takes none, as its log says")
+
+    async def look(scene: Scene) -> None:
+        assert await scene.length(part(picture(16, 16))) > 4
+
+    with scene_of(qwen) as scene:
+        asyncio.run(look(scene))
