@@ -194,6 +194,27 @@ def test_a_long_body_in_one_piece_is_passed_on_whole() -> None:
     run(scene())
 
 
+def test_the_rest_of_a_body_that_the_engine_refuses_is_read_before_the_answer_ends() -> None:
+    async def handler(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(whole(b"{}", b"connection: close", status=b"413 Too Large"))
+        await writer.drain()
+        raise ConnectionResetError
+
+    async def scene() -> None:
+        async with forwarding(handler) as (_, forwarder):
+            client = Client(headers=[(b"content-length", b"9")])
+            client._incoming.get_nowait()
+            client.push(b"abc", more=True)
+            request = asyncio.ensure_future(client.run(forwarder))
+            await until(lambda: len(client.sent) > 1)
+            assert client.status == 413 and not client.is_complete
+            client.push(b"def", more=True)
+            client.push(b"ghi", more=False)
+            assert (await request).is_complete and client.body == b"{}"
+
+    run(scene())
+
+
 def test_a_body_without_a_length_is_passed_on_in_chunks() -> None:
     async def scene() -> None:
         async with forwarding(echo) as (_, forwarder):

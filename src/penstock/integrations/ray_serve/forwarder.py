@@ -7,6 +7,7 @@ bodies and events are the engine's.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import urllib.parse
 from collections.abc import AsyncIterator
 
@@ -17,6 +18,7 @@ from yarl import URL
 from penstock.server.errors import ApiError
 
 SHORT_NBYTES = 64 << 10  # of a body that is sent in one piece; a longer one is given to the loop as it is written
+DROP_TIMEOUT, DROP_NBYTES = 10.0, 64 << 20  # for the rest of a body that the engine has refused
 CONNECT_TIMEOUT = 10.0  # seconds; the engine listens on this machine
 # Headers of one connection, and not of the message that it carries.
 HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
@@ -102,6 +104,8 @@ class Forwarder:
                 response.close()  # the engine aborts the request when its connection ends
                 raise
             response.release()
+            # A server in front that ends a connection with unread bytes resets it, and the client loses the answer.
+            await body.drop_rest(DROP_TIMEOUT, DROP_NBYTES)
             await answer.end()
         except (aiohttp.ClientError, OSError) as error:
             if body.has_left:
@@ -155,6 +159,17 @@ class _Body:
             self._complete.set()
         piece: bytes = message.get("body", b"")
         return piece
+
+    async def drop_rest(self, timeout: float, nbytes: int) -> None:
+        """Reads what the engine did not want of a body it has refused, up to so many seconds and bytes."""
+
+        async def drop() -> None:
+            dropped = 0
+            while not self.is_complete and dropped < nbytes:
+                dropped += len(await self._next())
+
+        with contextlib.suppress(asyncio.TimeoutError):
+            await asyncio.wait_for(drop(), timeout)
 
     async def wait_until_left(self) -> None:
         await self._complete.wait()
