@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import penstock
 from penstock import PeerDied, Store, lowlevel
 from penstock.channel.channels import SPILL_BLOCKS
+from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
@@ -46,9 +47,8 @@ class Cluster:
     board: lowlevel.Segment
     verdicts: lowlevel.Segment
     store: Store | None
-    # torch.distributed's, by group. Another one for each incarnation, passed to the processes that are spawned next.
-    init_methods: list[str]
     encodings: Store | None  # of images, where engines share them
+    rendezvous: Rendezvous | None = None  # in a worker that shares its model with other ranks: where they meet
 
     @classmethod
     def open(cls, config: EngineConfig) -> Cluster:
@@ -76,7 +76,6 @@ class Cluster:
             ),
             VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs),
             _open_store(config, min(PEERS, 2 * processes + 8)) if config.store_nbytes else None,
-            [""] * config.data_parallel_size,
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,
         )
 

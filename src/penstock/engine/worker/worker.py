@@ -68,7 +68,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
     from penstock.engine.worker.tensor_parallel import TPGroup
 
     device = config.device_of(me.group, me.index)
-    ranks = TPGroup(me.index, config.tensor_parallel_size, tree.init_methods[me.group], device)
+    ranks = TPGroup(me.index, config.tensor_parallel_size, tree.rendezvous, device)
     return ModelRunner(
         config.model,
         slots=config.max_num_seqs,
