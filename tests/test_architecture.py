@@ -20,7 +20,7 @@ LAYERS = [
     {"codec"},
     {"tensor"},
     # ── below this line is the data plane; "penstock" itself, the package, hands out what is below it ──
-    {"penstock", "lowlevel", "integrations"},
+    {"penstock", "lowlevel", "bridge", "integrations"},
     {"tools.format", "tools.tables", "tools.inspect"},
     {"engine"},
     {"server"},

@@ -1,11 +1,13 @@
 """What `penstock` is made of, for engines that need more than its channels and its store.
 
 Blocks of a pool with grants (`Pool`, `BlockLease`, `Ref`), plain shared memory (`Segment`), a look at a channel as its
-records pass (`Tap`), records filled in place (`ByteSender.reserve`), and the errors of these.
+records pass (`Tap`), records filled in place (`ByteSender.reserve`), ends that forward frames as they are
+(`FrameReceiver`, `FrameSender`), and the errors of these.
 """
 
 from penstock._native import Tap
 from penstock.channel import ByteReceiver, ByteSender, Reservation
+from penstock.codec.frame_ends import FrameReceiver, FrameSender
 from penstock.errors import ChannelError, CorruptRecord, LayoutMismatch, OutOfStep, StaleRef
 from penstock.memory import BlockLease, Peer, Pool, Ref, Segment, Ticket
 from penstock.tensor import Empty, UnsupportedTensor
@@ -17,6 +19,8 @@ __all__ = [
     "ChannelError",
     "CorruptRecord",
     "Empty",
+    "FrameReceiver",
+    "FrameSender",
     "LayoutMismatch",
     "OutOfStep",
     "Peer",

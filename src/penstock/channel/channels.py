@@ -43,6 +43,11 @@ class SegmentChannel(Shareable):
         """How many receivers the channel has."""
         return self._segment.receivers
 
+    @property
+    def schema(self) -> bytes:
+        """The description of the channel's messages, as it lies in its segment; empty: it carries bytes."""
+        return bytes(self._segment.schema)
+
     def _join(self, name: str) -> _native.Attachment:
         if self._is_closed:
             raise ClosedError(f"channel '{self.name}' is closed")

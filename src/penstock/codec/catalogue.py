@@ -186,6 +186,18 @@ class Catalogue:
         return f"{head} at ${_named(cls, path.rstrip('`'))}"
 
 
+def schema_differences(ours: bytes, theirs: bytes) -> list[str]:
+    """Returns how the messages of two channels differ, as their segments describe them; empty: they do not."""
+    if ours == theirs:
+        return []
+    if not ours or not theirs:
+        return [f"it carries {'messages' if ours else 'bytes'} here, {'messages' if theirs else 'bytes'} there"]
+    here, there = Schema.decode(ours), Schema.decode(theirs)
+    if here.fingerprint == there.fingerprint:
+        return []
+    return list(_differences(here, there)) or ["the same words, but not the same order of classes"]
+
+
 def _special(hint: Any) -> Any:
     """What travels as a number that stands for something else: an array (its dtype) or Buffer; or None."""
     if typing.get_origin(hint) is np.ndarray:

@@ -1,0 +1,284 @@
+"""One side of a link between two nodes: an ordinary receiver and an ordinary sender of this node's channels, in one
+thread that sleeps in `epoll` on their bells and on the connection.
+
+Frames pass as they are. A link serves one epoch and never connects again: what it had under way when it died is lost,
+and whatever it served begins anew. Leaves to the session what packets mean, and to the listener how a link begins.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import threading
+import time
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock.bridge.link_errors import Cause, LinkDied, LocalFailure, ProtocolError, RemoteFailure
+from penstock.bridge.link_offer import LinkOffer
+from penstock.bridge.link_session import LinkSession
+from penstock.bridge.link_spec import LinkSpec, LinkStats, RemoteSide
+from penstock.bridge.packets import MAX_PAYLOAD, FatalCause, PacketReader
+from penstock.bridge.wire import PlainWire, TlsWire
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer, Self
+
+    from penstock.bridge.value_exchange import ValueExchange
+    from penstock.codec.frame_ends import FrameReceiver
+
+ROUNDS = 8  # of sending, or of reading, before the other one has its turn
+LAST_WORDS_S = 0.2  # to tell the other side why this one ends the link
+READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
+
+
+class Link:
+    """One side of a link: what `Listener.accept` and `connect` return.
+
+    One thread calls `run`, which forwards until the end; `stop` and `stats` are for any thread.
+    """
+
+    def __init__(self, spec: LinkSpec, remote: RemoteSide, offer: LinkOffer, wire: PlainWire | TlsWire) -> None:
+        """`offer` is the other side's, of the handshake."""
+        self.spec = spec
+        self.remote = remote
+        self._offer = offer
+        self._wire = wire
+        self._session: LinkSession | None = None
+        self._reader: PacketReader | None = None
+        self._poll = select.epoll()
+        self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
+        self._stop_reason: str | None = None
+        self._is_writing = False  # epoll is asked for room of the connection
+        self._closing = threading.RLock()  # a signal handler may stop a link that this thread closes
+        self._is_closed = False
+
+    def run(self) -> str:
+        """Opens the ends, and forwards until both sides are done. Returns why: the reason that either side gave to
+        `stop`, or that all channels have ended.
+
+        Raises:
+            LinkDied: the link has ended in any other way. The ends are left open: let the process end, so that their
+                peers see its death.
+            ValueError, MemoryExhausted: an end cannot be opened.
+        """
+        session = self._session = LinkSession(self.spec, self._offer, self._wake)
+        session.stats.clock_offset_ns = self.remote.clock_offset_ns
+        self._reader = PacketReader(session)
+        try:
+            self._register(session)
+            return self._loop_to_end(session, self._reader)
+        except LocalFailure as failure:
+            self._say_last(session, "ended", f"{failure} (seen by '{self.spec.name}')")
+            raise self._death("local", str(failure)) from None
+        except ProtocolError as error:
+            self._say_last(session, "protocol", str(error))
+            raise self._death("protocol", f"broke the protocol: {error}") from None
+        except RemoteFailure as failure:
+            with contextlib.suppress(OSError):
+                session.queue.flush(self._wire)  # what says that this side has heard nothing
+            self._wire.close(is_aborted=failure.cause == "silent")
+            raise self._death(failure.cause, failure.how) from None
+        finally:
+            self._reader.drop_place()
+            for lane in session.inbound:
+                lane.abort_frames()
+            self._close_descriptors()
+
+    def stop(self, reason: str) -> None:
+        """Ends the link in peace: frames that have been read are sent, then `run` of both sides returns the reason. May
+        be called from any thread, and from a signal handler."""
+        self._stop_reason = reason
+        self._wake()
+
+    def _wake(self) -> None:
+        with self._closing:
+            if not self._poll.closed:
+                os.eventfd_write(self._wakeup, 1)
+
+    def insert(self, channel: str, frame: Buffer, *, source: int = 0) -> None:
+        """Sends a frame into an inbound channel, as if sender `source` of the other node had sent it after all that it
+        did send. For `on_death`, in the thread of the link."""
+        if self._session is None:
+            raise ValueError("the link does not run")
+        lane = next(lane for lane in self._session.inbound if lane.spec.name == channel)
+        lane.insert(source, bytes(frame))
+
+    def stats(self) -> LinkStats:
+        """Returns what has passed so far."""
+        session, reader = self._session, self._reader
+        if session is None or reader is None:
+            return LinkStats()
+        stats = msgspec.structs.replace(session.stats)
+        stats.nbytes_sent, stats.nbytes_received = session.queue.nbytes_sent, reader.nbytes
+        stats.heard_s = session.silent_for()
+        return stats
+
+    def close(self) -> None:
+        """Closes the ends and the connection. Peers of the ends see a close, and no death."""
+        with self._closing:
+            if self._is_closed:
+                return
+            self._is_closed = True
+        if self._session is not None:
+            self._session.close()
+            self._session.queue.clear()
+        self._wire.close()
+        self._close_descriptors()
+
+    def _close_descriptors(self) -> None:
+        with self._closing:
+            if not self._poll.closed:
+                self._poll.close()
+                os.close(self._wakeup)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        if kind is None:
+            self.close()
+
+    # ── the loop ──
+    def _loop_to_end(self, session: LinkSession, reader: PacketReader) -> str:
+        """Where the connection is lost, what has come before says more about why."""
+        try:
+            return self._loop(session, reader)
+        except OSError as error:
+            lost = error
+        try:
+            while reader.read(self._wire):
+                pass
+            return session.on_eof()
+        except OSError:
+            raise RemoteFailure("closed", f"has lost its connection, or was killed: {lost}") from None
+
+    def _register(self, session: LinkSession) -> None:
+        ends = [lane.receiver.fileno() for lane in session.outbound]
+        ends += [sender.fileno() for lane in session.inbound for sender in lane.senders]
+        if session.values is not None and session.values.requests is not None:
+            ends.append(session.values.requests.fileno())
+        for descriptor in (*ends, self._wakeup):
+            self._poll.register(descriptor, select.EPOLLIN)
+        self._poll.register(self._wire.fileno(), READABLE)
+
+    def _loop(self, session: LinkSession, reader: PacketReader) -> str:
+        """Sends what there is to send, sleeps, and takes what has come, until the end."""
+        while True:
+            now = time.monotonic()
+            if now >= session.due_at:
+                session.tick(now)
+            if self._stop_reason is not None:
+                session.stop(self._stop_reason)
+            has_more = self._send(session, now)
+            outcome = session.outcome
+            if outcome is not None and not self._has_unsent(session):
+                return outcome
+            if self._sleep(session, now, has_more):
+                outcome = self._read(session, reader)
+                if outcome is not None:
+                    return outcome
+            else:
+                session.require_life()
+
+    def _send(self, session: LinkSession, now: float) -> bool:
+        """Returns whether there is more to send, and room for it."""
+        queue, wire = session.queue, self._wire
+        for _ in range(ROUNDS):
+            has_more = session.pump(now)
+            if queue.nbytes:
+                queue.flush(wire)
+            if not has_more or queue.nbytes:
+                break
+        if wire.wants_write:
+            wire.flush()
+        return has_more and not queue.nbytes
+
+    def _has_unsent(self, session: LinkSession) -> bool:
+        return session.queue.nbytes > 0 or self._wire.wants_write
+
+    def _read(self, session: LinkSession, reader: PacketReader) -> str | None:
+        """Returns the outcome if the other side has closed."""
+        wire = self._wire
+        for _ in range(ROUNDS):
+            has_read = reader.read(wire)
+            if has_read is None:
+                return session.on_eof()
+            if not has_read:
+                break
+            session.hear()
+            if not reader.is_within_packet and not wire.has_unread:
+                break
+        return None
+
+    def _sleep(self, session: LinkSession, now: float, has_more: bool) -> bool:
+        """Waits for the connection, a bell, or a time. Returns whether the connection has something."""
+        due_at = session.due_at
+        retry_at = session.retry_at()
+        timeout = max(0.0, (due_at if retry_at is None else min(due_at, retry_at)) - now)
+        if has_more or self._wire.has_unread or self._arm(session):
+            timeout = 0.0
+        if self._has_unsent(session) != self._is_writing:
+            self._is_writing = not self._is_writing
+            self._poll.modify(self._wire.fileno(), READABLE | (select.EPOLLOUT if self._is_writing else 0))
+        is_readable = self._wire.has_unread
+        wire = self._wire.fileno()
+        for descriptor, mask in self._poll.poll(timeout):
+            if descriptor == wire:
+                is_readable |= bool(mask & READABLE)
+            else:
+                with contextlib.suppress(BlockingIOError):
+                    os.read(descriptor, 4096)
+        self._disarm(session)
+        return is_readable
+
+    def _arm(self, session: LinkSession) -> bool:
+        """Asks the bells to ring. Returns whether an end may go on already."""
+        is_ready = False
+        if session.is_sending and session.queue.nbytes < MAX_PAYLOAD:
+            for lane in session.outbound:
+                is_ready |= lane.arm()
+        for in_lane in session.inbound:
+            if in_lane.has_backlog:
+                is_ready |= in_lane.arm()
+        requests = _requests(session.values)
+        return is_ready | (requests is not None and requests.arm())
+
+    def _disarm(self, session: LinkSession) -> None:
+        for lane in session.outbound:
+            lane.receiver.disarm()
+        for in_lane in session.inbound:
+            if in_lane.has_backlog:
+                in_lane.disarm()
+        if (requests := _requests(session.values)) is not None:
+            requests.disarm()
+
+    # ── the end ──
+    def _death(self, cause: Cause, how: str) -> LinkDied:
+        return LinkDied.of(cause, self.spec.link, self.remote.name, self.remote.pid, how)
+
+    def _say_last(self, session: LinkSession, cause: FatalCause, text: str) -> None:
+        """Tells the other side why this one ends the link, if the connection takes it soon. It is closed when the other
+        side has read that: a connection that is closed with bytes unread may take back what was sent."""
+        session.put_fatal(cause, text)
+        deadline = time.monotonic() + LAST_WORDS_S
+        rest = memoryview(bytearray(1 << 16))
+        with contextlib.suppress(OSError):
+            while (left := deadline - time.monotonic()) > 0:
+                session.queue.flush(self._wire)
+                self._wire.flush()
+                if not self._has_unsent(session):
+                    self._wire.shut_down_writing()
+                mask = READABLE | (select.EPOLLOUT if self._has_unsent(session) else 0)
+                with select.epoll() as poll:
+                    poll.register(self._wire.fileno(), mask)
+                    poll.poll(left)
+                if self._wire.recv_into(rest) == 0:
+                    break
+        self._wire.close(is_aborted=True)
+
+
+def _requests(values: ValueExchange | None) -> FrameReceiver | None:
+    return None if values is None else values.requests

@@ -1,0 +1,51 @@
+"""How a link between two nodes fails: refused before it begins, or dead. Each text says whose doing it was."""
+
+from __future__ import annotations
+
+from typing import Literal, TypeAlias
+
+from penstock.errors import PeerDied, PenstockError
+
+Cause: TypeAlias = Literal["closed", "silent", "unheard", "ended", "protocol", "local"]
+
+
+class BridgeRefused(PenstockError):
+    """The two sides do not fit: another secret, build, epoch or configuration. The text has every difference."""
+
+
+class LinkDied(PeerDied):
+    """The link has ended, and not because both sides were done. What it had under way is lost.
+
+    `name` and `pid` are of the process at the other side, `how` says what happened, and `cause` is one of
+        closed     its connection ended without a word: its process, or its node, was killed
+        silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
+        unheard    it says that no byte came to it from here: the network is cut in that direction
+        ended      it ended the link because of a death or a failure on its node
+        protocol   it sent what no side of a link sends
+        local      a death or a failure on this node; the other side raises "ended"
+    """
+
+    cause: Cause = "closed"
+
+    @classmethod
+    def of(cls, cause: Cause, link: str, name: str, pid: int, how: str) -> LinkDied:
+        what = f"on this side: {how}" if cause == "local" else f"'{name}' (pid {pid} there) {how}"
+        error = cls(f"link '{link}' has died: {what}")
+        error.cause, error.name, error.pid, error.how = cause, name, pid, how
+        return error
+
+
+class ProtocolError(Exception):
+    """The other side sent what no side of a link sends."""
+
+
+class RemoteFailure(Exception):
+    """The other side has ended the link, or is taken for dead."""
+
+    def __init__(self, cause: Cause, how: str) -> None:
+        super().__init__(how)
+        self.cause, self.how = cause, how
+
+
+class LocalFailure(Exception):
+    """A death or a failure on this node that ends the link."""

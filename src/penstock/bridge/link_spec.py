@@ -1,0 +1,239 @@
+"""What one side of a link says of itself: its channels, words and values, and what must be equal at both sides.
+
+A link joins two processes on two nodes. Each side describes it; the handshake compares the descriptions.
+"""
+
+from __future__ import annotations
+
+import ssl
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal, TypeAlias
+
+import msgspec
+
+from penstock.bridge.pull_channels import PullChannels
+from penstock.codec.channels import Channel
+from penstock.tensor import Store
+
+OnLocalDeath: TypeAlias = Literal["end", "forward"]
+WINDOW_NBYTES = 1 << 20
+MAX_CHANNELS = 200  # of one direction; the head of a packet has a byte for the number
+SECRET_NBYTES = 32
+
+
+@dataclass(frozen=True)
+class Lane:
+    """A sender of a channel: its index, and the name of this process as that sender."""
+
+    index: int | None = None  # None: the first that is free
+    name: str = ""
+
+
+@dataclass(frozen=True)
+class OutboundChannel:
+    """A channel of this node whose frames the link takes to the other one: this process becomes its receiver.
+
+    Args:
+        name: of the channel in the link; the other side has an `InboundChannel` of this name.
+        channel: a Ring, Broadcast or Inbox.
+        index: which of its receivers; None for the first that is free.
+        peer_name: of this process as that receiver.
+        on_death: what the death of one of the channel's senders means: "end" ends the link, "forward" calls `on_death`
+            of both sides.
+    """
+
+    name: str
+    channel: Channel[Any]
+    index: int | None = None
+    peer_name: str = ""
+    on_death: OnLocalDeath = "end"
+
+
+@dataclass(frozen=True)
+class InboundChannel:
+    """A channel of this node that frames of the other one go into: this process becomes a sender of it, or several.
+
+    Args:
+        name: of the channel in the link; the other side has an `OutboundChannel` of this name.
+        channel: a Ring, Broadcast or Inbox that carries the same messages.
+        lanes: for each sender of the channel over there, the sender that its frames are sent by here.
+        on_death: what the death of one of the channel's receivers means: "end" ends the link; "forward" calls
+            `on_death` of both sides, and frames for a receiver without a successor are dropped, and counted.
+        window_nbytes: bytes of frames that the other side may send before this side has passed them on.
+    """
+
+    name: str
+    channel: Channel[Any]
+    lanes: Sequence[Lane] = (Lane(),)
+    on_death: OnLocalDeath = "end"
+    window_nbytes: int = WINDOW_NBYTES
+
+
+@dataclass(frozen=True)
+class OutboundWords:
+    """Words of 8 bytes that the other side mirrors, such as a row of a status board.
+
+    Args:
+        name: in the link; the other side has `InboundWords` of this name.
+        words: their memory: a view of format "Q".
+        period: seconds between two looks for changes, at most; when frames pass, the link looks more often.
+    """
+
+    name: str
+    words: memoryview[int]
+    period: float = 0.1
+
+
+@dataclass(frozen=True)
+class InboundWords:
+    """The mirror of words of the other side. Each is stored as one aligned word of 8 bytes.
+
+    Args:
+        name: in the link; the other side has `OutboundWords` of this name.
+        words: their memory: a writable view of format "Q".
+        places: the words that are written; None: all.
+    """
+
+    name: str
+    words: memoryview[int]
+    places: Sequence[int] | None = None
+
+
+@dataclass(frozen=True)
+class StoreValues:
+    """A store of this node, whose values the other side may pull by key.
+
+    Args:
+        store: the store.
+        pulls: the channels by which processes of this node ask for values of the other one; None: none do.
+    """
+
+    store: Store
+    pulls: PullChannels | None = None
+
+
+class ChannelDeath(msgspec.Struct, frozen=True):
+    """A process at an end of a channel of the link died: on this node, or (`is_remote`) on the other one."""
+
+    channel: str  # its name in the link
+    index: int  # of the end among the channel's senders; of an inbound channel, its receivers
+    name: str
+    pid: int
+    how: str
+    is_remote: bool = False
+
+
+@dataclass(frozen=True)
+class Tls:
+    """Certificates of one side. Each side shows its own, and checks that the other one's is of the same authority.
+
+    Args:
+        certificate, key: paths of this side's certificate and private key, in PEM.
+        authority: path of the certificate of the authority that has signed both sides', in PEM.
+    """
+
+    certificate: str
+    key: str
+    authority: str
+
+    def context(self, *, is_server: bool) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
+        context.minimum_version = ssl.TLSVersion.TLSv1_3
+        context.check_hostname = False  # nodes are addressed by number; the secret says that it is the right link
+        context.verify_mode = ssl.CERT_REQUIRED
+        context.load_cert_chain(self.certificate, self.key)
+        context.load_verify_locations(self.authority)
+        return context
+
+
+@dataclass(frozen=True)
+class LinkSpec:
+    """One side of a link.
+
+    Args:
+        link: name of the link, the same at both sides.
+        epoch: of what the link serves, the same at both sides: a process left over from the last one is refused.
+        name: of this side, in the other side's errors.
+        channels, words: what crosses; the other side has their counterparts.
+        values: the store whose values cross; None: none.
+        same: facts that must be equal at both sides, as text.
+        info: for the other side to read, as `link.remote.info`.
+        heartbeat_s: seconds between two heartbeats of this side.
+        silence_s: seconds without a byte of the other side after which the link is dead. At least twice the other
+            side's heartbeat.
+        on_death: is called, in the thread of the link, with each `ChannelDeath` that does not end it.
+    """
+
+    link: str
+    epoch: int = 0
+    name: str = ""
+    channels: Sequence[OutboundChannel | InboundChannel] = ()
+    words: Sequence[OutboundWords | InboundWords] = ()
+    values: StoreValues | None = None
+    same: Mapping[str, str] = field(default_factory=dict)
+    info: bytes = b""
+    heartbeat_s: float = 0.5
+    silence_s: float = 2.0
+    on_death: Callable[[ChannelDeath], None] | None = None
+
+    def __post_init__(self) -> None:
+        for what, names in (
+            ("channels", [channel.name for channel in self.channels]),
+            ("words", [words.name for words in self.words]),
+        ):
+            if len(set(names)) < len(names):
+                raise ValueError(f"two {what} of link '{self.link}' have the same name: {sorted(names)}")
+            if len(names) > MAX_CHANNELS:
+                raise ValueError(f"a link has up to {MAX_CHANNELS} {what}, not {len(names)}")
+        if not 0 < self.heartbeat_s < self.silence_s:
+            raise ValueError(
+                f"a heartbeat every {self.heartbeat_s:g} s does not fit a silence of {self.silence_s:g} s: it is to be "
+                "above 0, and shorter"
+            )
+
+    @property
+    def outbound(self) -> list[OutboundChannel]:
+        return [channel for channel in self.channels if isinstance(channel, OutboundChannel)]
+
+    @property
+    def inbound(self) -> list[InboundChannel]:
+        return [channel for channel in self.channels if isinstance(channel, InboundChannel)]
+
+    @property
+    def outbound_words(self) -> list[OutboundWords]:
+        return [words for words in self.words if isinstance(words, OutboundWords)]
+
+    @property
+    def inbound_words(self) -> list[InboundWords]:
+        return [words for words in self.words if isinstance(words, InboundWords)]
+
+
+class RemoteSide(msgspec.Struct, frozen=True):
+    """The other side of a link, as it has introduced itself."""
+
+    name: str
+    pid: int  # on its node
+    version: str  # of its penstock
+    info: bytes
+    clock_offset_ns: int  # its time.monotonic_ns() less that of this node, within half a round trip
+    address: tuple[str, int] | None = None
+
+
+class LinkStats(msgspec.Struct):
+    """Counts of one side of a link, since it began."""
+
+    frames_sent: int = 0
+    frames_received: int = 0
+    nbytes_sent: int = 0  # of all packets, heads included
+    nbytes_received: int = 0
+    frames_dropped: int = 0  # their receiver has died, and has no successor
+    values_sent: int = 0
+    values_declined: int = 0  # not sent, as the other side had no room for them, or had them by then
+    values_received: int = 0
+    value_nbytes_received: int = 0
+    values_missing: int = 0  # pulled, and not at the other side
+    round_trip_ns: int = 0  # of the last heartbeat that was answered
+    clock_offset_ns: int = 0  # the other side's time.monotonic_ns() less this one's, within half the best round trip
+    backlog_nbytes: int = 0  # of frames that wait here for room in a channel
+    heard_s: float = 0.0  # since the last byte of the other side

@@ -1,0 +1,126 @@
+"""Values of another node, by key: how a process asks the bridge of its own node, and gets them.
+
+    worker: Puller.get(key) ──Pull──► bridge ──WANT──► bridge of the other node: Store.get
+                            ◄─Pulled─        ◄─VALUE─
+    the value lies in the store of this node, granted to the worker, which opens it there
+
+However many processes ask for a key, it crosses once. Leaves to `value_exchange` what the bridge does.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from penstock import _native
+from penstock.codec.channels import Inbox, Ring
+from penstock.errors import MemoryExhausted, Missing, Timeout
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+    from penstock.tensor import Store
+
+PULL_TIMEOUT = 5.0  # seconds
+CAPACITY = 1 << 14  # bytes of a client's ring: a client has one question at a time
+
+
+class Pull(msgspec.Struct, array_like=True, frozen=True):
+    """From a client to the bridge."""
+
+    client: int
+    number: int  # of the question, repeated in the answer
+    peer: int  # the client's place among the peers of the store
+    key: bytes
+
+
+class Pulled(msgspec.Struct, array_like=True, frozen=True):
+    """From the bridge to a client: the value is in the store, and granted to it; or why it is not."""
+
+    number: int
+    error: str = ""
+    is_missing: bool = False  # the other node has not got it either; else there was no room here
+
+
+@dataclass(frozen=True)
+class PullChannels:
+    """The channels between the clients on a node and one bridge. Passed to the processes as they are spawned."""
+
+    requests: Inbox[Pull]
+    answers: tuple[Ring[Pulled], ...]
+
+    @classmethod
+    def open(cls, clients: int, *, name: str = "pulls") -> Self:
+        """Creates the channels for so many clients."""
+        # One lane more than there are clients: it is never taken, so the inbox never ends.
+        requests: Inbox[Pull] = Inbox(Pull, senders=clients + 1, name=name, capacity=CAPACITY, spill_blocks=1)
+        answers: tuple[Ring[Pulled], ...] = tuple(
+            Ring(Pulled, name=f"{name} {client}", capacity=CAPACITY, spill_blocks=1) for client in range(clients)
+        )
+        return cls(requests, answers)
+
+    def close(self) -> None:
+        self.requests.close()
+        for ring in self.answers:
+            ring.close()
+
+
+class Puller:
+    """One client: gets values that lie in the store of this node or of the other one. Threads may share it.
+
+    Args:
+        channels: of the bridge.
+        client: the number of this client, which no other living process has.
+        store: of this node.
+        name: of this process, in errors.
+    """
+
+    def __init__(self, channels: PullChannels, client: int, store: Store, *, name: str = "") -> None:
+        self._client, self._store = client, store
+        self._requests = channels.requests.open_sender(client, name=name)
+        self._answers = channels.answers[client].open_receiver(name=name)
+        self._number = 0
+        self._turn = threading.Lock()
+
+    def get(self, key: bytes, timeout: float = PULL_TIMEOUT) -> _native.Lease:
+        """Returns a lease of the value under the key, which is pulled from the other node if it is not here.
+
+        Raises:
+            Missing: the other node has not got it either.
+            MemoryExhausted: there is no room for it in the store of this node.
+            Timeout: no answer in time.
+            PeerDied, EndOfChannel: the bridge has ended.
+        """
+        try:
+            return self._store.get(key)
+        except Missing:
+            pass
+        deadline = time.monotonic() + timeout
+        if not self._turn.acquire(timeout=timeout):
+            raise Timeout(f"another thread pulls a value: no turn within {timeout:g} s")
+        try:
+            return self._pull(key, deadline)
+        finally:
+            self._turn.release()
+
+    def _pull(self, key: bytes, deadline: float) -> _native.Lease:
+        self._number += 1
+        pull = Pull(self._client, self._number, self._store.pool.place.slot, key)
+        self._requests.send(pull, max(0.0, deadline - time.monotonic()))
+        while True:
+            answer = self._answers.receive(max(0.0, deadline - time.monotonic()))
+            if answer.number == self._number:  # and not of a question that has timed out
+                break
+        if answer.is_missing:
+            raise Missing(f"neither '{self._store.name}' nor the other node keeps {key.hex()[:16]}…: {answer.error}")
+        if answer.error:
+            raise MemoryExhausted(answer.error)
+        return self._store.open(key)
+
+    def close(self) -> None:
+        self._requests.close()
+        self._answers.close()

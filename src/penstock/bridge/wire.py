@@ -1,0 +1,169 @@
+"""Connections that do not block: plain TCP, and TLS over it. Leaves to the link when to read and write."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import ssl
+import struct
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from typing_extensions import Buffer
+
+UNSENT_NBYTES = 256 << 10  # in the kernel, of what the other side has not got: packets put later are behind no more
+ENCRYPTED_NBYTES = 256 << 10  # that wait for the kernel
+RECORD_NBYTES = 16 << 10  # of TLS
+ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the other side gets a reset
+
+
+def configure(connection: socket.socket) -> None:
+    connection.setblocking(False)
+    if connection.family in (socket.AF_INET, socket.AF_INET6):
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        with contextlib.suppress(OSError):  # before Linux 3.12; then a frame waits behind more of a value
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NOTSENT_LOWAT, UNSENT_NBYTES)
+
+
+class PlainWire:
+    """TCP."""
+
+    def __init__(self, connection: socket.socket) -> None:
+        configure(connection)
+        self._socket = connection
+        self._sendmsg, self._recv_into = connection.sendmsg, connection.recv_into
+
+    wants_write = False  # besides what the caller has to send
+    has_unread = False  # bytes that the descriptor does not show
+
+    def fileno(self) -> int:
+        return self._socket.fileno()
+
+    def recv_into(self, room: memoryview) -> int | None:
+        """Raises OSError if the connection is lost."""
+        try:
+            return self._recv_into(room)
+        except (BlockingIOError, InterruptedError):
+            return None
+
+    def send(self, buffers: list[Buffer]) -> int:
+        """Raises OSError if the connection is lost."""
+        try:
+            return self._sendmsg(buffers)
+        except (BlockingIOError, InterruptedError):
+            return 0
+
+    def flush(self) -> None:
+        pass
+
+    def shut_down_writing(self) -> None:
+        """The other side reads the end when it has read all that was sent."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_WR)
+
+    def close(self, *, is_aborted: bool = False) -> None:
+        """is_aborted: what has not been sent is dropped."""
+        if is_aborted:
+            with contextlib.suppress(OSError):
+                self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORTING)
+        self._socket.close()
+
+
+class TlsWire:
+    """TLS 1.3 over TCP. The handshake is made as the first bytes are read or sent."""
+
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+        self._plain = PlainWire(connection)
+        self._arrived, self._encrypted = ssl.MemoryBIO(), ssl.MemoryBIO()
+        self._tls = context.wrap_bio(self._arrived, self._encrypted, server_side=is_server)
+        self._unsent: memoryview = memoryview(b"")
+        self._room = memoryview(bytearray(4 * RECORD_NBYTES))
+        self._is_ended = False
+        self._is_shaken = False
+
+    @property
+    def wants_write(self) -> bool:
+        return bool(self._unsent) or self._encrypted.pending > 0
+
+    @property
+    def has_unread(self) -> bool:
+        return self._is_shaken and (self._tls.pending() > 0 or self._arrived.pending > 0)
+
+    def fileno(self) -> int:
+        return self._plain.fileno()
+
+    def _shake(self) -> bool:
+        """Goes on with the handshake. Returns whether it is done. Raises ssl.SSLError, an OSError, if it fails."""
+        while not self._is_shaken:
+            try:
+                self._tls.do_handshake()
+                self._is_shaken = True
+            except ssl.SSLWantReadError:
+                self.flush()
+                if not self._feed():
+                    break
+            finally:
+                self.flush()  # also what says why it fails
+        return self._is_shaken
+
+    def _feed(self) -> bool:
+        """Reads what has arrived, encrypted. Returns whether there was something, or the end."""
+        if self._is_ended:
+            return False
+        count = self._plain.recv_into(self._room)
+        if count is None:
+            return False
+        if count == 0:
+            self._is_ended = True
+            self._arrived.write_eof()
+        else:
+            self._arrived.write(self._room[:count])
+        return True
+
+    def recv_into(self, room: memoryview) -> int | None:
+        """Raises OSError if the connection is lost, or the other side shows no certificate of the authority."""
+        while True:
+            if self._shake():
+                try:
+                    count: Any = self._tls.read(len(room), room)  # into the room, so it is a number
+                    return int(count)
+                except ssl.SSLWantReadError:
+                    pass
+                except (ssl.SSLZeroReturnError, ssl.SSLEOFError):
+                    return 0
+            if not self._feed():
+                return 0 if self._is_ended else None
+
+    def send(self, buffers: list[Buffer]) -> int:
+        """Raises OSError if the connection is lost."""
+        taken = 0
+        if self._shake():
+            for buffer in buffers:
+                if self._encrypted.pending + len(self._unsent) >= ENCRYPTED_NBYTES:
+                    break
+                taken += self._tls.write(buffer)
+        self.flush()
+        return taken
+
+    def flush(self) -> None:
+        """Sends what has been encrypted, as much as the connection takes."""
+        while self._unsent or self._encrypted.pending:
+            if not self._unsent:
+                self._unsent = memoryview(self._encrypted.read())
+            count = self._plain.send([self._unsent])
+            if not count:
+                return
+            self._unsent = self._unsent[count:]
+
+    def shut_down_writing(self) -> None:
+        """The other side reads the end when it has read all that was sent."""
+        self._plain.shut_down_writing()
+
+    def close(self, *, is_aborted: bool = False) -> None:
+        """is_aborted: what has not been sent is dropped."""
+        if not is_aborted and self._is_shaken:
+            with contextlib.suppress(OSError):
+                self._tls.unwrap()
+            with contextlib.suppress(OSError):
+                self.flush()
+        self._plain.close(is_aborted=is_aborted)

@@ -1,0 +1,208 @@
+"""How a link begins over TCP: who is refused, what is counted, and that nobody is held up by others."""
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from penstock import Ring, Timeout
+from penstock.bridge import BridgeRefused, InboundChannel, Link, LinkSpec, Listener, OutboundChannel, Tls, connect
+from penstock.bridge.listener import HANDSHAKE_S, MAX_HANDSHAKES
+from tests.conftest import eventually
+from tests.support.links import SECRET, RunningLink
+
+HERE = ("127.0.0.1", 0)
+HOME = LinkSpec("group 0", 1, "home")
+AWAY = LinkSpec("group 0", 1, "away")
+
+
+class Accepting:
+    """A thread that waits for a link."""
+
+    def __init__(self, listener: Listener, *awaited: LinkSpec, timeout: float = 10.0) -> None:
+        self._found: Link | BaseException | None = None
+        self._thread = threading.Thread(target=self._run, args=(listener, awaited, timeout))
+        self._thread.start()
+
+    def _run(self, listener: Listener, awaited: tuple[LinkSpec, ...], timeout: float) -> None:
+        try:
+            self._found = listener.accept(*awaited, timeout=timeout)
+        except BaseException as error:
+            self._found = error
+
+    def link(self) -> Link:
+        self._thread.join(20)
+        if isinstance(self._found, BaseException):
+            raise self._found
+        assert self._found is not None, "accept still waits"
+        return self._found
+
+
+@pytest.fixture
+def listener() -> Iterator[Listener]:
+    with Listener(HERE, secret=SECRET) as one:
+        yield one
+
+
+def test_a_link_begins_at_any_free_port(listener: Listener) -> None:
+    assert listener.address[0] == "127.0.0.1" and listener.address[1] > 0
+    accepting = Accepting(listener, HOME)
+    with connect(listener.address, AWAY, secret=SECRET, timeout=10) as away, accepting.link() as home:
+        assert (home.remote.name, away.remote.name) == ("away", "home")
+        assert home.remote.pid == os.getpid() and home.remote.address is not None
+        assert not listener.refusals
+
+
+def test_the_side_that_connects_waits_for_one_that_listens() -> None:
+    with Listener(HERE, secret=SECRET) as first:
+        address = first.address
+    found: list[Link] = []
+    thread = threading.Thread(target=lambda: found.append(connect(address, AWAY, secret=SECRET, timeout=10)))
+    thread.start()
+    with Listener(address, secret=SECRET) as listener:
+        home = Accepting(listener, HOME).link()
+        thread.join(10)
+        for link in (home, *found):
+            link.close()
+    assert len(found) == 1
+
+
+def test_a_link_that_does_not_come_is_a_timeout_on_either_side(listener: Listener) -> None:
+    with pytest.raises(Timeout, match="no other side of 'group 0' came to"):
+        listener.accept(HOME, timeout=0.05)
+    with pytest.raises(Timeout, match=r"no link 'group 0' with 127.0.0.1:\d+ within 0.2 s: the listener said nothing"):
+        connect(listener.address, AWAY, secret=SECRET, timeout=0.2)
+    address = listener.address
+    listener.close()
+    with pytest.raises(Timeout, match="refused"):
+        connect(address, AWAY, secret=SECRET, timeout=0.1)
+
+
+def test_strangers_are_refused_in_words_and_counted_and_the_right_one_comes_in(listener: Listener) -> None:
+    accepting = Accepting(listener, HOME)
+    with pytest.raises(BridgeRefused, match="the secret is another one"):
+        connect(listener.address, AWAY, secret=bytes(32), timeout=5)
+    with pytest.raises(BridgeRefused, match="the epoch is 1 here, 2 there"):
+        connect(listener.address, replace(AWAY, epoch=2), secret=SECRET, timeout=5)
+    with socket.create_connection(listener.address) as stranger:
+        stranger.sendall(b"GET / HTTP/1.1\r\nHost: x\r\n\r\n")
+        assert stranger.recv(1 << 16) == b"", "it is told nothing"
+    with socket.create_connection(listener.address) as stranger:
+        stranger.sendall(b"\x04\0\0\0junk")
+        assert b"does not speak the protocol of a bridge" in stranger.recv(1 << 16)
+    with connect(listener.address, AWAY, secret=SECRET, timeout=5), accepting.link():
+        assert sum(listener.refusals.values()) >= 4
+        assert any("epoch" in reason or "link 'group 0'" in reason for reason in listener.refusals)
+        assert "127.0.0.1:" in listener.last_refusal
+
+
+def test_silent_strangers_hold_nobody_up_and_are_dropped(listener: Listener) -> None:
+    with contextlib.ExitStack() as strangers:
+        for _ in range(MAX_HANDSHAKES - 1):
+            strangers.enter_context(socket.create_connection(listener.address))
+        accepting = Accepting(listener, HOME)
+        began = time.monotonic()
+        with connect(listener.address, AWAY, secret=SECRET, timeout=10), accepting.link():
+            assert time.monotonic() - began < HANDSHAKE_S
+    with socket.create_connection(listener.address) as silent:
+        accepting = Accepting(listener, HOME)
+        assert silent.recv(1) == b"", "it is closed after a while"
+        with connect(listener.address, AWAY, secret=SECRET, timeout=10), accepting.link():
+            assert listener.refusals["it said too little in time"] == 1
+
+
+def test_a_stranger_that_announces_a_long_message_is_refused_before_it_is_read(listener: Listener) -> None:
+    accepting = Accepting(listener, HOME)
+    with socket.create_connection(listener.address) as stranger:
+        stranger.sendall((1 << 30).to_bytes(4, "little"))
+        assert stranger.recv(1) == b""
+    with connect(listener.address, AWAY, secret=SECRET, timeout=10), accepting.link():
+        assert any("a message of" in reason for reason in listener.refusals)
+
+
+def test_a_listener_awaits_several_links_and_says_which_has_come(listener: Listener) -> None:
+    other = replace(HOME, link="group 1")
+    accepting = Accepting(listener, HOME, other)
+    with connect(listener.address, replace(AWAY, link="group 1"), secret=SECRET), accepting.link() as home:
+        assert home.spec is other
+    accepting = Accepting(listener, HOME)
+    with pytest.raises(BridgeRefused, match="link 'group 1' of 'away' is not awaited here, but 'group 0'"):
+        connect(listener.address, replace(AWAY, link="group 1"), secret=SECRET)
+    with connect(listener.address, AWAY, secret=SECRET), accepting.link():
+        pass
+
+
+def test_a_connection_that_goes_in_the_handshake_is_no_end_of_it(listener: Listener) -> None:
+    accepting = Accepting(listener, HOME)
+    socket.create_connection(listener.address).close()
+    with connect(listener.address, AWAY, secret=SECRET), accepting.link():
+        eventually(lambda: listener.refusals["it closed the connection"] == 1)
+
+
+# ── TLS ──
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An authority, a certificate of it, and one of another authority."""
+    if shutil.which("openssl") is None:
+        pytest.skip("openssl, which makes the certificates, is not installed")
+    folder = tmp_path_factory.mktemp("certificates")
+    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
+    for name in ("ours", "theirs"):
+        command = ["openssl", "req", "-x509", *curve, "-keyout", f"{name}-ca.key", "-out", f"{name}-ca.pem"]
+        subprocess.run([*command, "-subj", f"/CN={name}"], cwd=folder, check=True, capture_output=True)
+        command = ["openssl", "req", "-x509", *curve, "-keyout", f"{name}.key", "-out", f"{name}.pem"]
+        command += ["-CA", f"{name}-ca.pem", "-CAkey", f"{name}-ca.key", "-subj", "/CN=node"]
+        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    return folder
+
+
+def tls(folder: Path, name: str, authority: str) -> Tls:
+    return Tls(str(folder / f"{name}.pem"), str(folder / f"{name}.key"), str(folder / f"{authority}-ca.pem"))
+
+
+def test_frames_pass_over_tls(certificates: Path) -> None:
+    own = tls(certificates, "ours", "ours")
+    source, target = Ring(), Ring()
+    home = replace(HOME, channels=[OutboundChannel("frames", source)])
+    away = replace(AWAY, channels=[InboundChannel("frames", target)])
+    with Listener(HERE, secret=SECRET, tls=own) as listener:
+        accepting = Accepting(listener, home)
+        links = [
+            RunningLink(connect(listener.address, away, secret=SECRET, tls=own, timeout=10)),
+            RunningLink(accepting.link()),
+        ]
+    with source.open_sender() as sender, target.open_receiver() as receiver:
+        for nbytes in (5, 100_000, 4 << 20):
+            sender.send(bytes(nbytes))
+            assert receiver.receive(10) == bytes(nbytes)
+        links[1].link.stop("enough")
+        assert links[0].outcome() == "enough"
+    for one in links:
+        one.end()
+
+
+def test_a_side_without_a_certificate_of_the_authority_is_refused(certificates: Path) -> None:
+    own, foreign = tls(certificates, "ours", "ours"), tls(certificates, "theirs", "ours")
+    with Listener(HERE, secret=SECRET, tls=own) as listener:
+        accepting = Accepting(listener, HOME, timeout=20)
+        with pytest.raises((BridgeRefused, Timeout)):
+            connect(listener.address, AWAY, secret=SECRET, tls=foreign, timeout=1)
+        with pytest.raises(BridgeRefused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+            connect(
+                listener.address,
+                AWAY,
+                secret=SECRET,
+                tls=replace(own, authority=tls(certificates, "x", "theirs").authority),
+            )
+        with pytest.raises((BridgeRefused, Timeout)):
+            connect(listener.address, AWAY, secret=SECRET, timeout=0.5)
+        with connect(listener.address, AWAY, secret=SECRET, tls=own, timeout=5), accepting.link():
+            assert sum(listener.refusals.values()) >= 2
