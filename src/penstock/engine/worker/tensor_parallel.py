@@ -87,10 +87,10 @@ class TPGroup:
         return least
 
 
-def _store(rank: int, rendezvous: Rendezvous) -> torch.distributed.TCPStore:
+def _store(rank: int, rendezvous: Rendezvous) -> Any:
     """Connects to the store that rank 0 serves on the socket of the rendezvous."""
     listener = rendezvous.listener
-    return torch.distributed.TCPStore(
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # documented, and not in `__all__`
         rendezvous.host,
         rendezvous.port,
         is_master=rank == 0,
