@@ -1,4 +1,5 @@
-"""A unit of the launcher: processes that it starts, kills and restarts together. A group of the engine, or one server.
+"""A unit of the launcher: processes that it starts, kills and restarts together. A group of the engine, the bridge to a
+group of another node, one server, or one uplink.
 
 If a process of a group dies, the launcher kills and restarts the whole group, unless it is an output processor of a
 group that serves: that one is started again in its place, as the core can end its share of the requests.
@@ -71,11 +72,16 @@ class ProcessGroup:
 
     @property
     def is_group(self) -> bool:
-        return self._parts[0][0] == "core"
+        return self._parts[0][0] in ("core", "bridge")
+
+    @property
+    def is_remote(self) -> bool:
+        """Returns whether this is a group of another node: its only process here is its bridge."""
+        return self._parts[0][0] == "bridge"
 
     @property
     def name(self) -> str:
-        return f"group {self._group}" if self.is_group else f"server {self._parts[0][1]}"
+        return f"group {self._group}" if self.is_group else f"{self._parts[0][0]} {self._parts[0][1]}"
 
     @property
     def incarnation(self) -> int:
