@@ -34,6 +34,7 @@ def of_remote(started: list[Reader]) -> int:
 async def require_both(tree: TwoNodes, client: Client) -> None:
     """Both nodes serve again, and take requests."""
     await tree.serving_again(client)
+    await tree.until(lambda: not tree.number(StatusBoard.ABSENT_OUTPUTS, REMOTE), START)  # else it gets no requests
     for group in range(2):
         await tree.must_be_empty(group)
     again = await readers(client, OPEN, 5)
