@@ -108,6 +108,7 @@ class Implementation:
 
 TENSORS = frozenset({"carry", "warm", "hold", "weigh", "let_go"})  # phases of the ways to give a tensor
 SERVING = frozenset({"fill", "serve"})
+REMOTE = frozenset({"paced"})  # of ways between nodes
 
 
 def way(name: str, module_name: str, kinds: frozenset[str] = TENSORS, **options: str) -> Implementation:
@@ -146,6 +147,9 @@ IMPLEMENTATIONS = {
         way("zeromq-parts", "tensors_zeromq"),
         way("pickle-5", "tensors_pickle"),
         way("penstock-serving", "serving_penstock", SERVING),
+        way("penstock-bridge", "penstock_bridge", REMOTE),
+        way("vllm-remote", "vllm_queue_remote", REMOTE),
+        way("zeromq-tcp", "zeromq_tcp", REMOTE),
         way("classic-serving", "serving_classic", SERVING),
     )
 }
