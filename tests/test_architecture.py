@@ -103,7 +103,7 @@ def test_a_layer_imports_itself_and_what_is_below_and_nothing_executable() -> No
 
 # ── the engine's rooms ──
 # From the bottom up. Rooms of one line are processes: they do not know each other.
-ROOMS = [{"protocol"}, {"cluster"}, {"model_dir"}, {"core", "worker", "output", "client"}]
+ROOMS = [{"protocol"}, {"cluster"}, {"model_dir"}, {"core", "worker", "output", "client", "nodes"}]
 ROOM_LEVEL = {name: level for level, names in enumerate(ROOMS) for name in names}
 MAX_FILES_BESIDE_ROOMS = 6
 

@@ -42,6 +42,7 @@ HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requ
 STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served tree
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: whose processes are killed under them
+NODE_BLOWS              = choose(10,      300,     3_000)      # test_node_campaign: to a node, and to the link to it
 BRIDGE_DEATHS           = choose(1,       40,      1_000)      # test_bridge: of each side of a link
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
 VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests whose clients go away

@@ -57,7 +57,7 @@ class Running:
 
     async def serving_again(self, client: Client) -> None:
         """After a death that `client` was told of, which the launcher may see later."""
-        await self.until(lambda: len(client.serving_groups) == len(self.launcher.tree.groups), START)
+        await self.until(lambda: len(client.serving_groups) == len(self.launcher.tree.inboxes), START)
         await self.launcher.serving(START)
 
     async def must_be_empty(self, group: int = 0) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
@@ -32,7 +33,11 @@ def ranks_must_answer(
     (folder / "work").write_text(json.dumps(work))
     with contextlib.ExitStack() as stack:
         given = (size, str(folder), is_recording)
-        ranks = [stack.enter_context(spawn(_one_of_them, rank, *given, within=110)) for rank in range(size)]
+        rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open()))
+        ranks = [
+            stack.enter_context(spawn(_one_of_them, rank, rendezvous.of_rank(rank), *given, within=110))
+            for rank in range(size)
+        ]
         for process in ranks:
             process.join()
         assert [process.exitcode for process in ranks] == [0] * size
@@ -41,10 +46,10 @@ def ranks_must_answer(
         assert json.loads((folder / str(rank)).read_text()) == expected, f"rank {rank}"
 
 
-def _one_of_them(rank: int, size: int, folder: str, is_recording: bool) -> None:
+def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, is_recording: bool) -> None:
     """Answers, and writes down what."""
     torch.set_num_threads(1)
-    ranks = TPGroup(rank, size, f"file://{folder}/init_method")
+    ranks = TPGroup(rank, size, rendezvous)
     found = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
         asked = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]

@@ -103,8 +103,7 @@ def _add_parallelism(parser: argparse.ArgumentParser) -> None:
         "-dp",
         metavar="N",
         type=int,
-        default=1,
-        help="Number of engines, each with the whole model (default: %(default)s)",
+        help="Number of engines, each with the whole model, of all nodes together (default: one on each node)",
     )
     add(
         "--output-processors",
@@ -227,6 +226,8 @@ def engine_config(options: argparse.Namespace, *more: str) -> EngineConfig:
     """`more`: what else is said of it on this command line. Raises ValueError, TypeError."""
     fields = {name: getattr(options, name) for name in (*CONFIG_OPTIONS, *more)}
     fields["dtype"] = DTYPE_SYNONYMS.get(options.dtype, options.dtype)
+    if options.data_parallel_size is None:
+        fields["data_parallel_size"] = 1
     if options.max_model_len is None:
         fields["max_model_len"] = MAX_MODEL_LEN
     if options.device_model == "simulated":

@@ -50,11 +50,15 @@ class Launcher:
         self.verdicts = VerdictBoard(self.tree.verdicts, writable=True)
         self._places = [(member.kind, member.group, member.index) for member in all_processes(config)]
         self.is_stopping = False
-        self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in range(config.data_parallel_size)]
-        self._servers = [
-            ProcessGroup(self, 0, [("server", member, serve)]) for member in range(config.api_server_count) if serve
-        ]
-        self.units = (*self._groups, *self._servers)
+        local, remote = range(config.data_parallel_size), range(config.data_parallel_size, config.all_groups)
+        self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in local]
+        self._bridges = [ProcessGroup(self, group, [("bridge", 0, run_bridge)]) for group in remote]
+        if config.is_headless:  # an uplink stands in the place of all servers, for its group
+            self._servers = [ProcessGroup(self, 0, [("uplink", group, run_uplink)]) for group in local]
+        else:
+            servers = range(config.api_server_count)
+            self._servers = [ProcessGroup(self, 0, [("server", member, serve)]) for member in servers if serve]
+        self.units = (*self._groups, *self._bridges, *self._servers)
         lane = self.tree.launcher_lane
         self._inboxes = [group.inbox.open_sender(lane, name="launcher") for group in self.tree.groups]
         self._failure: TreeFailed | None = None
@@ -208,6 +212,8 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
         for inbox in self._inboxes:
             _send_stop(inbox, "the tree ends")
+        for bridge in self._bridges:  # its node serves on
+            bridge.signal(signal.SIGKILL)
         self.check_all_exited()
         with contextlib.suppress(asyncio.TimeoutError):
             await asyncio.wait_for(self._left.wait(), STOP_TIMEOUT if self._signals < 2 else 0.0)
@@ -228,14 +234,16 @@ class Launcher:
         return any(server.children for server in self._servers) or any(row[StatusBoard.OPEN] for row in self.board.rows)
 
     def reap(self, member: ProcessId) -> None:
-        """Hook of subclasses: a process has ended."""
+        """A process has ended. Subclasses do more."""
+        if member.kind == "uplink":
+            self.board.row(member.index)[StatusBoard.LINKED] = 0
 
     def count_failed_starts(self, index: int, number: int) -> None:
         """Hook of subclasses: server `index` has ended `number` times in a row before it served."""
 
     def is_server_loading(self, index: int) -> bool:
-        """Hook of subclasses: returns whether server `index` does not serve yet."""
-        return False
+        """Returns whether server `index` does not serve yet, as a subclass knows; or uplink `index` has no link yet."""
+        return self.tree.config.is_headless and not self.board.row(index)[StatusBoard.LINKED]
 
     def check_all_exited(self) -> None:
         if not any(unit.children for unit in self.units):
@@ -270,6 +278,18 @@ def run_core(tree: Cluster, me: ProcessId) -> object:
     from penstock.engine.output.output_state import OutputState
 
     return engine_core.run(tree, me, OutputState.of)  # the core imports nothing of output
+
+
+def run_bridge(tree: Cluster, me: ProcessId) -> None:
+    from penstock.engine.nodes import group_bridge
+
+    group_bridge.run(tree, me)
+
+
+def run_uplink(tree: Cluster, me: ProcessId) -> None:
+    from penstock.engine.nodes import uplink
+
+    uplink.run(tree, me)
 
 
 def run_output(tree: Cluster, me: ProcessId) -> object:

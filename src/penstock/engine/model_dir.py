@@ -161,6 +161,18 @@ def model_fingerprint(directory: Path) -> bytes:
     return hashing.digest()
 
 
+def portable_fingerprint(directory: Path) -> str:
+    """Returns a hash of a model's config.json and tokenizer, and of the names and sizes of its weight files: the same
+    for a copy on another machine."""
+    hashing = hashlib.sha256()
+    for name in (CONFIG_FILES[-1], "tokenizer.json"):
+        path = directory / name
+        hashing.update(hashlib.sha256(path.read_bytes() if path.exists() else b"").digest())
+    for path in sorted(directory.glob("*.safetensors")):
+        hashing.update(f"{path.name} {path.stat().st_size} ".encode())
+    return hashing.hexdigest()[:16]
+
+
 def load_tokenizer(config: EngineConfig) -> Any:
     """Loads tokenizer.json. Raises ValueError if it is missing or malformed."""
     from tokenizers import Tokenizer

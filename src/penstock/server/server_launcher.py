@@ -17,6 +17,7 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import ProcessId
 from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.model_dir import with_model_defaults
+from penstock.engine.nodes.group_link import node_secret
 from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
@@ -26,7 +27,8 @@ from penstock.server.status.server_info import ServerInfo, served_name
 
 
 def run(config: EngineConfig, options: ServerOptions) -> int:
-    """Serves until a signal. Returns 0 after a shutdown, and 1 if the processes could not go on.
+    """Serves until a signal; on a node without servers, for those of the home node. Returns 0 after a shutdown, and 1
+    if the processes could not go on.
 
     Options and files are checked before any process starts, the port last: raises ValueError, ImportError, OSError.
     """
@@ -34,7 +36,11 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
     require_startable(config)
     if config.simulated is None:
         require_tokenizer(config)
+    if config.nodes is not None:
+        node_secret()
     logs.configure("launcher", config.log_format, config.log_level)
+    if config.is_headless:
+        return run_headless(config)
     with contextlib.closing(listen(options)) as listener:
         return asyncio.run(_run(config, options, listener))
 
@@ -55,11 +61,30 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     return 0
 
 
+def run_headless(config: EngineConfig) -> int:
+    """Runs a node without API servers until a signal. Returns 0 after a shutdown, and 1 if it could not go on."""
+    logs.configure(f"launcher of node {config.nodes.rank if config.nodes else 0}", config.log_format, config.log_level)
+    return asyncio.run(_run_headless(config))
+
+
+async def _run_headless(config: EngineConfig) -> int:
+    launcher = Launcher(config)
+    logging_task = asyncio.ensure_future(_log_when_linked(launcher))
+    try:
+        await launcher.run()
+    except TreeFailed:
+        return 1
+    finally:
+        logging_task.cancel()
+        await asyncio.gather(logging_task, return_exceptions=True)
+    return 0
+
+
 class ServerLauncher(Launcher):
     """The launcher of an engine and its API servers, which share one listening socket."""
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
-        self.tally = ServerCounters.create(config.api_server_count, config.data_parallel_size)
+        self.tally = ServerCounters.create(config.api_server_count, config.all_groups)
         self.notice = ServerInfo.publish(config, options, _address(listener))
         self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
@@ -67,6 +92,7 @@ class ServerLauncher(Launcher):
 
     def reap(self, member: ProcessId) -> None:
         """Marks a server that has ended as not serving: it cannot do so itself."""
+        super().reap(member)
         if member.kind == "server":
             row = self.rows[member.index]
             row[ProcessCounters.SERVING] = 0
@@ -88,6 +114,16 @@ async def _log_when_serving(launcher: Launcher, name: str, url: str) -> None:
     try:
         await launcher.serving()
         event("serving", model=name, url=url, seen_at=f"{url}/dashboard")
+    except TimeoutError as error:
+        launcher.fail(str(error))
+
+
+async def _log_when_linked(launcher: Launcher) -> None:
+    nodes = launcher.tree.config.nodes
+    assert nodes is not None, "a node without servers is one of several"
+    try:
+        await launcher.serving()
+        event("node serves", node=nodes.rank, home=nodes.address)
     except TimeoutError as error:
         launcher.fail(str(error))
 

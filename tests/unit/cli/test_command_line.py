@@ -110,16 +110,20 @@ def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
 
 def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     groups = re.findall(r"^(\w+):$", help_of("serve", capsys, monkeypatch), re.MULTILINE)
-    expected = ["model", "parallelism", "scheduling", "cache", "migration", "server", "multimodal", "limits", "logging"]
-    assert groups == ["options", *expected]
+    engine, server = (
+        "model parallelism scheduling cache migration".split(),
+        "nodes server multimodal limits logging".split(),
+    )
+    assert groups == ["options", *engine, *server]
 
 
 # ── vLLM's names ─────────────────────────────────────────────────────────────────────────────────────────────────────
 VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
     "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype --enable-prefix-caching "
-    "--enable-prompt-embeds --enforce-eager --generation-config --host --limit-mm-per-prompt --max-model-len "
-    "--max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode --mm-processor-cache-gb --num-gpu-blocks-override "
+    "--enable-prompt-embeds --enforce-eager --generation-config --headless --host --limit-mm-per-prompt --master-addr "
+    "--master-port --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
+    "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
     "--port --served-model-name --shutdown-timeout --tensor-parallel-size"
 ).split()
 OURS_SERVE = (
@@ -161,8 +165,9 @@ def test_a_name_that_was_replaced_or_is_cut_short_is_refused(old: str, capsys: p
 
 
 def test_short_names_are_those_of_vllm() -> None:
-    options = cli.parser().parse_args(["serve", "-tp", "2", "-dp", "3", "-asc", "4"])
+    options = cli.parser().parse_args(["serve", "-tp", "2", "-dp", "3", "-asc", "4", "-n", "5", "-r", "1"])
     assert (options.tensor_parallel_size, options.data_parallel_size, options.api_server_count) == (2, 3, 4)
+    assert (options.nnodes, options.node_rank) == (5, 1)
 
 
 @pytest.mark.parametrize(

@@ -84,13 +84,13 @@ class Client:
         self._board = StatusBoard(tree.board)
         self._rows = self._board.rows
         self._verdicts = VerdictBoard(tree.verdicts)
-        self.counters = [MigrationCounters() for _ in tree.groups] if counters is None else counters
+        self.counters = [MigrationCounters() for _ in tree.inboxes] if counters is None else counters
         self._migration = Migration(tree.config, index, (self._board, self._verdicts), self.counters, self)
         self._group_return = GroupReturn(tree.config, self._board, lambda: self.can_submit)
         self._router = Router()
         self._store = tree.store
         self._streams: dict[int, OutputStream] = {}
-        self._open = [0] * len(tree.groups)  # open requests of this client, by group
+        self._open = [0] * len(tree.inboxes)  # open requests of this client, by group
         self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
         self._receiving: asyncio.Task[None] | None = None
         self._end: EngineError | None = None  # the client is closed, or its receiving task has failed
@@ -342,7 +342,10 @@ class Client:
 
     def _process_death(self, death: PeerDied) -> None:
         dead = ProcessId.of(death.name)
-        if dead is None or dead.kind != "core":  # of an output processor's death, the core says what is lost
+        if dead is None or dead.kind not in (
+            "core",
+            "bridge",
+        ):  # of an output processor's death, the core says what is lost
             return
         self._cores.mark_dead(dead.group, dead.incarnation)
         streams = [

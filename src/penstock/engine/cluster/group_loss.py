@@ -46,6 +46,9 @@ class GroupLoss:
         """Adds an end."""
         if self.cause is not None:
             return
+        if end.cause is not None:
+            self.cause = end.cause
+            return
         is_killed = end.signal == signal.SIGKILL
         is_known = pid in self._unseen
         self._unseen.discard(pid)

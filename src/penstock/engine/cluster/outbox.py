@@ -27,8 +27,8 @@ class Outbox:
 
     def __init__(self, tree: Cluster, me: ProcessId) -> None:
         lane = tree.delta_lane(me.group, me.index if me.kind == "output" else None)
-        self._senders: list[Sender] = [channel.open_sender(lane, name=str(me)) for channel in tree.servers]
-        self._kept: list[deque[Answer]] = [deque() for _ in tree.servers]
+        self._senders: list[Sender] = [channel.open_sender(lane, name=str(me)) for channel in tree.servers_of(me.group)]
+        self._kept: list[deque[Answer]] = [deque() for _ in self._senders]
 
     @property
     def has_backlog(self) -> bool:

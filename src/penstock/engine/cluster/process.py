@@ -25,6 +25,7 @@ from penstock import PeerDied
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.cluster.verdict_board import Cause
 
 PR_SET_PDEATHSIG = 1
 SENT_TO_ALL = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
@@ -32,12 +33,21 @@ PF_EXITING = 0x4  # in the flags of /proc/PID/stat
 CAUSED_BY_PEER_DEATH = "PeerDied: "  # in the last words of a process that ends because a peer has died
 WORDS_NBYTES = 4096
 CANNOT_START = 2  # exit status: another attempt would meet the same error
+REMOTE_LOSS = 64  # exit status of a bridge, added to the Cause of the loss
 # Errors of files, options, packages and memory. Torch's is no MemoryError, and is known by its name.
 LASTING = (
     *(ValueError, TypeError, ImportError, NotImplementedError, MemoryError),
     *(FileNotFoundError, PermissionError, NotADirectoryError, IsADirectoryError),
 )
 OUT_OF_MEMORY = "OutOfMemoryError"
+
+
+class RemoteLoss(Exception):
+    """A group of another node serves no more, or the link to it has ended. Raised by its bridge."""
+
+    def __init__(self, cause: Cause, reason: str) -> None:
+        super().__init__(reason)
+        self.cause = cause
 
 
 class CannotStart(Exception):
@@ -61,6 +71,7 @@ class ProcessEnd(NamedTuple):
     how: str
     is_lasting: bool = False  # it could not start, and cannot at the next attempt
     signal: int = 0  # that ended it; 0: none
+    cause: Cause | None = None  # of the loss of a group on another node; None: the process itself is the reason
 
     @property
     def is_caused_by_peer(self) -> bool:
@@ -148,7 +159,8 @@ class ChildProcess:
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
-        return ProcessEnd(how, code == CANNOT_START, max(-code, 0))
+        cause = Cause(code - REMOTE_LOSS) if code - REMOTE_LOSS in list(Cause) else None
+        return ProcessEnd(how, code == CANNOT_START, max(-code, 0), cause)
 
 
 def child_main(
@@ -172,6 +184,8 @@ def child_main(
         event("process cannot start", logging.ERROR, error=error)
         event("process cannot start", logging.DEBUG, trace=traceback.format_exc())
         _die(error_pipe, str(error), CANNOT_START)
+    except RemoteLoss as loss:
+        _die(error_pipe, str(loss), REMOTE_LOSS + loss.cause)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         # A peer that died reports its own end: the trace of this process explains nothing.

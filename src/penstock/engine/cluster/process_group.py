@@ -1,4 +1,5 @@
-"""A unit of the launcher: processes that it starts, kills and restarts together. A group of the engine, or one server.
+"""A unit of the launcher: processes that it starts, kills and restarts together. A group of the engine, the bridge to a
+group of another node, one server, or one uplink.
 
 If a process of a group dies, the launcher kills and restarts the whole group, unless it is an output processor of a
 group that serves: that one is started again in its place, as the core can end its share of the requests.
@@ -7,11 +8,12 @@ group that serves: that one is started again in its place, as the core can end i
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import signal
-import socket
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from penstock.engine.cluster.back_off import BackOff
@@ -19,6 +21,7 @@ from penstock.engine.cluster.group_loss import GroupLoss
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.output_lives import OutputLives
 from penstock.engine.cluster.process import ChildProcess, ProcessEnd
+from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import VerdictBoard
@@ -69,11 +72,16 @@ class ProcessGroup:
 
     @property
     def is_group(self) -> bool:
-        return self._parts[0][0] == "core"
+        return self._parts[0][0] in ("core", "bridge")
+
+    @property
+    def is_remote(self) -> bool:
+        """Returns whether this is a group of another node: its only process here is its bridge."""
+        return self._parts[0][0] == "bridge"
 
     @property
     def name(self) -> str:
-        return f"group {self._group}" if self.is_group else f"server {self._parts[0][1]}"
+        return f"group {self._group}" if self.is_group else f"{self._parts[0][0]} {self._parts[0][1]}"
 
     @property
     def incarnation(self) -> int:
@@ -106,14 +114,18 @@ class ProcessGroup:
 
     def _start_all(self) -> None:
         """Starts all processes of the unit. Raises OSError."""
-        if self.is_group and self._launcher.tree.config.tensor_parallel_size > 1:
-            self._launcher.tree.init_methods[self._group] = _init_method()
-        for kind, index, run in self._parts:
-            self._start_process(ProcessId(kind, self._group, index, self._incarnation), run)
+        tree = self._launcher.tree
+        has_ranks = self.is_group and tree.config.tensor_parallel_size > 1
+        with contextlib.ExitStack() as stack:
+            rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open())) if has_ranks else None
+            for kind, index, run in self._parts:
+                meets = None if rendezvous is None or kind != "worker" else rendezvous.of_rank(index)
+                member = ProcessId(kind, self._group, index, self._incarnation)
+                self._start_process(member, run, replace(tree, rendezvous=meets))
 
-    def _start_process(self, member: ProcessId, run: Run) -> None:
+    def _start_process(self, member: ProcessId, run: Run, tree: Cluster) -> None:
         """Raises OSError."""
-        child = ChildProcess.start(member, run, self._launcher.tree)
+        child = ChildProcess.start(member, run, tree)
         self.children[child.pidfd] = child
         self._launcher.publish_pid(child.member, child.pid)
         asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
@@ -124,7 +136,7 @@ class ProcessGroup:
         run = next(run for kind, place, run in self._parts if (kind, place) == ("output", index))
         member = ProcessId("output", self._group, index, self._incarnation, life)
         try:
-            self._start_process(member, run)
+            self._start_process(member, run, self._launcher.tree)
         except OSError as error:
             event("process could not be started", logging.ERROR, child=str(member), error=str(error))
             self._first = str(member), ProcessEnd(f"could not be started: {error}")
@@ -233,9 +245,3 @@ class ProcessGroup:
             pause = 0.0 if self._is_planned else self._back_off.seconds
             event("unit starts again", unit=self.name, after=pause, failed_starts=failures)
             self._again = asyncio.get_running_loop().call_later(pause, self.start)
-
-
-def _init_method() -> str:
-    """Returns the init method of a group's ranks: a port that was free a moment ago."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        return f"tcp://127.0.0.1:{listener.getsockname()[1]}"

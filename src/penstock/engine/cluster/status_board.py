@@ -58,6 +58,9 @@ class StatusBoard:
     RUNNING = 16  # sequences in the batch
     PREFIX_QUERIES = 17  # tokens of prompts that were looked up in the prefix cache, in this incarnation
     PREFIX_HITS = 18  # those of them that it had
+    # The uplink's, on a node without servers.
+    LINKED = 20  # 1: the group is linked to the home node. Cleared by the launcher when the uplink has ended
+    # The core's again.
     ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
     QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
 

@@ -13,7 +13,9 @@ from typing import Any, TypeVar
 
 import penstock
 from penstock import PeerDied, Store, lowlevel
+from penstock.bridge import PullChannels
 from penstock.channel.channels import SPILL_BLOCKS
+from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
@@ -42,49 +44,42 @@ class Cluster:
     """All that the processes of a tree share. The launcher passes it to each process that it spawns."""
 
     config: EngineConfig
-    groups: tuple[EngineChannels, ...]
-    servers: tuple[penstock.Inbox[DELTAS], ...]  # to each server: from each group's core, then its outputs
+    groups: tuple[EngineChannels, ...]  # of this node
+    remote_inboxes: tuple[penstock.Inbox[INBOX], ...]  # of the groups of other nodes: to their bridges
+    # To each server: from each group's core, then its outputs. On a node without servers, each group has its own, which
+    # its uplink receives.
+    servers: tuple[penstock.Inbox[DELTAS], ...]
     board: lowlevel.Segment
     verdicts: lowlevel.Segment
     store: Store | None
-    # torch.distributed's, by group. Another one for each incarnation, passed to the processes that are spawned next.
-    init_methods: list[str]
     encodings: Store | None  # of images, where engines share them
+    pulls: tuple[PullChannels, ...]  # of each group on a node without servers: workers ask its uplink for images
+    rendezvous: Rendezvous | None = None  # in a worker that shares its model with other ranks: where they meet
 
     @classmethod
     def open(cls, config: EngineConfig) -> Cluster:
-        processes = config.api_server_count + config.data_parallel_size * (
-            1 + config.tensor_parallel_size + config.output_processors
-        )
+        processes = len(all_processes(config))
         decoders = config.api_server_count * config.max_concurrent_videos
         return cls(
             config,
             tuple(_open_channels(config, number) for number in range(config.data_parallel_size)),
-            # One lane more than there are senders: it is never taken, so the inbox never ends.
-            tuple(
-                penstock.Inbox(
-                    DELTAS,
-                    senders=config.data_parallel_size * (1 + config.output_processors) + 1,
-                    name=f"deltas {server}",
-                    max_peers=PEERS,
-                    numa_node=config.numa_node,
-                )
-                for server in range(config.api_server_count)
-            ),
-            StatusBoard.create(
-                config.data_parallel_size,
-                len(all_processes(config)),
-                config.data_parallel_size * config.output_processors,
-            ),
-            VerdictBoard.create(config.data_parallel_size, STEPS_IN_FLIGHT * config.max_num_seqs + 2 * MAX_BESIDE),
+            tuple(_open_inbox(config, number) for number in range(config.data_parallel_size, config.all_groups)),
+            _open_server_inboxes(config),
+            StatusBoard.create(config.all_groups, processes, config.data_parallel_size * config.output_processors),
+            VerdictBoard.create(config.all_groups, STEPS_IN_FLIGHT * config.max_num_seqs + 2 * MAX_BESIDE),
             _open_store(config, min(PEERS, 2 * (processes + decoders) + 8)) if config.store_nbytes else None,
-            [""] * config.data_parallel_size,
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,
+            _open_pulls(config) if config.is_headless and config.store_nbytes else (),
         )
 
     @property
+    def inboxes(self) -> tuple[penstock.Inbox[INBOX], ...]:
+        """Returns the inboxes of all groups, by number."""
+        return (*(group.inbox for group in self.groups), *self.remote_inboxes)
+
+    @property
     def channels(self) -> list[penstock.codec.Channel[Any]]:
-        channels: list[penstock.codec.Channel[Any]] = [*self.servers]
+        channels: list[penstock.codec.Channel[Any]] = [*self.servers, *self.remote_inboxes]
         for group in self.groups:
             channels += [group.inbox, group.steps, group.results, *group.tokens]
         return channels
@@ -93,6 +88,8 @@ class Cluster:
         """Closes the channels and the boards in this process."""
         for channel in self.channels:
             channel.close()
+        for pulls in self.pulls:
+            pulls.close()
         self.board.close()
         self.verdicts.close()
 
@@ -112,8 +109,16 @@ class Cluster:
     def launcher_lane(self) -> int:
         return self.output_lane(self.config.output_processors)
 
+    def servers_of(self, group: int) -> tuple[penstock.Inbox[DELTAS], ...]:
+        """Returns the inboxes of the servers, as a group of this node knows them."""
+        if not self.config.is_headless:
+            return self.servers
+        servers = self.config.api_server_count
+        return self.servers[group * servers : (group + 1) * servers]
+
     def delta_lane(self, group: int, output: int | None = None) -> int:
         """Returns the output processor's lane of a server's inbox; None: the core's."""
+        group = 0 if self.config.is_headless else group
         return group * (1 + self.config.output_processors) + (0 if output is None else 1 + output)
 
 
@@ -128,17 +133,36 @@ def _open_encodings(config: EngineConfig) -> Store:
     return Store(config.encoder_cache_nbytes, name="encodings", max_peers=max_peers, numa_node=config.numa_node)
 
 
+def _open_pulls(config: EngineConfig) -> tuple[PullChannels, ...]:
+    return tuple(PullChannels.open(clients=config.tensor_parallel_size) for _ in range(config.data_parallel_size))
+
+
+def _open_server_inboxes(config: EngineConfig) -> tuple[penstock.Inbox[DELTAS], ...]:
+    senders, inboxes = config.all_groups, config.api_server_count
+    if config.is_headless:
+        senders, inboxes = 1, config.api_server_count * config.data_parallel_size
+    return tuple(
+        penstock.Inbox(
+            DELTAS,
+            senders=senders * (1 + config.output_processors) + 1,  # the last lane is never taken: the inbox never ends
+            name=f"deltas {number}",
+            max_peers=PEERS,
+            numa_node=config.numa_node,
+        )
+        for number in range(inboxes)
+    )
+
+
+def _open_inbox(config: EngineConfig, number: int) -> penstock.Inbox[INBOX]:
+    # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
+    senders = config.api_server_count + config.tensor_parallel_size + config.output_processors + 1
+    return penstock.Inbox(INBOX, senders=senders, name=f"inbox {number}", max_peers=PEERS, numa_node=config.numa_node)
+
+
 def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
     workers, outputs, node = config.tensor_parallel_size, config.output_processors, config.numa_node
     return EngineChannels(
-        # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
-        penstock.Inbox(
-            INBOX,
-            senders=config.api_server_count + workers + outputs + 1,
-            name=f"inbox {number}",
-            max_peers=PEERS,
-            numa_node=node,
-        ),
+        _open_inbox(config, number),
         # Inline images stay where they arrived for as long as their request runs. The inbox has room for fewer of them,
         # so a server that submits too many waits, and not the core.
         penstock.Broadcast(
@@ -160,9 +184,9 @@ def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
 # ── names: which process a PeerDied means ─────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of a group, in one of the group's incarnations; or a server, which has group 0."""
+    """A process of a group, in one of the group's incarnations; or a server or an uplink, which have group 0."""
 
-    kind: str  # "core", "worker", "output", "server"
+    kind: str  # "core", "worker", "output"; "bridge": of a group on another node; "server"; "uplink": to the home node
     group: int
     index: int
     incarnation: int
@@ -185,14 +209,19 @@ class ProcessId:
 
 
 def all_processes(config: EngineConfig) -> list[ProcessId]:
-    """Returns all processes of a tree, in their first incarnation: those of each group, then the servers."""
+    """Returns all processes of a tree, in their first incarnation: those of each group, then the servers; on a node
+    without servers, then the uplinks: the index is the number of the group."""
     groups = [
         ProcessId(kind, group, index, 1)
         for group in range(config.data_parallel_size)
         for kind, many in (("core", 1), ("worker", config.tensor_parallel_size), ("output", config.output_processors))
         for index in range(many)
     ]
-    return [*groups, *(ProcessId("server", 0, index, 1) for index in range(config.api_server_count))]
+    bridges = [ProcessId("bridge", group, 0, 1) for group in range(config.data_parallel_size, config.all_groups)]
+    uplinks, servers = range(config.data_parallel_size), range(config.api_server_count)
+    if config.is_headless:
+        return [*groups, *(ProcessId("uplink", 0, group, 1) for group in uplinks)]
+    return [*groups, *bridges, *(ProcessId("server", 0, index, 1) for index in servers)]
 
 
 def is_stale_death(me: ProcessId, death: PeerDied) -> bool:

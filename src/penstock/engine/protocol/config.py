@@ -68,8 +68,25 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
+class Nodes(msgspec.Struct, frozen=True, kw_only=True):
+    """The machines of one server, each with a tree of its own and as many groups. Node 0, the home node, has the API
+    servers, and reaches the groups of the other nodes by bridges."""
+
+    count: int
+    rank: int = 0  # of the node to which this tree belongs
+    address: str  # at which the home node listens for the others
+    port: int = 29501  # the first of as many ports as there are groups on other nodes
+
+    def __post_init__(self) -> None:
+        _within(self, "count", int, 2, 16)
+        _within(self, "rank", int, 0, self.count - 1)
+        _within(self, "port", int, 1, 65535)
+        if not self.address:
+            raise ValueError("expected address (--master-addr) of the home node, got none")
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """A tree of processes. Times are in seconds."""
+    """The tree of processes of one node. Times are in seconds."""
 
     model: str = ""  # a directory; not needed by a simulated device
     simulated: SimulatedDevice | None = None  # None: the model is computed
@@ -79,9 +96,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: bool = False  # on a device of CUDA: decode steps are not recorded as graphs and replayed
 
     api_server_count: int = 1  # processes that submit requests
-    data_parallel_size: int = 1  # groups: each a core, its workers and its output processors
+    data_parallel_size: int = 1  # groups of this node: each a core, its workers and its output processors
     tensor_parallel_size: int = 1  # workers of each core
     output_processors: int = 1  # of each core; 0: their work is done in the core
+    nodes: Nodes | None = None  # None: this node is the only one
     async_scheduling: bool = True  # a step is sent before the result of the one before it is in
 
     max_num_seqs: int = 256  # sequences that run, or are preempted, at a time: slots
@@ -172,12 +190,32 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"max_num_batched_tokens is at least max_num_seqs ({self.max_num_seqs}), "
                 f"not {self.max_num_batched_tokens}"
             )
-        lanes = self.data_parallel_size * (1 + self.output_processors) + 1
+        lanes = self.all_groups * (1 + self.output_processors) + 1
         if lanes > MAX_LANES:
             raise ValueError(
-                f"data_parallel_size x (1 + output_processors) is at most {MAX_LANES - 1}, as each of them answers "
-                f"each server: not {lanes - 1}"
+                f"data_parallel_size of all nodes x (1 + output_processors) is at most {MAX_LANES - 1}, as each of "
+                f"them answers each server: not {lanes - 1}"
             )
+
+    # ── nodes ──
+    @property
+    def is_headless(self) -> bool:
+        """Returns whether the API servers are on another node."""
+        return self.nodes is not None and self.nodes.rank > 0
+
+    @property
+    def remote_groups(self) -> int:
+        """Returns how many groups of other nodes this node reaches. Their numbers follow those of its own."""
+        return 0 if self.nodes is None or self.is_headless else self.data_parallel_size * (self.nodes.count - 1)
+
+    @property
+    def all_groups(self) -> int:
+        """Returns the number of groups to which this node's servers send requests."""
+        return self.data_parallel_size + self.remote_groups
+
+    def node_of(self, group: int) -> int:
+        """Returns the rank of the node that has a group, by the group's number on the home node."""
+        return group // self.data_parallel_size
 
     def device_of(self, group: int, rank: int) -> str:
         """Returns the device of a worker: with `cuda`, each worker has its own."""

@@ -369,9 +369,21 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
     resume: Resume | None = None  # None: it may not be submitted again
 
 
+# ── the uplink of a node → the bridge of its group, on the home node ──────────────────────────────────────────────────
+class LossReport(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """A group of another node serves no more. It has the verdict of that node's launcher."""
+
+    cause: Natural  # Cause
+    reason: str
+    servers: Ints  # of the requests in its steps in flight
+    requests: Requests
+    is_trial: bool = False
+
+
 # What each channel carries; its number in this list is the message's number on the wire.
 INBOX = Submit | Abort | Ready | OutputReady | Stop
 STEPS = Step | Begin | Stop
 RESULTS = StepDone
 TOKENS = Tokens | Stop
 DELTAS = Delta | Failed
+LOSSES = LossReport

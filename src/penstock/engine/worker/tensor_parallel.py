@@ -16,32 +16,37 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.weight_slices import FIRST_ONLY, HeadSlices, WeightSlice, share, within
 
 ALIGNED = 8  # columns, or rows: the arithmetic of some devices and of experts wants 16 bytes, of two-byte numbers
+JOIN_TIMEOUT = datetime.timedelta(minutes=5)  # of a rank, and of each collective operation
 KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers with heads as outputs; the last one: as inputs
 
 
 class TPGroup:
     """The ranks that share a model. With one rank, its methods send nothing."""
 
-    def __init__(self, rank: int = 0, size: int = 1, init_method: str = "", device: str = "cpu") -> None:
-        """Blocks until all ranks have joined. `init_method` is torch.distributed's, as in `tcp://127.0.0.1:PORT`.
+    def __init__(self, rank: int = 0, size: int = 1, rendezvous: Rendezvous | None = None, device: str = "cpu") -> None:
+        """Blocks until all ranks have joined.
 
-        `device` is this rank's own; "cuda" is the CUDA device with the rank's number.
+        `rendezvous`: where they meet; None: there is only this one. `device` is this rank's own; "cuda" is the CUDA
+        device with the rank's number.
         """
         self.rank = rank
         self.size = size
         if device.startswith("cuda"):
             torch.cuda.set_device(rank if device == "cuda" else torch.device(device).index)
         if size > 1:
+            if rendezvous is None:
+                raise ValueError(f"expected a rendezvous for {size} ranks, got none")
             os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it asks what this machine is called, and believes it
             torch.distributed.init_process_group(
                 "nccl" if device.startswith("cuda") else "gloo",
-                init_method=init_method,
+                store=_store(rank, rendezvous),
                 rank=rank,
                 world_size=size,
-                timeout=datetime.timedelta(minutes=5),
+                timeout=JOIN_TIMEOUT,
             )
 
     def close(self) -> None:
@@ -80,6 +85,19 @@ class TPGroup:
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
         least: list[int] = tensor.tolist()
         return least
+
+
+def _store(rank: int, rendezvous: Rendezvous) -> Any:
+    """Connects to the store that rank 0 serves on the socket of the rendezvous."""
+    listener = rendezvous.listener
+    return torch.distributed.TCPStore(  # type: ignore[attr-defined]  # documented, and not in `__all__`
+        rendezvous.host,
+        rendezvous.port,
+        is_master=rank == 0,
+        timeout=JOIN_TIMEOUT,
+        wait_for_workers=False,
+        master_listen_fd=None if listener is None else listener.detach(),
+    )
 
 
 def shard(model: nn.Module, plan: dict[str, str], ranks: TPGroup, heads: HeadSlices) -> dict[str, WeightSlice]:

@@ -15,12 +15,13 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from penstock import EndOfChannel, Handle, Lease, Timeout
+from penstock import EndOfChannel, Handle, Lease, MemoryExhausted, Missing, PeerDied, Store, Timeout
+from penstock.bridge import Puller
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import Row, StatusBoard
-from penstock.engine.cluster.topology import Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
 from penstock.engine.model_dir import model_fingerprint
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
@@ -34,6 +35,7 @@ if TYPE_CHECKING:  # these import torch
 
 MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them
 LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
+PULL_TIMEOUT = 5.0  # seconds; for a value of the home node
 LOOK_AGAIN = 0.0002  # seconds between looks at a flight with unknown end
 
 
@@ -53,9 +55,15 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
     """Creates the worker's device. Blocks until all ranks have joined, and the model is loaded."""
     config = tree.config
 
+    puller = None
+    if tree.store is not None and tree.pulls:
+        puller = Puller(tree.pulls[me.group], me.index, tree.store, name=str(me))
+
     def open_handle(handle: Handle) -> Lease:
         tensor_event("tensors received", handle)
-        return handle.open(tree.store)
+        if tree.store is None or puller is None:
+            return handle.open(tree.store)
+        return open_or_pull(handle, tree.store, puller)
 
     if config.simulated is not None:
         return SimulatedRunner(config.simulated, config.max_num_seqs, open_handle=open_handle)
@@ -68,7 +76,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
     from penstock.engine.worker.tensor_parallel import TPGroup
 
     device = config.device_of(me.group, me.index)
-    ranks = TPGroup(me.index, config.tensor_parallel_size, tree.init_methods[me.group], device)
+    ranks = TPGroup(me.index, config.tensor_parallel_size, tree.rendezvous, device)
     return ModelRunner(
         config.model,
         slots=config.max_num_seqs,
@@ -88,6 +96,26 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         encoder=encoder_options_of(tree),
         takes_embeds=config.enable_prompt_embeds,
     )
+
+
+def open_or_pull(handle: Handle, store: Store, puller: Puller) -> Lease:
+    """Opens a value that the home node has put into its store: has it pulled into the store of this node, once for all
+    workers. Raises Missing."""
+    try:
+        return handle.open(store)
+    except Missing:
+        if handle.key is None:  # it cannot be named on this node
+            raise
+    deadline = time.monotonic() + PULL_TIMEOUT
+    while True:
+        try:
+            return puller.get(handle.key, max(0.0, deadline - time.monotonic()))
+        except PeerDied as death:  # of the uplink before, which is reported once; its successor is there, or comes
+            if time.monotonic() >= deadline:
+                raise Missing(f"a value of the home node has not come: {death}") from None
+            time.sleep(AGAIN)
+        except (Timeout, EndOfChannel, MemoryExhausted) as error:
+            raise Missing(f"a value of the home node has not come: {error}") from error
 
 
 def encoder_options_of(tree: Cluster) -> EncoderOptions:

@@ -87,7 +87,7 @@ class ApiServer:
         self._row = tally.rows[me]
         self._defaults = config.sampling_defaults.given
         self._metrics = Metrics(tally, board, served_name(config, options), segments)
-        self._health = HealthReport(tally, board, me)
+        self._health = HealthReport(tally, board, me, config.node_of)
         self._dashboard = Dashboard()
         self._name = served_name(config, options)
         self._names = options.served_model_name or (self._name,)
@@ -246,7 +246,7 @@ class ApiServer:
         request_id: str,
         chunk_format: ChunkFormat | None = None,
     ) -> RequestStreams:
-        slots = self._config.max_num_seqs * self._config.data_parallel_size
+        slots = self._config.max_num_seqs * self._config.all_groups
         formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
         submits = [
             functools.partial(self._submit, sampling, params, request_id, *one)

@@ -6,6 +6,7 @@ Reads the status board and the server counters. The route needs no API key.
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -18,11 +19,12 @@ from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 
 class HealthReport:
-    def __init__(self, tally: ServerCounters, board: StatusBoard, me: int) -> None:
+    def __init__(self, tally: ServerCounters, board: StatusBoard, me: int, node_of: Callable[[int], int]) -> None:
         self._tally = tally
         self._board = board
         self._groups = board.rows
         self._me = me
+        self._node_of = node_of  # the node of a group
 
     @property
     def _is_ready(self) -> bool:
@@ -49,6 +51,7 @@ class HealthReport:
         groups = [
             {
                 "group": number,
+                "node": self._node_of(number),
                 "incarnation": row[StatusBoard.SERVING],
                 "serves": row[StatusBoard.SERVING] > 0,
                 "open": row[StatusBoard.OPEN],

@@ -32,6 +32,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_num_seqs: int
     max_num_batched_tokens: int
     is_simulated: bool
+    groups_per_node: int
 
     @staticmethod
     def publish(config: EngineConfig, options: ServerOptions, url: str) -> lowlevel.Segment:
@@ -45,11 +46,16 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             is_simulated=config.simulated is not None,
+            groups_per_node=config.data_parallel_size,
         )
         encoded = msgspec.json.encode(notice)
         page = lowlevel.Segment.create(len(encoded), name=NAME)
         page.view(writable=True)[:] = encoded
         return page
+
+    def node_of(self, group: int) -> int:
+        """Returns the rank of the node that has a group."""
+        return group // self.groups_per_node
 
     @staticmethod
     def read(page: lowlevel.Segment) -> ServerInfo:

@@ -11,14 +11,15 @@ from penstock.server.status.server_info import ServerInfo
 
 
 class ProcessView(msgspec.Struct, frozen=True):
-    role: str  # launcher, core, worker, output, server
-    group: int  # means something for core, worker and output
+    role: str  # launcher, core, worker, output, bridge, server
+    group: int  # means something for core, worker, output and bridge
     index: int
     pid: int  # 0: there is none now
     incarnation: int  # 0: none has been started; 1: this is the first
     state: str  # starting, serves, draining, stopped, gone
     cpu_seconds: float
     private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
+    node: int = 0  # of a bridge: the node that has its group
     life: int = 0  # of an output processor: how often it was started again within this incarnation
 
     @property
@@ -29,7 +30,7 @@ class ProcessView(msgspec.Struct, frozen=True):
 
     @property
     def is_of_group(self) -> bool:
-        return self.role in ("core", "worker", "output")
+        return self.role in ("core", "worker", "output", "bridge")
 
     @property
     def key(self) -> tuple[str, int, int]:
@@ -37,7 +38,7 @@ class ProcessView(msgspec.Struct, frozen=True):
 
     @property
     def title(self) -> str:
-        place = {"launcher": "", "server": f" {self.index}"}
+        place = {"launcher": "", "server": f" {self.index}", "bridge": f" {self.group} to node {self.node}"}
         return self.role + place.get(self.role, f" {self.group}.{self.index}")
 
 
@@ -97,6 +98,7 @@ class EngineView(msgspec.Struct, frozen=True):
     kept_tokens: int  # of its open requests, which servers keep to resume them
     prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
     prefix_hits: int = 0  # those of them that it had
+    node: int = 0  # that has it; 0: the node of the servers
 
 
 class ItemCount(msgspec.Struct, frozen=True):

@@ -114,7 +114,7 @@ class SnapshotReader:
             channels=tuple(_channel(segment) for segment in segments if "senders" in segment),
             stores=tuple(_store(segment) for segment in segments if "store" in segment),
             groups=tuple(
-                _group(row, [server.engines[number].migration for server in tally.rows])
+                _group(notice.node_of(number), row, [server.engines[number].migration for server in tally.rows])
                 for number, row in enumerate(board.rows)
             ),
             servers=tuple(map(_server, tally.rows)),
@@ -131,7 +131,9 @@ def _start_of(pid: int) -> int:
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) -> Iterator[ProcessView]:
     rows, is_draining = board.rows, board.is_draining
-    yield _process(ProcessId("launcher", 0, 0, 1), ProcessEntry(1, notice.pid), "draining" if is_draining else "serves")
+    yield _process(
+        ProcessId("launcher", 0, 0, 1), 0, ProcessEntry(1, notice.pid), "draining" if is_draining else "serves"
+    )
     for member, life in zip(notice.processes, board.members, strict=True):
         if member.kind == "server":
             row = tally.rows[member.index]
@@ -140,19 +142,21 @@ def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) ->
             group = rows[member.group]
             is_absent = member.kind == "output" and group[StatusBoard.ABSENT_OUTPUTS] >> member.index & 1
             serves = group[StatusBoard.SERVING] == life.incarnation and not is_absent
-        yield _process(member, life, "draining" if is_draining else "serves" if serves else "starting")
+        node = notice.node_of(member.group) if member.kind == "bridge" else 0
+        yield _process(member, node, life, "draining" if is_draining else "serves" if serves else "starting")
 
 
-def _process(member: ProcessId, life: ProcessEntry, otherwise: str) -> ProcessView:
-    """Returns the view of one process. `otherwise`: its state, if it lives and is not stopped."""
+def _process(member: ProcessId, node: int, life: ProcessEntry, otherwise: str) -> ProcessView:
+    """Returns the view of one process. `node`: that a bridge leads to; `otherwise`: its state, if it lives and is not
+    stopped."""
+    place = member.kind, member.group, member.index
     process = process_of(life.pid) if life.pid else None
     if process is None or process.state == "Z":
         state = "gone" if life.incarnation else "starting"
-        return ProcessView(member.kind, member.group, member.index, 0, life.incarnation, state, 0.0, None, life.life)
+        return ProcessView(*place, 0, life.incarnation, state, 0.0, None, node, life.life)
     state = "stopped" if process.state in "Tt" else otherwise
     used, private = process.cpu_seconds, private_nbytes_of(life.pid)
-    place = member.kind, member.group, member.index
-    return ProcessView(*place, life.pid, life.incarnation, state, used, private, life.life)
+    return ProcessView(*place, life.pid, life.incarnation, state, used, private, node, life.life)
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -193,8 +197,8 @@ def _store(segment: Json) -> StoreView:
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _group(row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
-    """`migration`: what each server process counts of the group."""
+def _group(node: int, row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
+    """`node`: that has the group; `migration`: what each server process counts of the group."""
     causes = range(MigrationCounters.MIGRATIONS, MigrationCounters.MIGRATIONS + len(MIGRATION_CAUSES))
     return EngineView(
         incarnation=row[StatusBoard.SERVING],
@@ -215,6 +219,7 @@ def _group(row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
         waiting_to_resume=sum(part[MigrationCounters.WAITING] for part in migration),
         migrations=sum(part[word] for part in migration for word in causes),
         given_up=sum(part[MigrationCounters.GIVEN_UP] for part in migration),
+        node=node,
         kept_tokens=sum(part[MigrationCounters.KEPT_TOKENS] for part in migration),
     )
 

@@ -126,3 +126,10 @@ def test_oom_kills_are_unknown_where_nothing_can_be_read(tmp_path: Path) -> None
     (tmp_path / "cgroup").write_text("0::/\n")
     (tmp_path / "memory.events").write_text("oom 1\n")
     assert count_oom_kills(tmp_path / "cgroup", (tmp_path,)) is None
+
+
+@pytest.mark.parametrize("cause", list(Cause))
+def test_cause_of_a_group_on_another_node_is_what_its_bridge_says(cause: Cause) -> None:
+    found = loss()
+    found.begin(1, ProcessEnd("the link to node 1 has ended", cause=cause), [], False)
+    assert found.cause == found.close() == cause

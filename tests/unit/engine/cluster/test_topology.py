@@ -11,15 +11,16 @@ import time
 
 import msgspec
 import pytest
+from msgspec.structs import replace
 
 from penstock import PeerDied
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.cluster.topology import Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes, retry_past_stale_deaths
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.launcher import STOP_TIMEOUT, Launcher, Run
 from penstock.engine.model_dir import with_model_defaults
-from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 from penstock.engine.protocol.messages import Stop
 
 CONFIG = EngineConfig(
@@ -34,6 +35,33 @@ def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() 
     deltas = [tree.delta_lane(group, output) for group in range(2) for output in (None, 0, 1)]
     assert deltas == list(range(tree.servers[0].senders - 1))
     assert tree.groups[1].steps.receivers == 2 and len(tree.groups[1].tokens) == 2
+    tree.close()
+
+
+def test_a_home_node_has_an_inbox_for_each_group_of_other_nodes_and_a_lane_for_its_answers() -> None:
+    config = replace(CONFIG, nodes=Nodes(count=2, address="10.0.0.1"))
+    tree = Cluster.open(config)
+    assert [inbox.name for inbox in tree.inboxes] == [f"inbox {group}" for group in range(4)]
+    assert tree.inboxes[:2] == tuple(group.inbox for group in tree.groups) and len(tree.groups) == 2
+    deltas = [tree.delta_lane(group, output) for group in range(4) for output in (None, 0, 1)]
+    assert deltas == list(range(tree.servers[0].senders - 1))
+    bridges = [member for member in all_processes(config) if member.kind == "bridge"]
+    assert bridges == [ProcessId("bridge", group, 0, 1) for group in (2, 3)]
+    assert len(StatusBoard(tree.board).rows) == 4
+    tree.close()
+
+
+def test_a_node_without_servers_has_inboxes_for_the_servers_of_each_of_its_groups() -> None:
+    config = replace(CONFIG, nodes=Nodes(count=2, rank=1, address="10.0.0.1"))
+    tree = Cluster.open(config)
+    assert tree.inboxes == tuple(group.inbox for group in tree.groups)
+    first, second = tree.servers_of(0), tree.servers_of(1)
+    assert len(first) == len(second) == 3 and not set(map(id, first)) & set(map(id, second))
+    for group in range(2):
+        lanes = [tree.delta_lane(group, output) for output in (None, 0, 1)]
+        assert lanes == list(range(first[0].senders - 1))
+    kinds = [member.kind for member in all_processes(config)]
+    assert kinds.count("uplink") == 2 and "server" not in kinds
     tree.close()
 
 

@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 
 SIMULATED = SimulatedDevice()
 
@@ -78,3 +78,46 @@ def test_what_cannot_be_is_refused_with_its_name(options: dict[str, Any], text: 
 def test_a_simulated_device_that_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
     with pytest.raises(ValueError, match=text):
         SimulatedDevice(**options)
+
+
+def nodes(**options: Any) -> Nodes:
+    return Nodes(**{"count": 3, "address": "10.0.0.1", **options})
+
+
+def test_groups_of_other_nodes_have_the_numbers_after_those_of_the_home_node() -> None:
+    home = EngineConfig(simulated=SIMULATED, data_parallel_size=2, nodes=nodes())
+    assert (home.is_headless, home.remote_groups, home.all_groups) == (False, 4, 6)
+    assert [home.node_of(group) for group in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+def test_devices_are_counted_on_each_node() -> None:
+    for rank in range(3):
+        config = EngineConfig(
+            model="m", device="cuda", data_parallel_size=2, tensor_parallel_size=2, nodes=nodes(rank=rank)
+        )
+        devices = [config.device_of(group, worker) for group in range(2) for worker in range(2)]
+        assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
+def test_a_node_without_servers_reaches_no_groups_but_its_own() -> None:
+    config = EngineConfig(simulated=SIMULATED, data_parallel_size=2, nodes=nodes(rank=1))
+    assert (config.is_headless, config.remote_groups, config.all_groups) == (True, 0, 2)
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"count": 1}, "count is between 2 and 16, not 1"),
+        ({"rank": 3}, "rank is between 0 and 2, not 3"),
+        ({"port": 0}, "port is between 1 and 65535, not 0"),
+        ({"address": ""}, "expected address"),
+    ],
+)
+def test_nodes_that_cannot_be_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        nodes(**options)
+
+
+def test_groups_of_all_nodes_count_against_the_lanes_of_a_server() -> None:
+    with pytest.raises(ValueError, match=r"at most 63, as each .*: not 64"):
+        EngineConfig(simulated=SIMULATED, data_parallel_size=16, output_processors=1, nodes=nodes(count=2))

@@ -212,6 +212,12 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--port", "99999"), "port is between"),
             ((*simulated, "--port", str(taken.getsockname()[1])), "in use"),
             ((*simulated, "--api-server-count", "0"), "api_server_count is between"),
+            ((*simulated, "--nnodes", "2", "--node-rank", "1"), "--node-rank 1 needs --headless"),
+            ((*simulated, "--nnodes", "2", "--headless"), "--node-rank 0 takes no --headless"),
+            ((*simulated, "--nnodes", "2", "--node-rank", "2", "--headless"), "rank is between 0 and 1, not 2"),
+            ((*simulated, "--nnodes", "2", "-dp", "3"), "--data-parallel-size is a multiple of --nnodes (2), not 3"),
+            ((*simulated, "--nnodes", "0"), "--data-parallel-size is a multiple of --nnodes (0)"),
+            ((*simulated, "--nnodes", "2", "--port", "0"), "hexadecimal digits in PENSTOCK_NODE_SECRET"),
             ((*simulated, "--port", "0", "--host", "no such host"), "penstock serve:"),
             (("/nowhere", "--port", "0"), "got '/nowhere'"),
             (

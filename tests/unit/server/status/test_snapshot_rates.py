@@ -19,6 +19,7 @@ from penstock.server.status.snapshot import (
 from penstock.server.status.snapshot_rates import View, rates_of
 
 NOTICE = ServerInfo(
+    groups_per_node=1,
     version="1", pid=7, name="m", url="http://x:1", started=0.0, processes=(ProcessId("core", 0, 0, 1),),
     max_num_seqs=8, max_num_batched_tokens=64, is_simulated=True,
 )  # fmt: skip

@@ -1,0 +1,160 @@
+"""The bridge of a group that runs on another node: it stands in the place of the group's core on the home node.
+
+It lives for one incarnation of the group here, and that for one link: the group serves while it is linked. When the
+link ends, or the group over there, the bridge ends with the reason, and the launcher restarts it: it waits for the next
+link. Its ends stay open until the process is gone, so servers learn of its death, and submit their requests again.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import replace
+
+import penstock
+from penstock import EndOfChannel, PeerDied, Timeout
+from penstock.bridge import (
+    ChannelDeath,
+    InboundChannel,
+    InboundWords,
+    Lane,
+    Link,
+    LinkDied,
+    Listener,
+    OutboundChannel,
+    StoreValues,
+)
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process import RemoteLoss, starting
+from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes
+from penstock.engine.cluster.verdict_board import Cause, VerdictBoard, request_words
+from penstock.engine.nodes.group_link import LOSSES_NAME, ROW_NAME, ROW_PLACES, group_link, node_secret, port_of
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import LOSSES, LossReport
+
+ACCEPT_TIMEOUT = 60.0  # seconds; then the log says again which node is missing
+
+
+def run(tree: Cluster, me: ProcessId) -> None:
+    """Serves a group of another node until that group or the link ends. Raises RemoteLoss."""
+    with starting():
+        bridge = GroupBridge(tree, me)
+    bridge.run()
+
+
+class GroupBridge:
+    def __init__(self, tree: Cluster, me: ProcessId) -> None:
+        config = tree.config
+        assert config.nodes is not None, "a group of another node is a group of several nodes"
+        self._tree = tree
+        self._me = me
+        self._node = config.node_of(me.group)
+        self._board = StatusBoard(tree.board, writable=True)
+        self._servers = ServerLives(config, self._board)
+        self._losses: penstock.Ring[LOSSES] = penstock.Ring(LOSSES, name=f"losses {me.group}")
+        self._loss: RemoteLoss | None = None  # the first reason to end the link
+        self._link: Link | None = None
+        port = port_of(config.nodes, config.data_parallel_size, me.group)
+        self._listener = Listener((config.nodes.address, port), secret=node_secret())
+
+    def run(self) -> None:
+        self._link = link = self._accept()
+        event("node joined", node=self._node, group=self._me.group, remote=link.remote.name, remote_pid=link.remote.pid)
+        threading.Thread(target=self._receive_loss, daemon=True).start()
+        self._board.row(self._me.group)[StatusBoard.SERVING] = self._me.incarnation
+        try:
+            reason = link.run()
+        except LinkDied as death:
+            reason = str(death)
+        loss = self._loss or RemoteLoss(Cause.OUTSIDE, f"the link to node {self._node} has ended: {reason}")
+        event(
+            "node lost",
+            logging.WARNING,
+            node=self._node,
+            group=self._me.group,
+            cause=loss.cause.name.lower(),
+            reason=loss,
+        )
+        raise loss
+
+    def _accept(self) -> Link:
+        """Waits for the uplink of the group. A stranger, or a node that does not fit, is refused in words."""
+        tree, me = self._tree, self._me
+        # The label of each lane is this process's name: its death is the group's.
+        lanes = [
+            Lane(tree.delta_lane(me.group, output), str(me)) for output in (None, *range(tree.config.output_processors))
+        ]
+        answers = [
+            InboundChannel(f"deltas {server}", inbox, lanes, on_death="forward")
+            for server, inbox in enumerate(tree.servers)
+        ]
+        spec = replace(
+            group_link(tree.config, me.group, f"{me} on node 0"),
+            channels=[
+                OutboundChannel("inbox", tree.inboxes[me.group], peer_name=str(me), on_death="forward"),
+                InboundChannel(LOSSES_NAME, self._losses, [Lane(name=str(me))]),
+                *answers,
+            ],
+            words=[InboundWords(ROW_NAME, self._board.row(me.group), ROW_PLACES)],
+            values=None if tree.store is None else StoreValues(tree.store),
+            on_death=self._process_death,
+        )
+        refused = 0
+        while True:
+            try:
+                return self._listener.accept(spec, timeout=ACCEPT_TIMEOUT)
+            except Timeout:
+                event("node has not joined", node=self._node, group=me.group, address=self._listener.address)
+            if refused < (refused := sum(self._listener.refusals.values())):
+                event("links refused", logging.WARNING, number=refused, last=self._listener.last_refusal)
+
+    # ── ends, in other threads and in the link's hook ──
+    def _receive_loss(self) -> None:
+        """Waits for the report of the node that the group has ended, writes its requests in flight on the verdict
+        board, and ends the link."""
+        try:
+            with self._losses.open_receiver(name=str(self._me)) as losses:
+                report: LossReport = losses.receive()
+        except (PeerDied, EndOfChannel):  # the link has ended before
+            return
+        words = request_words(report.servers, report.requests)
+        board, me = VerdictBoard(self._tree.verdicts, writable=True), self._me
+        board.write_requests(me.group, me.incarnation, me.incarnation, [words], report.is_trial)
+        self._end(Cause(report.cause), f"group {me.group} of node {self._node} has ended: {report.reason}")
+
+    def _process_death(self, death: ChannelDeath) -> None:
+        """Ends the link when a server dies: the uplink's end makes the core forget its requests. Those of other servers
+        migrate, and that does not count towards their limit."""
+        if not death.is_remote and death.channel == "inbox" and self._servers.is_new_death(death.index, death.name):
+            self._end(Cause.PLANNED, f"server {death.index} has died: {death.how}")
+
+    def _end(self, cause: Cause, reason: str) -> None:
+        self._loss = self._loss or RemoteLoss(cause, reason)
+        assert self._link is not None, "the link has begun"
+        self._link.stop(reason)
+
+
+class ServerLives:
+    """The lives of the servers when the bridge started: the death of an earlier one is reported late, and means nothing
+    for this link."""
+
+    def __init__(self, config: EngineConfig, board: StatusBoard) -> None:
+        self._board = board
+        members = all_processes(config)
+        self._places = [place for place, member in enumerate(members) if member.kind == "server"]
+        self._before = self._entries()
+
+    def _entries(self) -> list[ProcessEntry]:
+        members = self._board.members
+        return [members[place] for place in self._places]
+
+    def is_new_death(self, server: int, name: str) -> bool:
+        """Returns whether a server of this name has lived since the bridge started. The name of a dead peer may be
+        gone: then its successor has its place, which the board says."""
+        if server >= len(self._before):
+            return False
+        before, dead = self._before[server], ProcessId.of(name)
+        if dead is None:
+            return self._entries()[server] != before
+        return dead.incarnation > before.incarnation or (dead.incarnation == before.incarnation and before.pid != 0)

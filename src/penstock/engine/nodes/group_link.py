@@ -1,0 +1,68 @@
+"""The link between the bridge of a group, on the home node, and the group's uplink, on its own: what both agree on.
+
+    home node                                       the group's node
+    server ─► inbox of the group ─► bridge ══════► uplink ─► inbox of the core
+    server ◄─ its inbox of deltas ◄─ bridge ◄══════ uplink ◄─ inbox in the place of the server's
+              row of the board    ◄─ bridge ◄══════ uplink ◄─ row of the board
+              losses              ◄─ bridge ◄══════ uplink
+
+Frames pass as they are. The home node listens, and the others connect.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import msgspec
+
+from penstock.bridge import LinkSpec
+from penstock.engine.cluster.status_board import ROW_WORDS, StatusBoard
+from penstock.engine.model_dir import portable_fingerprint
+from penstock.engine.protocol.config import EngineConfig, Nodes
+
+SECRET_VARIABLE = "PENSTOCK_NODE_SECRET"  # seen by fewer than a command line
+SECRET_NBYTES = 32
+HEARTBEAT_S, SILENCE_S = 0.5, 2.0
+ROW_NAME, LOSSES_NAME = "row", "losses"  # in the link
+# Options that the servers, on the home node, and the cores, on all nodes, must have in common.
+COMMON_OPTIONS = (
+    *("api_server_count", "data_parallel_size", "output_processors", "max_model_len", "max_num_seqs"),
+    *("dtype", "end_ids", "enable_prompt_embeds", "simulated"),
+)
+# Words of a row that the launcher of the home node writes, or that mean another incarnation there.
+HOME_WORDS = (StatusBoard.SERVING, StatusBoard.FAILED_STARTS, StatusBoard.LINKED)
+ROW_PLACES = [place for place in range(ROW_WORDS) if place not in HOME_WORDS]
+
+
+def node_secret() -> bytes:
+    """Returns the secret that all nodes share. Raises ValueError."""
+    text = os.environ.get(SECRET_VARIABLE, "")
+    try:
+        secret = bytes.fromhex(text)
+    except ValueError:
+        secret = b""
+    if len(secret) != SECRET_NBYTES:
+        raise ValueError(
+            f"expected {SECRET_NBYTES} bytes as {2 * SECRET_NBYTES} hexadecimal digits in {SECRET_VARIABLE}, the same "
+            f"on all nodes, got {len(text)} characters: openssl rand -hex {SECRET_NBYTES} draws them"
+        )
+    return secret
+
+
+def port_of(nodes: Nodes, data_parallel_size: int, group: int) -> int:
+    """Returns the port for a group of another node, by its number on the home node."""
+    return nodes.port + group - data_parallel_size
+
+
+def home_number(config: EngineConfig, group: int) -> int:
+    """Returns the number that a group of this node has on the home node."""
+    return group + (0 if config.nodes is None else config.nodes.rank * config.data_parallel_size)
+
+
+def group_link(config: EngineConfig, group: int, name: str) -> LinkSpec:
+    """Returns what both sides say of themselves. `group`: its number on the home node."""
+    facts = {option: msgspec.json.encode(getattr(config, option)).decode() for option in COMMON_OPTIONS}
+    facts["nodes"] = str(0 if config.nodes is None else config.nodes.count)
+    facts["model"] = portable_fingerprint(Path(config.model)) if config.model else ""
+    return LinkSpec(link=f"group {group}", epoch=0, name=name, same=facts, heartbeat_s=HEARTBEAT_S, silence_s=SILENCE_S)

@@ -1,0 +1,147 @@
+"""The uplink of a group to the home node: on the group's own node, it stands in the place of all servers.
+
+It connects to the home node when its group serves, and has one link. When the link ends, the process ends, and its ends
+with it: to the core that is the death of its servers, so it forgets their requests, and keeps its model and its caches.
+The launcher starts the uplink again, which connects again. When the group ends, or the node drains, the uplink says so
+to the home node, with the launcher's verdict: servers submit the requests to other groups.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from dataclasses import replace
+
+import numpy as np
+
+import penstock
+from penstock import Timeout
+from penstock.bridge import (
+    BridgeRefused,
+    InboundChannel,
+    Lane,
+    Link,
+    LinkDied,
+    OutboundChannel,
+    OutboundWords,
+    StoreValues,
+    connect,
+)
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process import CannotStart, starting
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.cluster.verdict_board import Cause, Verdict, VerdictBoard
+from penstock.engine.nodes.group_link import LOSSES_NAME, ROW_NAME, group_link, home_number, node_secret, port_of
+from penstock.engine.protocol.messages import LOSSES, LossReport
+
+LOOK_AGAIN = 0.02  # seconds between two reads of the board
+CONNECT_TIMEOUT = 1.0  # seconds; then the board is read again
+VERDICT_TIMEOUT = 5.0  # seconds; until the launcher has found why the group was lost
+REPORT_TIMEOUT = 1.0  # seconds; until the home node ends the link, because of a report
+NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
+
+
+def run(tree: Cluster, me: ProcessId) -> None:
+    """Links a group to the home node, until the link or the group ends."""
+    with starting():
+        uplink = Uplink(tree, me)
+    uplink.run()
+
+
+class Uplink:
+    def __init__(self, tree: Cluster, me: ProcessId) -> None:
+        self._tree = tree
+        self._me = me
+        self._group = me.index
+        self._board = StatusBoard(tree.board, writable=True)
+        self._row = self._board.row(self._group)
+        self._verdicts = VerdictBoard(tree.verdicts)
+        self._losses: penstock.Ring[LOSSES] = penstock.Ring(LOSSES, name=f"losses {self._group}")
+        self._secret = node_secret()
+
+    def run(self) -> None:
+        """Returns when the link has ended, and leaves all ends open."""
+        incarnation = self._await_group()
+        link = self._connect(incarnation)
+        if link is None:
+            return
+        event("linked to the home node", group=self._group, remote=link.remote.name, remote_pid=link.remote.pid)
+        self._row[StatusBoard.LINKED] = 1
+        threading.Thread(target=self._watch, args=(link, incarnation), daemon=True).start()
+        try:
+            event("link ended", group=self._group, reason=link.run())
+        except LinkDied as death:
+            event("link lost", logging.WARNING, group=self._group, cause=death.cause, reason=death)
+
+    def _await_group(self) -> int:
+        """Waits until the group serves. Returns its incarnation; 0: the node drains."""
+        while not (incarnation := self._row[StatusBoard.SERVING]) and not self._board.is_draining:
+            time.sleep(LOOK_AGAIN)
+        return incarnation
+
+    def _serves(self, incarnation: int) -> bool:
+        return self._row[StatusBoard.SERVING] == incarnation != 0 and not self._board.is_draining
+
+    def _connect(self, incarnation: int) -> Link | None:
+        """Connects to the home node, as often as it takes. Returns None if the group does not serve any more. Raises
+        CannotStart if the home node refuses this one."""
+        tree, me, config = self._tree, self._me, self._tree.config
+        assert config.nodes is not None, "an uplink is on one of several nodes"
+        number = home_number(config, self._group)
+        lanes = [Lane(server, str(me)) for server in range(config.api_server_count)]
+        answers = [
+            OutboundChannel(f"deltas {server}", inbox, peer_name=str(me), on_death="forward")
+            for server, inbox in enumerate(tree.servers_of(self._group))
+        ]
+        spec = replace(
+            group_link(config, number, f"{me} on node {config.nodes.rank}"),
+            channels=[
+                InboundChannel("inbox", tree.inboxes[self._group], lanes, on_death="forward"),
+                OutboundChannel(LOSSES_NAME, self._losses, peer_name=str(me)),
+                *answers,
+            ],
+            words=[OutboundWords(ROW_NAME, self._row)],
+            values=None if tree.store is None else StoreValues(tree.store, tree.pulls[self._group]),
+            on_death=lambda death: None,  # the board says what becomes of the group
+        )
+        address = config.nodes.address, port_of(config.nodes, config.data_parallel_size, number)
+        while self._serves(incarnation):
+            try:
+                return connect(address, spec, secret=self._secret, timeout=CONNECT_TIMEOUT)
+            except Timeout:
+                continue
+            except BridgeRefused as refused:
+                raise CannotStart(f"the home node at {address[0]}:{address[1]} refuses this node: {refused}") from None
+        return None
+
+    # ── in a thread of its own ──
+    def _watch(self, link: Link, incarnation: int) -> None:
+        """Waits until the group ends or the node drains, and reports it to the home node, which ends the link."""
+        sender = self._losses.open_sender(name=str(self._me))
+        while self._serves(incarnation):
+            time.sleep(LOOK_AGAIN)
+        report = self._report(incarnation)
+        event("group reported lost", group=self._group, cause=Cause(report.cause).name.lower())
+        sender.send(report, REPORT_TIMEOUT)
+        time.sleep(REPORT_TIMEOUT)
+        link.stop(report.reason)
+
+    def _report(self, incarnation: int) -> LossReport:
+        none = np.empty(0, np.int32)
+        if self._board.is_draining:
+            return LossReport(Cause.PLANNED, "its node drains", none, none)
+        verdict = self._await_verdict(incarnation)
+        requests = np.array(sorted(verdict.in_flight), np.int32).reshape(-1, 2)
+        reason = "it was restarted as planned" if verdict.cause == Cause.PLANNED else "one of its processes has died"
+        return LossReport(verdict.cause, reason, requests[:, 0].copy(), requests[:, 1].copy(), verdict.is_trial)
+
+    def _await_verdict(self, incarnation: int) -> Verdict:
+        deadline = time.monotonic() + VERDICT_TIMEOUT
+        while time.monotonic() < deadline:
+            verdict = self._verdicts.verdict(self._group, incarnation)
+            if verdict is not None:
+                return verdict
+            time.sleep(LOOK_AGAIN)
+        return NO_VERDICT

@@ -1,0 +1,104 @@
+"""A node is killed, stopped, cut off and slowed down under streams, again and again: every answer is exact."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import time
+from collections.abc import AsyncIterator
+
+import pytest
+
+from penstock.engine.client.client import Client
+from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.protocol.messages import SamplingParams
+from tests import tiers
+from tests.crash.test_engine_migration import Reader, counted
+from tests.support.engine import PATIENCE, START, prompt
+from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
+
+pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
+
+STREAMS = 64
+NOTICED_WITHIN = 10.0  # seconds, of a machine that does much else; what it takes is printed
+BLOWS = ("node", "core", "worker", "uplink", "stop", "cut", "cut out", "cut back", "delay")
+
+
+class Campaign:
+    def __init__(self, tree: TwoNodes, client: Client, seed: int) -> None:
+        self.tree, self.client = tree, client
+        self.chance = random.Random(seed)
+        self.answered = 0
+        self.is_over = False
+        self.noticed: dict[str, list[float]] = {}
+
+    async def keep_streaming(self) -> None:
+        while not self.is_over:
+            ids, tokens = prompt(), self.chance.randrange(50, 600)
+            params = SamplingParams(max_tokens=tokens, ignore_eos=True)
+            reader = Reader(await self.client.submit(ids, params), ids, tokens)
+            await reader.done
+            assert reader.ids == self.tree.rule.answer(ids, tokens)
+            self.answered += 1
+
+    async def strike(self, blow: str) -> None:
+        """Strikes, and waits until the node serves again."""
+        tree, began = self.tree, time.monotonic()
+        if blow == "delay":
+            tree.relay.delay = 0.2
+            await asyncio.sleep(self.chance.uniform(0.1, 0.5))
+            tree.relay.delay = 0.0
+            return
+        before = tree.number(StatusBoard.SERVING, REMOTE)
+        async with self._blow(blow):
+            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) != before, NOTICED_WITHIN)
+            self.noticed.setdefault(blow, []).append(time.monotonic() - began)
+        await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) > before, START)
+
+    @contextlib.asynccontextmanager
+    async def _blow(self, blow: str) -> AsyncIterator[None]:
+        remote, is_cut = self.tree.remote, self.tree.relay.is_cut
+        if blow == "node":
+            remote.kill()
+        elif blow == "stop":
+            remote.signal(signal.SIGSTOP)
+        elif blow.startswith("cut"):
+            for direction in blow.split()[1:] or list(is_cut):
+                is_cut[direction] = True
+        else:
+            os.kill(remote.pid_of(blow), signal.SIGKILL)
+        yield
+        if blow == "node":
+            remote.start()
+        remote.signal(signal.SIGCONT)
+        for direction in is_cut:
+            is_cut[direction] = False
+
+
+@pytest.mark.timeout(3600)
+def test_streams_stay_exact_whatever_happens_to_a_node(seed: int) -> None:
+    async def scene() -> None:
+        options = {"migration_limit": 10_000, "max_model_len": 1024}
+        async with two_nodes(**options) as tree, Client(tree.launcher.tree, 0) as client:
+            campaign = Campaign(tree, client, seed)
+            streams = [asyncio.ensure_future(campaign.keep_streaming()) for _ in range(STREAMS)]
+            order = [BLOWS[number % len(BLOWS)] for number in range(tiers.NODE_BLOWS)]
+            campaign.chance.shuffle(order)
+            for blow in order:
+                await campaign.strike(blow)
+                assert not any(stream.done() for stream in streams), "a stream has failed"
+                await asyncio.sleep(campaign.chance.uniform(0.0, 0.3))
+            campaign.is_over = True
+            await asyncio.wait_for(asyncio.gather(*streams), START + PATIENCE)
+            assert counted(client, MigrationCounters.GIVEN_UP) == 0
+            for group in range(2):
+                await tree.must_be_empty(group)
+            print(f"{campaign.answered} answers, all exact")
+            for blow, seconds in sorted(campaign.noticed.items()):
+                print(f"{blow:9} {len(seconds):3} times, noticed after {min(seconds):.3f} to {max(seconds):.3f} s")
+
+    asyncio.run(scene())

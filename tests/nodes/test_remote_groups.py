@@ -1,0 +1,205 @@
+"""A group on another node answers as one of the home node, and its requests go on when that node is lost.
+
+The simulated device's rule says what an answer is. The node is in a pid namespace of its own: no ticket leads to it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import numpy as np
+import pytest
+
+from penstock.engine.client.client import Client, ImageInput
+from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.protocol.messages import SamplingParams
+from tests import tiers
+from tests.crash.test_engine_migration import Reader, counted, migrations, readers, require_exact
+from tests.support.engine import START, answered, prompt
+from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
+
+pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
+
+OPEN = 16  # requests, when the blow falls
+
+
+def of_remote(started: list[Reader]) -> int:
+    return sum(reader.stream.group == REMOTE for reader in started)
+
+
+async def require_both(tree: TwoNodes, client: Client) -> None:
+    """Both nodes serve again, and take requests."""
+    await tree.serving_again(client)
+    await tree.until(lambda: not tree.number(StatusBoard.ABSENT_OUTPUTS, REMOTE), START)  # else it gets no requests
+    for group in range(2):
+        await tree.must_be_empty(group)
+    again = await readers(client, OPEN, 5)
+    assert 0 < of_remote(again) < OPEN
+    await require_exact(tree, again)
+
+
+def test_requests_are_divided_among_nodes_and_answered_alike() -> None:
+    async def scene() -> None:
+        async with two_nodes(tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN)
+            assert 0 < of_remote(started) < OPEN
+            await require_exact(tree, started)
+            assert migrations(client) == {}
+            ids = prompt()
+            assert await answered(client, ids, max_tokens=20, n=3, ignore_eos=True)
+            for group in range(2):
+                await tree.must_be_empty(group)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "kind", ["output", *(pytest.param(kind, marks=tiers.needs_all) for kind in ("core", "worker"))]
+)
+def test_streams_go_on_when_a_process_of_the_other_node_is_killed(kind: str) -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN)
+            lost = of_remote(started)
+            os.kill(tree.remote.pid_of(kind), signal.SIGKILL)
+            await require_exact(tree, started)
+            assert migrations(client) == {"output" if kind == "output" else "died": lost}
+            await require_both(tree, client)
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+def test_streams_go_on_when_the_other_node_is_killed_and_it_joins_again() -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN)
+            lost, began = of_remote(started), time.monotonic()
+            tree.remote.kill()
+            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) == 0)
+            noticed = time.monotonic() - began
+            await require_exact(tree, started)
+            assert noticed < 2.5 and migrations(client) == {"died": lost}
+            print(f"noticed after {noticed:.3f} s")
+            tree.remote.start()
+            await require_both(tree, client)
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+@pytest.mark.parametrize("directions", [("out", "back"), ("out",), ("back",)], ids="+".join)
+def test_streams_go_on_when_the_link_is_cut_and_the_node_joins_again(directions: tuple[str, ...]) -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN, 2000)
+            lost, began = of_remote(started), time.monotonic()
+            for direction in directions:
+                tree.relay.is_cut[direction] = True
+            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) == 0)
+            print(f"noticed after {time.monotonic() - began:.3f} s")
+            for direction in directions:
+                tree.relay.is_cut[direction] = False
+            await require_exact(tree, started)
+            assert migrations(client) == {"died": lost}
+            await require_both(tree, client)
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+def test_streams_go_on_when_the_other_node_is_stopped_and_it_joins_again() -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN, 2000)
+            lost, began = of_remote(started), time.monotonic()
+            tree.remote.signal(signal.SIGSTOP)
+            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) == 0)
+            print(f"noticed after {time.monotonic() - began:.3f} s")
+            await require_exact(tree, started)
+            assert migrations(client) == {"died": lost}
+            tree.remote.signal(signal.SIGCONT)
+            await require_both(tree, client)
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+def test_a_slow_link_delays_answers_and_loses_none() -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            tree.relay.delay = 0.2
+            started = await readers(client, OPEN, 100)
+            assert of_remote(started)
+            await require_exact(tree, started)
+            assert migrations(client) == {}
+
+    asyncio.run(scene())
+
+
+def test_requests_migrate_when_the_other_node_drains_and_that_does_not_count() -> None:
+    async def scene() -> None:
+        async with two_nodes(migration_limit=1) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN, 2000)
+            lost = of_remote(started)
+            status = await asyncio.to_thread(tree.remote.terminate)
+            await require_exact(tree, started)
+            assert status == 0 and migrations(client) == {"planned": lost}
+            assert counted(client, MigrationCounters.GIVEN_UP) == 0
+            assert all(reader.stream.submitted.migrations == 0 for reader in started if reader.stream.submitted)
+
+    asyncio.run(scene())
+
+
+def test_an_aborted_request_of_the_other_node_leaves_nothing_there() -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN, 2000)
+            assert of_remote(started)
+            await tree.until(lambda: tree.number(StatusBoard.OPEN, REMOTE) > 0)
+            for reader in started:
+                reader.stream.abort()
+            await asyncio.gather(*(reader.done for reader in started))
+            for group in range(2):
+                await tree.must_be_empty(group)
+
+    asyncio.run(scene())
+
+
+def test_an_image_is_pulled_once_for_all_requests_and_workers_of_the_other_node() -> None:
+    async def scene() -> None:
+        options = {"tensor_parallel_size": 2, "store_nbytes": 64 << 20}
+        async with two_nodes(**options) as tree, Client(tree.launcher.tree, 0) as client:
+            image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
+            before = tree.relay.nbytes["out"]
+            started = []
+            while of_remote(started) < 3:
+                params, ids = SamplingParams(max_tokens=5, ignore_eos=True), prompt()
+                started.append(Reader(await client.submit(ids, params, values=[image]), ids, 5))
+            await require_exact(tree, started)
+            nbytes = tree.relay.nbytes["out"] - before
+            assert 4 << 20 < nbytes < 5 << 20
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    ("differing", "named"),
+    [
+        ({"max_model_len": 2048}, "max_model_len"),
+        pytest.param({"output_processors": 2}, "output_processors", marks=tiers.needs_all),
+    ],
+)
+def test_a_node_with_other_options_is_refused_in_words_and_ends(differing: dict[str, int], named: str) -> None:
+    async def scene() -> None:
+        async with two_nodes(remote=differing, joins=False) as tree:
+            assert await asyncio.to_thread(tree.remote.process.wait, START) == 1
+            (failure,) = tree.remote.events("tree failed")
+            assert named in failure["reason"]
+            assert tree.number(StatusBoard.SERVING, REMOTE) == 0
+
+    asyncio.run(scene())
