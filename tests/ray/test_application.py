@@ -46,6 +46,18 @@ def test_a_deployment_has_settings_that_fit_an_engine_and_those_of_the_caller() 
 
 
 @ignored
+@pytest.mark.parametrize("is_haproxy", [False, True])
+def test_the_router_is_that_of_sessions_unless_haproxy_chooses(
+    is_haproxy: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from penstock.integrations.ray_serve import deployment
+
+    monkeypatch.setenv("RAY_SERVE_ENABLE_HA_PROXY", str(int(is_haproxy)))
+    config = deployed(deployment(device_model="simulated"))._deployment_config.request_router_config
+    assert config.request_router_class.endswith("SessionRouter") != is_haproxy
+
+
+@ignored
 def test_the_files_and_programs_of_the_page_are_ones_that_serve_takes(monkeypatch: pytest.MonkeyPatch) -> None:
     yaml = pytest.importorskip("yaml")
     from ray import serve
