@@ -38,6 +38,21 @@ class Link:
     """One side of a link: what `Listener.accept` and `connect` return.
 
     One thread calls `run`, which forwards until the end; `stop` and `stats` are for any thread.
+
+    Examples:
+        >>> steps, received = Ring(), Ring()
+        >>> with Listener(("127.0.0.1", 0), secret=bytes(32)) as listener, ThreadPoolExecutor() as threads:
+        ...     spec = LinkSpec("steps", channels=[InboundChannel("steps", received)])
+        ...     away = threads.submit(connect, listener.address, spec, secret=bytes(32))
+        ...     home = listener.accept(LinkSpec("steps", channels=[OutboundChannel("steps", steps)]), timeout=30)
+        ...     with home, away.result(), steps.open_sender() as sender:
+        ...         runs = [threads.submit(home.run), threads.submit(away.result().run)]
+        ...         sender.send(b"step")
+        ...         sender.close()
+        ...         [run.result() for run in runs]
+        ['all channels have ended', 'all channels have ended']
+        >>> received.open_receiver().receive()
+        b'step'
     """
 
     def __init__(self, spec: LinkSpec, remote: RemoteSide, offer: LinkOffer, wire: PlainWire | TlsWire) -> None:

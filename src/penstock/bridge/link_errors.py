@@ -1,4 +1,4 @@
-"""How a link between two nodes fails: refused before it begins, or dead. Each text says whose doing it was."""
+"""How a link between two nodes fails: refused before it begins, or dead. Each text names the side that did it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,12 @@ Cause: TypeAlias = Literal["closed", "silent", "unheard", "ended", "protocol", "
 
 
 class BridgeRefused(PenstockError):
-    """The two sides do not fit: another secret, build, epoch or configuration. The text has every difference."""
+    """The two sides do not fit: another secret, build, epoch or configuration. The text has every difference.
+
+    Examples:
+        >>> issubclass(BridgeRefused, PenstockError)
+        True
+    """
 
 
 class LinkDied(PeerDied):
@@ -23,6 +28,10 @@ class LinkDied(PeerDied):
         ended      it ended the link because of a death or a failure on its node
         protocol   it sent what no side of a link sends
         local      a death or a failure on this node; the other side raises "ended"
+
+    Examples:
+        >>> LinkDied("it has died").cause
+        'closed'
     """
 
     cause: Cause = "closed"

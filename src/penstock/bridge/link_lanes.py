@@ -1,7 +1,7 @@
-"""The lanes of a link: a channel of one node whose frames go into the channel of the same name on the other one.
+"""The lanes of a link: the frames of a channel of one node go into the channel of that name on the other.
 
 Each lane has credit: the bytes of frames that may be on their way or wait at the other side for room in the channel.
-Without credit the frames stay in the channel of their own node, whose senders wait, as they do for any slow receiver.
+Without credit the frames stay in the channel of their own node: its senders wait, as they do for any slow receiver.
 So one slow receiver holds up its own lane only, and the link reads on, heartbeats included.
 """
 

@@ -68,7 +68,7 @@ class LinkOffer(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def outbound_channels(self) -> list[OfferedChannel]:
-        """Returns the channels whose frames this side sends, by their lanes."""
+        """Returns the channels that this side sends frames of, by their lanes."""
         return [channel for channel in self.channels if channel.is_outbound]
 
     def inbound_channels(self) -> list[OfferedChannel]:

@@ -24,7 +24,12 @@ SECRET_NBYTES = 32
 
 @dataclass(frozen=True)
 class Lane:
-    """A sender of a channel: its index, and the name of this process as that sender."""
+    """A sender of a channel: its index, and the name of this process as that sender.
+
+    Examples:
+        >>> InboundChannel("requests", Inbox(senders=3), [Lane(0, "server 0"), Lane(2, "server 1")]).lanes[1].index
+        2
+    """
 
     index: int | None = None  # None: the first that is free
     name: str = ""
@@ -32,7 +37,7 @@ class Lane:
 
 @dataclass(frozen=True)
 class OutboundChannel:
-    """A channel of this node whose frames the link takes to the other one: this process becomes its receiver.
+    """A channel of this node: the link takes its frames to the other one, and this process becomes its receiver.
 
     Args:
         name: of the channel in the link; the other side has an `InboundChannel` of this name.
@@ -41,6 +46,10 @@ class OutboundChannel:
         peer_name: of this process as that receiver.
         on_death: what the death of one of the channel's senders means: "end" ends the link, "forward" calls `on_death`
             of both sides.
+
+    Examples:
+        >>> OutboundChannel("steps", Broadcast(receivers=3), index=2, peer_name="bridge").on_death
+        'end'
     """
 
     name: str
@@ -61,6 +70,10 @@ class InboundChannel:
         on_death: what the death of one of the channel's receivers means: "end" ends the link; "forward" calls
             `on_death` of both sides, and frames for a receiver without a successor are dropped, and counted.
         window_nbytes: bytes of frames that the other side may send before this side has passed them on.
+
+    Examples:
+        >>> InboundChannel("steps", Broadcast(receivers=3)).window_nbytes
+        1048576
     """
 
     name: str
@@ -78,6 +91,10 @@ class OutboundWords:
         name: in the link; the other side has `InboundWords` of this name.
         words: their memory: a view of format "Q".
         period: seconds between two looks for changes, at most; when frames pass, the link looks more often.
+
+    Examples:
+        >>> OutboundWords("row", memoryview(bytearray(64)).cast("Q"), period=0.05).name
+        'row'
     """
 
     name: str
@@ -93,6 +110,10 @@ class InboundWords:
         name: in the link; the other side has `OutboundWords` of this name.
         words: their memory: a writable view of format "Q".
         places: the words that are written; None: all.
+
+    Examples:
+        >>> InboundWords("row", memoryview(bytearray(64)).cast("Q"), places=[0, 1]).places
+        [0, 1]
     """
 
     name: str
@@ -102,11 +123,15 @@ class InboundWords:
 
 @dataclass(frozen=True)
 class StoreValues:
-    """A store of this node, whose values the other side may pull by key.
+    """A store of this node: the other side may pull its values by key.
 
     Args:
         store: the store.
         pulls: the channels by which processes of this node ask for values of the other one; None: none do.
+
+    Examples:
+        >>> StoreValues(Store(1 << 20), PullChannels.open(clients=2)).store.name
+        'store'
     """
 
     store: Store
@@ -114,7 +139,12 @@ class StoreValues:
 
 
 class ChannelDeath(msgspec.Struct, frozen=True):
-    """A process at an end of a channel of the link died: on this node, or (`is_remote`) on the other one."""
+    """A process at an end of a channel of the link died: on this node, or (`is_remote`) on the other one.
+
+    Examples:
+        >>> LinkSpec("group 2", on_death=lambda death: print(death.channel, death.name, death.how)).epoch
+        0
+    """
 
     channel: str  # its name in the link
     index: int  # of the end among the channel's senders; of an inbound channel, its receivers
@@ -131,6 +161,10 @@ class Tls:
     Args:
         certificate, key: paths of this side's certificate and private key, in PEM.
         authority: path of the certificate of the authority that has signed both sides', in PEM.
+
+    Examples:
+        >>> Tls("node.pem", "node.key", authority="cluster.pem").key
+        'node.key'
     """
 
     certificate: str
@@ -138,6 +172,7 @@ class Tls:
     authority: str
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
+        """Returns the context of one side. Raises OSError for a file that is not there, or is none."""
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # nodes are addressed by number; the secret says that it is the right link
@@ -156,13 +191,21 @@ class LinkSpec:
         epoch: of what the link serves, the same at both sides: a process left over from the last one is refused.
         name: of this side, in the other side's errors.
         channels, words: what crosses; the other side has their counterparts.
-        values: the store whose values cross; None: none.
+        values: the store; None: no values cross.
         same: facts that must be equal at both sides, as text.
         info: for the other side to read, as `link.remote.info`.
         heartbeat_s: seconds between two heartbeats of this side.
         silence_s: seconds without a byte of the other side after which the link is dead. At least twice the other
             side's heartbeat.
         on_death: is called, in the thread of the link, with each `ChannelDeath` that does not end it.
+
+    Raises:
+        ValueError: two channels have one name, or a heartbeat does not fit the silence.
+
+    Examples:
+        >>> spec = LinkSpec("group 2", epoch=3, channels=[OutboundChannel("steps", Ring())], same={"model": "shapes"})
+        >>> [channel.name for channel in spec.outbound], spec.inbound
+        (['steps'], [])
     """
 
     link: str
@@ -210,7 +253,12 @@ class LinkSpec:
 
 
 class RemoteSide(msgspec.Struct, frozen=True):
-    """The other side of a link, as it has introduced itself."""
+    """The other side of a link, as it has introduced itself.
+
+    Examples:
+        >>> RemoteSide("node 1", 4711, "0.1.0", b"", clock_offset_ns=-20_000).name
+        'node 1'
+    """
 
     name: str
     pid: int  # on its node
@@ -221,7 +269,12 @@ class RemoteSide(msgspec.Struct, frozen=True):
 
 
 class LinkStats(msgspec.Struct):
-    """Counts of one side of a link, since it began."""
+    """Counts of one side of a link, since it began.
+
+    Examples:
+        >>> LinkStats().frames_sent
+        0
+    """
 
     frames_sent: int = 0
     frames_received: int = 0

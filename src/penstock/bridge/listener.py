@@ -1,7 +1,7 @@
 """How a link begins: one side listens, on the address that it is told, and the other one connects.
 
 A listener speaks with several connections at a time, each of which has HANDSHAKE_S: one that says nothing, or is
-refused, holds nobody up. Leaves to the handshake what is said.
+refused, holds no other one up. Leaves to the handshake what is said.
 """
 
 from __future__ import annotations
@@ -124,6 +124,15 @@ class Listener:
     Raises:
         ValueError: the secret has another length.
         OSError: the address is not of this machine, or the port is taken.
+
+    Examples:
+        >>> with Listener(("127.0.0.1", 0), secret=bytes(32)) as listener, ThreadPoolExecutor() as threads:
+        ...     spec = LinkSpec("group 2", epoch=3, name="node 1")
+        ...     away = threads.submit(connect, listener.address, spec, secret=bytes(32))
+        ...     with listener.accept(LinkSpec("group 2", epoch=3, name="node 0"), timeout=30) as home:
+        ...         home.remote.name, away.result().remote.name
+        ...     away.result().close()
+        ('node 1', 'node 0')
     """
 
     def __init__(self, address: tuple[str, int], *, secret: bytes, tls: Tls | None = None) -> None:
@@ -233,7 +242,7 @@ class Listener:
 def connect(
     address: tuple[str, int], spec: LinkSpec, *, secret: bytes, tls: Tls | None = None, timeout: float = 30.0
 ) -> Link:
-    """Returns this side of a link, whose other side listens there. Tries again while no process listens, or one goes.
+    """Returns this side of a link; the other side listens there. Tries again while no process listens, or one goes.
 
     Args:
         address: of the `Listener`.
@@ -245,6 +254,15 @@ def connect(
     Raises:
         BridgeRefused: the two sides do not fit; the text has every difference.
         Timeout: no link in time; the text says why not.
+
+    Examples:
+        >>> with Listener(("127.0.0.1", 0), secret=bytes(32)) as listener, ThreadPoolExecutor() as threads:
+        ...     spec = LinkSpec("group 2", epoch=3, name="node 1")
+        ...     away = threads.submit(connect, listener.address, spec, secret=bytes(32))
+        ...     with listener.accept(LinkSpec("group 2", epoch=3, name="node 0"), timeout=30) as home:
+        ...         home.remote.name, away.result().remote.name
+        ...     away.result().close()
+        ('node 1', 'node 0')
     """
     require_secret(secret)
     context = None if tls is None else tls.context(is_server=False)

@@ -160,7 +160,7 @@ class PacketHandler(Protocol):
         """Returns where the payload of a PIECE or VALUE_PIECE is to lie; None: it comes to `handle` as any other."""
 
     def placed(self, kind: int, lane: int, source: int, nbytes: int) -> None:
-        """The payload lies in its place, whose view has been dropped."""
+        """The payload lies in its place, and the view of that has been dropped."""
 
 
 class PacketReader:

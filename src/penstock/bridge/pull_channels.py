@@ -48,7 +48,12 @@ class Pulled(msgspec.Struct, array_like=True, frozen=True):
 
 @dataclass(frozen=True)
 class PullChannels:
-    """The channels between the clients on a node and one bridge. Passed to the processes as they are spawned."""
+    """The channels between the clients on a node and one bridge. Passed to the processes as they are spawned.
+
+    Examples:
+        >>> len(PullChannels.open(clients=3).answers)
+        3
+    """
 
     requests: Inbox[Pull]
     answers: tuple[Ring[Pulled], ...]
@@ -77,6 +82,12 @@ class Puller:
         client: the number of this client, which no other living process has.
         store: of this node.
         name: of this process, in errors.
+
+    Examples:
+        >>> store, pulls = Store(1 << 20), PullChannels.open(clients=1)
+        >>> store.put(b"here", key=bytes(32)).release()
+        >>> Puller(pulls, 0, store, name="worker 0").get(bytes(32)).value()
+        b'here'
     """
 
     def __init__(self, channels: PullChannels, client: int, store: Store, *, name: str = "") -> None:
