@@ -4,7 +4,7 @@
         …                                               the bytes are held
         lease.shrink(fewer)                             less is needed than was expected
 
-Clients that wait take turns, and a client's own waits end in their order. The wait whose turn it is blocks the others
+Clients that wait take turns, and a client's own waits end in their order. The wait that is next blocks the others
 until its bytes are free, so large waits do not starve either.
 """
 
