@@ -5,7 +5,7 @@
     plan.indices, plan.tokens, plan.nbytes
 
 The settings are plain data, read from the model's directory as transformers reads them, with the defaults of its
-classes. Those classes need torchvision, whose operators fit one build of torch; these settings need neither.
+classes. Those classes need torchvision, and its operators fit one build of torch; these settings need neither.
 `video_processor` turns the planned frames into tensors.
 """
 

@@ -27,7 +27,7 @@ from penstock import Lease, MemoryExhausted, Store, Timeout
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker.device import EncodingCounts
-from penstock.engine.worker.image_encoder import ImageEncoder, Unusable
+from penstock.engine.worker.image_encoder import ImageEncoder, Part, Unusable
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.lowlevel import Empty
 from penstock.tensor import Handle
@@ -50,11 +50,12 @@ class EncoderOptions(NamedTuple):
 
 
 class PromptImage(NamedTuple):
-    """An image of a prompt."""
+    """An image of a prompt, or a part of a video, which is encoded by itself."""
 
     item: Handle
     length: int  # tokens of its place
     is_encoded: bool = False  # prompt embeddings: each rank reads them for itself
+    part: Part | None = None  # None: the whole of it
 
 
 class Encoding(NamedTuple):
@@ -144,7 +145,7 @@ class EncodingExchange:
 
     def _encoded(self, image: PromptImage) -> tuple[int, Tensor | None]:
         try:
-            return OWN, self._encoder.encode(image.item, image.length)
+            return OWN, self._encoder.encode(image.item, image.length, image.part)
         except Unusable as unusable:
             return STATE_OF[unusable.why], None
 
@@ -158,7 +159,7 @@ class EncodingExchange:
     def _key(self, image: PromptImage) -> bytes:
         """Returns a key of the image, the model, its dtype, and the shape, so that a value has the expected one."""
         assert image.item.key is not None, "an image without a key is not in the store"
-        of = f"{self._encoder.dtype} {image.length} {self._encoder.size} ".encode()
+        of = f"{self._encoder.dtype} {image.length} {self._encoder.size} {image.part} ".encode()
         return hashlib.sha256(of + self._options.salt + image.item.key).digest()
 
     def _count(self, image: PromptImage, state: int) -> None:

@@ -9,7 +9,7 @@ model wants vectors for several of its layers (`InputEmbeds`), the encoding of a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -24,8 +24,15 @@ from penstock.engine.worker.model import LoadedModel
 from penstock.tensor import Handle, Lease
 
 Open = Callable[[Handle], Lease]  # raises Missing
-VIDEO = "pixel_values_videos"  # name of a video's tensor; SmolVLM's videos are images with many tiles
+VIDEO, GRID = "pixel_values_videos", "video_grid_thw"  # of a video; SmolVLM's videos are images with many tiles
 OURS = (torch.OutOfMemoryError, torch.distributed.DistError)  # any other error of the encoder is the image's fault
+
+
+class Part(NamedTuple):
+    """Some of the times of a video, or of the tiles of an image. No vision encoder attends from one to another."""
+
+    begin: int
+    end: int
 
 
 class Unusable(Exception):
@@ -65,12 +72,13 @@ class ImageEncoder:
             raise misfit(ValueError(f"expected tensors by name, got {type(value).__name__}"))
         return value
 
-    def encode(self, item: Handle, length: int) -> Tensor:
-        """Returns the encoding of an image, [length, size] in the model's dtype. `length`: image tokens in the prompt.
-        Raises Unusable."""
+    def encode(self, item: Handle, length: int, part: Part | None = None) -> Tensor:
+        """Returns the encoding of an image, or of a part: [length, size] in the model's dtype. `length`: the tokens in
+        the prompt. Raises Unusable."""
         value = self.open(item)
         try:
-            encoded = self._encode({name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)})
+            tensors = {name: tensor for name, tensor in value.items() if isinstance(tensor, Tensor)}
+            encoded = self._encode(tensors if part is None else _cut(tensors, part))
         except OURS:
             raise
         except Exception as error:
@@ -103,6 +111,18 @@ class ImageEncoder:
             raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
         layers = self._model.deepstack_layers
         return F.pad(cast, (0, layers * cast.shape[-1])) if layers else cast
+
+
+def _cut(tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:
+    """Returns the tensors of a part."""
+    if VIDEO not in tensors:
+        return {name: tensor[:, part.begin : part.end] for name, tensor in tensors.items()}
+    times, height, width = tensors[GRID].reshape(3).tolist()
+    patches = height * width
+    if tensors[VIDEO].shape[0] != times * patches:
+        raise ValueError(f"expected {times * patches} patches, got {tensors[VIDEO].shape[0]}")
+    grid = torch.tensor([[part.end - part.begin, height, width]])
+    return {VIDEO: tensors[VIDEO][part.begin * patches : part.end * patches], GRID: grid}
 
 
 def misfit(error: Exception) -> Unusable:

@@ -18,7 +18,9 @@ from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCach
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices
 
-TEXT_OF = {"qwen3_vl": "qwen3"}  # families whose text is sharded as that of another family, and has no plan of its own
+TEXT_OF = {
+    "qwen3_vl": "qwen3"
+}  # these families have no plan for their text, which is sharded as that of another family
 
 
 class InputEmbeds(NamedTuple):

@@ -17,6 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from penstock.engine.model_dir import VIDEO
 from penstock.engine.protocol.columns import Index, Input
 from penstock.engine.protocol.messages import FinishReason, Ints
 from penstock.engine.worker.encoding_exchange import (
@@ -26,16 +27,18 @@ from penstock.engine.worker.encoding_exchange import (
     EncodingExchange,
     PromptImage,
 )
-from penstock.engine.worker.image_encoder import ImageEncoder, Open, Unusable, misfit
+from penstock.engine.worker.image_encoder import ImageEncoder, Open, Part, Unusable, misfit
 from penstock.engine.worker.input_batch import InputBatch, moved
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.tensor import Handle
 
-Name: TypeAlias = "bytes | int"  # an image's key; without a key, the `id()` of its item while a slot has it
+# An image's key; without a key, the `id()` of its item while a slot has it. Of a part: with the part.
+Name: TypeAlias = "bytes | int | tuple[bytes | int, Part]"
 MAX_GRIDS = 1 << 14  # images with a cached grid (`image_grid_thw`); above, the grid used least recently is dropped
 THERE = len(WHY)  # an image that no rank fails
 
 
+MAX_TOKENS = 2048  # of a video that are encoded at a time: a step encodes little more than the tokens that it computes
 IMAGE_TYPE, VIDEO_TYPE = 1, 2  # of tokens, as transformers numbers them; 0: text
 
 
@@ -78,11 +81,11 @@ class EncoderCache:
         self._nbytes = 0
         self._shared: dict[Name, Tensor] = {}  # in the store, held
         self._unfinished: set[Name] = set()  # images with tokens that the last step has left
-        self._grids: OrderedDict[Name, Grid] = OrderedDict()  # kept, so a cached image need not be opened
-        # With the positions at which the input stands, and whether it is prompt embeddings.
-        self._inputs: dict[int, list[tuple[Input, Index, bool]]] = {}
+        self._grids: OrderedDict[bytes | int, Grid] = OrderedDict()  # kept, so a cached image need not be opened
+        self._images: dict[int, list[tuple[PromptImage, Index]]] = {}  # with the positions of their tokens
         self._ends = np.zeros(slots, np.intp)  # position after the last image; only text follows
         self._rope_ends = np.zeros(slots, np.intp)  # position after the prompt, where it has images
+        self._takes_videos = model.stock.config.model_type in VIDEO
         self._has_ropes = hasattr(model.stock.base_model, "get_rope_index")
         self._offsets = np.zeros((self.num_position_axes, slots), np.intp)  # of rope positions, from `_rope_ends` on
         self._mrope_positions: dict[int, Index] = {}  # rope positions before `_rope_ends`: [3, end]
@@ -92,13 +95,37 @@ class EncoderCache:
         self.leave(slot)
         if not inputs:
             return
-        self._inputs[slot] = [(entry, *self._places(prompt, *entry[1:])) for entry in inputs]
         self._ends[slot] = max(position + length for _, position, length in inputs)
         if self._has_ropes and self._types(prompt).any():
             try:
                 self._find_ropes(slot, prompt, inputs)
             except Unusable as unusable:
                 self._broken[slot] = unusable.why
+        self._images[slot] = [image for entry in inputs for image in self._parts(slot, prompt, *entry)]
+
+    def _parts(
+        self, slot: int, prompt: Ints, item: Handle, position: int, length: int
+    ) -> Iterable[tuple[PromptImage, Index]]:
+        """Yields an input, or the parts of a long video, with the positions of their tokens."""
+        there, is_encoded = self._places(prompt, position, length)
+        count = 1
+        if there.size > MAX_TOKENS and self._takes_videos and not is_encoded and slot not in self._broken:
+            count = self._count_parts(prompt, item, there)
+        if count == 1 or there.size % count:
+            yield PromptImage(item, there.size, is_encoded), there
+            return
+        each = there.size // count  # tokens
+        step = max(1, MAX_TOKENS // each)
+        for begin in range(0, count, step):
+            places = there[begin * each : (begin + step) * each]
+            yield PromptImage(item, places.size, part=Part(begin, min(begin + step, count))), places
+
+    def _count_parts(self, prompt: Ints, item: Handle, there: Index) -> int:
+        """Returns the times of a video, or the tiles of an image, each of which stands by itself in the prompt."""
+        if self._has_ropes:
+            grid = self._grid(item)
+            return 1 if grid.seconds is None else int(grid.sizes[0, 0])
+        return 1 + int(np.count_nonzero(np.diff(there) > 1))
 
     def _places(self, prompt: Ints, position: int, length: int) -> tuple[Index, bool]:
         """Returns the positions of an image's tokens; without any, the input is prompt embeddings, and has them all.
@@ -115,13 +142,15 @@ class EncoderCache:
 
     def ids_of_text(self, slot: int, prompt: Ints) -> Ints:
         """Returns the prompt without the ids that stand for prompt embeddings, as no text has these tokens."""
-        places = [there for _, there, is_encoded in self._inputs.get(slot, ()) if is_encoded]
+        places = [there for image, there in self._images.get(slot, ()) if image.is_encoded]
         return np.delete(prompt, np.concatenate(places)) if places else prompt
 
     def leave(self, slot: int) -> None:
-        for (item, _, _), _, _ in self._inputs.pop(slot, ()):
-            if item.key is None and not self._is_wanted(item):
-                self._forget(id(item))
+        for image, _ in self._images.pop(slot, ()):
+            if image.item.key is None and not self._is_wanted(image.item):
+                self._grids.pop(id(image.item), None)
+                encoded = self._encoded.pop(_name(image), None)
+                self._nbytes -= 0 if encoded is None else encoded.nbytes
         self._mrope_positions.pop(slot, None)
         self._broken.pop(slot, None)
         self._ends[slot] = self._rope_ends[slot] = 0
@@ -129,12 +158,7 @@ class EncoderCache:
 
     def _is_wanted(self, item: Handle) -> bool:
         """Returns whether another sample of the request still has this image."""
-        return any(other is item for inputs in self._inputs.values() for (other, _, _), _, _ in inputs)
-
-    def _forget(self, name: Name) -> None:
-        self._grids.pop(name, None)
-        encoded = self._encoded.pop(name, None)
-        self._nbytes -= 0 if encoded is None else encoded.nbytes
+        return any(image.item is item for images in self._images.values() for image, _ in images)
 
     # ── where tokens stand ──
     @property
@@ -163,7 +187,7 @@ class EncoderCache:
         self._offsets[:, slot] = ropes[:, -1] + 1 - prompt.size  # as `generate`: times of a video may reach beyond it
 
     def _grid(self, item: Handle) -> Grid:
-        name = _name(item)
+        name = _item_name(item)
         if name not in self._grids:
             self._grids[name] = _read_grid(self._open(item))
             if len(self._grids) > MAX_GRIDS:
@@ -189,7 +213,7 @@ class EncoderCache:
         failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(batch.rows.tolist())}
         self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
         chunks = list(self._chunks(batch))
-        self._unfinished = {_name(chunk.image.item) for chunk in chunks if not chunk.is_last}
+        self._unfinished = {_name(chunk.image) for chunk in chunks if not chunk.is_last}
         self._encode(chunks, failed)
         places: list[Index] = []
         pieces: list[Tensor] = []
@@ -221,17 +245,15 @@ class EncoderCache:
     def _chunks(self, batch: InputBatch) -> Iterable[ImageChunk]:
         """Yields what the step computes of each image."""
         for slot, first, begin, end in _rows_before(self._ends, batch):
-            for (item, _, _), there, is_encoded in self._inputs[slot]:
+            for image, there in self._images[slot]:
                 low, high = (int(found) for found in np.searchsorted(there, (begin, end)))
                 if low < high:
-                    yield ImageChunk(
-                        slot, PromptImage(item, there.size, is_encoded), first + there[low:high] - begin, low, high
-                    )
+                    yield ImageChunk(slot, image, first + there[low:high] - begin, low, high)
 
     def _encode(self, chunks: list[ImageChunk], failed: dict[int, FinishReason]) -> None:
         """Encodes the images that are not cached, and adds the slots of those that cannot be encoded to `failed`."""
         images = {
-            (_name(chunk.image.item), chunk.image.length): chunk.image
+            (_name(chunk.image), chunk.image.length): chunk.image
             for chunk in chunks
             if self._encoding(chunk.image) is None
         }
@@ -247,13 +269,13 @@ class EncoderCache:
                 self._encoded[name] = encoding.tensor
                 self._nbytes += encoding.tensor.nbytes
         for chunk in chunks:
-            reason = reasons.get((_name(chunk.image.item), chunk.image.length))
+            reason = reasons.get((_name(chunk.image), chunk.image.length))
             if reason is not None:
                 failed[chunk.slot] = reason
 
     def _encoding(self, image: PromptImage) -> Tensor | None:
         """Returns the encoding of an image [tokens, size] that is held or kept; None: there is none."""
-        name = _name(image.item)
+        name = _name(image)
         if name in self._encoded:
             self._encoded.move_to_end(name)
             return self._encoded[name]
@@ -288,8 +310,13 @@ def _read_grid(value: Mapping[str, Any]) -> Grid:
     raise misfit(ValueError("expected an image_grid_thw or a video_grid_thw"))
 
 
-def _name(item: Handle) -> Name:
+def _item_name(item: Handle) -> bytes | int:
     return id(item) if item.key is None else item.key
+
+
+def _name(image: PromptImage) -> Name:
+    name = _item_name(image.item)
+    return name if image.part is None else (name, image.part)
 
 
 def _rows_before(ends: Index, batch: InputBatch) -> list[tuple[int, int, int, int]]:

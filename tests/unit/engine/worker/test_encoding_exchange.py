@@ -48,10 +48,10 @@ class Encoder:
         self._before = before
         self._encode = ImageEncoder.encode
 
-    def __call__(self, encoder: ImageEncoder, item: Handle, length: int) -> Any:
+    def __call__(self, encoder: ImageEncoder, item: Handle, length: int, part: Any = None) -> Any:
         self.keys.append(item.key)
         self._before(item)
-        return self._encode(encoder, item, length)
+        return self._encode(encoder, item, length, part)
 
 
 def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[Handle], object] = lambda item: None) -> Encoder:

@@ -8,11 +8,11 @@ are those of transformers. `make test-all` has all of them.
 | llama | rope, grouped heads, untied heads | qwen2, qwen3 (norms of heads), mistral (a window in every layer) |
 | gemma2 | windows in some layers, capped scores and logits, scaled embeddings, tied heads | gemma3_text (two ropes) |
 | mixtral | experts | qwen2_moe, qwen3_moe |
-| qwen2_vl | images, three num_position_axes of positions, shapes that are looked at before a step | qwen2_5_vl, qwen3_vl |
+| qwen2_vl | images, three num_position_axes of positions, shapes looked at before a step | qwen2_5_vl, qwen3_vl |
 
-Videos of all families that take them, and what qwen3_vl adds to its first layers, are in `test_videos_of_models.py`, in
-every tier. Images whose tokens have one position (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below,
-in every tier.
+Images whose tokens have one position (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below,
+in every tier. So are videos of all families that take them, and what qwen3_vl adds to its first layers, in
+`test_videos_of_models.py`.
 """
 
 from collections.abc import Callable

@@ -13,8 +13,9 @@ from tests.support.models import Family, families
 from tests.support.ranks import ranks_must_answer, threads_must_answer
 
 EVEN: list[Any] = [(2, name, {}) for name in families()]
+WIDE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl", "qwen3_vl")
 HALVES = [  # of heads of keys: two ranks have one between them
-    *((4, name, {}) for name in families("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl")),
+    *((4, name, {}) for name in families(*WIDE)),
     *((2, name, {"num_key_value_heads": 1}) for name in families("llama", "mixtral", "qwen2_moe", "idefics3")),
 ]
 UNEVEN = [  # so that some ranks have zeros: of the first, two and one of the three that look at a head of keys

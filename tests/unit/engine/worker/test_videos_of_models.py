@@ -1,12 +1,14 @@
 """Videos on the real device: alone, beside images, in chunks that cut them, on one rank and on two."""
 
+import functools
+import itertools
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import Asked, Family, ask, device, made_with_videos, opener
+from tests.support.models import Asked, Family, Shown, ask, device, made_with_videos, opener
 
 # isort: split
 import torch
@@ -14,15 +16,15 @@ import torch
 from penstock import Store
 from penstock.engine.model_dir import VIDEO
 from penstock.engine.protocol.messages import FinishReason
+from penstock.engine.worker import encoding_exchange, vision_encoder
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import ImageEncoder
+from tests import tiers
 from tests.support.ranks import answers_of_threads
 
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Family]:
-    import functools
-
     return functools.cache(lambda name: made_with_videos(name, tmp_path_factory.mktemp(name)))
 
 
@@ -37,22 +39,74 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     assert told.cached_tokens > 0
 
 
-@pytest.mark.parametrize("mode", ["weights", "data", "store"])
-@pytest.mark.parametrize("name", VIDEO)
+PUSHED = (("smolvlm", "weights"), ("qwen2_5_vl", "data"), ("qwen3_vl", "store"))
+
+
+@pytest.mark.parametrize(
+    ("name", "mode"),
+    [pair for pair in itertools.product(VIDEO, ("weights", "data", "store")) if tiers.TIER != "push" or pair in PUSHED],
+)
 def test_two_ranks_answer_as_transformers_does(
     name: str, mode: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     of, keys, encode = family(name), list[bytes | None](), ImageEncoder.encode
 
-    def counted(encoder: ImageEncoder, item: Any, length: int) -> Any:
-        keys.append(item.key)
-        return encode(encoder, item, length)
+    def counted(encoder: ImageEncoder, item: Any, length: int, part: Any) -> Any:
+        keys.append(item.key)  # of both ranks
+        return encode(encoder, item, length, part)
 
     monkeypatch.setattr(ImageEncoder, "encode", counted)
     with Store(1 << 22, name="encodings") as store:
         encoder = EncoderOptions(mode, store if mode == "store" else None)
         assert answers_of_threads(2, of, of.asked, encoder=encoder) == [of.answers] * 2
         assert sorted(keys) == sorted([*of.images] * (2 if mode == "weights" else 1))
+
+
+@pytest.mark.parametrize("name", VIDEO)
+def test_a_long_video_is_encoded_in_parts_as_its_tokens_are_computed(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each part once, by one of two ranks; no step encodes the whole video."""
+    of, calls, encode = family(name), list[tuple[bytes | None, Any]](), ImageEncoder.encode
+    number = 3  # two videos, and an image between them
+    run = encoding_exchange.EncodingExchange.run
+
+    def counted(encoder: ImageEncoder, item: Any, length: int, part: Any) -> Any:
+        calls.append((item.key, part))
+        return encode(encoder, item, length, part)
+
+    monkeypatch.setattr(vision_encoder, "MAX_TOKENS", 4)
+    monkeypatch.setattr(ImageEncoder, "encode", counted)
+    runs: list[int] = []
+    monkeypatch.setattr(
+        encoding_exchange.EncodingExchange, "run", lambda own, images: runs.append(len(images)) or run(own, images)
+    )
+    asked, want = of.asked[number], of.answers[number]
+    assert ask(device(of, blocks=64), [asked], budget=6, slots=1).answers == [want]
+    parts = [(key, part) for key, part in calls if part is not None]
+    assert len(parts) == len(set(parts)) >= 4 and max(runs) <= 3
+    for key in {key for key, _ in parts}:
+        own = [part for other, part in parts if other == key]
+        assert own[0].begin == 0 and all(one.end == after.begin for one, after in itertools.pairwise(own))
+    calls.clear()
+    with Store(1 << 22, name="encodings") as store:
+        options = EncoderOptions("store", store)
+        assert answers_of_threads(2, of, of.asked, encoder=options) == [of.answers] * 2
+    assert len(calls) == len(set(calls)) > len(of.images)
+
+
+def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(vision_encoder, "MAX_TOKENS", 4)
+    of = family("qwen2_5_vl")
+    prompt, ((key, *place),), _ = of.asked[0]
+    ours = device(of, blocks=64, open_handle=lambda item: Shown(of.images[key]))
+    told = ask(ours, [Asked(prompt, [(None, *place)])], slots=1)
+    assert told.answers == [of.answers[0]] and ours._images is not None
+    assert len(ours._images._encoded) > 1 and len(ours._images._grids) == 1
+    ours._images.leave(0)
+    assert not ours._images._encoded and not ours._images._nbytes and not ours._images._grids
 
 
 @pytest.mark.parametrize("name", VIDEO)
