@@ -4,7 +4,7 @@
         …                                               the bytes are held
         lease.shrink(fewer)                             less is needed than was expected
 
-Clients that wait take turns, and a client's own waits end in their order. The wait whose turn it is blocks the others
+Clients that wait take turns, and a client's own waits end in their order. The wait that is next blocks the others
 until its bytes are free, so large waits do not starve either.
 """
 
@@ -74,6 +74,12 @@ class ByteSemaphore:
             else:
                 self._forget(client, wait)
             raise
+
+    def take(self, nbytes: int) -> ByteLease:
+        """Holds bytes at once, also beyond what the semaphore has: they lie in the memory already."""
+        self.held += nbytes
+        self._changed(self.held, self.waiting)
+        return ByteLease(self, nbytes)
 
     def _forget(self, client: str, wait: tuple[int, asyncio.Future[ByteLease]]) -> None:
         waits = self._waits.get(client, deque())

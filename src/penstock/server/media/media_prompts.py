@@ -29,6 +29,7 @@ from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.media.media_budget import MediaBudget, admit
 from penstock.server.media.media_kind import IMAGE, VIDEO, MediaKind
 from penstock.server.media.media_ref import MediaRef
+from penstock.server.media.media_scope import MediaScope
 from penstock.server.media.media_source import MediaSource
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters
@@ -106,7 +107,7 @@ class MediaPrompts:
                 raise ValueError(f"PyAV is not installed: {how_to_install('video')}")
             return VideoSettings.from_model(config.model)
         except ValueError as error:
-            event("videos are not taken", logging.WARNING, reason=error)
+            event("videos are not taken", logging.WARNING, reason=str(error))
             self._without_videos = "this server takes none, as its log says"
             return None
 
@@ -130,7 +131,7 @@ class MediaPrompts:
             message = f"{error}: the model's chat template writes it where the medium stands, and no text may"
             raise ApiError(400, message, param="messages") from None
         # In the store, not inline: the next request with the same image finds even a small one there.
-        scope = Scope(self._store, inline_nbytes=0)
+        scope = MediaScope(self._store, inline_nbytes=0)
         decoded: list[ProcessedVideo] = []  # put into the store by their decoders, where the scope has found them
         try:
             loaded = await self._load_all(refs, scope, client, decoded)
@@ -142,6 +143,8 @@ class MediaPrompts:
                 self._row.count_items(scope.stats(), len(decoded))
         for medium in loaded:
             tensor_event("tensors sent", medium.item)
+        inline_nbytes = sum(medium.item.nbytes for medium in loaded if medium.item.is_inline)
+        scope.hold(self._budget.decoded.take(inline_nbytes))
         ids, inputs = self._places.spread(ids, loaded)
         return Prompt(ids, inputs, scope)
 

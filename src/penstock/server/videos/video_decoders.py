@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import time
+import weakref
 from collections.abc import AsyncIterator, Callable
 from typing import TypeVar
 
@@ -77,6 +78,8 @@ class VideoDecoder:
         self._pidfd = pidfd
         self._limit = seconds
         self._left = seconds
+        self._loop: asyncio.AbstractEventLoop | None = None  # that waits for its end
+        self._alarm: asyncio.TimerHandle | None = None
         self.end = "refused"  # how it ends, as VIDEO_ENDS has it
         self._leases: list[ByteLease] = []
 
@@ -122,23 +125,26 @@ class VideoDecoder:
         """Ends the process, and gives back what is held for it when it has ended. `is_taken`: it may end by itself."""
         self._line.close()
         if self._pidfd is None:
-            return self._release()
-        loop = asyncio.get_running_loop()
-        alarm = loop.call_later(END_TIMEOUT, self._kill) if is_taken else None
-        if not is_taken:
+            return self.forget()
+        self._loop = asyncio.get_running_loop()
+        if is_taken:
+            self._alarm = self._loop.call_later(END_TIMEOUT, self._kill)
+        else:
             self._kill()
-        loop.add_reader(self._pidfd, self._on_end, alarm)
+        self._loop.add_reader(self._pidfd, self.forget)
 
     def _kill(self) -> None:
         if self._pidfd is not None:
             with contextlib.suppress(ProcessLookupError):
                 signal.pidfd_send_signal(self._pidfd, signal.SIGKILL)
 
-    def _on_end(self, alarm: asyncio.TimerHandle | None) -> None:
-        if alarm is not None:
-            alarm.cancel()
+    def forget(self) -> None:
+        """Gives back what is held for a process that has ended. May be called again, also when its loop is closed."""
+        if self._alarm is not None:
+            self._alarm.cancel()
         if self._pidfd is not None:
-            asyncio.get_running_loop().remove_reader(self._pidfd)
+            if self._loop is not None and not self._loop.is_closed():
+                self._loop.remove_reader(self._pidfd)
             os.close(self._pidfd)
             self._pidfd = None
         self._release()
@@ -166,6 +172,7 @@ class VideoDecoders:
         self._lock = asyncio.Lock()  # of the host's socket: one fork at a time
         self._host: subprocess.Popen[bytes] | None = None
         self._line: socket.socket | None = None
+        self._open: weakref.WeakSet[VideoDecoder] = weakref.WeakSet()
 
     @contextlib.asynccontextmanager
     async def decoder(self, client: str) -> AsyncIterator[VideoDecoder]:
@@ -179,6 +186,7 @@ class VideoDecoders:
             raise
         decoder = VideoDecoder(line, pidfd, self._settings.limits.decoder_seconds)
         decoder.hold(place)
+        self._open.add(decoder)
         began = time.monotonic()
         try:
             yield decoder
@@ -253,6 +261,8 @@ class VideoDecoders:
     def close(self) -> None:
         """Ends the host, and all decoders with it."""
         self._drop_host()
+        for decoder in tuple(self._open):
+            decoder.forget()
 
 
 async def receive(line: socket.socket) -> tuple[bytes, list[int]]:

@@ -5,7 +5,7 @@
     video.frames([0, 15, 30])[0:2]      decodes the frames 0 to 15
 
 FFmpeg reads a file of a client here, so it gets as little to do as possible. The container's format is named, and not
-guessed; playlists, whose parts lie elsewhere, are among no formats. It opens no other file and no connection. Only
+guessed; playlists, which name other files, are among no formats. It opens no other file and no connection. Only
 codecs of usual videos are decoded, by one thread. Sizes are limited before a frame is allocated, and packets are
 counted, as the count in a header need not be true. What remains is a decoder that crashes or does not end, and so this
 runs in a process of its own: `decoder_process`.
@@ -76,7 +76,7 @@ def container_of(head: bytes) -> str | None:
 
 
 class VideoFrames:
-    """Frames as an array of uint8 [frames, height, width, 3] whose slices are read once, from the first to the last.
+    """Frames as an array of uint8 [frames, height, width, 3]: each slice is read once, from the first to the last.
 
     So a decoder has a few frames in memory, and not all that the model gets.
     """

@@ -126,10 +126,10 @@ class VideoLoader:
                 room = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             take = functools.partial(self._take_inline, stored, room, key, scope)
             return await self._threads.run(scope, take), False
-        video = self._find(key, scope)  # the decoder holds it meanwhile
-        if video is None:
+        found = self._find(key, scope)  # the decoder holds it meanwhile
+        if found is None:
             raise ImageRefused(503, "the video was removed from the store before its request had it: send it again")
-        return video, stored.is_new
+        return found, stored.is_new
 
     def _take_inline(self, stored: Inline, room: mmap.mmap, key: bytes, scope: Scope) -> ProcessedVideo:
         tree = read(stored.layout, room)

@@ -156,6 +156,21 @@ def test_a_wait_that_is_cancelled_as_it_is_granted_gives_its_bytes_back() -> Non
     run(scene)
 
 
+def test_bytes_that_lie_in_memory_already_are_held_beyond_the_limit_and_others_wait() -> None:
+    async def scene() -> None:
+        semaphore = ByteSemaphore(10)
+        granted = Granted(semaphore)
+        lease = semaphore.take(15)
+        granted.start("other", "a", 1)
+        await settle()
+        assert (semaphore.held, semaphore.waiting) == (15, 1)
+        lease.shrink(9)
+        await settle()
+        assert granted.order == ["other"] and semaphore.held == 10
+
+    run(scene)
+
+
 def test_random_use_never_holds_more_and_leaves_nothing(seed: int) -> None:
     async def scene() -> None:
         chance = random.Random(seed)

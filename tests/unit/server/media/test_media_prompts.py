@@ -1,7 +1,10 @@
 """Videos in conversations, without a server: what a prompt becomes by them, what is refused, and what is held."""
 
 import asyncio
+import contextlib
+import gc
 import importlib.util
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,18 +15,31 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 pytest.importorskip("av")
 
+from penstock.engine.protocol.config import EngineConfig
+from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
+from penstock.server.chat.request_schema import Conversation
 from penstock.server.errors import ApiError
 from penstock.server.media import media_prompts
+from penstock.server.media.media_budget import MediaBudget
+from penstock.server.media.media_prompts import build_media_prompts
+from penstock.server.options import ServerOptions
 from penstock.server.videos.video_file import VideoLimits
 from tests.support.sights import Sight
 from tests.support.videos import video
 from tests.unit.engine.client.test_image_processor import picture
-from tests.unit.server.images.test_image_prompts import Scene, part, scene_of, text
+from tests.unit.server.images.test_image_prompts import Scene, asked, part, scene_of, text
 from tests.unit.server.media.test_media_urls import data_url
 
 CLIP = {"type": "video_url", "video_url": {"url": data_url(video(frames=20), "video/mp4")}}
 OTHER = {"type": "video_url", "video_url": {"url": data_url(video(frames=60), "video/mp4")}}
 PIXELS = "pixel_values_videos"
+
+
+@pytest.fixture(autouse=True)
+def no_frames_are_left() -> Iterator[None]:
+    """The traceback of a refusal holds its frames, and they hold the store, in a cycle."""
+    yield
+    gc.collect()
 
 
 @pytest.fixture(scope="module")
@@ -85,3 +101,18 @@ def test_without_pyav_images_are_taken_and_videos_refused(qwen: Path, monkeypatc
 
     with scene_of(qwen) as scene:
         asyncio.run(look(scene))
+
+
+def test_tensors_that_travel_inline_count_until_their_request_ends(qwen: Path) -> None:
+    async def look() -> None:
+        config, budget = EngineConfig(model=str(qwen)), MediaBudget(256 << 20)
+        media = build_media_prompts(config, ServerOptions(), None, budget=budget)
+        with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
+            conversation = Conversation.of(asked(part(picture(16, 16))).messages)
+            prompt = await reader.conversation(conversation, True, {})
+            ((item, *_),) = prompt.items
+            assert item.is_inline and budget.decoded.held == item.nbytes
+            prompt.release()
+            assert budget.decoded.held == 0
+
+    asyncio.run(look())
