@@ -20,7 +20,9 @@ def run(options: argparse.Namespace) -> int:
     try:
         from penstock.server import server_launcher
 
-        return server_launcher.run(server_args.engine_config(options), server_args.server_options(options))
+        return server_launcher.run(
+            server_args.engine_config(options), server_args.server_options(options), options.ray_address
+        )
     except ImportError as error:
         print(f"penstock serve: {error}: {how_to_install('engine')}", file=sys.stderr)
     except (ValueError, TypeError, OSError) as error:

@@ -133,6 +133,12 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         help="First of its ports, one for each engine of other nodes (default: %(default)s)",
     )
     add(
+        "--ray-address",
+        metavar="ADDRESS",
+        help="Address of a Ray cluster, as in ray.init: the other nodes are started on its machines "
+        "(default: each by its own command)",
+    )
+    add(
         "--headless",
         action="store_true",
         help="Run engines and no API server: for nodes of rank 1 and more (default: off)",
@@ -286,6 +292,8 @@ def nodes(options: argparse.Namespace) -> Nodes | None:
         raise ValueError(
             f"--node-rank {rank} {'needs' if rank else 'takes no'} --headless: the node of rank 0 has the API servers"
         )
+    if options.ray_address is not None and (rank or count == 1):
+        raise ValueError("--ray-address is for the node of rank 0 of several: --nnodes 2, or more, and no --node-rank")
     if count == 1 and not rank:
         return None
     return Nodes(count=count, rank=rank, address=options.master_addr, port=options.master_port)

@@ -21,14 +21,16 @@ from penstock.engine.nodes.group_link import node_secret
 from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
+from penstock.server.placed_nodes import PlacedNodes
 from penstock.server.server_process import ServerArgs, listen, serve
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.server_info import ServerInfo, served_name
 
 
-def run(config: EngineConfig, options: ServerOptions) -> int:
+def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = None) -> int:
     """Serves until a signal; on a node without servers, for those of the home node. Returns 0 after a shutdown, and 1
-    if the processes could not go on.
+    if the processes could not go on. `ray_address`: of the Ray cluster that has the machines of the other nodes;
+    None: their own commands start them.
 
     Options and files are checked before any process starts, the port last: raises ValueError, ImportError, OSError.
     """
@@ -36,12 +38,17 @@ def run(config: EngineConfig, options: ServerOptions) -> int:
     require_startable(config)
     if config.simulated is None:
         require_tokenizer(config)
-    if config.nodes is not None:
+    if config.nodes is not None and ray_address is None:
         node_secret()
     logs.configure("launcher", config.log_format, config.log_level)
     if config.is_headless:
         return run_headless(config)
-    with contextlib.closing(listen(options)) as listener:
+    with contextlib.ExitStack() as stack:
+        listener = stack.enter_context(contextlib.closing(listen(options)))
+        if ray_address is not None:
+            placed = stack.enter_context(contextlib.closing(PlacedNodes(ray_address, config)))
+            config = placed.config
+            placed.place()
         return asyncio.run(_run(config, options, listener))
 
 

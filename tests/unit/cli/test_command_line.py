@@ -130,8 +130,8 @@ OURS_SERVE = (
     "--client-timeout --device --device-model --encoder-cache-gb --huge-pages --log-format --log-level --max-body-mb "
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
-    "--migration-max-seq-len --migration-timeout --numa-node --output-processors --step-ms --tensor-transport "
-    "--threads --video-decode-timeout"
+    "--migration-max-seq-len --migration-timeout --numa-node --output-processors --ray-address --step-ms "
+    "--tensor-transport --threads --video-decode-timeout"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "
@@ -212,7 +212,7 @@ def test_a_limit_that_is_of_neither_images_nor_videos_is_refused(text: str, caps
 
 def test_synonyms_of_types_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, _: told.append(config) or 0)
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: told.append(config) or 0)
     for name in ("half", "float", "bfloat16"):
         assert cli.main(["serve", "--device-model", "simulated", "--dtype", name]) == 0
     assert [config.dtype for config in told] == ["float16", "float32", "bfloat16"]

@@ -259,7 +259,7 @@ def test_only_steps_of_a_cuda_device_are_recorded_and_it_says_when_they_are_not(
 def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[EngineConfig] = []
     monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
-    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, _: told.append(config))
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: told.append(config))
     for options in ([], ["--enforce-eager"], ["--no-enforce-eager"]):
         parsed = parser().parse_args([command, "--device-model", "simulated", *options])
         parsed.run(parsed)

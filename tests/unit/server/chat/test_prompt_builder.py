@@ -178,7 +178,7 @@ def test_without_a_model_the_one_that_ships_is_served() -> None:
 def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[EngineConfig] = []
     monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
-    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, _: told.append(config))
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: told.append(config))
     options = ("--max-model-len", "512", "--max-num-seqs", "3", "--output-processors", "0", "--dtype", "float32")
     for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
         for command in ("generate", "serve"):

@@ -1,0 +1,3 @@
+from penstock.integrations.ray_nodes.ray_nodes import main
+
+main()
