@@ -173,10 +173,10 @@ class ClassicCore(EngineCore):
     def _begin(self, begin: Begin) -> None:
         """The workers keep no state."""
 
-    def _take(self, message: Any) -> None:
+    def _process(self, message: Any) -> None:
         if isinstance(message, Submit) and message.client == WITH_IMAGE:
             self._images[message.server, message.request] = self._wire.receive_image()
-        super()._take(message)
+        super()._process(message)
 
     def _broadcast_step(self) -> None:
         scheduler = self._scheduler
