@@ -37,6 +37,7 @@ def test_a_keyword_becomes_the_option_of_that_name(options: dict[str, object], e
     [
         ({"tensor_paralel_size": 2}, "did you mean tensor_parallel_size"),
         ({"port": 8000}, "port is an option of Ray Serve"),
+        ({"nnodes": 2}, "a replica is on one"),
         ({"tensor_parallel_size": "two"}, "invalid int value"),
         ({"device_model": "imaginary"}, "invalid choice"),
         ({"enforce_eager": 2}, "true or false, got 2"),
@@ -64,7 +65,7 @@ def test_the_model_comes_first_and_sizes_follow_from_the_options() -> None:
     assert not EngineOptions.parse("", {"device": "cuda", "device_model": "simulated"}).is_on_cuda
 
 
-def test_only_this_integration_imports_ray() -> None:
+def test_only_integrations_of_ray_import_it() -> None:
     hosts: dict[str, set[str]] = {}
     for path in SOURCE.rglob("*.py"):
         for node in ast.walk(ast.parse(path.read_text())):
@@ -72,7 +73,8 @@ def test_only_this_integration_imports_ray() -> None:
             names += [node.module or ""] if isinstance(node, ast.ImportFrom) and not node.level else []
             for name in {name.partition(".")[0] for name in names} & {"ray", "aiohttp", "yarl"}:
                 hosts.setdefault(name, set()).add(str(path.relative_to(SOURCE).parent))
-    assert hosts == {name: {"integrations/ray_serve"} for name in ("ray", "aiohttp", "yarl")}
+    serve = {"integrations/ray_serve"}
+    assert hosts == {"ray": {*serve, "integrations/ray_nodes"}, "aiohttp": serve, "yarl": serve}
 
 
 def test_the_package_loads_ray_only_for_what_needs_it() -> None:

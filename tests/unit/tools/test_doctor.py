@@ -35,7 +35,7 @@ def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytes
     subjects = [
         *("penstock", "kernel", "memfd", "pidfd", "futex", "/proc", "memory", "cpus", "descriptors", "processes")
     ]
-    subjects += ["huge pages", "numa", "engine", "torch", "cuda", "port", "model"]
+    subjects += ["huge pages", "numa", "engine", "videos", "torch", "cuda", "port", "model"]
     for line, subject in zip(lines, subjects, strict=True):
         assert line.split()[0] in ("ok", "warning")
         assert subject in line

@@ -17,6 +17,7 @@ from penstock.server import cli_args as server_args
 
 OptionValue: TypeAlias = "str | int | float | Sequence[str] | Mapping[str, int] | None"
 OF_SERVE = ("host", "port")  # a replica's engine listens on a free port of the loopback address
+OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port", "headless", "ray_address")
 SWITCHES: dict[object, bool] = {True: True, False: False, "true": True, "false": False}  # text: of `serve run … x=true`
 
 
@@ -43,6 +44,8 @@ class EngineOptions:
         for name, value in options.items():
             if name in OF_SERVE:
                 raise ValueError(f"{name} is an option of Ray Serve: give it in its http_options")
+            if name in OF_NODES:
+                raise ValueError(f"{name} is for one server over several machines, and a replica is on one")
             if name not in known:
                 nearest = difflib.get_close_matches(name, known, 1)
                 hint = f": did you mean {nearest[0]}?" if nearest else ""
@@ -52,7 +55,7 @@ class EngineOptions:
         return cls(
             arguments=tuple(arguments),
             max_open_requests=parsed.max_open_requests * parsed.api_server_count,
-            workers=parsed.tensor_parallel_size * parsed.data_parallel_size,
+            workers=parsed.tensor_parallel_size * server_args.groups_of_this_node(parsed),
             is_on_cuda=parsed.device_model == "real" and parsed.device.startswith("cuda"),
             shutdown_timeout=parsed.shutdown_timeout,
         )

@@ -176,6 +176,7 @@ class ServerHealth(ResponseModel):
 
 class EngineHealth(ResponseModel):
     group: Natural
+    node: Natural
     incarnation: Natural
     serves: bool
     open: Natural
