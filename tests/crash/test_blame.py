@@ -174,6 +174,7 @@ def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no
     asyncio.run(scene())
 
 
+@tiers.needs_all
 @pytest.mark.timeout(240)
 def test_a_request_that_kills_its_worker_alone_in_the_engine_is_answered_500() -> None:
     async def scene() -> None:

@@ -32,6 +32,7 @@ from penstock.server.chat.response_schema import EngineHealth, HealthResponse
 from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
 from penstock.server.server_process import listen
+from tests import tiers
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving
 from tests.support.engine import START, Running, told
@@ -207,7 +208,11 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
 @pytest.mark.parametrize(
     ("unit", "kind", "life", "reason"),
     [
-        (0, "worker", is_killed_after_a_while, r"worker 0\.0 #3 ended 3 times before it served, .*: killed by SIGKILL"),
+        pytest.param(
+            *(0, "worker", is_killed_after_a_while),
+            r"worker 0\.0 #3 ended 3 times before it served, .*: killed by SIGKILL",
+            marks=tiers.needs_all,
+        ),
         (1, "server", is_killed_after_a_while, r"server 0\.0 #3 ended 3 times before it served, .*: killed by SIGKILL"),
         (0, "worker", has_no_memory, r"worker 0\.0 #1 cannot start: MemoryError: no room .* values: 0\.5 MiB left"),
         (1, "server", has_no_memory, r"server 0\.0 #1 cannot start: MemoryError: no room"),

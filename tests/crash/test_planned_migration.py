@@ -100,6 +100,7 @@ def migrate(pid: int) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, capture_output=True, text=True, timeout=2 * START)
 
 
+@tiers.needs_all
 def test_command_shows_the_progress_of_each_group_and_ends_well() -> None:
     with serving("--device-model", "simulated", "--data-parallel-size", "2") as (server, _):
         done = migrate(server.pid)

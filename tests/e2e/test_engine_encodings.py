@@ -121,6 +121,7 @@ def writers(store: Store) -> list[int]:
     return [item.holders for item in store.stats().items if item.is_being_written]
 
 
+@tiers.needs_all
 def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -15,6 +15,7 @@ from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
+from tests import tiers  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, made, must_be_greedy  # noqa: E402
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
@@ -58,7 +59,7 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=tiers.needs_all)])
 def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path: Path) -> None:
     """One request after the other, and then all at once, with room for two of the longest."""
     family = made("llama", tmp_path)
@@ -119,7 +120,7 @@ def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) ->
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize(("name", "ranks"), [("llava", 2), ("qwen2_vl", 1)])
+@pytest.mark.parametrize(("name", "ranks"), [pytest.param("llava", 2, marks=tiers.needs_all), ("qwen2_vl", 1)])
 def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path) -> None:
     """With a key and without, in the store and inline; across chunks, and after preemption."""
     family = made(name, tmp_path)

@@ -185,6 +185,7 @@ def test_prompt_embeds_are_refused_in_words(tmp_path: Path) -> None:
     asyncio.run(scene())
 
 
+@tiers.needs_all
 def test_prompt_embeds_need_their_option_and_may_be_long() -> None:
     large = zeros(2000, 2048)  # 16 MB, of which the decoder of JSON sees nothing
 
