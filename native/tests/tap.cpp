@@ -3,6 +3,8 @@
 // that dawdle. Every record says which it is, and carries bytes that follow from that: a torn one is seen.
 #include "tap.h"
 
+#include <algorithm>
+
 #include "testing.h"
 
 using namespace testing;
@@ -233,12 +235,14 @@ void play(const Plan& plan, u64 seed) {
         threads.emplace_back([&, r] {
             auto receiver = std::make_shared<Receiver>(Attachment::join(own(), "receiver"), static_cast<int>(r));
             Random random(seed ^ r);
+            u32 pause_one_in = static_cast<u32>(std::min<u64>(5000, plan.records * plan.lanes / 32));
             for (u64 left = plan.records * plan.lanes; left > 0; --left) {
                 Found found;
                 while (!receiver->try_find(found))
                     REQUIRE(receiver->wait(now_ns() + WATCHDOG_NS) != Woken::deadline, "%s: stuck", plan.name);
                 receiver->accept(found);
-                if (random.one_in(5000)) ::usleep(1000);  // now and then the ring is full, and the taps catch up
+                if (random.one_in(pause_one_in))
+                    ::usleep(1000);  // now and then the ring is full, and the taps catch up
             }
         });
     for (u32 i = 0; i < plan.lanes; ++i)
