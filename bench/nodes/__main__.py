@@ -47,7 +47,8 @@ def main(arguments: Sequence[str]) -> int:
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
         rounds = options.rounds or (1 if options.quick else ROUNDS)
         run = Run(options, output, Patience(patience), Path(scratch), rounds)
-        for name in options.only.split(","):
+        chosen = options.only.split(",")
+        for name in chosen:
             try:
                 cases[name](run)
             except Unavailable as reason:
@@ -56,7 +57,9 @@ def main(arguments: Sequence[str]) -> int:
             except Exception as failure:
                 output.say(f"\n{name} failed: {traceback.format_exc()}")
                 output.record("failed", name, reason=f"{type(failure).__name__}: {failure}")
-        found = [target for module in known for target in module.targets(run)]
+        found = [
+            target for module in known if not module.CASES.keys().isdisjoint(chosen) for target in module.targets(run)
+        ]
         return conclude(output, OURS, found, load_between(before, look()))
 
 
