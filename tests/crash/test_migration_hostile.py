@@ -386,7 +386,7 @@ def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> Non
     async def scene() -> None:
         async with migrating(simulated=told(step_seconds=0.01, vocabulary=1000)) as tree:
             requests = [
-                HttpRequest("/v1/completions", {**over_http(150).body, "prompt": f"stream {number} of {seed}"})
+                HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
                 for number in range(200)
             ]
             want = await ask_all(tree, requests, "undisturbed", Progress())
