@@ -27,6 +27,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
+from bench.memory import is_ready
 from bench.vllm_cases.models import make_multimodal
 from penstock.tools.inspect import all_processes
 from penstock.tools.inspect.processes import with_descendants
@@ -167,14 +168,6 @@ def memory_files(pid: int) -> Iterator[tuple[int, int]]:
 def metrics(url: str) -> str:
     with urllib.request.urlopen(url + "/metrics", timeout=30) as answer:
         return str(answer.read().decode())
-
-
-def is_ready(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url + "/health/ready", timeout=5) as answer:
-            return bool(answer.status == 200)
-    except OSError:
-        return False
 
 
 if __name__ == "__main__":

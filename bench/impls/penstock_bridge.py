@@ -7,14 +7,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 from bench.harness.sessions import ROOT
-from bench.impls import Meet, Seat, Wires
-
-TIMEOUT = 60.0
+from bench.impls import Meet, Seat, Wires, penstock_channel
 
 
 def check() -> None:
@@ -39,53 +36,30 @@ def line_of(process: subprocess.Popen[str]) -> str:
     return process.stdout.readline().strip()
 
 
-class Sender:
+class Sender(penstock_channel.Sender):
     def __init__(self, wire: tuple[Any, Any], seat: Seat, meet: Meet) -> None:
-        self._frames, self._replies = wire
         tickets = [str(channel.ticket) for channel in wire]
         self._bridge = start_bridge("frames-home", [*tickets, str(seat.receivers)])
         meet(line_of(self._bridge))
-        self._sender = self._frames.open_sender()
-        self._inbox = self._replies.open_receiver()
-        self._receivers = range(seat.receivers)
-        self.send = partial(self._sender.send, timeout=TIMEOUT)
-
-    def expect(self, nbytes: int) -> None:
-        pass
-
-    def gather(self) -> None:
-        for _ in self._receivers:
-            self._inbox.receive(timeout=TIMEOUT)
-
-    def reserved_nbytes(self) -> int:
-        return int(self._frames.segment_nbytes + self._replies.segment_nbytes)
+        super().__init__((*wire, ""), seat, meet)
 
     def close(self) -> None:
-        self._sender.close()
-        self._inbox.close()
+        super().close()
         self._bridge.kill()
         self._bridge.wait()
 
 
-class Receiver:
+class Receiver(penstock_channel.Receiver):
     def __init__(self, wire: tuple[Any, Any], seat: Seat, meet: Meet) -> None:
-        frames, replies = wire
         address = meet("")[0]
         self._bridge = None
         if seat.rank == 1:
             tickets = [str(channel.ticket) for channel in wire]
             self._bridge = start_bridge("frames-away", [*tickets, str(seat.receivers), str(address)])
-        self._receiver = frames.open_receiver(seat.rank - 1)
-        self._sender = replies.open_sender(seat.rank - 1)
-        self.reply = partial(self._sender.send, timeout=TIMEOUT)
-        self.receive = partial(self._receiver.receive, timeout=TIMEOUT)
-
-    def expect(self, nbytes: int) -> None:
-        pass
+        super().__init__((*wire, ""), seat, meet)
 
     def close(self) -> None:
-        self._receiver.close()
-        self._sender.close()
+        super().close()
         if self._bridge is not None:
             self._bridge.kill()
             self._bridge.wait()

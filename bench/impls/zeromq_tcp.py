@@ -18,7 +18,7 @@ def lay(receivers: int, scratch: Path) -> Wires:
     return Wires([None] * (receivers + 1))
 
 
-class Sender:
+class Sender(zeromq.Sender):
     def __init__(self, wire: None, seat: Seat, meet: Meet) -> None:
         import zmq
 
@@ -38,33 +38,12 @@ class Sender:
     def expect(self, nbytes: int) -> None:
         pass
 
-    def gather(self) -> None:
-        for _ in range(self._receivers):
-            self._replies.recv()
 
-    def reserved_nbytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)
-
-
-class Receiver:
+class Receiver(zeromq.Receiver):
     def __init__(self, wire: None, seat: Seat, meet: Meet) -> None:
-        import zmq
-
         addresses: Any = meet("")[0]
-        self._context = zmq.Context()
-        self._replies = self._context.socket(zmq.PUSH)
-        self._replies.connect(addresses[1])
-        self._frames = self._context.socket(zmq.SUB)
-        self._frames.setsockopt(zmq.SUBSCRIBE, b"")
-        self._frames.connect(addresses[0])
-        self.reply = self._replies.send
+        super().__init__(addresses, seat, meet)
         self.receive = self._frames.recv
 
     def expect(self, nbytes: int) -> None:
         pass
-
-    def close(self) -> None:
-        self._context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""The end of a channel whose owner has died is free at once, also while that peer is being reaped."""
+"""Opening an end of a channel after its owner's death succeeds at once, also while the dead peer is being reaped."""
 
 from __future__ import annotations
 

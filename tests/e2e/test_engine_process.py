@@ -28,7 +28,7 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
 
 
 def child_of(pid: int, program: str) -> int:
-    """The one child of this main thread of a process whose command line has that word."""
+    """Returns the only child of the process's main thread with that word in its command line."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
     (found,) = [child for child in children if program in Path(f"/proc/{child}/cmdline").read_text()]
     return int(found)

@@ -180,7 +180,7 @@ def test_without_its_part_a_side_hangs_or_takes_the_link_for_done(mutation: str,
 
 
 def test_a_frame_that_is_delivered_with_its_head_would_be_torn() -> None:
-    """The walk has pieces: a frame whose rest never came must not be there."""
+    """A long frame crosses in pieces: an incomplete frame must not be delivered."""
 
     def torn(view: View) -> None:
         whole = [frame for part, frame in view["in", "b"] if part == "rest"]

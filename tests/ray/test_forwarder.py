@@ -1,4 +1,4 @@
-"""What passes through a replica, byte for byte, and what becomes of a request whose client or engine goes."""
+"""Replicas forward bodies and streams byte for byte; requests end when their client or engine goes."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ WITHIN = 10.0  # seconds; a watchdog
 
 
 def joined(home: LinkSpec, away: LinkSpec) -> tuple[Link, Link]:
-    """The two sides of a link, whose handshake is done, over a socket pair."""
+    """Returns both sides of a link over a socket pair, after the handshake."""
     first, second = socket.socketpair()
     listening = HandshakeConnection(PlainWire(first), ListenerHandshake([home], SECRET), None)
     connecting = HandshakeConnection(PlainWire(second), ConnectorHandshake(away, SECRET), None)

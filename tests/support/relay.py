@@ -1,4 +1,4 @@
-"""A TCP relay between two sides, whose directions can be cut (bytes vanish, nothing is closed) or delayed."""
+"""A TCP relay between two sides: each direction can be cut (bytes vanish, both sockets stay open) or delayed."""
 
 import contextlib
 import select

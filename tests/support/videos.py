@@ -46,7 +46,7 @@ def brightness(number: int, frames: int) -> int:
 
 
 def repeated(times: int, size: tuple[int, int] = (640, 480)) -> bytes:
-    """A WebM whose frames come again and again, at the same times: few bytes that take a decoder long."""
+    """Returns a WebM that repeats its frames at the same times: few bytes with much work for a decoder."""
     file = io.BytesIO()
     with av.open(file, "w", format="webm", options={"live": "1"}) as out:
         stream: Any = out.add_stream("libvpx", rate=1000, options={"deadline": "realtime", "cpu-used": "8"})

@@ -1,4 +1,4 @@
-"""How a link dies, and what each side says of it: whose doing it was, with the numbers."""
+"""Links die: each side's error names the process that caused the end, with the numbers."""
 
 import os
 import signal

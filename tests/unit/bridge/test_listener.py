@@ -1,4 +1,4 @@
-"""How a link begins over TCP: who is refused, what is counted, and that nobody is held up by others."""
+"""Links begin over TCP: refusals, their counts, and connections that delay no other connection."""
 
 import contextlib
 import os

@@ -1,4 +1,4 @@
-"""The semaphore of bytes: how much is held, whose turn it is, and what a wait that is given up leaves."""
+"""The byte semaphore: bytes held, turns of clients, and cancelled waits."""
 
 import asyncio
 import random

@@ -291,7 +291,7 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
         right, wrong = f"images.test:{host.port}", f"other.test:{host.port}"
         assert fetched(f"https://{right}/x", (right,), tls=trusting, **given) == PNG
         assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **given).reason == FAILED
-        assert refusal(f"https://{right}/x", (right,), **given).reason == FAILED  # nobody vouches for it
+        assert refusal(f"https://{right}/x", (right,), **given).reason == FAILED  # no authority has signed it
         assert len(host.heads) == 1
         host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
         late = refusal(f"https://{right}/x", (right,), tls=trusting, seconds=1.0, **given)
