@@ -190,7 +190,7 @@ class Client:
             raise self._end
         if self._board.is_draining:
             raise EngineError(503, "the engine is shutting down, and accepts no more requests")
-        if time.monotonic() >= deadline:
+        if self._group_return.is_due and time.monotonic() >= deadline:
             raise EngineError(504, "no group of the engine has served in the time of the request")
         prompt, params = submitted.first.prompt, submitted.first.params
         place = self._choose(submitted)

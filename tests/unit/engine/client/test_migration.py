@@ -462,6 +462,15 @@ async def test_new_request_waits_no_longer_than_a_lost_one() -> None:
 
 
 @in_a_loop
+async def test_request_whose_time_is_over_before_it_is_sent_is_not_said_to_have_waited_for_a_group() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1], timeout=0.0)
+        await group.submitted()
+        with pytest.raises(EngineError, match=r"within 0 s"):
+            await anext(stream)
+
+
+@in_a_loop
 async def test_shutdown_refuses_a_new_request_that_waits() -> None:
     async with engine() as ([group], client):
         group.lose()
