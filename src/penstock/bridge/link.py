@@ -26,10 +26,12 @@ from penstock.bridge.wire import PlainWire, TlsWire
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
+    from penstock.bridge.link_lanes import OutboundLane
     from penstock.bridge.value_exchange import ValueExchange
     from penstock.codec.frame_ends import FrameReceiver
 
 ROUNDS = 8  # of sending, or of reading, before the other one has its turn
+MAX_EVENTS = 64  # of one sleep
 LAST_WORDS_S = 0.2  # to tell the other side why this one ends the link
 READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 
@@ -63,6 +65,7 @@ class Link:
         self._wire = wire
         self._session: LinkSession | None = None
         self._reader: PacketReader | None = None
+        self._lanes: dict[int, OutboundLane] = {}  # by the descriptor of their bell
         self._poll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop_reason: str | None = None
@@ -171,8 +174,8 @@ class Link:
             raise RemoteFailure("closed", f"has lost its connection, or was killed: {lost}") from None
 
     def _register(self, session: LinkSession) -> None:
-        ends = [lane.receiver.fileno() for lane in session.outbound]
-        ends += [sender.fileno() for lane in session.inbound for sender in lane.senders]
+        self._lanes = {lane.receiver.fileno(): lane for lane in session.outbound}
+        ends = [*self._lanes, *(sender.fileno() for lane in session.inbound for sender in lane.senders)]
         if session.values is not None and session.values.requests is not None:
             ends.append(session.values.requests.fileno())
         for descriptor in (*ends, self._wakeup):
@@ -238,37 +241,35 @@ class Link:
         if self._has_unsent(session) != self._is_writing:
             self._is_writing = not self._is_writing
             self._poll.modify(self._wire.fileno(), READABLE | (select.EPOLLOUT if self._is_writing else 0))
-        is_readable = self._wire.has_unread
-        wire = self._wire.fileno()
-        for descriptor, mask in self._poll.poll(timeout):
-            if descriptor == wire:
+        return self._forward(session, self._poll.poll(timeout, MAX_EVENTS))
+
+    def _forward(self, session: LinkSession, events: list[tuple[int, int]]) -> bool:
+        """Sends the frame whose bell woke the link, before all else that a turn does. Returns whether the connection
+        has something."""
+        wire, lanes = self._wire, self._lanes
+        descriptor_of_wire, is_readable = wire.fileno(), wire.has_unread
+        for descriptor, mask in events:
+            if descriptor == descriptor_of_wire:
                 is_readable |= bool(mask & READABLE)
-            else:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(descriptor, 4096)
-        self._disarm(session)
+                continue
+            if descriptor in lanes and session.is_sending:
+                lanes[descriptor].pump(1)
+                session.queue.flush(wire)
+            with contextlib.suppress(BlockingIOError):  # before the next look: a ring after that is not lost
+                os.read(descriptor, 4096)
         return is_readable
 
     def _arm(self, session: LinkSession) -> bool:
-        """Asks the bells to ring. Returns whether an end may go on already."""
+        """Asks the bells to ring of ends that could go on, and no others. Returns whether an end may go on already."""
         is_ready = False
-        if session.is_sending and session.queue.nbytes < MAX_PAYLOAD:
-            for lane in session.outbound:
-                is_ready |= lane.arm()
+        has_room = session.is_sending and session.queue.nbytes < MAX_PAYLOAD
+        for lane in session.outbound:
+            is_ready |= lane.arm(has_room)
         for in_lane in session.inbound:
             if in_lane.has_backlog:
                 is_ready |= in_lane.arm()
         requests = _requests(session.values)
         return is_ready | (requests is not None and requests.arm())
-
-    def _disarm(self, session: LinkSession) -> None:
-        for lane in session.outbound:
-            lane.receiver.disarm()
-        for in_lane in session.inbound:
-            if in_lane.has_backlog:
-                in_lane.disarm()
-        if (requests := _requests(session.values)) is not None:
-            requests.disarm()
 
     # ── the end ──
     def _death(self, cause: Cause, how: str) -> LinkDied:

@@ -133,11 +133,11 @@ class LinkSession:
 
     def retry_at(self) -> float | None:
         """Returns when a lane is to be looked at for which no bell rings; None: no such lane."""
-        times = [out.retry_at for out in self.outbound if out.retry_at]
-        times += [lane.retry_at for lane in self.inbound if lane.retry_at]
-        if self.values is not None and self.values.retry_at:
-            times.append(self.values.retry_at)
-        return min(times) if times else None
+        earliest = None if self.values is None else self.values.retry_at or None
+        for lane in (*self.outbound, *self.inbound):
+            if lane.retry_at and (earliest is None or lane.retry_at < earliest):
+                earliest = lane.retry_at
+        return earliest
 
     # ── the end ──
     def stop(self, reason: str) -> None:

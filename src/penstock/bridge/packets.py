@@ -112,20 +112,19 @@ class PacketQueue:
     """Packets that wait for the wire. Buffers that were put are held until they have been sent."""
 
     def __init__(self) -> None:
-        self._buffers: deque[memoryview] = deque()
+        self._buffers: deque[bytes | memoryview] = deque()
         self.nbytes = 0  # that wait
         self.nbytes_sent = 0
 
     def put(self, kind: int, lane: int = 0, source: int = 0, payload: Buffer = b"") -> None:
-        view = memoryview(payload)
-        nbytes = view.nbytes
+        nbytes = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
         head = HEAD.pack(nbytes, kind, lane, source)
-        self.nbytes += HEAD.size + nbytes
+        self.nbytes += len(head) + nbytes
         if nbytes <= SMALL_NBYTES:
-            self._buffers.append(memoryview(head + view))
+            self._buffers.append(head + payload)
         else:
-            self._buffers.append(memoryview(head))
-            self._buffers.append(view)
+            self._buffers.append(head)
+            self._buffers.append(memoryview(payload))
 
     def flush(self, wire: LinkWire) -> None:
         """Sends as much as the wire takes."""
@@ -137,10 +136,12 @@ class PacketQueue:
                 return
             self.nbytes -= taken
             self.nbytes_sent += taken
+            if not self.nbytes:
+                return buffers.clear()
             while taken:
                 first = buffers[0]
                 if taken < len(first):
-                    buffers[0] = first[taken:]
+                    buffers[0] = memoryview(first)[taken:]
                     break
                 taken -= len(first)
                 buffers.popleft()
@@ -186,10 +187,13 @@ class PacketReader:
                 self._fill(count)
         else:
             end = self._end
-            last = end + HEAD.size if self._wants_head and end == self._begin else BUFFER_NBYTES
-            count = wire.recv_into(self._view[end:last])
+            if self._wants_head and end == self._begin:
+                room = self._view[end : end + HEAD.size]
+            else:
+                room = self._view[end:] if end else self._view
+            count = wire.recv_into(room)
             if count:
-                self._end += count
+                self._end = end + count
                 self.nbytes += count
                 self._parse()
         return None if count == 0 else count is not None
