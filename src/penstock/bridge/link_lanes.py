@@ -51,6 +51,7 @@ class OutboundLane:
         self.is_over = False
         self.retry_at = 0.0  # 0: the bell rings
         self.number = number
+        self._is_inbox = isinstance(spec.channel, Inbox)
         self._lanes_there = there.lanes
         self._credit = self._window = there.window_nbytes
         self._queue = queue
@@ -80,21 +81,21 @@ class OutboundLane:
         if self.is_over or (self.retry_at and time.monotonic() < self.retry_at):
             return
         self.retry_at = 0.0
-        queue = self._queue
+        queue, receiver = self._queue, self.receiver
         try:
             for _ in range(most):
                 if self._credit <= 0 or queue.nbytes >= MAX_QUEUED or self._long:
                     return
-                frame = self.receiver.try_receive()
+                frame = receiver.try_receive()
                 if frame is None:
                     return
-                self._put(frame, self.receiver.source)
+                self._put(frame, receiver.source if self._is_inbox else 0)
         except EndOfChannel:
             self.is_over = True
             queue.put(packets.END, self.number)
         except PeerDied as death:
             self._on_death(self, death)
-            if not isinstance(self.spec.channel, Inbox):  # raised by every call until the sender has a successor
+            if not self._is_inbox:  # raised by every call until the sender has a successor
                 self.retry_at = time.monotonic() + RETRY_S
 
     def _put(self, frame: bytes | _native.BlockLease, source: int) -> None:
@@ -173,19 +174,23 @@ class InboundLane:
         self.senders = [FrameSender(spec.channel, lane.index, name=lane.name) for lane in spec.lanes]
         self._backlogs: list[deque[bytes | bytearray | Callable[[], None]]] = [deque() for _ in spec.lanes]
         self._long: dict[int, _LongFrame] = {}
-        self._returned = 0  # credit that is to be given back
+        self._returned = 0  # credit that is to be given back …
+        self._returned_at = spec.window_nbytes / 4  # … from so much on
         self._exhausted_at = 0.0  # when a frame first found no memory; 0: it did not
         self._max_nbytes = self.senders[0].max_nbytes
         self._kept_nbytes = 0
 
     # ── what comes ──
-    def on_frame(self, source: int, payload: memoryview) -> None:
-        self._require_next(source)
+    def on_frame(self, source: int, payload: memoryview) -> bool:
+        """Returns whether the lane is to be drained."""
+        if self._long or self.is_over or source >= len(self.senders):
+            self._require_next(source)
         self._stats.frames_received += 1
         if self._backlogs[source] or not self._try_send(source, payload):
             self._keep(source, bytes(payload))
-        else:
-            self._returned += cost(len(payload))
+            return True
+        self._returned += len(payload) + FRAME_COST
+        return self._returned >= self._returned_at
 
     def begin_long(self, source: int, nbytes: int) -> None:
         self._require_next(source)
@@ -299,7 +304,7 @@ class InboundLane:
             self.retry_at = 0.0
         if self.has_backlog:
             self._drain_backlogs()
-        if self._returned * 4 >= self.spec.window_nbytes:
+        if self._returned >= self._returned_at:
             self._queue.put(packets.CREDIT, self.number, payload=packets.CREDIT_NBYTES.pack(self._returned))
             self._returned = 0
         if self.is_over and not self.is_closed and not self.has_backlog:
