@@ -124,6 +124,7 @@ class Link:
             raise ValueError("the link does not run")
         lane = next(lane for lane in self._session.inbound if lane.spec.name == channel)
         lane.insert(source, bytes(frame))
+        self._session.wants_turn = True
 
     def stats(self) -> LinkStats:
         """Returns what has passed so far."""
@@ -201,18 +202,18 @@ class Link:
                 return outcome
 
     def _pass_on(self, session: LinkSession, reader: PacketReader, now: float, timeout: float) -> str | None:
-        """Sleeps, and passes on what has come: first the frame whose bell has rung. Sleeps again without a turn of the
-        loop, which costs several times as much as a frame, where nothing but frames came, for up to CALM_S. Returns
-        the outcome if the other side has closed."""
+        """Sleeps, and passes on what has come: first a frame with a bell that rang. Where nothing but frames
+        came, it sleeps again, for up to CALM_S: a turn of the loop takes several times as long as a frame, on a
+        processor that the receivers need. Returns the outcome if the other side has closed."""
         wire, queue, lanes, poll = self._wire, session.queue, self._lanes, self._poll.poll
-        connection, until = wire.fileno(), now + timeout
+        connection, is_sending, until = wire.fileno(), session.is_sending, now + timeout
         while True:
             is_readable, rung = wire.has_unread, []
             for descriptor, mask in poll(timeout, MAX_EVENTS):
                 if descriptor == connection:
                     is_readable = is_readable or mask & READABLE != 0
                     continue
-                if descriptor in lanes and session.is_sending:
+                if is_sending and descriptor in lanes:
                     lane = lanes[descriptor]
                     lane.pump(1)
                     queue.flush(wire)
@@ -225,17 +226,20 @@ class Link:
                 outcome = self._read(session, reader)
                 if outcome is not None:
                     return outcome
-            elif not rung:
-                session.require_life()
-            if session.wants_turn or queue.nbytes or wire.wants_write or wire.has_unread:
-                return None
-            for lane in rung:
-                if not lane.may_send or lane.arm(has_room=True):
-                    return None
             clock = time.monotonic()
-            if clock >= until or clock - now >= CALM_S:
-                return None
+            if (
+                clock >= until
+                or clock - now >= CALM_S
+                or session.wants_turn
+                or wire.has_unread
+                or self._has_unsent(session)
+                or any(lane.arm(has_room=True) or not lane.may_send for lane in rung)
+            ):
+                break
             timeout = until - clock
+        if not is_readable:
+            session.require_life()
+        return None
 
     def _send(self, session: LinkSession, now: float) -> bool:
         """Returns whether there is more to send, and room for it."""

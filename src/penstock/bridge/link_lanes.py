@@ -172,6 +172,7 @@ class InboundLane:
         self._stats = stats
         self._on_death = on_death
         self.senders = [FrameSender(spec.channel, lane.index, name=lane.name) for lane in spec.lanes]
+        self._attempts = range(spec.channel.receivers + 1)
         self._backlogs: list[deque[bytes | bytearray | Callable[[], None]]] = [deque() for _ in spec.lanes]
         self._long: dict[int, _LongFrame] = {}
         self._returned = 0  # credit that is to be given back …
@@ -250,7 +251,7 @@ class InboundLane:
         """Returns False if there is no room now. A frame that no process is left to receive is dropped."""
         sender = self.senders[source]
         try:
-            for _ in range(self.spec.channel.receivers + 1):  # each receiver that has died is reported once
+            for _ in self._attempts:  # each receiver that has died is reported once
                 try:
                     is_sent = sender.try_send(frame)
                     self._exhausted_at = 0.0

@@ -83,13 +83,11 @@ class LinkSession:
 
     # ── what goes ──
     def tick(self, now: float) -> None:
-        """Sends a heartbeat if one is due, and looks at what no bell rings for."""
+        """Sends a heartbeat if one is due."""
         if self._liveness.beat(now):
             clock = time.monotonic_ns()
             sent_ns, came_ns = self._heartbeat
             self.queue.put(packets.HEARTBEAT, payload=BEAT.pack(clock, sent_ns, clock - came_ns))
-        if self.values is not None:
-            self.values.tick(now)
         self.due_at = min([self._liveness.due_at, *(source.due_at for source in self._sources)])
 
     def pump(self, now: float) -> bool:
@@ -106,6 +104,7 @@ class LinkSession:
             for source in self._sources:
                 source.send_changes(self.queue, now)
             if values is not None:
+                values.look_again(now)
                 values.receive_requests()
                 values.answer_announced()
         has_more = self._put_pieces(with_values=not is_ending)
@@ -137,11 +136,11 @@ class LinkSession:
 
     def retry_at(self) -> float | None:
         """Returns when a lane is to be looked at for which no bell rings; None: no such lane."""
-        earliest = None if self.values is None else self.values.retry_at or None
-        for lane in (*self.outbound, *self.inbound):
-            if lane.retry_at and (earliest is None or lane.retry_at < earliest):
-                earliest = lane.retry_at
-        return earliest
+        times = [out.retry_at for out in self.outbound if out.retry_at]
+        times += [lane.retry_at for lane in self.inbound if lane.retry_at]
+        if self.values is not None and self.values.retry_at:
+            times.append(self.values.retry_at)
+        return min(times) if times else None
 
     # ── the end ──
     def stop(self, reason: str) -> None:

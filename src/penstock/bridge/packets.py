@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 FatalCause: TypeAlias = Literal["unheard", "ended", "protocol"]
 
 HEAD = struct.Struct("<IBBH")
+HEAD_NBYTES = HEAD.size
 MAX_PAYLOAD = 256 << 10
 LONG_NBYTES = struct.Struct("<Q")
 CREDIT_NBYTES = struct.Struct("<Q")
@@ -89,7 +90,7 @@ _MIN_NBYTES = [SIZES.get(kind, (1, 0))[0] for kind in range(256)]
 _MAX_NBYTES = [SIZES.get(kind, (1, 0))[1] for kind in range(256)]
 IN_PLACE = (PIECE, VALUE_PIECE)
 
-BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD.size)
+BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD_NBYTES)
 GATHERED = 64  # buffers in one call of the kernel
 SMALL_NBYTES = 16 << 10  # payloads up to here are copied behind their head: a call with one buffer is the quickest
 
@@ -188,7 +189,7 @@ class PacketReader:
         else:
             end = self._end
             if self._wants_head and end == self._begin:
-                room = self._view[end : end + HEAD.size]
+                room = self._view[end : end + HEAD_NBYTES]
             else:
                 room = self._view[end:] if end else self._view
             count = wire.recv_into(room)
@@ -222,11 +223,11 @@ class PacketReader:
     def _parse(self) -> None:
         view, handler = self._view, self._handler
         begin, end = self._begin, self._end
-        while end - begin >= HEAD.size:
+        while end - begin >= HEAD_NBYTES:
             nbytes, kind, lane, source = HEAD.unpack_from(view, begin)
             if not _MIN_NBYTES[kind] <= nbytes <= _MAX_NBYTES[kind]:
-                raise ProtocolError(f"no packet begins with {bytes(view[begin : begin + HEAD.size]).hex()}")
-            first = begin + HEAD.size
+                raise ProtocolError(f"no packet begins with {bytes(view[begin : begin + HEAD_NBYTES]).hex()}")
+            first = begin + HEAD_NBYTES
             if end - first < nbytes:
                 if kind in IN_PLACE and self._begin_place(kind, lane, source, nbytes, view[first:end]):
                     begin = end
@@ -238,7 +239,7 @@ class PacketReader:
                 handler.handle(kind, lane, source, payload)
         if begin == end:
             begin = end = 0
-        elif BUFFER_NBYTES - begin < HEAD.size + MAX_PAYLOAD:
+        elif BUFFER_NBYTES - begin < HEAD_NBYTES + MAX_PAYLOAD:
             rest = end - begin
             view[:rest] = bytes(view[begin:end])
             begin, end = 0, rest

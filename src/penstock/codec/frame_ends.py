@@ -104,7 +104,7 @@ class FrameReceiver(_FrameEnd):
 
     def try_receive(self) -> bytes | _native.BlockLease | None:
         """Returns the next frame: a short one copied, a long one where it lies; None: there is none now. After a wait
-        the bell may ring until the next call: the first frame is not held up by an end of the wait.
+        the bell may ring until the next call: the first frame is not held up by the end of the wait.
 
         Raises:
             PeerDied, EndOfChannel, ClosedError: as `Receiver.receive`.
