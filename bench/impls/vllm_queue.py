@@ -17,6 +17,7 @@ from bench.impls import Meet, Seat, Wires
 from bench.impls.peer import python_with
 
 BROADCAST_CHUNK_NBYTES = 16 << 20
+HERE = "127.0.0.1"
 OUT_OF_BAND_NBYTES = 1 << 20
 
 
@@ -40,6 +41,11 @@ def _message_queue(scratch: str) -> Any:
     return MessageQueue
 
 
+def _queue(scratch: str, readers: int, is_remote: bool, **options: Any) -> Any:
+    where = {"n_local_reader": 0, "connect_ip": HERE} if is_remote else {"n_local_reader": readers}
+    return _message_queue(scratch)(readers, **where, **options)
+
+
 def _collect(end: Sender | Receiver) -> None:
     """A queue unlinks its shared memory when it is collected, and only then; a process that just exits leaves it."""
     vars(end).clear()
@@ -48,13 +54,14 @@ def _collect(end: Sender | Receiver) -> None:
 
 class Sender:
     options: Mapping[str, Any] = {}  # of the queue there, more than the sizes
+    is_remote = False  # the readers are on other nodes
 
     def __init__(self, scratch: str, seat: Seat, meet: Meet) -> None:
-        message_queue = _message_queue(scratch)
-        receivers = seat.receivers
-        self._frames = message_queue(receivers, receivers, max_chunk_bytes=BROADCAST_CHUNK_NBYTES, **self.options)
+        self._frames = _queue(
+            scratch, seat.receivers, self.is_remote, max_chunk_bytes=BROADCAST_CHUNK_NBYTES, **self.options
+        )
         handles = meet(self._frames.export_handle())
-        self._replies = [message_queue.create_from_handle(handle, 0) for handle in handles[1:]]
+        self._replies = [_message_queue(scratch).create_from_handle(handle, 0) for handle in handles[1:]]
         self._frames.wait_until_ready()
         for each in self._replies:
             each.wait_until_ready()
@@ -77,11 +84,12 @@ class Sender:
 
 
 class Receiver:
+    is_remote = False
+
     def __init__(self, scratch: str, seat: Seat, meet: Meet) -> None:
-        message_queue = _message_queue(scratch)
-        self._replies = message_queue(1, 1)
+        self._replies = _queue(scratch, 1, self.is_remote)
         handles = meet(self._replies.export_handle())
-        self._frames = message_queue.create_from_handle(handles[0], seat.rank - 1)
+        self._frames = _message_queue(scratch).create_from_handle(handles[0], seat.rank - 1)
         self._frames.wait_until_ready()
         self._replies.wait_until_ready()
         self.reply = self._replies.enqueue

@@ -26,10 +26,13 @@ from penstock.bridge.wire import PlainWire, TlsWire
 if TYPE_CHECKING:
     from typing_extensions import Buffer, Self
 
+    from penstock.bridge.link_lanes import OutboundLane
     from penstock.bridge.value_exchange import ValueExchange
     from penstock.codec.frame_ends import FrameReceiver
 
 ROUNDS = 8  # of sending, or of reading, before the other one has its turn
+CALM_S = 0.005  # without a turn of the loop while frames pass
+MAX_EVENTS = 64  # of one sleep
 LAST_WORDS_S = 0.2  # to tell the other side why this one ends the link
 READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 
@@ -63,6 +66,7 @@ class Link:
         self._wire = wire
         self._session: LinkSession | None = None
         self._reader: PacketReader | None = None
+        self._lanes: dict[int, OutboundLane] = {}  # by the descriptor of their bell
         self._poll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop_reason: str | None = None
@@ -120,6 +124,7 @@ class Link:
             raise ValueError("the link does not run")
         lane = next(lane for lane in self._session.inbound if lane.spec.name == channel)
         lane.insert(source, bytes(frame))
+        self._session.wants_turn = True
 
     def stats(self) -> LinkStats:
         """Returns what has passed so far."""
@@ -171,8 +176,8 @@ class Link:
             raise RemoteFailure("closed", f"has lost its connection, or was killed: {lost}") from None
 
     def _register(self, session: LinkSession) -> None:
-        ends = [lane.receiver.fileno() for lane in session.outbound]
-        ends += [sender.fileno() for lane in session.inbound for sender in lane.senders]
+        self._lanes = {lane.receiver.fileno(): lane for lane in session.outbound}
+        ends = [*self._lanes, *(sender.fileno() for lane in session.inbound for sender in lane.senders)]
         if session.values is not None and session.values.requests is not None:
             ends.append(session.values.requests.fileno())
         for descriptor in (*ends, self._wakeup):
@@ -187,16 +192,54 @@ class Link:
                 session.tick(now)
             if self._stop_reason is not None:
                 session.stop(self._stop_reason)
+            session.wants_turn = False
             has_more = self._send(session, now)
             outcome = session.outcome
             if outcome is not None and not self._has_unsent(session):
                 return outcome
-            if self._sleep(session, now, has_more):
+            outcome = self._pass_on(session, reader, now, self._timeout(session, now, has_more))
+            if outcome is not None:
+                return outcome
+
+    def _pass_on(self, session: LinkSession, reader: PacketReader, now: float, timeout: float) -> str | None:
+        """Sleeps, and passes on what has come: first a frame with a bell that rang. Where nothing but frames
+        came, it sleeps again, for up to CALM_S: a turn of the loop takes several times as long as a frame, on a
+        processor that the receivers need. Returns the outcome if the other side has closed."""
+        wire, queue, lanes, poll = self._wire, session.queue, self._lanes, self._poll.poll
+        connection, is_sending, until = wire.fileno(), session.is_sending, now + timeout
+        while True:
+            is_readable, rung = wire.has_unread, []
+            for descriptor, mask in poll(timeout, MAX_EVENTS):
+                if descriptor == connection:
+                    is_readable = is_readable or mask & READABLE != 0
+                    continue
+                if is_sending and descriptor in lanes:
+                    lane = lanes[descriptor]
+                    lane.pump(1)
+                    queue.flush(wire)
+                    rung.append(lane)
+                else:
+                    session.wants_turn = True
+                with contextlib.suppress(BlockingIOError):  # before the next look: a ring after that is not lost
+                    os.read(descriptor, 4096)
+            if is_readable:
                 outcome = self._read(session, reader)
                 if outcome is not None:
                     return outcome
-            else:
-                session.require_life()
+            clock = time.monotonic()
+            if (
+                clock >= until
+                or clock - now >= CALM_S
+                or session.wants_turn
+                or wire.has_unread
+                or self._has_unsent(session)
+                or any(lane.arm(has_room=True) or not lane.may_send for lane in rung)
+            ):
+                break
+            timeout = until - clock
+        if not is_readable:
+            session.require_life()
+        return None
 
     def _send(self, session: LinkSession, now: float) -> bool:
         """Returns whether there is more to send, and room for it."""
@@ -228,8 +271,8 @@ class Link:
                 break
         return None
 
-    def _sleep(self, session: LinkSession, now: float, has_more: bool) -> bool:
-        """Waits for the connection, a bell, or a time. Returns whether the connection has something."""
+    def _timeout(self, session: LinkSession, now: float, has_more: bool) -> float:
+        """Returns how long the link may sleep, and asks for what is to wake it before."""
         due_at = session.due_at
         retry_at = session.retry_at()
         timeout = max(0.0, (due_at if retry_at is None else min(due_at, retry_at)) - now)
@@ -238,37 +281,19 @@ class Link:
         if self._has_unsent(session) != self._is_writing:
             self._is_writing = not self._is_writing
             self._poll.modify(self._wire.fileno(), READABLE | (select.EPOLLOUT if self._is_writing else 0))
-        is_readable = self._wire.has_unread
-        wire = self._wire.fileno()
-        for descriptor, mask in self._poll.poll(timeout):
-            if descriptor == wire:
-                is_readable |= bool(mask & READABLE)
-            else:
-                with contextlib.suppress(BlockingIOError):
-                    os.read(descriptor, 4096)
-        self._disarm(session)
-        return is_readable
+        return timeout
 
     def _arm(self, session: LinkSession) -> bool:
-        """Asks the bells to ring. Returns whether an end may go on already."""
+        """Asks the bells to ring of ends that could go on, and no others. Returns whether an end may go on already."""
         is_ready = False
-        if session.is_sending and session.queue.nbytes < MAX_PAYLOAD:
-            for lane in session.outbound:
-                is_ready |= lane.arm()
+        has_room = session.is_sending and session.queue.nbytes < MAX_PAYLOAD
+        for lane in session.outbound:
+            is_ready |= lane.arm(has_room)
         for in_lane in session.inbound:
             if in_lane.has_backlog:
                 is_ready |= in_lane.arm()
         requests = _requests(session.values)
         return is_ready | (requests is not None and requests.arm())
-
-    def _disarm(self, session: LinkSession) -> None:
-        for lane in session.outbound:
-            lane.receiver.disarm()
-        for in_lane in session.inbound:
-            if in_lane.has_backlog:
-                in_lane.disarm()
-        if (requests := _requests(session.values)) is not None:
-            requests.disarm()
 
     # ── the end ──
     def _death(self, cause: Cause, how: str) -> LinkDied:

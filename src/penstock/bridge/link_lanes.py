@@ -51,6 +51,7 @@ class OutboundLane:
         self.is_over = False
         self.retry_at = 0.0  # 0: the bell rings
         self.number = number
+        self._is_inbox = isinstance(spec.channel, Inbox)
         self._lanes_there = there.lanes
         self._credit = self._window = there.window_nbytes
         self._queue = queue
@@ -74,29 +75,43 @@ class OutboundLane:
         """A long frame has been sent in part."""
         return bool(self._long)
 
-    def pump(self) -> None:
-        """Puts frames into the queue, while there are some, and credit, and the wire keeps up. Of a long frame, which
-        is the last one then, `put_piece` puts the bytes."""
-        queue, end, number = self._queue, self.receiver, self.number
-        for _ in range(MAX_FRAMES):
-            if self._credit <= 0 or queue.nbytes >= MAX_QUEUED or self.is_over or self._long:
-                return
-            frame = self._try_receive()
-            if frame is None:
-                return
-            nbytes, source = len(frame), end.source
-            if source >= self._lanes_there:
-                raise LocalFailure(
-                    f"sender {source} of '{self.spec.channel.name}' has no lane at the other side, which has "
-                    f"{self._lanes_there} for channel '{self.spec.name}'"
-                )
-            self._credit -= cost(nbytes)
-            self._stats.frames_sent += 1
-            if nbytes <= MAX_PAYLOAD:
-                queue.put(packets.FRAME, number, source, frame)
-            else:
-                queue.put(packets.LONG, number, source, packets.LONG_NBYTES.pack(nbytes))
-                self._long, self._source = memoryview(frame), source
+    def pump(self, most: int = MAX_FRAMES) -> None:
+        """Puts up to `most` frames into the queue, while there are some, and credit, and the wire keeps up. Of a long
+        frame, which is the last one then, `put_piece` puts the bytes."""
+        if self.is_over or (self.retry_at and time.monotonic() < self.retry_at):
+            return
+        self.retry_at = 0.0
+        queue, receiver = self._queue, self.receiver
+        try:
+            for _ in range(most):
+                if self._credit <= 0 or queue.nbytes >= MAX_QUEUED or self._long:
+                    return
+                frame = receiver.try_receive()
+                if frame is None:
+                    return
+                self._put(frame, receiver.source if self._is_inbox else 0)
+        except EndOfChannel:
+            self.is_over = True
+            queue.put(packets.END, self.number)
+        except PeerDied as death:
+            self._on_death(self, death)
+            if not self._is_inbox:  # raised by every call until the sender has a successor
+                self.retry_at = time.monotonic() + RETRY_S
+
+    def _put(self, frame: bytes | _native.BlockLease, source: int) -> None:
+        nbytes = len(frame)
+        if source >= self._lanes_there:
+            raise LocalFailure(
+                f"sender {source} of '{self.spec.channel.name}' has no lane at the other side, which has "
+                f"{self._lanes_there} for channel '{self.spec.name}'"
+            )
+        self._credit -= nbytes + FRAME_COST
+        self._stats.frames_sent += 1
+        if nbytes <= MAX_PAYLOAD:
+            self._queue.put(packets.FRAME, self.number, source, frame)
+        else:
+            self._queue.put(packets.LONG, self.number, source, packets.LONG_NBYTES.pack(nbytes))
+            self._long, self._source = memoryview(frame), source
 
     def put_piece(self) -> None:
         """Puts the next piece of a long frame into the queue, if the wire keeps up."""
@@ -105,24 +120,11 @@ class OutboundLane:
         piece, self._long = self._long[:MAX_PAYLOAD], self._long[MAX_PAYLOAD:]
         self._queue.put(packets.PIECE, self.number, self._source, piece)
 
-    def _try_receive(self) -> bytes | _native.BlockLease | None:
-        if self.retry_at and time.monotonic() < self.retry_at:
-            return None
-        self.retry_at = 0.0
-        try:
-            return self.receiver.try_receive()
-        except EndOfChannel:
-            self.is_over = True
-            self._queue.put(packets.END, self.number)
-        except PeerDied as death:
-            self._on_death(self, death)
-            if not isinstance(self.spec.channel, Inbox):  # raised by every call until the sender has a successor
-                self.retry_at = time.monotonic() + RETRY_S
-        return None
-
-    def arm(self) -> bool:
-        """Returns whether frames may be there already. A lane that may not send does not ask."""
-        if not self.may_send:
+    def arm(self, has_room: bool) -> bool:
+        """Asks the bell to ring, if the lane may send and there is room. Returns whether frames may be there
+        already."""
+        if not has_room or not self.may_send:
+            self.receiver.disarm()
             return False
         if self.receiver.arm():
             if not self.receiver.is_locked_out:
@@ -170,21 +172,26 @@ class InboundLane:
         self._stats = stats
         self._on_death = on_death
         self.senders = [FrameSender(spec.channel, lane.index, name=lane.name) for lane in spec.lanes]
+        self._attempts = range(spec.channel.receivers + 1)
         self._backlogs: list[deque[bytes | bytearray | Callable[[], None]]] = [deque() for _ in spec.lanes]
         self._long: dict[int, _LongFrame] = {}
-        self._returned = 0  # credit that is to be given back
+        self._returned = 0  # credit that is to be given back …
+        self._returned_at = spec.window_nbytes / 4  # … from so much on
         self._exhausted_at = 0.0  # when a frame first found no memory; 0: it did not
         self._max_nbytes = self.senders[0].max_nbytes
         self._kept_nbytes = 0
 
     # ── what comes ──
-    def on_frame(self, source: int, payload: memoryview) -> None:
-        self._require_next(source)
+    def on_frame(self, source: int, payload: memoryview) -> bool:
+        """Returns whether the lane is to be drained."""
+        if self._long or self.is_over or source >= len(self.senders):
+            self._require_next(source)
         self._stats.frames_received += 1
         if self._backlogs[source] or not self._try_send(source, payload):
             self._keep(source, bytes(payload))
-        else:
-            self._returned += cost(len(payload))
+            return True
+        self._returned += len(payload) + FRAME_COST
+        return self._returned >= self._returned_at
 
     def begin_long(self, source: int, nbytes: int) -> None:
         self._require_next(source)
@@ -244,7 +251,7 @@ class InboundLane:
         """Returns False if there is no room now. A frame that no process is left to receive is dropped."""
         sender = self.senders[source]
         try:
-            for _ in range(self.spec.channel.receivers + 1):  # each receiver that has died is reported once
+            for _ in self._attempts:  # each receiver that has died is reported once
                 try:
                     is_sent = sender.try_send(frame)
                     self._exhausted_at = 0.0
@@ -296,6 +303,15 @@ class InboundLane:
         """Passes on what waits for room, and gives credit back; at the end of the lane closes its senders."""
         if self.retry_at and time.monotonic() >= self.retry_at:
             self.retry_at = 0.0
+        if self.has_backlog:
+            self._drain_backlogs()
+        if self._returned >= self._returned_at:
+            self._queue.put(packets.CREDIT, self.number, payload=packets.CREDIT_NBYTES.pack(self._returned))
+            self._returned = 0
+        if self.is_over and not self.is_closed and not self.has_backlog:
+            self.close()
+
+    def _drain_backlogs(self) -> None:
         for source, backlog in enumerate(self._backlogs):
             while backlog:
                 frame = backlog[0]
@@ -307,14 +323,9 @@ class InboundLane:
                 else:
                     break
                 backlog.popleft()
-        if self._returned * 4 >= self.spec.window_nbytes:
-            self._queue.put(packets.CREDIT, self.number, payload=packets.CREDIT_NBYTES.pack(self._returned))
-            self._returned = 0
-        if self.is_over and not self.is_closed and not self.has_backlog:
-            self.close()
 
     def arm(self) -> bool:
-        """Returns whether there may be room already for what waits."""
+        """Asks the bells to ring of the senders for which frames wait. Returns whether there may be room already."""
         is_ready = False
         for source, backlog in enumerate(self._backlogs):
             if backlog and not self.retry_at and self.senders[source].arm():
@@ -323,11 +334,6 @@ class InboundLane:
                 else:
                     is_ready = True
         return is_ready
-
-    def disarm(self) -> None:
-        for sender, backlog in zip(self.senders, self._backlogs, strict=True):
-            if backlog:
-                sender.disarm()
 
     def abort_frames(self) -> None:
         """Gives up frames that have come in part: they have never been."""

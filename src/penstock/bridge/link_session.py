@@ -47,6 +47,7 @@ class LinkSession:
         self.inbound: list[InboundLane] = []
         self.values: ValueExchange | None = None
         self.due_at = 0.0  # when `tick` is to be called
+        self.wants_turn = False  # `pump` is to be called: more than frames that have been passed on has come
         self._wake = wake
         self._clock = clock
         self._liveness = Liveness(spec.heartbeat_s, spec.silence_s, clock())
@@ -82,13 +83,11 @@ class LinkSession:
 
     # ── what goes ──
     def tick(self, now: float) -> None:
-        """Sends a heartbeat if one is due, and looks at what no bell rings for."""
+        """Sends a heartbeat if one is due."""
         if self._liveness.beat(now):
             clock = time.monotonic_ns()
             sent_ns, came_ns = self._heartbeat
             self.queue.put(packets.HEARTBEAT, payload=BEAT.pack(clock, sent_ns, clock - came_ns))
-        if self.values is not None:
-            self.values.tick(now)
         self.due_at = min([self._liveness.due_at, *(source.due_at for source in self._sources)])
 
     def pump(self, now: float) -> bool:
@@ -105,6 +104,7 @@ class LinkSession:
             for source in self._sources:
                 source.send_changes(self.queue, now)
             if values is not None:
+                values.look_again(now)
                 values.receive_requests()
                 values.answer_announced()
         has_more = self._put_pieces(with_values=not is_ending)
@@ -118,18 +118,21 @@ class LinkSession:
     def _put_pieces(self, *, with_values: bool) -> bool:
         """Puts pieces of long frames and values into the queue, behind all frames: one after the other begins. Returns
         whether there are more."""
-        long: list[OutboundLane | ValueExchange] = [lane for lane in self.outbound if lane.is_within_frame]
-        if with_values and self.values is not None and self.values.has_more:
-            long.append(self.values)
+        long = self._long(with_values)
         if not long:
             return False
         self._turn += 1
         first = self._turn % len(long)
         for each in (*long[first:], *long[:first]):
             each.put_piece()
-        return any(lane.is_within_frame for lane in self.outbound) or (
-            with_values and self.values is not None and self.values.has_more
-        )
+        return bool(self._long(with_values))
+
+    def _long(self, with_values: bool) -> list[OutboundLane | ValueExchange]:
+        """Returns what has pieces to send."""
+        long: list[OutboundLane | ValueExchange] = [lane for lane in self.outbound if lane.is_within_frame]
+        if with_values and self.values is not None and self.values.has_more:
+            long.append(self.values)
+        return long
 
     def retry_at(self) -> float | None:
         """Returns when a lane is to be looked at for which no bell rings; None: no such lane."""
@@ -173,11 +176,10 @@ class LinkSession:
         return self._said_bye is None and self._stop_reason is None and self._heard_bye is None
 
     def _has_ended(self) -> bool:
-        return (
-            bool(self.outbound or self.inbound)
-            and all(lane.is_over and not lane.is_within_frame for lane in self.outbound)
-            and all(lane.is_closed for lane in self.inbound)
-        )
+        for out in self.outbound:
+            if not out.is_over or out.is_within_frame:
+                return False
+        return bool(self.outbound or self.inbound) and all(lane.is_closed for lane in self.inbound)
 
     def _say_bye(self, reason: str) -> None:
         self._said_bye = reason
@@ -218,8 +220,11 @@ class LinkSession:
         if self._heard_bye is not None and kind not in AFTER_BYE:
             raise ProtocolError(f"a packet of kind {kind} came after its last one")
         if kind == packets.FRAME:
-            self._inbound_lane(lane).on_frame(source, payload)
-        elif kind == packets.CREDIT:
+            if self._inbound_lane(lane).on_frame(source, payload):
+                self.wants_turn = True
+            return
+        self.wants_turn = True
+        if kind == packets.CREDIT:
             self._outbound_lane(lane).add_credit(*CREDIT_NBYTES.unpack(payload))
         elif kind == packets.HEARTBEAT:
             self._on_heartbeat(*BEAT.unpack(payload))
@@ -266,6 +271,7 @@ class LinkSession:
         return None if self.values is None else self.values.place(nbytes)
 
     def placed(self, kind: int, lane: int, source: int, nbytes: int) -> None:
+        self.wants_turn = True
         if kind == packets.PIECE:
             self._inbound_lane(lane).placed(source, nbytes)
         elif self.values is not None:

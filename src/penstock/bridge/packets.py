@@ -38,6 +38,7 @@ if TYPE_CHECKING:
 FatalCause: TypeAlias = Literal["unheard", "ended", "protocol"]
 
 HEAD = struct.Struct("<IBBH")
+HEAD_NBYTES = HEAD.size
 MAX_PAYLOAD = 256 << 10
 LONG_NBYTES = struct.Struct("<Q")
 CREDIT_NBYTES = struct.Struct("<Q")
@@ -89,7 +90,7 @@ _MIN_NBYTES = [SIZES.get(kind, (1, 0))[0] for kind in range(256)]
 _MAX_NBYTES = [SIZES.get(kind, (1, 0))[1] for kind in range(256)]
 IN_PLACE = (PIECE, VALUE_PIECE)
 
-BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD.size)
+BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD_NBYTES)
 GATHERED = 64  # buffers in one call of the kernel
 SMALL_NBYTES = 16 << 10  # payloads up to here are copied behind their head: a call with one buffer is the quickest
 
@@ -112,20 +113,19 @@ class PacketQueue:
     """Packets that wait for the wire. Buffers that were put are held until they have been sent."""
 
     def __init__(self) -> None:
-        self._buffers: deque[memoryview] = deque()
+        self._buffers: deque[bytes | memoryview] = deque()
         self.nbytes = 0  # that wait
         self.nbytes_sent = 0
 
     def put(self, kind: int, lane: int = 0, source: int = 0, payload: Buffer = b"") -> None:
-        view = memoryview(payload)
-        nbytes = view.nbytes
+        nbytes = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
         head = HEAD.pack(nbytes, kind, lane, source)
-        self.nbytes += HEAD.size + nbytes
+        self.nbytes += len(head) + nbytes
         if nbytes <= SMALL_NBYTES:
-            self._buffers.append(memoryview(head + view))
+            self._buffers.append(head + payload)
         else:
-            self._buffers.append(memoryview(head))
-            self._buffers.append(view)
+            self._buffers.append(head)
+            self._buffers.append(memoryview(payload))
 
     def flush(self, wire: LinkWire) -> None:
         """Sends as much as the wire takes."""
@@ -137,10 +137,12 @@ class PacketQueue:
                 return
             self.nbytes -= taken
             self.nbytes_sent += taken
+            if not self.nbytes:
+                return buffers.clear()
             while taken:
                 first = buffers[0]
                 if taken < len(first):
-                    buffers[0] = first[taken:]
+                    buffers[0] = memoryview(first)[taken:]
                     break
                 taken -= len(first)
                 buffers.popleft()
@@ -186,10 +188,13 @@ class PacketReader:
                 self._fill(count)
         else:
             end = self._end
-            last = end + HEAD.size if self._wants_head and end == self._begin else BUFFER_NBYTES
-            count = wire.recv_into(self._view[end:last])
+            if self._wants_head and end == self._begin:
+                room = self._view[end : end + HEAD_NBYTES]
+            else:
+                room = self._view[end:] if end else self._view
+            count = wire.recv_into(room)
             if count:
-                self._end += count
+                self._end = end + count
                 self.nbytes += count
                 self._parse()
         return None if count == 0 else count is not None
@@ -218,11 +223,11 @@ class PacketReader:
     def _parse(self) -> None:
         view, handler = self._view, self._handler
         begin, end = self._begin, self._end
-        while end - begin >= HEAD.size:
+        while end - begin >= HEAD_NBYTES:
             nbytes, kind, lane, source = HEAD.unpack_from(view, begin)
             if not _MIN_NBYTES[kind] <= nbytes <= _MAX_NBYTES[kind]:
-                raise ProtocolError(f"no packet begins with {bytes(view[begin : begin + HEAD.size]).hex()}")
-            first = begin + HEAD.size
+                raise ProtocolError(f"no packet begins with {bytes(view[begin : begin + HEAD_NBYTES]).hex()}")
+            first = begin + HEAD_NBYTES
             if end - first < nbytes:
                 if kind in IN_PLACE and self._begin_place(kind, lane, source, nbytes, view[first:end]):
                     begin = end
@@ -234,7 +239,7 @@ class PacketReader:
                 handler.handle(kind, lane, source, payload)
         if begin == end:
             begin = end = 0
-        elif BUFFER_NBYTES - begin < HEAD.size + MAX_PAYLOAD:
+        elif BUFFER_NBYTES - begin < HEAD_NBYTES + MAX_PAYLOAD:
             rest = end - begin
             view[:rest] = bytes(view[begin:end])
             begin, end = 0, rest

@@ -244,7 +244,7 @@ class ValueExchange:
         return incoming, incoming.block
 
     # ── what no bell rings for ──
-    def tick(self, now: float) -> None:
+    def look_again(self, now: float) -> None:
         """Looks again at keys that other processes of this node were writing."""
         if not self.retry_at or now < self.retry_at:
             return

@@ -86,21 +86,33 @@ class FrameReceiver(_FrameEnd):
         super().__init__(channel, name)
         self._end = channel._receiver(index, self._attachment)
         self._has_waited = False
+        self._is_woken = False  # the wait is over, which peers have not been told
 
     def arm(self) -> bool:
+        self._end_wait()
         self._has_waited = True
         return self._end.arm()
 
+    def _end_wait(self) -> None:
+        if self._is_woken:
+            self._has_waited = self._is_woken = False
+            self._end.disarm(True)
+
+    def disarm(self) -> None:
+        self._end_wait()
+        super().disarm()
+
     def try_receive(self) -> bytes | _native.BlockLease | None:
-        """Returns the next frame: a short one copied, a long one where it lies; None: there is none now.
+        """Returns the next frame: a short one copied, a long one where it lies; None: there is none now. After a wait
+        the bell may ring until the next call: the first frame is not held up by the end of the wait.
 
         Raises:
             PeerDied, EndOfChannel, ClosedError: as `Receiver.receive`.
         """
+        if self._is_woken:
+            self._end_wait()
         frame = self._end.try_receive_frame()
-        if frame is not None and self._has_waited:
-            self._has_waited = False
-            self._end.disarm(True)
+        self._is_woken = self._has_waited and frame is not None
         return frame
 
     @property
