@@ -53,6 +53,7 @@ clean:
 $(VENV)/stamp-%: $(VENV)/stamp-backend $(BUILT_FROM)
 	@echo "installing penstock[$*] into $(VENV) (the first time takes a minute)" >&2
 	@$(PIP) install --no-build-isolation --constraint constraints.txt --editable '.[$*]'
+	@$(VENV)/bin/python -m compileall -q src  # now: a new __pycache__ makes its folder newer than the stamp
 	@touch $@
 
 # The build backend lives in the venv too: with build isolation every install would compile everything again.

@@ -6,7 +6,7 @@ soak    hours: PENSTOCK_TIER=soak scripts/test PATH
 """
 
 import os
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import pytest
 
@@ -19,6 +19,11 @@ if TIER not in TIERS:
 
 needs_all = pytest.mark.skipif(TIER == "push", reason="in make test-all (PENSTOCK_TIER=all)")
 needs_soak = pytest.mark.skipif(TIER != "soak", reason="in a soak (PENSTOCK_TIER=soak)")
+
+
+def only_in_all(*parameters: object) -> list[Any]:
+    """Returns parameters of a test that `make test` leaves out, as others of that test stand for them."""
+    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=needs_all) for one in parameters]
 
 
 def choose(push: T, everything: T, soak: T) -> T:
@@ -42,7 +47,7 @@ HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requ
 STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served tree
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: whose processes are killed under them
-NODE_BLOWS              = choose(10,      300,     3_000)      # test_node_campaign: to a node, and to the link to it
+NODE_BLOWS              = choose(7,       300,     3_000)      # test_node_campaign: to a node, and to the link to it
 BRIDGE_DEATHS           = choose(1,       40,      1_000)      # test_bridge: of each side of a link
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
 VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests whose clients go away
@@ -53,18 +58,23 @@ TENSORS_EXAMPLES        = choose(80,      300,     3_000)      # test_tensors: o
 STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
 EMBEDS_MUTATIONS        = choose(10_000,  20_000,  1_000_000)  # test_prompt_embeds: of tiny files
 VIDEO_MUTATIONS         = choose(300,     10_000,  1_000_000)  # test_video_file: of tiny containers
+SCHEDULE_SEEDS          = choose(6,       20,      200)        # test_schedule: of 5,000 steps each
+BROKEN_STEPS            = choose(20,      60,      600)        # test_schedule: runs with broken steps, and frames
+SCHEDULER_SEEDS         = choose(6,       12,      120)        # test_scheduler
 OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: at each depth
-RESUMED_SEEDS           = choose(4,       100,     1_000)      # test_resumed
+RESUMED_SEEDS           = choose(2,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
+# unit
+FRAMES_MUTATIONS        = choose(6_000,   30_000,  300_000)    # test_frames
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor
 STORE_OPERATIONS        = choose(8_000,   20_000,  100_000)    # test_kept
 STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: whose waits are shown
 PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience
-PATIENCE_SECONDS        = choose(6.0,     6.0,     3_600.0)
+PATIENCE_SECONDS        = choose(3.0,     6.0,     3_600.0)
 STREAMS_SCALE           = choose(0.25,    1,       20)         # test_streams: between processes in Python
 NATIVE_STREAMS_SCALE    = choose(0,       1,       50)         # native ones; in push, `native` runs them
-ORDINARY_REQUESTS       = choose(((40, 1),), ((100, 1),), ((2_000, 1), (400, 2)))  # test_ordinary_use; of ranks
+ORDINARY_REQUESTS       = choose(((20, 1),), ((100, 1),), ((2_000, 1), (400, 2)))  # test_ordinary_use; of ranks
 # faults
 FAULTS_CASES            = choose(250,     500,     20_000)     # system calls that fail
 # e2e

@@ -45,7 +45,7 @@ from tests.crash.poisoned import (
 from tests.crash.request_mix import Mix, Shape
 from tests.support.engine import START, told
 
-BESIDE = 64  # requests
+BESIDE = tiers.choose(32, 64, 64)  # requests
 STEP_TIMEOUT = 2.0  # seconds: of a worker that hangs
 SHAPE = Shape("simulated", OTHERS, tuple(range(40, 62)), tokens=(150, 300))
 Life = Callable[[Cluster, ProcessId], None]

@@ -11,6 +11,7 @@ from penstock.engine.cluster import topology as trees
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
+from tests import tiers
 from tests.support.engine import SHAPE, START, Running, answered, prompt, running
 
 UNANSWERED = 4.0  # seconds; a request of a few tokens
@@ -35,7 +36,7 @@ def test_a_group_serves_again_also_when_the_places_of_its_dead_have_been_taken(
     async def scene() -> None:
         async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
             incarnation = 1
-            for number in range(8):
+            for number in range(tiers.choose(5, 8, 8)):
                 victim = [("core", 0), ("worker", 1), ("output", 0), ("worker", 0)][number % 4]
                 os.kill(tree.child(*victim).pid, signal.SIGKILL)
                 incarnation += victim[0] != "output"

@@ -21,12 +21,13 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
+from tests import tiers
 from tests.conftest import eventually
 from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, told
 
 TOLD_WITHIN = 2.0  # seconds; the goal is 0.1 on a machine that has nothing else to do
 OPEN = 12  # requests, when the blow falls
-MEMBERS = [("core", 0), ("worker", 0), ("worker", 1), ("output", 0)]
+MEMBERS = [("core", 0), *tiers.only_in_all(("worker", 0)), ("worker", 1), ("output", 0)]
 
 
 async def load(client: Client, tokens: int) -> list[asyncio.Future[tuple[float, Exception | None]]]:

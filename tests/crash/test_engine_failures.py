@@ -25,6 +25,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Abort, SamplingParams, Submit
 from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
+from tests import tiers
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
 from tests.support.engine import START, Running, answered, prompt, told
 
@@ -99,7 +100,7 @@ async def tree_with(kind: str, life: Life, **options: Any) -> AsyncIterator[Runn
 FAILURES = [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", dies_between_result_and_answer)]
 
 
-@pytest.mark.parametrize(("kind", "life"), FAILURES)
+@pytest.mark.parametrize(("kind", "life"), [FAILURES[0], *tiers.only_in_all(*FAILURES[1:])])
 def test_who_fails_in_the_middle_of_a_step_costs_the_open_requests_and_no_more(kind: str, life: Life) -> None:
     """Where requests are not resumed."""
 
@@ -166,7 +167,7 @@ def test_who_asks_what_is_no_request_is_told_at_once() -> None:
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("outputs", [0, 1])
+@pytest.mark.parametrize("outputs", [pytest.param(0, marks=tiers.needs_all), 1])
 def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
     async def scene() -> None:
         shape = {"api_server_count": 2, "output_processors": outputs}

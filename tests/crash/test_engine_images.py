@@ -18,6 +18,7 @@ from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import SamplingParams
+from tests import tiers
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
 
 NBYTES = 32 << 20
@@ -72,7 +73,7 @@ async def fate(client: Client, number: int) -> EngineError | None:
     return None
 
 
-@pytest.mark.parametrize(("kind", "index"), [("core", 0), ("worker", 1)])
+@pytest.mark.parametrize(("kind", "index"), [pytest.param("core", 0, marks=tiers.needs_all), ("worker", 1)])
 def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
     async def scene() -> None:
         async with running(**WITH_STORE, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:

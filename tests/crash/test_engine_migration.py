@@ -25,7 +25,7 @@ from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, runnin
 
 OPEN = 12  # requests, when the blow falls
 TOKENS = 300
-MEMBERS = [("core", 0), ("worker", 0), ("worker", 1), ("output", 0)]
+MEMBERS = [("core", 0), *tiers.only_in_all(("worker", 0)), ("worker", 1), ("output", 0)]
 CAUSES = {"core": "died", "worker": "died", "output": "output"}
 
 

@@ -39,7 +39,7 @@ from tests.support.engine import START, Running, told
 
 Life = Callable[[Cluster, ProcessId], None]
 FAILED = 5  # starts in a row, which is more than a unit has that has never served
-KILLS = 30
+KILLS = tiers.choose(10, 30, 300)
 SOON = (0.0, *[0.02] * 8)  # seconds before another start
 
 
@@ -215,7 +215,9 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
         ),
         (1, "server", is_killed_after_a_while, r"server 0\.0 #3 ended 3 times before it served, .*: killed by SIGKILL"),
         (0, "worker", has_no_memory, r"worker 0\.0 #1 cannot start: MemoryError: no room .* values: 0\.5 MiB left"),
-        (1, "server", has_no_memory, r"server 0\.0 #1 cannot start: MemoryError: no room"),
+        pytest.param(
+            *(1, "server", has_no_memory, r"server 0\.0 #1 cannot start: MemoryError: no room"), marks=tiers.needs_all
+        ),
     ],
 )
 def test_a_unit_that_never_serves_ends_the_tree_with_its_reason(unit: int, kind: str, life: Life, reason: str) -> None:

@@ -100,7 +100,7 @@ class Storm:
         await asyncio.wait_for(asyncio.gather(*asking), 2 * PATIENCE)
 
 
-@pytest.mark.parametrize(("outputs", "limit"), [(0, 0), pytest.param(2, 0, marks=tiers.needs_all), (2, 1000)])
+@pytest.mark.parametrize(("outputs", "limit"), [*tiers.only_in_all((0, 0), (2, 0)), (2, 1000)])
 def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int, limit: int, seed: int) -> None:
     """With a limit of migration, no request that a group has taken ends otherwise than with its answer."""
 

@@ -220,14 +220,20 @@ SCENES: tuple[Scene, ...] = (
     a_client_that_disconnects_while_its_request_waits_leaves_nothing,
     a_request_whose_time_runs_out_while_it_waits_is_answered_504,
     new_requests_wait_for_the_group_as_others_do,
-    a_new_request_whose_client_leaves_while_it_waits_leaves_nothing,
     a_server_that_dies_while_its_requests_wait_leaves_none_in_a_core,
+)
+MORE_SCENES: tuple[Scene, ...] = (
+    a_new_request_whose_client_leaves_while_it_waits_leaves_nothing,
     a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none,
 )
 
 
 @pytest.mark.timeout(300)
-@pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
+@pytest.mark.parametrize(
+    "scene",
+    [*SCENES, *tiers.only_in_all(*MORE_SCENES)],
+    ids=lambda scene: scene.__name__,
+)
 def test_a_waiting_request_ends_cleanly(scene: Scene, gate: Gate) -> None:
     async def life() -> None:
         async with gated() as tree:
@@ -381,6 +387,7 @@ def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate
     asyncio.run(scene())
 
 
+@tiers.needs_all
 @pytest.mark.timeout(180)
 def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> None:
     async def scene() -> None:

@@ -17,6 +17,7 @@ ROOT = Path(__file__).parent.parent.parent
 OURS = "penstock-store,penstock-produce,pickle-5,penstock-serving"
 
 
+@tiers.needs_all
 def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_PEER_PYTHON"}
     run = subprocess.run(
@@ -46,6 +47,7 @@ def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_pa
     assert "Targets" in run.stderr
 
 
+@tiers.needs_all
 def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_rule_says(tmp_path: Path) -> None:
     ways = {"penstock", "outputs-in-core", "classic-zeromq"}
     run = subprocess.run(

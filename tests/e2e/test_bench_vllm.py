@@ -15,6 +15,7 @@ import pytest
 
 from bench.impls import Unavailable
 from bench.impls.peer import python_with
+from tests import tiers
 from tests.conftest import eventually
 
 ROOT = Path(__file__).parent.parent.parent
@@ -46,6 +47,7 @@ def pids_in(folder: Path) -> list[int]:
     return [int((folder / name).read_text()) for name in ("parent", "child")]
 
 
+@tiers.needs_all  # it waits for five seconds for the process that is stopped
 def test_a_guard_ends_the_whole_tree_when_it_is_told_to(tmp_path: Path) -> None:
     name = f"penstock-test-guard-{os.getpid()}"
     guard = subprocess.Popen([sys.executable, GUARD, sys.executable, "-c", TREE, tmp_path, name])

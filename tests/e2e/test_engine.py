@@ -10,6 +10,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
+from tests import tiers
 from tests.support.engine import Running, answered, prompt, running, told
 
 END = 7
@@ -23,8 +24,10 @@ async def must_answer_by_the_rule(tree: Running, client: Client, length: int, to
         assert reason == (FinishReason.STOP if answer[-1] == END else FinishReason.LENGTH)
 
 
-@pytest.mark.parametrize("overlap", [True, False], ids=["overlap", "no overlap"])
-@pytest.mark.parametrize("outputs", [0, 2])
+@pytest.mark.parametrize(
+    ("overlap", "outputs"),
+    [(True, 2), (False, 0), *tiers.only_in_all((True, 0), (False, 2))],
+)
 def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: int) -> None:
     async def scene() -> None:
         simulated = told(end_id=END, end_one_in=40)
@@ -42,7 +45,7 @@ def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: 
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize(("outputs", "samples"), [(0, 1), (2, 2)])
+@pytest.mark.parametrize(("outputs", "samples"), [pytest.param(0, 1, marks=tiers.needs_all), (2, 2)])
 def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, samples: int, seed: int) -> None:
     """With requests that join, go, are preempted, and find the blocks of others, in tables that grow."""
 

@@ -64,8 +64,8 @@ def encoded(tree: Running, word: int = StatusBoard.ENCODINGS) -> int:
 @pytest.mark.parametrize(
     ("name", "ranks", "groups", "mode"),
     [
-        ("llava", 2, 2, None),
-        pytest.param("qwen2_vl", 1, 2, "store", marks=tiers.needs_all),
+        pytest.param("llava", 2, 2, None, marks=tiers.needs_all),
+        ("qwen2_vl", 1, 2, "store"),
         pytest.param("idefics3", 2, 1, "data", marks=tiers.needs_all),
     ],
 )

@@ -21,6 +21,7 @@ from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, made, m
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
+@tiers.needs_all  # test_engine_ways has these answers, too
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
     family = made("llama", tmp_path)
@@ -59,7 +60,8 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("ranks", [1, pytest.param(2, marks=tiers.needs_all)])
+@tiers.needs_all  # test_long_answers has it without the processes
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path: Path) -> None:
     """One request after the other, and then all at once, with room for two of the longest."""
     family = made("llama", tmp_path)

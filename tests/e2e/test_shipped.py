@@ -28,7 +28,7 @@ from training.talk import CAPTION, CHAT, caption, question  # noqa: E402
 
 NAME = "penstock-shapes"
 MAX_NBYTES = 8 << 20  # of everything that is needed to serve it
-PICTURES = 100
+PICTURES = tiers.choose(50, 100, 100)
 AT_ONCE = 8
 EXACT = 0.98  # of the captions; what it reaches on more of them says its README. A torn tensor spoils most of them
 ANSWERED = 0.97  # of the questions, rightly
@@ -178,6 +178,7 @@ def test_it_chats_and_is_asked_in_every_way() -> None:
         asyncio.run(all_scenes(port))
 
 
+@tiers.needs_all
 def test_prompts_are_answered_without_a_server() -> None:
     words = "<|user|>What is a penstock?<|end|><|assistant|>"
     status, (answer,), err = generate(f'"{words}"\n', "--max-tokens", "40")

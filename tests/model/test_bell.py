@@ -15,6 +15,7 @@ from functools import partial
 
 import pytest
 
+from tests import tiers
 from tests.model import orders
 from tests.model.explorer import (
     RELAXED,
@@ -124,18 +125,18 @@ def bell(
     return Scene(MEMORY, processes, at_end=at_end)
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 @pytest.mark.parametrize(("waiters", "records"), [(1, 2), (2, 2), (3, 1)])
 def test_no_wake_up_is_lost(waiters: int, records: int, model: str) -> None:
     bell(waiters, records).holds({1: 100, 2: 1_000, 3: 5_000}[waiters], model)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_after_a_death_anywhere_the_reaper_leaves_nobody_asleep(model: str) -> None:
     bell(2, 1, dies=True).holds(10_000, model)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_where_every_waiter_has_its_own_bit_rings_may_as_well_be_read_after_it_is_set(model: str) -> None:
     bell(2, 2, waiting={"without": "rings read first"}).holds(10_000, model)
 
@@ -160,7 +161,7 @@ def two_ringers(**ringing: object) -> Scene:
     return Scene(MEMORY, processes)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_a_ringer_that_is_stopped_anywhere_leaves_the_bits_to_the_next(model: str) -> None:
     two_ringers().holds(10_000, model)
 
@@ -173,7 +174,7 @@ def test_without_the_fence_of_the_ringer_a_wake_up_is_lost(model: str) -> None:
     without.holds(50, "sc")  # it orders, and does nothing else
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 def test_without_the_second_look_a_wake_up_is_lost(model: str) -> None:
     bell(1, 1, waiting={"without": "second look"}).fails(ASLEEP, model)
 
@@ -260,7 +261,7 @@ def memory_bell(
     return Scene({"free": 0, "returns": 0, "changes": 0, "rings": 0, "parked": 0}, processes)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 @pytest.mark.parametrize("bits", [(1, 2), (1, 1)])
 def test_two_that_wait_for_memory_get_it_even_when_they_share_a_bit(bits: tuple[int, int], model: str) -> None:
     memory_bell(bits).holds(5_000, model)

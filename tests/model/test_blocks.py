@@ -22,6 +22,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiers
 from tests.model import orders
 from tests.model.explorer import (
     Process,
@@ -564,7 +565,7 @@ def opening_what_is_gone(mutation: str = "") -> Scene:
     return Scene(words, [Process("takes", takes), Process("opens", opens)], must_end=True)
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 def test_a_reference_to_what_is_gone_is_refused_while_the_block_is_taken_anew(model: str) -> None:
     opening_what_is_gone().holds(100, model)
 
@@ -621,7 +622,7 @@ def spilling(mutation: str = "", reapers: int = 2) -> Scene:
     return Scene(channel(*names), processes, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize(("reapers", "model"), [(1, "sc"), (2, "sc"), (1, "weak")])
+@pytest.mark.parametrize(("reapers", "model"), [*tiers.only_in_all((1, "sc")), (2, "sc"), (1, "weak")])
 def test_what_a_dead_sender_had_published_is_kept_and_what_it_had_not_is_withdrawn(reapers: int, model: str) -> None:
     spilling(reapers=reapers).holds(500, model)
 
@@ -642,7 +643,7 @@ def leaving(mutation: str = "") -> Scene:
     return Scene(channel(*names), processes, at_end=nothing_is_left, must_end=True)
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 def test_a_receiver_that_leaves_while_it_is_counted_leaves_no_block_behind(model: str) -> None:
     leaving().holds(100, model)
 

@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 
+from tests import tiers
 from tests.model import orders
 from tests.model.explorer import (
     Process,
@@ -518,7 +519,7 @@ def one_key(mutation: str = "", blocks: int = 2, reapers: int = 1, gives_up: boo
     )
 
 
-@pytest.mark.parametrize(("blocks", "model"), [(1, "sc"), (1, "weak"), (2, "sc")])
+@pytest.mark.parametrize(("blocks", "model"), [*tiers.only_in_all((1, "sc"), (2, "sc")), (1, "weak")])
 def test_who_waits_for_one_that_dies_anywhere_has_the_key_and_it_is_there_once_and_whole(
     blocks: int, model: str
 ) -> None:
@@ -640,7 +641,7 @@ def by_reference(mutation: str = "") -> Scene:
     )
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 def test_what_is_opened_by_its_reference_while_it_is_evicted_stays_or_is_stale(model: str) -> None:
     by_reference().holds(200, model)
 
@@ -672,7 +673,7 @@ def two_evict(mutation: str = "") -> Scene:
     )
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 def test_what_two_have_chosen_goes_once(model: str) -> None:
     two_evict().holds(200, model)
 

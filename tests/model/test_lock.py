@@ -18,6 +18,7 @@ from functools import partial
 
 import pytest
 
+from tests import tiers
 from tests.model import orders
 from tests.model.explorer import (
     RELAXED,
@@ -203,7 +204,7 @@ def a_slot_that_is_taken_again(looks_at: str) -> Scene:
     return Scene(memory("peer 0", "reaper 0", "reaper 1"), processes, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 def test_one_at_a_time(model: str) -> None:
     lockers(2, 2).holds(500, model)
 
@@ -212,7 +213,7 @@ def test_whoever_waits_is_woken_by_the_one_before_and_needs_no_clock_while_nobod
     lockers(3, 1, may_time_out=False).holds(1_000)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_a_holder_that_dies_anywhere_wedges_nobody(model: str) -> None:
     lockers_of_whom_some_die(2).holds(1_000, model)
 

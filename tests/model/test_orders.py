@@ -21,6 +21,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.model import orders, test_bell, test_blocks, test_lock, test_ready, test_ring
 from tests.model.explorer import ACQUIRE, RELEASE, Process, Step, View, cas, exchange, fence, load, must, store
 from tests.model.orders import ORDERS, Order
@@ -178,7 +179,11 @@ def test_a_half_that_is_relaxed_is_missed(name: str, half: str) -> None:
     scene().without(name, half).fails(how, "weaker")
 
 
-@pytest.mark.parametrize("scene", dict.fromkeys(label for label, _, _ in CASES.values()))
+LABELS = dict.fromkeys(label for label, _, _ in CASES.values())
+OTHERS = [label for label in LABELS if not label.startswith("orders.")]  # their own tests walk them, too
+
+
+@pytest.mark.parametrize("scene", [*(label for label in LABELS if label not in OTHERS), *tiers.only_in_all(*OTHERS)])
 def test_what_breaks_without_a_half_holds_with_both(scene: str) -> None:
     for build in dict.fromkeys(build for label, build, _ in CASES.values() if label == scene):
         build().holds(5, "weaker")

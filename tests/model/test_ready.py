@@ -7,6 +7,7 @@ from functools import partial
 
 import pytest
 
+from tests import tiers
 from tests.model.explorer import Process, Step, View, must
 from tests.model.inbox import FIRST, LANES, Receiver, Sender, inbox, reap_sender
 from tests.model.scene import ASLEEP, Scene
@@ -45,12 +46,12 @@ def sends(lane: int, records: int, mutation: str) -> Step:
     yield from me.close()
 
 
-@pytest.mark.parametrize(("model", "records"), [("sc", (2, 1)), ("tso", (1, 1)), ("weak", (1, 1))])
+@pytest.mark.parametrize(("model", "records"), [("sc", (2, 1)), *tiers.only_in_all(("tso", (1, 1))), ("weak", (1, 1))])
 def test_no_record_of_two_senders_is_forgotten(model: str, records: tuple[int, int]) -> None:
     sending(records).holds(10_000, model)
 
 
-@pytest.mark.parametrize(("model", "records"), [("sc", (1, 1)), ("weak", (1, 0))])
+@pytest.mark.parametrize(("model", "records"), [*tiers.only_in_all(("sc", (1, 1))), ("weak", (1, 0))])
 def test_a_sender_that_dies_anywhere_loses_nothing_that_it_had_committed(model: str, records: tuple[int, int]) -> None:
     sending(records, dies=True).holds(10_000, model)
 

@@ -13,6 +13,7 @@ from functools import partial
 
 import pytest
 
+from tests import tiers
 from tests.model.explorer import Process, Step, View, must, store, until
 from tests.model.inbox import FIRST, LANES, NOBODY, Receiver, Sender, follows, inbox, reap_receiver, reap_sender
 from tests.model.scene import ASLEEP, BUSY, Scene
@@ -72,7 +73,7 @@ def coming(senders: tuple[str, ...], records: tuple[int, ...], closes: bool, mut
     return Scene(words, processes, invariant=nothing_was_sent_to_nobody, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 @pytest.mark.parametrize(
     ("senders", "records"),
     [(("live", "closed"), (2, 0)), (("closed", "expected"), (0, 1)), (("live", "closed"), (1, 0))],
@@ -129,7 +130,9 @@ def dying_sender(records: int, comes: bool = True, mutation: str = "") -> Scene:
     return Scene(words, processes, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize(("records", "comes", "model"), [(1, True, "sc"), (1, True, "weak"), (2, False, "sc")])
+@pytest.mark.parametrize(
+    ("records", "comes", "model"), [*tiers.only_in_all((1, True, "sc")), (1, True, "weak"), (2, False, "sc")]
+)
 def test_what_a_sender_committed_before_it_died_anywhere_comes_to_the_receiver_it_had_let_in(
     records: int, comes: bool, model: str
 ) -> None:
@@ -174,7 +177,7 @@ def following_sender(records: int, mutation: str = "") -> Scene:
     return Scene(words, processes, invariant=nothing_was_sent_to_nobody, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize(("records", "model"), [(1, "sc"), (1, "weak"), (2, "sc")])
+@pytest.mark.parametrize(("records", "model"), [*tiers.only_in_all((1, "sc")), (1, "weak"), (2, "sc")])
 def test_a_request_that_a_sender_took_into_its_grave_is_seen_by_the_next(records: int, model: str) -> None:
     following_sender(records).holds(20_000, model)
 
@@ -303,7 +306,7 @@ def is_closed(word: tuple[str, int]) -> bool:
     return word[0] == "closed"
 
 
-@pytest.mark.parametrize(("records", "model"), [((2, 0), "sc"), ((2, 0), "weak"), ((1, 1), "sc")])
+@pytest.mark.parametrize(("records", "model"), [*tiers.only_in_all(((2, 0), "sc")), ((2, 0), "weak"), ((1, 1), "sc")])
 def test_a_receiver_that_closes_hands_its_place_over_without_a_record_of_which_it_is_not_clear_whose_it_is(
     records: tuple[int, ...], model: str
 ) -> None:

@@ -22,6 +22,7 @@ from functools import partial
 
 import pytest
 
+from tests import tiers
 from tests.model import orders
 from tests.model.explorer import (
     RELAXED,
@@ -389,7 +390,7 @@ def channel(
     return Scene(lane(cells, receivers), processes, at_end=at_end, must_end=must_end)
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 @pytest.mark.parametrize(("cells", "needs"), [(2, (1, 1, 1)), (3, (2, 2, 1)), (4, (2, 1, 2))])
 def test_every_record_comes_exactly_once_and_in_order_and_whole(cells: int, needs: tuple[int, ...], model: str) -> None:
     channel(cells, needs, must_end=True).holds(1_000, model)
@@ -421,7 +422,7 @@ def the_slower_of_two(mutation: str = "") -> Scene:
 DIFFERS = [lambda value: value != 0, lambda value: value != 1]
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_the_sender_waits_for_the_slower_of_two_receivers(model: str) -> None:
     the_slower_of_two().holds(10_000, model)
 
@@ -464,7 +465,7 @@ def dying_sender(mutation: str = "") -> Scene:
     return Scene(lane(cells, 1), processes, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_a_sender_that_dies_anywhere_leaves_nothing_half_visible_and_loses_nothing_committed(model: str) -> None:
     dying_sender().holds(3_000, model)
 
@@ -573,7 +574,7 @@ def joining(mutation: str = "", leaves_at_once: bool = False) -> Scene:
     return Scene(words, processes, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_a_receiver_that_joins_late_gets_every_record_from_then_on(model: str) -> None:
     joining().holds(1_000, model)
 

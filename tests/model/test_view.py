@@ -14,6 +14,7 @@ from functools import partial
 
 import pytest
 
+from tests import tiers
 from tests.model import orders
 from tests.model.explorer import Process, Step, View, cas, load, must, store, until, until_gone
 from tests.model.native import ring, ring_all
@@ -106,7 +107,7 @@ def outlived(cells: int, needs: tuple[int, ...], mutation: str = "", start: int 
     return Scene(words, processes, at_end=at_end, must_end=True)
 
 
-@pytest.mark.parametrize("model", ["sc", "tso", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
 @pytest.mark.parametrize(("cells", "needs"), [(4, (2, 2)), (4, (1, 1, 1)), (3, (1, 2)), (5, (2, 2))])
 def test_a_view_that_outlives_its_sender_changes_no_record_of_the_next(
     cells: int, needs: tuple[int, ...], model: str
@@ -114,7 +115,7 @@ def test_a_view_that_outlives_its_sender_changes_no_record_of_the_next(
     outlived(cells, needs).holds(100, model)
 
 
-@pytest.mark.parametrize("model", ["sc", "weak"])
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 def test_a_sender_that_dies_while_it_closes_or_its_view_lives_leaves_the_room_to_the_next(model: str) -> None:
     outlived(4, (2, 2), dies=True).holds(1_000, model)
 

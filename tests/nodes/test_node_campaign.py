@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is n
 
 STREAMS = 64
 NOTICED_WITHIN = 10.0  # seconds, of a machine that does much else; what it takes is printed
-BLOWS = ("node", "core", "worker", "uplink", "stop", "cut", "cut out", "cut back", "delay")
+BLOWS = ("node", "core", "worker", "uplink", "stop", "cut out", "delay", "cut", "cut back")
 
 
 class Campaign:

@@ -8,9 +8,10 @@ import pytest
 
 from penstock.engine.core.request_queue import SLOT_SHARE
 from penstock.engine.protocol.messages import SamplingParams, Submit
+from tests import tiers
 from tests.property.device import EOS, VOCABULARY, Core, Users, answer
 
-SEEDS = 12
+SEEDS = tiers.SCHEDULER_SEEDS
 MEMORY = {"scarce": 15, "little": 24, "plenty": 120}  # blocks; the longest request needs 15
 
 

@@ -7,7 +7,7 @@ import signal
 import textwrap
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 
 import pytest
 
@@ -15,6 +15,7 @@ import penstock
 from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock, _native
 from penstock.codec import Channel
 from penstock.lowlevel import ByteReceiver, ByteSender
+from tests import tiers
 from tests.conftest import eventually
 from tests.support.control_groups import control_group
 from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soon, thread
@@ -44,6 +45,13 @@ def is_waiting(channel: Channel, ends: str) -> bool:
 def is_parked(channel: Channel, ends: str) -> bool:
     """Is somebody waiting there for longer than the longest spin?"""
     return any(end["waiting_ns"] > 15_000_000 for end in channel.snapshot()[ends])
+
+
+ALSO = ("receive with a deadline", "iteration", "reserve")  # wait as others do
+
+
+def without_also(kinds: Iterable[str]) -> list[str]:
+    return [kind for kind in kinds if kind not in ALSO]
 
 
 LATENCIES = ["eco", "auto", "spin"]
@@ -325,7 +333,7 @@ def is_asleep(pid: int) -> bool:
         return stat.read().rpartition(")")[2].split()[0] == "S"
 
 
-@pytest.mark.parametrize("kind", KINDS_OF_WAIT)
+@pytest.mark.parametrize("kind", [*without_also(KINDS_OF_WAIT), *tiers.only_in_all(*ALSO)])
 def test_an_interrupt_is_seen_within_a_tenth_of_a_second(kind: str) -> None:
     with program(INTERRUPTED, kind) as other:
 
@@ -388,7 +396,7 @@ HANDLES = """
 """
 
 
-@pytest.mark.parametrize("kind", WAITS)
+@pytest.mark.parametrize("kind", [*without_also(WAITS), *tiers.only_in_all(*ALSO)])
 def test_a_signal_handler_that_closes_the_end_in_which_its_thread_waits_ends_that_wait(kind: str) -> None:
     end, call = WAITS[kind]
     other_end = "receiver" if end == "sender" else "sender"
@@ -517,7 +525,11 @@ ENDING = """
 """
 
 
-@pytest.mark.parametrize("closer", ["", "closer = Closer(sender, receiver)"], ids=["", "closed at the end"])
+@pytest.mark.parametrize(
+    "closer",
+    [*tiers.only_in_all(""), "closer = Closer(sender, receiver)"],
+    ids=["", "closed at the end"],
+)
 @pytest.mark.parametrize("kind", DAEMONS)
 def test_a_program_ends_with_its_own_status_while_daemon_threads_of_its_are_inside_calls(
     kind: str, closer: str

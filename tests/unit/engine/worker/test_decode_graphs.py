@@ -29,6 +29,7 @@ from penstock.engine.worker.paged_attention import (
 )
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.worker import recorder_of
+from tests import tiers
 from tests.support.ranks import ranks_must_answer
 from tests.support.tape import Eager, Tape
 
@@ -82,6 +83,7 @@ def test_recorded_steps_know_the_random_tokens_of_others(family: Callable[[str],
     assert ask(device(of, recorder=Tape()), of.asked, seed=5).answers == ask(device(of), of.asked, seed=5).answers
 
 
+@tiers.needs_all  # each rank imports torch; test_rope has ranks of threads
 def test_two_ranks_with_recorded_steps_answer_like_one(family: Callable[[str], Family], tmp_path: Path) -> None:
     ranks_must_answer(2, [family("gemma2")], tmp_path, slice(1, 4), is_recording=True)
 

@@ -11,6 +11,7 @@ from tests.support.models import BLOCK_SIZE, WORDS, Asked, Family, ask, device, 
 # isort: split
 from penstock.engine.worker import paged_attention
 from penstock.engine.worker.decode_graphs import GraphRecorder
+from tests import tiers
 from tests.support.ranks import answers_of_threads
 from tests.support.tape import Eager, Tape
 
@@ -39,7 +40,7 @@ def test_requests_join_after_an_answer_that_grew_past_the_table(family: Callable
     must_be_greedy(of.path, requests, ask(device(of, blocks=128), requests, slots=1, budget=256).answers)
 
 
-@pytest.mark.parametrize("kind", ["native", "gathered", "eager", "tape"])
+@pytest.mark.parametrize("kind", ["native", "gathered", "eager", pytest.param("tape", marks=tiers.needs_all)])
 def test_random_lengths_are_answered_as_by_transformers(
     kind: str, family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch, seed: int
 ) -> None:
@@ -55,6 +56,7 @@ def test_random_lengths_are_answered_as_by_transformers(
     assert told.preemptions > 0 and told.cached_tokens > 0
 
 
+@tiers.needs_all
 def test_two_ranks_answer_random_lengths_as_transformers_does(family: Callable[..., Family], seed: int) -> None:
     of = family("llama", max_position_embeddings=MAX_LENGTH)
     requests = random_requests(seed, 600)
