@@ -305,7 +305,8 @@ def nodes(options: argparse.Namespace) -> Nodes | None:
         )
     if options.ray_address is not None and (rank or count == 1):
         raise ValueError("--ray-address is for the node of rank 0 of several: --nnodes 2, or more, and no --node-rank")
-    tls = {f"tls_{name}": getattr(options, f"nodes_tls_{name}") for name in ("cert", "key", "ca")}
+    given = {name: getattr(options, f"nodes_{name}") for name in ("tls_cert", "tls_key", "tls_ca")}
+    tls = {name: os.path.abspath(path) if path else "" for name, path in given.items()}  # Ray's actors are elsewhere
     if count == 1 and not rank:
         if any(tls.values()):
             raise ValueError(
