@@ -1,4 +1,5 @@
-"""What lies between machines, on one machine: replicas by Ray Serve beside their own engines, and the bridge of nodes.
+"""What lies between machines, on one machine: replicas by Ray Serve beside their own engines, the bridge
+of nodes, and a server of two nodes.
 
 scripts/bench nodes                    all of it: twelve minutes, with the extra ray, as root
 scripts/bench nodes --quick            small, one round: does it run?
@@ -25,7 +26,7 @@ from bench.impls import Unavailable
 from bench.nodes.run import Run
 from bench.serve import told_to_end
 
-MODULES = ("replicas", "bridge")  # each has CASES, functions by their names, and targets()
+MODULES = ("replicas", "bridge", "remote_group")  # each has CASES, functions by their names, and targets()
 OURS = "penstock"
 ROUNDS, PATIENCE = 5, 60.0
 

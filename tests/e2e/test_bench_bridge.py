@@ -1,4 +1,5 @@
-"""The benchmark of the bridge as a user starts it, small: every way carries its frames, and a value crosses."""
+"""The benchmarks of nodes as a user starts them, small: of the bridge, every way of which carries its frames, and of a
+server of two nodes."""
 
 import json
 import os
@@ -28,3 +29,15 @@ def test_a_quick_run_of_the_bridge_measures_every_way_and_a_value(tmp_path: Path
     assert all(record["ms"] > 0 for record in records if record["case"] == "value")
     assert {record["case"] for record in records} >= {"value", "idle", "target"}
     assert "Targets" in run.stderr
+
+
+@tiers.needs_all
+def test_a_quick_run_measures_the_first_token_of_an_engine_of_each_node(tmp_path: Path) -> None:
+    run = subprocess.run(
+        [sys.executable, "-m", "bench.nodes", "--quick", "--json", "--only", "remote-group", "--out", str(tmp_path)],
+        cwd=ROOT, capture_output=True, text=True, timeout=100,
+    )  # fmt: skip
+    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed
+    records = [json.loads(line) for line in run.stdout.splitlines()]
+    assert not [record for record in records if record["case"] == "failed"]
+    assert [record["impl"] for record in records if record["case"] == "remote-group"][-1] == "added"

@@ -9,6 +9,7 @@ import asyncio
 import os
 import signal
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +20,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.crash.test_engine_migration import Reader, counted, migrations, readers, require_exact
+from tests.support.certificates import make_certificates
 from tests.support.engine import START, answered, prompt
 from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
 
@@ -183,6 +185,39 @@ def test_an_image_is_pulled_once_for_all_requests_and_workers_of_the_other_node(
             await require_exact(tree, started)
             nbytes = tree.relay.nbytes["out"] - before
             assert 4 << 20 < nbytes < 5 << 20
+
+    asyncio.run(scene())
+
+
+def tls_options(folder: Path) -> dict[str, str]:
+    make_certificates(folder, "ours")
+    return {"tls_cert": f"{folder}/ours.pem", "tls_key": f"{folder}/ours.key", "tls_ca": f"{folder}/ours-ca.pem"}
+
+
+def test_a_link_between_nodes_is_encrypted_when_both_have_certificates(tmp_path: Path) -> None:
+    async def scene() -> None:
+        both = tls_options(tmp_path)
+        async with two_nodes(tls=(both, both), store_nbytes=64 << 20) as tree, Client(tree.launcher.tree, 0) as client:
+            image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
+            started = []
+            while not of_remote(started):
+                params, ids = SamplingParams(max_tokens=50, ignore_eos=True), prompt()
+                started.append(Reader(await client.submit(ids, params, values=[image]), ids, 50))
+            await require_exact(tree, started)
+            assert migrations(client) == {}
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize("is_home", [True, pytest.param(False, marks=tiers.needs_all)], ids=["home", "other"])
+def test_a_node_is_refused_in_words_and_ends_when_only_one_side_has_certificates(tmp_path: Path, is_home: bool) -> None:
+    async def scene() -> None:
+        tls = tls_options(tmp_path)
+        async with two_nodes(tls=(tls, {}) if is_home else ({}, tls), joins=False) as tree:
+            assert await asyncio.to_thread(tree.remote.process.wait, START) == 1
+            (failure,) = tree.remote.events("tree failed")
+            assert "one side speaks TLS and the other one does not" in failure["reason"]
+            assert tree.number(StatusBoard.SERVING, REMOTE) == 0
 
     asyncio.run(scene())
 

@@ -216,22 +216,27 @@ def secret_in_environment() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def two_nodes(
-    remote: dict[str, Any] | None = None, *, joins: bool = True, **options: Any
+    remote: dict[str, Any] | None = None,
+    *,
+    joins: bool = True,
+    tls: tuple[dict[str, str], dict[str, str]] = ({}, {}),
+    **options: Any,
 ) -> AsyncIterator[TwoNodes]:
     """A home node with a group, and another node with a group. `remote`: options of the other node that differ;
-    `joins`: whether it is to join before the block begins."""
+    `joins`: whether it is to join before the block begins; `tls`: what `Nodes` has of it on the home node and on the
+    other one."""
     port = free_port()
     home = EngineConfig(
         **{
             "simulated": told(),
             "max_model_len": 4096,
-            "nodes": Nodes(count=2, address=HOST, port=port),
+            "nodes": Nodes(count=2, address=HOST, port=port, **tls[0]),
             **options,
         }
     )
     relay = Relay(port)
     with secret_in_environment(), tempfile.TemporaryDirectory() as folder:
-        other = Nodes(count=2, rank=1, address=HOST, port=await relay.start())
+        other = Nodes(count=2, rank=1, address=HOST, port=await relay.start(), **tls[1])
         differing = {"log_format": "json", **(remote or {})}
         node = RemoteNode(msgspec.structs.replace(home, nodes=other, **differing), Path(folder) / "log")
         launcher = Launcher(home)

@@ -31,8 +31,9 @@ class Relay:
                 near, _ = self._listening.accept()
             except TimeoutError:
                 continue
-            with near, socket.create_connection(self._target) as far:
-                self._pass(near, far)
+            with near, contextlib.suppress(ConnectionRefusedError):  # the listener is not there yet
+                with socket.create_connection(self._target) as far:
+                    self._pass(near, far)
 
     def _pass(self, near: socket.socket, far: socket.socket) -> None:
         ends = {near: (far, TO_LISTENER), far: (near, TO_CONNECTOR)}

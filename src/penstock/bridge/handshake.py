@@ -114,14 +114,14 @@ class Handshake:
         try:
             hello = _hello.decode(message)
         except _WRONG:
-            raise self._refused(FOREIGN) from None
+            raise self.refused(FOREIGN) from None
         if hello.refusal:
             raise BridgeRefused(f"the listener refuses: {hello.refusal[:STRANGER_NBYTES]}")
         if hello.magic != MAGIC or len(hello.nonce) != NONCE_NBYTES:
-            raise self._refused(f"{FOREIGN} that is spoken here, {MAGIC.decode()}")
+            raise self.refused(f"{FOREIGN} that is spoken here, {MAGIC.decode()}")
         return hello
 
-    def _refused(self, reason: str) -> BridgeRefused:
+    def refused(self, reason: str) -> BridgeRefused:
         """Returns the error, and tells the other side why."""
         self.outbox.append(msgspec.msgpack.encode(Hello(b"", b"", refusal=reason)))
         return BridgeRefused(reason)
@@ -136,7 +136,7 @@ class Handshake:
     def _accept_proof(self, hello: Hello) -> None:
         """Also compares the clocks: the other side has read its own between the time of our message, and now."""
         if not hmac.compare_digest(self._proof(self.other_role, hello.nonce, hello.clock_ns), hello.proof):
-            raise self._refused(WRONG_SECRET)
+            raise self.refused(WRONG_SECRET)
         self._is_proved = True
         self._clock_offset_ns = hello.clock_ns - (self._sent_ns + self._clock()) // 2
 

@@ -172,13 +172,25 @@ class Tls:
     authority: str
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
-        """Returns the context of one side. Raises OSError for a file that is not there, or is none."""
+        """Returns the context of one side. Raises OSError for a file that cannot be read, or has something else."""
+        for path in (self.certificate, self.key, self.authority):
+            with open(path, "rb"):  # errors of ssl do not name the file
+                pass
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER if is_server else ssl.PROTOCOL_TLS_CLIENT)
         context.minimum_version = ssl.TLSVersion.TLSv1_3
         context.check_hostname = False  # nodes are addressed by number; the secret says that it is the right link
         context.verify_mode = ssl.CERT_REQUIRED
-        context.load_cert_chain(self.certificate, self.key)
-        context.load_verify_locations(self.authority)
+        try:  # an empty password: OpenSSL would ask for that of a key at the terminal
+            context.load_cert_chain(self.certificate, self.key, password=b"")
+        except ssl.SSLError as error:
+            raise OSError(
+                f"expected a certificate and its private key without a passphrase, in PEM, in '{self.certificate}' and "
+                f"'{self.key}': {error.reason or error}"
+            ) from None
+        try:
+            context.load_verify_locations(self.authority)
+        except ssl.SSLError as error:
+            raise OSError(f"expected a certificate in PEM in '{self.authority}': {error.reason or error}") from None
         return context
 
 

@@ -6,6 +6,7 @@ refused, holds no other one up. Leaves to the handshake what is said.
 
 from __future__ import annotations
 
+import contextlib
 import select
 import socket
 import ssl
@@ -20,7 +21,7 @@ from penstock.bridge.handshake import ConnectorHandshake, Handshake, ListenerHan
 from penstock.bridge.link import Link
 from penstock.bridge.link_errors import BridgeRefused
 from penstock.bridge.link_spec import LinkSpec, Tls
-from penstock.bridge.wire import PlainWire, TlsWire
+from penstock.bridge.wire import RECORD_TYPES, RECORD_VERSION, OneSidedTls, PlainWire, TlsWire
 from penstock.errors import Timeout
 
 if TYPE_CHECKING:
@@ -30,6 +31,7 @@ HANDSHAKE_S = 2.0  # for all of its messages
 MAX_HANDSHAKES = 16  # at a time; further connections wait in the kernel
 CONNECT_AGAIN_S = 0.05
 LENGTH = struct.Struct("<I")  # of a message of the handshake, before it
+ONE_SIDED_TLS = "one side speaks TLS and the other one does not: give certificates to both, or to neither"
 SILENT = "it said too little in time"
 GONE = "it closed the connection"
 
@@ -52,16 +54,26 @@ class HandshakeConnection:
 
         Raises BridgeRefused, EOFError where the other side has gone, and OSError where the connection is lost.
         """
-        while self._flush() and self.handshake.remote is None:
-            message = self._receive()
-            if message is None:
-                return False
-            try:
+        try:
+            while self._flush() and self.handshake.remote is None:
+                message = self._receive()
+                if message is None:
+                    return False
                 self.handshake.receive(message)
-            except BridgeRefused:
-                self._flush()
-                raise
+        except BridgeRefused:
+            self._send_refusal()
+            raise
+        except OneSidedTls:
+            if isinstance(self.wire, TlsWire):
+                self.wire = self.wire.plain  # the other side reads no records
+            refusal = self.handshake.refused(ONE_SIDED_TLS)
+            self._send_refusal()
+            raise refusal from None
         return self.handshake.remote is not None and self._flush()
+
+    def _send_refusal(self) -> None:
+        with contextlib.suppress(OSError):  # the other side has refused, and gone
+            self._flush()
 
     def _receive(self) -> bytes | None:
         """Returns the next message; None: it is not there yet. Reads no byte beyond it: packets may follow."""
@@ -80,6 +92,8 @@ class HandshakeConnection:
                 self._wanted = LENGTH.size
                 return taken
             (self._wanted,) = LENGTH.unpack(taken)
+            if taken[0] in RECORD_TYPES and taken[1] == RECORD_VERSION:
+                raise OneSidedTls
             if not 1 <= self._wanted <= self.handshake.max_nbytes:
                 raise BridgeRefused(
                     f"a message of {self._wanted} bytes, where one of up to {self.handshake.max_nbytes} is expected"
@@ -297,9 +311,13 @@ def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
                 poll.modify(connection.wire.fileno(), connection.events)
                 poll.poll(left)
         return connection.link()
+    except ssl.SSLEOFError:
+        connection.wire.close()
+        return GONE
     except ssl.SSLError as error:  # it would be the same the next time
         connection.wire.close()
-        raise BridgeRefused(f"TLS: {error.reason or error}") from None
+        reason = getattr(error, "verify_message", "") or error.reason or error
+        raise BridgeRefused(f"TLS: {reason}") from None
     except (EOFError, OSError) as error:
         connection.wire.close()
         return str(error)

@@ -14,7 +14,12 @@ if TYPE_CHECKING:
 UNSENT_NBYTES = 256 << 10  # in the kernel, of what the other side has not got: packets put later are behind no more
 ENCRYPTED_NBYTES = 256 << 10  # that wait for the kernel
 RECORD_NBYTES = 16 << 10  # of TLS
+RECORD_TYPES, RECORD_VERSION = range(20, 24), 3  # its first two bytes
 ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the other side gets a reset
+
+
+class OneSidedTls(OSError):
+    """One side speaks TLS, and the other one does not."""
 
 
 def configure(connection: socket.socket) -> None:
@@ -73,11 +78,12 @@ class TlsWire:
     """TLS 1.3 over TCP. The handshake is made as the first bytes are read or sent."""
 
     def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
-        self._plain = PlainWire(connection)
+        self.plain = PlainWire(connection)
         self._arrived, self._encrypted = ssl.MemoryBIO(), ssl.MemoryBIO()
         self._tls = context.wrap_bio(self._arrived, self._encrypted, server_side=is_server)
         self._unsent: memoryview = memoryview(b"")
         self._room = memoryview(bytearray(4 * RECORD_NBYTES))
+        self._has_arrived = False
         self._is_ended = False
         self._is_shaken = False
 
@@ -90,7 +96,7 @@ class TlsWire:
         return self._is_shaken and (self._tls.pending() > 0 or self._arrived.pending > 0)
 
     def fileno(self) -> int:
-        return self._plain.fileno()
+        return self.plain.fileno()
 
     def _shake(self) -> bool:
         """Goes on with the handshake. Returns whether it is done. Raises ssl.SSLError, an OSError, if it fails."""
@@ -110,18 +116,22 @@ class TlsWire:
         """Reads what has arrived, encrypted. Returns whether there was something, or the end."""
         if self._is_ended:
             return False
-        count = self._plain.recv_into(self._room)
+        count = self.plain.recv_into(self._room)
         if count is None:
             return False
         if count == 0:
             self._is_ended = True
             self._arrived.write_eof()
         else:
+            if not (self._has_arrived or self._room[0] in RECORD_TYPES):
+                raise OneSidedTls
+            self._has_arrived = True
             self._arrived.write(self._room[:count])
         return True
 
     def recv_into(self, room: memoryview) -> int | None:
-        """Raises OSError if the connection is lost, or the other side shows no certificate of the authority."""
+        """Raises OSError if the connection is lost, the other side shows no certificate of the authority, or does not
+        speak TLS."""
         while True:
             if self._shake():
                 try:
@@ -150,14 +160,14 @@ class TlsWire:
         while self._unsent or self._encrypted.pending:
             if not self._unsent:
                 self._unsent = memoryview(self._encrypted.read())
-            count = self._plain.send([self._unsent])
+            count = self.plain.send([self._unsent])
             if not count:
                 return
             self._unsent = self._unsent[count:]
 
     def shut_down_writing(self) -> None:
         """The other side reads the end when it has read all that was sent."""
-        self._plain.shut_down_writing()
+        self.plain.shut_down_writing()
 
     def close(self, *, is_aborted: bool = False) -> None:
         """is_aborted: what has not been sent is dropped."""
@@ -166,4 +176,4 @@ class TlsWire:
                 self._tls.unwrap()
             with contextlib.suppress(OSError):
                 self.flush()
-        self._plain.close(is_aborted=is_aborted)
+        self.plain.close(is_aborted=is_aborted)

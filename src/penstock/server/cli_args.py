@@ -138,6 +138,17 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         help="Address of a Ray cluster, as in ray.init: the other nodes are started on its machines "
         "(default: each by its own command)",
     )
+    for name, meaning in (
+        ("cert", "certificate of this node"),
+        ("key", "private key of that certificate, without a passphrase"),
+        ("ca", "certificate of the authority that has signed those of all nodes"),
+    ):
+        add(
+            f"--nodes-tls-{name}",
+            metavar="PATH",
+            default="",
+            help=f"PEM file of the {meaning}; links between nodes are TLS 1.3 then (default: not encrypted)",
+        )
     add(
         "--headless",
         action="store_true",
@@ -294,9 +305,15 @@ def nodes(options: argparse.Namespace) -> Nodes | None:
         )
     if options.ray_address is not None and (rank or count == 1):
         raise ValueError("--ray-address is for the node of rank 0 of several: --nnodes 2, or more, and no --node-rank")
+    given = {name: getattr(options, f"nodes_{name}") for name in ("tls_cert", "tls_key", "tls_ca")}
+    tls = {name: os.path.abspath(path) if path else "" for name, path in given.items()}  # Ray's actors are elsewhere
     if count == 1 and not rank:
+        if any(tls.values()):
+            raise ValueError(
+                "--nodes-tls-cert, --nodes-tls-key and --nodes-tls-ca are for several nodes: --nnodes is 1"
+            )
         return None
-    return Nodes(count=count, rank=rank, address=options.master_addr, port=options.master_port)
+    return Nodes(count=count, rank=rank, address=options.master_addr, port=options.master_port, **tls)
 
 
 def groups_of_this_node(options: argparse.Namespace) -> int:

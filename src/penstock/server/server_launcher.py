@@ -17,7 +17,7 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import ProcessId
 from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.model_dir import with_model_defaults
-from penstock.engine.nodes.group_link import node_secret
+from penstock.engine.nodes.group_link import node_secret, node_tls
 from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
@@ -38,8 +38,10 @@ def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = 
     require_startable(config)
     if config.simulated is None:
         require_tokenizer(config)
-    if config.nodes is not None and ray_address is None:
-        node_secret()
+    if config.nodes is not None:
+        node_tls(config.nodes)
+        if ray_address is None:
+            node_secret()
     logs.configure("launcher", config.log_format, config.log_level)
     if config.is_headless:
         return run_headless(config)

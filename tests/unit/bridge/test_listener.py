@@ -2,9 +2,7 @@
 
 import contextlib
 import os
-import shutil
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Iterator
@@ -15,8 +13,9 @@ import pytest
 
 from penstock import Ring, Timeout
 from penstock.bridge import BridgeRefused, InboundChannel, Link, LinkSpec, Listener, OutboundChannel, Tls, connect
-from penstock.bridge.listener import HANDSHAKE_S, MAX_HANDSHAKES
+from penstock.bridge.listener import HANDSHAKE_S, MAX_HANDSHAKES, ONE_SIDED_TLS
 from tests.conftest import eventually
+from tests.support.certificates import make_certificates
 from tests.support.links import SECRET, RunningLink
 
 HERE = ("127.0.0.1", 0)
@@ -151,16 +150,8 @@ def test_a_connection_that_goes_in_the_handshake_is_no_end_of_it(listener: Liste
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """An authority, a certificate of it, and one of another authority."""
-    if shutil.which("openssl") is None:
-        pytest.skip("openssl, which makes the certificates, is not installed")
     folder = tmp_path_factory.mktemp("certificates")
-    curve = ["-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:P-256", "-nodes", "-days", "2"]
-    for name in ("ours", "theirs"):
-        command = ["openssl", "req", "-x509", *curve, "-keyout", f"{name}-ca.key", "-out", f"{name}-ca.pem"]
-        subprocess.run([*command, "-subj", f"/CN={name}"], cwd=folder, check=True, capture_output=True)
-        command = ["openssl", "req", "-x509", *curve, "-keyout", f"{name}.key", "-out", f"{name}.pem"]
-        command += ["-CA", f"{name}-ca.pem", "-CAkey", f"{name}-ca.key", "-subj", "/CN=node"]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    make_certificates(folder, "ours", "theirs")
     return folder
 
 
@@ -195,14 +186,35 @@ def test_a_side_without_a_certificate_of_the_authority_is_refused(certificates: 
         accepting = Accepting(listener, HOME, timeout=20)
         with pytest.raises((BridgeRefused, Timeout)):
             connect(listener.address, AWAY, secret=SECRET, tls=foreign, timeout=1)
-        with pytest.raises(BridgeRefused, match="TLS: CERTIFICATE_VERIFY_FAILED"):
+        with pytest.raises(BridgeRefused, match="TLS: self-signed certificate in"):
             connect(
                 listener.address,
                 AWAY,
                 secret=SECRET,
                 tls=replace(own, authority=tls(certificates, "x", "theirs").authority),
             )
-        with pytest.raises((BridgeRefused, Timeout)):
-            connect(listener.address, AWAY, secret=SECRET, timeout=0.5)
         with connect(listener.address, AWAY, secret=SECRET, tls=own, timeout=5), accepting.link():
             assert sum(listener.refusals.values()) >= 2
+
+
+@pytest.mark.parametrize("is_home", [True, False], ids=["home", "away"])
+def test_tls_of_one_side_is_refused_in_words_by_both_and_counted(certificates: Path, is_home: bool) -> None:
+    own = tls(certificates, "ours", "ours")
+    with Listener(HERE, secret=SECRET, tls=own if is_home else None) as listener:
+        accepting = Accepting(listener, HOME, timeout=20)
+        with pytest.raises(BridgeRefused, match="one side speaks TLS and the other one does not: give certificates"):
+            connect(listener.address, AWAY, secret=SECRET, tls=None if is_home else own, timeout=5)
+        with connect(listener.address, AWAY, secret=SECRET, tls=own if is_home else None), accepting.link():
+            assert listener.refusals[ONE_SIDED_TLS.partition(":")[0]] == 1
+
+
+def test_certificates_that_cannot_be_used_are_an_error_that_names_the_file(certificates: Path) -> None:
+    own = tls(certificates, "ours", "ours")
+    for changed, text in (
+        ({"key": str(certificates / "none.key")}, r"No such file or directory: '.*none.key'"),
+        ({"key": str(certificates / "theirs.key")}, "expected a certificate and its private key .*: KEY_VALUES_MIS"),
+        ({"certificate": own.key}, "expected a certificate and its private key without a passphrase"),
+        ({"authority": own.key}, r"expected a certificate in PEM in '.*ours.key'"),
+    ):
+        with pytest.raises(OSError, match=text):
+            replace(own, **changed).context(is_server=True)

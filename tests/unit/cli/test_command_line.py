@@ -130,7 +130,8 @@ OURS_SERVE = (
     "--client-timeout --device --device-model --encoder-cache-gb --huge-pages --log-format --log-level --max-body-mb "
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
-    "--migration-max-seq-len --migration-timeout --numa-node --output-processors --ray-address --step-ms "
+    "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "
+    "--nodes-tls-key --numa-node --output-processors --ray-address --step-ms "
     "--tensor-transport --threads --video-decode-timeout"
 ).split()
 VLLM_BENCH = (

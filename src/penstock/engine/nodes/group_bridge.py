@@ -29,7 +29,15 @@ from penstock.engine.cluster.process import RemoteLoss, starting
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard, request_words
-from penstock.engine.nodes.group_link import LOSSES_NAME, ROW_NAME, ROW_PLACES, group_link, node_secret, port_of
+from penstock.engine.nodes.group_link import (
+    LOSSES_NAME,
+    ROW_NAME,
+    ROW_PLACES,
+    group_link,
+    node_secret,
+    node_tls,
+    port_of,
+)
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import LOSSES, LossReport
 
@@ -56,7 +64,8 @@ class GroupBridge:
         self._loss: RemoteLoss | None = None  # the first reason to end the link
         self._link: Link | None = None
         port = port_of(config.nodes, config.data_parallel_size, me.group)
-        self._listener = Listener((config.nodes.address, port), secret=node_secret())
+        address = config.nodes.address, port
+        self._listener = Listener(address, secret=node_secret(), tls=node_tls(config.nodes))
 
     def run(self) -> None:
         self._link = link = self._accept()

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import msgspec
 
-from penstock.bridge import LinkSpec
+from penstock.bridge import LinkSpec, Tls
 from penstock.engine.cluster.status_board import ROW_WORDS, StatusBoard
 from penstock.engine.model_dir import portable_fingerprint
 from penstock.engine.protocol.config import EngineConfig, Nodes
@@ -48,6 +48,18 @@ def node_secret() -> bytes:
             f"on all nodes, got {len(text)} characters: openssl rand -hex {SECRET_NBYTES} draws them"
         )
     return secret
+
+
+def node_tls(nodes: Nodes) -> Tls | None:
+    """Returns the certificates of this node; None: links are not encrypted. Raises ValueError."""
+    if not nodes.tls_cert:
+        return None
+    tls = Tls(nodes.tls_cert, nodes.tls_key, nodes.tls_ca)
+    try:
+        tls.context(is_server=True)
+    except OSError as error:
+        raise ValueError(f"TLS between nodes (--nodes-tls-cert, --nodes-tls-key, --nodes-tls-ca): {error}") from None
+    return tls
 
 
 def port_of(nodes: Nodes, data_parallel_size: int, group: int) -> int:

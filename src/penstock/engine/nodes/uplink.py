@@ -33,7 +33,15 @@ from penstock.engine.cluster.process import CannotStart, starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause, Verdict, VerdictBoard
-from penstock.engine.nodes.group_link import LOSSES_NAME, ROW_NAME, group_link, home_number, node_secret, port_of
+from penstock.engine.nodes.group_link import (
+    LOSSES_NAME,
+    ROW_NAME,
+    group_link,
+    home_number,
+    node_secret,
+    node_tls,
+    port_of,
+)
 from penstock.engine.protocol.messages import LOSSES, LossReport
 
 LOOK_AGAIN = 0.02  # seconds between two reads of the board
@@ -59,7 +67,9 @@ class Uplink:
         self._row = self._board.row(self._group)
         self._verdicts = VerdictBoard(tree.verdicts)
         self._losses: penstock.Ring[LOSSES] = penstock.Ring(LOSSES, name=f"losses {self._group}")
-        self._secret = node_secret()
+        assert tree.config.nodes is not None, "an uplink is on one of several nodes"
+        self._nodes = tree.config.nodes
+        self._secret, self._tls = node_secret(), node_tls(self._nodes)
 
     def run(self) -> None:
         """Returns when the link has ended, and leaves all ends open."""
@@ -88,7 +98,6 @@ class Uplink:
         """Connects to the home node, as often as it takes. Returns None if the group does not serve any more. Raises
         CannotStart if the home node refuses this one."""
         tree, me, config = self._tree, self._me, self._tree.config
-        assert config.nodes is not None, "an uplink is on one of several nodes"
         number = home_number(config, self._group)
         lanes = [Lane(server, str(me)) for server in range(config.api_server_count)]
         answers = [
@@ -96,7 +105,7 @@ class Uplink:
             for server, inbox in enumerate(tree.servers_of(self._group))
         ]
         spec = replace(
-            group_link(config, number, f"{me} on node {config.nodes.rank}"),
+            group_link(config, number, f"{me} on node {self._nodes.rank}"),
             channels=[
                 InboundChannel("inbox", tree.inboxes[self._group], lanes, on_death="forward"),
                 OutboundChannel(LOSSES_NAME, self._losses, peer_name=str(me)),
@@ -106,10 +115,10 @@ class Uplink:
             values=None if tree.store is None else StoreValues(tree.store, tree.pulls[self._group]),
             on_death=lambda death: None,  # the board says what becomes of the group
         )
-        address = config.nodes.address, port_of(config.nodes, config.data_parallel_size, number)
+        address = self._nodes.address, port_of(self._nodes, config.data_parallel_size, number)
         while self._serves(incarnation):
             try:
-                return connect(address, spec, secret=self._secret, timeout=CONNECT_TIMEOUT)
+                return connect(address, spec, secret=self._secret, tls=self._tls, timeout=CONNECT_TIMEOUT)
             except Timeout:
                 continue
             except BridgeRefused as refused:

@@ -76,6 +76,11 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0  # of the node to which this tree belongs
     address: str  # at which the home node listens for the others
     port: int = 29501  # the first of as many ports as there are groups on other nodes
+    # Paths on each node, of PEM files: this node's certificate and key, and the certificate of the authority of all
+    # nodes. Empty: links are not encrypted.
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_ca: str = ""
 
     def __post_init__(self) -> None:
         _within(self, "count", int, 2, 16)
@@ -83,6 +88,12 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
         _within(self, "port", int, 1, 65535)
         if not self.address:
             raise ValueError("expected address (--master-addr) of the home node, got none")
+        given = [bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)]
+        if any(given) and not all(given):
+            raise ValueError(
+                "TLS between nodes needs all of tls_cert, tls_key and tls_ca (--nodes-tls-cert, --nodes-tls-key, "
+                f"--nodes-tls-ca), got {self.tls_cert!r}, {self.tls_key!r}, {self.tls_ca!r}"
+            )
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):

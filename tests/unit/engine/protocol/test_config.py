@@ -111,6 +111,10 @@ def test_a_node_without_servers_reaches_no_groups_but_its_own() -> None:
         ({"rank": 3}, "rank is between 0 and 2, not 3"),
         ({"port": 0}, "port is between 1 and 65535, not 0"),
         ({"address": ""}, "expected address"),
+        (
+            {"tls_cert": "a.pem", "tls_ca": "ca.pem"},
+            "needs all of tls_cert, tls_key and tls_ca .* got 'a.pem', '', 'ca",
+        ),
     ],
 )
 def test_nodes_that_cannot_be_are_refused(options: dict[str, Any], text: str) -> None:

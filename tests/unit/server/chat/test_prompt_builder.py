@@ -218,6 +218,12 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ((*simulated, "--nnodes", "2", "-dp", "3"), "--data-parallel-size is a multiple of --nnodes (2), not 3"),
             ((*simulated, "--nnodes", "0"), "--data-parallel-size is a multiple of --nnodes (0)"),
             ((*simulated, "--nnodes", "2", "--port", "0"), "hexadecimal digits in PENSTOCK_NODE_SECRET"),
+            ((*simulated, "--nodes-tls-cert", "a.pem"), "for several nodes: --nnodes is 1"),
+            ((*simulated, "--nnodes", "2", "--nodes-tls-cert", "a.pem"), "needs all of tls_cert, tls_key and tls_ca"),
+            (
+                (*simulated, "--nnodes", "2", *(f"--nodes-tls-{name}=/nowhere" for name in ("cert", "key", "ca"))),
+                "No such file or directory: '/nowhere'",
+            ),
             ((*simulated, "--port", "0", "--host", "no such host"), "penstock serve:"),
             (("/nowhere", "--port", "0"), "got '/nowhere'"),
             (

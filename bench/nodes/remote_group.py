@@ -1,0 +1,140 @@
+"""A server of two nodes: what the way to an engine of the other node adds to the first token.
+
+Both engines are simulated, alike and behind the same server; the other node is on this machine, over the loopback. A
+server routes prompts of one prefix to one engine: there is a prefix for each engine, and requests of both take turns.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import secrets
+import signal
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import aiohttp
+
+from bench.harness.output import short
+from bench.harness.role import die_with_parent
+from bench.harness.targets import Target
+from bench.harness.turns import in_turn
+from bench.nodes import ray_client
+from bench.nodes.run import Run
+from bench.serve_cases.servers import END, START, Ours, free_port
+from penstock.engine.nodes.group_link import SECRET_NBYTES, SECRET_VARIABLE
+
+HOME, REMOTE = 0, 1  # groups
+NAMES = {HOME: "engine at home", REMOTE: "engine of the other node"}
+CONCURRENCIES = (1, 8)
+REQUESTS, TOKENS = 48, 4  # requests to each engine in a round
+STEP_MS = 5
+TARGET_MS = 2.0
+GENERATED = re.compile(r'^vllm:generation_tokens_total\{.*engine="(\d+)".*\} (\S+)$', re.MULTILINE)
+
+
+@contextlib.contextmanager
+def two_nodes(run: Run) -> Iterator[Ours]:
+    """A server of two nodes that both serve."""
+    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(SECRET_NBYTES))
+    options = ["--device-model", "simulated", "--step-ms", str(STEP_MS), "--nnodes", "2"]
+    options += ["--master-port", str(free_port())]
+    with (run.scratch / "node.log").open("wb") as log:
+        command = [sys.executable, "-m", "penstock", "serve", *options, "--node-rank", "1", "--headless"]
+        node = subprocess.Popen(command, stderr=log, start_new_session=True, preexec_fn=die_with_parent)
+    server = Ours.of(options, run.scratch / "home.log")
+    try:
+        server.wait_for_an_answer()
+        deadline = time.monotonic() + START
+        while not all(group["serves"] for group in json.loads(server.asked("GET", "/health")[1])["groups"]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"no two nodes within {START:g} s: {(run.scratch / 'node.log').read_text()[-600:]}")
+            time.sleep(0.1)
+        yield server
+    finally:
+        server.stop()
+        node.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            node.wait(END)
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(node.pid, signal.SIGKILL)
+        node.wait()
+
+
+async def _prefixes(client: aiohttp.ClientSession, url: str) -> dict[int, str]:
+    """Returns a prefix for each engine, by which the server routes to it."""
+
+    async def generated() -> dict[int, float]:
+        async with client.get(f"{url}/metrics") as response:
+            return {int(engine): float(tokens) for engine, tokens in GENERATED.findall(await response.text())}
+
+    found: dict[int, str] = {}
+    before = await generated()
+    while len(found) < len(NAMES):
+        prefix = f"{secrets.token_hex(64)} "  # longer than what is compared
+        await ray_client.complete(client, url, prefix, TOKENS)
+        after = await generated()
+        while after == before:  # the board is read once in a while
+            after = await generated()
+        group = next(group for group in after if after[group] != before.get(group))
+        found[group], before = prefix, after
+    return found
+
+
+async def _round(server: Ours, concurrency: int, requests: int, turn: int) -> dict[int, float]:
+    """Returns the median of each engine's times to the first token, in ms."""
+    seconds: dict[int, list[float]] = {group: [] for group in NAMES}
+    async with ray_client.session() as client:
+        prefixes = await _prefixes(client, server.url)
+        for number in range(requests // concurrency):
+            for group in in_turn(list(NAMES), turn + number):
+                prompts = [f"{prefixes[group]}{number} {stream}" for stream in range(concurrency)]
+                answers = await asyncio.gather(
+                    *(ray_client.complete(client, server.url, prompt, TOKENS) for prompt in prompts)
+                )
+                if errors := [answer.error for answer in answers if not answer.is_whole]:
+                    raise RuntimeError(f"the {NAMES[group]} has not answered: {errors[0]}")
+                seconds[group] += [answer.first_s for answer in answers]
+    return {group: statistics.median(times) * 1e3 for group, times in seconds.items()}
+
+
+def remote_group(run: Run) -> None:
+    """The first token of an engine of the other node, beside that of an engine at home."""
+    found: dict[int, list[dict[int, float]]] = {}
+    with two_nodes(run) as server:
+        for concurrency in CONCURRENCIES[:1] if run.is_quick else CONCURRENCIES:
+            for turn in range(run.rounds):
+                run.patience.wait_for_quiet()
+                requests = 8 if run.is_quick else REQUESTS * concurrency
+                found.setdefault(concurrency, []).append(asyncio.run(_round(server, concurrency, requests, turn)))
+    run.found["remote-group"] = found
+    rows = []
+    for concurrency, rounds in found.items():
+        medians = {group: statistics.median(one[group] for one in rounds) for group in NAMES}
+        for group, name in NAMES.items():
+            run.output.record("remote-group", name, concurrency=concurrency, ttft_ms=medians[group])
+        added = added_ms(rounds)
+        run.output.record("remote-group", "added", concurrency=concurrency, ms=added)
+        rows.append((f"{concurrency} at a time", [*(short(medians[group]) for group in NAMES), short(added)]))
+    run.output.table("First token of a server of two nodes, p50; ms", [*NAMES.values(), "added"], rows)
+
+
+def added_ms(rounds: list[dict[int, float]]) -> float:
+    return statistics.median(one[REMOTE] - one[HOME] for one in rounds)
+
+
+CASES = {"remote-group": remote_group}
+
+
+def targets(run: Run) -> Iterator[Target]:
+    found = run.found.get("remote-group", {})
+    for concurrency in CONCURRENCIES:
+        rounds = found.get(concurrency)
+        case = f"first token of the other node's engine over that of one at home, {concurrency} at a time"
+        yield Target(case, TARGET_MS, "ms", added_ms(rounds) if rounds else None)
