@@ -216,22 +216,23 @@ def secret_in_environment() -> Iterator[None]:
 
 @contextlib.asynccontextmanager
 async def two_nodes(
-    remote: dict[str, Any] | None = None, *, joins: bool = True, **options: Any
+    remote: dict[str, Any] | None = None, *, joins: bool = True, spread: bool = False, **options: Any
 ) -> AsyncIterator[TwoNodes]:
-    """A home node with a group, and another node with a group. `remote`: options of the other node that differ;
-    `joins`: whether it is to join before the block begins."""
+    """A home node with a group, and another node with a group; `spread`: both nodes with half of the ranks of one.
+    `remote`: options of the other node that differ; `joins`: whether it is to join before the block begins."""
     port = free_port()
     home = EngineConfig(
         **{
             "simulated": told(),
             "max_model_len": 4096,
-            "nodes": Nodes(count=2, address=HOST, port=port),
+            "nodes": Nodes(count=2, address=HOST, port=port, tensor_parallel_over_nodes=spread),
             **options,
         }
     )
     relay = Relay(port)
     with secret_in_environment(), tempfile.TemporaryDirectory() as folder:
-        other = Nodes(count=2, rank=1, address=HOST, port=await relay.start())
+        assert home.nodes is not None
+        other = msgspec.structs.replace(home.nodes, rank=1, port=await relay.start())
         differing = {"log_format": "json", **(remote or {})}
         node = RemoteNode(msgspec.structs.replace(home, nodes=other, **differing), Path(folder) / "log")
         launcher = Launcher(home)

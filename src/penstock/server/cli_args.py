@@ -130,13 +130,21 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         type=int,
         default=29501,
-        help="First of its ports, one for each engine of other nodes (default: %(default)s)",
+        help="First of its ports, one for each engine of other nodes, or for each engine and other node with "
+        "--tensor-parallel-over-nodes (default: %(default)s)",
     )
     add(
         "--ray-address",
         metavar="ADDRESS",
         help="Address of a Ray cluster, as in ray.init: the other nodes are started on its machines "
         "(default: each by its own command)",
+    )
+    add(
+        "--tensor-parallel-over-nodes",
+        action="store_true",
+        help="Divide the workers of each engine (--tensor-parallel-size) among the nodes, for a model that fits on no "
+        "single one: every layer waits for an all-reduce over the network, and nobody wants an all-reduce over "
+        "Ethernet (default: off; each engine is on one node)",
     )
     add(
         "--headless",
@@ -295,12 +303,22 @@ def nodes(options: argparse.Namespace) -> Nodes | None:
     if options.ray_address is not None and (rank or count == 1):
         raise ValueError("--ray-address is for the node of rank 0 of several: --nnodes 2, or more, and no --node-rank")
     if count == 1 and not rank:
+        if options.tensor_parallel_over_nodes:
+            raise ValueError("--tensor-parallel-over-nodes is for several nodes: --nnodes 2, or more")
         return None
-    return Nodes(count=count, rank=rank, address=options.master_addr, port=options.master_port)
+    return Nodes(
+        count=count,
+        rank=rank,
+        address=options.master_addr,
+        port=options.master_port,
+        tensor_parallel_over_nodes=options.tensor_parallel_over_nodes,
+    )
 
 
 def groups_of_this_node(options: argparse.Namespace) -> int:
     """Raises ValueError unless the engines can be divided evenly among the nodes."""
+    if options.tensor_parallel_over_nodes:  # each engine is on all of them
+        return options.data_parallel_size or 1
     groups: int = options.nnodes if options.data_parallel_size is None else options.data_parallel_size
     if options.nnodes < 1 or groups % options.nnodes:
         raise ValueError(f"--data-parallel-size is a multiple of --nnodes ({options.nnodes}), not {groups}")

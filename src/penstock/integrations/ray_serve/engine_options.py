@@ -17,7 +17,10 @@ from penstock.server import cli_args as server_args
 
 OptionValue: TypeAlias = "str | int | float | Sequence[str] | Mapping[str, int] | None"
 OF_SERVE = ("host", "port")  # a replica's engine listens on a free port of the loopback address
-OF_NODES = ("nnodes", "node_rank", "master_addr", "master_port", "headless", "ray_address")
+OF_NODES = (
+    *("nnodes", "node_rank", "master_addr", "master_port", "headless", "ray_address"),
+    "tensor_parallel_over_nodes",
+)
 SWITCHES: dict[object, bool] = {True: True, False: False, "true": True, "false": False}  # text: of `serve run … x=true`
 
 
