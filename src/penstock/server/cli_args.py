@@ -144,7 +144,7 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="Divide the workers of each engine (--tensor-parallel-size) among the nodes, for a model that fits on no "
         "single one: every layer waits for an all-reduce over the network, and nobody wants an all-reduce over "
-        "Ethernet (default: off; each engine is on one node)",
+        "Ethernet (default: off)",
     )
     add(
         "--headless",
