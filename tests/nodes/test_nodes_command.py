@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import base64
 import contextlib
+import io
 import json
 import subprocess
 import sys
@@ -60,6 +62,22 @@ def complete_all(port: int) -> list[str]:
         return list(pool.map(complete, PROMPTS))
 
 
+def describe_all(port: int) -> list[str]:
+    """Returns what the bundled model says of four pictures."""
+    image = pytest.importorskip("PIL.Image")
+    answers = []
+    for colour in ("red", "green", "blue", "yellow"):
+        raw = io.BytesIO()
+        picture = image.new("RGB", (56, 56), "white")
+        picture.paste(image.new("RGB", (28, 28), colour), (14, 14))
+        picture.save(raw, "PNG")
+        url = "data:image/png;base64," + base64.b64encode(raw.getvalue()).decode()
+        parts = [{"type": "image_url", "image_url": {"url": url}}, {"type": "text", "text": "What is it?"}]
+        body = {"messages": [{"role": "user", "content": parts}], "max_tokens": 16, "temperature": 0}
+        answers.append(ask(port, "/v1/chat/completions", body)["choices"][0]["message"]["content"])
+    return answers
+
+
 def generated(port: int) -> dict[str, float]:
     """Returns the number of generated tokens by engine, as `/metrics` has it."""
     lines = [line for line in ask(port, "/metrics").splitlines() if line.startswith("vllm:generation_tokens_total{")]
@@ -88,3 +106,15 @@ def test_the_bundled_model_answers_on_two_nodes_as_on_one() -> None:
     with two_nodes_serving() as port:
         assert complete_all(port) == alone
         assert all(tokens > 0 for tokens in generated(port).values())
+
+
+@tiers.needs_all
+def test_the_bundled_model_answers_with_ranks_on_two_nodes_as_with_ranks_on_one() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    ranks = ("--tensor-parallel-size", "2", "--threads", "1")
+    with serving(*ranks) as (_, port):
+        alone = complete_all(port), describe_all(port)
+    with two_nodes_serving(*ranks, "--tensor-parallel-over-nodes") as port:
+        assert (complete_all(port), describe_all(port)) == alone
+    assert len(set(alone[1])) == 4, "it sees which picture it is"

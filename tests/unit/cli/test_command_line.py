@@ -11,6 +11,7 @@ import pytest
 from penstock import cli
 from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
+from penstock.server import cli_args as server_args
 from penstock.server.cli_args import server_options
 
 
@@ -172,12 +173,14 @@ def test_short_names_are_those_of_vllm() -> None:
 
 def test_engines_over_nodes_are_all_on_each_of_them() -> None:
     words = ["serve", "--device-model", "simulated", "-tp", "4", "--tensor-parallel-over-nodes"]
-    config = cli_args.engine_config(cli.parser().parse_args([*words, "-n", "2"]))
+    config = server_args.engine_config(cli.parser().parse_args([*words, "-n", "2"]))
     assert (config.data_parallel_size, config.all_groups, config.ranks) == (1, 1, range(2))
-    config = cli_args.engine_config(cli.parser().parse_args([*words, "-n", "2", "-r", "1", "--headless", "-dp", "3"]))
+    config = server_args.engine_config(
+        cli.parser().parse_args([*words, "-n", "2", "-r", "1", "--headless", "-dp", "3"])
+    )
     assert (config.data_parallel_size, config.all_groups, config.ranks) == (3, 3, range(2, 4))
     with pytest.raises(ValueError, match="is for several nodes: --nnodes 2, or more"):
-        cli_args.engine_config(cli.parser().parse_args(words))
+        server_args.engine_config(cli.parser().parse_args(words))
 
 
 @pytest.mark.parametrize(
