@@ -143,8 +143,8 @@ def _add_nodes(parser: argparse.ArgumentParser) -> None:
         "--tensor-parallel-over-nodes",
         action="store_true",
         help="Divide the workers of each engine (--tensor-parallel-size) among the nodes, for a model that fits on no "
-        "single one: every layer waits for an all-reduce over the network, and nobody wants an all-reduce over "
-        "Ethernet (default: off)",
+        "single one: not over Ethernet, where the all-reduces of each layer take longer than its arithmetic "
+        "(default: off)",
     )
     add(
         "--headless",
