@@ -145,3 +145,15 @@ def test_a_model_answers_on_two_nodes_as_on_one_and_an_image_crosses_once(
             nbytes = link.nbytes[TO_CONNECTOR]
             print(f"{nbytes} bytes to the other node, images of {image_nbytes}")
             assert image_nbytes < nbytes < IMAGES * image_nbytes + len(alone) * REQUEST_NBYTES
+
+
+@tiers.needs_all
+def test_the_bundled_model_answers_with_ranks_on_two_nodes_as_with_ranks_on_one() -> None:
+    pytest.importorskip("torch")
+    pytest.importorskip("transformers")
+    ranks = ("--tensor-parallel-size", "2", "--threads", "1")
+    with serving(*ranks) as (_, port):
+        alone = complete_all(port), describe_all(port)
+    with two_nodes_serving(*ranks, "--tensor-parallel-over-nodes") as (port, _):
+        assert (complete_all(port), describe_all(port)) == alone
+    assert len(set(alone[1])) > 4, "it sees which picture it is"

@@ -219,24 +219,27 @@ async def two_nodes(
     remote: dict[str, Any] | None = None,
     *,
     joins: bool = True,
+    spread: bool = False,
     tls: tuple[dict[str, str], dict[str, str]] = ({}, {}),
     **options: Any,
 ) -> AsyncIterator[TwoNodes]:
-    """A home node with a group, and another node with a group. `remote`: options of the other node that differ;
-    `joins`: whether it is to join before the block begins; `tls`: what `Nodes` has of it on the home node and on the
-    other one."""
+    """A home node with a group, and another node with a group; `spread`: both nodes with half of the ranks of one.
+    `remote`: options of the other node that differ; `joins`: whether it is to join before the block begins; `tls`: what
+    `Nodes` has of it on the home node and on the other one."""
     port = free_port()
     home = EngineConfig(
         **{
             "simulated": told(),
             "max_model_len": 4096,
-            "nodes": Nodes(count=2, address=HOST, port=port, **tls[0]),
+            "nodes": Nodes(count=2, address=HOST, port=port, tensor_parallel_over_nodes=spread, **tls[0]),
             **options,
         }
     )
     relay = Relay(port)
     with secret_in_environment(), tempfile.TemporaryDirectory() as folder:
-        other = Nodes(count=2, rank=1, address=HOST, port=await relay.start(), **tls[1])
+        other = Nodes(
+            count=2, rank=1, address=HOST, port=await relay.start(), tensor_parallel_over_nodes=spread, **tls[1]
+        )
         differing = {"log_format": "json", **(remote or {})}
         node = RemoteNode(msgspec.structs.replace(home, nodes=other, **differing), Path(folder) / "log")
         launcher = Launcher(home)

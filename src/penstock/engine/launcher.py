@@ -18,7 +18,7 @@ from penstock import PeerDied, Sender
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process_group import ProcessGroup, Run
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
-from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes
+from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes, processes_of_group
 from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.core import engine_core
 from penstock.engine.model_dir import GENERATION, with_model_defaults
@@ -53,14 +53,17 @@ class Launcher:
         local, remote = range(config.data_parallel_size), range(config.data_parallel_size, config.all_groups)
         self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in local]
         self._bridges = [ProcessGroup(self, group, [("bridge", 0, run_bridge)]) for group in remote]
-        if config.is_headless:  # an uplink stands in the place of all servers, for its group
+        if not config.has_cores:
+            self._servers = []
+        elif config.is_headless:  # an uplink stands in the place of all servers, for its group
             self._servers = [ProcessGroup(self, 0, [("uplink", group, run_uplink)]) for group in local]
         else:
             servers = range(config.api_server_count)
             self._servers = [ProcessGroup(self, 0, [("server", member, serve)]) for member in servers if serve]
         self.units = (*self._groups, *self._bridges, *self._servers)
         lane = self.tree.launcher_lane
-        self._inboxes = [group.inbox.open_sender(lane, name="launcher") for group in self.tree.groups]
+        groups = self.tree.groups if config.has_cores else ()
+        self._inboxes = [group.inbox.open_sender(lane, name="launcher") for group in groups]
         self._failure: TreeFailed | None = None
         self._migration: asyncio.Task[None] | None = None  # a planned one
         self._is_over = asyncio.Event()  # the tree has failed, or a signal ends it
@@ -68,14 +71,7 @@ class Launcher:
         self._signals = 0  # SIGTERM and SIGINT received
 
     def _parts_of_group(self) -> list[tuple[str, int, Run]]:
-        config = self.tree.config
-        workers: list[tuple[str, int, Run]] = [
-            ("worker", rank, worker.run) for rank in range(config.tensor_parallel_size)
-        ]
-        outputs: list[tuple[str, int, Run]] = [
-            ("output", index, run_output) for index in range(config.output_processors)
-        ]
-        return [("core", 0, run_core), *workers, *outputs]
+        return [(kind, index, PROGRAMS[kind]) for kind, index in processes_of_group(self.tree.config)]
 
     def publish_pid(self, member: ProcessId, pid: int) -> None:
         """Writes on the board which process has this place; `pid` 0: none now."""
@@ -152,6 +148,9 @@ class Launcher:
         nothing while another migration runs."""
         if self.is_stopping or (self._migration is not None and not self._migration.done()):
             event("migration is not begun", logging.WARNING, reason="another one runs, or the tree ends")
+            return
+        if not self.tree.config.has_cores:
+            event("migration is not begun", logging.WARNING, reason="the cores are on the home node: migrate there")
             return
         self.board.tree[StatusBoard.MIGRATIONS_BEGUN] += 1
         self._migration = asyncio.get_running_loop().create_task(self._migrate())
@@ -292,7 +291,28 @@ def run_uplink(tree: Cluster, me: ProcessId) -> None:
     uplink.run(tree, me)
 
 
+def run_remote_ranks(tree: Cluster, me: ProcessId) -> None:
+    from penstock.engine.nodes import remote_ranks
+
+    remote_ranks.run(tree, me)
+
+
+def run_remote_core(tree: Cluster, me: ProcessId) -> None:
+    from penstock.engine.nodes import remote_core
+
+    remote_core.run(tree, me)
+
+
 def run_output(tree: Cluster, me: ProcessId) -> object:
     from penstock.engine.output import output_processor
 
     return output_processor.run(tree, me)
+
+
+PROGRAMS: dict[str, Run] = {  # of the processes of a group, by kind
+    "core": run_core,
+    "worker": worker.run,
+    "output": run_output,
+    "remote_ranks": run_remote_ranks,
+    "remote_core": run_remote_core,
+}

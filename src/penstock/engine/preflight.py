@@ -154,7 +154,7 @@ def require_blocks(config: EngineConfig) -> None:
 
 
 def require_cuda(config: EngineConfig) -> None:
-    ranks = config.data_parallel_size * config.tensor_parallel_size
+    ranks = config.data_parallel_size * len(config.ranks)
     devices = cuda_devices()
     needed = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
     if devices.number is not None and devices.number < needed:

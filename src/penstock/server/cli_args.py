@@ -14,7 +14,8 @@ import msgspec
 from penstock.engine import cli_args as arguments
 from penstock.engine.client.image_processor import ImageLimits
 from penstock.engine.model_dir import takes_images
-from penstock.engine.protocol.config import ENCODER_MODES, EngineConfig, Nodes
+from penstock.engine.protocol.config import ENCODER_MODES, EngineConfig
+from penstock.server import node_args
 from penstock.server.options import ServerOptions
 from penstock.server.videos.video_file import VideoLimits
 
@@ -27,7 +28,7 @@ TRANSPORT_VARIABLE = "PENSTOCK_TENSOR_TRANSPORT"
 
 def add(parser: argparse.ArgumentParser) -> None:
     arguments.add(parser)
-    _add_nodes(parser)
+    node_args.add(parser)
     _add_server(parser)
     _add_multimodal(parser)
     _add_limits(parser)
@@ -97,62 +98,6 @@ def _add_server(parser: argparse.ArgumentParser) -> None:
         action=argparse.BooleanOptionalAction,
         default=False,
         help="Let pages of these origins send credentials (default: off)",
-    )
-
-
-def _add_nodes(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument_group("nodes").add_argument
-    add(
-        "--nnodes",
-        "-n",
-        metavar="N",
-        type=int,
-        default=1,
-        help="Number of nodes (machines) with engines, which divide --data-parallel-size evenly; this command runs on "
-        "each of them, with the same options (default: %(default)s)",
-    )
-    add(
-        "--node-rank",
-        "-r",
-        metavar="N",
-        type=int,
-        default=0,
-        help="Rank of this node; the node of rank 0 has the API servers (default: %(default)s)",
-    )
-    add(
-        "--master-addr",
-        metavar="HOST",
-        default="127.0.0.1",
-        help="Address at which the node of rank 0 listens for the others (default: %(default)s)",
-    )
-    add(
-        "--master-port",
-        metavar="N",
-        type=int,
-        default=29501,
-        help="First of its ports, one for each engine of other nodes (default: %(default)s)",
-    )
-    add(
-        "--ray-address",
-        metavar="ADDRESS",
-        help="Address of a Ray cluster, as in ray.init: the other nodes are started on its machines "
-        "(default: each by its own command)",
-    )
-    for name, meaning in (
-        ("cert", "certificate of this node"),
-        ("key", "private key of that certificate, without a passphrase"),
-        ("ca", "certificate of the authority that has signed those of all nodes"),
-    ):
-        add(
-            f"--nodes-tls-{name}",
-            metavar="PATH",
-            default="",
-            help=f"PEM file of the {meaning}; links between nodes are TLS 1.3 then (default: not encrypted)",
-        )
-    add(
-        "--headless",
-        action="store_true",
-        help="Run engines and no API server: for nodes of rank 1 and more (default: off)",
     )
 
 
@@ -296,39 +241,12 @@ def media_counts(text: str) -> dict[str, int]:
     return counts
 
 
-def nodes(options: argparse.Namespace) -> Nodes | None:
-    """Returns the nodes; None: there is only this one. Raises ValueError."""
-    count, rank = options.nnodes, options.node_rank
-    if options.headless != (rank > 0):
-        raise ValueError(
-            f"--node-rank {rank} {'needs' if rank else 'takes no'} --headless: the node of rank 0 has the API servers"
-        )
-    if options.ray_address is not None and (rank or count == 1):
-        raise ValueError("--ray-address is for the node of rank 0 of several: --nnodes 2, or more, and no --node-rank")
-    given = {name: getattr(options, f"nodes_{name}") for name in ("tls_cert", "tls_key", "tls_ca")}
-    tls = {name: os.path.abspath(path) if path else "" for name, path in given.items()}  # Ray's actors are elsewhere
-    if count == 1 and not rank:
-        if any(tls.values()):
-            raise ValueError(
-                "--nodes-tls-cert, --nodes-tls-key and --nodes-tls-ca are for several nodes: --nnodes is 1"
-            )
-        return None
-    return Nodes(count=count, rank=rank, address=options.master_addr, port=options.master_port, **tls)
-
-
-def groups_of_this_node(options: argparse.Namespace) -> int:
-    """Raises ValueError unless the engines can be divided evenly among the nodes."""
-    groups: int = options.nnodes if options.data_parallel_size is None else options.data_parallel_size
-    if options.nnodes < 1 or groups % options.nnodes:
-        raise ValueError(f"--data-parallel-size is a multiple of --nnodes ({options.nnodes}), not {groups}")
-    nodes: int = options.nnodes
-    return groups // nodes
-
-
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Raises ValueError, TypeError."""
     config = arguments.engine_config(options, "api_server_count", "shutdown_timeout")
-    config = msgspec.structs.replace(config, data_parallel_size=groups_of_this_node(options), nodes=nodes(options))
+    config = msgspec.structs.replace(
+        config, data_parallel_size=node_args.groups_of_this_node(options), nodes=node_args.nodes(options)
+    )
     transport = options.tensor_transport or os.environ.get(TRANSPORT_VARIABLE) or "auto"
     size = options.mm_processor_cache_gb
     if size is None:

@@ -81,7 +81,7 @@ class PlacedNodes:
     def _send_plan(self) -> None:
         config, nodes = self.config, self.config.nodes
         assert self._program.stdin is not None and nodes is not None, "it is a pipe, and there are several nodes"
-        workers = config.data_parallel_size * config.tensor_parallel_size
+        workers = config.data_parallel_size * len(config.ranks)  # as many on each node
         commands = []
         for rank in range(1, nodes.count):
             remote = replace(config, nodes=replace(nodes, rank=rank), numa_node=None)

@@ -11,6 +11,7 @@ import pytest
 from penstock import cli
 from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
+from penstock.server import cli_args as server_args
 from penstock.server.cli_args import server_options
 
 
@@ -132,7 +133,7 @@ OURS_SERVE = (
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
     "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "
     "--nodes-tls-key --numa-node --output-processors --ray-address --step-ms "
-    "--tensor-transport --threads --video-decode-timeout"
+    "--tensor-parallel-over-nodes --tensor-transport --threads --video-decode-timeout"
 ).split()
 VLLM_BENCH = (
     "--backend --base-url --dataset-path --ignore-eos --input-len --max-concurrency --model --num-prompts "
@@ -169,6 +170,18 @@ def test_short_names_are_those_of_vllm() -> None:
     options = cli.parser().parse_args(["serve", "-tp", "2", "-dp", "3", "-asc", "4", "-n", "5", "-r", "1"])
     assert (options.tensor_parallel_size, options.data_parallel_size, options.api_server_count) == (2, 3, 4)
     assert (options.nnodes, options.node_rank) == (5, 1)
+
+
+def test_engines_over_nodes_are_all_on_each_of_them() -> None:
+    words = ["serve", "--device-model", "simulated", "-tp", "4", "--tensor-parallel-over-nodes"]
+    config = server_args.engine_config(cli.parser().parse_args([*words, "-n", "2"]))
+    assert (config.data_parallel_size, config.all_groups, config.ranks) == (1, 1, range(2))
+    config = server_args.engine_config(
+        cli.parser().parse_args([*words, "-n", "2", "-r", "1", "--headless", "-dp", "3"])
+    )
+    assert (config.data_parallel_size, config.all_groups, config.ranks) == (3, 3, range(2, 4))
+    with pytest.raises(ValueError, match="is for several nodes: --nnodes 2, or more"):
+        server_args.engine_config(cli.parser().parse_args(words))
 
 
 @pytest.mark.parametrize(

@@ -35,7 +35,8 @@ class GroupLoss:
 
     def begin(self, pid: int, end: ProcessEnd, ending: Collection[int], is_any_stopped: bool) -> None:
         """Adds the first end, before the launcher kills the other processes. `ending`: pids of those that are ending
-        already. `is_any_stopped`: one is stopped, so others may have waited for it in vain."""
+        already, or will say what ended on another node. `is_any_stopped`: one is stopped, so others may have waited for
+        it in vain."""
         self._is_over = True
         self._unseen = {pid, *ending}
         if is_any_stopped and self.cause is None:
@@ -46,13 +47,12 @@ class GroupLoss:
         """Adds an end."""
         if self.cause is not None:
             return
-        if end.cause is not None:
-            self.cause = end.cause
-            return
         is_killed = end.signal == signal.SIGKILL
         is_known = pid in self._unseen
         self._unseen.discard(pid)
-        if is_known and (end.signal in FROM_OUTSIDE or (is_killed and not self._is_out_of_memory())):
+        if end.cause not in (None, Cause.ITSELF):
+            self.cause = end.cause
+        elif is_known and (end.signal in FROM_OUTSIDE or (is_killed and not self._is_out_of_memory())):
             self.cause = Cause.OUTSIDE
         elif not end.is_caused_by_peer and (is_known or not is_killed):
             self._has_failed = True

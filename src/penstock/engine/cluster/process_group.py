@@ -3,6 +3,9 @@ group of another node, one server, or one uplink.
 
 If a process of a group dies, the launcher kills and restarts the whole group, unless it is an output processor of a
 group that serves: that one is started again in its place, as the core can end its share of the requests.
+
+The workers of a group may be on several nodes. Then a link to each of them is a process of the group, on either side;
+when the group is lost it outlives the others for a moment: the cause may be on the other node.
 """
 
 from __future__ import annotations
@@ -21,12 +24,13 @@ from penstock.engine.cluster.group_loss import GroupLoss
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.output_lives import OutputLives
 from penstock.engine.cluster.process import ChildProcess, ProcessEnd
-from penstock.engine.cluster.rendezvous import Rendezvous
+from penstock.engine.cluster.rendezvous import LOOPBACK, Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import VerdictBoard
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
+REMOTE_RANKS, REMOTE_CORE = LINKS = ("remote_ranks", "remote_core")  # at home, and on a node that has workers only
 KILLED = "killed by SIGKILL"  # the end of a process that the launcher kills with its unit
 
 Run: TypeAlias = Callable[[Cluster, ProcessId], object]  # what it returns lives until the process ends
@@ -72,7 +76,7 @@ class ProcessGroup:
 
     @property
     def is_group(self) -> bool:
-        return self._parts[0][0] in ("core", "bridge")
+        return self._parts[0][0] in ("core", "bridge", REMOTE_CORE)
 
     @property
     def is_remote(self) -> bool:
@@ -115,11 +119,17 @@ class ProcessGroup:
     def _start_all(self) -> None:
         """Starts all processes of the unit. Raises OSError."""
         tree = self._launcher.tree
-        has_ranks = self.is_group and tree.config.tensor_parallel_size > 1
+        has_rank_0 = any(part[:2] == ("worker", 0) for part in self._parts)
         with contextlib.ExitStack() as stack:
-            rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open())) if has_ranks else None
+            rendezvous = None
+            if has_rank_0 and tree.config.tensor_parallel_size > 1:
+                nodes = tree.config.nodes
+                host = nodes.address if nodes is not None and nodes.tensor_parallel_over_nodes else LOOPBACK
+                rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open(host)))
             for kind, index, run in self._parts:
-                meets = None if rendezvous is None or kind != "worker" else rendezvous.of_rank(index)
+                meets = None
+                if rendezvous is not None and kind in ("worker", REMOTE_RANKS):
+                    meets = rendezvous.of_rank(index)
                 member = ProcessId(kind, self._group, index, self._incarnation)
                 self._start_process(member, run, replace(tree, rendezvous=meets))
 
@@ -191,10 +201,11 @@ class ProcessGroup:
         elif not was_loading and self._lives.restart(child.member, end):
             return
         else:
+            is_failure = was_loading and (child.member.kind != REMOTE_CORE or end.is_lasting)
             others = self.children.values()
-            ending = [other.pid for other in others if other.is_ending]
+            ending = [other.pid for other in others if other.is_ending or other.member.kind == REMOTE_RANKS]
             self._loss.begin(child.pid, end, ending, any(other.is_stopped for other in others))
-            self._break(is_failure=was_loading)
+            self._break(is_failure)
         if self._first is None or (
             self._first[1].is_caused_by_peer and not end.is_caused_by_peer and end.how != KILLED
         ):
@@ -202,8 +213,17 @@ class ProcessGroup:
         if not self.children:
             self._loss.close()
         self._publish_cause()
+        self._end_links(child.member.kind)
         if not self.children:
             self._all_ended()
+
+    def _end_links(self, ended: str) -> None:
+        """Kills what outlives the others: the links to other nodes once the cause is known, and the workers of a node
+        that has no others when their link has ended."""
+        is_known = self._loss.cause is not None or (self._launcher.is_stopping and ended == "core")
+        for child in self.children.values():
+            if ended == REMOTE_CORE or (is_known and child.member.kind == REMOTE_RANKS):
+                child.signal(signal.SIGKILL)
 
     def _publish_cause(self) -> None:
         """Writes the verdict about this incarnation, as soon as the cause is known."""
@@ -216,7 +236,8 @@ class ProcessGroup:
         event("group lost", unit=self.name, incarnation=self._incarnation, cause=cause.name.lower() + doubt)
 
     def _break(self, is_failure: bool) -> None:
-        """Kills all processes of the unit. `is_failure`: it has not served in this incarnation."""
+        """Kills all processes of the unit, but for the links of one that has served. `is_failure`: it has not served in
+        this incarnation."""
         self._is_broken = True
         self._lives.cancel()
         self._has_served |= not is_failure
@@ -224,7 +245,9 @@ class ProcessGroup:
             self._stop_serving()
         self._is_cause_due = self.is_group and not is_failure
         self._back_off.count(is_failure, time.monotonic() - self._started)
-        self.signal(signal.SIGKILL)
+        for child in self.children.values():
+            if is_failure or child.member.kind not in LINKS:
+                child.signal(signal.SIGKILL)
 
     def _all_ended(self) -> None:
         failures = self._back_off.failures

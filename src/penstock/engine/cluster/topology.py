@@ -34,7 +34,7 @@ class EngineChannels:
     """The channels of a core, its workers and its output processors, which live and die together."""
 
     inbox: penstock.Inbox[INBOX]  # to the core: from servers, then workers, then outputs, then the launcher
-    steps: penstock.Broadcast[STEPS]  # from the core to workers
+    steps: penstock.Broadcast[STEPS]  # from the core to workers, and once to each node that has further ones
     results: penstock.Ring[RESULTS]  # from rank 0 to the core
     tokens: tuple[penstock.Ring[TOKENS], ...]  # from the core to each output
 
@@ -95,11 +95,19 @@ class Cluster:
 
     # ── lanes ──
     def worker_lane(self, rank: int) -> int:
-        """Returns the worker's lane of its group's inbox; a server's lane is its number."""
-        return self.config.api_server_count + rank
+        """Returns the worker's lane of its group's inbox. A server's lane is its number, where there are any."""
+        return rank - self.config.ranks.start if not self.config.has_cores else self.config.api_server_count + rank
 
     def output_lane(self, output: int) -> int:
         return self.worker_lane(self.config.tensor_parallel_size) + output
+
+    def steps_receiver(self, rank: int) -> int:
+        """Returns the number of a worker of this node among the receivers of its group's steps."""
+        return rank - self.config.ranks.start
+
+    def remote_steps_receiver(self, node: int) -> int:
+        """Returns the number of another node, which receives steps once for all of its ranks."""
+        return len(self.config.ranks) + node - 1
 
     def output_place(self, group: int, output: int) -> int:
         """Returns the number of an output processor among those of all groups, for its row of the board."""
@@ -128,7 +136,7 @@ def _open_store(config: EngineConfig, max_peers: int) -> Store:
 
 def _open_encodings(config: EngineConfig) -> Store:
     """Only workers attach to it. A store of its own, so that encodings and images do not evict each other."""
-    workers = config.data_parallel_size * config.tensor_parallel_size
+    workers = config.data_parallel_size * len(config.ranks)
     max_peers = min(PEERS, 2 * workers + 8)
     return Store(config.encoder_cache_nbytes, name="encodings", max_peers=max_peers, numa_node=config.numa_node)
 
@@ -139,6 +147,8 @@ def _open_pulls(config: EngineConfig) -> tuple[PullChannels, ...]:
 
 def _open_server_inboxes(config: EngineConfig) -> tuple[penstock.Inbox[DELTAS], ...]:
     senders, inboxes = config.all_groups, config.api_server_count
+    if not config.has_cores:
+        return ()
     if config.is_headless:
         senders, inboxes = 1, config.api_server_count * config.data_parallel_size
     return tuple(
@@ -156,18 +166,21 @@ def _open_server_inboxes(config: EngineConfig) -> tuple[penstock.Inbox[DELTAS], 
 def _open_inbox(config: EngineConfig, number: int) -> penstock.Inbox[INBOX]:
     # As for the servers, the last lane keeps the inbox from ending; the launcher has it, and sends Stop.
     senders = config.api_server_count + config.tensor_parallel_size + config.output_processors + 1
+    if not config.has_cores:
+        senders = len(config.ranks) + 1
     return penstock.Inbox(INBOX, senders=senders, name=f"inbox {number}", max_peers=PEERS, numa_node=config.numa_node)
 
 
 def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
-    workers, outputs, node = config.tensor_parallel_size, config.output_processors, config.numa_node
+    receivers, node = len(config.ranks) + len(config.rank_nodes), config.numa_node
+    outputs = config.output_processors if config.has_cores else 0
     return EngineChannels(
         _open_inbox(config, number),
         # Inline images stay where they arrived for as long as their request runs. The inbox has room for fewer of them,
         # so a server that submits too many waits, and not the core.
         penstock.Broadcast(
             STEPS,
-            receivers=workers,
+            receivers=receivers,
             name=f"steps {number}",
             max_peers=PEERS,
             spill_blocks=2 * SPILL_BLOCKS,
@@ -184,9 +197,18 @@ def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
 # ── names: which process a PeerDied means ─────────────────────────────────────────────────────────────────────────────
 @dataclass(frozen=True)
 class ProcessId:
-    """A process of a group, in one of the group's incarnations; or a server or an uplink, which have group 0."""
+    """A process of a group, in one of the group's incarnations; or a server or an uplink, which have group 0.
 
-    kind: str  # "core", "worker", "output"; "bridge": of a group on another node; "server"; "uplink": to the home node
+    | kind | what it is |
+    |---|---|
+    | core, worker, output | of a group |
+    | bridge | in the place of a group on another node |
+    | remote_ranks | of a group: in the place of its workers on another node, which is the index |
+    | remote_core | in the core's place, on a node that has workers only |
+    | server, uplink | of the tree; an uplink leads to the home node |
+    """
+
+    kind: str
     group: int
     index: int
     incarnation: int
@@ -214,14 +236,32 @@ def all_processes(config: EngineConfig) -> list[ProcessId]:
     groups = [
         ProcessId(kind, group, index, 1)
         for group in range(config.data_parallel_size)
-        for kind, many in (("core", 1), ("worker", config.tensor_parallel_size), ("output", config.output_processors))
-        for index in range(many)
+        for kind, index in processes_of_group(config)
     ]
+    if not config.has_cores:
+        return groups
     bridges = [ProcessId("bridge", group, 0, 1) for group in range(config.data_parallel_size, config.all_groups)]
     uplinks, servers = range(config.data_parallel_size), range(config.api_server_count)
     if config.is_headless:
         return [*groups, *(ProcessId("uplink", 0, group, 1) for group in uplinks)]
     return [*groups, *bridges, *(ProcessId("server", 0, index, 1) for index in servers)]
+
+
+def processes_of_group(config: EngineConfig) -> list[tuple[str, int]]:
+    """Returns kind and index of the processes of each group of this node."""
+    workers = [("worker", rank) for rank in config.ranks]
+    if not config.has_cores:
+        return [("remote_core", 0), *workers]
+    remote = [("remote_ranks", node) for node in config.rank_nodes]
+    return [("core", 0), *workers, *remote, *(("output", index) for index in range(config.output_processors))]
+
+
+def live_receivers(channel: penstock.codec.Channel[Any], incarnation: int) -> list[ProcessId]:
+    """Returns the processes of an incarnation that have opened receivers of a channel."""
+    snapshot = channel.snapshot()
+    names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}
+    owners = [ProcessId.of(names.get(end["peer"], "")) for end in snapshot["receivers"] if end["state"] == "live"]
+    return [owner for owner in owners if owner is not None and owner.incarnation == incarnation]
 
 
 def is_stale_death(me: ProcessId, death: PeerDied) -> bool:

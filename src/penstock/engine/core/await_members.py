@@ -6,8 +6,8 @@ import time
 
 import penstock
 from penstock import PeerDied, Timeout
-from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death
-from penstock.engine.protocol.messages import INBOX, STEPS, OutputReady, Ready, Stop
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, live_receivers
+from penstock.engine.protocol.messages import INBOX, OutputReady, Ready, Stop
 
 
 def await_members(tree: Cluster, me: ProcessId, inbox: penstock.Receiver[INBOX]) -> list[Ready] | None:
@@ -44,15 +44,7 @@ def await_receivers(tree: Cluster, me: ProcessId) -> None:
     Timeout."""
     steps = tree.groups[me.group].steps
     deadline = time.monotonic() + tree.config.start_timeout
-    while not _are_ours(steps, me):
+    while len(live_receivers(steps, me.incarnation)) < steps.receivers:
         if time.monotonic() >= deadline:
             raise Timeout(f"the workers have not opened their receivers within {tree.config.start_timeout:g} s")
         time.sleep(AGAIN)
-
-
-def _are_ours(steps: penstock.Broadcast[STEPS], me: ProcessId) -> bool:
-    snapshot = steps.snapshot()
-    names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}
-    owners = [ProcessId.of(names.get(end["peer"], "")) for end in snapshot["receivers"] if end["state"] == "live"]
-    ours = [owner for owner in owners if owner is not None and owner.incarnation == me.incarnation]
-    return len(ours) == steps.receivers

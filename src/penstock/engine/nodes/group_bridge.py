@@ -20,6 +20,7 @@ from penstock.bridge import (
     Lane,
     Link,
     LinkDied,
+    LinkSpec,
     Listener,
     OutboundChannel,
     StoreValues,
@@ -46,36 +47,45 @@ ACCEPT_TIMEOUT = 60.0  # seconds; then the log says again which node is missing
 
 def run(tree: Cluster, me: ProcessId) -> None:
     """Serves a group of another node until that group or the link ends. Raises RemoteLoss."""
+    config = tree.config
+    assert config.nodes is not None, "a group of another node is a group of several nodes"
     with starting():
-        bridge = GroupBridge(tree, me)
+        port = port_of(config.nodes, config.data_parallel_size, me.group)
+        bridge = GroupBridge(tree, me, config.node_of(me.group), port)
     bridge.run()
 
 
 class GroupBridge:
-    def __init__(self, tree: Cluster, me: ProcessId) -> None:
+    def __init__(self, tree: Cluster, me: ProcessId, node: int, port: int) -> None:
         config = tree.config
-        assert config.nodes is not None, "a group of another node is a group of several nodes"
+        assert config.nodes is not None, "the other end is on one of several nodes"
         self._tree = tree
         self._me = me
-        self._node = config.node_of(me.group)
+        self._node = node
         self._board = StatusBoard(tree.board, writable=True)
         self._servers = ServerLives(config, self._board)
         self._losses: penstock.Ring[LOSSES] = penstock.Ring(LOSSES, name=f"losses {me.group}")
         self._loss: RemoteLoss | None = None  # the first reason to end the link
         self._link: Link | None = None
-        port = port_of(config.nodes, config.data_parallel_size, me.group)
         address = config.nodes.address, port
         self._listener = Listener(address, secret=node_secret(), tls=node_tls(config.nodes))
 
     def run(self) -> None:
+        raise self._loss_for(self._run_link())
+
+    def _run_link(self) -> str:
+        """Returns why the link has ended."""
         self._link = link = self._accept()
         event("node joined", node=self._node, group=self._me.group, remote=link.remote.name, remote_pid=link.remote.pid)
         threading.Thread(target=self._receive_loss, daemon=True).start()
-        self._board.row(self._me.group)[StatusBoard.SERVING] = self._me.incarnation
+        self._on_link()
         try:
-            reason = link.run()
+            return link.run()
         except LinkDied as death:
-            reason = str(death)
+            return str(death)
+
+    def _loss_for(self, reason: str) -> RemoteLoss:
+        """Returns why the group is lost, if its link has ended for this reason."""
         loss = self._loss or RemoteLoss(Cause.OUTSIDE, f"the link to node {self._node} has ended: {reason}")
         event(
             "node lost",
@@ -85,10 +95,12 @@ class GroupBridge:
             cause=loss.cause.name.lower(),
             reason=loss,
         )
-        raise loss
+        return loss
 
-    def _accept(self) -> Link:
-        """Waits for the uplink of the group. A stranger, or a node that does not fit, is refused in words."""
+    def _on_link(self) -> None:
+        self._board.row(self._me.group)[StatusBoard.SERVING] = self._me.incarnation
+
+    def _spec(self) -> LinkSpec:
         tree, me = self._tree, self._me
         # The label of each lane is this process's name: its death is the group's.
         lanes = [
@@ -98,7 +110,7 @@ class GroupBridge:
             InboundChannel(f"deltas {server}", inbox, lanes, on_death="forward")
             for server, inbox in enumerate(tree.servers)
         ]
-        spec = replace(
+        return replace(
             group_link(tree.config, me.group, f"{me} on node 0"),
             channels=[
                 OutboundChannel("inbox", tree.inboxes[me.group], peer_name=str(me), on_death="forward"),
@@ -109,6 +121,10 @@ class GroupBridge:
             values=None if tree.store is None else StoreValues(tree.store),
             on_death=self._process_death,
         )
+
+    def _accept(self) -> Link:
+        """Waits for the other end. A stranger, or a node that does not fit, is refused in words."""
+        me, spec = self._me, self._spec()
         refused = 0
         while True:
             try:
@@ -127,10 +143,13 @@ class GroupBridge:
                 report: LossReport = losses.receive()
         except (PeerDied, EndOfChannel):  # the link has ended before
             return
+        self._write_requests(report)
+        self._end(Cause(report.cause), f"group {self._me.group} of node {self._node} has ended: {report.reason}")
+
+    def _write_requests(self, report: LossReport) -> None:
         words = request_words(report.servers, report.requests)
         board, me = VerdictBoard(self._tree.verdicts, writable=True), self._me
         board.write_requests(me.group, me.incarnation, me.incarnation, [words], report.is_trial)
-        self._end(Cause(report.cause), f"group {me.group} of node {self._node} has ended: {report.reason}")
 
     def _process_death(self, death: ChannelDeath) -> None:
         """Ends the link when a server dies: the uplink's end makes the core forget its requests. Those of other servers

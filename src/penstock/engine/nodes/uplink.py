@@ -23,6 +23,7 @@ from penstock.bridge import (
     Lane,
     Link,
     LinkDied,
+    LinkSpec,
     OutboundChannel,
     OutboundWords,
     StoreValues,
@@ -53,16 +54,20 @@ NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
 
 def run(tree: Cluster, me: ProcessId) -> None:
     """Links a group to the home node, until the link or the group ends."""
+    config = tree.config
+    assert config.nodes is not None, "an uplink is on one of several nodes"
     with starting():
-        uplink = Uplink(tree, me)
+        port = port_of(config.nodes, config.data_parallel_size, home_number(config, me.index))
+        uplink = Uplink(tree, me, me.index, port)
     uplink.run()
 
 
 class Uplink:
-    def __init__(self, tree: Cluster, me: ProcessId) -> None:
+    def __init__(self, tree: Cluster, me: ProcessId, group: int, port: int) -> None:
         self._tree = tree
         self._me = me
-        self._group = me.index
+        self._group = group
+        self._port = port
         self._board = StatusBoard(tree.board, writable=True)
         self._row = self._board.row(self._group)
         self._verdicts = VerdictBoard(tree.verdicts)
@@ -91,21 +96,22 @@ class Uplink:
             time.sleep(LOOK_AGAIN)
         return incarnation
 
+    def _is_wanted(self, incarnation: int) -> bool:
+        """Returns whether there is something to link to the home node."""
+        return self._serves(incarnation)
+
     def _serves(self, incarnation: int) -> bool:
         return self._row[StatusBoard.SERVING] == incarnation != 0 and not self._board.is_draining
 
-    def _connect(self, incarnation: int) -> Link | None:
-        """Connects to the home node, as often as it takes. Returns None if the group does not serve any more. Raises
-        CannotStart if the home node refuses this one."""
+    def _spec(self) -> LinkSpec:
         tree, me, config = self._tree, self._me, self._tree.config
-        number = home_number(config, self._group)
         lanes = [Lane(server, str(me)) for server in range(config.api_server_count)]
         answers = [
             OutboundChannel(f"deltas {server}", inbox, peer_name=str(me), on_death="forward")
             for server, inbox in enumerate(tree.servers_of(self._group))
         ]
-        spec = replace(
-            group_link(config, number, f"{me} on node {self._nodes.rank}"),
+        return replace(
+            group_link(config, home_number(config, self._group), f"{me} on node {self._nodes.rank}"),
             channels=[
                 InboundChannel("inbox", tree.inboxes[self._group], lanes, on_death="forward"),
                 OutboundChannel(LOSSES_NAME, self._losses, peer_name=str(me)),
@@ -115,8 +121,13 @@ class Uplink:
             values=None if tree.store is None else StoreValues(tree.store, tree.pulls[self._group]),
             on_death=lambda death: None,  # the board says what becomes of the group
         )
-        address = self._nodes.address, port_of(self._nodes, config.data_parallel_size, number)
-        while self._serves(incarnation):
+
+    def _connect(self, incarnation: int) -> Link | None:
+        """Connects to the home node, as often as it takes. Returns None if the group does not serve any more. Raises
+        CannotStart if the home node refuses this one."""
+        spec = self._spec()
+        address = self._nodes.address, self._port
+        while self._is_wanted(incarnation):
             try:
                 return connect(address, spec, secret=self._secret, tls=self._tls, timeout=CONNECT_TIMEOUT)
             except Timeout:

@@ -43,8 +43,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
         _within(self, "vocabulary", int, 1, _MANY)
         _within(self, "seed", int, 0, (1 << 64) - 1)
         _within(self, "end_one_in", int, 1, _MANY)
-        if not isinstance(self.opens_images, bool):
-            raise TypeError(f"opens_images is True or False, not {self.opens_images!r}")
+        _require_bool(self, "opens_images")
         if self.end_id is not None:
             _within(self, "end_id", int, 0, self.vocabulary - 1)
 
@@ -69,23 +68,28 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nodes(msgspec.Struct, frozen=True, kw_only=True):
-    """The machines of one server, each with a tree of its own and as many groups. Node 0, the home node, has the API
-    servers, and reaches the groups of the other nodes by bridges."""
+    """The machines of one server, each with a tree of its own. Node 0, the home node, has the API servers.
+
+    Each node has as many groups, and the home node reaches those of the others by bridges. Or, with
+    `tensor_parallel_over_nodes`, each node has an equal part of the workers of each group, and all else is at home.
+    """
 
     count: int
     rank: int = 0  # of the node to which this tree belongs
     address: str  # at which the home node listens for the others
-    port: int = 29501  # the first of as many ports as there are groups on other nodes
+    port: int = 29501  # the first of as many ports as there are links: one for each group and other node
     # Paths on each node, of PEM files: this node's certificate and key, and the certificate of the authority of all
     # nodes. Empty: links are not encrypted.
     tls_cert: str = ""
     tls_key: str = ""
     tls_ca: str = ""
+    tensor_parallel_over_nodes: bool = False
 
     def __post_init__(self) -> None:
         _within(self, "count", int, 2, 16)
         _within(self, "rank", int, 0, self.count - 1)
         _within(self, "port", int, 1, 65535)
+        _require_bool(self, "tensor_parallel_over_nodes")
         if not self.address:
             raise ValueError("expected address (--master-addr) of the home node, got none")
         given = [bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)]
@@ -171,8 +175,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             "huge_pages",
             "enable_prompt_embeds",
         ):
-            if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name} is True or False, not {getattr(self, name)!r}")
+            _require_bool(self, name)
         for name in ("num_gpu_blocks_override", "threads", "migration_max_seq_len"):
             if getattr(self, name) is not None:
                 _within(self, name, int, 1, _MANY)
@@ -201,11 +204,27 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 f"max_num_batched_tokens is at least max_num_seqs ({self.max_num_seqs}), "
                 f"not {self.max_num_batched_tokens}"
             )
+        self._require_divided_ranks()
         lanes = self.all_groups * (1 + self.output_processors) + 1
         if lanes > MAX_LANES:
             raise ValueError(
                 f"data_parallel_size of all nodes x (1 + output_processors) is at most {MAX_LANES - 1}, as each of "
                 f"them answers each server: not {lanes - 1}"
+            )
+
+    def _require_divided_ranks(self) -> None:
+        """Raises ValueError unless the ranks can be divided among the nodes, if they are to be."""
+        if self.nodes is None or not self.has_spread_ranks:
+            return
+        if self.tensor_parallel_size % self.nodes.count:
+            raise ValueError(
+                f"tensor_parallel_size is a multiple of the number of nodes ({self.nodes.count}) with "
+                f"tensor_parallel_over_nodes, not {self.tensor_parallel_size}"
+            )
+        if self.mm_encoder_tp_mode == "store":
+            raise ValueError(
+                "mm_encoder_tp_mode 'store' needs all workers of an engine on one node, which share the store of "
+                "encodings: expected weights or data with tensor_parallel_over_nodes"
             )
 
     # ── nodes ──
@@ -215,9 +234,38 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         return self.nodes is not None and self.nodes.rank > 0
 
     @property
+    def has_spread_ranks(self) -> bool:
+        """Returns whether the workers of each group are divided among the nodes."""
+        return self.nodes is not None and self.nodes.tensor_parallel_over_nodes
+
+    @property
+    def has_cores(self) -> bool:
+        """Returns whether this node has the cores of its groups, and not only some of their workers."""
+        return not (self.is_headless and self.has_spread_ranks)
+
+    def ranks_of(self, node: int) -> range:
+        """Returns the ranks of each group that are on a node."""
+        if self.nodes is None or not self.has_spread_ranks:
+            return range(self.tensor_parallel_size)
+        number = self.tensor_parallel_size // self.nodes.count
+        return range(node * number, (node + 1) * number)
+
+    @property
+    def ranks(self) -> range:
+        """Returns the ranks of each group that are on this node."""
+        return self.ranks_of(0 if self.nodes is None else self.nodes.rank)
+
+    @property
+    def rank_nodes(self) -> range:
+        """Returns the other nodes that have ranks of the cores of this node."""
+        return range(1, 1 if self.nodes is None or not self.has_spread_ranks or self.is_headless else self.nodes.count)
+
+    @property
     def remote_groups(self) -> int:
         """Returns how many groups of other nodes this node reaches. Their numbers follow those of its own."""
-        return 0 if self.nodes is None or self.is_headless else self.data_parallel_size * (self.nodes.count - 1)
+        if self.nodes is None or self.is_headless or self.has_spread_ranks:
+            return 0
+        return self.data_parallel_size * (self.nodes.count - 1)
 
     @property
     def all_groups(self) -> int:
@@ -230,13 +278,17 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     def device_of(self, group: int, rank: int) -> str:
         """Returns the device of a worker: with `cuda`, each worker has its own."""
-        return f"cuda:{group * self.tensor_parallel_size + rank}" if self.device == "cuda" else self.device
+        ranks = self.ranks
+        return f"cuda:{group * len(ranks) + rank - ranks.start}" if self.device == "cuda" else self.device
 
     @property
     def encoder_tp_mode(self) -> str:
-        """Returns how images are encoded. The default is `store` where images are in a store and computed by a CPU."""
+        """Returns how images are encoded. The default is `store` where images are in a store and computed by a CPU, and
+        all workers of a group are on one node."""
         if self.mm_encoder_tp_mode is not None:
             return self.mm_encoder_tp_mode
+        if self.has_spread_ranks:
+            return "weights"
         is_shared = self.device == "cpu" and self.simulated is None and self.store_nbytes and self.encoder_cache_nbytes
         return "store" if is_shared else "weights"
 
@@ -273,6 +325,12 @@ def _require_transport(transport: str, store_nbytes: int) -> None:
             f"tensor_transport 'inline' uses no store: expected store_nbytes (--mm-processor-cache-gb) of 0, "
             f"not {store_nbytes}"
         )
+
+
+def _require_bool(struct: Any, name: str) -> None:
+    """Raises TypeError."""
+    if not isinstance(getattr(struct, name), bool):
+        raise TypeError(f"{name} is True or False, not {getattr(struct, name)!r}")
 
 
 def _within(struct: Any, name: str, kind: type, low: float, high: float) -> None:

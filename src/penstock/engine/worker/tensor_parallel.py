@@ -40,7 +40,8 @@ class TPGroup:
         if size > 1:
             if rendezvous is None:
                 raise ValueError(f"expected a rendezvous for {size} ranks, got none")
-            os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # or it asks what this machine is called, and believes it
+            if (interface := rendezvous.interface) is not None:  # else gloo asks what this machine is called
+                os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             torch.distributed.init_process_group(
                 "nccl" if device.startswith("cuda") else "gloo",
                 store=_store(rank, rendezvous),

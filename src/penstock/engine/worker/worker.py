@@ -20,6 +20,7 @@ from penstock.bridge import Puller
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
+from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import Row, StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
 from penstock.engine.model_dir import model_fingerprint
@@ -66,6 +67,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         return open_or_pull(handle, tree.store, puller)
 
     if config.simulated is not None:
+        await_rendezvous(tree, me)
         return SimulatedRunner(config.simulated, config.max_num_seqs, open_handle=open_handle)
     # Torch reads these when it is loaded. Threads of a product that wait for each other spin for about as long as it
     # takes to wake a thread, then yield their processor to the core and the servers, which prepare the next step.
@@ -76,7 +78,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
     from penstock.engine.worker.tensor_parallel import TPGroup
 
     device = config.device_of(me.group, me.index)
-    ranks = TPGroup(me.index, config.tensor_parallel_size, tree.rendezvous, device)
+    ranks = TPGroup(me.index, config.tensor_parallel_size, await_rendezvous(tree, me), device)
     return ModelRunner(
         config.model,
         slots=config.max_num_seqs,
@@ -90,12 +92,25 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         token_budget=config.max_num_batched_tokens,
         open_handle=open_handle,
         threads=config.threads,
-        processes=config.tensor_parallel_size * config.data_parallel_size,
+        processes=len(config.ranks) * config.data_parallel_size,
         end_ids=config.end_ids,
         recorder=recorder_of(config),
         encoder=encoder_options_of(tree),
         takes_embeds=config.enable_prompt_embeds,
     )
+
+
+def await_rendezvous(tree: Cluster, me: ProcessId) -> Rendezvous | None:
+    """Returns where the ranks meet. On a node that has workers only, blocks until the group's link to the home node has
+    brought the port."""
+    config = tree.config
+    if config.has_cores:
+        return tree.rendezvous
+    assert config.nodes is not None, "a node without cores is one of several"
+    row = StatusBoard(tree.board).row(me.group)
+    while not (port := row[StatusBoard.RENDEZVOUS]):
+        time.sleep(AGAIN)
+    return Rendezvous(config.nodes.address, port, None)
 
 
 def open_or_pull(handle: Handle, store: Store, puller: Puller) -> Lease:
@@ -155,7 +170,7 @@ class Worker:
         self._row = StatusBoard(tree.board, writable=True).row(me.group)
         self._meter = DeviceStats(device) if me.index == 0 else None
         name = str(me)
-        self._steps = group.steps.open_receiver(me.index, name=name)
+        self._steps = group.steps.open_receiver(tree.steps_receiver(me.index), name=name)
         self._inbox = group.inbox.open_sender(tree.worker_lane(me.index), name=name)
         self._results = group.results.open_sender(name=name) if me.index == 0 else None
         ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt)

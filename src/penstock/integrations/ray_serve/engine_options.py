@@ -14,12 +14,13 @@ from typing import NoReturn, TypeAlias
 
 from penstock.cli.argument_parser import ArgumentParser
 from penstock.server import cli_args as server_args
+from penstock.server import node_args
 
 OptionValue: TypeAlias = "str | int | float | Sequence[str] | Mapping[str, int] | None"
 OF_SERVE = ("host", "port")  # a replica's engine listens on a free port of the loopback address
 OF_NODES = (
     *("nnodes", "node_rank", "master_addr", "master_port", "headless", "ray_address"),
-    *("nodes_tls_cert", "nodes_tls_key", "nodes_tls_ca"),
+    *("nodes_tls_cert", "nodes_tls_key", "nodes_tls_ca", "tensor_parallel_over_nodes"),
 )
 SWITCHES: dict[object, bool] = {True: True, False: False, "true": True, "false": False}  # text: of `serve run … x=true`
 
@@ -58,7 +59,7 @@ class EngineOptions:
         return cls(
             arguments=tuple(arguments),
             max_open_requests=parsed.max_open_requests * parsed.api_server_count,
-            workers=parsed.tensor_parallel_size * server_args.groups_of_this_node(parsed),
+            workers=parsed.tensor_parallel_size * node_args.groups_of_this_node(parsed),
             is_on_cuda=parsed.device_model == "real" and parsed.device.startswith("cuda"),
             shutdown_timeout=parsed.shutdown_timeout,
         )

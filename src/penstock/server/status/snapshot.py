@@ -19,7 +19,7 @@ class ProcessView(msgspec.Struct, frozen=True):
     state: str  # starting, serves, draining, stopped, gone
     cpu_seconds: float
     private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
-    node: int = 0  # of a bridge: the node that has its group
+    node: int = 0  # of a bridge: the node that has its group; of remote_ranks: that has these ranks
     life: int = 0  # of an output processor: how often it was started again within this incarnation
 
     @property
@@ -30,7 +30,7 @@ class ProcessView(msgspec.Struct, frozen=True):
 
     @property
     def is_of_group(self) -> bool:
-        return self.role in ("core", "worker", "output", "bridge")
+        return self.role in ("core", "worker", "output", "bridge", "remote_ranks")
 
     @property
     def key(self) -> tuple[str, int, int]:

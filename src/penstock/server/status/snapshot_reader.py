@@ -142,7 +142,7 @@ def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) ->
             group = rows[member.group]
             is_absent = member.kind == "output" and group[StatusBoard.ABSENT_OUTPUTS] >> member.index & 1
             serves = group[StatusBoard.SERVING] == life.incarnation and not is_absent
-        node = notice.node_of(member.group) if member.kind == "bridge" else 0
+        node = {"bridge": notice.node_of(member.group), "remote_ranks": member.index}.get(member.kind, 0)
         yield _process(member, node, life, "draining" if is_draining else "serves" if serves else "starting")
 
 

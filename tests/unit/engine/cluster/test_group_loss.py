@@ -74,6 +74,31 @@ def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -
     assert found.cause == Cause.ITSELF
 
 
+@pytest.mark.parametrize(
+    ("report", "cause"),
+    [
+        (Cause.OUTSIDE, Cause.OUTSIDE),
+        (Cause.PLANNED, Cause.PLANNED),
+        (Cause.ITSELF, Cause.ITSELF),
+        (None, Cause.ITSELF),
+    ],
+)
+def test_error_of_a_collective_waits_for_what_the_other_node_reports(report: Cause | None, cause: Cause) -> None:
+    found = loss()
+    found.begin(1, ProcessEnd("RuntimeError: connection closed by peer"), [2], False)
+    assert found.cause is None
+    found.add(2, PEER if report is None else ProcessEnd("group 0 of node 1 has ended", cause=report))
+    assert found.cause == cause
+
+
+def test_failure_that_another_node_reports_waits_for_a_worker_that_was_killed_here() -> None:
+    found = loss()
+    found.begin(1, ProcessEnd("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
+    assert found.cause is None
+    found.add(2, KILLED)
+    assert found.cause == Cause.OUTSIDE
+
+
 def test_core_that_waited_for_a_stopped_worker_has_not_failed() -> None:
     found = loss()
     found.begin(1, TIMED_OUT, [], True)

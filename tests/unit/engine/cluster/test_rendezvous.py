@@ -26,6 +26,11 @@ def test_only_rank_0_gets_the_listening_socket(rendezvous: Rendezvous) -> None:
     assert rendezvous.of_rank(1) == Rendezvous(rendezvous.host, rendezvous.port, None)
 
 
+def test_the_interface_of_a_rendezvous_is_that_of_the_route_to_its_address(rendezvous: Rendezvous) -> None:
+    assert rendezvous.interface == "lo"
+    assert Rendezvous("127.0.0.2", rendezvous.port, None).interface in ("lo", None)  # a second address of lo
+
+
 def accept(rendezvous: Rendezvous) -> None:
     assert rendezvous.listener is not None
     connection, _ = rendezvous.listener.accept()

@@ -65,6 +65,27 @@ def test_a_node_without_servers_has_inboxes_for_the_servers_of_each_of_its_group
     tree.close()
 
 
+def test_each_rank_over_nodes_has_a_lane_at_home_and_each_other_node_one_receiver_of_steps() -> None:
+    at_home = Nodes(count=2, address="10.0.0.1", tensor_parallel_over_nodes=True)
+    config = replace(CONFIG, tensor_parallel_size=4, nodes=at_home)
+    tree, other = Cluster.open(config), Cluster.open(replace(config, nodes=replace(at_home, rank=1)))
+    lanes = [*range(3), *map(tree.worker_lane, range(4)), *map(tree.output_lane, range(2)), tree.launcher_lane]
+    assert lanes == list(range(tree.groups[0].inbox.senders))
+    receivers = [*map(tree.steps_receiver, tree.config.ranks), tree.remote_steps_receiver(1)]
+    assert receivers == list(range(tree.groups[0].steps.receivers)) == [0, 1, 2]
+    assert (
+        [other.worker_lane(rank) for rank in other.config.ranks]
+        == [0, 1]
+        == list(range(other.groups[0].inbox.senders - 1))
+    )
+    assert [other.steps_receiver(rank) for rank in other.config.ranks] == list(range(other.groups[0].steps.receivers))
+    kinds = [(member.kind, member.index) for member in all_processes(other.config) if member.group == 0]
+    assert kinds == [("remote_core", 0), ("worker", 2), ("worker", 3)]
+    assert ProcessId("remote_ranks", 0, 1, 1) in all_processes(tree.config) and not other.servers
+    tree.close()
+    other.close()
+
+
 def test_a_name_says_who_it_is_and_others_say_nothing() -> None:
     member = ProcessId("worker", 15, 7, 1_000_000)
     assert ProcessId.of(str(member)) == member and len(str(member)) <= 31

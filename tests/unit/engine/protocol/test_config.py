@@ -125,3 +125,37 @@ def test_nodes_that_cannot_be_are_refused(options: dict[str, Any], text: str) ->
 def test_groups_of_all_nodes_count_against_the_lanes_of_a_server() -> None:
     with pytest.raises(ValueError, match=r"at most 63, as each .*: not 64"):
         EngineConfig(simulated=SIMULATED, data_parallel_size=16, output_processors=1, nodes=nodes(count=2))
+
+
+# ── the workers of a group on several nodes ──────────────────────────────────────────────────────────────────────────
+def spread(rank: int, **options: Any) -> EngineConfig:
+    where = nodes(rank=rank, tensor_parallel_over_nodes=True)
+    return EngineConfig(**{"model": "m", "data_parallel_size": 2, "tensor_parallel_size": 6, "nodes": where, **options})
+
+
+def test_ranks_over_nodes_are_divided_evenly_and_cores_are_at_home() -> None:
+    home, other = spread(0), spread(2)
+    assert (home.ranks, home.ranks_of(1), other.ranks) == (range(2), range(2, 4), range(4, 6))
+    assert (home.has_cores, list(home.rank_nodes), home.all_groups, home.node_of(1)) == (True, [1, 2], 2, 0)
+    assert (other.has_cores, list(other.rank_nodes), other.all_groups) == (False, [], 2)
+
+
+def test_devices_of_ranks_over_nodes_are_counted_on_each_node() -> None:
+    for rank in range(3):
+        config = spread(rank, device="cuda")
+        devices = [config.device_of(group, worker) for group in range(2) for worker in config.ranks]
+        assert devices == ["cuda:0", "cuda:1", "cuda:2", "cuda:3"]
+
+
+def test_ranks_over_nodes_share_no_store_of_encodings() -> None:
+    assert spread(0, store_nbytes=1 << 20).encoder_tp_mode == "weights"
+    assert EngineConfig(model="m", store_nbytes=1 << 20).encoder_tp_mode == "store"
+    with pytest.raises(ValueError, match="needs all workers of an engine on one node"):
+        spread(0, store_nbytes=1 << 20, mm_encoder_tp_mode="store")
+
+
+def test_ranks_that_cannot_be_divided_are_refused() -> None:
+    with pytest.raises(ValueError, match=r"a multiple of the number of nodes \(3\) .*, not 4"):
+        spread(0, tensor_parallel_size=4)
+    with pytest.raises(TypeError, match="tensor_parallel_over_nodes is True or False"):
+        nodes(tensor_parallel_over_nodes=1)

@@ -1,0 +1,129 @@
+"""A group whose workers are on two nodes answers as one on a single node, and is restarted when either part is lost.
+
+The simulated device's rule says what an answer is. The other node is in a pid namespace of its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import signal
+import time
+
+import pytest
+
+from penstock.engine.client.client import Client
+from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
+from tests import tiers
+from tests.crash.test_engine_migration import counted, migrations, readers, require_exact
+from tests.support.engine import START
+from tests.support.nodes import TwoNodes, has_namespaces, two_nodes
+
+pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
+
+OPEN = 8  # requests, when the blow falls
+
+
+async def require_restarted(tree: TwoNodes, client: Client) -> None:
+    await tree.serving_again(client)
+    await tree.must_be_empty()
+    await require_exact(tree, await readers(client, OPEN, 5))
+
+
+def test_a_step_crosses_once_for_all_ranks_of_the_other_node() -> None:
+    async def scene() -> None:
+        async with two_nodes(spread=True, tensor_parallel_size=4) as tree, Client(tree.launcher.tree, 0) as client:
+            await require_exact(tree, await readers(client, OPEN))
+            await tree.must_be_empty()
+            steps = tree.number(StatusBoard.STEPS)
+            tree.child("core").signal(signal.SIGKILL)
+            await tree.until(lambda: tree.remote.events("link ended"))
+            ended = tree.remote.events("link ended")[0]
+            assert ended["frames_received"] == steps + 1  # and the first message, Begin
+            assert ended["frames_sent"] == 2  # each rank over there is ready
+            await require_restarted(tree, client)
+
+    asyncio.run(scene())
+
+
+@pytest.mark.parametrize(
+    "blow", ["worker", *(pytest.param(blow, marks=tiers.needs_all) for blow in ("remote_core", "node", "stop", "cut"))]
+)
+def test_requests_go_on_in_the_restarted_group_when_the_other_node_loses_its_part(blow: str) -> None:
+    async def scene() -> None:
+        async with two_nodes(spread=True, tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN, 2000 if blow in ("stop", "cut") else 500)
+            processes, began = tree.remote.processes(), time.monotonic()
+            if blow == "node":
+                tree.remote.kill()
+            elif blow == "stop":
+                tree.remote.signal(signal.SIGSTOP)
+            elif blow == "cut":
+                tree.relay.is_cut.update(out=True, back=True)
+            else:
+                os.kill(tree.remote.pid_of(blow), signal.SIGKILL)
+            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 0)
+            noticed = time.monotonic() - began
+            print(f"{blow}: noticed after {noticed:.3f} s")
+            assert noticed < 10.0  # of a machine that does much else
+            if blow == "node":
+                tree.remote.start()
+            tree.remote.signal(signal.SIGCONT)
+            tree.relay.is_cut.update(out=False, back=False)
+            await require_exact(tree, started)
+            assert migrations(client) == {"died": OPEN}
+            await require_restarted(tree, client)
+            assert not set(processes[2:]) & set(now := tree.remote.processes()), "all but the launcher and its tracker"
+            assert len(now) == len(processes)
+            print(f"served again after {time.monotonic() - began:.3f} s")
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+@pytest.mark.parametrize("kind", ["core", "worker", "remote_ranks"])
+def test_workers_of_the_other_node_end_with_the_group_and_come_again(kind: str) -> None:
+    async def scene() -> None:
+        async with two_nodes(spread=True, tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN, 500)
+            before = tree.remote.pid_of("worker")
+            child = tree.child(kind, 1 if kind == "remote_ranks" else 0)
+            child.signal(signal.SIGKILL)
+            await require_exact(tree, started)
+            assert migrations(client) == {"died": OPEN}
+            await require_restarted(tree, client)
+            assert before not in tree.remote.processes()
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+def test_requests_wait_for_a_node_that_drains_and_that_does_not_count() -> None:
+    async def scene() -> None:
+        options = {"spread": True, "tensor_parallel_size": 2, "migration_limit": 1}
+        async with two_nodes(**options) as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN, 1000)
+            status = await asyncio.to_thread(tree.remote.terminate)
+            tree.remote.start()
+            await require_exact(tree, started)
+            assert status == 0 and migrations(client) == {"planned": OPEN}
+            assert counted(client, MigrationCounters.GIVEN_UP) == 0
+            tree.launcher.migrate()  # the home node restarts the group
+            await tree.until(lambda: tree.launcher.board.tree[StatusBoard.MIGRATIONS_ENDED] == 1, START)
+            await require_restarted(tree, client)
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+def test_a_node_that_computes_another_step_is_refused_in_words() -> None:
+    async def scene() -> None:
+        options = {"spread": True, "tensor_parallel_size": 2, "joins": False}
+        async with two_nodes({"block_size": 32, "max_num_seqs": 64}, **options) as tree:
+            status = await asyncio.to_thread(tree.remote.process.wait, START)
+            assert status == 1
+            for option in ("block_size", "max_num_seqs"):
+                assert option in tree.remote.log
+
+    asyncio.run(scene())
