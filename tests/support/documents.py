@@ -21,7 +21,18 @@ from packaging.requirements import Requirement
 ROOT = Path(__file__).parents[2]
 EXAMPLES = sorted((ROOT / "examples").glob("*.py"))
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
-NEEDS = {"a GPU", "a model", "a compiler", "the sources of it", "a quiet machine", "a browser", "root", "vLLM", "Ray"}
+NEEDS = {
+    "a GPU",
+    "OpenSSL",
+    "a model",
+    "a compiler",
+    "the sources of it",
+    "a quiet machine",
+    "a browser",
+    "root",
+    "vLLM",
+    "Ray",
+}
 RUN, SHOWN = {"python", "bash"}, {"text", "json", "nginx", "toml", "yaml"}
 
 
