@@ -15,7 +15,8 @@ from penstock.integrations.ray_serve.engine_process import EngineProcess
 from penstock.integrations.ray_serve.forwarder import Forwarder
 
 LOGGER = logging.getLogger("ray.serve")  # Serve's own, which writes the replica's log
-LAST_ANSWERS = 1.0  # seconds for the last errors to reach their clients, when the engine has ended
+LAST_ANSWERS = 1.0  # seconds until all requests have their last error, when the engine has ended …
+PASSED_ON = 0.2  # … and for Serve to pass it on: what the application has sent is lost when the process exits before
 
 
 @serve.ingress()
@@ -43,6 +44,7 @@ class Replica:
         LOGGER.error("%s; the replica exits. The end of its log:\n%s", reason, end)
         self._forwarder.refuse(reason)
         await self._forwarder.drain(LAST_ANSWERS)
+        await asyncio.sleep(PASSED_ON)
         os._exit(1)
 
     def __serve_build_asgi_app__(self) -> ASGIApp:
