@@ -5,6 +5,7 @@ Loads are made by `penstock bench serve`, the same for both, in rounds that take
     PENSTOCK_PEER_PYTHON=… scripts/bench serve    all of it, beside vLLM where that interpreter has it: eight minutes
     scripts/bench serve --quick                   small, one round: does it run?
     scripts/bench serve --model DIR               another model than a small one with random weights
+    scripts/bench serve --shape qwen3-0.6b --only load    random weights of that model's shape, in bfloat16
     scripts/bench serve --only streams,gone
 """
 
@@ -15,7 +16,7 @@ import contextlib
 import signal
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -30,7 +31,7 @@ from bench.harness.targets import conclude
 from bench.impls import Unavailable
 from bench.serve_cases import cases, goals, model, pauses
 from bench.serve_cases.cases import Load, Servers
-from bench.serve_cases.servers import OURS, THEIRS, Failed, Ours, Server, Theirs
+from bench.serve_cases.servers import OURS, PEERS, THEIRS, THEIRS_UNRESERVED, Failed, Ours, Server, Theirs
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig
 
@@ -38,11 +39,22 @@ CASES = ("load", "streams", "gone", "migration")
 
 
 @dataclass(frozen=True)
+class Served:
+    """The model under load: a directory, or random weights of a shape."""
+
+    directory: Path | None
+    shape: str
+
+    @property
+    def dtype(self) -> str:
+        return "bfloat16" if self.shape == model.REAL else "float32"
+
+
+@dataclass(frozen=True)
 class Scale:
     """How much is measured."""
 
-    text: Load
-    images: Load
+    loads: Mapping[str, Load]
     rounds: int
     streams: int
     stream_tokens: int
@@ -55,8 +67,7 @@ class Scale:
 
 
 DEFAULT = Scale(
-    text=Load(96, 16),
-    images=Load(48, 8, "32", "32", images=1),
+    loads={"text": Load(96, 16), "images": Load(48, 8, "32", "32", images=1)},
     rounds=3,
     streams=1000,
     stream_tokens=200,
@@ -68,8 +79,7 @@ DEFAULT = Scale(
     patience=60.0,
 )
 QUICK = Scale(
-    text=Load(8, 4, "32", "16"),
-    images=Load(4, 2, "16", "8", images=1),
+    loads={"text": Load(8, 4, "32", "16"), "images": Load(4, 2, "16", "8", images=1)},
     rounds=1,
     streams=50,
     stream_tokens=20,
@@ -80,22 +90,29 @@ QUICK = Scale(
     is_compiled=False,
     patience=0.0,
 )
+# A real size: what a machine computes, and not what processes and messages cost, decides there.
+REAL_LOADS = {
+    "16 requests, 8 at a time": Load(16, 8, "259", "48"),
+    "decode of 8": Load(8, 8, "17", "48"),
+    "one request": Load(2, 1, "17", "48"),
+    "prefill of 2,072": Load(2, 1, "2072", "1"),
+}
 
 
-def run(
-    servers: Servers, scale: Scale, wanted: Sequence[str], ways: Sequence[str], directory: Path | None
-) -> goals.Found:
+def run(servers: Servers, scale: Scale, wanted: Sequence[str], ways: Sequence[str], served: Served) -> goals.Found:
     found = goals.Found()
+    directory = served.directory
     if "load" in wanted:
         if directory is None:
             directory = servers.scratch / "model"
-            model.make(directory)
+            model.make(directory, served.shape)
         try:
             longest = model.longest(directory)
-            start_all(servers, scale, found, ways, directory, longest)
-            found.loads["text"] = cases.side_by_side(servers, scale.text.within(longest))
-            if takes_images(EngineConfig(model=str(directory))):
-                found.loads["images"] = cases.side_by_side(servers, scale.images.within(longest))
+            start_all(servers, scale, found, ways, replace(served, directory=directory), longest)
+            has_images = takes_images(EngineConfig(model=str(directory)))
+            for case, load in scale.loads.items():
+                if has_images or not load.images:
+                    found.loads[case] = cases.side_by_side(servers, case, load.within(longest))
         finally:
             for server in servers.up.values():
                 server.stop()
@@ -130,17 +147,20 @@ def run(
 
 
 def start_all(
-    servers: Servers, scale: Scale, found: goals.Found, ways: Sequence[str], directory: Path, longest: int
+    servers: Servers, scale: Scale, found: goals.Found, ways: Sequence[str], served: Served, longest: int
 ) -> None:
     """One after the other, as the time is taken. What cannot run here is named, with the reason."""
+    assert served.directory is not None
+    theirs = partial(Theirs.of_model, longest=longest, is_compiled=scale.is_compiled, dtype=served.dtype)
     kinds: dict[str, Callable[[Path, Path], Server]] = {
-        OURS: partial(Ours.of_model, longest=longest),
-        THEIRS: partial(Theirs.of_model, longest=longest, is_compiled=scale.is_compiled),
+        OURS: partial(Ours.of_model, longest=longest, dtype=served.dtype),
+        THEIRS: theirs,
+        THEIRS_UNRESERVED: partial(theirs, reserved_processors=0),
     }
     for name in ways:
         with contextlib.ExitStack() as unless_up:
             try:
-                server = kinds[name](directory, servers.scratch / f"{name}.log")
+                server = kinds[name](served.directory, servers.scratch / f"{name}.log")
                 unless_up.callback(server.stop)
                 found.starts[name] = server.wait_for_an_answer()
             except (Unavailable, Failed, OSError) as reason:
@@ -153,8 +173,10 @@ def start_all(
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = side_by_side("serve", __doc__, CASES, (OURS, THEIRS), quick="small, one round: does it run?")
+    parser = side_by_side("serve", __doc__, CASES, (OURS, *PEERS), quick="small, one round: does it run?")
     parser.add_argument("--model", metavar="DIR", type=Path, help="instead of a small one with random weights")
+    shape_help = "of the model with random weights, in bfloat16 if it is not the small one; default: %(default)s"
+    parser.add_argument("--shape", choices=(model.SMALL, model.REAL), default=model.SMALL, help=shape_help)
     options = parser.parse_args(arguments)
     if options.model is not None:
         try:
@@ -175,6 +197,8 @@ def main(arguments: Sequence[str]) -> int:
     signal.signal(signal.SIGTERM, told_to_end)
     given = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
     scale = replace(QUICK if options.quick else DEFAULT, **given)
+    if options.shape == model.REAL and not options.quick:
+        scale = replace(scale, loads=REAL_LOADS)
     output = Output("serve", is_json=options.json, folder=options.out)
     output.begin()
     before = look()
@@ -188,7 +212,9 @@ def main(arguments: Sequence[str]) -> int:
             is_noisy=options.noisy,
             scratch=Path(scratch),
         )
-        found = run(servers, scale, options.only.split(","), options.impl.split(","), options.model)
+        found = run(
+            servers, scale, options.only.split(","), options.impl.split(","), Served(options.model, options.shape)
+        )
     load = load_between(before, look())
     if scale.streams < DEFAULT.streams:  # the target is not for fewer
         found.streams = {}

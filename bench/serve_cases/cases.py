@@ -21,7 +21,7 @@ from typing import Any
 from bench.harness.figures import Figures, quantile
 from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
-from bench.serve_cases.servers import NAME, OURS, THEIRS, Failed, Ours, Server
+from bench.serve_cases.servers import NAME, OURS, PEERS, Failed, Ours, Server
 
 PATIENCE = 400.0  # seconds; for one load
 GONE = 5.0  # seconds in which a request that nobody awaits is to be gone
@@ -54,7 +54,9 @@ class Load:
         return f"{self.requests} requests, {self.concurrency} at a time, {tokens}{images}"
 
     def within(self, longest: int) -> Load:
-        """With texts and answers that such a model takes: a prompt may have some tokens more than it is to have."""
+        """Returns the load with prompts and answers that fit the model: a prompt may have more tokens than asked."""
+        if (int(self.input_tokens) + int(self.output_tokens)) * 4 <= longest * 3:
+            return self
         most = longest * 7 // 16
         sizes = {name: str(min(int(getattr(self, name)), most)) for name in ("input_tokens", "output_tokens")}
         return replace(self, **sizes)
@@ -145,8 +147,7 @@ class Servers(Turns):
         return [figures]
 
 
-def side_by_side(servers: Servers, load: Load) -> Outcome:
-    case = "images" if load.images else "text"
+def side_by_side(servers: Servers, case: str, load: Load) -> Outcome:
     outcome = servers.take(servers.one_round_of(load), measured, servers.rounds)
     for name in outcome.rounds:
         figures = outcome.figures(name)
@@ -156,10 +157,11 @@ def side_by_side(servers: Servers, load: Load) -> Outcome:
         quiet = {"foreign_cores": outcome.foreign_cores, "quiet": outcome.is_quiet}
         servers.output.record(case, name, **vars(load), **figures, **ratios, rounds=servers.rounds, **quiet)
     rows = [(name, [cell(outcome.figures(name)) for cell in COLUMNS.values()]) for name in outcome.rounds]
-    if THEIRS in outcome.rounds and servers.compares(outcome):
-        ratios = {key: f"×{short(outcome.ratio(THEIRS, key, OURS))}" for key in COMPARED}
-        line = [ratios["requests_per_s"], "", ratios["ttft_ms"], ratios["tpot_ms"], "", ratios["front_cpu_s"], "", ""]
-        rows.append((f"{THEIRS}, times ours", line))
+    for peer in PEERS:
+        if peer in outcome.rounds and servers.compares(outcome):
+            ratios = {key: f"×{short(outcome.ratio(peer, key, OURS))}" for key in COMPARED}
+            cells = [ratios["requests_per_s"], "", ratios["ttft_ms"], ratios["tpot_ms"]]
+            rows.append((f"{peer}, times ours", [*cells, "", ratios["front_cpu_s"], "", ""]))
     servers.output.table(f"{case}: {load}", list(COLUMNS), rows)
     if not outcome.is_quiet:
         verdict = "" if servers.compares(outcome) else "; not compared (--noisy does)"

@@ -9,26 +9,27 @@ from bench.harness.figures import Figures
 from bench.harness.targets import Target
 from bench.harness.turns import Outcome
 from bench.serve_cases.pauses import ANOTHER, ONLY
-from bench.serve_cases.servers import OURS, THEIRS
+from bench.serve_cases.servers import OURS, PEERS
 
 
 @dataclass
 class Found:
     """What a run has measured so far."""
 
-    loads: dict[str, Outcome] = field(default_factory=dict)  # text, images
+    loads: dict[str, Outcome] = field(default_factory=dict)  # by case
     streams: Figures = field(default_factory=dict)
     gone: Figures = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
     pauses: dict[str, Figures] = field(default_factory=dict)  # by what is there besides the group that is lost
     kept: Figures = field(default_factory=dict)
 
-    def ratio(self, case: str, key: str) -> float | None:
-        """How many times vLLM's figure ours is."""
+    def ratio(self, case: str, key: str, *, is_least: bool = False) -> float | None:
+        """Returns our figure divided by vLLM's, at the setting of vLLM that is worse for us."""
         outcome = self.loads.get(case)
-        if outcome is None or not {OURS, THEIRS} <= outcome.rounds.keys():
+        if outcome is None or OURS not in outcome.rounds:
             return None
-        return 1 / outcome.ratio(THEIRS, key, OURS)
+        ratios = [1 / outcome.ratio(peer, key, OURS) for peer in PEERS if peer in outcome.rounds]
+        return (min if is_least else max)(ratios, default=None)
 
     def served_at_once(self) -> float | None:
         """Streams: who was served after another had ended is not one of them."""
@@ -38,10 +39,9 @@ class Found:
 
 
 def targets(found: Found) -> Iterator[Target]:
-    for case in ("text", "images"):
-        yield Target(
-            f"{case}: requests/s, ours over vLLM's", 1, "x", found.ratio(case, "requests_per_s"), is_least=True
-        )
+    for case in found.loads or ("text", "images"):
+        requests = found.ratio(case, "requests_per_s", is_least=True)
+        yield Target(f"{case}: requests/s, ours over vLLM's", 1, "x", requests, is_least=True)
         yield Target(f"{case}: TTFT p50, ours over vLLM's", 1, "x", found.ratio(case, "ttft_ms"))
         yield Target(f"{case}: TPOT p50, ours over vLLM's", 1, "x", found.ratio(case, "tpot_ms"))
     front = found.ratio("text", "front_cpu_s")

@@ -5,6 +5,7 @@ So every token of an answer is an event with a text, in any server, and all coun
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 from penstock.engine.model_dir import with_model_defaults
@@ -12,7 +13,8 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.tools.load.prompts import WORDS
 
 IDS = 1024
-LONGEST = 2048  # tokens of a prompt and its answer, where the model knows as many
+LONGEST = 3072  # tokens of a prompt and its answer, where the model knows as many
+SMALL, REAL = "small", "qwen3-0.6b"  # shapes
 SHAPE = {
     "hidden_size": 256,
     "intermediate_size": 512,
@@ -22,26 +24,44 @@ SHAPE = {
     "max_position_embeddings": 4096,
     "initializer_range": 0.1,
 }
+REAL_SHAPE = {
+    "hidden_size": 1024,
+    "intermediate_size": 3072,
+    "num_hidden_layers": 28,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1e6,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": True,
+}
+REAL_IDS = 151_936
 SPECIAL = ("<pad>", "<s>", "</s>")
 TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one['content'] }} {% endfor %}"
 
 
-def make(directory: Path, seed: int = 0) -> None:
-    """About 10 MB, of float32."""
+def make(directory: Path, shape: str = SMALL, seed: int = 0) -> None:
+    """Saves random weights and a tokenizer: 10 MB of float32, or 1.2 GB of bfloat16."""
     import torch
     import transformers
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
     numbers = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
-    config = transformers.LlamaConfig(
-        vocab_size=make_tokenizer(directory), **SHAPE, **numbers, tie_word_embeddings=False
-    )
-    transformers.LlamaForCausalLM(config).save_pretrained(directory)
+    if shape == REAL:
+        make_tokenizer(directory, REAL_IDS)
+        large = transformers.Qwen3Config(vocab_size=REAL_IDS, **REAL_SHAPE, **numbers, dtype="bfloat16")
+        transformers.Qwen3ForCausalLM(large).to(torch.bfloat16).save_pretrained(directory)
+        return
+    make_tokenizer(directory, IDS)
+    small = transformers.LlamaConfig(vocab_size=IDS, **SHAPE, **numbers, tie_word_embeddings=False)
+    transformers.LlamaForCausalLM(small).save_pretrained(directory)
 
 
-def make_tokenizer(directory: Path) -> int:
-    """How many ids it has. Of printable ASCII alone: half a character would be an event without a text."""
+def make_tokenizer(directory: Path, ids: int = IDS) -> None:
+    """Trains a tokenizer of 1,024 ids, and adds made-up words up to `ids`, so that each id has a text.
+    All texts are printable ASCII: half a character would be a chunk without text."""
     import tokenizers
     import transformers
 
@@ -55,11 +75,17 @@ def make_tokenizer(directory: Path) -> int:
     texts = [each.read_text() for each in sorted(Path(__file__).parent.parent.rglob("*.py"))]
     words = [" ".join(text.encode("ascii", "ignore").decode().split()) for text in texts]
     made.train_from_iterator([*words, " ".join(WORDS * 20)], trainer)
-    special = dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True))
-    whole = transformers.PreTrainedTokenizerFast(tokenizer_object=made, **special)
+    trained = json.loads(made.to_str())
+    vocabulary = trained["model"]["vocab"]
+    if len(vocabulary) != IDS:
+        raise ValueError(f"expected a tokenizer of {IDS} ids, got {len(vocabulary)}")
+    vocabulary.update({f"Ġ{number:x}#": number for number in range(IDS, ids)})
+    whole = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=tokenizers.Tokenizer.from_str(json.dumps(trained)),
+        **dict(zip(("pad_token", "bos_token", "eos_token"), SPECIAL, strict=True)),
+    )
     whole.chat_template = TEMPLATE
     whole.save_pretrained(directory)
-    return int(made.get_vocab_size())
 
 
 def longest(directory: Path) -> int:

@@ -24,7 +24,8 @@ from bench.harness.role import die_with_parent
 from bench.impls.peer import python_with
 from penstock.tools.inspect.processes import Process, all_processes, with_descendants
 
-OURS, THEIRS = "penstock", "vllm"
+OURS, THEIRS, THEIRS_UNRESERVED = "penstock", "vllm", "vllm-unreserved"
+PEERS = (THEIRS, THEIRS_UNRESERVED)  # vLLM at its default, which reserves one processor, and computing with all of them
 NAME = "model"  # by which clients ask for it
 START = 400.0  # seconds until it answers; a compiler may be at work, and others beside it
 END = 20.0  # seconds until it has ended, after it was told to
@@ -127,8 +128,10 @@ class Ours(Server):
     front = ("server", "core", "output")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path, *, longest: int, options: Sequence[str] = ()) -> Ours:
-        return cls.of([str(model), "--max-model-len", str(longest), "--dtype", "float32", *options], log)
+    def of_model(
+        cls, model: Path, log: Path, *, longest: int, dtype: str = "float32", options: Sequence[str] = ()
+    ) -> Ours:
+        return cls.of([str(model), "--max-model-len", str(longest), "--dtype", dtype, *options], log)
 
     @classmethod
     def simulated(cls, streams: int, log: Path, *, step_ms: float = STEP_MS, options: Sequence[str] = ()) -> Ours:
@@ -188,19 +191,31 @@ class Theirs(Server):
     front = ("apiserver", "enginecore")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path, *, longest: int, is_compiled: bool, more: Sequence[str] = ()) -> Theirs:
-        """`more`: other options. What computes is a process of its own, and so is not counted with the core. Raises
-        Unavailable."""
+    def of_model(
+        cls,
+        model: Path,
+        log: Path,
+        *,
+        longest: int,
+        is_compiled: bool,
+        dtype: str = "float32",
+        reserved_processors: int | None = None,
+        more: Sequence[str] = (),
+    ) -> Theirs:
+        """Starts vLLM with its worker in a process of its own, so that the worker's time is not counted with the core.
+        `reserved_processors` None: vLLM's default, one. Raises Unavailable."""
         port = free_port()
         command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
-        command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
+        command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
         command += ["--max-model-len", str(longest), "--disable-uvicorn-access-log"]
-        command += ["--distributed-executor-backend", "mp"]
-        command += more
+        command += ["--distributed-executor-backend", "mp", *more]
         if not is_compiled:
             command.append("--enforce-eager")
         environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        return cls(command, environment, port, log)
+        server = cls(command, environment | reserve_processors(reserved_processors), port, log)
+        if reserved_processors is not None:
+            server.name = THEIRS_UNRESERVED
+        return server
 
     def rest(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -211,6 +226,10 @@ class Theirs(Server):
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
+
+
+def reserve_processors(count: int | None) -> dict[str, str]:
+    return {} if count is None else {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(count)}
 
 
 def free_port() -> int:
