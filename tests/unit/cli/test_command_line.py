@@ -132,7 +132,7 @@ OURS_SERVE = (
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
     "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "
-    "--nodes-tls-key --numa-node --output-processors --ray-address --step-ms "
+    "--nodes-tls-key --numa-node --output-processors --queue-timeout --ray-address --step-ms "
     "--tensor-parallel-over-nodes --tensor-transport --threads --video-decode-timeout"
 ).split()
 VLLM_BENCH = (
@@ -194,11 +194,23 @@ def test_numbers_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_limits_of_migration_reach_the_engine(command: str) -> None:
-    words = ["--migration-limit", "0", "--migration-timeout", "2.5", "--migration-max-seq-len", "4K"]
-    for options, expected in ((words, (0, 2.5, 4096)), ([], (3, 600.0, None))):
+    words = ["--migration-limit", "0", "--migration-timeout", "2.5", "--queue-timeout", "0"]
+    words += ["--migration-max-seq-len", "4K"]
+    for options, expected in ((words, (0, 2.5, 0.0, 4096)), ([], (3, 600.0, 600.0, None))):
         parsed = cli.parser().parse_args([command, "--device-model", "simulated", *options])
         config = cli_args.engine_config(parsed)
-        assert (config.migration_limit, config.migration_timeout, config.migration_max_seq_len) == expected
+        timeouts = config.migration_timeout, config.queue_timeout
+        assert (config.migration_limit, *timeouts, config.migration_max_seq_len) == expected
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e7"])
+def test_queue_timeout_beyond_its_limits_is_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(["serve", "--device-model=simulated", f"--queue-timeout={text}"])
+    except SystemExit as end:
+        status = end.code
+    lines = capsys.readouterr().err.splitlines()
+    assert status == 2 and len(lines) == 1 and "between 0 and 1000000" in lines[0], lines
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])

@@ -22,6 +22,8 @@ OF_NODES = (
     *("nnodes", "node_rank", "master_addr", "master_port", "headless", "ray_address"),
     *("nodes_tls_cert", "nodes_tls_key", "nodes_tls_ca", "tensor_parallel_over_nodes"),
 )
+# A new request that finds no group is refused after so many seconds: another replica may serve it.
+DEFAULTS: dict[str, OptionValue] = {"queue_timeout": 1}
 SWITCHES: dict[object, bool] = {True: True, False: False, "true": True, "false": False}  # text: of `serve run … x=true`
 
 
@@ -45,7 +47,7 @@ class EngineOptions:
         server_args.add(parser)
         known = {argument.dest: argument for argument in parser.arguments if argument.option_strings}
         arguments = [model] if model else []
-        for name, value in options.items():
+        for name, value in {**DEFAULTS, **options}.items():
             if name in OF_SERVE:
                 raise ValueError(f"{name} is an option of Ray Serve: give it in its http_options")
             if name in OF_NODES:
@@ -54,7 +56,7 @@ class EngineOptions:
                 nearest = difflib.get_close_matches(name, known, 1)
                 hint = f": did you mean {nearest[0]}?" if nearest else ""
                 raise ValueError(f"{name} is no option of penstock serve{hint}")
-            arguments += _words(known[name], name, value)
+            arguments += _words(known[name], name, DEFAULTS.get(name) if value is None else value)
         parsed = parser.parse_args(arguments)
         return cls(
             arguments=tuple(arguments),
