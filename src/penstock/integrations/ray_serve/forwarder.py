@@ -114,6 +114,7 @@ class Forwarder:
                 return
             reason = f"the engine of this replica has not answered: {type(error).__name__}: {error}"
             if not answer.has_begun:
+                await asyncio.sleep(REFUSAL_DELAY)
                 await _refuse(reason, scope, body.receive, send)
             elif not await answer.fail(reason):
                 raise
