@@ -342,7 +342,9 @@ def test_no_new_request_waits_long_for_a_replica_that_restarts(cluster: RayClust
         assert set(statuses) <= {200, 503} and statuses[200] > 8, statuses
         assert max(answer.seconds for answer in answers) < 1.0 + SLACK
         for answer in answers:
-            assert answer.is_whole or answer.headers["Retry-After"] == "1" and "--queue-timeout" in answer.error, answer
+            assert answer.is_whole or (answer.headers["Retry-After"] == "1" and "--queue-timeout" in answer.error), (
+                answer
+            )
         await until(lambda: serving(launcher), WITHIN)
 
     play(cluster, act)

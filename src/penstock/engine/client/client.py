@@ -196,13 +196,12 @@ class Client:
                 raise self._end
             if self._board.is_draining:
                 raise EngineError(503, "the engine is shutting down, and accepts no more requests")
-            stream = self._open_stream(submitted, scope)
-            place = stream.place
+            place = (stream := self._open_stream(submitted, scope)).place
             try:
                 await self._send_submit(stream, submitted.submit(stream.request), deadline)
                 return stream
             except GroupLost as error:  # nothing was sent: the request is still a new one, if the death is certain
-                if self.serving_groups.get(place.group) == place.incarnation:
+                if place.incarnation == self.serving_groups.get(place.group):
                     self._lose([stream], error.reason)
                     return stream
             except BaseException:

@@ -26,7 +26,6 @@ class GroupReturn:
         self._can_submit = can_submit
         self._task: asyncio.Task[None] | None = None
 
-    @property
     def is_due(self) -> bool:
         """Returns whether no group serves, and one that has served is started again."""
         if self._can_submit() or not self._is_awaited or self._board.is_draining:
@@ -40,16 +39,16 @@ class GroupReturn:
         Raises EngineError 504 at `deadline`, the end of the request's time, and 503 when `queue_timeout` seconds have
         passed since `began`.
         """
-        if not self.is_due:
+        if not self.is_due():
             return
         until = min(deadline, began + self._timeout)
         self._counters[QueueCounters.WAITING] += 1
         try:
-            while self.is_due and (remaining := until - time.monotonic()) > 0:
+            while self.is_due() and (remaining := until - time.monotonic()) > 0:
                 await self._wait_for_task(remaining)
         finally:
             self._counters[QueueCounters.WAITING] -= 1
-        if not self.is_due:
+        if not self.is_due():
             return
         if until == deadline:
             raise EngineError(504, "no group of the engine has served in the time of the request")
@@ -66,7 +65,7 @@ class GroupReturn:
         await asyncio.wait([self._task], timeout=timeout)
 
     async def _run(self) -> None:
-        while self.is_due:
+        while self.is_due():
             await asyncio.sleep(AGAIN)
 
     def end(self) -> None:

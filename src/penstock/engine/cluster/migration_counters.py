@@ -1,7 +1,7 @@
-"""Counters of requests that a client has resumed after the loss of a group, and of new ones, in words of shared memory.
+"""Counters of a client in words of shared memory: of requests resumed after the loss of a group, and of new requests.
 
-One client writes them: `MigrationCounters` for each group, `QueueCounters` for all groups together. `server.status.counters` has a place for them, and `server.http.metrics` writes
-them for Prometheus.
+One client writes them: `MigrationCounters` for each group, `QueueCounters` for all groups together.
+`server.status.counters` has a place for them, and `server.http.metrics` writes them for Prometheus.
 """
 
 from __future__ import annotations

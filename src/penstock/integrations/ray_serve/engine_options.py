@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeAlias
 
 from penstock.cli.argument_parser import ArgumentParser
+from penstock.cli.vllm_options import explain
 from penstock.server import cli_args as server_args
 from penstock.server import node_args
 
@@ -53,6 +54,8 @@ class EngineOptions:
             if name in OF_NODES:
                 raise ValueError(f"{name} is for one server over several machines, and a replica is on one")
             if name not in known:
+                if explanation := explain("--" + name.replace("_", "-")):
+                    raise ValueError(explanation)
                 nearest = difflib.get_close_matches(name, known, 1)
                 hint = f": did you mean {nearest[0]}?" if nearest else ""
                 raise ValueError(f"{name} is no option of penstock serve{hint}")

@@ -26,7 +26,7 @@ def middlewares() -> list[Middleware]:
 
 
 class ProxyErrors:
-    """Sends a request again whose replica has ended before the first byte of the answer; then answers with 503.
+    """Sends a request again if its replica has ended before the first byte of the answer; then answers with 503.
 
     A stream that has begun ends with an error event.
     """
@@ -39,7 +39,7 @@ class ProxyErrors:
             return await self._app(scope, receive, send)
         body = _KeptBody(receive)
         for delay in (*RETRY_DELAYS, None):
-            answer = _Answer(send)
+            answer = _ProxyAnswer(send)
             await self._app({**scope, "headers": list(scope["headers"])}, body.replay(), answer.receive)
             if body.has_left:
                 return
@@ -82,7 +82,7 @@ class _KeptBody:
             self._messages.append(message)
 
 
-class _Answer:
+class _ProxyAnswer:
     """The answer of one replica, and of the proxy when there is none."""
 
     def __init__(self, send: Send) -> None:
