@@ -14,8 +14,12 @@ from tests import tiers
 HAS_RAY = importlib.util.find_spec("ray") is not None
 NO_RAY = "Ray is not installed: pip install '.[engine,ray]'"
 BEHIND = {
-    "haproxy": {"RAY_SERVE_ENABLE_HA_PROXY": "1", "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)"},
-    "proxy": {},
+    "haproxy": {
+        "RAY_SERVE_ENABLE_HA_PROXY": "1",
+        "RAY_SERVE_HAPROXY_BALANCE_ALGORITHM": "hdr(x-session-id)",
+        "RAY_SERVE_HAPROXY_RETRY_ON": "conn-failure empty-response",
+    },
+    "proxy": {"RAY_SERVE_HTTP_PROXY_CALLBACK_IMPORT_PATH": "penstock.integrations.ray_serve.proxy_errors:middlewares"},
 }
 needs_cluster = [
     pytest.mark.skipif(not HAS_RAY, reason=NO_RAY),
@@ -34,14 +38,19 @@ def namespace() -> Iterator[None]:
 
 
 @pytest.fixture(scope="module", params=list(BEHIND))
-def cluster(
-    request: pytest.FixtureRequest, namespace: None, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[object]:
+def front(request: pytest.FixtureRequest) -> str:
+    """What stands in front of the replicas."""
+    name: str = request.param
+    return name
+
+
+@pytest.fixture(scope="module")
+def cluster(front: str, namespace: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[object]:
     """Two nodes with room for two replicas each."""
     from bench.nodes.ray_cluster import RayCluster
 
     before = set(Path("/dev/shm").iterdir())
-    cluster = RayCluster([3, 3], tmp_path_factory.mktemp("ray"), BEHIND[request.param])
+    cluster = RayCluster([3, 3], tmp_path_factory.mktemp("ray"), BEHIND[front])
     try:
         cluster.result()
         yield cluster

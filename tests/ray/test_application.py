@@ -31,7 +31,7 @@ def test_a_deployment_has_settings_that_fit_an_engine_and_those_of_the_caller() 
     plain = deployed(app)
     assert plain.name == "Penstock" and plain.max_ongoing_requests == 1024
     assert plain.ray_actor_options == {"num_cpus": 1}
-    assert plain.init_args[0].arguments == ()
+    assert plain.init_args[0].arguments == ("--queue-timeout=1",)
     own = deployed(
         deployment("/models/x", device="cuda", tensor_parallel_size=2, data_parallel_size=2,
                    serve_options={"num_replicas": 3, "max_ongoing_requests": 7})
@@ -40,7 +40,7 @@ def test_a_deployment_has_settings_that_fit_an_engine_and_those_of_the_caller() 
     assert own.ray_actor_options == {"num_cpus": 1, "num_gpus": 4}
     assert own.init_args[0].arguments[0] == "/models/x"
     built = deployed(build({"model": "/models/y", "tensor_parallel_size": "2"}))
-    assert built.init_args[0].arguments == ("/models/y", "--tensor-parallel-size=2")
+    assert built.init_args[0].arguments == ("/models/y", "--queue-timeout=1", "--tensor-parallel-size=2")
     with pytest.raises(ValueError, match="did you mean max_num_seqs"):
         build({"max_num_seq": 1})
 

@@ -24,6 +24,7 @@ from bench.nodes.ray_cluster import RayCluster, command_line  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.protocol.config import SimulatedDevice  # noqa: E402
 from penstock.engine.worker.simulated_device import TokenRule  # noqa: E402
+from penstock.server.status.snapshot import ProcessView  # noqa: E402
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader  # noqa: E402
 from tests.support.command import serving as serving_alone  # noqa: E402
 from tests.unit.server.images.test_image_prompts import part  # noqa: E402
@@ -34,6 +35,7 @@ pytestmark = [*needs_cluster, pytest.mark.timeout(300)]
 
 WITHIN = 90.0  # seconds; until a replica that died has a successor that serves, on a busy machine
 SOON = 20.0  # seconds; for anything else
+RESTART, SLACK = 10.0, 3.0  # seconds; of a replica that is held, and of an answer on a busy machine
 RULE = TokenRule(SimulatedDevice())
 OPTIONS: dict[str, Any] = {"device_model": "simulated", "step_ms": 5, "tensor_parallel_size": 2}
 REPLICAS = 2
@@ -62,6 +64,10 @@ def serving(launcher: int) -> bool:
         return all(row[StatusBoard.SERVING] for row in board.rows)
     finally:
         board.close()
+
+
+def workers(launcher: int) -> list[ProcessView]:
+    return [process for process in SnapshotReader(launcher).take().processes if process.role == "worker"]
 
 
 def open_requests(cluster: RayCluster) -> int:
@@ -249,6 +255,7 @@ def test_streams_of_a_replica_end_with_its_engine_and_the_others_go_on(cluster: 
             text = expected(f"stream {number}", 600)
             assert text.startswith(answer.text) and (answer.text == text) == answer.is_whole
             assert answer.is_whole or "engine of this replica" in answer.error, answer.error
+            assert "it its" not in answer.error
         await until(lambda: not any(map(command_line, (replica, keeper, *processes))))
         await playing.until_both_serve()
 
@@ -256,7 +263,9 @@ def test_streams_of_a_replica_end_with_its_engine_and_the_others_go_on(cluster: 
 
 
 @pytest.mark.parametrize("victim", ["replica", "keeper"])
-def test_nothing_is_left_of_a_replica_and_the_next_request_is_served(cluster: RayCluster, victim: str) -> None:
+def test_nothing_is_left_of_a_replica_and_the_next_request_is_served(
+    cluster: RayCluster, victim: str, front: str
+) -> None:
     async def act(playing: Scene) -> None:
         streams = await playing.streams(STREAMS, 600)
         replica, (keeper, launcher) = next(iter(cluster.engines().items()))
@@ -268,8 +277,75 @@ def test_nothing_is_left_of_a_replica_and_the_next_request_is_served(cluster: Ra
         for number, answer in enumerate(answers):
             text = expected(f"stream {number}", 600)
             assert text.startswith(answer.text) and (answer.text == text) == answer.is_whole
+            if not answer.is_whole:  # HAProxy cuts the streams of a replica that was killed
+                is_cut = (front, victim) == ("haproxy", "replica")
+                assert is_cut or "of this re" in answer.error, answer.error
         await until(lambda: not any(map(command_line, (replica, keeper, launcher, *processes))), WITHIN)
         await playing.until_both_serve()
+
+    play(cluster, act)
+
+
+@pytest.mark.parametrize("victim", ["launcher", "keeper", "replica"])
+def test_clients_get_answers_or_503_when_a_replica_ends(cluster: RayCluster, victim: str, front: str) -> None:
+    """Whole answers, of clients that send the next request at once: nothing of a lost answer has been sent."""
+
+    async def act(playing: Scene) -> None:
+        refused, is_over = list[ray_client.Answer](), asyncio.Event()
+        answered = 0
+
+        async def ask(number: int) -> None:
+            nonlocal answered
+            while not is_over.is_set():
+                prompt = f"client {number} {answered}"
+                answer = await playing.complete(prompt, 40, stream=False)
+                assert not answer.is_whole or answer.text == expected(prompt, 40)
+                answered += answer.is_whole
+                if not answer.is_whole:
+                    refused.append(answer)
+
+        clients = [asyncio.ensure_future(ask(number)) for number in range(6)]
+        await until(lambda: answered > 12)
+        replica, (keeper, launcher) = next(iter(cluster.engines().items()))
+        os.kill({"launcher": launcher, "keeper": keeper, "replica": replica}[victim], signal.SIGKILL)
+        await until(lambda: command_line(replica) == "")
+        after = answered
+        await until(lambda: answered > after + 60)
+        is_over.set()
+        await asyncio.gather(*clients)
+        print(f"{front}, {victim}: {len(refused)} errors", [(each.status, each.error) for each in refused])
+        for answer in refused:
+            assert answer.status == 503 and answer.error and answer.headers["Retry-After"] == "1", answer
+        assert len(refused) <= (0 if front == "proxy" or victim == "replica" else 12)
+        await playing.until_both_serve()
+
+    play(cluster, act)
+
+
+def test_no_new_request_waits_long_for_a_replica_that_restarts(cluster: RayCluster) -> None:
+    """The next worker of its engine is stopped for a while. Requests have no session: any replica may serve them."""
+
+    async def act(playing: Scene) -> None:
+        launcher = next(iter(cluster.engines().values()))[1]
+        (first, *_) = workers(launcher)
+        os.kill(first.pid, signal.SIGKILL)
+        await until(lambda: workers(launcher)[0].pid not in (0, first.pid))
+        successor = workers(launcher)[0]
+        os.kill(successor.pid, signal.SIGSTOP)
+        try:
+            answers, end = list[ray_client.Answer](), time.monotonic() + RESTART
+            while time.monotonic() < end:
+                answers += await asyncio.gather(*(playing.complete("new", 1, stream=False) for _ in range(4)))
+        finally:
+            os.kill(successor.pid, signal.SIGCONT)
+        statuses = Counter(answer.status for answer in answers)
+        assert set(statuses) <= {200, 503} and statuses[200] > 8, statuses
+        assert max(answer.seconds for answer in answers) < 1.0 + SLACK
+        for answer in answers:
+            assert answer.is_whole or (answer.headers["Retry-After"] == "1" and "--queue-timeout" in answer.error), (
+                answer
+            )
+        await until(lambda: serving(launcher), WITHIN)
 
     play(cluster, act)
 

@@ -18,6 +18,7 @@ import penstock
 from penstock import lowlevel
 from penstock.cli import parser
 from penstock.cli.argument_parser import ArgumentParser
+from penstock.cli.vllm_options import ALWAYS_ON, UNSUPPORTED
 from penstock.memory import Holder, PoolStats
 from penstock.tensor import ScopeStats, StoreStats
 from penstock.tools import inspect
@@ -167,8 +168,19 @@ def test_options_beside_those_of_vllm_are_the_ones_there_are() -> None:
         ours = named(section, 2) | set(re.findall(r"--[\w-]+", sections[section].partition("Only Penstock has:")[2]))
         there = {one for one in options[f"penstock {name}"] if one.startswith("--") and not one.startswith("--no-")}
         assert ours == there - {"--help"}
-    refused = named("What is not supported", 1)
-    assert len(refused) > 30 and not refused & options["penstock serve"]
+
+
+def test_page_for_vllm_shows_the_answers_of_the_program() -> None:
+    rows = [line.strip("| ").split(" | ") for line in VLLM.read_text().splitlines() if line.startswith("| `-")]
+    shown = [(frozenset(re.findall(r"--[\w-]+", row[0])), row[1]) for row in rows]
+    for row in UNSUPPORTED:
+        assert shown.count((frozenset(row.options.split()), row.instead)) == 1, row
+    answers = {option: text for options, text in shown for option in options}
+    assert {option: answers[option] for row in ALWAYS_ON[:-1] for option in row.options.split()} == {
+        option: row.instead for row in ALWAYS_ON[:-1] for option in row.options.split()
+    }
+    section = VLLM.read_text().partition("## What is not supported")[2].partition("\n## ")[0]
+    assert section.count("\n| `") == len(UNSUPPORTED)
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────

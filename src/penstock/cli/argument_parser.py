@@ -1,4 +1,4 @@
-"""A parser of command lines that answers a misspelled word with the nearest one, and with its own command's usage."""
+"""A parser of command lines that answers a mistake with one line: what is wrong, and the nearest word that is right."""
 
 from __future__ import annotations
 
@@ -14,11 +14,13 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Options are not abbreviated: `--max-num` is a mistake today, and would be another option's name tomorrow.
     `arguments` are those of all groups, and `commands` has a line and a parser for each name: argparse shows neither.
+    `explain` says of an option of another program what there is instead, or returns None.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.arguments: list[argparse.Action] = []
         self.commands: dict[str, tuple[str, ArgumentParser]] = {}
+        self.explain: Callable[[str], str | None] = lambda option: None
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -47,10 +49,13 @@ class ArgumentParser(argparse.ArgumentParser):
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
-        """Refuses what is left over: the parser above knows neither this command's options nor its usage."""
+        """Refuses what is left over: the parser above does not know this command's options."""
         parsed, unknown = super().parse_known_args(args, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
+            explained = [text for option in options if (text := self.explain(option))]
+            if explained:
+                self.error("; ".join(explained))
             known = re.findall(r"(?<![\w-])-[\w-]+", self.format_usage())
             self.error(f"unrecognized arguments: {' '.join(unknown)}{_nearest(options, known)}")
         return parsed, unknown
@@ -59,7 +64,7 @@ class ArgumentParser(argparse.ArgumentParser):
         wrong = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
         if wrong:
             message += _nearest([wrong[1]], re.findall(r"[\w-]+", wrong[2]))
-        super().error(message)
+        self.exit(2, f"{self.prog}: error: {message}\n")
 
 
 class Commands:

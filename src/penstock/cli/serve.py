@@ -6,6 +6,7 @@ import argparse
 import sys
 
 from penstock.cli.argument_parser import Commands
+from penstock.cli.vllm_options import explain
 from penstock.installing import how_to_install
 from penstock.server import cli_args as server_args
 
@@ -13,6 +14,7 @@ from penstock.server import cli_args as server_args
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API")
     server_args.add(parser)
+    parser.explain = explain
     parser.set_defaults(run=run)
 
 

@@ -17,7 +17,7 @@ CONFIG_OPTIONS = (
     *("model", "data_parallel_size", "tensor_parallel_size", "output_processors", "device", "threads"),
     *("enforce_eager", "max_num_seqs", "max_num_batched_tokens", "num_gpu_blocks_override", "block_size"),
     *("enable_prefix_caching", "max_model_len", "generation_config", "numa_node", "log_format", "log_level"),
-    *("migration_limit", "migration_timeout", "migration_max_seq_len"),
+    *("migration_limit", "migration_timeout", "migration_max_seq_len", "queue_timeout"),
 )
 DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 _HUMAN = re.compile(r"(\d+(?:\.\d+)?)([kmgt])|(\d+)([KMGT]?)")
@@ -185,7 +185,15 @@ def _add_migration(parser: argparse.ArgumentParser) -> None:
         metavar="SECONDS",
         type=float,
         default=600.0,
-        help="Seconds for which such a request, or a new one, waits for an engine that serves (default: %(default)s)",
+        help="Seconds for which such a request waits for an engine that serves (default: %(default)s)",
+    )
+    add(
+        "--queue-timeout",
+        metavar="SECONDS",
+        type=float,
+        default=600.0,
+        help="Seconds for which a new request waits while a lost engine is started again, before 503 with Retry-After; "
+        "0 refuses it at once (default: %(default)s; 1 in a replica of Ray Serve)",
     )
     add(
         "--migration-max-seq-len",

@@ -124,7 +124,7 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
         if tree.config.enable_prompt_embeds:
             embeds = EmbedsPrompts(tree.config, tree.store, words.encode(WORD, False)[-1], row.count_items)
     with contextlib.closing(PromptBuilder(tree.config, words, media, embeds)) as reader:
-        async with Client(tree, me, [served.migration for served in row.engines]) as client:
+        async with Client(tree, me, [served.migration for served in row.engines], row.queue) as client:
             segments = SegmentMetrics(tree.channels, tree.store)
             api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments, budget)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from penstock import cli
+from penstock.cli.vllm_options import ALWAYS_ON, UNSUPPORTED
 from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server import cli_args as server_args
@@ -34,14 +35,42 @@ from penstock.server.cli_args import server_options
         (["doctor", "--prot", "80"], "penstock doctor", "did you mean --port?"),
     ],
 )
-def test_a_misspelled_word_is_answered_with_the_nearest_and_the_usage_of_its_command(
+def test_misspelled_word_is_answered_with_the_nearest_in_one_line(
     words: list[str], command: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
-    usage, _, error = capsys.readouterr().err.partition(f"\n{command}: error: ")
-    assert usage.startswith(f"usage: {command} [") and said in error
+    error = capsys.readouterr().err
+    assert error.startswith(f"{command}: error: ") and said in error and error.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("words", "answer"),
+    [
+        (["--gpu-memory-utilization", "0.9"], "--num-gpu-blocks-override"),
+        (["--seed=1"], "the field `seed` of a request"),
+        (["--mm-tensor-ipc", "torch_shm"], "--tensor-transport"),
+        (["--enable-lora"], "not supported"),
+        (["--no-async-scheduling"], "always on"),
+        (["--zzz", "--uds", "x"], "a proxy in front of the server"),
+    ],
+)
+def test_option_of_vllm_alone_is_answered_with_what_there_is_instead(
+    words: list[str], answer: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["serve", *words])
+    error = capsys.readouterr().err
+    assert ended.value.code == 2 and error.count("\n") == 1 and answer in error, error
+    assert "is an option of vLLM and not of penstock" in error and "did you mean" not in error
+
+
+def test_table_of_vllm_names_no_option_that_serve_has() -> None:
+    parser = cli.parser().commands["serve"][1]
+    ours = {name for action in parser.arguments for name in action.option_strings}
+    names = [name for row in (*ALWAYS_ON, *UNSUPPORTED) for name in row.options.split()]
+    assert len(names) == len(set(names)) > 100 and not ours & set(names)
 
 
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -132,7 +161,7 @@ OURS_SERVE = (
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
     "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "
-    "--nodes-tls-key --numa-node --output-processors --ray-address --step-ms "
+    "--nodes-tls-key --numa-node --output-processors --queue-timeout --ray-address --step-ms "
     "--tensor-parallel-over-nodes --tensor-transport --threads --video-decode-timeout"
 ).split()
 VLLM_BENCH = (
@@ -194,11 +223,23 @@ def test_numbers_of_tokens_may_have_a_suffix(text: str, number: int) -> None:
 
 @pytest.mark.parametrize("command", ["serve", "generate"])
 def test_limits_of_migration_reach_the_engine(command: str) -> None:
-    words = ["--migration-limit", "0", "--migration-timeout", "2.5", "--migration-max-seq-len", "4K"]
-    for options, expected in ((words, (0, 2.5, 4096)), ([], (3, 600.0, None))):
+    words = ["--migration-limit", "0", "--migration-timeout", "2.5", "--queue-timeout", "0"]
+    words += ["--migration-max-seq-len", "4K"]
+    for options, expected in ((words, (0, 2.5, 0.0, 4096)), ([], (3, 600.0, 600.0, None))):
         parsed = cli.parser().parse_args([command, "--device-model", "simulated", *options])
         config = cli_args.engine_config(parsed)
-        assert (config.migration_limit, config.migration_timeout, config.migration_max_seq_len) == expected
+        timeouts = config.migration_timeout, config.queue_timeout
+        assert (config.migration_limit, *timeouts, config.migration_max_seq_len) == expected
+
+
+@pytest.mark.parametrize("text", ["-1", "nan", "inf", "1e7"])
+def test_queue_timeout_beyond_its_limits_is_refused_in_one_line(text: str, capsys: pytest.CaptureFixture[str]) -> None:
+    try:
+        status = cli.main(["serve", "--device-model=simulated", f"--queue-timeout={text}"])
+    except SystemExit as end:
+        status = end.code
+    lines = capsys.readouterr().err.splitlines()
+    assert status == 2 and len(lines) == 1 and "between 0 and 1000000" in lines[0], lines
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])

@@ -11,7 +11,9 @@ from tests.test_architecture import SOURCE
 
 
 def arguments(**options: object) -> list[str]:
-    return list(EngineOptions.parse("", options).arguments)  # type: ignore[arg-type]
+    first, *others = EngineOptions.parse("", options).arguments  # type: ignore[arg-type]
+    assert first == "--queue-timeout=1"
+    return others
 
 
 @pytest.mark.parametrize(
@@ -32,10 +34,16 @@ def test_a_keyword_becomes_the_option_of_that_name(options: dict[str, object], e
     assert arguments(**options) == expected
 
 
+@pytest.mark.parametrize(("value", "timeout"), [(None, "1"), (0, "0"), (2.5, "2.5"), ("600", "600")])
+def test_new_requests_wait_one_second_in_a_replica_unless_told_otherwise(value: float | None, timeout: str) -> None:
+    assert EngineOptions.parse("", {"queue_timeout": value}).arguments == (f"--queue-timeout={timeout}",)
+
+
 @pytest.mark.parametrize(
     ("options", "reason"),
     [
         ({"tensor_paralel_size": 2}, "did you mean tensor_parallel_size"),
+        ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization is an option of vLLM .*num-gpu-blocks-override"),
         ({"port": 8000}, "port is an option of Ray Serve"),
         ({"nnodes": 2}, "a replica is on one"),
         ({"tensor_parallel_size": "two"}, "invalid int value"),

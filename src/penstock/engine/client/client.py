@@ -24,7 +24,7 @@ from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import VerdictBoard
@@ -72,10 +72,14 @@ class Client:
     """Submits requests to the engine. Used as `async with Client(tree, member) as client`, in one event loop."""
 
     def __init__(
-        self, tree: Cluster, member: ProcessId | int, counters: Sequence[MigrationCounters] | None = None
+        self,
+        tree: Cluster,
+        member: ProcessId | int,
+        counters: Sequence[MigrationCounters] | None = None,
+        queue_counters: QueueCounters | None = None,
     ) -> None:
         """`member`: the server process that the client acts for; outside of the tree, the index of a server will do.
-        `counters`: of each group's requests; None: those of the client itself."""
+        `counters`: of each group's requests; `queue_counters`: of new requests; None: those of the client itself."""
         self._me = ProcessId("server", 0, member, 1) if isinstance(member, int) else member
         self._config = tree.config
         index, name = self._me.index, str(self._me)
@@ -86,7 +90,8 @@ class Client:
         self._verdicts = VerdictBoard(tree.verdicts)
         self.counters = [MigrationCounters() for _ in tree.inboxes] if counters is None else counters
         self._migration = Migration(tree.config, index, (self._board, self._verdicts), self.counters, self)
-        self._group_return = GroupReturn(tree.config, self._board, lambda: self.can_submit)
+        self.queue_counters = QueueCounters() if queue_counters is None else queue_counters
+        self._group_return = GroupReturn(tree.config, self._board, self.queue_counters, lambda: self.can_submit)
         self._router = Router()
         self._store = tree.store
         self._streams: dict[int, OutputStream] = {}
@@ -149,8 +154,8 @@ class Client:
         its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
         `request_id`: how the log names the request.
 
-        Where a group is started again, and no other one serves, the request waits for it as a lost one does. Raises
-        EngineError if no group accepts the request.
+        Where a group is started again, and no other one serves, the request waits for it, `queue_timeout` seconds at
+        most. Raises EngineError if no group accepts the request.
         """
         began = time.monotonic()
         deadline = math.inf if timeout is None else began + timeout
@@ -170,9 +175,8 @@ class Client:
                 salt,
                 columns_of_inputs([items]),
                 chunk_format,
-                params.seed % (1 << 64)
-                if isinstance(params.seed, int)
-                else secrets.randbits(SEED_BITS),  # checked by the core
+                # The core checks the seed of a request.
+                params.seed % (1 << 64) if isinstance(params.seed, int) else secrets.randbits(SEED_BITS),
                 time.monotonic_ns(),
             )
             submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len)
@@ -185,13 +189,27 @@ class Client:
             raise
 
     async def _submit(self, submitted: SubmittedRequest, scope: Scope | None, deadline: float) -> OutputStream:
-        await self._group_return.wait(deadline)
-        if self._end is not None:
-            raise self._end
-        if self._board.is_draining:
-            raise EngineError(503, "the engine is shutting down, and accepts no more requests")
-        if self._group_return.is_due and time.monotonic() >= deadline:
-            raise EngineError(504, "no group of the engine has served in the time of the request")
+        began = time.monotonic()
+        while True:
+            await self._group_return.wait(deadline, began)
+            if self._end is not None:
+                raise self._end
+            if self._board.is_draining:
+                raise EngineError(503, "the engine is shutting down, and accepts no more requests")
+            place = (stream := self._open_stream(submitted, scope)).place
+            try:
+                await self._send_submit(stream, submitted.submit(stream.request), deadline)
+                return stream
+            except GroupLost as error:  # nothing was sent: the request is still a new one, if the death is certain
+                if place.incarnation == self.serving_groups.get(place.group):
+                    self._lose([stream], error.reason)
+                    return stream
+            except BaseException:
+                self._forget(stream)
+                raise
+
+    def _open_stream(self, submitted: SubmittedRequest, scope: Scope | None) -> OutputStream:
+        """Returns the stream of a request at a group that serves. Raises EngineError if none serves."""
         prompt, params = submitted.first.prompt, submitted.first.params
         place = self._choose(submitted)
         is_kept = self._config.migration_limit > 0
@@ -199,11 +217,6 @@ class Client:
         names = {"request_id": submitted.request_id, "request": place.request, "group": place.group}
         event("request submitted", logging.DEBUG, **names, seed=submitted.first.seed)
         self._keep(stream)
-        try:
-            await self._send_submit(stream, submitted.submit(stream.request), deadline)
-        except BaseException:
-            self._forget(stream)
-            raise
         return stream
 
     def _choose(self, submitted: SubmittedRequest) -> Placement:
@@ -225,13 +238,17 @@ class Client:
         return request
 
     async def _send_submit(self, stream: OutputStream, submit: Submit, until: float = math.inf) -> None:
-        """Sends a request to the group of its stream. Raises EngineError if that does not receive in time."""
+        """Sends a request to the group of its stream. Raises EngineError if that does not receive in time.
+
+        Raises GroupLost if the group is dead, and drops the stream, unless the stream has left the group already.
+        """
         place = stream.place
         try:
             await self._cores.send(place, submit, until)
-        except GroupLost as error:
+        except GroupLost:
             if self._is_at(stream, place):
-                self._lose([stream], error.reason)
+                self._drop(stream)
+                raise
         except BaseException:
             if self._is_at(stream, place):
                 self._drop(stream)
@@ -261,7 +278,10 @@ class Client:
         self._keep(stream)
 
     async def send_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
-        await self._send_submit(stream, submitted.submit(stream.request))
+        try:
+            await self._send_submit(stream, submitted.submit(stream.request))
+        except GroupLost as error:
+            self._lose([stream], error.reason)
 
     # ── open requests ──
     def _keep(self, stream: OutputStream) -> None:
@@ -283,10 +303,8 @@ class Client:
         self._watch = None
         serving = [row[StatusBoard.SERVING] for row in self._rows]
         streams = tuple(self._streams.values())
-        self._lose(
-            [stream for stream in streams if stream.place.incarnation != serving[stream.group]],
-            "it does not serve any more",
-        )
+        gone = [stream for stream in streams if stream.place.incarnation != serving[stream.group]]
+        self._lose(gone, "it does not serve any more")
         streams = (*self._streams.values(), *self._migration)
         kept_tokens = [0] * len(self.counters)
         for stream in streams:
@@ -342,10 +360,7 @@ class Client:
 
     def _process_death(self, death: PeerDied) -> None:
         dead = ProcessId.of(death.name)
-        if dead is None or dead.kind not in (
-            "core",
-            "bridge",
-        ):  # of an output processor's death, the core says what is lost
+        if dead is None or dead.kind not in ("core", "bridge"):  # the core reports an output processor's losses
             return
         self._cores.mark_dead(dead.group, dead.incarnation)
         streams = [

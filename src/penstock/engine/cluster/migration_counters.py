@@ -1,7 +1,7 @@
-"""Counters of the requests that a client has resumed after the loss of a group, in words of shared memory.
+"""Counters of a client in words of shared memory: of requests resumed after the loss of a group, and of new requests.
 
-One client writes them, for one group. `server.status.counters` has a place for them, and `server.http.metrics` writes
-them for Prometheus.
+One client writes them: `MigrationCounters` for each group, `QueueCounters` for all groups together.
+`server.status.counters` has a place for them, and `server.http.metrics` writes them for Prometheus.
 """
 
 from __future__ import annotations
@@ -51,3 +51,22 @@ class MigrationCounters:
     def clear_gauges(self) -> None:
         """Forgets what was open in a client that has ended."""
         self._words[self.WAITING] = self._words[self.KEPT_TOKENS] = 0
+
+
+class QueueCounters:
+    """Counters of the new requests of one client: requests that no group has taken yet."""
+
+    WAITING = 0  # requests that wait while a lost group is started again
+    TIMEOUTS = 1  # requests that were refused because no group has served within `queue_timeout`
+    WORDS = 2
+
+    def __init__(self, words: Any = None) -> None:
+        """`words`: where to count; None: in memory of this process."""
+        self._words = [0] * self.WORDS if words is None else words
+
+    def __getitem__(self, word: int) -> int:
+        number: int = self._words[word]
+        return number
+
+    def __setitem__(self, word: int, number: int) -> None:
+        self._words[word] = number

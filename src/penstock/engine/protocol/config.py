@@ -146,6 +146,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     shutdown_timeout: float = 30.0  # until open requests are answered, when the tree is to end
     migration_limit: int = 3  # how often a request is resumed after the loss of its group; 0: never, and it is not kept
     migration_timeout: float = 600.0  # until another group takes a request that its group has lost; as start_timeout
+    queue_timeout: float = 600.0  # until a group takes a new request, while a lost group is started again
     migration_max_seq_len: int | None = None  # tokens up to which a request is kept to be resumed; None: any number
     log_format: str = "text"  # or "json"
     log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
@@ -166,7 +167,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             ("max_concurrent_videos", 1, 32),
         ):
             _within(self, name, int, low, high)
-        for name in ("start_timeout", "step_timeout", "shutdown_timeout", "migration_timeout"):
+        for name in ("start_timeout", "step_timeout", "shutdown_timeout", "migration_timeout", "queue_timeout"):
             _within(self, name, float, 0, 1e6)
         for name in (
             "async_scheduling",

@@ -13,6 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import NoReturn, TypeAlias
 
 from penstock.cli.argument_parser import ArgumentParser
+from penstock.cli.vllm_options import explain
 from penstock.server import cli_args as server_args
 from penstock.server import node_args
 
@@ -22,6 +23,8 @@ OF_NODES = (
     *("nnodes", "node_rank", "master_addr", "master_port", "headless", "ray_address"),
     *("nodes_tls_cert", "nodes_tls_key", "nodes_tls_ca", "tensor_parallel_over_nodes"),
 )
+# A new request that finds no group is refused after so many seconds: another replica may serve it.
+DEFAULTS: dict[str, OptionValue] = {"queue_timeout": 1}
 SWITCHES: dict[object, bool] = {True: True, False: False, "true": True, "false": False}  # text: of `serve run … x=true`
 
 
@@ -45,16 +48,18 @@ class EngineOptions:
         server_args.add(parser)
         known = {argument.dest: argument for argument in parser.arguments if argument.option_strings}
         arguments = [model] if model else []
-        for name, value in options.items():
+        for name, value in {**DEFAULTS, **options}.items():
             if name in OF_SERVE:
                 raise ValueError(f"{name} is an option of Ray Serve: give it in its http_options")
             if name in OF_NODES:
                 raise ValueError(f"{name} is for one server over several machines, and a replica is on one")
             if name not in known:
+                if explanation := explain("--" + name.replace("_", "-")):
+                    raise ValueError(explanation)
                 nearest = difflib.get_close_matches(name, known, 1)
                 hint = f": did you mean {nearest[0]}?" if nearest else ""
                 raise ValueError(f"{name} is no option of penstock serve{hint}")
-            arguments += _words(known[name], name, value)
+            arguments += _words(known[name], name, DEFAULTS.get(name) if value is None else value)
         parsed = parser.parse_args(arguments)
         return cls(
             arguments=tuple(arguments),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import signal
 import subprocess
 import sys
 import threading
@@ -34,7 +35,7 @@ class EngineLoad(NamedTuple):
     serving_groups: int
     open: int  # requests
     running: int  # sequences in the batch
-    waiting: int  # sequences that do not run: queued, or preempted
+    waiting: int  # sequences that do not run: queued, preempted, or of requests that wait for a group
     free_blocks: int
     blocks: int  # of the caches
     load: float  # sequences for each slot: above 1, some wait for one
@@ -75,7 +76,8 @@ class EngineProcess:
                 self._set(self._launcher, int(pid))
             end = lines.read().decode(errors="replace").strip()
         status = self._keeper.wait()
-        self._set(self.ended, end or f"its keeper has ended with status {status}")
+        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
+        self._set(self.ended, end or f"the keeper {how}")
 
     def _set(self, future: asyncio.Future[T], value: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed
@@ -89,7 +91,7 @@ class EngineProcess:
             if (url := self._serving_url(self._launcher.result())) is not None:
                 return url
             await asyncio.wait({self.ended}, timeout=LOOK_AGAIN)
-        raise EngineEnded(f"the engine has not started: it {self.ended.result()}")
+        raise EngineEnded(f"the engine of this replica has not started: {self.ended.result()}")
 
     def _serving_url(self, pid: int) -> str | None:
         try:
@@ -102,16 +104,20 @@ class EngineProcess:
         return self._info.url if all(process.state == "serves" for process in processes) else None
 
     def load(self) -> EngineLoad:
-        """Reads the status board. Nothing is open or serves while the engine starts, and when it has ended."""
+        """Reads the status board and the server processes' counters of waiting requests.
+
+        Nothing is open or serves while the engine starts, and when it has ended.
+        """
         if self._reader is None:
             return NO_LOAD
         try:
-            board = self._reader.board()
+            waiting, board = self._reader.waiting_requests(), self._reader.board()
         except NoServer:
             return NO_LOAD
         try:
             rows = board.rows
-            running, waiting = (sum(row[word] for row in rows) for word in (StatusBoard.RUNNING, StatusBoard.WAITING))
+            running = sum(row[StatusBoard.RUNNING] for row in rows)
+            waiting += sum(row[StatusBoard.WAITING] for row in rows)
             return EngineLoad(
                 serving_groups=sum(row[StatusBoard.SERVING] > 0 for row in rows),
                 open=sum(row[StatusBoard.OPEN] for row in rows),

@@ -15,7 +15,8 @@ import aiohttp
 from starlette.types import Message, Receive, Scope, Send
 from yarl import URL
 
-from penstock.server.errors import ApiError
+from penstock.integrations.ray_serve.event_stream import ENDED, EventStream
+from penstock.server.errors import RETRY_AFTER, ApiError
 
 SHORT_NBYTES = 64 << 10  # of a body that is sent in one piece; a longer one is given to the loop as it is written
 DROP_TIMEOUT, DROP_NBYTES = 10.0, 64 << 20  # for the rest of a body that the engine has refused
@@ -26,7 +27,7 @@ NOT_FORWARDED = HOP_BY_HOP | {b"host", b"expect"}
 NOT_RETURNED = HOP_BY_HOP | {b"date", b"server"}  # Serve's own HTTP server writes these
 REQUEST_ID = b"x-request-id"  # Serve gives each request one, and writes it into the answer
 ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, where a request has none
-EVENT_STREAM, END_OF_EVENT = b"text/event-stream", b"\n\n"
+REFUSAL_DELAY = 0.1  # seconds; a replica that ends refuses slowly, or it would have most requests of its router
 
 
 class ClientLeft(Exception):
@@ -54,6 +55,7 @@ class Forwarder:
             await receive()
             return await send({"type": "websocket.close", "code": 1000})
         if self._refusal:
+            await asyncio.sleep(REFUSAL_DELAY)
             return await _refuse(self._refusal, scope, receive, send)
         self._open += 1
         try:
@@ -112,6 +114,7 @@ class Forwarder:
                 return
             reason = f"the engine of this replica has not answered: {type(error).__name__}: {error}"
             if not answer.has_begun:
+                await asyncio.sleep(REFUSAL_DELAY)
                 await _refuse(reason, scope, body.receive, send)
             elif not await answer.fail(reason):
                 raise
@@ -182,20 +185,20 @@ class _Answer:
 
     def __init__(self, send: Send) -> None:
         self._send = send
-        self._last = END_OF_EVENT
-        self._is_event_stream = False
+        self._stream: EventStream | None = None
         self.has_begun = False
 
     async def begin(self, response: aiohttp.ClientResponse, scope: Scope) -> None:
         dropped = NOT_RETURNED | {name for name, _ in scope["headers"] if name == REQUEST_ID}
         raw = [(name.lower(), value) for name, value in response.raw_headers]
         headers = [(name, value) for name, value in raw if name not in dropped]
-        self._is_event_stream = dict(headers).get(b"content-type", b"").startswith(EVENT_STREAM)
-        self.has_begun = True
-        await self._send({"type": "http.response.start", "status": response.status, "headers": headers})
+        start = {"type": "http.response.start", "status": response.status, "headers": headers}
+        self.has_begun, self._stream = True, EventStream(start)
+        await self._send(start)
 
     async def send(self, piece: bytes) -> None:
-        self._last = (self._last + piece)[-len(END_OF_EVENT) :]
+        assert self._stream is not None, "the answer has begun"
+        self._stream.add(piece)
         await self._send(_body(piece, more_body=True))
 
     async def end(self) -> None:
@@ -203,10 +206,9 @@ class _Answer:
 
     async def fail(self, reason: str) -> bool:
         """Ends a stream of events with one that has the error. Returns whether that is possible: no event is cut."""
-        if not self._is_event_stream or self._last != END_OF_EVENT:
+        if self._stream is None or not self._stream.can_end:
             return False
-        await self._send(_body(b"data: %b\n\n" % ApiError(503, reason).body, more_body=True))
-        await self.end()
+        await self._stream.fail(reason, self._send)
         return True
 
 
@@ -215,7 +217,9 @@ def _body(piece: bytes, *, more_body: bool) -> Message:
 
 
 async def _refuse(reason: str, scope: Scope, receive: Receive, send: Send) -> None:
-    await ApiError(503, reason).response()(scope, receive, send)
+    name, value = ENDED
+    headers = {"Retry-After": str(RETRY_AFTER), name.decode(): value.decode()}
+    await ApiError(503, reason, headers=headers).response()(scope, receive, send)
 
 
 def _text(value: bytes) -> str:

@@ -40,7 +40,7 @@ class Replica:
 
     async def _exit_with_engine(self) -> NoReturn:
         end = await asyncio.shield(self._engine.ended)
-        reason = f"the engine of this replica has ended: it {end.splitlines()[0]}"
+        reason = f"the engine of this replica has ended: {end.splitlines()[0]}"
         LOGGER.error("%s; the replica exits. The end of its log:\n%s", reason, end)
         self._forwarder.refuse(reason)
         await self._forwarder.drain(LAST_ANSWERS)
@@ -71,7 +71,7 @@ class Replica:
     # ── what Serve asks, in coroutines: an answer shows that the loop of this replica runs ──
     async def check_health(self) -> None:
         if self._engine.ended.done():
-            raise RuntimeError(f"the engine has ended: it {self._engine.ended.result()}")
+            raise RuntimeError(f"the engine of this replica has ended: {self._engine.ended.result()}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
         """Returns what `SessionRouter` knows of this replica. Serve sends each change to all routers, so figures that

@@ -13,7 +13,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
@@ -44,6 +44,7 @@ class HealthReport:
                 "pid": row[ProcessCounters.PID],
                 "serves": row[ProcessCounters.SERVING] == 1,
                 "open": row[ProcessCounters.OPEN],
+                "waiting": row.queue[QueueCounters.WAITING],
                 "failed_starts": 0 if row[ProcessCounters.SERVING] else row[ProcessCounters.FAILED_STARTS],
             }
             for number, row in enumerate(self._tally.rows)

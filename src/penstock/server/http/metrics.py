@@ -14,7 +14,12 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Histo
 from prometheus_client.registry import Collector
 
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Bounds, Histogram
-from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, PAUSE_SECONDS, MigrationCounters
+from penstock.engine.cluster.migration_counters import (
+    MIGRATION_CAUSES,
+    PAUSE_SECONDS,
+    MigrationCounters,
+    QueueCounters,
+)
 from penstock.engine.cluster.status_board import Row as EngineRow
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.server.media.media_budget import STAGES
@@ -160,8 +165,16 @@ class Metrics(Collector):
             "penstock_requests", "HTTP answers by route and status", labels=["server", "route", "status"]
         )
         is_open = GaugeMetricFamily("penstock_open_requests", "HTTP requests being answered", labels=["server"])
+        waiting = GaugeMetricFamily(
+            "penstock_new_requests_waiting", "New requests that wait for an engine that serves", labels=["server"]
+        )
+        timeouts = CounterMetricFamily(
+            "penstock_queue_timeouts", "New requests refused as no engine has served in time", labels=["server"]
+        )
         for server, row in enumerate(self._servers):
             is_open.add_metric([str(server)], row[ProcessCounters.OPEN])
+            waiting.add_metric([str(server)], row.queue[QueueCounters.WAITING])
+            timeouts.add_metric([str(server)], row.queue[QueueCounters.TIMEOUTS])
             for route in ROUTES:
                 for status in STATUSES:
                     many = row[row.answered(route, status)]
@@ -173,7 +186,7 @@ class Metrics(Collector):
         for server, row in enumerate(self._servers):
             for number, how in enumerate(ITEM_FIELDS):
                 items.add_metric([str(server), how], row[ProcessCounters.ITEMS + number])
-        yield from (requests, is_open, items)
+        yield from (requests, is_open, waiting, timeouts, items)
 
     def _of_media(self) -> Iterator[Family]:
         for name, text, word in OF_MEDIA:

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock import lowlevel
 from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Histogram, words_of
-from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.server.media.media_budget import STAGES
 from penstock.tensor import ScopeStats
 
@@ -77,10 +77,12 @@ class ProcessCounters:
     VIDEOS = VIDEO_NS + 1  # from here on: by VIDEO_ENDS
     ANSWERED = VIDEOS + len(VIDEO_ENDS)  # from here on: answers by route and status
     ITEMS = ANSWERED + len(ROUTES) * len(STATUSES)  # from here on: values of prompts, by ITEM_FIELDS
-    ENGINES = ITEMS + len(ITEM_FIELDS)  # from here on: `Served` of each engine
+    _QUEUE = ITEMS + len(ITEM_FIELDS)  # from here on: new requests
+    ENGINES = _QUEUE + QueueCounters.WORDS  # from here on: `Served` of each engine
 
     def __init__(self, words: Any) -> None:
         self._words = words
+        self.queue = QueueCounters(words[self._QUEUE : self.ENGINES])
         begins = range(self.ENGINES, len(words), Served.WORDS)
         self.engines = [Served(words[begin : begin + Served.WORDS]) for begin in begins]
 
@@ -116,7 +118,7 @@ class ProcessCounters:
 
     def clear_gauges(self) -> None:
         """Forgets what was open in a process that has ended."""
-        self[self.OPEN] = 0
+        self[self.OPEN] = self.queue[QueueCounters.WAITING] = 0
         self.set_decoders(0, 0)
         for stage in range(len(STAGES)):
             self.set_media(stage, 0, 0)

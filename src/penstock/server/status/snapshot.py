@@ -117,6 +117,7 @@ class ServerView(msgspec.Struct, frozen=True):
     gaps: int  # between two tokens
     gap_seconds: float  # all together
     items: tuple[ItemCount, ...] = ()  # since the server was started
+    waiting: int = 0  # new requests that no group has taken yet, while a lost group is started again
 
 
 class ServerSnapshot(msgspec.Struct, frozen=True):

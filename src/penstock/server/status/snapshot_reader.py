@@ -12,7 +12,7 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock import PenstockError
-from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.status_board import Row as GroupRow
 from penstock.engine.cluster.topology import ProcessId
@@ -90,6 +90,22 @@ class SnapshotReader:
             return StatusBoard(page_at(self._pid, *self._pages["board"]))
         except (OSError, PenstockError) as error:
             raise NoServer(f"process {self._pid} is ending: {error}") from None
+
+    def waiting_requests(self) -> int:
+        """Returns how many requests wait in the server processes for a group: new ones, and those that a group has
+        lost. Raises NoServer if the server has ended."""
+        if _start_of(self._pid) != self._start:
+            raise NoServer(f"process {self._pid} has ended")
+        try:
+            info, tally = (page_at(self._pid, *self._pages[name]) for name in (NAME, "tally"))
+        except (OSError, PenstockError) as error:
+            raise NoServer(f"process {self._pid} is ending: {error}") from None
+        servers = sum(process.kind == "server" for process in ServerInfo.read(info).processes)
+        return sum(
+            row.queue[QueueCounters.WAITING]
+            + sum(served.migration[MigrationCounters.WAITING] for served in row.engines)
+            for row in ServerCounters(tally, servers).rows
+        )
 
     def info(self) -> ServerInfo:
         """Returns what does not change while the server runs. Raises NoServer."""
@@ -228,6 +244,7 @@ def _server(row: ProcessCounters) -> ServerView:
     by_status = {status: sum(row[row.answered(route, status)] for route in ROUTES) for status in STATUSES}
     return ServerView(
         open=row[ProcessCounters.OPEN],
+        waiting=row.queue[QueueCounters.WAITING],
         answered=sum(by_status.values()),
         refused=sum(many for status, many in by_status.items() if status >= 400),
         prompt_tokens=sum(served[Served.PROMPT_TOKENS] for served in row.engines),

@@ -102,6 +102,9 @@ def requests(moment: ServerSnapshot, rates: Rates | None) -> Text:
     to_resume = sum(entry.waiting_to_resume for entry in groups)
     if to_resume:
         figure(line, str(to_resume), "waiting to resume", "yellow")
+    new = sum(entry.waiting for entry in moment.servers)
+    if new:
+        figure(line, str(new), "new waiting", "yellow")
     if rates is not None:
         figure(line, f"{rates.answered:.1f}", "answered/s")
         figure(line, f"{rates.refused:.1f}", "refused/s", "red" if rates.refused else "")

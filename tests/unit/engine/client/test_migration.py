@@ -16,10 +16,10 @@ from penstock import WouldBlock
 from penstock.engine.client import core_senders
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
-from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
+from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream, Placement
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster import logs
-from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard, request_words
@@ -450,15 +450,103 @@ async def test_new_request_waits_where_the_client_hears_of_a_death_before_the_la
 
 
 @in_a_loop
-async def test_new_request_waits_no_longer_than_a_lost_one() -> None:
-    async with engine(migration_timeout=0.2) as ([group], client):
+async def test_new_request_waits_for_the_queue_timeout_at_most() -> None:
+    async with engine(queue_timeout=0.2) as ([group], client):
         group.lose()
         for options, status in (({}, 503), ({"timeout": 0.1}, 504)):
             with pytest.raises(EngineError) as caught:
                 await client.submit([1], **options)
             assert caught.value.status == status
+        assert client.queue_counters[QueueCounters.TIMEOUTS] == 1, "the other request had no time left"
         group.serve()
         await group.require_silence()
+
+
+@in_a_loop
+async def test_new_request_is_refused_at_once_when_the_queue_timeout_is_0() -> None:
+    async with engine(queue_timeout=0) as ([group], client):
+        group.lose()
+        with pytest.raises(EngineError, match=r"none has within 0 s \(--queue-timeout\)") as caught:
+            await asyncio.wait_for(client.submit([1]), PATIENCE)
+        assert caught.value.status == 503
+        group.serve()
+        stream = await client.submit([1])
+        await group.submitted()
+        stream.abort()
+
+
+@in_a_loop
+async def test_open_request_outlives_the_queue_timeout() -> None:
+    async with engine(queue_timeout=0.05) as ([group], client):
+        stream = await waiting(group, client)
+        await group.require_silence()
+        group.serve()
+        group.answer((await group.submitted()).request, [65], FinishReason.STOP)
+        assert await read(stream) == [65, 65]
+
+
+@in_a_loop
+async def test_lost_request_is_given_up_while_a_new_one_waits() -> None:
+    async with engine(migration_timeout=0.1) as ([group], client):
+        lost = await waiting(group, client)
+        newcomer = submitting(client)
+        assert (await error_of(lost)).status == 503
+        assert not newcomer.done()
+        group.serve()
+        await group.submitted()
+        (await newcomer).abort()
+
+
+@in_a_loop
+async def test_new_requests_are_counted_while_they_wait() -> None:
+    async with engine() as ([group], client):
+        group.lose()
+        newcomers = [submitting(client) for _ in range(3)]
+        await until(lambda: client.queue_counters[QueueCounters.WAITING] == 3)
+        newcomers[0].cancel()
+        await until(lambda: client.queue_counters[QueueCounters.WAITING] == 2)
+        group.serve()
+        for newcomer in newcomers[1:]:
+            await group.submitted()
+            (await newcomer).abort()
+        assert list(map(client.queue_counters.__getitem__, range(QueueCounters.WORDS))) == [0, 0]
+
+
+@in_a_loop
+async def test_request_that_meets_a_dead_core_is_still_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The core is dead before the request is sent, and the client learns of the death by the request."""
+    async with engine(queue_timeout=0.2) as ([group], client):
+
+        async def send(place: Placement, *_: Any) -> None:
+            client._cores.mark_dead(place.group, place.incarnation)
+            raise GroupLost(503, "core 0 has died")
+
+        monkeypatch.setattr(client._cores, "send", send)
+        with pytest.raises(EngineError, match="queue-timeout"):
+            await asyncio.wait_for(client.submit([1]), PATIENCE)
+        assert client.queue_counters[QueueCounters.TIMEOUTS] == 1
+        assert client.open_requests == client.counters[0][MigrationCounters.WAITING] == 0
+        group.lose()
+
+
+@in_a_loop
+async def test_request_that_meets_a_dead_core_goes_to_a_group_that_serves(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine(groups=2, queue_timeout=0) as (groups, client):
+        send, met = client._cores.send, list[int]()
+
+        async def send_once(place: Placement, *arguments: Any) -> None:
+            met.append(place.group)
+            if len(met) > 1:
+                return await send(place, *arguments)
+            client._cores.mark_dead(place.group, place.incarnation)
+            raise GroupLost(503, "the core has died")
+
+        monkeypatch.setattr(client._cores, "send", send_once)
+        stream = await client.submit([1])
+        assert met == [1 - stream.group, stream.group]
+        await groups[stream.group].submitted()
+        assert sum(client._open) == 1
+        stream.abort()
 
 
 @in_a_loop

@@ -13,7 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import Inbox, Missing, Ring, Scope, Store, content_key
 from penstock.engine.cluster.histogram import Histogram, words_of
-from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
+from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.server.http.dashboard import GRAFANA
 from penstock.server.http.metrics import Metrics
@@ -50,6 +50,8 @@ OURS = {
     "penstock_media_bytes": {"server", "stage"},
     "penstock_media_limit_bytes": {"server", "stage"},
     "penstock_media_waiting": {"server", "stage"},
+    "penstock_new_requests_waiting": {"server"},
+    "penstock_queue_timeouts": {"server"},
     "penstock_videos_decoding": {"server"},
     "penstock_videos_waiting": {"server"},
     "penstock_videos": {"server", "end"},
@@ -207,6 +209,18 @@ def test_answers_are_counted_by_server_route_and_status(pages: Pages) -> None:
     assert pages.number("penstock_requests_total", server=1, route="chat", status=200) == 4
     assert pages.number("penstock_requests_total", server=0, route="chat", status=400) == 1
     assert pages.number("penstock_open_requests", server=1) == 7
+
+
+def test_new_requests_are_counted_by_server(pages: Pages) -> None:
+    for server, row in enumerate(pages.tally.rows):
+        row.queue[QueueCounters.WAITING] = 3 + server
+        row.queue[QueueCounters.TIMEOUTS] += 5
+    assert pages.number("penstock_new_requests_waiting", server=1) == 4
+    assert pages.number("penstock_queue_timeouts_total", server=1) == 5
+    for row in pages.tally.rows:
+        row.clear_gauges()
+    assert pages.number("penstock_new_requests_waiting", server=1) == 0
+    assert pages.number("penstock_queue_timeouts_total", server=1) == 5
 
 
 def test_migrations_are_added_up_for_the_engine_that_lost_the_requests(pages: Pages) -> None:

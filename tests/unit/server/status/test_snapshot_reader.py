@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from penstock.cli.inspect import add_lost_groups
-from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
@@ -106,6 +106,16 @@ def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
     assert looked(watch.take().processes[5]) == ("server 0", "serves", 3)
     laid.board.drain()
     assert looked(watch.take().processes[5]) == ("server 0", "draining", 3) and watch.take().is_draining
+
+
+def test_waiting_requests_are_new_ones_and_those_of_a_lost_group(laid: Laid) -> None:
+    watch = SnapshotReader(os.getpid())
+    assert watch.waiting_requests() == 0
+    for row, new in zip(laid.tally.rows, (1, 2), strict=True):
+        row.queue[QueueCounters.WAITING] = new
+        row.engines[0].migration[MigrationCounters.WAITING] = 10
+    assert watch.waiting_requests() == 23
+    assert [server.waiting for server in watch.take().servers] == [1, 2]
 
 
 def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:

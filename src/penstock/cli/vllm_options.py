@@ -1,0 +1,122 @@
+"""Options of `vllm serve` that `penstock serve` does not have, each with what there is instead.
+
+The tables of docs/howto/from-vllm.md show these rows. An option that both have needs no row.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+MANUAL = "docs/howto/from-vllm.md"
+
+
+class Absent(NamedTuple):
+    """Options, as words of the command line, and one text for all of them. It may have a backtick pair and no link."""
+
+    options: str
+    instead: str
+
+
+ALWAYS_ON = (
+    Absent("--async-scheduling", "always on"),
+    Absent("--enable-chunked-prefill", "always on"),
+    Absent("--scheduling-policy", "always on"),
+    Absent("--enable-request-id-headers --enable-prompt-tokens-details", "always on"),
+    Absent("--disable-uvicorn-access-log", "always on"),
+    Absent("--uvicorn-log-level", "`--log-level`"),
+    Absent("--model", "`MODEL`"),
+)
+UNSUPPORTED = (
+    Absent(
+        "--gpu-memory-utilization --kv-cache-memory-bytes",
+        "`--num-gpu-blocks-override`; without it the cache takes a fixed share of the free memory",
+    ),
+    Absent("--max-logprobs --logprobs-mode", "20 log-probabilities of a token at most, and none before sampling"),
+    Absent("--seed", "the field `seed` of a request"),
+    Absent(
+        "--chat-template --chat-template-content-format --trust-request-chat-template --response-role",
+        "the template in the model's directory",
+    ),
+    Absent(
+        "--tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --revision --code-revision "
+        "--trust-remote-code --hf-overrides --hf-config-path --hf-token --config-format --load-format --download-dir "
+        "--model-loader-extra-config --ignore-patterns --model-impl --rope-scaling --rope-theta",
+        "a directory with `config.json`, `tokenizer.json` and safetensors; no code of a model is run",
+    ),
+    Absent(
+        "--override-generation-config --default-chat-template-kwargs --enable-force-include-usage "
+        "--return-tokens-as-token-ids",
+        "fields of requests",
+    ),
+    Absent(
+        "--quantization --kv-cache-dtype --calculate-kv-scales --cpu-offload-gb --kv-offloading-size --swap-space",
+        "not supported",
+    ),
+    Absent(
+        "--pipeline-parallel-size --enable-expert-parallel --enable-eplb --decode-context-parallel-size "
+        "--distributed-executor-backend --worker-cls --worker-extension-cls --disable-custom-all-reduce "
+        "--all2all-backend --data-parallel-rank --data-parallel-size-local --data-parallel-address "
+        "--data-parallel-rpc-port --data-parallel-backend --data-parallel-hybrid-lb --data-parallel-external-lb",
+        "each engine is a group of processes of one machine; `--nnodes` for several machines",
+    ),
+    Absent("--speculative-config --spec-method --speculative-model --num-speculative-tokens", "not supported"),
+    Absent(
+        "--enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype --fully-sharded-loras",
+        "not supported",
+    ),
+    Absent(
+        "--enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server --reasoning-parser "
+        "--exclude-tools-when-tool-choice-none",
+        "not supported; `tools` are refused",
+    ),
+    Absent("--structured-outputs-config --guided-decoding-backend", "not supported; guided decoding is refused"),
+    Absent("--logits-processors --logits-processor-pattern", "not supported; no code of a user is run"),
+    Absent(
+        "--mm-processor-kwargs --media-io-kwargs --video-pruning-rate --interleave-mm-strings --enable-mm-embeds",
+        "images and videos as the model's own processor makes them",
+    ),
+    Absent(
+        "--mm-tensor-ipc --mm-processor-cache-type --mm-shm-cache-max-object-size-mb --disable-mm-preprocessor-cache "
+        "--skip-mm-profiling",
+        "tensors travel through the store: `--mm-processor-cache-gb` is its size, `--tensor-transport` the way",
+    ),
+    Absent("--kv-transfer-config --kv-events-config --ec-transfer-config --enable-sleep-mode", "not supported"),
+    Absent(
+        "--compilation-config --cudagraph-capture-sizes --max-cudagraph-capture-size --max-seq-len-to-capture "
+        "--attention-backend --disable-sliding-window --disable-cascade-attn",
+        "not supported; `--enforce-eager` is the only choice of how a step runs",
+    ),
+    Absent(
+        "--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold --scheduler-cls "
+        "--num-scheduler-steps --num-lookahead-slots --preemption-mode --stream-interval "
+        "--disable-hybrid-kv-cache-manager --prefix-caching-hash-algo",
+        "not supported; `--max-num-seqs` and `--max-num-batched-tokens` are the limits of a step",
+    ),
+    Absent(
+        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --enable-ssl-refresh --root-path "
+        "--uds --middleware",
+        "a proxy in front of the server",
+    ),
+    Absent(
+        "--enable-log-requests --disable-log-requests --enable-log-outputs --disable-log-stats --max-log-len "
+        "--log-config-file --otlp-traces-endpoint --collect-detailed-traces --enable-server-load-tracking "
+        "--show-hidden-metrics-for-version",
+        "`/metrics`, `penstock top`, `--log-format`",
+    ),
+    Absent(
+        "--disable-frontend-multiprocessing --disable-fastapi-docs --h11-max-header-count --config", "not supported"
+    ),
+    Absent(
+        "--task --runner --convert --pooler-config --override-pooler-config",
+        "not supported; there are no pooling models",
+    ),
+)
+_INSTEAD = {option: row.instead for row in (*ALWAYS_ON, *UNSUPPORTED) for option in row.options.split()}
+
+
+def explain(option: str) -> str | None:
+    """Returns a sentence about `--x` or `--no-x` of vLLM for an error in one line; None: it is no such option."""
+    instead = _INSTEAD.get(option) or _INSTEAD.get(option.replace("--no-", "--", 1))
+    if instead is None:
+        return None
+    return f"{option} is an option of vLLM and not of penstock: {instead} ({MANUAL})"
