@@ -1,4 +1,4 @@
-"""A worker is killed. `send` raises an error that names the worker, and says what it held, which has been given back."""
+"""A worker is killed. `send` raises an error that names the worker, and the memory it held, which is free again."""
 
 import multiprocessing
 import time

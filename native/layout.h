@@ -52,8 +52,8 @@ using Shared = Atomic<T>;
 static_assert(sizeof(Shared<u32>) == 4 && sizeof(Shared<u64>) == 8 && sizeof(Counter) == 8);
 
 enum class SegmentKind : u32 { raw = 1, pool = 2, channel = 3 };
-// How many ends a channel has. A receiver of an inbox finds the lanes that have records by ChannelHeader.ready. Receivers
-// of the other styles read the one lane there is.
+// How many ends a channel has. A receiver of an inbox finds the lanes that have records by ChannelHeader.ready.
+// Receivers of the other styles read the one lane there is.
 enum class ChannelStyle : u32 { none = 0, ring = 1, broadcast = 2, inbox = 3 };
 
 // What a segment is made of. Written once before anybody else can see the segment; every attacher copies it, checks the

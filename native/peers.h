@@ -228,8 +228,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         }
         if (bell.fd >= 0) poke(bell.fd);
     }
-    // Closes the cached pipes of peers that are no longer live. The mutex is held, as in wake_async, so no thread writes
-    // into a descriptor that another thread closes.
+    // Closes the cached pipes of peers that are no longer live. The mutex is held, as in wake_async, so no thread
+    // writes into a descriptor that another thread closes.
     void drop_bells() {
         std::lock_guard guard(bells_mutex_);
         for (u32 slot = 0; slot < bells_.size(); ++slot)

@@ -1,5 +1,5 @@
-// bells.cpp: threads wake peers through the peers' pipes, while these peers join, leave and die. No descriptor of a gone
-// peer stays open, and no byte reaches a pipe that has got the number of a closed one.
+// bells.cpp: threads wake peers through the peers' pipes, while these peers join, leave and die. No descriptor of a
+// gone peer stays open, and no byte reaches a pipe that has got the number of a closed one.
 #include <poll.h>
 
 #include "testing.h"

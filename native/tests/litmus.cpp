@@ -44,7 +44,9 @@ void publish(u32 receivers, u64 records) {
                                      {"stale (of an earlier lap)", false, "room is given after the record was read"},
                                      {"one again", false, "a position is passed once"},
                                      {"one skipped", false, "a position is passed by its record's length"}}};
-    auto segment = create(channel_shape(receivers == 1 ? ChannelStyle::ring : ChannelStyle::broadcast, 1, receivers, 4096, 512, 64 << 10, 8), "publish");
+    auto segment = create(channel_shape(receivers == 1 ? ChannelStyle::ring : ChannelStyle::broadcast, 1, receivers,
+                                        4096, 512, 64 << 10, 8),
+                          "publish");
     std::vector<std::thread> threads;
     for (u32 r = 0; r < receivers; ++r)
         threads.emplace_back([&, r] {
@@ -251,7 +253,8 @@ void a_receiver_is_admitted_though_the_sender_it_asked_died(ChannelStyle style) 
 int main(int argc, char** argv) {
     Arguments arguments(argc, argv);
     u64 unit = (arguments.is_quick ? 1 : 30) * arguments.scale;
-    for (ChannelStyle style : {ChannelStyle::ring, ChannelStyle::broadcast, ChannelStyle::inbox}) a_receiver_is_admitted_though_the_sender_it_asked_died(style);
+    for (ChannelStyle style : {ChannelStyle::ring, ChannelStyle::broadcast, ChannelStyle::inbox})
+        a_receiver_is_admitted_though_the_sender_it_asked_died(style);
     robust_lock(4, arguments.is_quick ? 5 : 40 * arguments.scale);  // early: it forks
     for (u32 receivers : {1u, 2u, 8u}) publish(receivers, 20'000 * unit / receivers);
     bell(5'000 * unit, arguments.seed);

@@ -29,7 +29,8 @@ std::shared_ptr<Segment> look_at(const std::shared_ptr<Segment>& segment) {
 }
 
 struct Play {
-    std::shared_ptr<Segment> segment = create(channel_shape(ChannelStyle::ring, 1, 1, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "tap");
+    std::shared_ptr<Segment> segment =
+        create(channel_shape(ChannelStyle::ring, 1, 1, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "tap");
     std::shared_ptr<Attachment> by = Attachment::join(segment, "ends");
     Sender sender{by, 0};
     std::shared_ptr<Receiver> receiver = std::make_shared<Receiver>(by, 0);

@@ -68,8 +68,8 @@ struct Arguments {
         }                                                                                \
     } while (0)
 
-inline Shape channel_shape(ChannelStyle style, u32 lanes, u32 receivers, u64 lane_nbytes, u64 inline_limit, u64 pool_nbytes,
-                           u32 max_blocks, u32 max_peers = 16) {
+inline Shape channel_shape(ChannelStyle style, u32 lanes, u32 receivers, u64 lane_nbytes, u64 inline_limit,
+                           u64 pool_nbytes, u32 max_blocks, u32 max_peers = 16) {
     Shape shape{};
     shape.kind = static_cast<u32>(SegmentKind::channel);
     shape.max_peers = max_peers;

@@ -21,7 +21,8 @@ u64 pages_of(const Segment& segment) {
 }
 
 struct Play {
-    std::shared_ptr<Segment> segment = create(channel_shape(ChannelStyle::broadcast, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
+    std::shared_ptr<Segment> segment =
+        create(channel_shape(ChannelStyle::broadcast, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
     TraceReader reader{other_mapping(segment)};
     std::vector<TraceEvent> events = std::vector<TraceEvent>(TRACE_EVENTS);
 
@@ -129,7 +130,8 @@ void a_wait_of_an_event_loop_ends_with_its_record() {
 }
 
 void nothing_is_written_and_no_page_is_taken_while_no_tracer_asks() {
-    auto segment = create(channel_shape(ChannelStyle::broadcast, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
+    auto segment =
+        create(channel_shape(ChannelStyle::broadcast, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
     u64 before = pages_of(*segment);
     {
         Sender sender(Attachment::join(segment, "sender"), 0);

@@ -80,7 +80,9 @@ def test_death_example_prints_what_the_documents_show(tmp_path: Path) -> None:
     }
     (text,) = shown  # README and the guide show the same line
     example = ROOT / "examples" / "death.py"
-    busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * len(os.sched_getaffinity(0)))]
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * len(os.sched_getaffinity(0)))
+    ]
     try:
         for _ in range(tiers.DEATH_EXAMPLES):
             with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 120, example) as (status, told):

@@ -26,8 +26,8 @@ def traces(prompt: Ints, salt: bytes, keys: Sequence[bytes]) -> list[bytes]:
 
 class Router:
     def __init__(self, seed: int | None = None) -> None:
-        # The last group of each trace, in a table of fixed size: a trace replaces the one before in the slot of its hash.
-        # No trace has the initial hash of its slot.
+        # The last group of each trace, in a table of fixed size: a trace replaces the trace before it in the slot of
+        # its hash. No trace has the initial hash of its slot.
         self._hashes = array("q", range(1, REMEMBERED + 1))
         self._groups = array("h", bytes(2 * REMEMBERED))
         self._chance = random.Random(seed)
@@ -36,9 +36,7 @@ class Router:
         """Returns one of the groups in `loads`, which has the number of open requests of each."""
         least = min(loads.values())
         hashes = [hash(trace) for trace in traces]
-        votes = Counter(
-            self._groups[key % REMEMBERED] for key in hashes if self._hashes[key % REMEMBERED] == key
-        )
+        votes = Counter(self._groups[key % REMEMBERED] for key in hashes if self._hashes[key % REMEMBERED] == key)
         chosen = None
         for group, _ in votes.most_common():
             if group in loads and loads[group] <= least + SLACK + least // 4:
