@@ -1,6 +1,7 @@
 """A worker is killed. `send` raises an error that names the worker, and the memory it held, which is free again."""
 
 import multiprocessing
+import multiprocessing.connection
 import time
 
 import penstock
@@ -24,7 +25,7 @@ if __name__ == "__main__":
         while steps.snapshot()["receivers"][1]["records"] == 0:  # until worker 1 has it
             time.sleep(0.001)
         workers[1].kill()
-        workers[1].join()
+        multiprocessing.connection.wait([workers[1].sentinel])  # `join` may hide from Penstock how the worker ended
         try:
             while True:  # a death is noticed within 100 ms: until then `send` sends
                 core.send(b"the next step")
@@ -33,4 +34,5 @@ if __name__ == "__main__":
             print(f"PeerDied: {death}")
         core.send(b"the next step")  # nothing had been sent: send it again, for the receivers that are left
         workers[0].kill()
-        workers[0].join()
+        for process in workers:
+            process.join()
