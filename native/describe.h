@@ -98,8 +98,8 @@ inline Error Pool::stale(const Extent& ref, const char* why, u32 found) const {
 inline std::string Channel::describe(End end) const {
     return is_known(end) ? by->describe(end.slot) : "a peer whose place has been taken since";
 }
-// While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms). A dying
-// peer of a process that is gone is about to be reaped.
+// While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms). A
+// dying peer of a process that is gone is about to be reaped.
 inline void Channel::await_count(End end) const {
     for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
         PeerSlot& peer = by->peer(end.slot);
