@@ -1,6 +1,8 @@
-"""A worker is killed. The error of `send` names it, and says what it held, which has been given back."""
+"""A worker is killed. `send` raises an error that names the worker, and the memory it held, which is free again."""
 
 import multiprocessing
+import multiprocessing.connection
+import time
 
 import penstock
 
@@ -9,7 +11,8 @@ def worker(steps, rank):
     receiver = steps.open_receiver(rank, name=f"worker {rank}")
     held = receiver.receive_view(timeout=30)  # 32 MiB, where they lie
     assert len(held) == 32 << 20
-    multiprocessing.Event().wait()  # for ever
+    while True:
+        receiver.receive(timeout=30)
 
 
 if __name__ == "__main__":
@@ -20,13 +23,16 @@ if __name__ == "__main__":
     with steps.open_sender(name="core") as core:
         core.send(bytes(32 << 20))
         while steps.snapshot()["receivers"][1]["records"] == 0:  # until worker 1 has it
-            pass
+            time.sleep(0.001)
         workers[1].kill()
-        workers[1].join()
+        multiprocessing.connection.wait([workers[1].sentinel])  # `join` may hide from Penstock how the worker ended
         try:
-            core.send(b"the next step")
+            while True:  # a death is noticed within 100 ms: until then `send` sends
+                core.send(b"the next step")
+                time.sleep(0.001)
         except penstock.PeerDied as death:
             print(f"PeerDied: {death}")
         core.send(b"the next step")  # nothing had been sent: send it again, for the receivers that are left
-    workers[0].kill()
-    workers[0].join()
+        workers[0].kill()
+        for process in workers:
+            process.join()

@@ -50,6 +50,12 @@ NB_MODULE(_native, m) {
     m.attr("MAX_RECEIVERS") = MAX_RECEIVERS;
     m.attr("MAX_SENDERS") = MAX_LANES;
     m.attr("MAX_BLOCKS") = MAX_BLOCKS;
+    m.attr("SEGMENT") = static_cast<u32>(SegmentKind::raw);
+    m.attr("POOL") = static_cast<u32>(SegmentKind::pool);
+    m.attr("CHANNEL") = static_cast<u32>(SegmentKind::channel);
+    m.attr("RING") = static_cast<u32>(ChannelStyle::ring);
+    m.attr("BROADCAST") = static_cast<u32>(ChannelStyle::broadcast);
+    m.attr("INBOX") = static_cast<u32>(ChannelStyle::inbox);
     nb::list points;
     for (const char* name : points::NAMES) points.append(nb::str(name));
     m.attr("POINTS") = nb::tuple(points);

@@ -65,7 +65,7 @@ class Channel {
     u64 ring_offset(u32 lane, u64 position) const {
         return g.data + lane * g.shape.lane_nbytes + (position & (g.shape.lane_nbytes - 1));
     }
-    bool is_inbox() const { return g.shape.style == 3; }
+    bool is_inbox() const { return g.shape.style == static_cast<u32>(ChannelStyle::inbox); }
     u32 changes() const { return segment->header().changes.load(order::changes.acquire); }
     void changed() { segment->header().changes.fetch_add(1, order::changes.acq_rel); }
 

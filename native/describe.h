@@ -98,13 +98,14 @@ inline Error Pool::stale(const Extent& ref, const char* why, u32 found) const {
 inline std::string Channel::describe(End end) const {
     return is_known(end) ? by->describe(end.slot) : "a peer whose place has been taken since";
 }
-// While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms).
+// While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms). A
+// dying peer of a process that is gone is about to be reaped.
 inline void Channel::await_count(End end) const {
     for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
         PeerSlot& peer = by->peer(end.slot);
-        if (state_of(peer.identity.load(order::identity.acquire)) != PeerState::dying ||
-            peer.reaped_ns.load(RELAXED) == 0)
-            return;
+        u64 identity = peer.identity.load(order::identity.acquire);
+        if (state_of(identity) != PeerState::dying) return;
+        if (peer.reaped_ns.load(RELAXED) == 0 && look_at(identity).liveness != Liveness::gone) return;
     }
 }
 inline Error Channel::died(const char* role, u32 index, End end) const {

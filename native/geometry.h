@@ -28,10 +28,14 @@ struct Geometry {
         if (is_channel) {
             if (shape.lanes == 0 || shape.lanes > MAX_LANES) refuse("lanes");
             if (shape.receivers == 0 || shape.receivers > MAX_RECEIVERS) refuse("receivers");
+            auto style = static_cast<ChannelStyle>(shape.style);
+            bool is_inbox = style == ChannelStyle::inbox, is_broadcast = style == ChannelStyle::broadcast;
+            if (!is_inbox && !is_broadcast && style != ChannelStyle::ring) refuse("style");
+            if ((!is_inbox && shape.lanes != 1) || (!is_broadcast && shape.receivers != 1)) refuse("style");
             if (shape.lane_nbytes < PAGE || shape.lane_nbytes > (1ull << 31)) refuse("lane_nbytes");
             if ((shape.lane_nbytes & (shape.lane_nbytes - 1)) != 0) refuse("lane_nbytes");
             if (shape.inline_limit < 64 || shape.inline_limit > shape.lane_nbytes / 4) refuse("inline_limit");
-        } else if (shape.lanes != 0 || shape.receivers != 0) {
+        } else if (shape.lanes != 0 || shape.receivers != 0 || shape.style != static_cast<u32>(ChannelStyle::none)) {
             refuse("lanes");
         }
         if (shape.buckets > (is_pool ? 2 * MAX_BLOCKS : 0) || (shape.buckets & (shape.buckets - 1)) != 0)

@@ -1,5 +1,6 @@
 // layout.h: every byte that processes share, drawn once. Nothing here waits, maps or allocates.
 //
+// clang-format off
 //   a segment (one anonymous file)
 //   0        4096      ...                                          data_offset                 trace    total
 //   ┌────────┬─────────┬────────────┬────────┬─────────┬───────────┬─────────┬──────────────────┬────────┐
@@ -9,10 +10,10 @@
 //   │        │         │            │        │         │ Cursors,  │         │                  │        │
 //   │        │         │            │        │         │ schema    │         │                  │        │
 //   └────────┴─────────┴────────────┴────────┴─────────┴───────────┴─────────┴──────────────────┴────────┘
-//   └──────────────── control: read and written by all ────────────┘└─ data: written by senders ┘└─ of a channel:
-//   written
-//                                                                      and takers, mapped          by its ends while
-//                                                                      read-only by others         they are traced
+//   └─ control: read and written by all ───────────────────────────┘└─ data: written by senders ┘└─ of a channel:
+//                                                                      and takers, mapped          written by its
+//                                                                      read-only by others         ends while traced
+// clang-format on
 //
 // MUST: a reader of a number copies it once, checks the copy, and uses the copy (no double fetch).
 // MUST: a field has one writer, or is changed by compare-and-swap, or under the lock that its comment names.
@@ -51,6 +52,9 @@ using Shared = Atomic<T>;
 static_assert(sizeof(Shared<u32>) == 4 && sizeof(Shared<u64>) == 8 && sizeof(Counter) == 8);
 
 enum class SegmentKind : u32 { raw = 1, pool = 2, channel = 3 };
+// How many ends a channel has. A receiver of an inbox finds the lanes that have records by ChannelHeader.ready.
+// Receivers of the other styles read the one lane there is.
+enum class ChannelStyle : u32 { none = 0, ring = 1, broadcast = 2, inbox = 3 };
 
 // What a segment is made of. Written once before anybody else can see the segment; every attacher copies it, checks the
 // copy (Geometry in segment.h) and computes all offsets from that, so nothing written here later can move a pointer.
@@ -64,7 +68,7 @@ struct Shape {
     u32 latency;         // Latency in wait.h
     u32 receiver_death;  // 0: a send that finds a dead receiver raises once; 1: goes on without it
     u32 sender_death;    // the same for a receiver that finds a dead sender (inbox)
-    u32 style;           // 1 ring, 2 broadcast, 3 inbox: for names only
+    u32 style;           // ChannelStyle; none: not a channel
     u32 buckets;         // of a pool that keeps blocks by key, a power of two; 0: it does not
     u32 elsewhere;       // of a pool: 1: its bytes are not in this file, and are none of ours; only their holders are
     u64 page;            // what data is aligned to: 4096, or the huge page
@@ -127,8 +131,7 @@ static_assert(offsetof(PeerSlot, watcher) % 8 == 0);  // so that the node that b
 inline constexpr u64 ROBUST_DISTANCE = 64 << 10;
 static_assert(PAGE + MAX_PEERS * sizeof(PeerSlot) <= ROBUST_DISTANCE);
 
-// ── bell: where all waiting is done (wait.h)
-// ───────────────────────────────────────────────────────────────────────────
+// ── bell: where all waiting is done (wait.h) ─────────────────────────────────────────────────────────────────────────
 struct alignas(LINE) Bell {
     Shared<u32> rings;  // the futex word; moved by ringers
     u32 unused;

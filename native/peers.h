@@ -44,8 +44,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         return self;
     }
     ~Attachment() {
-        for (auto& bell : bells_)
-            if (bell.fd >= 0) ::close(bell.fd);
+        for (OtherBell& bell : bells_) bell.close();
         if (bell_pipe_[0] >= 0) ::close(bell_pipe_[0]);
         if (bell_pipe_[1] >= 0) ::close(bell_pipe_[1]);
     }
@@ -157,6 +156,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             segment_->header().changes.fetch_add(1, order::changes.release);
             wake_everybody(*this);
         }
+        drop_bells();
     }
     // The peer's process is ending, and its memory may still be written to: its ends are dead, and what it holds stays.
     void announce_dying(u64 identity) {
@@ -218,13 +218,24 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         if (bells_.size() <= slot) bells_.resize(slot + 1);
         OtherBell& bell = bells_[slot];
         if (bell.ino != ino) {
-            if (bell.fd >= 0) ::close(bell.fd);
-            bell = {ino, -1};
+            bell.close();
+            // Once drop_bells has seen that a peer is not live, no pipe of that peer is opened again: both hold the
+            // mutex.
+            if (!is_live(slot)) return;
             bell.fd =
                 open_pipe(peer(slot).identity.load(order::identity.acquire), peer(slot).bell_fd.load(RELAXED), ino);
-            if (bell.fd < 0) bell.ino = 0;  // gone, or not yet to be had: try again next time
+            if (bell.fd >= 0) bell.ino = ino;  // else gone, or not yet to be had: the next call tries again
         }
         if (bell.fd >= 0) poke(bell.fd);
+    }
+    // Closes the cached pipes of peers that are no longer live. The mutex is held, as in wake_async, so no thread
+    // writes into a descriptor that another thread closes.
+    void drop_bells() {
+        std::lock_guard guard(bells_mutex_);
+        for (u32 slot = 0; slot < bells_.size(); ++slot)
+            if (bells_[slot].fd >= 0 &&
+                (!is_live(slot) || peer(slot).bell_ino.load(order::bell_pipe.acquire) != bells_[slot].ino))
+                bells_[slot].close();
     }
 
     // ── work that met a lock of a stopped peer ──
@@ -282,6 +293,11 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     struct OtherBell {
         u64 ino = 0;
         int fd = -1;
+        void close() {
+            if (fd >= 0) ::close(fd);
+            ino = 0;
+            fd = -1;
+        }
     };
 
     // All peers learn that there is one more to watch: their watchers through a pipe, those that wait by their

@@ -121,10 +121,9 @@ inline Node take(int fd) {
     Header& header = by->segment().header();
     u64 now = now_ns();
     Node out;
-    const char* kinds[] = {"?", "segment", "pool", "channel"};
-    const char* styles[] = {"", "ring", "broadcast", "inbox"};
-    out.set("name", by->segment().name())
-        .set("kind", g.shape.kind == 3 && g.shape.style <= 3 ? styles[g.shape.style] : kinds[g.shape.kind]);
+    const char* kinds[] = {"?", "segment", "pool"};              // by SegmentKind
+    const char* styles[] = {"?", "ring", "broadcast", "inbox"};  // by ChannelStyle
+    out.set("name", by->segment().name()).set("kind", g.channel != 0 ? styles[g.shape.style] : kinds[g.shape.kind]);
     out.set("nonce", format("%016llx", static_cast<unsigned long long>(by->segment().nonce())));
     out.set("nbytes", g.trace)
         .set("page_nbytes", g.shape.page)

@@ -283,6 +283,7 @@ inline WatcherNumbers Watcher::numbers() {
 
 inline std::string Watcher::scan(Attachment* attachment, std::vector<u64>& gone) {
     std::string why;
+    attachment->drop_bells();  // of peers that have left, or that another process has reaped
     for (u32 slot = 0; slot < attachment->shape().max_peers; ++slot) {
         u64 identity = attachment->peer(slot).identity.load(order::identity.acquire);
         PeerState state = state_of(identity);

@@ -49,6 +49,7 @@ CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_cha
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: whose processes are killed under them
 NODE_BLOWS              = choose(7,       300,     3_000)      # test_node_campaign: to a node, and to the link to it
 BRIDGE_DEATHS           = choose(1,       40,      1_000)      # test_bridge: of each side of a link
+PIPE_DEATHS             = choose(20,      1_000,   10_000)     # test_wake_up_pipes: of receivers in event loops
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
 VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests whose clients go away
 # property: examples of hypothesis, and seeds of traces
@@ -70,6 +71,8 @@ FRAMES_MUTATIONS        = choose(6_000,   30_000,  300_000)    # test_frames
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor
 STORE_OPERATIONS        = choose(8_000,   20_000,  100_000)    # test_kept
 STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: whose waits are shown
+# test_server_soak: requests before the first measurement and after it, and bytes that each of the latter may leave
+SOAK_REQUESTS           = choose((1_500, 1_500, 2_000), (10_000, 90_000, 10), (10_000, 990_000, 10))
 PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience
 PATIENCE_SECONDS        = choose(3.0,     6.0,     3_600.0)
 STREAMS_SCALE           = choose(0.25,    1,       20)         # test_streams: between processes in Python
@@ -78,5 +81,6 @@ ORDINARY_REQUESTS       = choose(((20, 1),), ((100, 1),), ((2_000, 1), (400, 2))
 # faults
 FAULTS_CASES            = choose(250,     500,     20_000)     # system calls that fail
 # e2e
+DEATH_EXAMPLES          = choose(2,       20,      200)        # test_documents: runs of examples/death.py
 SCHEMA_EXAMPLES         = choose(0,       15,      1_000)      # test_server_document: of each route; not in push at all
 # fmt: on

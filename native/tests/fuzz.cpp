@@ -642,11 +642,11 @@ void adopt_anything(World& world, u64 seed, u64 round) {
 
 [[noreturn]] void run(const Arguments& arguments, u64 first, u64 mutations, bool is_one) {
     std::vector<std::unique_ptr<World>> worlds;
-    worlds.push_back(std::make_unique<World>(channel_shape(1, 1, 1, 4096, 256, 16 << 10, 8, 8)));
-    worlds.push_back(std::make_unique<World>(channel_shape(2, 1, 3, 4096, 512, 32 << 10, 12, 8)));
-    worlds.push_back(std::make_unique<World>(channel_shape(3, 3, 1, 4096, 256, 16 << 10, 12, 8)));
+    worlds.push_back(std::make_unique<World>(channel_shape(ChannelStyle::ring, 1, 1, 4096, 256, 16 << 10, 8, 8)));
+    worlds.push_back(std::make_unique<World>(channel_shape(ChannelStyle::broadcast, 1, 3, 4096, 512, 32 << 10, 12, 8)));
+    worlds.push_back(std::make_unique<World>(channel_shape(ChannelStyle::inbox, 3, 1, 4096, 256, 16 << 10, 12, 8)));
     worlds.push_back(std::make_unique<World>(pool_shape(32 << 10, 16, 8)));
-    Shape growing = channel_shape(1, 1, 1, 4096, 256, 64 << 10, 8, 8);
+    Shape growing = channel_shape(ChannelStyle::ring, 1, 1, 4096, 256, 64 << 10, 8, 8);
     growing.granule_nbytes = 4096;
     worlds.push_back(std::make_unique<World>(growing));
     Shape keeping = pool_shape(32 << 10, 16, 8);

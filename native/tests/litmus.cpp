@@ -44,7 +44,9 @@ void publish(u32 receivers, u64 records) {
                                      {"stale (of an earlier lap)", false, "room is given after the record was read"},
                                      {"one again", false, "a position is passed once"},
                                      {"one skipped", false, "a position is passed by its record's length"}}};
-    auto segment = create(channel_shape(receivers == 1 ? 1 : 2, 1, receivers, 4096, 512, 64 << 10, 8), "publish");
+    auto segment = create(channel_shape(receivers == 1 ? ChannelStyle::ring : ChannelStyle::broadcast, 1, receivers,
+                                        4096, 512, 64 << 10, 8),
+                          "publish");
     std::vector<std::thread> threads;
     for (u32 r = 0; r < receivers; ++r)
         threads.emplace_back([&, r] {
@@ -97,7 +99,7 @@ void bell(u64 rounds, u64 seed) {
                                      {"woken", true, "the ringer saw the bit"},
                                      {"looked up before it was published", true, "the ringer was late, not the bell"},
                                      {"slept on what was published", false, "one of both sees the other's store"}}};
-    auto segment = create(channel_shape(1, 1, 1, 4096, 512, 64 << 10, 8), "bell");
+    auto segment = create(channel_shape(ChannelStyle::ring, 1, 1, 4096, 512, 64 << 10, 8), "bell");
     Bell& bell = segment->at<ChannelHeader>(segment->geometry().channel)->bell;
     Shared<u64> published{0}, published_ns{0}, turn{0};
     std::thread waiter([&] {
@@ -140,7 +142,7 @@ void ready(u32 lanes, u64 records) {
     enum { found, overlooked };
     std::array<Outcome, 2> outcomes{{{"found", true, "the bit was set, or the last look saw it"},
                                      {"committed, and not looked for", false, "cleared first, looked at after"}}};
-    auto segment = create(channel_shape(3, lanes, 1, 4096, 512, 64 << 10, 8, lanes + 2), "ready");
+    auto segment = create(channel_shape(ChannelStyle::inbox, lanes, 1, 4096, 512, 64 << 10, 8, lanes + 2), "ready");
     std::vector<std::thread> threads;
     for (u32 i = 0; i < lanes; ++i)
         threads.emplace_back([&, i] {
@@ -225,7 +227,7 @@ void robust_lock(u32 lockers, u64 rounds) {
 
 // A receiver that follows another asks the sender to be counted. One that was asked, and died before it had done it,
 // leaves the asking to be seen by the next: else that one sends to nobody, and waits for nobody.
-void a_receiver_is_admitted_though_the_sender_it_asked_died(u32 style) {
+void a_receiver_is_admitted_though_the_sender_it_asked_died(ChannelStyle style) {
     auto segment = create(channel_shape(style, 1, 1, 4096, 512, 64 << 10, 8), "asked");
     Lane& lane = segment->at<Lane>(segment->geometry().lanes)[0];
     auto by = Attachment::join(segment, "receiver");
@@ -251,7 +253,8 @@ void a_receiver_is_admitted_though_the_sender_it_asked_died(u32 style) {
 int main(int argc, char** argv) {
     Arguments arguments(argc, argv);
     u64 unit = (arguments.is_quick ? 1 : 30) * arguments.scale;
-    for (u32 style : {1u, 2u, 3u}) a_receiver_is_admitted_though_the_sender_it_asked_died(style);
+    for (ChannelStyle style : {ChannelStyle::ring, ChannelStyle::broadcast, ChannelStyle::inbox})
+        a_receiver_is_admitted_though_the_sender_it_asked_died(style);
     robust_lock(4, arguments.is_quick ? 5 : 40 * arguments.scale);  // early: it forks
     for (u32 receivers : {1u, 2u, 8u}) publish(receivers, 20'000 * unit / receivers);
     bell(5'000 * unit, arguments.seed);

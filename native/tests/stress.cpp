@@ -27,7 +27,8 @@ struct Head {
 
 struct Plan {
     const char* name;
-    u32 style, lanes, receivers;
+    ChannelStyle style;
+    u32 lanes, receivers;
     u64 lane_nbytes, inline_limit;
     u64 records;  // per lane
     u64 start;    // position of the first record
@@ -172,16 +173,16 @@ int main(int argc, char** argv) {
     u64 unit = (arguments.is_quick ? 1'000 : 100'000) * arguments.scale;
     constexpr u64 K = 1024;
     const Plan plans[] = {
-        {"ring", 1, 1, 1, 64 * K, 4 * K, 30 * unit, 0, 200},
-        {"ring, tiny", 1, 1, 1, 4 * K, 256, 20 * unit, 0, 50},
-        {"ring, across 2^32", 1, 1, 1, 16 * K, 2 * K, 10 * unit, (1ull << 32) - 64 * K, 100},
-        {"ring, across 2^63", 1, 1, 1, 16 * K, 2 * K, 10 * unit, (1ull << 63) - 64 * K, 100},
-        {"ring, everything spilled", 1, 1, 1, 4 * K, 64, 3 * unit, 0, 1},
-        {"broadcast to 4", 2, 1, 4, 64 * K, 4 * K, 8 * unit, 0, 200},
-        {"broadcast, across 2^63", 2, 1, 4, 16 * K, 1 * K, 3 * unit, (1ull << 63) - 64 * K, 50},
-        {"broadcast to 8", 2, 1, 8, 64 * K, 4 * K, 2 * unit, 0, 0},
-        {"inbox from 4", 3, 4, 1, 64 * K, 4 * K, 6 * unit, 0, 200},
-        {"inbox, across 2^32", 3, 4, 1, 16 * K, 1 * K, 3 * unit, (1ull << 32) - 64 * K, 50},
+        {"ring", ChannelStyle::ring, 1, 1, 64 * K, 4 * K, 30 * unit, 0, 200},
+        {"ring, tiny", ChannelStyle::ring, 1, 1, 4 * K, 256, 20 * unit, 0, 50},
+        {"ring, across 2^32", ChannelStyle::ring, 1, 1, 16 * K, 2 * K, 10 * unit, (1ull << 32) - 64 * K, 100},
+        {"ring, across 2^63", ChannelStyle::ring, 1, 1, 16 * K, 2 * K, 10 * unit, (1ull << 63) - 64 * K, 100},
+        {"ring, everything spilled", ChannelStyle::ring, 1, 1, 4 * K, 64, 3 * unit, 0, 1},
+        {"broadcast to 4", ChannelStyle::broadcast, 1, 4, 64 * K, 4 * K, 8 * unit, 0, 200},
+        {"broadcast, across 2^63", ChannelStyle::broadcast, 1, 4, 16 * K, 1 * K, 3 * unit, (1ull << 63) - 64 * K, 50},
+        {"broadcast to 8", ChannelStyle::broadcast, 1, 8, 64 * K, 4 * K, 2 * unit, 0, 0},
+        {"inbox from 4", ChannelStyle::inbox, 4, 1, 64 * K, 4 * K, 6 * unit, 0, 200},
+        {"inbox, across 2^32", ChannelStyle::inbox, 4, 1, 16 * K, 1 * K, 3 * unit, (1ull << 32) - 64 * K, 50},
     };
     for (const Plan& plan : plans) {
         if (!is_threads_only) play(plan, false);

@@ -29,7 +29,8 @@ std::shared_ptr<Segment> look_at(const std::shared_ptr<Segment>& segment) {
 }
 
 struct Play {
-    std::shared_ptr<Segment> segment = create(channel_shape(1, 1, 1, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "tap");
+    std::shared_ptr<Segment> segment =
+        create(channel_shape(ChannelStyle::ring, 1, 1, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "tap");
     std::shared_ptr<Attachment> by = Attachment::join(segment, "ends");
     Sender sender{by, 0};
     std::shared_ptr<Receiver> receiver = std::make_shared<Receiver>(by, 0);
@@ -153,7 +154,8 @@ void the_block_of_another_record_is_not_taken_for_the_one_before_it() {
 // ── at full speed ──
 struct Plan {
     const char* name;
-    u32 style, lanes, receivers;
+    ChannelStyle style;
+    u32 lanes, receivers;
     u64 lane_nbytes, inline_limit;
     u64 records;  // per lane
     u64 start;    // position of the first record
@@ -281,13 +283,13 @@ int main(int argc, char** argv) {
     u64 unit = (arguments.is_quick ? 2'000 : 60'000) * arguments.scale;
     constexpr u64 K = 1024;
     const Plan plans[] = {
-        {"ring", 1, 1, 1, 64 * K, 4 * K, 10 * unit, 0, 200},
-        {"ring, tiny", 1, 1, 1, 4 * K, 256, 10 * unit, 0, 50},
-        {"ring, records of a quarter", 1, 1, 1, 4 * K, 1 * K, 10 * unit, 0, 0},
-        {"ring, across 2^63", 1, 1, 1, 16 * K, 2 * K, 5 * unit, (1ull << 63) - 64 * K, 100},
-        {"ring, everything spilled", 1, 1, 1, 4 * K, 64, 2 * unit, 0, 1},
-        {"broadcast to 4", 2, 1, 4, 16 * K, 1 * K, 4 * unit, 0, 100},
-        {"inbox from 4", 3, 4, 1, 16 * K, 1 * K, 2 * unit, 0, 100},
+        {"ring", ChannelStyle::ring, 1, 1, 64 * K, 4 * K, 10 * unit, 0, 200},
+        {"ring, tiny", ChannelStyle::ring, 1, 1, 4 * K, 256, 10 * unit, 0, 50},
+        {"ring, records of a quarter", ChannelStyle::ring, 1, 1, 4 * K, 1 * K, 10 * unit, 0, 0},
+        {"ring, across 2^63", ChannelStyle::ring, 1, 1, 16 * K, 2 * K, 5 * unit, (1ull << 63) - 64 * K, 100},
+        {"ring, everything spilled", ChannelStyle::ring, 1, 1, 4 * K, 64, 2 * unit, 0, 1},
+        {"broadcast to 4", ChannelStyle::broadcast, 1, 4, 16 * K, 1 * K, 4 * unit, 0, 100},
+        {"inbox from 4", ChannelStyle::inbox, 4, 1, 16 * K, 1 * K, 2 * unit, 0, 100},
     };
     for (const Plan& plan : plans) play(plan, arguments.seed);
     return 0;

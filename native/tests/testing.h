@@ -68,9 +68,8 @@ struct Arguments {
         }                                                                                \
     } while (0)
 
-// style 1 ring, 2 broadcast, 3 inbox.
-inline Shape channel_shape(u32 style, u32 lanes, u32 receivers, u64 lane_nbytes, u64 inline_limit, u64 pool_nbytes,
-                           u32 max_blocks, u32 max_peers = 16) {
+inline Shape channel_shape(ChannelStyle style, u32 lanes, u32 receivers, u64 lane_nbytes, u64 inline_limit,
+                           u64 pool_nbytes, u32 max_blocks, u32 max_peers = 16) {
     Shape shape{};
     shape.kind = static_cast<u32>(SegmentKind::channel);
     shape.max_peers = max_peers;
@@ -78,7 +77,7 @@ inline Shape channel_shape(u32 style, u32 lanes, u32 receivers, u64 lane_nbytes,
     shape.lanes = lanes;
     shape.receivers = receivers;
     shape.latency = static_cast<u32>(Latency::automatic);
-    shape.style = style;
+    shape.style = static_cast<u32>(style);
     shape.page = PAGE;
     shape.lane_nbytes = lane_nbytes;
     shape.inline_limit = inline_limit;

@@ -21,7 +21,8 @@ u64 pages_of(const Segment& segment) {
 }
 
 struct Play {
-    std::shared_ptr<Segment> segment = create(channel_shape(2, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
+    std::shared_ptr<Segment> segment =
+        create(channel_shape(ChannelStyle::broadcast, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
     TraceReader reader{other_mapping(segment)};
     std::vector<TraceEvent> events = std::vector<TraceEvent>(TRACE_EVENTS);
 
@@ -129,7 +130,8 @@ void a_wait_of_an_event_loop_ends_with_its_record() {
 }
 
 void nothing_is_written_and_no_page_is_taken_while_no_tracer_asks() {
-    auto segment = create(channel_shape(2, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
+    auto segment =
+        create(channel_shape(ChannelStyle::broadcast, 1, 2, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
     u64 before = pages_of(*segment);
     {
         Sender sender(Attachment::join(segment, "sender"), 0);
@@ -214,7 +216,7 @@ void what_is_no_event_is_counted_and_not_returned() {
 
 // ── at full speed ──
 void a_tracer_never_returns_a_torn_event(u64 many, u64 seed) {
-    auto segment = create(channel_shape(1, 1, 1, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
+    auto segment = create(channel_shape(ChannelStyle::ring, 1, 1, LANE_NBYTES, INLINE_LIMIT, 64 << 10, 8), "trace");
     constexpr u64 TRACERS = 3;
     std::atomic<bool> is_over{false};
     std::atomic<u64> whole{0}, missed{0};
@@ -262,7 +264,7 @@ void a_tracer_never_returns_a_torn_event(u64 many, u64 seed) {
 // What an event costs an end, and what a look at the word costs an end that is not traced. For people to read.
 void print_costs() {
     constexpr u64 MANY = 200'000;
-    auto segment = create(channel_shape(1, 1, 1, 64 << 10, INLINE_LIMIT, 64 << 10, 8), "trace");
+    auto segment = create(channel_shape(ChannelStyle::ring, 1, 1, 64 << 10, INLINE_LIMIT, 64 << 10, 8), "trace");
     auto by = Attachment::join(segment, "ends");
     Sender sender(by, 0);
     auto receiver = std::make_shared<Receiver>(by, 0);

@@ -5,6 +5,7 @@ from __future__ import annotations
 from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
+from penstock import _native
 from penstock._native import Lease
 from penstock.channel import AsyncReceiver, AsyncSender, Receiver, Sender
 from penstock.codec import Broadcast, Buffer, Inbox, Ring
@@ -64,9 +65,9 @@ def attach(where: _Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Sto
         b'from another process'
     """
     with _attached_segment(where) as segment:
-        if segment.kind == 1 and type is bytes:
+        if segment.kind == _native.SEGMENT and type is bytes:
             return _Segment(segment)
-        if segment.kind == 2 and type is bytes:
+        if segment.kind == _native.POOL and type is bytes:
             if segment.is_elsewhere:
                 # Imported here: a process without a device does not load its driver. The import does not call it.
                 from penstock.tensor.cuda import CudaPool

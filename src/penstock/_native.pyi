@@ -20,6 +20,18 @@ MAX_SENDERS: int = 64
 
 MAX_BLOCKS: int = 65536
 
+SEGMENT: int = 1
+
+POOL: int = 2
+
+CHANNEL: int = 3
+
+RING: int = 1
+
+BROADCAST: int = 2
+
+INBOX: int = 3
+
 POINTS: tuple = ...
 
 def arm_point(name: str, action: str, countdown: int = 1, delay_us: int = 0) -> None:

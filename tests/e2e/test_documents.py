@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -13,7 +14,7 @@ import pytest
 
 from tests import tiers
 from tests.conftest import eventually
-from tests.support.documents import EXAMPLES, PAGES, ROOT, environment, sessions
+from tests.support.documents import EXAMPLES, PAGES, ROOT, environment, fences, sessions
 
 ASKING = ("ask", "see")  # the examples that need a server; the pages with one run them
 PORT = "8000"  # of the pages; here it is one that is free
@@ -65,6 +66,31 @@ def session(number: int) -> list[int]:
 def test_an_example_runs_and_leaves_nobody(example: Path, tmp_path: Path) -> None:
     with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 60, example) as (status, told):
         assert status == 0, told
+
+
+def test_death_example_prints_what_the_documents_show(tmp_path: Path) -> None:
+    def without_pid(text: str) -> str:
+        return re.sub(r"\(pid \d+\)", "(pid N)", text)
+
+    shown = {
+        without_pid(fence.text)
+        for page in PAGES
+        for fence in fences(page)
+        if fence.language == "text" and fence.text.startswith("PeerDied: ")
+    }
+    (text,) = shown  # README and the guide show the same line
+    example = ROOT / "examples" / "death.py"
+    busy = [
+        subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(2 * len(os.sched_getaffinity(0)))
+    ]
+    try:
+        for _ in range(tiers.DEATH_EXAMPLES):
+            with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 120, example) as (status, told):
+                assert (status, without_pid(told)) == (0, text)
+    finally:
+        for process in busy:
+            process.kill()
+            process.wait()
 
 
 def free_port() -> str:

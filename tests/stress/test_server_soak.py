@@ -11,6 +11,7 @@ psutil = pytest.importorskip("psutil")
 pytest.importorskip("openai")
 pytest.importorskip("httptools")
 
+from penstock.tools.inspect import private_nbytes_of  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.e2e.test_server import Served, served  # noqa: E402
 from tests.support.engine import told  # noqa: E402
@@ -58,6 +59,38 @@ def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -
             room = RSS_NBYTES + RSS_SHARE * most if what == "rss_nbytes" else 8 if what == "descriptors" else 0
             print(f"{name}: {what} {most:,} -> {then:,}")
             assert then <= most + room, f"{name}: {what} has grown from {most:,} to {then:,}"
+
+
+def private_nbytes(tree: Served) -> dict[str, int]:
+    found = {str(child.member): private_nbytes_of(child.pid) for child in tree.children()}
+    return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
+
+
+@pytest.mark.timeout(tiers.limit(2_400, 40_000))
+def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> None:
+    warm_up, requests, limit_nbytes = tiers.SOAK_REQUESTS
+
+    async def ask(tree: Served, seed: int, requests: int) -> dict[str, int]:
+        load = Load(tree, seed, within=60)
+        async with load.running(12) as tasks:
+            while len(load.asked) < requests:
+                await asyncio.sleep(0.05)
+                if tasks.done():
+                    tasks.result()
+        await must_be_as_before(tree)
+        assert not [request.error for request in load.asked if request.error]
+        return private_nbytes(tree)
+
+    async def scene() -> None:
+        shape = {"api_server_count": 1, "data_parallel_size": 1}
+        async with served(LIMITS, simulated=told(step_seconds=0.001), store_nbytes=STORE_NBYTES, **shape) as tree:
+            before = await ask(tree, seed, warm_up)
+            after = await ask(tree, seed + 1, requests)
+        grown = {name: (after[name] - before[name]) / requests for name in after}
+        print("bytes a request:", {name: round(nbytes, 1) for name, nbytes in grown.items()})
+        assert sum(grown.values()) <= limit_nbytes, grown
+
+    asyncio.run(scene())
 
 
 @tiers.needs_soak

@@ -25,8 +25,6 @@ INLINE_LIMIT = 64 << 10  # longer records go to the pool: from here on a view wi
 SPILL_BLOCKS = 256  # records longer than INLINE_LIMIT that may be under way or held at once
 MAX_POLL_S = 0.02  # between two looks at the receivers that are still missing
 
-RING, BROADCAST, INBOX = 1, 2, 3  # the shapes, as layout.h numbers them
-
 _C = TypeVar("_C", bound="SegmentChannel")
 
 
@@ -125,7 +123,7 @@ class SegmentChannel(Shareable):
 
 
 def create_segment(
-    shape: int,
+    style: int,
     *,
     name: str,
     senders: int = 1,
@@ -159,7 +157,7 @@ def create_segment(
         if word not in ("raise", "ignore"):
             raise ValueError(f"on_…_death is 'raise' or 'ignore', not {word!r}")
     if capacity is None:
-        capacity = LANE_NBYTES if shape != INBOX else LANE_NBYTES // 4
+        capacity = LANE_NBYTES if style != _native.INBOX else LANE_NBYTES // 4
     within("capacity", capacity, 4096, 1 << 31)
     if capacity & (capacity - 1):
         raise ValueError(f"capacity is a power of two, not {capacity}")
@@ -170,8 +168,8 @@ def create_segment(
         spill_nbytes = _spill_nbytes()
     fitting(spill_nbytes, "a channel's pool")
     fields = {
-        "kind": 3,
-        "style": shape,
+        "kind": _native.CHANNEL,
+        "style": style,
         "max_peers": max_peers,
         "max_blocks": spill_blocks,
         "lanes": senders,

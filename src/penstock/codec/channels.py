@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Generic
 
 from penstock import _native
 from penstock.channel import AsyncReceiver, AsyncSender, Latency, OnDeath, Receiver, SegmentChannel, Sender
-from penstock.channel.channels import BROADCAST, INBOX, RING, SPILL_BLOCKS, create_segment
+from penstock.channel.channels import SPILL_BLOCKS, create_segment
 from penstock.codec.payload import Payload
 from penstock.errors import LayoutMismatch
 
@@ -26,7 +26,7 @@ else:
 class Channel(SegmentChannel, Generic[T]):
     """What the three shapes share: opening ends, and a look at their state."""
 
-    SHAPE: ClassVar[int]
+    STYLE: ClassVar[int]
 
     def __init__(self, segment: _native.Segment, payload: Payload) -> None:
         super().__init__(segment)
@@ -152,7 +152,7 @@ class Ring(Channel[T]):
         Step(tokens=[1, 2, 3])
     """
 
-    SHAPE = RING
+    STYLE = _native.RING
 
     def __init__(
         self,
@@ -174,7 +174,7 @@ class Ring(Channel[T]):
     ) -> None:
         payload = Payload.of(type)
         segment = create_segment(
-            self.SHAPE,
+            self.STYLE,
             schema=payload.described(),
             name=name,
             capacity=capacity,
@@ -228,7 +228,7 @@ class Broadcast(Channel[T]):
         [b'step', b'step']
     """
 
-    SHAPE = BROADCAST
+    STYLE = _native.BROADCAST
 
     def __init__(
         self,
@@ -251,7 +251,7 @@ class Broadcast(Channel[T]):
     ) -> None:
         payload = Payload.of(type)
         segment = create_segment(
-            self.SHAPE,
+            self.STYLE,
             schema=payload.described(),
             receivers=receivers,
             name=name,
@@ -309,7 +309,7 @@ class Inbox(Channel[T]):
         [b'from 0', b'from 1']
     """
 
-    SHAPE = INBOX
+    STYLE = _native.INBOX
 
     def __init__(
         self,
@@ -332,7 +332,7 @@ class Inbox(Channel[T]):
     ) -> None:
         payload = Payload.of(type)
         segment = create_segment(
-            self.SHAPE,
+            self.STYLE,
             schema=payload.described(),
             senders=senders,
             name=name,
@@ -353,10 +353,10 @@ class Inbox(Channel[T]):
 
 
 def channel_of(segment: _native.Segment, type: Any) -> Channel[Any]:
-    for cls in SHAPES:
-        if segment.kind == 3 and segment.style == cls.SHAPE:
+    for cls in STYLES:
+        if segment.style == cls.STYLE:
             return cls._of(segment, Payload.of(type))
     raise LayoutMismatch(f"'{segment.name}' is not a channel")
 
 
-SHAPES: tuple[type[Channel[Any]], ...] = (Ring, Broadcast, Inbox)
+STYLES: tuple[type[Channel[Any]], ...] = (Ring, Broadcast, Inbox)

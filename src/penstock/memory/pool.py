@@ -78,7 +78,7 @@ class Pool(Shareable):
     ) -> Pool:
         """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
         shape = {
-            "kind": 2,
+            "kind": _native.POOL,
             "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
             "max_blocks": within("max_blocks", max_blocks, 1, _native.MAX_BLOCKS),
             "has_grants": 1,
@@ -90,7 +90,7 @@ class Pool(Shareable):
     @classmethod
     def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Pool:
         with attached_segment(where) as segment:
-            if segment.kind != 2:
+            if segment.kind != _native.POOL:
                 raise LayoutMismatch(f"'{segment.name}' is not a pool")
             if segment.is_elsewhere:
                 raise LayoutMismatch(

@@ -196,14 +196,14 @@ class Segment(Shareable):
         prefault: bool = True,
     ) -> Segment:
         """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
-        shape = {"kind": 1, "raw_nbytes": fitting(nbytes, "a segment")}
+        shape = {"kind": _native.SEGMENT, "raw_nbytes": fitting(nbytes, "a segment")}
         options = placement(huge_pages, numa_node, numa_required)
         return cls(_native.Segment.create(short(name), shape, prefault=prefault, **options))
 
     @classmethod
     def attach(cls, where: Ticket | str | int) -> Segment:
         with attached_segment(where) as segment:
-            if segment.kind != 1:
+            if segment.kind != _native.SEGMENT:
                 raise LayoutMismatch(f"'{segment.name}' is not a plain segment")
             return cls(segment)
 

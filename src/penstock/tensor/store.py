@@ -145,7 +145,7 @@ class Store(Shareable):
         pool_nbytes = -(-fitting(nbytes, "a store") // BLOCK_ALIGN) * BLOCK_ALIGN
         granule = granule_nbytes(pool_nbytes)  # huge pages are claimed whole, and what is no larger than a granule
         shape = {
-            "kind": 2,
+            "kind": _native.POOL,
             "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
             "max_blocks": max_items,
             "has_grants": 1,

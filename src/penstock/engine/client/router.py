@@ -6,7 +6,8 @@ The status board counts the open requests of each group.
 from __future__ import annotations
 
 import random
-from collections import Counter, OrderedDict
+from array import array
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -14,7 +15,7 @@ import numpy as np
 from penstock.engine.protocol.messages import Ints
 
 BEGINNING = 64  # tokens of a prompt's prefix: prompts that share them are routed to the same group
-MAX_REMEMBERED = 1 << 14  # prefixes and images
+REMEMBERED = 1 << 15  # prefixes and images, 10 bytes each
 SLACK = 8  # a group may have so many requests, and a fourth, more than the least loaded before affinity is given up
 
 
@@ -25,13 +26,17 @@ def traces(prompt: Ints, salt: bytes, keys: Sequence[bytes]) -> list[bytes]:
 
 class Router:
     def __init__(self, seed: int | None = None) -> None:
-        self._had: OrderedDict[bytes, int] = OrderedDict()  # each trace's last group, the longest unused trace first
+        # The last group of each trace, in a table of fixed size: a trace replaces the trace before it in the slot of
+        # its hash. No trace has the initial hash of its slot.
+        self._hashes = array("q", range(1, REMEMBERED + 1))
+        self._groups = array("h", bytes(2 * REMEMBERED))
         self._chance = random.Random(seed)
 
     def choose(self, loads: Mapping[int, int], traces: Sequence[bytes]) -> int:
         """Returns one of the groups in `loads`, which has the number of open requests of each."""
         least = min(loads.values())
-        votes = Counter(self._had[trace] for trace in traces if trace in self._had)
+        hashes = [hash(trace) for trace in traces]
+        votes = Counter(self._groups[key % REMEMBERED] for key in hashes if self._hashes[key % REMEMBERED] == key)
         chosen = None
         for group, _ in votes.most_common():
             if group in loads and loads[group] <= least + SLACK + least // 4:
@@ -39,9 +44,6 @@ class Router:
                 break
         if chosen is None:
             chosen = self._chance.choice([group for group, load in loads.items() if load == least])
-        for trace in traces:
-            self._had[trace] = chosen
-            self._had.move_to_end(trace)
-        while len(self._had) > MAX_REMEMBERED:
-            self._had.popitem(last=False)
+        for key in hashes:
+            self._hashes[key % REMEMBERED], self._groups[key % REMEMBERED] = key, chosen
         return chosen

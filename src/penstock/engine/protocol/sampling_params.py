@@ -12,6 +12,7 @@ import msgspec
 #   2. a field here with a default, hashable (a tuple, not a list: `columns_of_params` sends equal parameters once), and
 #      its range in `_LIMITS`. The second word of an error is the field ("expected top_p above 0"): `param` of the 400;
 #   3. its reader: `Sampler.join` (worker), `StopConditions.join` (core) or `OutputState` (output processor).
+#   4. if generation_config.json may set it: `SamplingDefaults` in config.py.
 # `penstock generate` accepts each field here by its name.
 class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     """The sampling parameters of a request, and the conditions that end it."""

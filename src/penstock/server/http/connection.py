@@ -17,6 +17,7 @@ from penstock.server.errors import ApiError
 from penstock.server.http.exchange import STATUS_LINES, HttpExchange
 from penstock.server.http.request_parser import Address, RequestParser
 
+RECEIVE_NBYTES = 256 << 10  # at once, as asyncio does
 MAX_UNTAKEN_NBYTES = 64 << 10  # of a body, before reading pauses until the application takes it
 MAX_AHEAD = 16  # requests that a client may send before the one that is being answered is …
 MAX_AHEAD_NBYTES = 256 << 10  # … and bytes of them, while it is not
@@ -39,6 +40,8 @@ class ServerState:
         self.tasks: set[asyncio.Task[None]] = set()  # of the application, one for each request
         self.is_stopping = False
         self.has_fewer = asyncio.Event()  # connections or tasks
+        # For all connections: asyncio would allocate 256 KiB for each read and shrink it, and the heap ends in holes.
+        self.receive_buffer = memoryview(bytearray(RECEIVE_NBYTES))
         self._second = 0
         self._date_line = b""
 
@@ -59,7 +62,7 @@ class ServerState:
         self.has_fewer.set()
 
 
-class HttpConnection(asyncio.Protocol):
+class HttpConnection(asyncio.BufferedProtocol):
     """Requests are read while an earlier one is answered: otherwise the connection would not see its client go."""
 
     def __init__(self, state: ServerState) -> None:
@@ -122,13 +125,18 @@ class HttpConnection(asyncio.Protocol):
         return self._is_over or self._transport.is_closing()
 
     # ── what comes ──
-    def data_received(self, data: bytes) -> None:
+    def get_buffer(self, sizehint: int) -> memoryview:
+        """Returns one buffer for all connections: the event loop fills it, and calls `buffer_updated` at once."""
+        return self._state.receive_buffer
+
+    def buffer_updated(self, nbytes: int) -> None:
+        data = self._state.receive_buffer[:nbytes]
         if self._is_ending or self._is_last:
             self._throw_away(data)
         else:
             self._parse(data)
 
-    def _parse(self, data: bytes) -> None:
+    def _parse(self, data: memoryview) -> None:
         try:
             self._parser.feed(data)
         except ApiError as error:
@@ -150,7 +158,7 @@ class HttpConnection(asyncio.Protocol):
         self._is_over = True
         self._give_up()
 
-    def _throw_away(self, data: bytes) -> None:
+    def _throw_away(self, data: memoryview) -> None:
         self._thrown_nbytes += len(data)
         if self._thrown_nbytes > MAX_THROWN_NBYTES:
             self._transport.close()

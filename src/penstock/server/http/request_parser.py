@@ -43,7 +43,7 @@ class RequestParser:
         self._refusal: ApiError | None = None
         self._is_in_head = False
 
-    def feed(self, data: bytes) -> None:
+    def feed(self, data: bytes | memoryview) -> None:
         """Raises ApiError for what is no request; nothing can be fed after it."""
         self._raw_nbytes += len(data)
         self._fed_nbytes = len(data)

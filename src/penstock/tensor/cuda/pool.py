@@ -175,7 +175,7 @@ class CudaPool(Shareable):
         driver = driver or driver_of()
         nbytes = -(-fitting(nbytes, "a pool") // ALIGN) * ALIGN
         shape = {
-            "kind": 2,
+            "kind": _native.POOL,
             "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
             "max_blocks": within("max_blocks", max_blocks, 1, _native.MAX_BLOCKS),
             "has_grants": 1,

@@ -100,7 +100,7 @@ class Uploads:
         self._in_flight = DeferredReleases()  # of its own, because close() must wait for these and for nothing else
         self._segments = [one._segment for one in sources]
         for segment in self._segments:
-            if segment.kind == 3:
+            if segment.kind == _native.CHANNEL:
                 raise ValueError(f"'{segment.name}' is a channel, whose memory grows: it cannot be registered")
         self._is_closed = False
         self.stats = UploadStats()

@@ -1,6 +1,7 @@
 """What a client does without an engine: who gets a request, how a Delta is cut, what a stream gives."""
 
 import asyncio
+import tracemalloc
 from collections import Counter
 from collections.abc import Callable, Coroutine
 from typing import Any
@@ -8,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from penstock.engine.client import router as router_module
 from penstock.engine.client.router import BEGINNING, SLACK, Router, traces
 from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream, split_delta
 from penstock.engine.protocol.messages import Began, Delta, Finished, FinishReason, Logprobs
@@ -37,6 +39,21 @@ def test_who_has_had_the_beginning_gets_it_again_unless_it_has_much_more_to_do()
     assert balance.choose({0: SLACK + 1, 1: 0}, [b"a"]) == 1
     assert balance.choose({0: 0, 1: 1}, [b"a"]) == 1  # it has moved
     assert balance.choose({0: 0}, [b"a"]) == 0  # the other one is dead
+
+
+def test_router_needs_no_more_memory_for_more_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router_module, "REMEMBERED", 64)
+    router = Router(seed=1)
+    router.choose({0: 0, 1: 0}, [b"first"])
+    tracemalloc.start()
+    try:
+        for number in range(1000):
+            router.choose({0: 0, 1: 1}, [b"%d" % number * 64])
+        grown, _ = tracemalloc.get_traced_memory()
+    finally:
+        tracemalloc.stop()
+    assert grown < 10_000
+    assert router.choose({0: SLACK, 1: 0}, [b"%d" % number * 64]) == 0
 
 
 def test_equal_beginnings_salts_and_images_leave_equal_traces() -> None:
