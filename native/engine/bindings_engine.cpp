@@ -6,4 +6,5 @@ NB_MODULE(_native, m) {
     m.doc() = "The engine's native code: KV-cache blocks and their prefix hashes, and paged attention on CPUs.";
     penstock::engine::bind_block_cache(m);
     penstock::engine::bind_paged_attention(m);
+    penstock::engine::bind_packed_linear(m);
 }

@@ -113,3 +113,41 @@ def paged_attention(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArr
     """
     Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` [sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of `block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of uint16 with the bits of bfloat16. `softcap` bounds scores by tanh; `sinks` has a score without a value for each head. Computes one of `num_parts` parts of the work; the parts may run in threads. Raises ValueError for shapes that do not fit and for blocks that are not there.
     """
+
+class PackedLinear:
+    """
+    y = x W^T + b in bfloat16, with W packed into panels of 16 outputs. Sums are float32.
+    """
+
+    def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False) -> None:
+        """
+        Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. `is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.
+        """
+
+    def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1) -> None:
+        """
+        Packs rows of W, the bits of bfloat16, into the panels `first_panel`, `first_panel + step`, …
+        """
+
+    def compute(self, x_address: int, x_stride: int, rows: int, out_address: int, out_stride: int, threads: int) -> None:
+        """
+        Computes rows of y. The caller checks that `x_address` has `rows` rows of `inputs` elements, and `out_address` room for as many of `results`; strides are in elements.
+        """
+
+    @property
+    def inputs(self) -> int: ...
+
+    @property
+    def results(self) -> int: ...
+
+def packed_size(inputs: int, outputs: int) -> int:
+    """Elements of a buffer for these packed weights."""
+
+def linear_kernel() -> str:
+    """Name of the kernel in use."""
+
+def linear_kernels() -> list[str]:
+    """Names of the kernels that this processor can run, the fastest first."""
+
+def choose_linear_kernel(name: str) -> None:
+    """Chooses the kernel of this process. Raises ValueError."""

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
+from penstock.engine.worker.cpu_linear import pack_linears
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices
@@ -119,6 +120,8 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
     slices = shard(stock, tp_plan(stock), ranks, heads)
     weight_loader.rebuild_buffers(stock, device)
     weight_loader.load(stock, path, slices, device)
+    if device.type == "cpu":
+        pack_linears(stock)
     return LoadedModel(stock, ranks, device)
 
 
