@@ -47,7 +47,7 @@ class LinearGroup(NamedTuple):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Packs all linear layers in bfloat16 of a model on the CPU. Their `weight` keeps its shape and loses its memory."""
+    """Packs all linear layers in bfloat16 of a model on a CPU. Their `weight` keeps its shape and loses its memory."""
     groups = list(find_groups(model))
     if not groups:
         return
@@ -155,8 +155,11 @@ class Product:
         self._outputs = outputs
 
     def __call__(self, x: Tensor) -> Tensor:
-        if x.dtype != torch.bfloat16 or x.shape[-1] != self._inputs:
-            raise ValueError(f"expected bfloat16 of {self._inputs} inputs, got {x.dtype} of {tuple(x.shape)}")
+        if type(x) is not Tensor or x.dtype != torch.bfloat16 or x.shape[-1] != self._inputs:
+            kind = type(x).__name__
+            raise ValueError(
+                f"expected a Tensor [..., {self._inputs}] of bfloat16, got a {kind} {list(x.shape)} of {x.dtype}"
+            )
         rows = x.reshape(-1, self._inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()

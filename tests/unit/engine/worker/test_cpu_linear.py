@@ -149,7 +149,7 @@ def test_packed_linear_refuses_what_does_not_fit() -> None:
     model = nn.Sequential(nn.Linear(64, 32)).to(torch.bfloat16).requires_grad_(False)
     pack_linears(model)
     for wrong in (torch.zeros(1, 64), torch.zeros(1, 65, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match="expected bfloat16 of 64 inputs"):
+        with pytest.raises(ValueError, match=r"expected a Tensor \[\.\.\., 64\] of bfloat16"):
             model(wrong)
-    with pytest.raises(ValueError, match="no kernel 'other'|no kernel other"):
+    with pytest.raises(ValueError, match="no kernel other"):
         _native.choose_linear_kernel("other")
