@@ -198,8 +198,8 @@ def test_a_model_that_waits_for_the_device_is_answered_without_recording(
     """A mixture whose experts are asked one after the other, those that somebody wants."""
     of, tape = family("qwen3_moe"), Tape()
 
-    def one_by_one(*given: Any) -> Any:
-        model = load(*given)
+    def one_by_one(*given: Any, **options: Any) -> Any:
+        model = load(*given, **options)
         model.stock.set_experts_implementation("eager")
         return model
 
