@@ -1,8 +1,9 @@
 // packed_linear.cpp: packing, and the choice of a kernel.
 #include "packed_linear.h"
 
-#include <atomic>
 #include <cstring>
+
+#include "atomic.h"
 
 #if defined(__aarch64__)
 #include <asm/hwcap.h>
@@ -37,7 +38,7 @@ LinearKernels find_kernels() {
     return found;
 }
 
-std::atomic<u64> chosen{0};  // an index into linear_kernels(); no other memory depends on its order
+Atomic<u64> chosen{0};  // an index into linear_kernels(); no other memory depends on its order
 
 }  // namespace
 
@@ -46,13 +47,13 @@ const LinearKernels& linear_kernels() {
     return found;
 }
 
-const NamedKernel& linear_kernel() { return linear_kernels().kernels[chosen.load(std::memory_order_relaxed)]; }
+const NamedKernel& linear_kernel() { return linear_kernels().kernels[chosen.load(RELAXED)]; }
 
 bool choose_linear_kernel(const char* name) {
     const LinearKernels& all = linear_kernels();
     for (u64 index = 0; index < all.count; ++index)
         if (std::strcmp(all.kernels[index].name, name) == 0) {
-            chosen.store(index, std::memory_order_relaxed);
+            chosen.store(index, RELAXED);
             return true;
         }
     return false;

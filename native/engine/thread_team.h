@@ -7,6 +7,7 @@
 #include <sched.h>
 #include <time.h>
 
+#include <condition_variable>
 #include <mutex>
 #include <thread>
 #include <vector>
@@ -53,10 +54,11 @@ class ThreadTeam {
         job_.store(&job, RELAXED);
         helpers_.store(job.helpers, RELAXED);
         claims_.store(++number_ << 32 | job.chunks, order::work.release);
-        fence(order::rest.seq_cst);
+        // A helper that misses this job for want of an order sleeps through it, and this thread computes its share.
         if (asleep_.load(RELAXED) != 0) {
-            wakes_.fetch_add(1, RELAXED);
-            wakes_.notify_all();
+            std::lock_guard lock(sleeping_);
+            ++wakes_;
+            woken_.notify_all();
         }
         while (claim()) {}
         for (u64 spins = 1; job.done.load(order::work.acquire) != job.chunks; ++spins) rest(spins);
@@ -65,10 +67,10 @@ class ThreadTeam {
     // Computes one chunk; false: none is left.
     bool claim() {
         u64 claims = claims_.load(order::work.acquire);
-        while ((claims & 0xffffffff) != 0) {
+        while (left(claims) != 0) {
             if (!claims_.compare_exchange_weak(claims, claims - 1, order::work.acq_rel)) continue;
             Job* job = job_.load(RELAXED);  // the claim keeps this job from ending
-            job->call(job->work, job->chunks - (claims & 0xffffffff));
+            job->call(job->work, job->chunks - left(claims));
             job->done.fetch_add(1, order::work.release);
             return true;
         }
@@ -82,14 +84,16 @@ class ThreadTeam {
                 while (helper < helpers_.load(RELAXED) && claim()) began = now_ns();
                 rest(spins);
             }
-            u32 wakes = wakes_.load(RELAXED);
+            std::unique_lock lock(sleeping_);
             asleep_.fetch_add(1, RELAXED);
-            fence(order::rest.seq_cst);
-            if ((claims_.load(RELAXED) & 0xffffffff) == 0 || helper >= helpers_.load(RELAXED))
-                wakes_.wait(wakes, RELAXED);
+            u64 wakes = wakes_;
+            bool has_work = left(claims_.load(RELAXED)) != 0 && helper < helpers_.load(RELAXED);
+            if (!has_work) woken_.wait(lock, [&] { return wakes_ != wakes; });
             asleep_.fetch_sub(1, RELAXED);
         }
     }
+
+    static u64 left(u64 claims) { return claims & 0xffffffff; }
 
     static u64 now_ns() {
         timespec now{};
@@ -113,7 +117,9 @@ class ThreadTeam {
     Atomic<u64> helpers_{0};             // of this job: the threads below it
     alignas(64) Atomic<u64> claims_{0};  // number of the job, and how many chunks are left
     alignas(64) Atomic<u64> asleep_{0};
-    std::atomic<u32> wakes_{0};
+    std::mutex sleeping_;
+    std::condition_variable woken_;
+    u64 wakes_ = 0;  // under sleeping_
 };
 
 }  // namespace penstock::engine
