@@ -3,6 +3,8 @@
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
+#include <sys/mman.h>
+#include <unistd.h>
 
 #include <memory>
 #include <new>
@@ -65,7 +67,7 @@ class Linear {
     }
 
     void pack(const Rows& rows, u64 first_panel, u64 step) {
-        u64 panels = PackedLinear::round_up(rows.shape(0), PackedLinear::PANEL);
+        u64 panels = PackedLinear::divide_up(rows.shape(0), PackedLinear::PANEL);
         if (rows.shape(1) != linear_.inputs || step == 0 || panels == 0 ||
             first_panel + (panels - 1) * step >= linear_.panels())
             throw std::invalid_argument("expected rows of all inputs, for panels that are there");
@@ -77,7 +79,7 @@ class Linear {
         const u16* x = reinterpret_cast<const u16*>(x_address);
         u16* out = reinterpret_cast<u16*>(out_address);
         python::GilRelease released;
-        u64 row_tiles = PackedLinear::round_up(rows, PackedLinear::TILE_ROWS);
+        u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
         u16* tiles = scratch(row_tiles * linear_.panel_size());
         ThreadTeam& team = ThreadTeam::get();
         team.run(row_tiles < MIN_PARALLEL_TILES ? 1 : threads, row_tiles, [&](u64 tile) {
@@ -85,7 +87,7 @@ class Linear {
             u64 count = rows - row < PackedLinear::TILE_ROWS ? rows - row : PackedLinear::TILE_ROWS;
             pack_rows(x + row * x_stride, x_stride, count, linear_.inputs, tiles + tile * linear_.panel_size());
         });
-        u64 chunks = PackedLinear::round_up(linear_.panels(), PackedLinear::MAX_PANELS);
+        u64 chunks = PackedLinear::divide_up(linear_.panels(), PackedLinear::MAX_PANELS);
         LinearKernel* kernel = linear_kernel().kernel;
         team.run(threads, chunks, [&](u64 chunk) {
             u64 first = chunk * PackedLinear::MAX_PANELS, last = first + PackedLinear::MAX_PANELS;
@@ -112,6 +114,13 @@ std::vector<std::string> kernel_names() {
 void choose(const std::string& name) {
     if (!choose_linear_kernel(name.c_str()))
         throw std::invalid_argument(format("this processor has no kernel %s", name.c_str()));
+}
+
+// The pages of a file stay resident while a tensor maps them, though nothing reads them again.
+void forget_pages(u64 address, u64 nbytes) {
+    u64 page = static_cast<u64>(::sysconf(_SC_PAGESIZE));
+    u64 first = PackedLinear::divide_up(address, page) * page, last = (address + nbytes) / page * page;
+    if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
 u64 packed_size(u64 inputs, u64 outputs) {
@@ -142,6 +151,9 @@ void bind_packed_linear(nb::module_& m) {
         .def_prop_ro("inputs", &Linear::inputs)
         .def_prop_ro("results", &Linear::results);
     m.def("packed_size", &packed_size, "inputs"_a, "outputs"_a, "Elements of a buffer for these packed weights.");
+    m.def("forget_pages", &forget_pages, "address"_a, "nbytes"_a,
+          "Unmaps the whole pages of a tensor that nothing reads any more: of a file, they are read again if need be; "
+          "anonymous ones lose their contents.");
     m.def("linear_kernel", [] { return std::string(linear_kernel().name); }, "Name of the kernel in use.");
     m.def("linear_kernels", &kernel_names, "Names of the kernels that this processor can run, the fastest first.");
     m.def("choose_linear_kernel", &choose, "name"_a, "Chooses the kernel of this process. Raises ValueError.");

@@ -31,9 +31,9 @@ struct PackedLinear {
     // W has the panels of a gate and of an up projection in turn, and y = silu(gate) * up: half as many outputs.
     bool is_gated;
 
-    [[gnu::always_inline]] static u64 round_up(u64 number, u64 unit) { return (number + unit - 1) / unit; }
-    [[gnu::always_inline]] u64 input_tiles() const { return round_up(inputs, TILE_INPUTS); }
-    [[gnu::always_inline]] u64 panels() const { return round_up(outputs, PANEL); }
+    [[gnu::always_inline]] static u64 divide_up(u64 number, u64 unit) { return (number + unit - 1) / unit; }
+    [[gnu::always_inline]] u64 input_tiles() const { return divide_up(inputs, TILE_INPUTS); }
+    [[gnu::always_inline]] u64 panels() const { return divide_up(outputs, PANEL); }
     [[gnu::always_inline]] u64 panel_size() const { return input_tiles() * TILE; }
     [[gnu::always_inline]] u64 results() const { return is_gated ? outputs / 2 : outputs; }
     u64 size() const { return panels() * panel_size(); }  // elements of `weights`

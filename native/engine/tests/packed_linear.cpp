@@ -65,7 +65,7 @@ struct Case {
     }
 
     void pack(const std::vector<u16>& of) {
-        u64 row_tiles = PackedLinear::round_up(rows, PackedLinear::TILE_ROWS);
+        u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
         tiles.assign(row_tiles * linear.panel_size(), 0xffff);  // NaN wherever pack_rows writes nothing
         for (u64 tile = 0; tile < row_tiles; ++tile) {
             u64 first = tile * PackedLinear::TILE_ROWS;
@@ -89,7 +89,7 @@ struct Case {
 
     std::vector<u16> computed(LinearKernel* kernel, u64 chunk, u64 threads) const {
         std::vector<u16> out(rows * linear.results() + 1, 0x7777);
-        u64 chunks = PackedLinear::round_up(linear.panels(), chunk);
+        u64 chunks = PackedLinear::divide_up(linear.panels(), chunk);
         ThreadTeam::get().run(threads, chunks, [&](u64 number) {
             u64 first = number * chunk, last = std::min(first + chunk, linear.panels());
             kernel(linear, tiles.data(), rows, first, last, out.data(), linear.results());

@@ -1,5 +1,5 @@
 """
-The engine's native code: KV-cache blocks and their prefix hashes, and paged attention on CPUs.
+The engine's native code: KV-cache blocks and their prefix hashes, and layers of a model on CPUs.
 """
 
 from collections.abc import Sequence
@@ -143,6 +143,11 @@ class PackedLinear:
 def packed_size(inputs: int, outputs: int) -> int:
     """Elements of a buffer for these packed weights."""
 
+def forget_pages(address: int, nbytes: int) -> None:
+    """
+    Unmaps the whole pages of a tensor that nothing reads any more: of a file, they are read again if need be; anonymous ones lose their contents.
+    """
+
 def linear_kernel() -> str:
     """Name of the kernel in use."""
 
@@ -151,3 +156,8 @@ def linear_kernels() -> list[str]:
 
 def choose_linear_kernel(name: str) -> None:
     """Chooses the kernel of this process. Raises ValueError."""
+
+def rms_norm(x_address: int, x_stride: int, rows: int, size: int, weight_address: int, out_address: int, epsilon: float, adds_one: bool, is_bfloat16: bool, threads: int) -> None:
+    """
+    Computes x / sqrt(mean(x^2) + epsilon) * w of each row, in float32 or bfloat16. `adds_one`: the factor is 1 + w. The caller checks the addresses; the stride is in elements.
+    """

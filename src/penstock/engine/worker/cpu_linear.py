@@ -52,13 +52,31 @@ def pack_linears(model: nn.Module) -> None:
     if not groups:
         return
     buffer = huge_pages(sum(round_up(group.size) for group in groups))
+    sources = [layer.weight for group in groups for layer in group.layers]
     used = 0
     for group in groups:
         pack_group(group, buffer[used : used + group.size])
         used += round_up(group.size)
+    forget(sources, model)
     fused = sum(len(group.layers) > 1 for group in groups)
     layers = sum(len(group.layers) for group in groups)
     event("linears packed", layers=layers, fused=fused, kernel=_native.linear_kernel(), mib=buffer.nbytes >> 20)
+
+
+def forget(sources: Sequence[Tensor], model: nn.Module) -> None:
+    """Unmaps the pages of packed weights, but those that the model still reads: an embedding may be tied to a layer."""
+    read = [range_of(tensor) for tensor in (*model.parameters(), *model.buffers()) if not tensor.is_meta]
+    for source in sources:
+        begin, end = range_of(source)
+        if source.is_contiguous() and not any(first < end and begin < last for first, last in read):
+            _native.forget_pages(begin, end - begin)
+
+
+def range_of(tensor: Tensor) -> tuple[int, int]:
+    storage = tensor.untyped_storage()
+    if not tensor.is_contiguous():
+        return storage.data_ptr(), storage.data_ptr() + storage.nbytes()
+    return tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
 
 
 def find_groups(model: nn.Module) -> Iterator[LinearGroup]:
