@@ -48,6 +48,7 @@ inline constexpr Order mapping;     // a segment's writable mapping is there bef
 inline constexpr Order watcher;     // the watcher's robust list is registered before Watcher.thread_ says so
 inline constexpr Order robust;      // a node of the robust list is whole before it is linked; the kernel reads it
 inline constexpr Order point;       // a point's name is written before it is armed
+inline constexpr Order work;        // a job is written before its chunks can be claimed; a chunk is done before it counts
 // clang-format on
 }  // namespace order
 

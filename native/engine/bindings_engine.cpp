@@ -3,7 +3,9 @@
 #include "bindings_engine.h"
 
 NB_MODULE(_native, m) {
-    m.doc() = "The engine's native code: KV-cache blocks and their prefix hashes, and paged attention on CPUs.";
+    m.doc() = "The engine's native code: KV-cache blocks and their prefix hashes, and layers of a model on CPUs.";
     penstock::engine::bind_block_cache(m);
     penstock::engine::bind_paged_attention(m);
+    penstock::engine::bind_packed_linear(m);
+    penstock::engine::bind_rms_norm(m);
 }

@@ -26,6 +26,7 @@ from tests.model import orders, test_bell, test_blocks, test_lock, test_ready, t
 from tests.model.explorer import ACQUIRE, RELEASE, Process, Step, View, cas, exchange, fence, load, must, store
 from tests.model.orders import ORDERS, Order
 from tests.model.scene import ASLEEP, Scene
+from tests.model.test_thread_team import claimed
 from tests.model.test_trace import traced
 from tests.test_orders import declared
 
@@ -160,6 +161,8 @@ CASES: dict[tuple[str, str], Case] = {
     ("epoch", "acquire"): ("lock.a_slot_that_is_taken_again", slot, "half done|is inside|came in"),
     ("views", "release"): ("orders.reservation", reservation, "never free"),
     ("views", "acquire"): ("orders.reservation", reservation, "never free"),
+    ("work", "release"): ("thread_team.claimed", claimed, "of another job|is not there"),
+    ("work", "acquire"): ("thread_team.claimed", claimed, "of another job|is not there"),
 }
 for name in MESSAGES:
     for half in ("release", "acquire"):

@@ -1,5 +1,5 @@
 """
-The engine's native code: KV-cache blocks and their prefix hashes, and paged attention on CPUs.
+The engine's native code: KV-cache blocks and their prefix hashes, and layers of a model on CPUs.
 """
 
 from collections.abc import Sequence
@@ -112,4 +112,52 @@ class PrefixHasher:
 def paged_attention(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArray[Any], values: numpy.typing.NDArray[Any], out: numpy.typing.NDArray[Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, part: int = 0, num_parts: int = 1) -> None:
     """
     Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` [sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of `block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of uint16 with the bits of bfloat16. `softcap` bounds scores by tanh; `sinks` has a score without a value for each head. Computes one of `num_parts` parts of the work; the parts may run in threads. Raises ValueError for shapes that do not fit and for blocks that are not there.
+    """
+
+class PackedLinear:
+    """
+    y = x W^T + b in bfloat16, with W packed into panels of 16 outputs. Sums are float32.
+    """
+
+    def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False) -> None:
+        """
+        Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. `is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.
+        """
+
+    def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1) -> None:
+        """
+        Packs rows of W, the bits of bfloat16, into the panels `first_panel`, `first_panel + step`, …
+        """
+
+    def compute(self, x_address: int, x_stride: int, rows: int, out_address: int, out_stride: int, threads: int) -> None:
+        """
+        Computes rows of y. The caller checks that `x_address` has `rows` rows of `inputs` elements, and `out_address` room for as many of `results`; strides are in elements.
+        """
+
+    @property
+    def inputs(self) -> int: ...
+
+    @property
+    def results(self) -> int: ...
+
+def packed_size(inputs: int, outputs: int) -> int:
+    """Elements of a buffer for these packed weights."""
+
+def forget_pages(address: int, nbytes: int) -> None:
+    """
+    Unmaps the whole pages of a tensor that nothing reads any more: of a file, they are read again if need be; anonymous ones lose their contents.
+    """
+
+def linear_kernel() -> str:
+    """Name of the kernel in use."""
+
+def linear_kernels() -> list[str]:
+    """Names of the kernels that this processor can run, the fastest first."""
+
+def choose_linear_kernel(name: str) -> None:
+    """Chooses the kernel of this process. Raises ValueError."""
+
+def rms_norm(x_address: int, x_stride: int, rows: int, size: int, weight_address: int, out_address: int, epsilon: float, adds_one: bool, is_bfloat16: bool, threads: int) -> None:
+    """
+    Computes x / sqrt(mean(x^2) + epsilon) * w of each row, in float32 or bfloat16. `adds_one`: the factor is 1 + w. The caller checks the addresses; the stride is in elements.
     """

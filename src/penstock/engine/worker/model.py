@@ -14,6 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
+from penstock.engine.worker.cpu_linear import pack_linears
+from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices
@@ -99,8 +101,11 @@ class LoadedModel:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
-def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Loads this rank's shard of a model. `dtype`: None for that of config.json.
+def load(
+    path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None, *, is_recorded: bool = False
+) -> LoadedModel:
+    """Loads this rank's shard of a model. `dtype`: None for that of config.json. `is_recorded`: steps will be recorded
+    as graphs, which see operations of torch only, so no module is replaced by a native kernel.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
@@ -119,6 +124,9 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
     slices = shard(stock, tp_plan(stock), ranks, heads)
     weight_loader.rebuild_buffers(stock, device)
     weight_loader.load(stock, path, slices, device)
+    if device.type == "cpu" and not is_recorded:
+        pack_linears(stock)
+        replace_norms(stock)
     return LoadedModel(stock, ranks, device)
 
 

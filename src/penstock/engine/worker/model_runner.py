@@ -73,7 +73,7 @@ class ModelRunner:
         torch.set_num_threads(max_threads)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
-        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
+        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype), is_recorded=recorder is not None)
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)

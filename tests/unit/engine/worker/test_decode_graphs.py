@@ -183,7 +183,7 @@ def test_the_block_that_is_nobodys_is_known_to_nobody(family: Callable[[str], Fa
 def test_no_form_asks_what_a_number_is(name: str, tmp_path: Path) -> None:
     """On a device that has none: whoever asks fails there, and so does whoever brings numbers along."""
     stock_of(name).save_pretrained(tmp_path)
-    model = load(tmp_path, TPGroup(), CPU, torch.bfloat16)
+    model = load(tmp_path, TPGroup(), CPU, torch.bfloat16, is_recorded=True)
     model.stock.to(META)
     model.device = META
     num_position_axes = 3 if hasattr(model.stock.base_model, "get_rope_index") else 1
@@ -198,8 +198,8 @@ def test_a_model_that_waits_for_the_device_is_answered_without_recording(
     """A mixture whose experts are asked one after the other, those that somebody wants."""
     of, tape = family("qwen3_moe"), Tape()
 
-    def one_by_one(*given: Any) -> Any:
-        model = load(*given)
+    def one_by_one(*given: Any, **options: Any) -> Any:
+        model = load(*given, **options)
         model.stock.set_experts_implementation("eager")
         return model
 

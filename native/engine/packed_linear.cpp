@@ -1,0 +1,97 @@
+// packed_linear.cpp: packing, and the choice of a kernel.
+#include "packed_linear.h"
+
+#include <cstring>
+
+#include "atomic.h"
+
+#if defined(__aarch64__)
+#include <asm/hwcap.h>
+#include <sys/auxv.h>
+#endif
+
+namespace penstock::engine {
+namespace {
+
+constexpr u64 PANEL = PackedLinear::PANEL, TILE = PackedLinear::TILE, TILE_INPUTS = PackedLinear::TILE_INPUTS;
+
+LinearKernels find_kernels() {
+    LinearKernels found{};
+    auto add = [&](const char* name, LinearKernel* kernel) { found.kernels[found.count++] = {name, kernel}; };
+#if defined(__x86_64__)
+#if defined(PENSTOCK_COMPILES_BF16)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bf16")) {
+        u32 a = 7, b = 0, c = 0, d = 0;  // CPUID 7.0: bits 22 and 24 of EDX are AMX-BF16 and AMX-TILE
+        asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
+        if ((d >> 22 & 1) != 0 && (d >> 24 & 1) != 0 && allow_amx()) add("amx", packed_linear_amx);
+        add("avx512_bf16", packed_linear_avx512_bf16);
+    }
+#endif
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw")) add("avx512", packed_linear_avx512);
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) add("avx2", packed_linear_avx2);
+#elif defined(__aarch64__)
+#if defined(HWCAP2_BF16)
+    if ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0) add("bfdot", packed_linear_bfdot);
+#endif
+#endif
+    add("portable", packed_linear_portable);
+    return found;
+}
+
+Atomic<u64> chosen{0};  // an index into linear_kernels(); no other memory depends on its order
+
+}  // namespace
+
+const LinearKernels& linear_kernels() {
+    static const LinearKernels found = find_kernels();
+    return found;
+}
+
+const NamedKernel& linear_kernel() { return linear_kernels().kernels[chosen.load(RELAXED)]; }
+
+bool choose_linear_kernel(const char* name) {
+    const LinearKernels& all = linear_kernels();
+    for (u64 index = 0; index < all.count; ++index)
+        if (std::strcmp(all.kernels[index].name, name) == 0) {
+            chosen.store(index, RELAXED);
+            return true;
+        }
+    return false;
+}
+
+void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64 outputs, u64 first, u64 step) {
+    u64 pairs = linear.input_tiles() * TILE_INPUTS / 2;
+    for (u64 panel = 0; panel * PANEL < outputs; ++panel) {
+        u16* to = weights + (first + panel * step) * linear.panel_size();
+        for (u64 lane = 0; lane < PANEL; ++lane) {
+            u64 output = panel * PANEL + lane;
+            const u16* from = output < outputs ? rows + output * linear.inputs : nullptr;
+            for (u64 pair = 0; pair < pairs; ++pair)
+                for (u64 half = 0; half < 2; ++half) {
+                    u64 input = 2 * pair + half;
+                    to[(pair * PANEL + lane) * 2 + half] =
+                        from != nullptr && input < linear.inputs ? from[input] : u16{0};
+                }
+        }
+    }
+}
+
+void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles) {
+    u64 whole = inputs / TILE_INPUTS, rest = inputs % TILE_INPUTS;
+    for (u64 row = 0; row < PackedLinear::TILE_ROWS; ++row) {
+        u16* to = tiles + row * TILE_INPUTS;
+        if (row >= rows) {
+            for (u64 tile = 0; tile < whole + (rest != 0); ++tile) std::memset(to + tile * TILE, 0, TILE_INPUTS * 2);
+            continue;
+        }
+        const u16* from = x + row * row_stride;
+        for (u64 tile = 0; tile < whole; ++tile)
+            std::memcpy(to + tile * TILE, from + tile * TILE_INPUTS, TILE_INPUTS * 2);
+        if (rest != 0) {
+            std::memset(to + whole * TILE, 0, TILE_INPUTS * 2);
+            std::memcpy(to + whole * TILE, from + whole * TILE_INPUTS, rest * 2);
+        }
+    }
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,78 @@
+// packed_linear.h: y = x W^T + b in bfloat16 on CPUs, with W in the order in which the kernels read it.
+//
+// W is divided into panels of 16 outputs. A panel stores pairs of inputs: [inputs / 2][16 outputs][2], the operand of
+// vdpbf16ps, bfdot and TDPBF16PS alike. So one layout serves every kernel, and a decode step reads W once, in order.
+// Inputs are padded with zeros to a multiple of 32, outputs to a multiple of 16.
+//
+// x is copied into tiles of 16 rows by 32 inputs: [rows / 16][inputs / 32][16][32].
+//
+// Sums are float32, and each output adds its products in the order of the inputs. The kernels of one processor give the
+// same bits for a row, whatever the number of rows, of threads and of chunks.
+//
+// The kernels are compiled once per instruction set; paged_attention.h says what that forbids.
+#pragma once
+#include <cstdint>
+
+#include "paged_attention.h"
+
+namespace penstock::engine {
+
+struct PackedLinear {
+    static constexpr u64 PANEL = 16;      // outputs
+    static constexpr u64 TILE_ROWS = 16;  // rows of x
+    static constexpr u64 TILE_INPUTS = 32;
+    static constexpr u64 TILE = TILE_ROWS * TILE_INPUTS;  // elements of a tile of x, and of a panel for its inputs
+    static constexpr u64 MAX_ROWS = 32;                   // rows of one call of a kernel
+    static constexpr u64 MAX_PANELS = 4;                  // panels of one call of a kernel
+
+    const u16* weights;   // [panels][input_tiles][TILE]
+    const float* bias;    // [panels][PANEL], nullptr: none
+    u64 inputs, outputs;  // of W; with a gate, `outputs` is a multiple of 32
+    // W has the panels of a gate and of an up projection in turn, and y = silu(gate) * up: half as many outputs.
+    bool is_gated;
+
+    [[gnu::always_inline]] static u64 divide_up(u64 number, u64 unit) { return (number + unit - 1) / unit; }
+    [[gnu::always_inline]] u64 input_tiles() const { return divide_up(inputs, TILE_INPUTS); }
+    [[gnu::always_inline]] u64 panels() const { return divide_up(outputs, PANEL); }
+    [[gnu::always_inline]] u64 panel_size() const { return input_tiles() * TILE; }
+    [[gnu::always_inline]] u64 results() const { return is_gated ? outputs / 2 : outputs; }
+    u64 size() const { return panels() * panel_size(); }  // elements of `weights`
+};
+
+// Writes rows [outputs, inputs] of a weight matrix to the panels `first`, `first + step`, …
+void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64 outputs, u64 first, u64 step);
+
+// Copies `rows` rows of x into one row of tiles; the rest of the tiles becomes zeros.
+void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles);
+
+// Computes the panels [first, last) for all rows. `tiles`: all rows of x. Nothing is checked. With a gate, `first` and
+// `last` are even.
+using LinearKernel = void(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,
+                          u64 out_stride);
+LinearKernel packed_linear_portable;
+#if defined(__x86_64__)
+LinearKernel packed_linear_avx2;
+LinearKernel packed_linear_avx512;
+LinearKernel packed_linear_avx512_bf16;
+LinearKernel packed_linear_amx;
+bool allow_amx();  // asks for the tile registers of this process; false: there are none
+#elif defined(__aarch64__)
+LinearKernel packed_linear_bfdot;
+#endif
+
+struct NamedKernel {
+    const char* name;
+    LinearKernel* kernel;
+};
+// The kernels that this processor can run, the fastest first.
+struct LinearKernels {
+    NamedKernel kernels[5];
+    u64 count;
+};
+const LinearKernels& linear_kernels();
+
+// The kernel in use: the fastest one, or that of this name. False: this processor has no kernel of this name.
+const NamedKernel& linear_kernel();
+bool choose_linear_kernel(const char* name);
+
+}  // namespace penstock::engine

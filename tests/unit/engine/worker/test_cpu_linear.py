@@ -1,0 +1,155 @@
+"""Packed linear layers beside those of torch, each alone and fused, and what packing does to a model's modules."""
+
+import copy
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import nn
+
+from penstock.engine import _native
+from penstock.engine.worker.cpu_linear import find_groups, pack_linears
+
+FASTEST = _native.linear_kernel()
+
+
+@pytest.fixture(params=_native.linear_kernels())
+def kernel(request: pytest.FixtureRequest) -> Iterator[str]:
+    _native.choose_linear_kernel(request.param)
+    yield request.param
+    _native.choose_linear_kernel(FASTEST)
+
+
+class Attention(nn.Module):
+    def __init__(self, size: int, keys: int, *, has_bias: bool) -> None:
+        super().__init__()
+        self.q_proj = nn.Linear(size, size, bias=has_bias)
+        self.k_proj = nn.Linear(size, keys, bias=has_bias)
+        self.v_proj = nn.Linear(size, keys)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.cat((self.q_proj(x), self.k_proj(x), self.v_proj(x)), dim=-1)
+
+
+class Mlp(nn.Module):
+    def __init__(self, size: int, width: int, act_fn: nn.Module) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(size, width, bias=False)
+        self.up_proj = nn.Linear(size, width, bias=False)
+        self.down_proj = nn.Linear(width, size, bias=False)
+        self.act_fn = act_fn
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class ScaledMlp(Mlp):
+    def forward(self, x: torch.Tensor) -> Any:
+        return 2 * super().forward(x)
+
+
+def require_close(found: torch.Tensor, expected: torch.Tensor) -> None:
+    assert found.shape == expected.shape and found.dtype == torch.bfloat16
+    assert (found.float() - expected).abs().max() <= 0.02 * expected.abs().max() + 1e-3
+
+
+def pack(module: nn.Module) -> tuple[nn.Module, nn.Module]:
+    """Returns the module in bfloat16 with packed layers, and in float32."""
+    module = module.to(torch.bfloat16).requires_grad_(False)
+    exact = copy.deepcopy(module).float()
+    pack_linears(module)
+    return module, exact
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 7, 16, 17, 33, 200])
+def test_packed_linear_computes_what_torch_does(kernel: str, rows: int) -> None:
+    torch.manual_seed(rows)
+    packed, exact = pack(nn.Sequential(nn.Linear(70, 50), nn.Linear(50, 33, bias=False)))
+    x = torch.randn(1, rows, 70).to(torch.bfloat16)
+    require_close(packed(x), exact(x.float()))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("has_bias", [False, True])
+def test_queries_keys_and_values_are_one_product(has_bias: bool) -> None:
+    torch.manual_seed(0)
+    model = Attention(64, 32, has_bias=has_bias).to(torch.bfloat16)
+    assert [len(group.layers) for group in find_groups(model)] == [3]
+    packed, exact = pack(model)
+    for rows in (1, 40):
+        x = torch.randn(1, rows, 64).to(torch.bfloat16)
+        require_close(packed(x), exact(x.float()))
+
+
+@torch.inference_mode()
+def test_shared_product_is_right_in_any_order_and_for_other_inputs() -> None:
+    torch.manual_seed(0)
+    packed, exact = pack(Attention(64, 32, has_bias=False))
+    first, second = (torch.randn(3, 64).to(torch.bfloat16) for _ in range(2))
+    for layer, x in (("v_proj", first), ("q_proj", second), ("k_proj", second), ("k_proj", first), ("v_proj", second)):
+        require_close(getattr(packed, layer)(x), getattr(exact, layer)(x.float()))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind, act_fn, is_fused", [
+    (Mlp, nn.SiLU(), True), (Mlp, nn.GELU(), False), (ScaledMlp, nn.SiLU(), False),
+])  # fmt: skip
+def test_gate_is_fused_where_the_module_computes_one(kind: type[Mlp], act_fn: nn.Module, is_fused: bool) -> None:
+    torch.manual_seed(0)
+    model = kind(64, 96, act_fn).to(torch.bfloat16)
+    assert [group.gated is not None for group in find_groups(model)] == [is_fused, False]
+    packed, exact = pack(model)
+    x = torch.randn(1, 20, 64).to(torch.bfloat16)
+    require_close(packed(x), exact(x.float()))
+
+
+@torch.inference_mode()
+def test_hooks_of_packed_layers_run() -> None:
+    packed, _ = pack(Mlp(64, 32, nn.SiLU()))
+    x = torch.randn(2, 64).to(torch.bfloat16)
+    expected = packed(x)
+    packed.down_proj.register_forward_hook(lambda _module, _inputs, out: out + 1)  # type: ignore[union-attr, operator, unused-ignore]
+    assert torch.equal(packed(x), expected + 1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_layers_of_other_dtypes_stay(dtype: torch.dtype) -> None:
+    model = nn.Sequential(nn.Linear(64, 32).to(dtype))
+    weight = model[0].weight
+    pack_linears(model)
+    assert model[0].weight is weight
+
+
+@torch.inference_mode()
+def test_rows_have_the_same_bits_alone_and_in_company(kernel: str) -> None:
+    torch.manual_seed(0)
+    packed, _ = pack(Mlp(96, 64, nn.SiLU()))
+    x = torch.randn(50, 96).to(torch.bfloat16)
+    together = packed(x)
+    assert all(torch.equal(packed(x[row : row + 1])[0], together[row]) for row in range(50))
+
+
+def test_tied_embedding_keeps_its_weights() -> None:
+    shape = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.LlamaConfig(vocab_size=100, **shape, num_key_value_heads=1, tie_word_embeddings=True)
+    model = transformers.LlamaForCausalLM(config).to(torch.bfloat16).eval().requires_grad_(False)
+    ids = torch.arange(10)[None]
+    with torch.inference_mode():
+        expected = model(ids).logits.float()
+        pack_linears(model)
+        found = model(ids).logits.float()
+    assert model.get_input_embeddings().weight.device.type == "cpu" and model.lm_head.weight.is_meta
+    assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
+
+
+def test_packed_linear_refuses_what_does_not_fit() -> None:
+    model = nn.Sequential(nn.Linear(64, 32)).to(torch.bfloat16).requires_grad_(False)
+    pack_linears(model)
+    for wrong in (torch.zeros(1, 64), torch.zeros(1, 65, dtype=torch.bfloat16)):
+        with pytest.raises(ValueError, match=r"expected a Tensor \[\.\.\., 64\] of bfloat16"):
+            model(wrong)
+    with pytest.raises(ValueError, match="no kernel other"):
+        _native.choose_linear_kernel("other")
