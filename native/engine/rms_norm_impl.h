@@ -41,7 +41,7 @@ struct Bfloat16 {
     static Floats round(Floats numbers) { return __builtin_bit_cast(Floats, nearest(numbers) << 16); }
 };
 
-// The elements from `first` on, in a vector whose other lanes are zeros.
+// The elements from `first` on, in a vector. The other lanes are zeros.
 template <class Type>
 inline Floats load_part(const typename Type::Element* row, u64 first, u64 size) {
     if (size - first >= LANES) return Type::load(row + first);

@@ -30,7 +30,7 @@ class LinearGroup(NamedTuple):
     """Layers that read the same input, and are computed as one product."""
 
     layers: tuple[nn.Linear, ...]
-    gated: nn.Module | None = None  # the MLP whose gate and up projection these are, if the kernel applies the gate
+    gated: nn.Module | None = None  # the MLP of a gate and an up projection, if the kernel applies the gate
 
     @property
     def inputs(self) -> int:
@@ -155,9 +155,7 @@ def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16]) -> None:
         rows = layer.weight.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
         packed.pack(rows, first, 2 if is_gated else 1)
         first += 1 if is_gated else -(-rows.shape[0] // PANEL)
-        layer.weight = nn.Parameter(
-            torch.empty(rows.shape, dtype=torch.bfloat16, device="meta"), requires_grad=False
-        )
+        layer.weight = nn.Parameter(torch.empty(rows.shape, dtype=torch.bfloat16, device="meta"), requires_grad=False)
     product = Product(packed)
     if group.gated is not None:
         mlp: Any = group.gated

@@ -41,7 +41,7 @@ class RmsNorm(NamedTuple):
 
 @torch.inference_mode()
 def replace_norms(model: nn.Module) -> None:
-    """Replaces the computation of each RMS norm whose class computes what the kernel does, found by a trial."""
+    """Replaces the computation of each RMS norm if its class computes what the kernel does, found by a trial."""
     adds_one: dict[type, bool | None] = {}
     replaced = 0
     for module in model.modules():

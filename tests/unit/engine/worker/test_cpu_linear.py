@@ -165,8 +165,8 @@ def test_packed_linear_takes_any_strides_and_no_rows() -> None:
     torch.manual_seed(0)
     packed, exact = pack(nn.Sequential(nn.Linear(64, 33)))
     wide = torch.randn(4, 5, 200).to(torch.bfloat16)
-    inputs = (wide[..., 7:71], wide.transpose(0, 1)[..., :64], wide[..., ::3][..., :64], wide[:1, :1, :64].expand(3, 4, 64))
-    for x in inputs:
+    thirds, expanded = wide[..., ::3][..., :64], wide[:1, :1, :64].expand(3, 4, 64)
+    for x in (wide[..., 7:71], wide.transpose(0, 1)[..., :64], thirds, expanded):
         require_close(packed(x), exact(x.float()))
     assert packed(wide[:0, :, :64]).shape == (0, 5, 33) and packed(wide[0, 0, :64]).shape == (33,)
 
