@@ -19,8 +19,8 @@ LinearKernels find_kernels() {
     LinearKernels found{};
     auto add = [&](const char* name, LinearKernel* kernel) { found.kernels[found.count++] = {name, kernel}; };
 #if defined(__x86_64__)
-    // All extensions that CMakeLists.txt compiles for: a hypervisor may mask each. The built-in function also asks whether
-    // the system saves the registers.
+    // All extensions that CMakeLists.txt compiles for: a hypervisor may mask each. The built-in function also asks
+    // whether the system saves the registers.
     bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                       __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");

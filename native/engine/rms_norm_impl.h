@@ -1,5 +1,5 @@
-// rms_norm_impl.h: the kernel of rms_norm.h. Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL, the
-// function's name, and PENSTOCK_LANES, the floats in a vector register. Calls only built-in functions.
+// rms_norm_impl.h: the kernel of rms_norm.h. Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL,
+// the function's name, and PENSTOCK_LANES, the floats in a vector register. Calls only built-in functions.
 #include "rms_norm.h"
 
 namespace penstock::engine {

@@ -66,8 +66,7 @@ class ThreadTeam {
         ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
         try {
             for (; started_ < helpers; ++started_) std::thread(&ThreadTeam::help, this, started_).detach();
-        } catch (const std::exception&) {
-        }
+        } catch (const std::exception&) {}
         ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
 

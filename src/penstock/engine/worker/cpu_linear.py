@@ -29,12 +29,12 @@ MLP = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}  # layers
 class LinearGroup(NamedTuple):
     """Layers that read the same input, and are computed as one product."""
 
-    layers: tuple[nn.Linear, ...]
+    layers: tuple[Any, ...]  # of nn.Linear
     gated: nn.Module | None = None  # the MLP of a gate and an up projection, if the kernel applies the gate
 
     @property
     def inputs(self) -> int:
-        return self.layers[0].weight.shape[1]  # of this rank; `in_features` is that of all ranks
+        return int(self.layers[0].weight.shape[1])  # of this rank; `in_features` is that of all ranks
 
     @property
     def outputs(self) -> list[int]:
@@ -162,14 +162,14 @@ def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16]) -> None:
         mlp.forward = lambda x: mlp.down_proj(product(x))
         return
     if len(outputs) == 1:
-        group.layers[0].forward = product  # type: ignore[method-assign]
+        group.layers[0].forward = product
         return
     shared = SharedProduct(product)
     for layer, size, end in zip(group.layers, outputs, np.cumsum(outputs).tolist(), strict=True):
-        layer.forward = shared.slice(end - size, end)  # type: ignore[method-assign]
+        layer.forward = shared.slice(end - size, end)
 
 
-def bias_of(layers: Sequence[nn.Linear]) -> npt.NDArray[np.float32] | None:
+def bias_of(layers: Sequence[Any]) -> npt.NDArray[np.float32] | None:
     """Returns the biases of all outputs; None: there is no bias."""
     if all(layer.bias is None for layer in layers):
         return None

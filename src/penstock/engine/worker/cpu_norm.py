@@ -34,7 +34,7 @@ class RmsNorm(NamedTuple):
             rows = rows.contiguous()
         out = torch.empty(x.shape, dtype=x.dtype)
         addresses = (self.weight.data_ptr(), out.data_ptr())
-        how = (self.epsilon, self.adds_one, x.dtype == torch.bfloat16, torch.get_num_threads())
+        how: Any = (self.epsilon, self.adds_one, x.dtype == torch.bfloat16, torch.get_num_threads())
         _native.rms_norm(rows.data_ptr(), rows.stride(0), rows.shape[0], size, *addresses, *how)
         return out
 
@@ -44,6 +44,7 @@ def replace_norms(model: nn.Module) -> None:
     """Replaces the computation of each RMS norm if its class computes what the kernel does, found by a trial."""
     adds_one: dict[type, bool | None] = {}
     replaced = 0
+    module: Any  # its method is replaced
     for module in model.modules():
         if not type(module).__name__.endswith("RMSNorm") or (norm := norm_of(module)) is None:
             continue
@@ -51,7 +52,7 @@ def replace_norms(model: nn.Module) -> None:
         if kind not in adds_one:
             adds_one[kind] = find_factor(module, norm)
         if (factor := adds_one[kind]) is not None:
-            module.forward = norm._replace(adds_one=factor)  # type: ignore[method-assign]
+            module.forward = norm._replace(adds_one=factor)
             replaced += 1
     if replaced:
         event("norms replaced", norms=replaced)
