@@ -40,6 +40,7 @@ u16* scratch(u64 size) {
     thread_local u64 kept_size = 0;
     if (kept_size < size) {
         kept.reset();
+        kept_size = 0;  // in case there is no memory for more
         kept.reset(static_cast<u16*>(::operator new(size * sizeof(u16), CACHE_LINE)));
         kept_size = size;
     }

@@ -28,7 +28,11 @@ inline Outputs exponential(Outputs x) {
     return (sum * r * r + r + 1.0f) * power_of_two;
 }
 
-inline Outputs gated(Outputs gate, Outputs up) { return gate / (exponential(-gate) + 1.0f) * up; }
+inline Outputs gated(Outputs gate, Outputs up) {
+    Outputs silu = gate / (exponential(-gate) + 1.0f);
+    silu = gate < -87.0f ? gate * 0.0f : silu;  // the exponential stops growing there
+    return silu * up;
+}
 
 // To the nearest bfloat16, ties to even; NaN stays NaN.
 inline Halves rounded(Outputs numbers) {

@@ -1,5 +1,5 @@
-// rms_norm_impl.h: the kernel of rms_norm.h. Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL, the
-// function's name, and PENSTOCK_LANES, the floats in a vector register. Calls only built-in functions.
+// rms_norm_impl.h: the kernel of rms_norm.h. Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL,
+// the function's name, and PENSTOCK_LANES, the floats in a vector register. Calls only built-in functions.
 #include "rms_norm.h"
 
 namespace penstock::engine {
@@ -41,7 +41,7 @@ struct Bfloat16 {
     static Floats round(Floats numbers) { return __builtin_bit_cast(Floats, nearest(numbers) << 16); }
 };
 
-// The elements from `first` on, in a vector whose other lanes are zeros.
+// The elements from `first` on, in a vector. The other lanes are zeros.
 template <class Type>
 inline Floats load_part(const typename Type::Element* row, u64 first, u64 size) {
     if (size - first >= LANES) return Type::load(row + first);

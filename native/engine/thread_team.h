@@ -4,11 +4,15 @@
 // its last chunk before it sleeps. Chunks are claimed one by one: a helper that gets no processor claims none, and the
 // calling thread waits only for chunks that a helper has claimed.
 #pragma once
+#include <pthread.h>
 #include <sched.h>
+#include <signal.h>
 #include <time.h>
 
 #include <condition_variable>
+#include <exception>
 #include <mutex>
+#include <new>
 #include <thread>
 #include <vector>
 
@@ -19,21 +23,18 @@ namespace penstock::engine {
 
 class ThreadTeam {
    public:
-    static ThreadTeam& get() {
-        static ThreadTeam* team = new ThreadTeam;  // never destroyed: its threads may run until the process ends
-        return *team;
-    }
+    static ThreadTeam& get() { return *current(); }
 
     // Calls work(chunk) for each chunk below `chunks`, in `threads` threads, this one included. Blocks until all are
-    // done.
+    // done. The process ends if `work` throws.
     template <class Work>
     void run(u64 threads, u64 chunks, const Work& work) {
         if (threads <= 1 || chunks <= 1) {
             for (u64 chunk = 0; chunk < chunks; ++chunk) work(chunk);
             return;
         }
-        Job job{
-            [](const void* of, u64 chunk) { (*static_cast<const Work*>(of))(chunk); }, &work, chunks, threads - 1, {}};
+        auto call = [](const void* of, u64 chunk) noexcept { (*static_cast<const Work*>(of))(chunk); };
+        Job job{call, &work, chunks, threads - 1, {}};
         run(job);
     }
 
@@ -42,15 +43,36 @@ class ThreadTeam {
     static constexpr u64 YIELD_SPINS = 128;  // pauses between two offers of the processor to other threads: about 5 us
 
     struct Job {
-        void (*call)(const void* work, u64 chunk);
+        void (*call)(const void* work, u64 chunk) noexcept;
         const void* work;
         u64 chunks, helpers;
         Atomic<u64> done;
     };
 
+    // Never destroyed: its threads may run until the process ends. A forked child has no helpers, and perhaps a locked
+    // mutex, so the child has a new team.
+    static ThreadTeam*& current() {
+        static ThreadTeam* team = [] {
+            if (::pthread_atfork(nullptr, nullptr, [] { current() = new ThreadTeam; }) != 0) throw std::bad_alloc();
+            return new ThreadTeam;
+        }();
+        return team;
+    }
+
+    // Starts threads until `helpers` run. If the system refuses a thread, the caller computes its share.
+    void start(u64 helpers) {
+        sigset_t all, before;
+        sigfillset(&all);
+        ::pthread_sigmask(SIG_SETMASK, &all, &before);  // signals are for the threads of Python
+        try {
+            for (; started_ < helpers; ++started_) std::thread(&ThreadTeam::help, this, started_).detach();
+        } catch (const std::exception&) {}
+        ::pthread_sigmask(SIG_SETMASK, &before, nullptr);
+    }
+
     void run(Job& job) {
         std::lock_guard alone(one_job_);
-        while (started_ < job.helpers) std::thread(&ThreadTeam::help, this, started_++).detach();
+        if (started_ < job.helpers) start(job.helpers);
         job_.store(&job, RELAXED);
         helpers_.store(job.helpers, RELAXED);
         claims_.store(++number_ << 32 | job.chunks, order::work.release);

@@ -2,6 +2,9 @@
 // bits depend neither on the number of rows nor on the division into chunks and threads.
 #include "packed_linear.h"
 
+#include <sys/wait.h>
+#include <unistd.h>
+
 #include <algorithm>
 #include <atomic>
 #include <cmath>
@@ -151,6 +154,56 @@ void check_extremes() {
     }
 }
 
+// The float32 of -gate overflows in the exponential.
+void check_gate_far_below_zero() {
+    PackedLinear linear{};
+    linear.inputs = 1, linear.outputs = 2 * PANEL, linear.is_gated = true;
+    std::vector<u16> weights(linear.size()), tiles(linear.panel_size()), out(PANEL);
+    const std::vector<u16> w(PANEL, bits_of(1.0f));
+    pack_weights(linear, weights.data(), w.data(), PANEL, 0, 2);
+    pack_weights(linear, weights.data(), w.data(), PANEL, 1, 2);
+    linear.weights = weights.data();
+    for (float value : {-88.0f, -1.0e10f, -3.0e38f}) {
+        u16 x = bits_of(value);
+        pack_rows(&x, 1, 1, 1, tiles.data());
+        for (u64 index = 0; index < linear_kernels().count; ++index) {
+            linear_kernels().kernels[index].kernel(linear, tiles.data(), 1, 0, 2, out.data(), PANEL);
+            REQUIRE(float_of(out[0]) == 0.0f, "%s: %g", linear_kernels().kernels[index].name, double{float_of(out[0])});
+        }
+    }
+}
+
+// A child has neither the helpers of its parent nor the thread that held a lock of the team.
+void check_forked_child(Random& random) {
+#if !defined(__SANITIZE_THREAD__)  // it refuses threads in a child of a process with threads
+    std::atomic<bool> is_over{false};
+    std::thread computes([&] {
+        while (!is_over.load()) ThreadTeam::get().run(2, 64, [](u64) {});
+    });
+    for (u64 round = 0; round < 50; ++round) {
+        std::this_thread::sleep_for(std::chrono::microseconds(random.below(300)));
+        pid_t child = ::fork();
+        if (child == 0) {
+            ::alarm(20);
+            std::atomic<bool> has_met{false};
+            std::thread::id caller = std::this_thread::get_id();
+            ThreadTeam::get().run(2, 2, [&](u64) {
+                if (std::this_thread::get_id() != caller) has_met.store(true);
+                while (!has_met.load()) ::sched_yield();
+            });
+            ::_exit(0);
+        }
+        int status = 0;
+        REQUIRE(child > 0 && ::waitpid(child, &status, 0) == child, "no child");
+        REQUIRE(status == 0, "a forked child ended with status %d", status);
+    }
+    is_over.store(true);
+    computes.join();
+#else
+    (void)random;
+#endif
+}
+
 void check_team(Random& random) {
     for (u64 job = 0; job < 2000; ++job) {
         u64 chunks = 1 + random.below(50), threads = 1 + random.below(4);
@@ -174,6 +227,8 @@ int main(int argc, char** argv) {
         check_rows_alone(random);
     }
     check_extremes();
+    check_gate_far_below_zero();
     check_team(random);
+    check_forked_child(random);
     return 0;
 }

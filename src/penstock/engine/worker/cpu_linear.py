@@ -15,6 +15,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
+from transformers.activations import SiLUActivation
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
@@ -22,28 +23,27 @@ from penstock.engine.cluster.logs import event
 PANEL = 16  # outputs of a panel of packed weights
 ALIGNED = 32  # elements: 64 bytes
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a module with the same input
-TOLERANCE = 0.02  # of the largest output: rounding of bfloat16 in between, which the fused layer leaves out
+MLP = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}  # layers of a gated MLP, their sizes in a trial
 
 
 class LinearGroup(NamedTuple):
     """Layers that read the same input, and are computed as one product."""
 
-    layers: tuple[nn.Linear, ...]
-    gated: nn.Module | None = None  # the MLP whose gate and up projection these are, if the kernel applies the gate
+    layers: tuple[Any, ...]  # of nn.Linear
+    gated: nn.Module | None = None  # the MLP of a gate and an up projection, if the kernel applies the gate
 
     @property
     def inputs(self) -> int:
-        return self.layers[0].in_features
+        return int(self.layers[0].weight.shape[1])  # of this rank; `in_features` is that of all ranks
 
     @property
-    def panels(self) -> list[int]:
-        """The number of panels of each layer."""
-        return [-(-layer.weight.shape[0] // PANEL) for layer in self.layers]
+    def outputs(self) -> list[int]:
+        return [layer.weight.shape[0] for layer in self.layers]
 
     @property
     def size(self) -> int:
         """Elements of the packed weights."""
-        return int(_native.packed_size(self.inputs, sum(self.panels) * PANEL))
+        return int(_native.packed_size(self.inputs, sum(self.outputs)))
 
 
 def pack_linears(model: nn.Module) -> None:
@@ -52,12 +52,13 @@ def pack_linears(model: nn.Module) -> None:
     if not groups:
         return
     buffer = huge_pages(sum(round_up(group.size) for group in groups))
-    sources = [layer.weight for group in groups for layer in group.layers]
     used = 0
     for group in groups:
-        pack_group(group, buffer[used : used + group.size])
-        used += round_up(group.size)
-    forget(sources, model)
+        end = used + group.size
+        sources = [layer.weight for layer in group.layers]
+        pack_group(group, buffer[used:end])
+        forget(sources, model)
+        used = round_up(end)
     fused = sum(len(group.layers) > 1 for group in groups)
     layers = sum(len(group.layers) for group in groups)
     event("linears packed", layers=layers, fused=fused, kernel=_native.linear_kernel(), mib=buffer.nbytes >> 20)
@@ -83,18 +84,16 @@ def find_groups(model: nn.Module) -> Iterator[LinearGroup]:
     """Yields each packable layer once."""
     grouped: set[int] = set()
     is_gate_right: dict[type, bool] = {}
-    for module in model.modules():
+    for module in list(model.modules()):
         for names in TOGETHER:
             layers = tuple(getattr(module, name, None) for name in names)
-            if not all(is_packable(layer) for layer in layers) or len({layer.in_features for layer in layers}) > 1:
+            if not can_group(layers) or any(id(layer) in grouped for layer in layers):
                 continue
             gated = None
-            if len(names) == 2:
+            if may_gate(module):
                 if type(module) not in is_gate_right:
                     is_gate_right[type(module)] = computes_gate(module)
                 gated = module if is_gate_right[type(module)] else None
-            if gated is None and any(layer.weight.shape[0] % PANEL for layer in layers):
-                continue
             grouped.update(id(layer) for layer in layers)
             yield LinearGroup(layers, gated)
     for module in model.modules():
@@ -104,80 +103,93 @@ def find_groups(model: nn.Module) -> Iterator[LinearGroup]:
 
 def is_packable(module: Any) -> bool:
     """Whether a module is a linear layer in bfloat16. A subclass may compute something else."""
-    return type(module) is nn.Linear and module.weight.dtype == torch.bfloat16 and module.weight.device.type == "cpu"
+    if type(module) is not nn.Linear or "forward" in vars(module):
+        return False
+    weight = module.weight
+    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.numel() > 0
+
+
+def can_group(layers: Sequence[Any]) -> bool:
+    """Whether layers can be one product: each layer but the last one of a product fills its panels."""
+    if not all(is_packable(layer) for layer in layers) or len(set(layers)) < len(layers):
+        return False
+    return len({layer.weight.shape[1] for layer in layers}) == 1 and all(
+        layer.weight.shape[0] % PANEL == 0 for layer in layers
+    )
+
+
+def may_gate(module: Any) -> bool:
+    """Whether the layers of a module are those of a gated MLP that the kernel can compute."""
+    if dict(module.named_children()).keys() != {*MLP, "act_fn"} or "forward" in vars(module):
+        return False
+    gate, up, down = (getattr(module, name) for name in MLP)
+    if not isinstance(module.act_fn, (nn.SiLU, SiLUActivation)) or not is_packable(down):
+        return False
+    return gate.bias is None and up.bias is None and gate.weight.shape == up.weight.shape
 
 
 @torch.inference_mode()
 def computes_gate(mlp: Any) -> bool:
-    """Whether a module computes down(silu(gate(x)) * up(x)), found by a trial on random input."""
-    layers = [mlp.gate_proj, mlp.up_proj, getattr(mlp, "down_proj", None)]
-    if not is_packable(layers[2]) or not isinstance(getattr(mlp, "act_fn", None), (nn.SiLU, _silu_of_transformers())):
-        return False
-    if any(layer.bias is not None for layer in layers[:2]) or layers[0].weight.shape[0] % PANEL:
-        return False
-    x = torch.randn(1, 4, layers[0].in_features, generator=torch.Generator().manual_seed(0)).to(torch.bfloat16)
-    gate, up = layers[0](x).float(), layers[1](x).float()
-    expected = layers[2]((nn.functional.silu(gate) * up).to(torch.bfloat16)).float()
-    # without the hooks, which add up what all ranks computed
-    found = type(mlp).forward(mlp, x).float() if not layers[2]._forward_hooks else expected
-    return bool((found - expected).abs().max() <= TOLERANCE * expected.abs().max())
+    """Whether a module computes down(silu(gate(x)) * up(x)), found by a trial with small layers in place of its own."""
+    layers = {name: getattr(mlp, name) for name in MLP}
+    drawn = torch.Generator().manual_seed(0)
+    x = torch.randn(1, 4, MLP["gate_proj"][0], generator=drawn)
+    try:
+        for name, (inputs, outputs) in MLP.items():
+            layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+            layer.weight = nn.Parameter(torch.randn(outputs, inputs, generator=drawn))
+            setattr(mlp, name, layer)
+        expected = mlp.down_proj(nn.functional.silu(mlp.gate_proj(x)) * mlp.up_proj(x))
+        return torch.allclose(type(mlp).forward(mlp, x), expected, atol=1e-4)
+    finally:
+        for name, layer in layers.items():
+            setattr(mlp, name, layer)
 
 
 def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16]) -> None:
     is_gated = group.gated is not None
-    bias = bias_of(group.layers)
-    packed = _native.PackedLinear(group.inputs, sum(group.panels) * PANEL, buffer, bias, is_gated)
+    outputs = group.outputs
+    packed = _native.PackedLinear(group.inputs, sum(outputs), buffer, bias_of(group.layers), is_gated)
     first = 0
-    for layer, panels in zip(group.layers, group.panels, strict=True):
+    for layer in group.layers:
         rows = layer.weight.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
         packed.pack(rows, first, 2 if is_gated else 1)
-        first += 1 if is_gated else panels
-        shape = layer.weight.shape
-        layer.weight = nn.Parameter(torch.empty(shape, dtype=torch.bfloat16, device="meta"), requires_grad=False)
+        first += 1 if is_gated else -(-rows.shape[0] // PANEL)
+        layer.weight = nn.Parameter(torch.empty(rows.shape, dtype=torch.bfloat16, device="meta"), requires_grad=False)
+    product = Product(packed)
     if group.gated is not None:
         mlp: Any = group.gated
-        compute_gate = Product(packed, packed.results)
-        mlp.forward = lambda x: mlp.down_proj(compute_gate(x))
+        mlp.forward = lambda x: mlp.down_proj(product(x))
         return
-    outputs = [layer.weight.shape[0] for layer in group.layers]
-    product = Product(packed, sum(outputs))
     if len(outputs) == 1:
-        group.layers[0].forward = product  # type: ignore[method-assign]
+        group.layers[0].forward = product
         return
     shared = SharedProduct(product)
-    for layer, end in zip(group.layers, np.cumsum(outputs).tolist(), strict=True):
-        layer.forward = shared.slice(end - layer.weight.shape[0], end)  # type: ignore[method-assign]
+    for layer, size, end in zip(group.layers, outputs, np.cumsum(outputs).tolist(), strict=True):
+        layer.forward = shared.slice(end - size, end)
 
 
-def bias_of(layers: Sequence[nn.Linear]) -> npt.NDArray[np.float32] | None:
-    """Returns the biases of all outputs of all panels; None: there is no bias."""
+def bias_of(layers: Sequence[Any]) -> npt.NDArray[np.float32] | None:
+    """Returns the biases of all outputs; None: there is no bias."""
     if all(layer.bias is None for layer in layers):
         return None
-    padded = []
-    for layer in layers:
-        outputs = layer.weight.shape[0]
-        bias = torch.zeros(-(-outputs // PANEL) * PANEL)
-        if layer.bias is not None:
-            bias[:outputs] = layer.bias.detach().float()
-        padded.append(bias)
-    return torch.cat(padded).numpy()
+    biases = [torch.zeros(layer.weight.shape[0]) if layer.bias is None else layer.bias.detach() for layer in layers]
+    return torch.cat([bias.float() for bias in biases]).numpy()
 
 
 class Product:
     """Computes a packed layer for tensors [..., inputs]."""
 
-    def __init__(self, packed: _native.PackedLinear, outputs: int) -> None:
+    def __init__(self, packed: _native.PackedLinear) -> None:
         self._packed = packed
         self._inputs = packed.inputs
         self._width = packed.results
-        self._outputs = outputs
 
     def __call__(self, x: Tensor) -> Tensor:
-        if type(x) is not Tensor or x.dtype != torch.bfloat16 or x.shape[-1] != self._inputs:
-            kind = type(x).__name__
-            raise ValueError(
-                f"expected a Tensor [..., {self._inputs}] of bfloat16, got a {kind} {list(x.shape)} of {x.dtype}"
-            )
+        is_plain = type(x) is Tensor and x.device.type == "cpu"  # of another tensor, the address is none of ours
+        if not is_plain or x.dtype != torch.bfloat16 or x.shape[-1] != self._inputs:
+            kind = f"{type(x).__name__} {list(x.shape)} of {x.dtype} on {x.device}"
+            raise ValueError(f"expected a Tensor [..., {self._inputs}] of bfloat16 on cpu, got a {kind}")
         rows = x.reshape(-1, self._inputs)
         if rows.stride(1) != 1:
             rows = rows.contiguous()
@@ -186,7 +198,7 @@ class Product:
         if count:
             arguments = (rows.data_ptr(), rows.stride(0), count, out.data_ptr(), self._width)
             self._packed.compute(*arguments, torch.get_num_threads())
-        return out if self._width == self._outputs else out[..., : self._outputs]
+        return out
 
 
 class SharedProduct:
@@ -224,10 +236,3 @@ def huge_pages(size: int) -> npt.NDArray[np.uint16]:
     with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, that knows of one size only
         pages.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(pages, np.uint16)
-
-
-def _silu_of_transformers() -> type:
-    from transformers.activations import SiLUActivation
-
-    kind: type = SiLUActivation
-    return kind

@@ -106,6 +106,71 @@ def test_gate_is_fused_where_the_module_computes_one(kind: type[Mlp], act_fn: nn
     require_close(packed(x), exact(x.float()))
 
 
+class OtherMlp(Mlp):
+    """Its trial tells nothing if the weights are zeros."""
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.down_proj(self.act_fn(self.up_proj(x)) * self.gate_proj(x))
+
+
+@torch.inference_mode()
+def test_trial_of_a_gate_does_not_depend_on_weights_or_hooks() -> None:
+    torch.manual_seed(0)
+    model = OtherMlp(64, 32, nn.SiLU()).to(torch.bfloat16).requires_grad_(False)
+    model.down_proj.weight.zero_()
+    layers, calls = list(model.children()), []
+    model.down_proj.register_forward_hook(lambda *_: calls.append(1))
+    assert [group.gated is None for group in find_groups(model)] == [True, True]
+    assert list(model.children()) == layers and not calls
+
+
+@torch.inference_mode()
+def test_gate_is_fused_by_each_modules_shape_and_activation() -> None:
+    torch.manual_seed(0)
+    mlps = [Mlp(64, 32, nn.SiLU()), Mlp(64, 36, nn.SiLU()), Mlp(64, 32, nn.GELU())]
+    model = nn.Sequential(*mlps).to(torch.bfloat16)
+    assert [group.gated is not None for group in find_groups(model) if len(group.layers) == 2] == [True, False]
+    packed, exact = pack(model)
+    x = torch.randn(1, 5, 64).to(torch.bfloat16)
+    require_close(packed(x), exact(x.float()))
+
+
+@torch.inference_mode()
+def test_layers_of_two_modules_are_packed_once() -> None:
+    torch.manual_seed(0)
+    first, second = Attention(64, 32, has_bias=True), Attention(64, 32, has_bias=True)
+    second.q_proj = first.q_proj
+    second.k_proj.weight = first.k_proj.weight
+    second.v_proj = second.k_proj
+    packed, exact = pack(nn.ModuleList([first, second]))
+    x = torch.randn(1, 5, 64).to(torch.bfloat16)
+    for module, other in zip(packed, exact, strict=True):  # type: ignore[call-overload]
+        require_close(module(x), other(x.float()))
+
+
+@torch.inference_mode()
+def test_shard_of_inputs_is_packed() -> None:
+    torch.manual_seed(0)
+    layer = nn.Linear(64, 50)
+    layer.weight = nn.Parameter(layer.weight[:, 24:].clone())  # `in_features` stays 64, as in a rank of several
+    packed, exact = pack(nn.Sequential(layer))
+    x = torch.randn(1, 5, 40).to(torch.bfloat16)
+    out = packed(x)
+    require_close(out, exact(x.float()))
+    assert out.is_contiguous()  # all-reduces take no other tensor
+
+
+@torch.inference_mode()
+def test_packed_linear_takes_any_strides_and_no_rows() -> None:
+    torch.manual_seed(0)
+    packed, exact = pack(nn.Sequential(nn.Linear(64, 33)))
+    wide = torch.randn(4, 5, 200).to(torch.bfloat16)
+    thirds, expanded = wide[..., ::3][..., :64], wide[:1, :1, :64].expand(3, 4, 64)
+    for x in (wide[..., 7:71], wide.transpose(0, 1)[..., :64], thirds, expanded):
+        require_close(packed(x), exact(x.float()))
+    assert packed(wide[:0, :, :64]).shape == (0, 5, 33) and packed(wide[0, 0, :64]).shape == (33,)
+
+
 @torch.inference_mode()
 def test_hooks_of_packed_layers_run() -> None:
     packed, _ = pack(Mlp(64, 32, nn.SiLU()))
@@ -148,8 +213,9 @@ def test_tied_embedding_keeps_its_weights() -> None:
 def test_packed_linear_refuses_what_does_not_fit() -> None:
     model = nn.Sequential(nn.Linear(64, 32)).to(torch.bfloat16).requires_grad_(False)
     pack_linears(model)
-    for wrong in (torch.zeros(1, 64), torch.zeros(1, 65, dtype=torch.bfloat16)):
-        with pytest.raises(ValueError, match=r"expected a Tensor \[\.\.\., 64\] of bfloat16"):
+    narrow = {"dtype": torch.bfloat16}
+    for wrong in (torch.zeros(1, 64), torch.zeros(1, 65, **narrow), torch.zeros(1, 64, **narrow, device="meta")):
+        with pytest.raises(ValueError, match=r"expected a Tensor \[\.\.\., 64\] of bfloat16 on cpu, got a Tensor"):
             model(wrong)
     with pytest.raises(ValueError, match="no kernel other"):
         _native.choose_linear_kernel("other")

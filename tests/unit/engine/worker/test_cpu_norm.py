@@ -57,6 +57,18 @@ def test_norm_of_numbers_beyond_the_range_is_that_of_transformers() -> None:
     assert torch.equal(ours(x).isnan(), stock(x).isnan()) and torch.equal(ours(x)[2], stock(x)[2])
 
 
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [LlamaRMSNorm, Gemma2RMSNorm])
+@pytest.mark.parametrize("factor", [0.0, 1e4])
+def test_factor_of_a_norm_does_not_depend_on_its_weights(kind: Any, factor: float) -> None:
+    first, second = kind(64).to(torch.bfloat16), kind(64).to(torch.bfloat16)
+    first.weight.fill_(factor)
+    x = torch.randn(3, 64).to(torch.bfloat16)
+    expected = second(x)
+    replace_norms(nn.Sequential(first, second))
+    assert isinstance(second.forward, RmsNorm) and torch.allclose(second(x), expected, rtol=0.008)
+
+
 def test_norm_that_computes_something_else_stays() -> None:
     ours, _ = replaced(HalfRMSNorm, 64, torch.float32)
     assert not isinstance(ours.forward, RmsNorm)

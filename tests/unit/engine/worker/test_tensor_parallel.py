@@ -10,7 +10,7 @@ import pytest
 from tests.support.models import Family, families
 
 # isort: split
-from tests.support.ranks import ranks_must_answer, threads_must_answer
+from tests.support.ranks import answers_of_threads, ranks_must_answer, threads_must_answer
 
 EVEN: list[Any] = [(2, name, {}) for name in families()]
 WIDE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl", "qwen3_vl")
@@ -36,3 +36,11 @@ def test_ranks_answer_like_one_however_few_heads_and_columns_there_are(
     size: int, name: str, changes: dict[str, int], family: Callable[..., Family]
 ) -> None:
     threads_must_answer(size, family(name, **changes))
+
+
+@pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("qwen2_vl", {}), ("llama", {"hidden_size": 72})])
+def test_ranks_answer_in_bfloat16(name: str, changes: dict[str, int], family: Callable[..., Family]) -> None:
+    """Linear layers are packed then. Rounding may change answers, so ranks are compared with each other."""
+    of = family(name, **changes)
+    first, second = answers_of_threads(2, of, of.asked[:2], dtype="bfloat16")
+    assert first == second and [len(answer) for answer in first] == [request.tokens for request in of.asked[:2]]
