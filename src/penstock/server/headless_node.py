@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import sys
 
-import msgspec
-
-from penstock.engine.protocol.config import EngineConfig
-from penstock.server.server_launcher import run_headless
+from penstock import command_signals, standard_streams
 
 if __name__ == "__main__":
+    command_signals.receive()
+    standard_streams.guard()
+    # Imported here, as these imports take a second on a busy machine.
+    import msgspec
+
+    from penstock.engine.protocol.config import EngineConfig
+    from penstock.server.server_launcher import run_headless
+
     sys.exit(run_headless(msgspec.json.decode(sys.argv[1], type=EngineConfig)))
