@@ -1,7 +1,7 @@
 """Standard streams that a process of the server can write to at any time.
 
-A stream may be closed, on a full disk, without a reader, or a pipe whose reader does not read. Each of these loses
-text, and none of them stops a process or changes its exit status.
+A stream may be closed, on a full disk, without a reader, or a pipe that its reader does not empty. Each of these cases
+loses text, and none of them stops a process or changes its exit status.
 """
 
 from __future__ import annotations

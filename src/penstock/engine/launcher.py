@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import functools
 import logging
 import signal
 import time
@@ -111,8 +110,11 @@ class Launcher:
         """Runs a tree with servers until SIGTERM or SIGINT, which drain it; a repetition after REPEAT_S stops it at
         once. SIGHUP begins a migration. Raises TreeFailed."""
         loop = asyncio.get_running_loop()
-        handle = functools.partial(loop.call_soon_threadsafe, self._handle_signal)
-        with command_signals.delivered_to(handle) as signals:
+
+        def deliver(number: int, received_at: float) -> None:
+            loop.call_soon_threadsafe(self._handle_signal, number, received_at)
+
+        with command_signals.delivered_to(deliver) as signals:
             if signals.has_early_hangup:
                 event("migration is not begun", reason="SIGHUP came before the engine was started")
             self.start()
@@ -145,7 +147,7 @@ class Launcher:
     def migrate(self) -> None:
         """Restarts the groups one after the other; their requests go on in another group, or after the restart. While a
         migration runs, one more becomes due: each group restarts after this call."""
-        if self.is_stopping:
+        if self.is_stopping or self._is_over.is_set():
             event("migration is not begun", logging.WARNING, reason="the tree ends")
             return
         if not self.tree.config.has_cores:
@@ -158,7 +160,8 @@ class Launcher:
         self._is_migration_due = True
 
     async def _migrate_while_due(self) -> None:
-        while self._is_migration_due:
+        # SIGHUP has a lower number than SIGTERM: Python handles it first when both are pending.
+        while self._is_migration_due and not self._is_over.is_set():
             self._is_migration_due = False
             await self._migrate()
 

@@ -54,15 +54,18 @@ def _watch(reader: SnapshotReader, board: StatusBoard, pid: int, timeout: float)
     """Shows the progress of the migration that begins after the state `board`. Migrations run one after the other, so
     their numbers are counts of the board."""
     start = idle_since = time.monotonic()
-    number = _counts(board)[0] + 1
-    first, failed = _serving(board), _counts(board)[2]
+    begun, ended, failed = _counts(board)
+    number, first = begun + 1, _serving(board)
     states = ["waits"] * len(first)
     while True:
+        waited, was_running = begun < number, begun != ended
         board = reader.board()
         begun, ended, failures = _counts(board)
         now = time.monotonic()
+        if waited and was_running and ended < number:
+            failed = failures  # of the migration before
         if begun < number:
-            first, failed = _serving(board), failures
+            first = _serving(board)
             idle_since = idle_since if begun == ended else now
         else:
             first = [before or current for before, current in zip(first, _serving(board), strict=True)]

@@ -95,7 +95,7 @@ class EndSignal:
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self._previous.items():
-            signal.signal(number, handler)
+            signal.signal(number, handler if self.name is None else signal.SIG_IGN)  # the process is about to end
 
     def _receive(self, number: int, _: object) -> None:
         if self.name is None:
