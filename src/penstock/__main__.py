@@ -5,13 +5,15 @@ A process that is spawned imports this file too.
 
 import sys
 
-from penstock import command_signals, standard_streams
+from penstock import command_signals
 
 
 def main() -> int:
     if sys.argv[1:2] == ["serve"]:
         # Before the imports below, which take a second on a busy machine.
         command_signals.receive()
+        from penstock import standard_streams
+
         standard_streams.guard()
     from penstock.cli import main as run
 

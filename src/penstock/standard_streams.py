@@ -13,7 +13,7 @@ import select
 import stat
 import sys
 import time
-from collections.abc import Callable
+from socket import MSG_DONTWAIT, MSG_NOSIGNAL, socket
 from typing import Any
 
 PATIENCE_S = 0.2  # how long the first write to a full pipe waits for the reader; later writes do not wait
@@ -31,10 +31,16 @@ class LossyStream(io.RawIOBase):
         self._is_torn = False  # the last write was cut off within its line
         mode = os.fstat(fd).st_mode
         self._is_pipe = stat.S_ISFIFO(mode) or os.isatty(fd)
-        self._send = _sender(fd, stat.S_ISSOCK(mode))
+        self._socket = socket(fileno=os.dup(fd)) if stat.S_ISSOCK(mode) else None  # of systemd's journal
 
     def fileno(self) -> int:
         return self._fd
+
+    def close(self) -> None:
+        """Leaves the descriptor open: it belongs to the process."""
+        if self._socket is not None:
+            self._socket.close()  # a duplicate
+        super().close()
 
     def isatty(self) -> bool:
         return os.isatty(self._fd)
@@ -63,12 +69,14 @@ class LossyStream(io.RawIOBase):
 
     def _write_some(self, rest: memoryview) -> int:
         """Writes without waiting. Raises BlockingIOError, and other OSErrors."""
+        if self._socket is not None:
+            return self._socket.send(rest, MSG_DONTWAIT | MSG_NOSIGNAL)
         if not self._is_pipe or not os.get_blocking(self._fd):
-            return self._send(rest)
+            return os.write(self._fd, rest)
         # The pipe could not be opened again (see guard). Another process may fill it after the poll.
         if not self._wait(0.0):
             raise BlockingIOError
-        return self._send(rest[:PIPE_BUF])
+        return os.write(self._fd, rest[:PIPE_BUF])
 
     def _wait(self, seconds: float) -> bool:
         poll = select.poll()
@@ -81,15 +89,6 @@ class LossyStream(io.RawIOBase):
             return 0
         lost, self.lost = self.lost, 0
         return lost
-
-
-def _sender(fd: int, is_socket: bool) -> Callable[[memoryview], int]:
-    if not is_socket:
-        return lambda data: os.write(fd, data)
-    import socket  # systemd's journal
-
-    duplicate = socket.socket(fileno=os.dup(fd))
-    return lambda data: duplicate.send(data, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
 
 
 def guard() -> None:

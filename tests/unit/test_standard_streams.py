@@ -101,6 +101,8 @@ def test_full_socket_loses_text() -> None:
         stream = LossyStream(ours.fileno())
         stream.write(bytes(10 * SIZE))
         assert stream.lost == 1 and ours.getblocking()
+        stream.close()
+        ours.getpeername()  # it is open
 
 
 def test_log_says_how_many_lines_were_lost(monkeypatch: pytest.MonkeyPatch) -> None:
