@@ -8,7 +8,7 @@ PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
 # pip's steps, a line each: which package is being collected, downloaded, compiled.
 SHELL       := bash
 .SHELLFLAGS := -o pipefail -c
-PIP_STEPS   := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input --progress-bar off
+PIP_STEPS   := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input install --progress-bar off
 STEPS       := { grep --line-buffered -E '^ *(Collecting|Downloading|Obtaining|Preparing editable|Building|Installing collected)|^ERROR' >&2 || true; }
 # An editable install: Python files are seen as they are, so only these ask for a new one; the folders, because the install
 # knows which modules there are.
@@ -57,7 +57,7 @@ clean:
 # stamp-X: penstock[X] is installed and its core is as new as the sources.
 $(VENV)/stamp-%: $(VENV)/stamp-backend $(BUILT_FROM)
 	@echo "installing penstock[$*] into $(VENV) and compiling its core (the first time takes minutes)" >&2
-	@$(PIP_STEPS) install --no-build-isolation --constraint constraints.txt --editable '.[$*]' | $(STEPS)
+	@$(PIP_STEPS) --no-build-isolation --constraint constraints.txt --editable '.[$*]' | $(STEPS)
 	@$(VENV)/bin/python -m compileall -q src  # now: a new __pycache__ makes its folder newer than the stamp
 	@touch $@
 
