@@ -393,7 +393,9 @@ def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_
 
 
 # ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-@pytest.mark.parametrize("numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM] * 20], ids=str)
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM] * 20], ids=["SIGINT", "SIGTERM", "twenty"]
+)
 def test_signal_prints_a_partial_table(numbers: list[signal.Signals], tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('"x"\n')
     with faked_in_a_thread(lambda index, body: GOOD if index < 5 else [HEAD, text(), 60.0]) as (fake, url):
