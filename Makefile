@@ -5,6 +5,11 @@ ARGS   ?=
 
 VENV   := .venv
 PIP    := $(VENV)/bin/python -m pip --disable-pip-version-check --quiet
+# pip's steps, a line each: which package is being collected, downloaded, compiled.
+SHELL       := bash
+.SHELLFLAGS := -o pipefail -c
+PIP_STEPS   := $(VENV)/bin/python -m pip --disable-pip-version-check --no-input install --progress-bar off
+STEPS       := { grep --line-buffered -E '^ *(Collecting|Downloading|Obtaining|Preparing editable|Building|Installing collected)|^ERROR' >&2 || true; }
 # An editable install: Python files are seen as they are, so only these ask for a new one; the folders, because the install
 # knows which modules there are.
 BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.h native/*.cpp native/engine/*.h native/engine/*.cpp) \
@@ -51,14 +56,15 @@ clean:
 
 # stamp-X: penstock[X] is installed and its core is as new as the sources.
 $(VENV)/stamp-%: $(VENV)/stamp-backend $(BUILT_FROM)
-	@echo "installing penstock[$*] into $(VENV) (the first time takes a minute)" >&2
-	@$(PIP) install --no-build-isolation --constraint constraints.txt --editable '.[$*]'
+	@echo "installing penstock[$*] into $(VENV) and compiling its core (the first time takes minutes)" >&2
+	@$(PIP_STEPS) --no-build-isolation --constraint constraints.txt --editable '.[$*]' | $(STEPS)
 	@$(VENV)/bin/python -m compileall -q src  # now: a new __pycache__ makes its folder newer than the stamp
 	@touch $@
 
 # The build backend lives in the venv too: with build isolation every install would compile everything again.
 # Asked twice, because only the backend itself knows whether it also wants cmake and ninja.
 $(VENV)/stamp-backend: $(VENV)/stamp-venv pyproject.toml
+	@echo "installing the build backend (scikit-build-core, nanobind, cmake) into $(VENV)" >&2
 	@$(VENV)/bin/python scripts/build-requires | $(PIP) install --requirement /dev/stdin
 	@$(VENV)/bin/python scripts/build-requires | $(PIP) install --requirement /dev/stdin
 	@touch $@
@@ -74,5 +80,6 @@ $(VENV)/stamp-venv:
 	    { echo "$(PYTHON) came without its C headers: apt-get install python3-dev" >&2; exit 1; }
 	@command -v "$${CXX:-c++}" >/dev/null || \
 	    { echo "there is no C++ compiler, and Penstock's core is compiled: apt-get install g++" >&2; exit 1; }
+	@echo "creating the virtual environment $(VENV)" >&2
 	@'$(PYTHON)' -m venv --clear $(VENV)
 	@touch $@

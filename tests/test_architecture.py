@@ -13,14 +13,14 @@ NATIVE = ROOT / "native"
 
 # From the bottom up: a layer imports itself and what is below it. What shares a line may import each other.
 LAYERS = [
-    {"errors", "installing"},
+    {"errors", "installing", "command_signals", "standard_streams"},
     {"_native"},
     {"memory"},
     {"channel"},
     {"codec"},
     {"tensor"},
     # ── below this line is the data plane; "penstock" itself, the package, hands out what is below it ──
-    {"penstock", "lowlevel", "bridge", "integrations"},
+    {"penstock", "public_names", "lowlevel", "bridge", "integrations"},
     {"tools.format", "tools.tables", "tools.inspect"},
     {"engine"},
     {"server"},

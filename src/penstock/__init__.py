@@ -2,79 +2,50 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as _version
-from typing import TYPE_CHECKING, Any, TypeVar, overload
-
-from penstock import _native
-from penstock._native import Lease
-from penstock.channel import AsyncReceiver, AsyncSender, Receiver, Sender
-from penstock.codec import Broadcast, Buffer, Inbox, Ring
-from penstock.codec.channels import Channel as _Channel
-from penstock.codec.channels import channel_of as _channel_of
-from penstock.errors import (
-    ClosedError,
-    DecodeError,
-    EndOfChannel,
-    MemoryExhausted,
-    Missing,
-    PeerDied,
-    PenstockError,
-    Timeout,
-    WouldBlock,
-)
-from penstock.memory import Pool as _Pool
-from penstock.memory import Segment as _Segment
-from penstock.memory import Ticket as _Ticket
-from penstock.memory.segment import attached_segment as _attached_segment
-from penstock.tensor import Handle, Loan, Scope, Store, content_key
+# typing is not imported: `penstock serve` must reach the installation of its signal handlers within milliseconds.
+TYPE_CHECKING = False
 
 if TYPE_CHECKING:
-    from typing_extensions import TypeForm
+    from penstock.public_names import (
+        AsyncReceiver,
+        AsyncSender,
+        Broadcast,
+        Buffer,
+        ClosedError,
+        DecodeError,
+        EndOfChannel,
+        Handle,
+        Inbox,
+        Lease,
+        Loan,
+        MemoryExhausted,
+        Missing,
+        PeerDied,
+        PenstockError,
+        Receiver,
+        Ring,
+        Scope,
+        Sender,
+        Store,
+        Timeout,
+        WouldBlock,
+        __version__,
+        attach,
+        content_key,
+    )
+else:
 
-    from penstock.tensor.cuda import CudaPool
+    def __getattr__(name: str) -> object:
+        """Imports all public names when the first of them is used: the import of numpy and of the core takes 0.2 s."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from penstock import public_names
 
-__version__ = _version("penstock")
+        globals().update({public: getattr(public_names, public) for public in __all__})
+        return globals()[name]
 
-_T = TypeVar("_T")
-
-
-@overload
-def attach(where: _Ticket | str | int) -> Any: ...
-@overload
-def attach(where: _Ticket | str | int, type: TypeForm[_T]) -> _Channel[_T]: ...
-def attach(where: _Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Store | _Pool | CudaPool | _Segment:
-    """Attaches to a channel or a store of another process.
-
-    Args:
-        where: the ticket (`str(channel.ticket)`), for any process of the same user; or an inherited descriptor
-            (`channel.fd`), which is taken over unless this raises.
-        type: what the channel carries, as for `Ring`.
-
-    Returns:
-        A Ring, Broadcast, Inbox or Store; for tickets of `penstock.lowlevel`, a Pool, CudaPool or Segment.
-
-    Raises:
-        LayoutMismatch: the channel carries something else (the text says how they differ), or it is of another build,
-            gone, or no channel.
-        TypeError: no channel carries this type.
-
-    Examples:
-        >>> ring = Ring()
-        >>> attach(str(ring.ticket)).open_sender().send(b"from another process")
-        >>> ring.open_receiver().receive()
-        b'from another process'
-    """
-    with _attached_segment(where) as segment:
-        if segment.kind == _native.SEGMENT and type is bytes:
-            return _Segment(segment)
-        if segment.kind == _native.POOL and type is bytes:
-            if segment.is_elsewhere:
-                # Imported here: a process without a device does not load its driver. The import does not call it.
-                from penstock.tensor.cuda import CudaPool
-
-                return CudaPool(segment)
-            return Store._of(segment) if segment.keeps else _Pool(segment)
-        return _channel_of(segment, type)
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *__all__})
 
 
 __all__ = [

@@ -1,8 +1,24 @@
-"""`python -m penstock`."""
+"""The command `penstock`, and `python -m penstock`: the first statements of the process.
+
+A process that is spawned imports this file too.
+"""
 
 import sys
 
-from penstock.cli import main
+from penstock import command_signals
 
-if __name__ == "__main__":  # a process that is spawned imports this file too
+
+def main() -> int:
+    if sys.argv[1:2] == ["serve"]:
+        # Before the imports below, which take a second on a busy machine.
+        command_signals.receive()
+        from penstock import standard_streams
+
+        standard_streams.guard()
+    from penstock.cli import main as run
+
+    return run()
+
+
+if __name__ == "__main__":
     sys.exit(main())

@@ -59,7 +59,7 @@ def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: in
     asyncio.run(scene())
 
 
-def test_migration_waits_for_a_group_that_is_coming_back_and_begins_once() -> None:
+def test_migration_waits_for_a_group_and_one_more_is_queued() -> None:
     async def scene() -> None:
         launcher = Launcher(EngineConfig(simulated=told(), max_model_len=4096))
         running = asyncio.ensure_future(launcher.run())
@@ -68,12 +68,30 @@ def test_migration_waits_for_a_group_that_is_coming_back_and_begins_once() -> No
         tree = Running(launcher)
         tree.child("worker").signal(signal.SIGKILL)
         await tree.until(lambda: not tree.number(StatusBoard.SERVING))
-        for _ in range(2):
+        for _ in range(20):
             os.kill(os.getpid(), signal.SIGHUP)
             await asyncio.sleep(0.01)
-        await tree.until(lambda: launcher.board.tree[StatusBoard.MIGRATIONS_ENDED], START)
-        assert launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN] == 1 and tree.number(StatusBoard.SERVING) == 3
+        await tree.until(lambda: launcher.board.tree[StatusBoard.MIGRATIONS_ENDED] == 2, START)
+        await asyncio.sleep(0.1)  # for a third one, which must not begin
+        assert launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN] == 2 and tree.number(StatusBoard.SERVING) == 4
         os.kill(os.getpid(), signal.SIGTERM)
+        await asyncio.wait_for(running, PATIENCE)
+
+    asyncio.run(scene())
+
+
+def test_hangup_that_is_handled_before_a_pending_sigterm_begins_nothing() -> None:
+    async def scene() -> None:
+        launcher = Launcher(EngineConfig(simulated=told(), max_model_len=4096))
+        running = asyncio.ensure_future(launcher.run())
+        await asyncio.sleep(0)
+        await launcher.serving(START)
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
+        os.kill(os.getpid(), signal.SIGTERM)
+        os.kill(os.getpid(), signal.SIGHUP)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
+        await asyncio.sleep(0.005)
+        assert not launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN]
         await asyncio.wait_for(running, PATIENCE)
 
     asyncio.run(scene())

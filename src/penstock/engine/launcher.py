@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import errno
 import logging
-import os
 import signal
 import time
 
-from penstock import PeerDied, Sender
+from penstock import PeerDied, Sender, command_signals, standard_streams
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process_group import ProcessGroup, Run
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
@@ -29,6 +27,7 @@ from penstock.lowlevel import ChannelError
 
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
+REPEAT_S = 1.0  # after the first SIGTERM or SIGINT; a repetition before then is the same request, forwarded twice
 LOOK_AGAIN = 0.01  # seconds between two reads of the board, while the tree starts or drains
 
 
@@ -45,6 +44,7 @@ class Launcher:
 
     def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
         config = with_model_defaults(config)
+        standard_streams.open_closed_descriptors()  # before the tree's segments take their numbers
         self.tree = Cluster.open(config)
         self.board = StatusBoard(self.tree.board, writable=True)
         self.verdicts = VerdictBoard(self.tree.verdicts, writable=True)
@@ -66,9 +66,11 @@ class Launcher:
         self._inboxes = [group.inbox.open_sender(lane, name="launcher") for group in groups]
         self._failure: TreeFailed | None = None
         self._migration: asyncio.Task[None] | None = None  # a planned one
+        self._is_migration_due = False  # another one begins when it has ended
         self._is_over = asyncio.Event()  # the tree has failed, or a signal ends it
         self._left = asyncio.Event()  # no child process is left
-        self._signals = 0  # SIGTERM and SIGINT received
+        self._end_requested_at: float | None = None  # time of the first SIGTERM or SIGINT
+        self._is_end_urgent = False  # it was repeated
 
     def _parts_of_group(self) -> list[tuple[str, int, Run]]:
         return [(kind, index, PROGRAMS[kind]) for kind, index in processes_of_group(self.tree.config)]
@@ -105,32 +107,31 @@ class Launcher:
             await asyncio.sleep(LOOK_AGAIN)
 
     async def run(self) -> None:
-        """Runs a tree with servers until SIGTERM or SIGINT, which drain it; a second one stops it at once. SIGHUP
-        begins a migration. Raises TreeFailed."""
+        """Runs a tree with servers until SIGTERM or SIGINT, which drain it; a repetition after REPEAT_S stops it at
+        once. SIGHUP begins a migration. Raises TreeFailed."""
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, self._handle_signal)
-        loop.add_signal_handler(signal.SIGHUP, self._handle_hangup, _terminal_error() is None)
-        try:
+
+        def deliver(number: int, received_at: float) -> None:
+            loop.call_soon_threadsafe(self._handle_signal, number, received_at)
+
+        with command_signals.delivered_to(deliver) as signals:
+            if signals.has_early_hangup:
+                event("migration is not begun", reason="SIGHUP came before the engine was started")
             self.start()
             await self._is_over.wait()
             await self.stop(self.tree.config.shutdown_timeout if self._failure is None else 0.0)
             if self._failure is not None:
                 raise self._failure
-        finally:
-            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-                loop.remove_signal_handler(number)
 
-    def _handle_signal(self) -> None:
-        self._signals += 1
-        self._is_over.set()
-
-    def _handle_hangup(self, had_terminal: bool) -> None:
-        """Begins a migration; where the terminal of the launcher has been closed, drains the tree."""
-        if had_terminal and _terminal_error() == errno.ENXIO:
-            self._handle_signal()
-        else:
+    def _handle_signal(self, number: int, received_at: float) -> None:
+        if number == signal.SIGHUP:
             self.migrate()
+        elif self._end_requested_at is None:
+            self._end_requested_at = received_at
+            self._is_over.set()
+        elif received_at - self._end_requested_at >= REPEAT_S and not self._is_end_urgent:
+            event("tree ends at once", signal=signal.Signals(number).name)
+            self._is_end_urgent = True
 
     @property
     def has_failed(self) -> bool:
@@ -144,18 +145,28 @@ class Launcher:
 
     # ── migration ──
     def migrate(self) -> None:
-        """Restarts the groups one after the other; their requests go on in another group, or after the restart. Does
-        nothing while another migration runs."""
-        if self.is_stopping or (self._migration is not None and not self._migration.done()):
-            event("migration is not begun", logging.WARNING, reason="another one runs, or the tree ends")
+        """Restarts the groups one after the other; their requests go on in another group, or after the restart. While a
+        migration runs, one more becomes due: each group restarts after this call."""
+        if self.is_stopping or self._is_over.is_set():
+            event("migration is not begun", logging.WARNING, reason="the tree ends")
             return
         if not self.tree.config.has_cores:
             event("migration is not begun", logging.WARNING, reason="the cores are on the home node: migrate there")
             return
-        self.board.tree[StatusBoard.MIGRATIONS_BEGUN] += 1
-        self._migration = asyncio.get_running_loop().create_task(self._migrate())
+        if self._migration is None or self._migration.done():
+            self._migration = asyncio.get_running_loop().create_task(self._migrate_while_due())
+        elif not self._is_migration_due:
+            event("migration is queued", reason="another one runs")
+        self._is_migration_due = True
+
+    async def _migrate_while_due(self) -> None:
+        # SIGHUP has a lower number than SIGTERM: Python handles it first when both are pending.
+        while self._is_migration_due and not self._is_over.is_set():
+            self._is_migration_due = False
+            await self._migrate()
 
     async def _migrate(self) -> None:
+        self.board.tree[StatusBoard.MIGRATIONS_BEGUN] += 1
         try:
             for group, inbox in zip(self._groups, self._inboxes, strict=True):
                 await self._until_groups_serve()
@@ -207,7 +218,7 @@ class Launcher:
         for server in self._servers:
             server.signal(signal.SIGTERM)
         deadline = time.monotonic() + shutdown_timeout
-        while self._has_open() and time.monotonic() < deadline and self._signals < 2:
+        while self._has_open() and time.monotonic() < deadline and not self._is_end_urgent:
             await asyncio.sleep(LOOK_AGAIN)
         for inbox in self._inboxes:
             _send_stop(inbox, "the tree ends")
@@ -215,7 +226,7 @@ class Launcher:
             bridge.signal(signal.SIGKILL)
         self.check_all_exited()
         with contextlib.suppress(asyncio.TimeoutError):
-            await asyncio.wait_for(self._left.wait(), STOP_TIMEOUT if self._signals < 2 else 0.0)
+            await asyncio.wait_for(self._left.wait(), 0.0 if self._is_end_urgent else STOP_TIMEOUT)
         late = [str(child.member) for unit in self.units for child in unit.children.values()]
         for unit in self.units:
             unit.signal(signal.SIGKILL)
@@ -260,15 +271,6 @@ def _send_stop(inbox: Sender, reason: str) -> None:
     for _ in range(2):  # the first attempt may only raise PeerDied of the core's former process
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop(reason))
-
-
-def _terminal_error() -> int | None:
-    """Returns the errno of opening this process's terminal; None: it has one."""
-    try:
-        os.close(os.open("/dev/tty", os.O_RDWR | os.O_NOCTTY | os.O_CLOEXEC))
-    except OSError as error:
-        return error.errno
-    return None
 
 
 def run_core(tree: Cluster, me: ProcessId) -> object:

@@ -79,11 +79,35 @@ def test_progress_is_that_of_the_board_and_the_status_that_of_the_migration(
 
 
 @pytest.mark.usefixtures("hangups")
-def test_server_that_drains_or_migrates_already_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+def test_migration_that_runs_already_is_not_the_one_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     launcher = Launcher()
-    launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN] = 1
-    status, _, err = run(capsys, str(os.getpid()))
-    assert status == 1 and "has begun already" in err
+    tree, rows = launcher.board.tree, launcher.board.rows
+    tree[StatusBoard.MIGRATIONS_BEGUN] = 1
+    rows[1][StatusBoard.SERVING] = 0
+
+    def migrate() -> None:
+        for _ in range(2):
+            for row in rows:
+                for incarnation in (0, row[StatusBoard.SERVING] + 2):
+                    row[StatusBoard.SERVING] = incarnation
+                    threading.Event().wait(0.3)
+            tree[StatusBoard.MIGRATIONS_ENDED] += 1
+            tree[StatusBoard.MIGRATIONS_FAILED] = 1  # the failure of the first one
+            tree[StatusBoard.MIGRATIONS_BEGUN] = 2
+
+    timer = threading.Timer(0.5, migrate)
+    timer.start()
+    status, out, _ = run(capsys, str(os.getpid()))
+    timer.join()
+    assert status == 0
+    first, *lines, last = [line.partition(" after")[0] for line in out.splitlines()]
+    assert first.startswith("another migration runs") and last.startswith("all groups have been restarted")
+    assert lines == [f"group {group} {state}" for group in (0, 1) for state in ("restarts", "serves again")]
+
+
+@pytest.mark.usefixtures("hangups")
+def test_server_that_drains_is_left_alone(capsys: pytest.CaptureFixture[str]) -> None:
+    launcher = Launcher()
     launcher.board.drain()
     status, _, err = run(capsys, str(os.getpid()))
     assert status == 1 and "is shutting down" in err

@@ -392,8 +392,11 @@ def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_
         assert words in capsys.readouterr().err
 
 
-# ── Ctrl-C ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_ctrl_c_tells_what_is_done(tmp_path: Path) -> None:
+# ── signals ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(
+    "numbers", [[signal.SIGINT], [signal.SIGTERM], [signal.SIGTERM] * 20], ids=["SIGINT", "SIGTERM", "twenty"]
+)
+def test_signal_prints_a_partial_table(numbers: list[signal.Signals], tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('"x"\n')
     with faked_in_a_thread(lambda index, body: GOOD if index < 5 else [HEAD, text(), 60.0]) as (fake, url):
         command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", url, "--model", "m"]
@@ -409,14 +412,17 @@ def test_ctrl_c_tells_what_is_done(tmp_path: Path) -> None:
             try:
                 eventually(lambda: len(fake.asked) == 7, within=30)
                 time.sleep(0.1)
-                process.send_signal(signal.SIGINT)
+                for number in numbers:
+                    process.send_signal(number)
+                    time.sleep(0.03)
                 out, err = process.communicate(timeout=20)
             finally:
                 process.kill()
-    assert process.returncode == 130, err
+    assert process.returncode == 128 + numbers[0], err
+    assert f"partial: ended by {numbers[0].name}" in " ".join(out.split())
     assert re.search(r"answered +5", out) and "interrupted: 2 requests were open" in out and not err
     said = json.loads((tmp_path / "x").read_text())
-    assert said["interrupted"] and said["figures"]["unfinished"] == 2
+    assert said["interrupted"] == numbers[0].name and said["figures"]["unfinished"] == 2
 
 
 def test_no_engine_is_imported_for_it() -> None:

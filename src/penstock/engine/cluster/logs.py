@@ -7,7 +7,9 @@ import logging
 import os
 import sys
 import time
+from typing import TextIO
 
+from penstock import standard_streams
 from penstock.tensor import Handle
 
 LOGGER = logging.getLogger("penstock.engine")
@@ -29,11 +31,20 @@ def tensor_event(name: str, item: Handle) -> None:
 
 def configure(process: str, log_format: str, level: str = "info") -> None:
     """Sends the events of this process, of this level and above, to its standard error."""
-    lines = logging.StreamHandler(sys.stderr)
+    lines = LogHandler(sys.stderr)
     lines.setFormatter((JsonFormatter if log_format == "json" else TextFormatter)(process))
     LOGGER.handlers[:] = [lines]
     LOGGER.propagate = False
     LOGGER.setLevel(level.upper())
+
+
+class LogHandler(logging.StreamHandler[TextIO]):
+    """Logs after a line how many lines before it were lost, because the stream took none."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        super().emit(record)
+        if lost := standard_streams.take_lost(self.stream):
+            event("log lines were lost", logging.WARNING, lines=lost)
 
 
 class _Lines(logging.Formatter):

@@ -12,7 +12,6 @@ import logging
 import multiprocessing
 import os
 import signal
-import sys
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import NamedTuple, NoReturn
 
-from penstock import PeerDied
+from penstock import PeerDied, standard_streams
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -95,10 +94,12 @@ class ChildProcess:
         words_in, words_out = spawn.Pipe(duplex=False)
         process = spawn.Process(target=child_main, args=(run, words_out, os.getpid(), tree, member), name=str(member))
         # Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first
-        # instruction on. The tracker starts first, as starting it resets the mask.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
+        # instruction on. The tracker ignores the others, and keeps the mask for SIGHUP. It starts first, as starting it
+        # resets the mask for the others.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
         try:
+            resource_tracker.ensure_running()
+            signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
             process.start()
         finally:
             signal.pthread_sigmask(signal.SIG_SETMASK, before)
@@ -166,7 +167,10 @@ class ChildProcess:
 def child_main(
     run: Callable[[Cluster, ProcessId], object], error_pipe: Connection, parent: int, tree: Cluster, member: ProcessId
 ) -> None:
-    """Runs a child process: does its work, ends with its parent, and reports why if it ends otherwise."""
+    """Runs a child process: does its work, ends with its parent, and reports why if it ends otherwise.
+
+    The process ends here, whatever happens to its streams: the teardown of the interpreter would close channel ends.
+    """
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # the parent died before prctl
         os._exit(1)
@@ -176,6 +180,7 @@ def child_main(
         signal.signal(number, signal.SIG_IGN)
     if member.kind != "server":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    standard_streams.guard()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
     logs.configure(str(member), tree.config.log_format, tree.config.log_level)
     try:
@@ -192,8 +197,7 @@ def child_main(
         trace = {} if isinstance(error, PeerDied) else {"trace": traceback.format_exc()}
         event("process failed", logging.ERROR, error=reason, **trace)
         _die(error_pipe, reason, 1)
-    sys.stdout.flush()
-    sys.stderr.flush()
+    standard_streams.flush()
     # Taking torch down takes seconds where processors are short. The ends of the process stay open: a sender that
     # closes ends its channel, which the next incarnation uses.
     os._exit(0)
@@ -201,6 +205,7 @@ def child_main(
 
 def _die(error_pipe: Connection, reason: str, status: int) -> NoReturn:
     """Exits without closing channel ends, so that peers see a death: closing a sender would end its broadcast."""
-    error_pipe.send_bytes(reason.encode()[:WORDS_NBYTES])
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # the launcher has ended, and this process is about to be killed
+        error_pipe.send_bytes(reason.encode()[:WORDS_NBYTES])
+    standard_streams.flush()
     os._exit(status)

@@ -38,36 +38,49 @@ def _fail(reason: str, status: int) -> int:
 
 def _migrate(reader: SnapshotReader, pid: int, timeout: float) -> int:
     board = reader.board()
-    begun, ended, failed = _counts(board)
     if board.is_draining:
         return _fail(f"the server of process {pid} is shutting down", 1)
+    begun, ended, _ = _counts(board)
     if begun != ended:
-        return _fail(f"a migration of the server of process {pid} has begun already", 1)
+        print("another migration runs: this migration begins when that one has ended", flush=True)
     try:
         os.kill(pid, signal.SIGHUP)
     except ProcessLookupError:
         raise NoServer(f"there is no process {pid}") from None
-    start = time.monotonic()
-    states: list[str] = []
-    first = [row[StatusBoard.SERVING] for row in board.rows]
+    return _watch(reader, board, pid, timeout)
+
+
+def _watch(reader: SnapshotReader, board: StatusBoard, pid: int, timeout: float) -> int:
+    """Shows the progress of the migration that begins after the state `board`. Migrations run one after the other, so
+    their numbers are counts of the board."""
+    start = idle_since = time.monotonic()
+    begun, ended, failed = _counts(board)
+    number, first = begun + 1, _serving(board)
+    states = ["waits"] * len(first)
     while True:
+        waited, was_running = begun < number, begun != ended
         board = reader.board()
-        now = _counts(board)
-        seconds = time.monotonic() - start
-        for group, state in enumerate(_states(board, first)):
-            if group >= len(states):
-                states.append("waits")
-            if state != states[group]:
-                states[group] = state
-                print(f"group {group} {state} after {seconds:.1f} s", flush=True)
-        if now[0] > begun and now[1] > ended:
-            if now[2] > failed:
+        begun, ended, failures = _counts(board)
+        now = time.monotonic()
+        if waited and was_running and ended < number:
+            failed = failures  # of the migration before
+        if begun < number:
+            first = _serving(board)
+            idle_since = idle_since if begun == ended else now
+        else:
+            first = [before or current for before, current in zip(first, _serving(board), strict=True)]
+            for group, state in enumerate(_states(board, first)):
+                if state != states[group]:
+                    states[group] = state
+                    print(f"group {group} {state} after {now - start:.1f} s", flush=True)
+        if ended >= number:
+            if failures > failed:
                 return _fail("a group does not serve again: the server's log says why", 1)
-            print(f"all groups have been restarted within {seconds:.1f} s")
+            print(f"all groups have been restarted within {now - start:.1f} s")
             return 0
-        if now[0] == begun and seconds > BEGIN_TIMEOUT:
+        if begun < number and now - idle_since > BEGIN_TIMEOUT:
             return _fail(f"process {pid} has begun no migration within {BEGIN_TIMEOUT:g} s", 1)
-        if seconds > timeout:
+        if now - start > timeout:
             return _fail(f"not all groups serve again within {timeout:g} s", 1)
         time.sleep(LOOK_AGAIN)
 
@@ -81,10 +94,14 @@ def _counts(board: StatusBoard) -> tuple[int, int, int]:
     )
 
 
+def _serving(board: StatusBoard) -> list[int]:
+    """Returns the incarnation of each group that serves; 0: none does."""
+    return [row[StatusBoard.SERVING] for row in board.rows]
+
+
 def _states(board: StatusBoard, first: list[int]) -> list[str]:
     """Returns the state of each group. `first`: the incarnations that served at the beginning."""
-    serving = [row[StatusBoard.SERVING] for row in board.rows]
     return [
         "restarts" if now == 0 else "waits" if now == before else "serves again"
-        for now, before in zip(serving, first, strict=True)
+        for now, before in zip(_serving(board), first, strict=True)
     ]

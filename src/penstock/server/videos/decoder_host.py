@@ -12,11 +12,11 @@ import gc
 import os
 import signal
 import socket
-import sys
 from typing import NoReturn
 
 import msgspec
 
+from penstock import standard_streams
 from penstock.engine.client.video_processor import VideoProcessor
 from penstock.engine.client.video_settings import VideoSettings
 from penstock.engine.cluster import logs
@@ -32,6 +32,7 @@ def main(fd: int, parent: int) -> NoReturn:
     """Serves the process at the other end of the socket `fd`, until that is closed."""
     for number in IGNORED:
         signal.signal(number, signal.SIG_IGN)
+    standard_streams.guard()
     decoder_process.end_with(parent)
     line = socket.socket(fileno=fd)
     setup = SETUP.decode(video_messages.receive(line)[0])
@@ -55,7 +56,7 @@ def main(fd: int, parent: int) -> NoReturn:
                 decoder_line = socket.socket(fileno=fds[0])
                 decoder_process.run(decoder_line, processor, limits, setup.store, setup.memory_nbytes)
             finally:
-                sys.stderr.flush()
+                standard_streams.flush()
                 os._exit(0)
         os.close(fds[0])
         pidfds = []

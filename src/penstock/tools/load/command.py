@@ -1,7 +1,7 @@
 """The command `penstock bench serve`: asks a server, and tells how it answered.
 
-0: every request was answered. 1: some were not, and the table says why. 2: there was nothing to measure. 130: it was
-interrupted; what had been answered by then is told.
+0: every request was answered. 1: some were not, and the table says why. 2: there was nothing to measure. 130 and 143:
+SIGINT and SIGTERM ended the benchmark; the table is marked as partial, and has the requests answered by then.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import functools
 import resource
 import signal
 import time
@@ -27,6 +28,8 @@ from penstock.tools.load.latency_stats import Figures, figures_of, tokens_of
 from penstock.tools.load.prompts import Body, Lines, RequestOptions, Size
 from penstock.tools.load.sse_events import shown
 
+REPEAT_S = 1.0  # from the first signal; before, another one is the same request: programs that forward repeat it
+
 
 class NothingToMeasure(ValueError):
     """The server does not answer as OpenAI's API does; the text says in which way."""
@@ -38,7 +41,7 @@ class Results(msgspec.Struct, kw_only=True):
     url: str
     model: str
     asked: str
-    interrupted: bool
+    interrupted: str | None  # name of the signal that ended the benchmark before its end
     figures: Figures
 
 
@@ -60,29 +63,66 @@ def run(options: argparse.Namespace) -> int:
         prompts.build_from_lines(lines, request_options, 1)  # what is wrong with them is said before anybody is asked
     _, most_files = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (most_files, most_files))  # each stream is one
-    results = asyncio.run(_run(options, request_options, lines))
-    title = f"{results.model} at {results.url}: {results.asked}"
-    tables.print_tables(report.tables(title, results.figures))
-    if options.result_filename is not None:
-        options.result_filename.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+    with EndSignal() as end_signal:
+        results = asyncio.run(_run(options, request_options, lines, end_signal))
+        _print(results, options)
     if results.interrupted:
-        return 130
+        return 128 + signal.Signals[results.interrupted]
     return 1 if results.figures.failed else 0
 
 
-async def _run(options: argparse.Namespace, request_options: RequestOptions, lines: Lines | None) -> Results:
+def _print(results: Results, options: argparse.Namespace) -> None:
+    title = f"{results.model} at {results.url}: {results.asked}"
+    if results.interrupted:
+        title += f"; partial: ended by {results.interrupted}"
+    tables.print_tables(report.tables(title, results.figures))
+    if options.result_filename is not None:
+        options.result_filename.write_bytes(msgspec.json.format(msgspec.json.encode(results)) + b"\n")
+
+
+class EndSignal:
+    """The first SIGINT or SIGTERM: it cancels the load, and the process prints its table. Handled until then; another
+    signal after REPEAT_S ends the process without a table."""
+
+    def __init__(self) -> None:
+        self.name: str | None = None
+        self._received_at = 0.0
+        self._cancel: Callable[[], object] = lambda: None
+
+    def __enter__(self) -> EndSignal:
+        self._previous = {number: signal.signal(number, self._receive) for number in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler if self.name is None else signal.SIG_IGN)  # the process is about to end
+
+    def _receive(self, number: int, _: object) -> None:
+        if self.name is None:
+            self.name, self._received_at = signal.Signals(number).name, time.monotonic()
+            with contextlib.suppress(RuntimeError):  # the loop is closed, and the table is being printed
+                self._cancel()
+        elif time.monotonic() - self._received_at >= REPEAT_S:
+            raise KeyboardInterrupt
+
+    def cancels(self, task: asyncio.Future[None]) -> None:
+        """Makes the signal cancel `task`, a task of the running loop."""
+        self._cancel = functools.partial(asyncio.get_running_loop().call_soon_threadsafe, task.cancel)
+        if self.name is not None:
+            task.cancel()
+
+
+async def _run(
+    options: argparse.Namespace, request_options: RequestOptions, lines: Lines | None, end_signal: EndSignal
+) -> Results:
     async with Wire(options.base_url, options.api_key, options.timeout) as wire:
         measured = Measured(options, request_options, wire, lines)
         doing = asyncio.ensure_future(measured.run())
-        loop = asyncio.get_running_loop()
-        loop.add_signal_handler(signal.SIGINT, doing.cancel)
-        try:
-            await asyncio.wait([doing])
-        finally:
-            loop.remove_signal_handler(signal.SIGINT)
+        end_signal.cancels(doing)
+        await asyncio.wait([doing])
         if not doing.cancelled():
             doing.result()
-        return measured.results(is_interrupted=doing.cancelled())
+        return measured.results(end_signal.name if doing.cancelled() else None)
 
 
 class Measured:
@@ -125,7 +165,7 @@ class Measured:
             finally:
                 self._until, self._cpu = time.perf_counter(), time.process_time() - before
 
-    def results(self, is_interrupted: bool) -> Results:
+    def results(self, interrupted: str | None) -> Results:
         options = self._options
         how = (
             f"{options.max_concurrency} at a time"
@@ -136,7 +176,7 @@ class Measured:
             url=options.base_url,
             model=self._request_options.model,
             asked=f"{options.num_prompts:,} requests, {how}",
-            interrupted=is_interrupted,
+            interrupted=interrupted,
             figures=figures_of(self._load.outcomes, self._until, self._cpu),
         )
 
