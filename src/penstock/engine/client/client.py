@@ -19,7 +19,7 @@ import numpy as np
 from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
 from penstock.engine.client.group_return import GroupReturn
-from penstock.engine.client.migration import Migration
+from penstock.engine.client.migration import Migration, ModelChanged
 from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
 from penstock.engine.client.submitted_request import SubmittedRequest
@@ -44,6 +44,10 @@ from penstock.tensor import Scope
 MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
+MODEL_CHANGED = (
+    "the model's files have been replaced since the answer began, and no group serves the former model any more: send "
+    "the request again"
+)
 FAILURES = {
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
@@ -207,15 +211,27 @@ class Client:
         return stream
 
     def _choose(self, submitted: SubmittedRequest) -> Placement:
-        """Returns a group for a request, and a new number. Raises EngineError if none serves."""
+        """Returns a group for a request, and a new number. Raises EngineError if none serves, and ModelChanged."""
         serving = self.serving_groups
-        loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in serving}
-        if not loads:
+        models = self._models(serving)
+        if not models:
             raise EngineError(503, "no group of the engine serves now: send the request again")
+        if submitted.has_begun:
+            models = {group: model for group, model in models.items() if model == submitted.model}
+            if not models:
+                raise ModelChanged(503, MODEL_CHANGED)
+        loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in models}
         # A group without one of its output processors holds the requests of that one back until it has another.
         whole = {group: load for group, load in loads.items() if not self._rows[group][StatusBoard.ABSENT_OUTPUTS]}
         group = self._router.choose(whole or loads, submitted.traces)
+        submitted.model = models[group]
         return Placement(self._number(), group, serving[group])
+
+    def _models(self, serving: dict[int, int]) -> dict[int, int]:
+        """Returns the model of each of these groups. Leaves out a group that has been lost meanwhile: the word may be
+        cleared, or its next incarnation's."""
+        models = {group: self._rows[group][StatusBoard.MODEL] for group in serving}
+        return {group: models[group] for group in serving if self._rows[group][StatusBoard.SERVING] == serving[group]}
 
     def _number(self) -> int:
         while self._next in self._streams:

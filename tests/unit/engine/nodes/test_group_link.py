@@ -1,11 +1,8 @@
 """What the two sides of a group's link agree on: the secret, the port, the facts."""
 
-from pathlib import Path
-
 import pytest
 from msgspec.structs import replace
 
-from penstock.engine.model_dir import portable_fingerprint
 from penstock.engine.nodes.group_link import (
     SECRET_VARIABLE,
     group_link,
@@ -30,7 +27,7 @@ def test_both_sides_compute_the_same_port_and_link_for_each_group() -> None:
         for group in range(2):
             number = home_number(on_node(rank), group)
             assert HOME.node_of(number) == rank
-            there, here = group_link(on_node(rank), number, "uplink"), group_link(HOME, number, "bridge")
+            there, here = group_link(on_node(rank), number, "uplink", 0), group_link(HOME, number, "bridge", 0)
             assert (there.link, there.same) == (here.link, here.same)
             assert HOME.nodes is not None
             ports.append(port_of(HOME.nodes, HOME.data_parallel_size, number))
@@ -40,7 +37,7 @@ def test_both_sides_compute_the_same_port_and_link_for_each_group() -> None:
 @pytest.mark.parametrize("option", ["max_model_len", "max_num_seqs", "output_processors", "api_server_count"])
 def test_options_that_nodes_have_in_common_are_facts_of_the_link(option: str) -> None:
     other = replace(HOME, **{option: getattr(HOME, option) + 1})
-    assert group_link(other, 2, "").same[option] != group_link(HOME, 2, "").same[option]
+    assert group_link(other, 2, "", 0).same[option] != group_link(HOME, 2, "", 0).same[option]
 
 
 def test_a_secret_has_32_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -54,18 +51,3 @@ def test_another_secret_is_refused_and_not_repeated(text: str, monkeypatch: pyte
     with pytest.raises(ValueError, match="64 hexadecimal digits in PENSTOCK_NODE_SECRET") as caught:
         node_secret()
     assert not text or text not in str(caught.value)
-
-
-def write_model(folder: Path, config: str = "{}", weights: bytes = b"w") -> Path:
-    folder.mkdir()
-    (folder / "config.json").write_text(config)
-    (folder / "model.safetensors").write_bytes(weights)
-    return folder
-
-
-def test_a_copy_of_a_model_has_its_fingerprint_and_another_model_has_not(tmp_path: Path) -> None:
-    model, copy = write_model(tmp_path / "a"), write_model(tmp_path / "b")
-    assert portable_fingerprint(model) == portable_fingerprint(copy)
-    others = [write_model(tmp_path / "c", config='{"a": 1}'), write_model(tmp_path / "d", weights=b"more")]
-    (copy / "tokenizer.json").write_text("{}")
-    assert len({*map(portable_fingerprint, (model, copy, *others))}) == 4
