@@ -5,8 +5,6 @@ from __future__ import annotations
 import shutil
 from pathlib import Path
 
-import numpy as np
-
 from penstock.engine.protocol.config import SHIPPED
 
 SPREAD = 0.02  # of the change; all answers differ from the first ids on, and stay finite
@@ -22,14 +20,14 @@ def write_fine_tune(path: Path, seed: int) -> Path:
 def replace_weights(path: Path, seed: int) -> None:
     """Replaces the weights of a model by those of the fine-tune, as a program that deploys models does: the file is
     written beside the other one, and renamed."""
-    from safetensors.numpy import load_file, save_file
+    import torch
+    from safetensors.torch import load_file, save_file
 
     tensors = load_file(f"{SHIPPED}/model.safetensors")
-    chance = np.random.default_rng(seed)
+    torch.manual_seed(seed)
     if seed:
         tensors = {
-            name: (values + SPREAD * chance.standard_normal(values.shape)).astype(values.dtype)
-            for name, values in tensors.items()
+            name: values + (SPREAD * torch.randn(values.shape)).to(values.dtype) for name, values in tensors.items()
         }
     save_file(tensors, path / "new", {"format": "pt"})
     (path / "new").rename(path / "model.safetensors")
