@@ -86,8 +86,10 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    hits: int
-    misses: int
+    """Each value that was looked up counts once: n new values and m repeats are n misses and m hits."""
+
+    hits: int  # values that `get`, `put` or `loan` has found
+    misses: int  # values that a process had to make: it put them, or had no room to (`count_miss`)
     puts: int
     evictions: int
     evicted_nbytes: int
@@ -236,7 +238,8 @@ class Store(Shareable):
             key: 32 bytes, as of `content_key`.
 
         Raises:
-            Missing: there is none, or it is still being written: `get` never waits. `put` and `loan` do.
+            Missing: there is none, or it is still being written: `get` never waits. `put` and `loan` do. It is no miss
+                (`stats`) yet: a process that makes the value calls `put` or `loan`, which counts one.
 
         Examples:
             >>> Store(1 << 20).get(bytes(32))
@@ -254,7 +257,8 @@ class Store(Shareable):
 
     def open(self, key: bytes) -> _native.Lease:
         """Returns a lease of the value kept under the key, and uses up one grant of the value to this process, if there
-        is one. `get` uses none, so it can be used to look.
+        is one. `get` uses none, so it can be used to look. `open` is for a value that the process has been told of, and
+        counts no hit.
 
         Args:
             key: 32 bytes, as of `content_key`.
@@ -369,6 +373,18 @@ class Store(Shareable):
             0
         """
         return self._keeper.clear()
+
+    def count_miss(self) -> None:
+        """Counts a miss of a value that this process has looked up, and makes without the store: for a caller that
+        gives up where `put` or `loan` has raised MemoryExhausted or Timeout.
+
+        Examples:
+            >>> store = Store(1 << 20)
+            >>> store.count_miss()
+            >>> store.stats().misses
+            1
+        """
+        self._keeper.count_miss()
 
     def stats(self) -> StoreStats:
         """Returns counts of all processes, what is kept under each key, and the state of the memory.
