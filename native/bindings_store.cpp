@@ -212,8 +212,8 @@ void penstock::python::bind_store(nb::module_& m) {
             },
             "key"_a.none(), nb::sig("def remove(self, key: bytes) -> bool"))
         .def(
-            "count_miss", [](Keeper& keeper) { keeper.store().count_miss(); },
-            "Counts a value that was looked up, and is made without the store.")
+            "count", [](Keeper& keeper, u64 hits, u64 misses) { keeper.store().count(hits, misses); }, "hits"_a,
+            "misses"_a, "Counts values that the process holds already, and values that it makes without the store.")
         .def("clear", [](Keeper& keeper) { return keeper.store().remove(nullptr); })
         .def("stats", &stats_of);
 }

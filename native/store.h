@@ -46,8 +46,12 @@ class Store {
     StoreHeader& header() const { return head_; }
 
     // What was looked up is a hit where it is found, and a miss where the peer has to make it: in begin(), or without
-    // the store's room (count_miss()). So each value counts once, however often the peer looks before.
-    void count_miss() const { head_.misses.add(); }
+    // the store's room. So each value counts once, however often the peer looks before. count(): of a peer that gives up
+    // to put a value, or that holds the value already.
+    void count(u64 hits, u64 misses) const {
+        head_.hits.add(hits);
+        head_.misses.add(misses);
+    }
 
     // A lease of what is kept under this key. False: nothing is, or it is not written yet.
     // is_granted: the peer opens what it has been told of, which is no hit; a grant to it is used up, if there is one.
@@ -84,7 +88,7 @@ class Store {
                 PENSTOCK_POINT("store.keyed");
                 link(ours.block);
                 head_.puts.add();
-                count_miss();
+                head_.misses.add();
                 return false;
             });
             if (!is_there) return Begun::fill;

@@ -463,8 +463,10 @@ class Store:
 
     def remove(self, key: bytes) -> bool: ...
 
-    def count_miss(self) -> None:
-        """Counts a value that was looked up, and is made without the store."""
+    def count(self, hits: int, misses: int) -> None:
+        """
+        Counts values that the process holds already, and values that it makes without the store.
+        """
 
     def clear(self) -> int: ...
 

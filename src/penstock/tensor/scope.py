@@ -134,7 +134,7 @@ class Scope:
             lease, how = self._stored(planned, key)
             if lease is None:
                 if how in NOT_STORED and key is not None and self._store is not None:
-                    self._store.count_miss()
+                    self._store.count(misses=1)
                 numbers = bytearray(planned.nbytes)
                 planned.write(numbers)
                 return self._keep(Handle(key, planned.layout, Buffer(numbers)), None, how)

@@ -89,7 +89,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     """Each value that was looked up counts once: n new values and m repeats are n misses and m hits."""
 
     hits: int  # values that `get`, `put` or `loan` has found
-    misses: int  # values that a process had to make: it put them, or had no room to (`count_miss`)
+    misses: int  # values that a process had to make: it put them, or had no room to (see `count`)
     puts: int
     evictions: int
     evicted_nbytes: int
@@ -374,17 +374,21 @@ class Store(Shareable):
         """
         return self._keeper.clear()
 
-    def count_miss(self) -> None:
-        """Counts a miss of a value that this process has looked up, and makes without the store: for a caller that
-        gives up where `put` or `loan` has raised MemoryExhausted or Timeout.
+    def count(self, *, hits: int = 0, misses: int = 0) -> None:
+        """Counts values that this process needed without a call of `get`, `put` or `loan` that counted them.
+
+        Args:
+            hits: values that the process holds already, as another of its requests has looked them up.
+            misses: values that the process makes without the store, after `put` or `loan` has raised MemoryExhausted or
+                Timeout, and it does not try again.
 
         Examples:
             >>> store = Store(1 << 20)
-            >>> store.count_miss()
+            >>> store.count(misses=1)
             >>> store.stats().misses
             1
         """
-        self._keeper.count_miss()
+        self._keeper.count(hits, misses)
 
     def stats(self) -> StoreStats:
         """Returns counts of all processes, what is kept under each key, and the state of the memory.

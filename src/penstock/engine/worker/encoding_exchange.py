@@ -161,7 +161,12 @@ class EncodingExchange:
     def _count_miss(self) -> None:
         """Counts an encoding that the store was to have."""
         if self._options.store is not None:
-            self._options.store.count_miss()
+            self._options.store.count(misses=1)
+
+    def count_repeats(self, number: int) -> None:
+        """Counts encodings in the store that the ranks hold already: other requests of the step have looked them up."""
+        if self._options.store is not None and self._ranks.rank == 0:
+            self._options.store.count(hits=number)
 
     def _key(self, image: PromptImage) -> bytes:
         """Returns a key of the image, the model, its dtype, and the shape, so that a value has the expected one."""
