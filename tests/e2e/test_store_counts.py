@@ -26,7 +26,7 @@ from tests.unit.server.images.test_image_prompts import part
 IMAGES = tiers.choose(6, 40, 400)
 REPEATS = 3  # of each image; all of an image's requests are open at a time
 pytestmark = pytest.mark.timeout(400)
-_texts = itertools.count()
+_salts = itertools.count()
 
 
 def image(number: int) -> dict[str, Any]:
@@ -36,9 +36,9 @@ def image(number: int) -> dict[str, Any]:
 
 
 async def ask(asking: Asking, *images: dict[str, Any]) -> None:
-    """The text before the images is another one each time: no prefix is cached, and each image is encoded or found."""
-    words = {"type": "text", "text": f"{next(_texts):06} what is it?"}
-    await asking.chat([words, *images], max_tokens=2)
+    """The salt is another one each time: no prefix is cached, and each image is encoded or found."""
+    words = {"type": "text", "text": "What is it?"}
+    await asking.chat([words, *images], max_tokens=2, extra_body={"cache_salt": f"salt {next(_salts)}"})
 
 
 def counts(pid: int) -> dict[str, tuple[int, int]]:

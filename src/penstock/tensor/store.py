@@ -198,9 +198,10 @@ class Store(Shareable):
 
     @property
     def _keeper(self) -> _native.Store:
-        if self._kept is None or not self._kept.is_ours:  # of the process before a fork()
-            self._kept = _native.Store(self.pool.place)
-        return self._kept
+        kept = self._kept
+        if kept is None or not kept.is_ours:  # of the process before a fork()
+            self._kept = kept = _native.Store(self.pool.place)
+        return kept
 
     # ── values ──
     def put(self, value: Any, *, key: bytes | None = None, timeout: float | None = PUT_TIMEOUT) -> _native.Lease:
@@ -335,9 +336,9 @@ class Store(Shareable):
         return self._loan(key, planned, timeout)
 
     def _loan(self, key: bytes | None, planned: Plan, timeout: float | None) -> Loan | _native.Lease:
-        is_new, block = self._keeper.begin(key, block_nbytes(planned), timeout)
-        keeper = None if key is None else self._keeper
-        return Loan(self.pool, keeper, block, planned) if is_new else _native.Lease(block)
+        keeper = self._keeper  # read once: the value is committed where it was begun
+        is_new, block = keeper.begin(key, block_nbytes(planned), timeout)
+        return Loan(self.pool, None if key is None else keeper, block, planned) if is_new else _native.Lease(block)
 
     # ── what goes ──
     def evict(self, key: bytes) -> bool:

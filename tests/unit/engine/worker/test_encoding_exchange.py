@@ -266,15 +266,17 @@ def test_an_encoding_of_another_model_has_another_key(
 def test_an_encoding_counts_once_as_a_hit_or_a_miss(
     size: int, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """However many ranks view it, and whether a step, a later step or another engine needs it again."""
+    """However many ranks view it. The second engine finds all; the cache of prefixes needs some images never again."""
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
     needed = sum(len(asked.inputs) for asked in of.asked * 2)
-    for runs in (1, 2):
+    new, hits = len(keys_of(of.asked)), 0
+    for least, most in ((0, needed - new), (new, needed)):
         answers_of_threads(size, of, of.asked * 2, encoder=options("store", store))
         stats = store.stats()
-        assert stats.misses == len(encoder.keys) == len(set(keys_of(of.asked)))
-        assert stats.hits + stats.misses == runs * needed
+        assert stats.misses == len(encoder.keys) == new
+        assert least <= stats.hits - hits <= most
+        hits = stats.hits
 
 
 def test_an_image_without_a_key_is_broadcast(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> None:
