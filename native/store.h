@@ -46,8 +46,8 @@ class Store {
     StoreHeader& header() const { return head_; }
 
     // What was looked up is a hit where it is found, and a miss where the peer has to make it: in begin(), or without
-    // the store's room. So each value counts once, however often the peer looks before. count(): of a peer that gives up
-    // to put a value, or that holds the value already.
+    // the store's room. So each value counts once, however often the peer looks before. count(): of a peer that gives
+    // up to put a value, or that holds the value already.
     void count(u64 hits, u64 misses) const {
         head_.hits.add(hits);
         head_.misses.add(misses);

@@ -44,10 +44,6 @@ from penstock.tensor import Scope
 MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
 LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
-MODEL_CHANGED = (
-    "the model's files have been replaced since the answer began, and no group serves the former model any more: send "
-    "the request again"
-)
 FAILURES = {
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
@@ -219,7 +215,7 @@ class Client:
         if submitted.has_begun:
             models = {group: model for group, model in models.items() if model == submitted.model}
             if not models:
-                raise ModelChanged(503, MODEL_CHANGED)
+                raise ModelChanged
         loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in models}
         # A group without one of its output processors holds the requests of that one back until it has another.
         whole = {group: load for group, load in loads.items() if not self._rows[group][StatusBoard.ABSENT_OUTPUTS]}

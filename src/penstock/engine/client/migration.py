@@ -29,6 +29,12 @@ NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
 class ModelChanged(EngineError):
     """The answer has begun, and its model has gone: another model would continue it."""
 
+    def __init__(self) -> None:
+        what = (
+            "the model's files have been replaced since the answer began, and no group serves the former model any more"
+        )
+        super().__init__(503, f"{what}: send the request again")
+
 
 class Submitter(Protocol):
     """What the client does for a request that is submitted again."""

@@ -103,8 +103,7 @@ class EngineCore:
 
     def start(self) -> None:
         """Waits for the workers and the output processors, and then serves. Returns without serving if a Stop arrives
-        before the workers are ready. Raises Timeout, PeerDied of one of them, and RuntimeError if the ranks have loaded
-        different models."""
+        before the workers are ready. Raises Timeout, PeerDied of one of them, and RuntimeError for different models."""
         config = self._config
         ready = await_members(self._tree, self._me, self._inbox)
         if ready is None:
