@@ -175,13 +175,13 @@ void penstock::python::bind_store(nb::module_& m) {
             "key"_a.none(), nb::sig("def get(self, key: bytes) -> BlockLease | None"))
         .def(
             "get_value",
-            [](Keeper& keeper, nb::handle key, bool uses_grant) -> nb::object {
+            [](Keeper& keeper, nb::handle key, bool is_granted) -> nb::object {
                 Extent extent;
-                if (!keeper.store().get(key_of(key), extent, uses_grant)) return nb::none();
+                if (!keeper.store().get(key_of(key), extent, is_granted)) return nb::none();
                 return make_stored(make_lease(keeper.by, extent, false));
             },
-            "key"_a.none(), "uses_grant"_a = false,
-            nb::sig("def get_value(self, key: bytes, uses_grant: bool = False) -> Lease | None"))
+            "key"_a.none(), "is_granted"_a = false,
+            nb::sig("def get_value(self, key: bytes, is_granted: bool = False) -> Lease | None"))
         .def_prop_ro(
             "is_ours", [](const Keeper& keeper) { return keeper.by->is_ours(); }, "Not of the process before a fork().")
         .def("begin", &begin, "key"_a.none(), "nbytes"_a, "timeout"_a.none() = nb::none(),
@@ -211,6 +211,9 @@ void penstock::python::bind_store(nb::module_& m) {
                 return keeper.store().remove(&key) != 0;
             },
             "key"_a.none(), nb::sig("def remove(self, key: bytes) -> bool"))
+        .def(
+            "count", [](Keeper& keeper, u64 hits, u64 misses) { keeper.store().count(hits, misses); }, "hits"_a,
+            "misses"_a, "Counts values that the process holds already, and values that it makes without the store.")
         .def("clear", [](Keeper& keeper) { return keeper.store().remove(nullptr); })
         .def("stats", &stats_of);
 }

@@ -45,18 +45,22 @@ class Store {
     Pool& pool() { return pool_; }
     StoreHeader& header() const { return head_; }
 
+    // What was looked up is a hit where it is found, and a miss where the peer has to make it: in begin(), or without
+    // the store's room. So each value counts once, however often the peer looks before. count(): of a peer that gives
+    // up to put a value, or that holds the value already.
+    void count(u64 hits, u64 misses) const {
+        head_.hits.add(hits);
+        head_.misses.add(misses);
+    }
+
     // A lease of what is kept under this key. False: nothing is, or it is not written yet.
-    // uses_grant: a grant of the value to this peer is used up, if there is one.
-    bool get(const Key& key, Extent& out, bool uses_grant = false) {
+    // is_granted: the peer opens what it has been told of, which is no hit; a grant to it is used up, if there is one.
+    bool get(const Key& key, Extent& out, bool is_granted = false) {
         attachment_.refresh();
         return locked(NEVER, [&] {
             u32 index = find(key);
-            if (index == NONE || kept(index) != Kept::ready) {
-                head_.misses.add();
-                return false;
-            }
-            use(index, out, uses_grant);
-            head_.hits.add();
+            if (index == NONE || kept(index) != Kept::ready) return false;
+            use(index, out, is_granted);
             return true;
         });
     }
@@ -84,6 +88,7 @@ class Store {
                 PENSTOCK_POINT("store.keyed");
                 link(ours.block);
                 head_.puts.add();
+                head_.misses.add();
                 return false;
             });
             if (!is_there) return Begun::fill;
@@ -345,13 +350,15 @@ class Store {
         for (u32 index = 0; index < geometry_.shape.max_blocks; ++index)
             if (is_live(index) && kept(index) != Kept::none) link(index);
     }
-    void use(u32 index, Extent& out, bool uses_grant = false) {
+    void use(u32 index, Extent& out, bool is_granted = false) {
         Block& block = pool_.block(index);
         out = {index, block.generation.load(RELAXED), block.offset.load(RELAXED), block.nbytes.load(RELAXED)};
-        unless_busy(index, [&] { pool_.open_kept(out, 0, uses_grant); });
+        unless_busy(index, [&] { pool_.open_kept(out, 0, is_granted); });
         PENSTOCK_POINT("store.opened");
         block.used_ns.store(now_ns(), RELAXED);
+        if (is_granted) return;
         block.hits.store(block.hits.load(RELAXED) + 1, RELAXED);
+        head_.hits.add();
     }
     bool look(const Key& key, Extent& out, u32& seen, Begun& found) {
         seen = fills();
@@ -362,10 +369,7 @@ class Store {
             return false;
         }
         found = kept(index) == Kept::ready ? Begun::hit : Begun::wait;
-        if (found == Begun::hit) {
-            use(index, out);
-            head_.hits.add();
-        }
+        if (found == Begun::hit) use(index, out);
         return true;
     }
     // The block is kept no longer; it is returned at once if it is not held. False: it is held, and only_if_unheld.

@@ -450,7 +450,7 @@ class Store:
 
     def get(self, key: bytes) -> BlockLease | None: ...
 
-    def get_value(self, key: bytes, uses_grant: bool = False) -> Lease | None: ...
+    def get_value(self, key: bytes, is_granted: bool = False) -> Lease | None: ...
 
     @property
     def is_ours(self) -> bool:
@@ -474,6 +474,11 @@ class Store:
     def evict(self, key: bytes) -> bool: ...
 
     def remove(self, key: bytes) -> bool: ...
+
+    def count(self, hits: int, misses: int) -> None:
+        """
+        Counts values that the process holds already, and values that it makes without the store.
+        """
 
     def clear(self) -> int: ...
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import time
 from pathlib import Path
@@ -22,6 +23,7 @@ from tests import tiers
 from tests.crash.test_engine_migration import Reader, counted, migrations, readers, require_exact
 from tests.support.certificates import make_certificates
 from tests.support.engine import START, answered, prompt
+from tests.support.fine_tunes import write_fine_tune
 from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
@@ -235,6 +237,23 @@ def test_a_node_with_other_options_is_refused_in_words_and_ends(differing: dict[
             assert await asyncio.to_thread(tree.remote.process.wait, START) == 1
             (failure,) = tree.remote.events("tree failed")
             assert named in failure["reason"]
+            assert tree.number(StatusBoard.SERVING, REMOTE) == 0
+
+    asyncio.run(scene())
+
+
+@tiers.needs_all
+def test_a_node_with_another_fine_tune_is_refused_in_words_and_ends(tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    models = [write_fine_tune(tmp_path / str(seed), seed) for seed in range(2)]
+
+    async def scene() -> None:
+        options = {"simulated": None, "model": str(models[0]), "dtype": "float32", "max_model_len": 256, "threads": 1}
+        async with two_nodes(remote={"model": str(models[1])}, joins=False, **options) as tree:
+            assert await asyncio.to_thread(tree.remote.process.wait, START) == 1
+            (failure,) = tree.remote.events("tree failed")
+            assert re.search("model_fingerprint is [0-9a-f]{16} here, [0-9a-f]{16} there", failure["reason"])
+            assert "config.json" not in failure["reason"]
             assert tree.number(StatusBoard.SERVING, REMOTE) == 0
 
     asyncio.run(scene())

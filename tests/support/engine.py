@@ -34,8 +34,7 @@ class Running:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.config = launcher.tree.config
-        assert self.config.simulated is not None
-        self.rule = TokenRule(self.config.simulated)
+        self.rule = TokenRule(self.config.simulated or told())
 
     def child(self, kind: str, index: int = 0) -> ChildProcess:
         found = [one for one in self.children() if (one.member.kind, one.member.index) == (kind, index)]

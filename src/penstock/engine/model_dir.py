@@ -7,7 +7,6 @@ against transformers' own registry, and the table of docs/howto/serve.md against
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -41,7 +40,6 @@ FAMILIES = {**TEXT, **VISION}
 _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it classifies, say, and generates nothing
 
 GENERATION = "generation_config.json"
-INDEX, ALONE = "model.safetensors.index.json", "model.safetensors"  # of weights: in several files, or in one
 CONFIG_FILES = (GENERATION, "config.json")  # the first that names an end id
 SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
     **{name: name for name in SamplingDefaults.__struct_fields__},
@@ -150,27 +148,6 @@ def hidden_size_of(config: EngineConfig) -> int | None:
         return None
     hidden_size: int | None = _read_field(Path(config.model), "hidden_size", CONFIG_FILES[-1:], int)
     return hidden_size
-
-
-def model_fingerprint(directory: Path) -> bytes:
-    """Returns a hash of a model's config.json, and of the names, sizes and times of its weight files."""
-    hashing = hashlib.sha256((directory / "config.json").read_bytes())
-    for path in sorted(directory.glob("*.safetensors")):
-        about = path.stat()
-        hashing.update(f"{path.name} {about.st_size} {about.st_mtime_ns} ".encode())
-    return hashing.digest()
-
-
-def portable_fingerprint(directory: Path) -> str:
-    """Returns a hash of a model's config.json and tokenizer, and of the names and sizes of its weight files: the same
-    for a copy on another machine."""
-    hashing = hashlib.sha256()
-    for name in (CONFIG_FILES[-1], "tokenizer.json"):
-        path = directory / name
-        hashing.update(hashlib.sha256(path.read_bytes() if path.exists() else b"").digest())
-    for path in sorted(directory.glob("*.safetensors")):
-        hashing.update(f"{path.name} {path.stat().st_size} ".encode())
-    return hashing.hexdigest()[:16]
 
 
 def load_tokenizer(config: EngineConfig) -> Any:

@@ -15,14 +15,13 @@ import msgspec
 
 from penstock.engine.cluster.cuda_devices import cuda_devices
 from penstock.engine.cluster.numa import require_node
-from penstock.engine.model_dir import ALONE, INDEX, expected, read_config, require_family, tokenizer_path
+from penstock.engine.cluster.weight_files import read_weights
+from penstock.engine.model_dir import expected, read_config, require_family, tokenizer_path
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import HeadSlices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
 OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
-MAX_HEADER_NBYTES = 100 << 20  # as safetensors itself allows
-POINTER = b"version https://git-lfs"
 
 
 def require_startable(config: EngineConfig) -> None:
@@ -57,7 +56,7 @@ def require_model(config: EngineConfig) -> None:
         str(text.get("model_type", "")),
     )
     _require_heads(text or whole, config.tensor_parallel_size)
-    require_weights(directory)
+    read_weights(directory)
     for name in OTHER_FILES:
         if (directory / name).exists():
             read_config(directory / name)
@@ -68,52 +67,6 @@ def _require_heads(text: Mapping[str, Any], ranks: int) -> None:
     queries, keys = text.get("num_attention_heads"), text.get("num_key_value_heads")
     if isinstance(queries, int) and isinstance(keys, int) and queries > 0 and keys > 0:
         HeadSlices(queries, keys).require(ranks)
-
-
-def require_weights(directory: Path) -> None:
-    """Raises ValueError unless all files of weights exist, and are as long as their headers say."""
-    index = directory / INDEX
-    if index.exists():
-        whole, _ = read_config(index)
-        files = sorted(set(_convert(whole.get("weight_map"), dict[str, str], f"weight_map of {index}").values()))
-        missing = [name for name in files if not (directory / name).exists()]
-        if missing:
-            raise ValueError(
-                f"{directory}: {len(missing)} of {len(files)} files of {INDEX} are missing, {missing[0]} first"
-            )
-    elif (directory / ALONE).exists():
-        files = [ALONE]
-    else:
-        raise ValueError(f"{directory}: no {ALONE} and no {INDEX}: only weights in safetensors are read")
-    for name in files:
-        _require_whole(directory / name)
-
-
-def _require_whole(path: Path) -> None:
-    with open(path, "rb") as file:
-        begin = file.read(max(8, len(POINTER)))
-        if begin == POINTER:
-            raise ValueError(f"{path} is a pointer of Git LFS instead of the file: run git lfs pull")
-        header_nbytes, nbytes = int.from_bytes(begin[:8], "little"), path.stat().st_size
-        if len(begin) < 8 or header_nbytes > MAX_HEADER_NBYTES:
-            raise ValueError(f"{path} is not a file of safetensors")
-        file.seek(8)
-        header = file.read(header_nbytes)
-    expected = 8 + header_nbytes
-    if len(header) == header_nbytes:
-        try:
-            tensors = msgspec.json.decode(header, type=dict[str, _Tensor])
-        except msgspec.DecodeError as error:
-            raise ValueError(f"{path} is not a file of safetensors: {error}") from None
-        expected += max((tensor.data_offsets[1] for tensor in tensors.values()), default=0)
-    if nbytes < expected:
-        raise ValueError(f"{path} is cut off: it has {nbytes} bytes of {expected}")
-
-
-class _Tensor(msgspec.Struct):
-    """Of a header of safetensors; its metadata has no offsets."""
-
-    data_offsets: tuple[int, int] = (0, 0)
 
 
 def require_tokenizer(config: EngineConfig) -> None:

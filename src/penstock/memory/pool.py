@@ -5,6 +5,8 @@ The native core tracks the holders of each block, and releases what a dead holde
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
@@ -18,6 +20,16 @@ from penstock.memory.segment import MAX_NBYTES, Shareable, Ticket, attached_segm
 
 _T = TypeVar("_T")
 BLOCK_ALIGN = 64  # of blocks; native/layout.h
+_attaching = threading.RLock()  # of this process: threads that use a pool first at the same time are one peer
+
+
+def _renew_lock() -> None:
+    """In a child of fork(): the thread that held the lock is not there."""
+    global _attaching
+    _attaching = threading.RLock()
+
+
+os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Holder(msgspec.Struct, frozen=True):
@@ -104,11 +116,15 @@ class Pool(Shareable):
         attached = self._attached
         if attached is not None and attached.is_ours:
             return attached
-        if self._is_closed:
-            raise ClosedError(f"pool '{self.name}' is closed")
-        # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
-        self._attached = attached = _native.Attachment(self._segment, short(self._peer_name))
-        return attached
+        with _attaching:
+            attached = self._attached
+            if attached is not None and attached.is_ours:  # another thread was faster
+                return attached
+            if self._is_closed:
+                raise ClosedError(f"pool '{self.name}' is closed")
+            # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
+            self._attached = attached = _native.Attachment(self._segment, short(self._peer_name))
+            return attached
 
     def join(self, name: str = "") -> Peer:
         """Takes a place among the peers now, under this name, instead of at the first use."""

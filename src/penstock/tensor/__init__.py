@@ -5,11 +5,12 @@ and needed nowhere.
 """
 
 from penstock._native import Lease
+from penstock.tensor.content_key import content_key
 from penstock.tensor.handle import Handle
 from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.lease import Loan
 from penstock.tensor.scope import Scope, ScopeStats
-from penstock.tensor.store import Kept, Store, StoreStats, content_key
+from penstock.tensor.store import Kept, Store, StoreStats
 from penstock.tensor.tree import Empty, Plan, plan, read
 
 __all__ = [

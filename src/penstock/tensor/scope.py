@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 INLINE_NBYTES = 16 << 10  # a value in a store costs as much as a copy at about 32 KiB, with 1, 2 or 4 receivers
+NOT_STORED = ("inline_full", "inline_too_large")  # where the store was to have the value
 ROOM_TIMEOUT = 0.1  # seconds to wait for room, or for another writer of the key; short, as a value can travel inline
 
 
@@ -123,15 +124,17 @@ class Scope:
             >>> scope.put(np.arange(3)).open().value()
             array([0, 1, 2])
         """
-        if key is not None and (known := self._known(key)) is not None:
-            return self._keep(known, None, "hits")
-        lease = None if key is None else self._find(key)
+        lease = None if key is None else self._find(key)  # also of a value that the scope has: it is a hit of the store
         how = "hits"
         if lease is None:
+            if key is not None and (known := self._known(key)) is not None:  # inline, or the store has lost it
+                return self._keep(known, None, "hits")
             self._require_open()
             planned = plan(value)
             lease, how = self._stored(planned, key)
             if lease is None:
+                if how in NOT_STORED and key is not None and self._store is not None:
+                    self._store.count(misses=1)
                 numbers = bytearray(planned.nbytes)
                 planned.write(numbers)
                 return self._keep(Handle(key, planned.layout, Buffer(numbers)), None, how)

@@ -9,68 +9,19 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, overload
 
 import msgspec
-import numpy as np
 
 from penstock import _native
 from penstock.errors import LayoutMismatch, Missing
-from penstock.installing import how_to_install
 from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
 from penstock.memory.segment import Shareable, attached_segment, fitting, granule_nbytes, placement, short, within
 from penstock.tensor.lease import Loan, block_nbytes
-from penstock.tensor.source import source
 from penstock.tensor.tree import Plan, plan
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 PUT_TIMEOUT = 5.0  # seconds: for another process to write the same key, or for room that is held
-
-
-def content_key(*contents: Any, salt: bytes = b"") -> bytes:
-    """Returns a key by content: blake3 of the bytes, dtypes and shapes of arrays, of bytes and of text.
-
-    Two contents with one key cannot be made, so a hit never shows one user what another has put. Where the content has
-    been hashed already (by SHA-256, say), those 32 bytes are as good a key.
-
-    Args:
-        contents: arrays, bytes or text, in an order that counts.
-        salt: contents under different salts never share a key: give each tenant one if not even the existence of an
-            equal value may show.
-
-    Raises:
-        ImportError: blake3 is not installed; the text has the command.
-        UnsupportedTensor: of a content that has no bytes to hash.
-
-    Examples:
-        >>> content_key(b"image", "resized") == content_key(b"image", "resized")
-        True
-        >>> len(content_key(np.zeros(3), salt=b"tenant 7"))
-        32
-    """
-    try:
-        from blake3 import blake3
-    except ImportError:
-        hint = how_to_install("store")
-        raise ImportError(f"content_key needs blake3: {hint}, or bring keys of 32 bytes") from None
-    hashing = blake3()
-    for content in (salt, *contents):
-        if isinstance(content, str):
-            content = content.encode()
-            what = b"s"
-        elif isinstance(content, (bytes, bytearray, memoryview)):
-            what = b"b"
-        else:
-            found = source(content)
-            what = f"a{found.kind.name}{found.shape}".encode()
-            array = found.array
-            is_plain = isinstance(array, np.ndarray) and array.flags.c_contiguous and array.dtype.isnative
-            content = memoryview(array.reshape(-1).view(np.uint8)) if is_plain and found.nbytes else found.tobytes()
-        nbytes = memoryview(content).nbytes
-        hashing.update(b"%d:%d:" % (len(what), nbytes) + what)  # so that no two lists of contents are one text
-        hashing.update(content)
-    digest: bytes = hashing.digest()
-    return digest
 
 
 class Kept(msgspec.Struct, frozen=True):
@@ -86,8 +37,10 @@ class Kept(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    hits: int
-    misses: int
+    """Each value that was looked up counts once: n new values and m repeats are n misses and m hits."""
+
+    hits: int  # values that `get`, `put` or `loan` has found
+    misses: int  # values that a process had to make: it put them, or had no room to (see `count`)
     puts: int
     evictions: int
     evicted_nbytes: int
@@ -196,9 +149,10 @@ class Store(Shareable):
 
     @property
     def _keeper(self) -> _native.Store:
-        if self._kept is None or not self._kept.is_ours:  # of the process before a fork()
-            self._kept = _native.Store(self.pool.place)
-        return self._kept
+        kept = self._kept
+        if kept is None or not kept.is_ours:  # of the process before a fork()
+            self._kept = kept = _native.Store(self.pool.place)
+        return kept
 
     # ── values ──
     def put(self, value: Any, *, key: bytes | None = None, timeout: float | None = PUT_TIMEOUT) -> _native.Lease:
@@ -236,7 +190,8 @@ class Store(Shareable):
             key: 32 bytes, as of `content_key`.
 
         Raises:
-            Missing: there is none, or it is still being written: `get` never waits. `put` and `loan` do.
+            Missing: there is none, or it is still being written: `get` never waits. `put` and `loan` do. It is no miss
+                (`stats`) yet: a process that makes the value calls `put` or `loan`, which counts one.
 
         Examples:
             >>> Store(1 << 20).get(bytes(32))
@@ -254,7 +209,8 @@ class Store(Shareable):
 
     def open(self, key: bytes) -> _native.Lease:
         """Returns a lease of the value kept under the key, and uses up one grant of the value to this process, if there
-        is one. `get` uses none, so it can be used to look.
+        is one. `get` uses none, so it can be used to look. `open` is for a value that the process has been told of, and
+        counts no hit.
 
         Args:
             key: 32 bytes, as of `content_key`.
@@ -331,9 +287,9 @@ class Store(Shareable):
         return self._loan(key, planned, timeout)
 
     def _loan(self, key: bytes | None, planned: Plan, timeout: float | None) -> Loan | _native.Lease:
-        is_new, block = self._keeper.begin(key, block_nbytes(planned), timeout)
-        keeper = None if key is None else self._keeper
-        return Loan(self.pool, keeper, block, planned) if is_new else _native.Lease(block)
+        keeper = self._keeper  # read once: the value is committed where it was begun
+        is_new, block = keeper.begin(key, block_nbytes(planned), timeout)
+        return Loan(self.pool, None if key is None else keeper, block, planned) if is_new else _native.Lease(block)
 
     # ── what goes ──
     def evict(self, key: bytes) -> bool:
@@ -369,6 +325,22 @@ class Store(Shareable):
             0
         """
         return self._keeper.clear()
+
+    def count(self, *, hits: int = 0, misses: int = 0) -> None:
+        """Counts values that this process needed without a call of `get`, `put` or `loan` that counted them.
+
+        Args:
+            hits: values that the process holds already, as another of its requests has looked them up.
+            misses: values that the process makes without the store, after `put` or `loan` has raised MemoryExhausted or
+                Timeout, and it does not try again.
+
+        Examples:
+            >>> store = Store(1 << 20)
+            >>> store.count(misses=1)
+            >>> store.stats().misses
+            1
+        """
+        self._keeper.count(hits, misses)
 
     def stats(self) -> StoreStats:
         """Returns counts of all processes, what is kept under each key, and the state of the memory.

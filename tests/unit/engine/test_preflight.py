@@ -88,6 +88,93 @@ def test_a_broken_file_of_a_model_is_refused_by_its_path(
     assert text.format(model) in refusal(model)
 
 
+# ── headers of safetensors ───────────────────────────────────────────────────────────────────────────────────────────
+Tensors = dict[str, dict[str, Any]]
+
+
+def rewrite_header(path: Path, change: Callable[[Tensors], None]) -> None:
+    """Writes a file anew with another header, and the same data."""
+    raw = path.read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    tensors = json.loads(raw[8:end])
+    tensors.pop("__metadata__", None)
+    change(tensors)
+    header = json.dumps(tensors).encode()
+    replace(path, len(header).to_bytes(8, "little") + header + raw[end:])
+
+
+def by_offset(tensors: Tensors) -> list[str]:
+    return sorted(tensors, key=lambda name: tensors[name]["data_offsets"])
+
+
+def overlap(tensors: Tensors) -> None:
+    first, second, *_ = by_offset(tensors)
+    tensors[first] = tensors[second]
+
+
+def overlap_by_a_byte(tensors: Tensors) -> None:
+    begin, end = tensors[by_offset(tensors)[5]]["data_offsets"]
+    tensors[by_offset(tensors)[5]]["data_offsets"] = [begin - 1, end - 1]
+
+
+def leave_a_gap(tensors: Tensors) -> None:
+    del tensors[by_offset(tensors)[3]]
+
+
+def leave_a_tail(tensors: Tensors) -> None:
+    del tensors[by_offset(tensors)[-1]]
+
+
+def point_beyond(tensors: Tensors) -> None:
+    last = tensors[by_offset(tensors)[-1]]
+    last["data_offsets"][1] += 2**40
+    last["shape"], last["dtype"] = [last["data_offsets"][1] - last["data_offsets"][0]], "U8"
+
+
+@pytest.mark.parametrize(
+    ("change", "text"),
+    [
+        (overlap, "leaves a gap after the header"),
+        (overlap_by_a_byte, "overlaps the tensor"),
+        (leave_a_gap, "leaves a gap after the tensor"),
+        (leave_a_tail, "bytes after its last tensor"),
+        (point_beyond, "is cut off: it has"),
+        (lambda tensors: tensors[by_offset(tensors)[0]].update(shape=[3]), "its data_offsets [0, "),
+        (lambda tensors: tensors[by_offset(tensors)[0]].update(shape=[-1]), "is not a file of safetensors: Expected"),
+        (lambda tensors: tensors[by_offset(tensors)[0]].update(dtype="F31"), "has the dtype 'F31', which is not known"),
+        (lambda tensors: tensors[by_offset(tensors)[0]].update(data_offsets=[9, 4]), "its data_offsets [9, 4]"),
+        (lambda tensors: tensors[by_offset(tensors)[0]].pop("shape"), "missing required field `shape`"),
+    ],
+)
+def test_a_header_that_lies_is_refused_by_file(model: Path, change: Callable[[Tensors], None], text: str) -> None:
+    rewrite_header(model / "model.safetensors", change)
+    said = refusal(model)
+    assert text in said and str(model / "model.safetensors") in said
+
+
+def test_a_name_that_comes_twice_in_a_header_is_refused(model: Path) -> None:
+    raw = (model / "model.safetensors").read_bytes()
+    end = 8 + int.from_bytes(raw[:8], "little")
+    tensors = json.loads(raw[8:end])
+    name = by_offset({key: value for key, value in tensors.items() if key != "__metadata__"})[0]
+    header = raw[8:end].rstrip()[:-1] + f', "{name}": {json.dumps(tensors[name])}}}'.encode()
+    replace(model / "model.safetensors", len(header).to_bytes(8, "little") + header + raw[end:])
+    said = refusal(model)
+    assert f"the name '{name}' comes twice" in said and str(model / "model.safetensors") in said
+
+
+def test_a_tensor_that_only_the_index_has_is_named_with_its_file(model: Path) -> None:
+    raw = (model / "model.safetensors").read_bytes()
+    names = [name for name in json.loads(raw[8 : 8 + int.from_bytes(raw[:8], "little")]) if name != "__metadata__"]
+    index = model / "model.safetensors.index.json"
+    replace(index, json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")}))
+    require_startable(with_model_defaults(EngineConfig(model=str(model))))
+    replace(index, json.dumps({"weight_map": dict.fromkeys([*names, "lm.more"], "model.safetensors")}))
+    assert f"{model}/model.safetensors has no tensor 'lm.more', which model.safetensors.index.json" in refusal(model)
+    replace(index, '{"weight_map": {"a": "model.safetensors", "a": "model.safetensors"}}')
+    assert f"{index} is invalid: the name 'a' comes twice" in refusal(model)
+
+
 def test_weights_that_were_not_copied_to_their_end_are_refused_with_both_sizes(model: Path) -> None:
     whole = (model / "model.safetensors").read_bytes()
     replace(model / "model.safetensors", whole[: len(whole) // 2])

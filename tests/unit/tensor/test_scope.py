@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import threading
+import time
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -285,22 +288,81 @@ def test_the_same_handle_delivered_twice_is_one_value_held_until_its_last_lease_
         assert (retry.stats().handles, retry.stats().puts, retry.stats().hits) == (1, 0, 1)
 
 
+def put_by_threads(scope: Scope, number: int = 8) -> list[Handle]:
+    """Returns the handle that each thread has, or raises its error."""
+    gate = threading.Barrier(number)
+
+    def put() -> Handle:
+        gate.wait()
+        return scope.put(image(1, MB), key=key(1))
+
+    with ThreadPoolExecutor(number) as pool:
+        return [task.result() for task in [pool.submit(put) for _ in range(number)]]
+
+
 def test_many_threads_put_one_key_in_one_scope_and_have_one_handle() -> None:
     with images() as store:
-        handles: list[Handle] = []
-        with Scope(store) as scope:
-            threads = [
-                threading.Thread(target=lambda: handles.append(scope.put(image(1, MB), key=key(1)))) for _ in range(8)
-            ]
-            for thread in threads:
-                thread.start()
-            for thread in threads:
-                thread.join()
-            assert len(handles) == 8 and len(set(map(bytes, handles))) == 1
-            assert store.stats().puts == 1
+        with Scope(store, timeout=None) as scope:
+            assert len(set(map(bytes, put_by_threads(scope)))) == 1
+            assert store.stats().puts == store.stats().misses == 1
             stats = scope.stats()
             assert stats.handles == stats.hits + stats.puts == 8 and stats.inline == 0
+            assert stats.hits + stats.puts == store.stats().hits + store.stats().misses
         assert is_not_held(store)
+
+
+def test_threads_that_do_not_wait_for_each_other_have_one_handle_too() -> None:
+    """A thread that finds another one writing the key sends the value inline, as it may: with one handle for all."""
+    with images() as store:
+        with Scope(store, timeout=0) as scope:
+            handles = put_by_threads(scope)
+            assert len(set(map(bytes, handles))) == 1 and shows(handles[0].open(store).value(), 1)
+            stats = scope.stats()
+            assert stats.handles == stats.hits + stats.puts + stats.inline_full == 8
+            assert store.stats().puts == 1
+        assert is_not_held(store)
+
+
+def test_threads_that_use_a_store_first_at_the_same_time_are_one_peer(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two threads could attach at the same time: a value was begun by the one peer, and its commit by the other one
+    raised ValueError, so the thread had no handle."""
+    attach, attached = penstock._native.Attachment, []
+
+    def attach_slowly(*args: Any) -> Any:
+        time.sleep(0.02)
+        attached.append(attach(*args))
+        return attached[-1]
+
+    with images() as store:
+        monkeypatch.setattr(penstock._native, "Attachment", attach_slowly)
+        with Scope(store, timeout=None) as scope:
+            assert len(set(map(bytes, put_by_threads(scope)))) == 1
+            assert len(attached) == len(store.peers()) == 1
+        attached.clear()
+
+
+def test_a_child_of_a_fork_attaches_though_a_thread_of_its_parent_held_the_lock() -> None:
+    from penstock.memory import pool
+
+    with images() as store, pool._attaching:
+        held = threading.Thread(target=lambda: pool._attaching.acquire(timeout=0.1))
+        held.start()
+        child = os.fork()
+        if child == 0:
+            os._exit(0 if store.stats().puts == 0 else 1)
+        assert os.waitpid(child, 0)[1] == 0
+        held.join()
+
+
+@pytest.mark.parametrize("nbytes", [1 << 16, 2 * MB])
+def test_a_value_that_has_no_room_is_one_miss(nbytes: int) -> None:
+    with Store(MB) as store, Scope(store, timeout=0) as full, store.pool.take(store.nbytes):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            assert full.put(image(1, nbytes), key=key(1)).is_inline
+            assert (store.stats().misses, store.stats().hits) == (1, 0)
+            assert full.put(image(2, nbytes)).is_inline  # without a key nothing is looked up
+            assert (store.stats().misses, store.stats().hits) == (1, 0)
 
 
 def test_a_handle_that_is_never_opened_is_given_up_without_being_read() -> None:

@@ -19,7 +19,7 @@ import numpy as np
 from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
 from penstock.engine.client.group_return import GroupReturn
-from penstock.engine.client.migration import Migration
+from penstock.engine.client.migration import Migration, ModelChanged
 from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
 from penstock.engine.client.submitted_request import SubmittedRequest
@@ -220,15 +220,27 @@ class Client:
         return stream
 
     def _choose(self, submitted: SubmittedRequest) -> Placement:
-        """Returns a group for a request, and a new number. Raises EngineError if none serves."""
+        """Returns a group for a request, and a new number. Raises EngineError if none serves, and ModelChanged."""
         serving = self.serving_groups
-        loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in serving}
-        if not loads:
+        models = self._models(serving)
+        if not models:
             raise EngineError(503, "no group of the engine serves now: send the request again")
+        if submitted.has_begun:
+            models = {group: model for group, model in models.items() if model == submitted.model}
+            if not models:
+                raise ModelChanged
+        loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in models}
         # A group without one of its output processors holds the requests of that one back until it has another.
         whole = {group: load for group, load in loads.items() if not self._rows[group][StatusBoard.ABSENT_OUTPUTS]}
         group = self._router.choose(whole or loads, submitted.traces)
+        submitted.model = models[group]
         return Placement(self._number(), group, serving[group])
+
+    def _models(self, serving: dict[int, int]) -> dict[int, int]:
+        """Returns the model of each of these groups. Leaves out a group that has been lost meanwhile: the word may be
+        cleared, or its next incarnation's."""
+        models = {group: self._rows[group][StatusBoard.MODEL] for group in serving}
+        return {group: models[group] for group in serving if self._rows[group][StatusBoard.SERVING] == serving[group]}
 
     def _number(self) -> int:
         while self._next in self._streams:

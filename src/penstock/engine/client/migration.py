@@ -26,6 +26,16 @@ LOOK_AGAIN = 0.01  # seconds between two reads of the boards, while requests wai
 NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
 
 
+class ModelChanged(EngineError):
+    """The answer has begun, and its model has gone: another model would continue it."""
+
+    def __init__(self) -> None:
+        what = (
+            "the model's files have been replaced since the answer began, and no group serves the former model any more"
+        )
+        super().__init__(503, f"{what}: send the request again")
+
+
 class Submitter(Protocol):
     """What the client does for a request that is submitted again."""
 
@@ -34,7 +44,8 @@ class Submitter(Protocol):
         """Returns whether a group serves now."""
 
     def place_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
-        """Gives the stream a group and a new number. Raises EngineError if no group serves."""
+        """Gives the stream a group and a new number. Raises ModelChanged if all groups that serve have another model
+        than the begun answer, EngineError if no group serves."""
 
     async def send_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
         """Sends the request to that group. Raises EngineError, and forgets the number, if the group is stuck."""
@@ -189,6 +200,9 @@ class Migration:
                 self._submitter.place_again(stream, submitted)
                 self.resuming[stream.request] = loss
                 await self._submitter.send_again(stream, submitted)
+            except ModelChanged as error:
+                self._give_up(stream, error.reason)
+                continue
             except EngineError as error:
                 self.resuming.pop(stream.request, None)
                 event("request waits for a group", logging.WARNING, request=stream.request, reason=error.reason)

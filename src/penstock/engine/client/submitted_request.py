@@ -33,6 +33,7 @@ class SubmittedRequest:
         "first",
         "generated",
         "migrations",
+        "model",
         "request_id",
         "trials",
     )
@@ -46,6 +47,7 @@ class SubmittedRequest:
         self._max_tokens = math.inf if max_tokens is None else max_tokens
         self._is_dropped = False
         self.request_id = request_id
+        self.model = 0  # `StatusBoard.MODEL` of its group: the answer is of this model, once it has begun
         self.migrations = 0  # losses of a group that count towards the limit
         self.failed_migrations = 0  # those of them after a failure that no request has been found to be the reason of
         self.failures = 0  # of processes by themselves, while this request was in a step in flight
@@ -60,6 +62,11 @@ class SubmittedRequest:
     def is_too_long(self) -> bool:
         """Returns whether the request has had more tokens than are kept: it cannot be resumed any more."""
         return self._is_dropped or self.kept_tokens > self._max_tokens
+
+    @property
+    def has_begun(self) -> bool:
+        """Returns whether a part of the answer has come."""
+        return bool(self.generated or self._over)
 
     @property
     def order(self) -> tuple[int, int]:
@@ -93,7 +100,7 @@ class SubmittedRequest:
         return replace(self.first, request=request, progress=self._progress(), failures=self.failures)
 
     def _progress(self) -> Progress | None:
-        if not self.generated and not self._over:
+        if not self.has_begun:
             return None
         counts: Ints = np.zeros(self.first.params.n, np.int32)
         counts[list(self._over)] = -1

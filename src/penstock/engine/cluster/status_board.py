@@ -58,6 +58,8 @@ class StatusBoard:
     RUNNING = 16  # sequences in the batch
     PREFIX_QUERIES = 17  # tokens of prompts that were looked up in the prefix cache, in this incarnation
     PREFIX_HITS = 18  # those of them that it had
+    # The core's, or that of the bridge to it, written before SERVING: requests go on in a group of the same model only.
+    MODEL = 22  # `ModelFingerprint.word`; 0: of a simulated device
     # The uplink's, on a node without servers.
     LINKED = 20  # 1: the group is linked to the home node. Cleared by the launcher when the uplink has ended
     # On a node that has workers only: of the process in the core's place.

@@ -39,6 +39,19 @@ def await_members(tree: Cluster, me: ProcessId, inbox: penstock.Receiver[INBOX])
     return ready
 
 
+def require_one_model(ready: list[Ready]) -> int:
+    """Returns the fingerprint of the model that all ranks have loaded. Raises RuntimeError if they differ."""
+    first = ready[0]
+    for other in ready:
+        if other.model != first.model:
+            raise RuntimeError(
+                f"expected one model on all ranks of a group, got model_fingerprint {first.model:016x} on rank "
+                f"{first.rank} and {other.model:016x} on rank {other.rank}: the files differ between nodes, or were "
+                "replaced while ranks read them"
+            )
+    return first.model
+
+
 def await_receivers(tree: Cluster, me: ProcessId) -> None:
     """Waits until the workers have opened their receivers: they miss no step that is sent from now on. Raises
     Timeout."""

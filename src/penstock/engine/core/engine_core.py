@@ -23,7 +23,7 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, retry_past_stale_deaths
 from penstock.engine.core.admission_gate import AdmissionGate
-from penstock.engine.core.await_members import await_members, await_receivers
+from penstock.engine.core.await_members import await_members, await_receivers, require_one_model
 from penstock.engine.core.in_flight_requests import InFlightRequests
 from penstock.engine.core.output_senders import OutputSenders
 from penstock.engine.core.request import RequestRefused
@@ -103,7 +103,7 @@ class EngineCore:
 
     def start(self) -> None:
         """Waits for the workers and the output processors, and then serves. Returns without serving if a Stop arrives
-        before the workers are ready. Raises Timeout, and PeerDied of one of them."""
+        before the workers are ready. Raises Timeout, PeerDied of one of them, and RuntimeError for different models."""
         config = self._config
         ready = await_members(self._tree, self._me, self._inbox)
         if ready is None:
@@ -113,6 +113,7 @@ class EngineCore:
         blocks = min(
             capacities if config.num_gpu_blocks_override is None else [*capacities, config.num_gpu_blocks_override]
         )
+        model = require_one_model(ready)
         schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
         self._scheduler = Scheduler(schedule, SchedulerConfig.of(config, ready))
@@ -122,8 +123,9 @@ class EngineCore:
         self._begin(Begin(self._sequence.leader, 0, schedule.slots, schedule.blocks, schedule.block_size))
         self._plan = StepBuilder(schedule)
         self._row[StatusBoard.BLOCKS] = schedule.blocks
+        self._row[StatusBoard.MODEL] = model  # before SERVING: `Client` reads them in the other order
         self._row[StatusBoard.SERVING] = self._me.incarnation
-        event("core serves", blocks=schedule.blocks, slots=schedule.slots)
+        event("core serves", blocks=schedule.blocks, slots=schedule.slots, model=f"{model:016x}")
 
     def run(self) -> None:
         """Runs steps until the launcher sends a Stop, which is passed on when the last result is in."""

@@ -7,6 +7,7 @@ link. Its ends stay open until the process is gone, so servers learn of its deat
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import replace
@@ -35,6 +36,7 @@ from penstock.engine.nodes.group_link import (
     ROW_NAME,
     ROW_PLACES,
     group_link,
+    model_word,
     node_secret,
     node_tls,
     port_of,
@@ -65,6 +67,7 @@ class GroupBridge:
         self._board = StatusBoard(tree.board, writable=True)
         self._servers = ServerLives(config, self._board)
         self._losses: penstock.Ring[LOSSES] = penstock.Ring(LOSSES, name=f"losses {me.group}")
+        self._model = 0  # `StatusBoard.MODEL` of both sides
         self._loss: RemoteLoss | None = None  # the first reason to end the link
         self._link: Link | None = None
         address = config.nodes.address, port
@@ -98,10 +101,13 @@ class GroupBridge:
         return loss
 
     def _on_link(self) -> None:
-        self._board.row(self._me.group)[StatusBoard.SERVING] = self._me.incarnation
+        row = self._board.row(self._me.group)
+        row[StatusBoard.MODEL] = self._model  # of both sides, as they have compared
+        row[StatusBoard.SERVING] = self._me.incarnation
 
     def _spec(self) -> LinkSpec:
         tree, me = self._tree, self._me
+        self._model = model_word(tree.config)
         # The label of each lane is this process's name: its death is the group's.
         lanes = [
             Lane(tree.delta_lane(me.group, output), str(me)) for output in (None, *range(tree.config.output_processors))
@@ -111,7 +117,7 @@ class GroupBridge:
             for server, inbox in enumerate(tree.servers)
         ]
         return replace(
-            group_link(tree.config, me.group, f"{me} on node 0"),
+            group_link(tree.config, me.group, f"{me} on node 0", self._model),
             channels=[
                 OutboundChannel("inbox", tree.inboxes[me.group], peer_name=str(me), on_death="forward"),
                 InboundChannel(LOSSES_NAME, self._losses, [Lane(name=str(me))]),
@@ -131,6 +137,8 @@ class GroupBridge:
                 return self._listener.accept(spec, timeout=ACCEPT_TIMEOUT)
             except Timeout:
                 event("node has not joined", node=self._node, group=me.group, address=self._listener.address)
+                with contextlib.suppress(ValueError, OSError):  # of files that are being replaced
+                    spec = self._spec()  # with the files of now
             if refused < (refused := sum(self._listener.refusals.values())):
                 event("links refused", logging.WARNING, number=refused, last=self._listener.last_refusal)
 

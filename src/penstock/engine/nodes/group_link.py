@@ -17,8 +17,8 @@ from pathlib import Path
 import msgspec
 
 from penstock.bridge import LinkSpec, Tls
+from penstock.engine.cluster.model_fingerprint import WHOLE_FILES, file_hash, model_fingerprint
 from penstock.engine.cluster.status_board import ROW_WORDS, StatusBoard
-from penstock.engine.model_dir import portable_fingerprint
 from penstock.engine.protocol.config import EngineConfig, Nodes
 
 SECRET_VARIABLE = "PENSTOCK_NODE_SECRET"  # seen by fewer than a command line
@@ -30,8 +30,8 @@ COMMON_OPTIONS = (
     *("api_server_count", "data_parallel_size", "output_processors", "max_model_len", "max_num_seqs"),
     *("dtype", "end_ids", "enable_prompt_embeds", "simulated"),
 )
-# Words of a row that the launcher of the home node writes, or that mean another incarnation there.
-HOME_WORDS = (StatusBoard.SERVING, StatusBoard.FAILED_STARTS, StatusBoard.LINKED)
+# Words of a row that the home node writes itself, or that mean another incarnation there.
+HOME_WORDS = (StatusBoard.SERVING, StatusBoard.FAILED_STARTS, StatusBoard.LINKED, StatusBoard.MODEL)
 ROW_PLACES = [place for place in range(ROW_WORDS) if place not in HOME_WORDS]
 
 
@@ -72,9 +72,22 @@ def home_number(config: EngineConfig, group: int) -> int:
     return group + (0 if config.nodes is None else config.nodes.rank * config.data_parallel_size)
 
 
-def group_link(config: EngineConfig, group: int, name: str) -> LinkSpec:
-    """Returns what both sides say of themselves. `group`: its number on the home node."""
+def model_word(config: EngineConfig) -> int:
+    """Returns `ModelFingerprint.word` of the files of the model now; 0: a simulated device reads none. Raises
+    ValueError and OSError."""
+    return 0 if config.simulated is not None else model_fingerprint(Path(config.model)).word
+
+
+def model_facts(config: EngineConfig, model: int) -> dict[str, str]:
+    """Returns what two nodes compare of their models. Where `model_fingerprint` alone differs, the weights do."""
+    facts = {name: file_hash(Path(config.model) / name) for name in WHOLE_FILES} if config.model else {}
+    return {**facts, "model_fingerprint": f"{model:016x}"}
+
+
+def group_link(config: EngineConfig, group: int, name: str, model: int) -> LinkSpec:
+    """Returns what both sides say of themselves. `group`: its number on the home node. `model`: of the home node's
+    files, and of those that the group has loaded."""
     facts = {option: msgspec.json.encode(getattr(config, option)).decode() for option in COMMON_OPTIONS}
     facts["nodes"] = str(0 if config.nodes is None else config.nodes.count)
-    facts["model"] = portable_fingerprint(Path(config.model)) if config.model else ""
+    facts |= model_facts(config, model)
     return LinkSpec(link=f"group {group}", epoch=0, name=name, same=facts, heartbeat_s=HEARTBEAT_S, silence_s=SILENCE_S)

@@ -12,13 +12,10 @@ say to each other: the link brings the port at which they meet.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import msgspec
 
 from penstock.bridge import LinkSpec
-from penstock.engine.model_dir import portable_fingerprint
-from penstock.engine.nodes.group_link import HEARTBEAT_S, SILENCE_S
+from penstock.engine.nodes.group_link import HEARTBEAT_S, SILENCE_S, model_facts, model_word
 from penstock.engine.protocol.config import EngineConfig, Nodes
 
 STEPS_NAME, INBOX_NAME, SERVING_NAME = "steps", "inbox", "serving"  # in the link
@@ -36,10 +33,10 @@ def rank_port(nodes: Nodes, group: int, node: int) -> int:
 
 
 def rank_link(config: EngineConfig, group: int, node: int, name: str) -> LinkSpec:
-    """Returns what both sides say of themselves."""
+    """Returns what both sides say of themselves. Raises ValueError and OSError for files of the model."""
     facts = {option: msgspec.json.encode(getattr(config, option)).decode() for option in COMMON_OPTIONS}
     facts["nodes"] = str(0 if config.nodes is None else config.nodes.count)
-    facts["model"] = portable_fingerprint(Path(config.model)) if config.model else ""
+    facts |= model_facts(config, model_word(config))
     return LinkSpec(
         link=f"ranks of group {group} on node {node}",
         name=name,

@@ -111,7 +111,12 @@ class Uplink:
             for server, inbox in enumerate(tree.servers_of(self._group))
         ]
         return replace(
-            group_link(config, home_number(config, self._group), f"{me} on node {self._nodes.rank}"),
+            group_link(
+                config,
+                home_number(config, self._group),
+                f"{me} on node {self._nodes.rank}",
+                self._row[StatusBoard.MODEL],
+            ),
             channels=[
                 InboundChannel("inbox", tree.inboxes[self._group], lanes, on_death="forward"),
                 OutboundChannel(LOSSES_NAME, self._losses, peer_name=str(me)),

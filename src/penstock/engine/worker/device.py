@@ -59,6 +59,10 @@ class Device(Protocol):
         Longer prompts have other keys from their first token on, and share no cached blocks with shorter ones."""
 
     @property
+    def model(self) -> int:
+        """Returns `ModelFingerprint.word` of the files that the device has loaded; 0: it is simulated."""
+
+    @property
     def encodings(self) -> EncodingCounts: ...
 
     def launch(self, schedule: BatchState, step: Step) -> PendingStep:

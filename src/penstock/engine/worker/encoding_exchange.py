@@ -120,6 +120,7 @@ class EncodingExchange:
                 outcomes[number] = self._outcome(image, max(0.0, deadline - time.monotonic()))
             except Timeout as late:
                 event("image is encoded once more", why=str(late))
+                self._count_miss()
                 outcomes[number] = self._encoded(image)
         return outcomes
 
@@ -133,6 +134,7 @@ class EncodingExchange:
             loan = store.loan(self._key(image), layout, timeout=timeout)
         except MemoryExhausted as full:
             event("an encoding has no room in the store", why=str(full))
+            self._count_miss()
             return self._encoded(image)
         if isinstance(loan, Lease):
             return FOUND, loan.value("torch")
@@ -153,8 +155,18 @@ class EncodingExchange:
         """Returns the encoding that another rank has in the store, and holds there."""
         store = self._options.store
         assert store is not None, "only the store makes an encoding ENCODED or FOUND"
-        tensor: Tensor = store.get(self._key(image)).value("torch")
+        tensor: Tensor = store.open(self._key(image)).value("torch")  # the rank that has looked it up counts
         return tensor
+
+    def _count_miss(self) -> None:
+        """Counts an encoding that the store was to have."""
+        if self._options.store is not None:
+            self._options.store.count(misses=1)
+
+    def count_repeats(self, number: int) -> None:
+        """Counts encodings in the store that the ranks hold already: other requests of the step have looked them up."""
+        if self._options.store is not None and self._ranks.rank == 0:
+            self._options.store.count(hits=number)
 
     def _key(self, image: PromptImage) -> bytes:
         """Returns a key of the image, the model, its dtype, and the shape, so that a value has the expected one."""

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from penstock._native import memory_available
+from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.config import require_dtype
@@ -66,14 +67,18 @@ class ModelRunner:
         steps as graphs; None: they run as other steps do. `encoder`: see `encoding_exchange`. `takes_embeds`:
         prompts may be embeddings.
 
-        Raises ValueError if the model is not supported, or there is no room for one block.
+        Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
+        files change meanwhile.
         """
         self._ranks = ranks or TPGroup()
         max_threads = threads or share(processes)
         torch.set_num_threads(max_threads)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
+        files = ModelFiles(Path(path))
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype), is_recorded=recorder is not None)
+        files.require_unchanged()
+        self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)
@@ -91,7 +96,12 @@ class ModelRunner:
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._images = (
-            EncoderCache(self._model, open_handle or Handle.open, slots, encoder or EncoderOptions())
+            EncoderCache(
+                self._model,
+                open_handle or Handle.open,
+                slots,
+                (encoder or EncoderOptions())._replace(salt=files.fingerprint.digest),
+            )
             if takes_embeds or self._model.image_id is not None
             else None
         )

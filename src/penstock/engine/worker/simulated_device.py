@@ -99,6 +99,7 @@ class SimulatedRunner:
         self.blocks = config.blocks
         self.vocabulary = 1 << 31  # its rule takes any number
         self.max_short_prompt = None
+        self.model = 0
         self.encodings = EncodingCounts()  # it encodes none
         self.busy = 0.0
         self.idle = 0.0

@@ -257,8 +257,16 @@ class EncoderCache:
             for chunk in chunks
             if self._encoding(chunk.image) is None
         }
-        if not images:
-            return
+        if images:
+            self._exchange(images, chunks, failed)
+        if self._shared:
+            begun = [(_name(chunk.image), chunk.image.length) for chunk in chunks if chunk.low == 0]
+            shared = [name for name in begun if name[0] in self._shared]
+            self.exchange.count_repeats(len(shared) - len(images.keys() & set(shared)))
+
+    def _exchange(
+        self, images: dict[tuple[Name, int], PromptImage], chunks: list[ImageChunk], failed: dict[int, FinishReason]
+    ) -> None:
         reasons: dict[tuple[Name, int], FinishReason] = {}
         for (name, length), encoding in zip(images, self.exchange.run(list(images.values())), strict=True):
             if isinstance(encoding, FinishReason):

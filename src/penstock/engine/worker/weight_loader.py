@@ -6,7 +6,6 @@ Transformers maps the names of tensors in a checkpoint to parameters, and merges
 from __future__ import annotations
 
 import copy
-import json
 from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
@@ -25,22 +24,16 @@ from transformers.core_model_loading import (
     rename_source_key,
 )
 
-from penstock.engine.model_dir import ALONE, INDEX
+from penstock.engine.cluster.weight_files import read_weights
 from penstock.engine.worker.weight_slices import FIRST_ONLY, WeightSlice
 
 
 class WeightFiles:
-    """The tensors of a directory, by name, read on demand. Raises ValueError if the directory has no weights."""
+    """The tensors of a directory, by name, read on demand. Raises ValueError as `read_weights` does."""
 
     def __init__(self, path: Path) -> None:
-        if (path / INDEX).exists():
-            self._file_of: dict[str, str] = json.loads((path / INDEX).read_text())["weight_map"]
-            self._files = {name: self._open(path / name) for name in set(self._file_of.values())}
-        elif (path / ALONE).exists():
-            self._files = {ALONE: self._open(path / ALONE)}
-            self._file_of = dict.fromkeys(self._files[ALONE].keys(), ALONE)
-        else:
-            raise ValueError(f"{path}: no {ALONE} and no {INDEX}")
+        headers, self._file_of = read_weights(path)
+        self._files = {header.path.name: self._open(header.path) for header in headers}
         self.names = sorted(self._file_of, key=dot_natural_key)
 
     @staticmethod

@@ -10,7 +10,6 @@ import gc
 import os
 import time
 from collections import deque
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -23,7 +22,6 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import Row, StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
-from penstock.engine.model_dir import model_fingerprint
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
@@ -142,8 +140,7 @@ def encoder_options_of(tree: Cluster) -> EncoderOptions:
         config.encoder_tp_mode,
         tree.encodings,
         config.encoder_cache_nbytes,
-        model_fingerprint(Path(config.model)),
-        config.step_timeout / 2,
+        timeout=config.step_timeout / 2,
     )
 
 
@@ -173,7 +170,7 @@ class Worker:
         self._steps = group.steps.open_receiver(tree.steps_receiver(me.index), name=name)
         self._inbox = group.inbox.open_sender(tree.worker_lane(me.index), name=name)
         self._results = group.results.open_sender(name=name) if me.index == 0 else None
-        ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt)
+        ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt, device.model)
         retry_past_stale_deaths(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
         event("worker ready", blocks=device.blocks)
         first = retry_past_stale_deaths(me, self._steps.receive, config.start_timeout)

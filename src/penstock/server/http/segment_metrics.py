@@ -31,7 +31,7 @@ GAUGES = (
 )
 STORE_COUNTERS = (
     ("hits", "Values found under their key", "hits"),
-    ("misses", "Keys that were not found", "misses"),
+    ("misses", "Values that were looked up, and had to be made", "misses"),
     ("puts", "Values written", "puts"),
     ("evictions", "Values evicted", "evictions"),
     ("fills_awaited", "Waits for another process that wrote the same key", "fills_awaited"),

@@ -102,11 +102,12 @@ class VideoLoader:
             upload.close()
             raise
 
-    def _find(self, key: bytes, scope: Scope) -> ProcessedVideo | None:
+    def _find(self, key: bytes, scope: Scope, *, is_decoded: bool = False) -> ProcessedVideo | None:
+        """`is_decoded`: a decoder has looked the video up already, and counts."""
         if self._store is None:
             return None
         try:
-            with self._store.get(key) as lease:
+            with (self._store.open if is_decoded else self._store.get)(key) as lease:
                 return ProcessedVideo.of(scope.add(lease, key=key), lease.value())
         except Missing:
             return None
@@ -126,7 +127,7 @@ class VideoLoader:
                 room = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             take = functools.partial(self._take_inline, stored, room, key, scope)
             return await self._threads.run(scope, take), False
-        found = self._find(key, scope)  # the decoder holds it meanwhile
+        found = self._find(key, scope, is_decoded=True)  # the decoder holds it meanwhile
         if found is None:
             raise ImageRefused(503, "the video was removed from the store before its request had it: send it again")
         return found, stored.is_new

@@ -55,8 +55,9 @@ class Group:
         self.incarnation = 0
         self.serve()
 
-    def serve(self) -> None:
+    def serve(self, model: int = 0) -> None:
         self.incarnation += 1
+        self._board.row(self._group)[StatusBoard.MODEL] = model
         self._board.row(self._group)[StatusBoard.SERVING] = self.incarnation
 
     def stop_serving(self) -> None:
@@ -210,6 +211,97 @@ async def test_answer_goes_on_after_its_ids_when_the_group_serves_again() -> Non
         assert b"".join(piece.utf8 for piece in pieces) == b"ABCD" and pieces[-1].reason == FinishReason.LENGTH
         assert stream.completion_tokens == 4 and client.open_requests == 0
         assert client.counters[0][MigrationCounters.WAITING] == 0
+
+
+# ── a group that serves has another model ────────────────────────────────────────────────────────────────────────────
+@in_a_loop
+async def test_begun_answer_ends_with_503_when_only_another_model_serves() -> None:
+    async with engine() as ([group], client):
+        begun, other = await client.submit([1, 2]), await client.submit([3], SamplingParams(n=2))
+        first, second = await group.submitted(), await group.submitted()
+        group.answer(first.request, [65])
+        group.answer(second.request, [66], FinishReason.STOP, sample=1)  # the other sample has not begun
+        await until(lambda: begun.completion_tokens == other.completion_tokens == 1)
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
+        group.serve(model=7)
+        for stream in (begun, other):
+            error = await error_of(stream)
+            assert error.status == 503 and "the model's files have been replaced since the answer began" in error.reason
+        await group.require_silence()
+        assert client.counters[0][MigrationCounters.GIVEN_UP] == 2 and client.open_requests == 0
+
+
+@in_a_loop
+async def test_request_that_has_not_begun_is_answered_by_the_other_model() -> None:
+    async with engine() as ([group], client):
+        stream = await client.submit([1, 2])
+        await group.submitted()
+        for model in (7, 8):
+            group.lose()
+            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+            group.serve(model)
+            again = await group.submitted()
+            assert again.progress is None
+        group.answer(again.request, [65])
+        await until(lambda: stream.completion_tokens == 1)
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        group.serve(model=8)
+        last = await group.submitted()
+        assert progress_of(last) == [[65]]
+        group.answer(last.request, [66], FinishReason.STOP)
+        assert await read(stream) == [65, 66]
+
+
+@in_a_loop
+async def test_begun_answer_goes_on_in_the_group_of_its_model_alone() -> None:
+    async with engine(groups=3) as (groups, client):
+        stream = await client.submit([1, 2])
+        lost = groups[stream.group]
+        same, other = (group for group in groups if group is not lost)
+        other.stop_serving()
+        other.serve(model=7)
+        first = await lost.submitted()
+        lost.answer(first.request, [65])
+        await until(lambda: stream.completion_tokens == 1)
+        lost.lose()
+        second = await same.submitted()
+        assert progress_of(second) == [[65]]
+        lost.serve(model=7)
+        same.lose()
+        assert "send the request again" in (await error_of(stream)).reason
+        await other.require_silence()
+        await lost.require_silence()
+
+
+@in_a_loop
+async def test_begun_answer_waits_while_no_group_serves_and_the_row_is_cleared() -> None:
+    """A cleared row has no model: that says nothing about the model of the next incarnation."""
+    async with engine() as ([group], client):
+        group.stop_serving()
+        group.serve(model=7)
+        stream = await client.submit([1, 2])
+        first = await group.submitted()
+        group.answer(first.request, [65])
+        await until(lambda: stream.completion_tokens == 1)
+        group.lose()
+        group._board.begin(0)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+        await group.require_silence()
+        assert not stream.is_over
+        group.serve(model=7)
+        assert progress_of(await group.submitted()) == [[65]]
+
+
+@in_a_loop
+async def test_group_that_is_lost_while_its_model_is_read_is_left_out() -> None:
+    async with engine() as ([group], client):
+        serving = client.serving_groups
+        group.stop_serving()
+        assert client._models(serving) == {}
+        group.serve(model=7)
+        assert client._models(serving) == {} and client._models(client.serving_groups) == {0: 7}
 
 
 @in_a_loop

@@ -1,18 +1,22 @@
 """What the two sides of a group's link agree on: the secret, the port, the facts."""
 
+import json
 from pathlib import Path
 
 import pytest
 from msgspec.structs import replace
 
-from penstock.engine.model_dir import portable_fingerprint
+from penstock.bridge.link_offer import LinkOffer, differences
 from penstock.engine.nodes.group_link import (
     SECRET_VARIABLE,
     group_link,
     home_number,
+    model_facts,
+    model_word,
     node_secret,
     port_of,
 )
+from penstock.engine.nodes.rank_link import rank_link
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 
 HOME = EngineConfig(
@@ -30,7 +34,7 @@ def test_both_sides_compute_the_same_port_and_link_for_each_group() -> None:
         for group in range(2):
             number = home_number(on_node(rank), group)
             assert HOME.node_of(number) == rank
-            there, here = group_link(on_node(rank), number, "uplink"), group_link(HOME, number, "bridge")
+            there, here = group_link(on_node(rank), number, "uplink", 0), group_link(HOME, number, "bridge", 0)
             assert (there.link, there.same) == (here.link, here.same)
             assert HOME.nodes is not None
             ports.append(port_of(HOME.nodes, HOME.data_parallel_size, number))
@@ -40,7 +44,7 @@ def test_both_sides_compute_the_same_port_and_link_for_each_group() -> None:
 @pytest.mark.parametrize("option", ["max_model_len", "max_num_seqs", "output_processors", "api_server_count"])
 def test_options_that_nodes_have_in_common_are_facts_of_the_link(option: str) -> None:
     other = replace(HOME, **{option: getattr(HOME, option) + 1})
-    assert group_link(other, 2, "").same[option] != group_link(HOME, 2, "").same[option]
+    assert group_link(other, 2, "", 0).same[option] != group_link(HOME, 2, "", 0).same[option]
 
 
 def test_a_secret_has_32_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -56,16 +60,43 @@ def test_another_secret_is_refused_and_not_repeated(text: str, monkeypatch: pyte
     assert not text or text not in str(caught.value)
 
 
-def write_model(folder: Path, config: str = "{}", weights: bytes = b"w") -> Path:
+def write_model(folder: Path, weights: bytes = b"weights") -> Path:
     folder.mkdir()
-    (folder / "config.json").write_text(config)
-    (folder / "model.safetensors").write_bytes(weights)
+    for name in ("config.json", "tokenizer.json"):
+        (folder / name).write_text("{}")
+    header = json.dumps({"a": {"dtype": "U8", "shape": [len(weights)], "data_offsets": [0, len(weights)]}}).encode()
+    (folder / "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header + weights)
     return folder
 
 
-def test_a_copy_of_a_model_has_its_fingerprint_and_another_model_has_not(tmp_path: Path) -> None:
-    model, copy = write_model(tmp_path / "a"), write_model(tmp_path / "b")
-    assert portable_fingerprint(model) == portable_fingerprint(copy)
-    others = [write_model(tmp_path / "c", config='{"a": 1}'), write_model(tmp_path / "d", weights=b"more")]
-    (copy / "tokenizer.json").write_text("{}")
-    assert len({*map(portable_fingerprint, (model, copy, *others))}) == 4
+def facts_of(model: Path) -> dict[str, str]:
+    config = EngineConfig(model=str(model))
+    return model_facts(config, model_word(config))
+
+
+def test_nodes_with_copies_of_a_model_agree_and_other_parts_are_named(tmp_path: Path) -> None:
+    home = facts_of(write_model(tmp_path / "home"))
+    assert home == facts_of(write_model(tmp_path / "copy"))
+    fine_tune = facts_of(write_model(tmp_path / "fine-tune", b"WEIGHTS"))
+    assert [name for name in home if fine_tune[name] != home[name]] == ["model_fingerprint"]
+    other = write_model(tmp_path / "tokenizer")
+    (other / "tokenizer.json").write_text("{ }")
+    different = [name for name in home if facts_of(other)[name] != home[name]]
+    assert different == ["tokenizer.json", "model_fingerprint"]
+
+
+def test_both_sides_of_a_link_say_that_the_weights_differ(tmp_path: Path) -> None:
+    models = [write_model(tmp_path / "home"), write_model(tmp_path / "node", b"WEIGHTS")]
+    configs = [replace(HOME, simulated=None, model=str(model)) for model in models]
+    words = [model_word(config) for config in configs]
+    for specs in (
+        [group_link(config, 2, "", word) for config, word in zip(configs, words, strict=True)],
+        [rank_link(config, 0, 1, "") for config in configs],
+    ):
+        here, there = map(LinkOffer.of, specs)
+        assert differences(here, there) == [f"model_fingerprint is {words[0]:016x} here, {words[1]:016x} there"]
+        assert differences(there, here) == [f"model_fingerprint is {words[1]:016x} here, {words[0]:016x} there"]
+
+
+def test_a_simulated_device_has_no_model_to_compare() -> None:
+    assert model_facts(HOME, model_word(HOME)) == {"model_fingerprint": "0" * 16}

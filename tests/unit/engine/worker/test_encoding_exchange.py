@@ -4,6 +4,7 @@ Two ranks are threads (`tests/support/ranks.py`), or processes where one of them
 """
 
 import os
+import shutil
 import signal
 import threading
 import time
@@ -19,6 +20,7 @@ from tests.support.models import BLOCK_SIZE, VISION, Asked, Family, ask, device,
 
 # isort: split
 import torch
+from safetensors.torch import load_file, save_file
 
 from penstock import Missing, Store
 from penstock.engine.protocol.messages import FinishReason
@@ -238,14 +240,43 @@ def test_encodings_without_room_in_the_store_stay_with_their_engine(
 
 
 def test_an_encoding_of_another_model_has_another_key(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+    family: Callable[[str], Family], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Another fine-tune of the shape, or another dtype. A copy of the model has the same keys."""
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
-    for salt, dtype in ((b"a", "float32"), (b"b", "float32"), (b"b", "bfloat16")):
-        ours = device(of, blocks=64, dtype=dtype, encoder=options("store", store, salt=salt))
-        ask(ours, [of.asked[1]])
-    assert len(encoder.keys) == len(store.stats().items) == 3
+    shutil.copytree(of.path, tmp_path / "copy")
+    shutil.copytree(of.path, tmp_path / "fine-tune")
+    weights = tmp_path / "fine-tune" / "model.safetensors"
+    tensors = load_file(weights)
+    save_file({name: 2 * values for name, values in tensors.items()}, weights, {"format": "pt"})
+    for name, dtype, number in (
+        ("copy", "float32", 1),
+        ("copy", "float32", 1),
+        ("fine-tune", "float32", 2),
+        ("copy", "bfloat16", 3),
+    ):
+        other = of._replace(path=tmp_path / name)
+        ask(device(other, blocks=64, dtype=dtype, encoder=options("store", store)), [of.asked[1]])
+        assert len(encoder.keys) == len(store.stats().items) == number
+    assert (store.stats().misses, store.stats().hits) == (3, 1)
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_an_encoding_counts_once_as_a_hit_or_a_miss(
+    size: int, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """However many ranks view it. The second engine finds all; the cache of prefixes needs some images never again."""
+    store = encodings_store()
+    of, encoder = family("llava"), counted(monkeypatch)
+    needed = sum(len(asked.inputs) for asked in of.asked * 2)
+    new, hits = len(keys_of(of.asked)), 0
+    for least, most in ((0, needed - new), (new, needed)):
+        answers_of_threads(size, of, of.asked * 2, encoder=options("store", store))
+        stats = store.stats()
+        assert stats.misses == len(encoder.keys) == new
+        assert least <= stats.hits - hits <= most
+        hits = stats.hits
 
 
 def test_an_image_without_a_key_is_broadcast(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> None:

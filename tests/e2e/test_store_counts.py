@@ -1,0 +1,77 @@
+"""n new images and m repeats are n misses and m hits, in the store of images and in that of encodings."""
+
+from __future__ import annotations
+
+import asyncio
+import io
+import itertools
+import urllib.request
+from typing import Any
+
+import pytest
+
+pytest.importorskip("openai")
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+pytest.importorskip("httptools")
+
+from PIL import Image
+
+from penstock.tools.inspect import look
+from tests import tiers
+from tests.e2e.test_shipped import Asking, client_of
+from tests.support.command import serving
+from tests.unit.server.images.test_image_prompts import part
+
+IMAGES = tiers.choose(6, 40, 400)
+REPEATS = 3  # of each image; all of an image's requests are open at a time
+pytestmark = pytest.mark.timeout(400)
+_salts = itertools.count()
+
+
+def image(number: int) -> dict[str, Any]:
+    file = io.BytesIO()
+    Image.new("RGB", (96, 96), (number % 256, number // 256, 77)).save(file, "PNG")
+    return part(file.getvalue())
+
+
+async def ask(asking: Asking, *images: dict[str, Any]) -> None:
+    """The salt is another one each time: no prefix is cached, and each image is encoded or found."""
+    words = {"type": "text", "text": "What is it?"}
+    await asking.chat([words, *images], max_tokens=2, extra_body={"cache_salt": f"salt {next(_salts)}"})
+
+
+def counts(pid: int) -> dict[str, tuple[int, int]]:
+    """Returns misses and hits of each store, by its name."""
+    stores = [(segment["name"], store) for segment in look(pid)["segments"] for store in segment.get("store", ())]
+    return {name: (store["misses"], store["hits"]) for name, store in stores}
+
+
+def metric(port: int, name: str) -> int:
+    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
+        lines = response.read().decode().splitlines()
+    return int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param((), id="alone", marks=tiers.needs_all),
+        pytest.param(("-tp", "2", "--api-server-count", "2"), id="many"),
+        pytest.param(("--data-parallel-size", "2", "--api-server-count", "2"), id="groups", marks=tiers.needs_all),
+    ],
+)
+def test_new_images_are_misses_and_repeats_are_hits(options: tuple[str, ...]) -> None:
+    async def ask_all(port: int) -> None:
+        async with client_of(port) as client:
+            asking = Asking(client)
+            await asyncio.gather(*(ask(asking, image(number)) for number in range(IMAGES) for _ in range(1 + REPEATS)))
+            await ask(asking, image(0), image(IMAGES), image(IMAGES))  # one is new, and comes twice in a request
+
+    with serving("--mm-encoder-tp-mode", "store", "--tensor-transport", "store", *options) as (process, port):
+        asyncio.run(ask_all(port))
+        seen = counts(process.pid)
+        new, repeats = IMAGES + 1, IMAGES * REPEATS + 2
+        assert list(seen.values()) == [(new, repeats)] * 2, seen
+        assert metric(port, "penstock_store_misses_total") == new
+        assert metric(port, "penstock_store_hits_total") == repeats
