@@ -188,19 +188,28 @@ class Theirs(Server):
     front = ("apiserver", "enginecore")
 
     @classmethod
-    def of_model(cls, model: Path, log: Path, *, longest: int, is_compiled: bool, more: Sequence[str] = ()) -> Theirs:
+    def of_model(
+        cls,
+        model: Path,
+        log: Path,
+        *,
+        longest: int,
+        is_compiled: bool,
+        more: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
+    ) -> Theirs:
         """`more`: other options. What computes is a process of its own, and so is not counted with the core. Raises
         Unavailable."""
         port = free_port()
-        command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command = [python_with("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", "float32"]
         command += ["--max-model-len", str(longest), "--disable-uvicorn-access-log"]
         command += ["--distributed-executor-backend", "mp"]
         command += more
         if not is_compiled:
             command.append("--enforce-eager")
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        return cls(command, environment, port, log)
+        usual = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        return cls(command, {**usual, **(environment or {})}, port, log)
 
     def rest(self) -> None:
         self._signal(signal.SIGSTOP)

@@ -1,9 +1,9 @@
 """The documents of this repository as tests see them: their fenced blocks, and which of these somebody can run.
 
 A block of Python stands in a file of `examples/`, word for word. The shell blocks of a page are one session, from the
-first to the last; the JSON that follows one is what its command prints. What cannot be run by a test says so in its
-first line: `# needs a model`. A page with a session, or an example, says what is to be installed, and nothing else is
-there when it is run.
+first to the last; the JSON that follows one is what its command prints. What cannot be run by a test says so in a
+comment in the line before the block: `<!-- needs a model -->`. A page with a session, or an example, says what is to be
+installed, and nothing else is there when it is run.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Fence(NamedTuple):
     line: int
     language: str
     text: str
+    comment: str = ""  # in the line before the block
 
     @property
     def where(self) -> str:
@@ -48,8 +49,8 @@ class Fence(NamedTuple):
 
     @property
     def needs(self) -> str | None:
-        found = re.match(r"# needs ([^:\n]+)", self.text)
-        return found[1].strip() if found else None
+        found = re.fullmatch(r"needs ([^:]+?)(?:: .*)?", self.comment)
+        return found[1] if found else None
 
 
 def fences(page: Path) -> list[Fence]:
@@ -60,7 +61,9 @@ def fences(page: Path) -> list[Fence]:
             continue
         if begun:
             text = textwrap.dedent("\n".join(lines[begun : number - 1])) + "\n"
-            found.append(Fence(page, begun, lines[begun - 1].strip()[3:].strip(), text))
+            comment = re.fullmatch(r"<!-- (.*) -->", lines[begun - 2].strip()) if begun > 1 else None
+            language = lines[begun - 1].strip()[3:].strip()
+            found.append(Fence(page, begun, language, text, comment[1] if comment else ""))
         begun = 0 if begun else number
     assert not begun, f"{page.name}:{begun}: a block that nobody has ended"
     return found

@@ -34,6 +34,7 @@ def test_every_block_can_be_run_or_is_only_to_be_read_or_says_what_it_needs() ->
     for fence in (fence for page in PAGES for fence in fences(page)):
         assert fence.language in RUN | SHOWN, f"{fence.where}: a block of {fence.language or 'nothing'}"
         assert fence.needs is None or fence.needs in NEEDS, f"{fence.where}: needs {fence.needs}: what is that?"
+        assert not fence.text.startswith("# needs"), f"{fence.where}: a marker for tests that readers see"
 
 
 def test_every_block_of_python_stands_in_an_example() -> None:
