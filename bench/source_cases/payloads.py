@@ -25,7 +25,7 @@ PIXEL_NBYTES = 24  # three colours of four bytes, twice: the encoder takes an im
 MAX_MODEL_LEN = 4096
 STORE_OPTIONS = ("--tensor-transport", STORE, "--mm-processor-cache-gb", "1")
 RING_OBJECT_MB = 256  # its default, 128, leaves out the largest payload with what lies beside it
-RING_CACHE_GB = 4
+RING_CACHE_GB = 1  # as our store
 SIDE = 28 * 2  # pixels that become one token; images whose sides are multiples of it are not scaled
 
 
@@ -74,6 +74,7 @@ PAYLOADS = (
     Payload("23 MB", 952, 1008, 8, 2),
     Payload("96 MB", 2016, 1960, 4, 2),
 )
+FILLING = ImageLoad(14, 2, "16", "1", 1, 2016, 1960)  # more than caches hold: their pages are touched before a round
 QUICK_PAYLOADS = (Payload("4 MB", 392, 448, 4, 2),)
 
 
