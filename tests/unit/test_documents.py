@@ -42,7 +42,7 @@ def test_text_blocks_are_compared_with_what_prints_them() -> None:
     printers = {f"examples/{path.name}" for path in EXAMPLES} | {"penstock trace"}
     compared = {fence.where for session in sessions().values() for fence in session.shown.values()}
     for fence in (fence for page in PAGES for fence in fences(page) if fence.language == "text"):
-        assert fence.printed_by in printers or fence.needs or fence.where in compared, f"{fence.where}: printed by what?"
+        assert fence.printed_by in printers or fence.needs or fence.where in compared, f"{fence.where}: by what?"
     assert len(compared) >= 2
 
 
@@ -50,8 +50,8 @@ def test_normalized_text_keeps_words_and_drops_numbers() -> None:
     line = "stuck: 'core 0.0 #1' (pid 4711) waits since 2.1 s, 3 records (1.5 KiB) behind; `kill -CONT 4711`"
     again = line.replace("4711", "12").replace("2.1 s", "950 ms").replace("3 records (1.5 KiB)", "17 records (88 B)")
     assert normalized(line) == normalized(again)
-    for other in (line.replace("core 0.0 #1", "core 0.1 #1"), line.replace("waits", "waited"), line.replace("#1", "#2")):
-        assert normalized(line) != normalized(other)
+    for word, other in (("core 0.0 #1", "core 0.1 #1"), ("waits", "waited"), ("#1", "#2")):
+        assert normalized(line) != normalized(line.replace(word, other))
 
 
 def test_every_block_of_python_stands_in_an_example() -> None:
@@ -88,7 +88,7 @@ def test_links_of_documents_lead_to_files_of_the_repository() -> None:
             if not page.is_relative_to(DOCS):  # the strict build of the site checks the others
                 assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
             checked += 1
-    assert checked > 100
+    assert checked > 50
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────

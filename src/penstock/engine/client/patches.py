@@ -34,7 +34,7 @@ class PatchProcessor:
 
     @classmethod
     def of(cls, processor: Any) -> PatchProcessor | None:
-        """Returns None for a processor of another class, whose steps may be others."""
+        """Returns None for a processor of another class: its steps may differ."""
         from transformers import Qwen2VLImageProcessorPil
 
         return cls(processor) if type(processor) is Qwen2VLImageProcessorPil else None
