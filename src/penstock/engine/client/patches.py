@@ -5,7 +5,7 @@
 
 Rescaling and normalization map each byte of a colour to one number, so the processor's own functions make a table of
 256 numbers for each colour. Images are looked up in that table, a row of patches at a time: nothing but the result is
-large, and what is large is fresh memory, whose first touch costs more than the arithmetic.
+large: it is fresh memory, and its first touch costs more than the arithmetic.
 """
 
 from __future__ import annotations
