@@ -201,18 +201,20 @@ class Theirs(Server):
         dtype: str = "float32",
         reserved_processors: int | None = None,
         more: Sequence[str] = (),
+        environment: Mapping[str, str] | None = None,
     ) -> Theirs:
         """Starts vLLM with its worker in a process of its own, so that the worker's time is not counted with the core.
         `reserved_processors` None: vLLM's default, one. Raises Unavailable."""
         port = free_port()
-        command = [python_with("vllm"), "-m", "vllm.entrypoints.openai.api_server", "--model", str(model)]
+        command = [python_with("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
         command += ["--max-model-len", str(longest), "--disable-uvicorn-access-log"]
         command += ["--distributed-executor-backend", "mp", *more]
         if not is_compiled:
             command.append("--enforce-eager")
-        environment = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        server = cls(command, environment | reserve_processors(reserved_processors), port, log)
+        usual = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+        usual |= reserve_processors(reserved_processors)
+        server = cls(command, {**usual, **(environment or {})}, port, log)
         if reserved_processors is not None:
             server.name = THEIRS_UNRESERVED
         return server

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from bench.harness.output import Output
 from bench.harness.quiet import Patience
 from bench.impls import Unavailable
 from bench.serve_cases.cases import Servers
 from bench.serve_cases.servers import Failed, Server
+
+if TYPE_CHECKING:
+    from bench.source_cases.payloads import Payload
 
 
 @dataclass(frozen=True)
@@ -23,6 +27,15 @@ class Context:
     is_quick: bool
     is_noisy: bool
     ways: Sequence[str]
+    payloads: Sequence[str] = ()  # names of sizes; none: all
+    # Milliseconds from submit to view, by the case of servers, payload, hits and way: `transfer` fills it.
+    transfers: dict[tuple[str, str, str, str], float] = field(default_factory=dict)
+
+    def ways_among(self, ways: Sequence[str]) -> tuple[str, ...]:
+        return tuple(way for way in ways if way in self.ways)
+
+    def select(self, payloads: Sequence[Payload]) -> list[Payload]:
+        return [payload for payload in payloads if not self.payloads or payload.name in self.payloads]
 
     @contextlib.contextmanager
     def servers(self, kinds: Mapping[str, Callable[[Path], Server]], reference: str) -> Iterator[Servers]:

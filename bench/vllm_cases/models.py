@@ -1,8 +1,9 @@
-"""Tiny models that vLLM serves: the text model of `bench/serve.py`, and a Qwen2-VL with the same tokenizer."""
+"""Tiny models that vLLM serves: the text model of `bench/serve.py`, and Qwen2-VLs with the same tokenizer."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 
 from bench.serve_cases import model
@@ -15,7 +16,23 @@ TEMPLATE = (
     "<|vision_start|><|video_pad|><|vision_end|>{% elif 'text' in part %}{{ part['text'] }}{% endif %}{% endfor %}"
     "{% endif %} {% endfor %}"
 )
-PIXELS = {"min_pixels": 56 * 56, "max_pixels": 1 << 20, "patch_size": 14, "temporal_patch_size": 2, "merge_size": 2}
+
+
+@dataclass(frozen=True)
+class Vision:
+    """The sizes of a vision encoder, and the largest image that its processor does not scale down."""
+
+    patch_size: int = 14
+    depth: int = 2
+    embed_dim: int = 128
+    num_heads: int = 2
+    key_value_heads: int = 2  # of the text model
+    max_pixels: int = 1 << 20
+
+
+SMALL = Vision()
+# 24 bytes a pixel reach the encoder, which computes little of each: transfers show beside it. Divisible by TP 4.
+LARGE_INPUT = Vision(patch_size=28, depth=1, embed_dim=64, num_heads=4, key_value_heads=4, max_pixels=1 << 23)
 
 
 def make_text(folder: Path) -> Path:
@@ -30,11 +47,11 @@ def make_multimodal(folder: Path) -> Path:
     """Makes the model if it is not there; returns its directory."""
     directory = folder.parent / "image-model"
     if not (directory / "config.json").exists():
-        _make_qwen2_vl(directory)
+        make_qwen2_vl(directory, SMALL)
     return directory
 
 
-def _make_qwen2_vl(directory: Path) -> None:
+def make_qwen2_vl(directory: Path, vision: Vision) -> None:
     import torch
     import transformers
 
@@ -46,12 +63,14 @@ def _make_qwen2_vl(directory: Path) -> None:
     start, end, image, video = map(tokenizer.convert_tokens_to_ids, MARKS)
     torch.manual_seed(0)
     shape = {**model.SHAPE, "num_hidden_layers": 2, "vocab_size": len(tokenizer), "tie_word_embeddings": False}
+    shape["num_key_value_heads"] = vision.key_value_heads
     rope = {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [8, 12, 12]}
     config = transformers.Qwen2VLConfig(
         text_config={**shape, "rope_parameters": rope, "bos_token_id": 1, "eos_token_id": 2},
         vision_config={
-            "depth": 2, "embed_dim": 128, "hidden_size": shape["hidden_size"], "num_heads": 2, "mlp_ratio": 2,
-            "patch_size": 14, "spatial_merge_size": 2, "temporal_patch_size": 2, "in_channels": 3,
+            "depth": vision.depth, "embed_dim": vision.embed_dim, "num_heads": vision.num_heads, "mlp_ratio": 2,
+            "hidden_size": shape["hidden_size"], "patch_size": vision.patch_size, "spatial_merge_size": 2,
+            "temporal_patch_size": 2, "in_channels": 3,
         },
         image_token_id=image, video_token_id=video, vision_start_token_id=start, vision_end_token_id=end,
         tie_word_embeddings=False,
@@ -61,4 +80,6 @@ def _make_qwen2_vl(directory: Path) -> None:
     transformers.Qwen2VLForConditionalGeneration(config).save_pretrained(directory)
     normal = {"image_mean": [0.48145466, 0.4578275, 0.40821073], "image_std": [0.26862954, 0.26130258, 0.27577711]}
     names = {"image_processor_type": "Qwen2VLImageProcessor", "processor_class": "Qwen2VLProcessor"}
-    (directory / "preprocessor_config.json").write_text(json.dumps({**names, **PIXELS, **normal}))
+    sizes = {"patch_size": vision.patch_size, "temporal_patch_size": 2, "merge_size": 2}
+    pixels = {"min_pixels": 56 * 56, "max_pixels": vision.max_pixels}
+    (directory / "preprocessor_config.json").write_text(json.dumps({**names, **sizes, **pixels, **normal}))

@@ -1,4 +1,4 @@
-"""The page of the commands: every command and option, as the parsers know them.
+"""The sections of the page of commands: every command and option, as the parsers know them.
 
 Leaves to `penstock.cli` what there is.
 """
@@ -12,7 +12,7 @@ from penstock.cli.argument_parser import ArgumentParser
 
 
 def page() -> str:
-    lines = ["# Commands", "", "Made from the parsers of `penstock` itself; `penstock COMMAND --help` says the same."]
+    lines: list[str] = []
     for name, summary, command in commands_of(parser()):
         lines += ["", f"## penstock {name}", "", f"{escaped(summary)}.", "", "```text", usage(command), "```", ""]
         rows = [row_of(action) for action in command.arguments if is_shown(action)]

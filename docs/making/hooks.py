@@ -1,4 +1,4 @@
-"""What MkDocs asks while it builds: adds the pages and pictures that are made of the tree itself.
+"""What MkDocs asks while it builds: adds what is made of the tree itself to pages, and pictures.
 
 Leaves to `commands` and `charts` what stands in them.
 """
@@ -17,14 +17,17 @@ import charts  # noqa: E402
 import commands  # noqa: E402
 
 HEADLINES = "<!-- headlines -->"  # where a page wants the charts
+COMMANDS = "<!-- commands -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    files.append(File.generated(config, "reference/commands.md", content=commands.page()))
     for name, drawing in charts.drawings().items():
         files.append(File.generated(config, f"charts/{name}.svg", content=drawing))
     return files
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    return markdown.replace(HEADLINES, charts.page()) if HEADLINES in markdown else markdown
+    for mark, content in ((HEADLINES, charts.page), (COMMANDS, commands.page)):
+        if mark in markdown:
+            markdown = markdown.replace(mark, content())
+    return markdown

@@ -14,7 +14,7 @@ import pytest
 
 from tests import tiers
 from tests.conftest import eventually
-from tests.support.documents import EXAMPLES, PAGES, ROOT, environment, fences, sessions
+from tests.support.documents import EXAMPLES, PAGES, ROOT, environment, fences, normalized, sessions
 
 ASKING = ("ask", "see")  # the examples that need a server; the pages with one run them
 PORT = "8000"  # of the pages; here it is one that is free
@@ -44,15 +44,15 @@ def in_a_session_of_its_own(
         try:
             status = process.wait(within)
             yield status, told.read_text()
-            eventually(lambda: not session(process.pid), within=20)
+            eventually(lambda: not processes_of(process.pid), within=20)
         finally:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
             process.wait()
 
 
-def session(number: int) -> list[int]:
-    """Who is in it, and no zombie."""
+def processes_of(number: int) -> list[int]:
+    """Returns the processes of a session, without zombies."""
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
@@ -66,6 +66,9 @@ def session(number: int) -> list[int]:
 def test_an_example_runs_and_leaves_nobody(example: Path, tmp_path: Path) -> None:
     with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 60, example) as (status, told):
         assert status == 0, told
+    for fence in (fence for page in PAGES for fence in fences(page)):
+        if fence.printed_by == str(example.relative_to(ROOT)):
+            assert normalized(fence.text) in normalized(told), fence.where
 
 
 def test_death_example_prints_what_the_documents_show(tmp_path: Path) -> None:
@@ -107,9 +110,12 @@ def test_the_shell_of_a_page_does_what_it_shows(page: Path, tmp_path: Path) -> N
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     script = tmp_path / "session"
     ended = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"
-    script.write_text("set -euo pipefail\n" + ended + sessions()[page].replace(PORT, free_port()))
+    session = sessions()[page]
+    script.write_text("set -euo pipefail\n" + ended + session.script.replace(PORT, free_port()))
     with in_a_session_of_its_own(["bash", "-x", str(script)], tmp_path, 200, page) as (status, told):
         assert status == 0, told
+    for name, fence in session.shown.items():
+        assert normalized((tmp_path / name).read_text()) == normalized(fence.text), fence.where
 
 
 def test_a_page_without_a_server_would_still_be_found_by_its_port() -> None:

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import json
+import re
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -15,6 +16,9 @@ pytest.importorskip("httptools")
 
 from penstock import cli
 from tests.support.command import serving
+from tests.support.documents import ROOT, fences, normalized
+
+PAGE = ROOT / "docs" / "operations" / "trace.md"
 
 
 def complete(port: int, tokens: int) -> None:
@@ -55,6 +59,29 @@ def test_a_live_server_is_traced_with_its_steps(tmp_path: Path, capsys: pytest.C
     assert steps["by_cause"]["device"] > 0 and steps["by_cause"]["core 0.0 #1"] > 0
     assert steps["by_cause"]["wait for records of inbox 'inbox 0', for server 0.0 #1"] > 0
     check(json.loads(path.read_text())["traceEvents"], steps["steps"])
+
+
+CAUSES = {"device", *(f"{begin}{name} 0.0 #1" for begin in ("", "wake-up of ") for name in ("core", "worker"))}
+
+
+def test_the_page_about_traces_shows_what_the_command_prints(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Causes that a step need not have, such as a wait for requests, may be on the page, or in the output, alone."""
+    monkeypatch.chdir(tmp_path)
+    with serving("--device-model", "simulated") as (launcher, port), load(port):
+        assert cli.main(["trace", str(launcher.pid), "--seconds", "1.5", "-o", "trace.json"]) == 0
+    (shown,) = (fence.text for fence in fences(PAGE) if fence.printed_by == "penstock trace")
+    printed = capsys.readouterr().out
+    assert normalized(head_of(printed)) == normalized(head_of(shown))
+    for text in (printed, shown):
+        causes = [re.fullmatch(r" *[\d.]+ (?:µs|ms|s) +[\d.]+ %  (.+)", line) for line in text.strip().splitlines()[3:]]
+        assert {cause[1] for cause in causes if cause} >= CAUSES
+        assert None not in causes
+
+
+def head_of(text: str) -> str:
+    return "\n".join(text.strip().splitlines()[:3])
 
 
 def check(events: list[dict[str, Any]], steps: int) -> None:

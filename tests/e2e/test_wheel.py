@@ -139,3 +139,25 @@ def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Pat
     assert example.returncode == 0 and example.stdout.count("100352.0") == 2, example.stderr
     where = run(python, "-c", "import penstock; print(penstock.__file__)", folder=tmp_path).stdout
     assert where.startswith(str(tmp_path)), where
+
+
+@tiers.needs_all
+def test_the_wheel_of_the_data_plane_has_neither_engine_nor_model(sdist: Path, tmp_path: Path) -> None:
+    pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-build-isolation", "--no-deps")
+    command = ("env", "PENSTOCK_DATA_PLANE=1", *pip, "--no-index", "--wheel-dir", tmp_path, sdist)
+    done = run(*command, folder=tmp_path, within=800)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (wheel,) = tmp_path.glob("*.whl")
+    assert wheel.stat().st_size < 2 << 20
+    with zipfile.ZipFile(wheel) as archive:
+        names = archive.namelist()
+        archive.extractall(tmp_path / "site")
+    folders = {name.split("/")[1] for name in names if name.startswith("penstock/")}
+    assert not folders & {"shipped", "engine", "server", "integrations"}
+    assert {"memory", "channel", "codec", "tensor", "bridge", "tools", "cli"} <= folders
+    program = (
+        "import sys; sys.path.insert(0, sys.argv.pop(1)); import penstock; "
+        "assert penstock.__file__.startswith(sys.path[0]); from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    shown = run(sys.executable, "-c", program, tmp_path / "site", "inspect", folder=tmp_path)
+    assert shown.returncode == 0, shown.stderr

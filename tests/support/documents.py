@@ -1,9 +1,9 @@
 """The documents of this repository as tests see them: their fenced blocks, and which of these somebody can run.
 
 A block of Python stands in a file of `examples/`, word for word. The shell blocks of a page are one session, from the
-first to the last; the JSON that follows one is what its command prints. What cannot be run by a test says so in its
-first line: `# needs a model`. A page with a session, or an example, says what is to be installed, and nothing else is
-there when it is run.
+first to the last; the JSON that follows one is what its command prints. What cannot be run by a test says so in a
+comment in the line before the block: `<!-- needs a model -->`. A page with a session, or an example, says what is to be
+installed, and nothing else is there when it is run.
 """
 
 from __future__ import annotations
@@ -41,15 +41,21 @@ class Fence(NamedTuple):
     line: int
     language: str
     text: str
+    comment: str = ""  # in the line before the block
 
     @property
     def where(self) -> str:
         return f"{self.page.relative_to(ROOT)}:{self.line}"
 
     @property
+    def printed_by(self) -> str | None:
+        found = re.fullmatch(r"printed by (.+)", self.comment)
+        return found[1] if found else None
+
+    @property
     def needs(self) -> str | None:
-        found = re.match(r"# needs ([^:\n]+)", self.text)
-        return found[1].strip() if found else None
+        found = re.fullmatch(r"needs ([^:]+?)(?:: .*)?", self.comment)
+        return found[1] if found else None
 
 
 def fences(page: Path) -> list[Fence]:
@@ -60,27 +66,54 @@ def fences(page: Path) -> list[Fence]:
             continue
         if begun:
             text = textwrap.dedent("\n".join(lines[begun : number - 1])) + "\n"
-            found.append(Fence(page, begun, lines[begun - 1].strip()[3:].strip(), text))
+            comment = re.fullmatch(r"<!-- (.*) -->", lines[begun - 2].strip()) if begun > 1 else None
+            language = lines[begun - 1].strip()[3:].strip()
+            found.append(Fence(page, begun, language, text, comment[1] if comment else ""))
         begun = 0 if begun else number
     assert not begun, f"{page.name}:{begun}: a block that nobody has ended"
     return found
 
 
-def sessions() -> dict[Path, str]:
-    """For each page with a shell block that can be run: all of them, in order, compared with the JSON that is shown."""
+class Session(NamedTuple):
+    """The shell blocks of a page that can be run, in order. Texts that the page shows are written to files."""
+
+    script: str
+    shown: dict[str, Fence]  # by the name of the file in which the session leaves what its command prints
+
+
+def sessions() -> dict[Path, Session]:
+    """Returns the session of each page that has one; JSON that is shown is compared within it."""
     found = {}
     for page in PAGES:
         blocks: list[str] = []
+        shown: dict[str, Fence] = {}
         for one in fences(page):
             if one.language == "bash" and one.needs is None:
                 blocks.append(one.text)
             elif one.language == "json":
-                command = blocks.pop().rstrip()
-                assert "\n" not in command, f"{one.where}: the output of one command"
-                blocks.append(f'test "$({command})" = {shlex.quote(one.text.rstrip())}\n')
+                blocks.append(f'test "$({_one_command(blocks, one)})" = {shlex.quote(one.text.rstrip())}\n')
+            elif one.language == "text" and not one.comment:
+                name = f"shown-{len(shown)}"
+                blocks.append(f"{{ {_one_command(blocks, one)}; }} >{name}\n")
+                shown[name] = one
         if blocks:
-            found[page] = "\n".join(blocks)
+            found[page] = Session("\n".join(blocks), shown)
     return found
+
+
+def _one_command(blocks: list[str], fence: Fence) -> str:
+    """Removes the last block, and returns its only line."""
+    assert blocks, f"{fence.where}: the output of no command"
+    command = blocks.pop().rstrip()
+    assert "\n" not in command, f"{fence.where}: the output of one command"
+    return command
+
+
+def normalized(text: str) -> str:
+    """Returns the text without what differs from run to run: pids, times, sizes and other numbers."""
+    text = re.sub(r"(pid|-CONT) \d+", r"\1 N", text.strip())
+    text = re.sub(r"\d[\d.,]* (µs|ms|s|min|B|KB|MB|KiB|MiB|GiB)\b", "SIZE", text)
+    return re.sub(r"(?<![\w.'#])\d[\d.,]*(?![\w.]| #)", "N", text)  # 'core 0.0 #1' is a name
 
 
 # ── what is installed ────────────────────────────────────────────────────────────────────────────────────────────────

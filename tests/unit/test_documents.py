@@ -22,7 +22,7 @@ from penstock.cli.vllm_options import ALWAYS_ON, UNSUPPORTED
 from penstock.memory import Holder, PoolStats
 from penstock.tensor import ScopeStats, StoreStats
 from penstock.tools import inspect
-from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences
+from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences, normalized, sessions
 
 DOCS = ROOT / "docs"
 MAKING = DOCS / "making"
@@ -35,6 +35,24 @@ def test_every_block_can_be_run_or_is_only_to_be_read_or_says_what_it_needs() ->
     for fence in (fence for page in PAGES for fence in fences(page)):
         assert fence.language in RUN | SHOWN, f"{fence.where}: a block of {fence.language or 'nothing'}"
         assert fence.needs is None or fence.needs in NEEDS, f"{fence.where}: needs {fence.needs}: what is that?"
+        assert not fence.text.startswith("# needs"), f"{fence.where}: a marker for tests that readers see"
+
+
+def test_text_blocks_are_compared_with_what_prints_them() -> None:
+    """The session of a page, an example, or a test of the command prints them: `printed by` names the last two."""
+    printers = {f"examples/{path.name}" for path in EXAMPLES} | {"penstock trace"}
+    compared = {fence.where for session in sessions().values() for fence in session.shown.values()}
+    for fence in (fence for page in PAGES for fence in fences(page) if fence.language == "text"):
+        assert fence.printed_by in printers or fence.needs or fence.where in compared, f"{fence.where}: by what?"
+    assert len(compared) >= 2
+
+
+def test_normalized_text_keeps_words_and_drops_numbers() -> None:
+    line = "stuck: 'core 0.0 #1' (pid 4711) waits since 2.1 s, 3 records (1.5 KiB) behind; `kill -CONT 4711`"
+    again = line.replace("4711", "12").replace("2.1 s", "950 ms").replace("3 records (1.5 KiB)", "17 records (88 B)")
+    assert normalized(line) == normalized(again)
+    for word, other in (("core 0.0 #1", "core 0.1 #1"), ("waits", "waited"), ("#1", "#2")):
+        assert normalized(line) != normalized(line.replace(word, other))
 
 
 def test_every_block_of_python_stands_in_an_example() -> None:
@@ -60,17 +78,18 @@ def anchors(page: Path) -> set[str]:
     return {re.sub(r"[^\w\- ]", "", head.lower()).strip().replace(" ", "-") for head in heads}
 
 
-def test_no_link_of_a_document_outside_the_site_leads_nowhere() -> None:
-    """Those within docs/ are looked at by its strict build."""
-    looked_at = 0
-    for page in ROOT.glob("*.md"):
+def test_links_of_documents_lead_to_files_of_the_repository() -> None:
+    """Pages are read in the repository, too, where no page and no picture is generated."""
+    checked = 0
+    for page in [*ROOT.glob("*.md"), *DOCS.rglob("*.md")]:
         for target in links(page):
             path, _, anchor = target.partition("#")
             there = (page.parent / path) if path else page
-            assert there.exists(), f"{page.name}: {target}"
-            assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
-            looked_at += 1
-    assert looked_at > 5
+            assert there.exists(), f"{page.relative_to(ROOT)}: {target}"
+            if not page.is_relative_to(DOCS):  # the strict build of the site checks the others
+                assert not anchor or anchor in anchors(there), f"{page.name}: {target}"
+            checked += 1
+    assert checked > 50
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -7,6 +7,7 @@ import mmap
 import os
 import random
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -14,6 +15,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import msgspec
+import numpy as np
 import pytest
 
 import penstock
@@ -338,6 +340,51 @@ def test_looking_disturbs_nothing() -> None:
     assert before == after
     assert [segment["name"] for segment in seen["segments"]] == ["x"]
     assert seen["segments"][0]["held_by"] == [{"pid": os.getpid(), "fd": ring.fd}]
+
+
+def test_idle_processes_are_one_line_and_the_headline_counts_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+    first, second = penstock.Ring(name="first"), penstock.Ring(name="second")
+    ends = first.open_sender(name="us"), second.open_sender(name="us")
+    with (
+        closing(*ends),
+        spawn(receive_until_killed, first, "one reader"),
+        spawn(receive_until_killed, second, "another reader"),
+    ):
+        eventually(lambda: said("idle", "'one reader'")() and said("idle", "'another reader'")(), within=20)
+        snapshot = inspect.look(os.getpid())
+        assert len([entry for entry in snapshot["verdict"] if entry["level"] == "idle"]) == 2  # --json has each
+        inspect.show(snapshot)
+    lines = capsys.readouterr().out.splitlines()
+    idle = [line for line in lines if line.strip().startswith("idle:")]
+    assert sorted(idle[0].partition("idle: ")[2].removesuffix(" wait for work").split(", ")) == [
+        "'another reader'",
+        "'one reader'",
+    ]
+    assert len(idle) == 1
+    table = next(table for table in inspect.tables_of(snapshot) if table.title == "processes")
+    assert lines[0] == f"no process is stuck: 2 segments, {len(table.rows)} processes"
+
+
+def test_a_process_without_segments_is_not_counted_in_the_headline(capsys: pytest.CaptureFixture[str]) -> None:
+    with penstock.Ring(name="alone"), subprocess.Popen(["sleep", "60"]) as helper:
+        try:
+            snapshot = inspect.look(os.getpid())
+            assert helper.pid in {process["pid"] for process in snapshot["processes"]}
+            inspect.show(snapshot)
+        finally:
+            helper.kill()
+    assert capsys.readouterr().out.startswith("no process is stuck: 1 segment, 1 process\n")
+
+
+def test_a_peer_without_a_name_is_shown_by_its_name_in_another_segment() -> None:
+    """Users of a store join without a name; the same process has one in a channel."""
+    with penstock.Store(1 << 20, name="values") as store, penstock.Ring(name="x") as ring:
+        with ring.open_sender(name="core 7"), store.put(np.zeros(50_000, np.uint8)):
+            snapshot = inspect.look(os.getpid())
+            (found,) = (segment for segment in snapshot["segments"] if segment["name"] == "values")
+            assert [peer["name"] for peer in found["peers"]] == ["core 7"]
+            assert [holder["name"] for holder in found["pool"][0]["holders"]] == ["core 7"]
+            assert ["core 7"] in [process["peers"] for process in snapshot["processes"]]
 
 
 def test_a_ticket_shows_its_own_segment_alone() -> None:

@@ -28,6 +28,7 @@ import numpy as np
 
 from penstock import Missing
 from penstock.engine.client.encoded_image import UPRIGHT, EncodedImage
+from penstock.engine.client.patches import PatchProcessor
 from penstock.engine.client.turns import FairThreadPool
 from penstock.engine.model_dir import VISION
 from penstock.errors import PenstockError
@@ -99,6 +100,7 @@ class ImageProcessor:
         self._max_tokens = max_tokens
         self._must_store = must_store
         config, self._processor, self._count = _processor_of(Path(path))
+        self._patches = PatchProcessor.of(self._processor)
         self.image_id: int = config.image_token_id
         self.is_tiled = config.model_type in TILED
         self._is_squared = config.model_type == "llava" and getattr(self._processor, "do_pad", False)
@@ -196,7 +198,10 @@ class ImageProcessor:
     def _make(self, encoded: EncodedImage) -> dict[str, Any]:
         picture = _decoded(encoded)
         try:
-            features = self._processor(images=picture, return_tensors="np")
+            if self._patches is not None:
+                features = self._patches.process(picture)
+            else:
+                features = self._processor(images=picture, return_tensors="np")
             shape = _tiles(features)
             tensors = {name: np.asarray(feature) for name, feature in features.items() if name not in ("rows", "cols")}
             return {**tensors, "tokens": self._count(tensors), "rows": shape[0], "columns": shape[1]}

@@ -66,6 +66,7 @@ def look(target: int | Ticket) -> Json:
         key=lambda segment: (not segment["asked"], segment["kind"], segment["name"], segment["inode"]),
     )
     names = names_of(in_order)
+    name_peers(in_order, names)
     shown = [everybody[pid] for pid in queue if pid in everybody and (pid in roots or pid in names)]
     return {
         "target": str(target),
@@ -111,12 +112,30 @@ def nothing_of(target: int | Ticket, everybody: dict[int, Process], many: int) -
 
 
 def names_of(segments: Iterable[Json]) -> dict[int, set[str]]:
+    """Returns the names of each process. A name that is only its pid counts where the process has no other."""
     names: dict[int, set[str]] = {}
     for segment in segments:
         for peer in segment["peers"]:
             if peer["state"] not in ("dead", "left"):
                 names.setdefault(peer["pid"], set()).add(peer["name"])
-    return names
+    return {pid: (given - {unnamed(pid)}) or given for pid, given in names.items()}
+
+
+def name_peers(segments: Iterable[Json], names: dict[int, set[str]]) -> None:
+    """Gives peers that joined without a name, as users of a store do, the name that their process has elsewhere."""
+    for segment in segments:
+        named: dict[int, str] = {}
+        for peer in segment["peers"]:
+            if peer["name"] == unnamed(peer["pid"]) and peer["pid"] in names:
+                peer["name"] = named[peer["index"]] = min(names[peer["pid"]])
+        for pool in segment.get("pool", ()):
+            for holder in pool["holders"]:
+                holder["name"] = named.get(holder["peer"], holder["name"])
+
+
+def unnamed(pid: int) -> str:
+    """Returns the name of a peer that joined without one."""
+    return f"pid {pid}"
 
 
 def holders_of_segments() -> list[tuple[Process, int]]:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import sys
 
+from penstock.tools.format import counted
 from penstock.tools.inspect.segments import Json
-from penstock.tools.inspect.tables import tables_of
+from penstock.tools.inspect.tables import processes_with_segments, tables_of
 from penstock.tools.tables import Table
+
+MAX_IDLE = 8  # names in the line about idle processes; the table has all
 
 
 def headline(snapshot: Json) -> str:
@@ -16,12 +19,31 @@ def headline(snapshot: Json) -> str:
         return "a process is stuck:"
     if any(entry["level"] == "warning" for entry in snapshot["verdict"]):
         return "a process may be stuck:"
-    return f"no process is stuck: {num_segments} segments, {len(snapshot['processes'])} processes"
+    num_processes = len(processes_with_segments(snapshot))
+    processes = "1 process" if num_processes == 1 else f"{num_processes} processes"
+    return f"no process is stuck: {counted(num_segments, 'segment')}, {processes}"
+
+
+def sentences(snapshot: Json) -> list[str]:
+    """Returns the lines of the verdict. All idle processes are one line: no process is to blame for a lack of work."""
+    others = [entry for entry in snapshot["verdict"] if entry["level"] != "idle"]
+    lines = [f"{entry['level']:>8}: {entry['text']}" for entry in others]
+    waiting = {pid for entry in snapshot["verdict"] if entry["level"] == "idle" for pid in entry["pids"]}
+    names = [known_as(process) for process in snapshot["processes"] if process["pid"] in waiting]
+    if names:
+        more = f" and {len(names) - MAX_IDLE} more" if len(names) > MAX_IDLE else ""
+        verb = "waits" if len(names) == 1 else "wait"
+        lines.append(f"{'idle':>8}: {', '.join(names[:MAX_IDLE])}{more} {verb} for work")
+    return lines
+
+
+def known_as(process: Json) -> str:
+    return f"'{process['peers'][0]}'" if process["peers"] else f"pid {process['pid']}"
 
 
 def show(snapshot: Json) -> None:
     """Prints verdict and tables."""
-    lines = [headline(snapshot), *(f"{entry['level']:>8}: {entry['text']}" for entry in snapshot["verdict"])]
+    lines = [headline(snapshot), *sentences(snapshot)]
     lines += [f"unreadable: {text}" for text in snapshot["unreadable"]]
     try:
         from rich import box

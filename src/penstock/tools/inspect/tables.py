@@ -12,12 +12,16 @@ MAX_NAMES = 8  # of messages, in a title
 MAX_ITEMS = 16  # of a store; --json has all
 
 
-def tables_of(snapshot: Json) -> Iterator[Table]:
+def processes_with_segments(snapshot: Json) -> list[Json]:
+    """Returns the processes of a snapshot that have a segment open: a helper of the launcher, say, has none."""
     holders = {holder["pid"] for segment in snapshot["segments"] for holder in segment["held_by"]}
+    return [process for process in snapshot["processes"] if process["pid"] in holders]
+
+
+def tables_of(snapshot: Json) -> Iterator[Table]:
     rows = [
         (str(process["pid"]), str(process["parent"]), process["command"], process["state"], ", ".join(process["peers"]))
-        for process in snapshot["processes"]
-        if process["pid"] in holders
+        for process in processes_with_segments(snapshot)
     ]
     yield Table("processes", ("pid", "parent", "command", "state", "known as"), rows)
     for segment in snapshot["segments"]:

@@ -276,3 +276,19 @@ def test_a_model_without_images_and_a_folder_without_a_processor_are_refused(tmp
         ImageProcessor(tmp_path, None)
     with pytest.raises(ValueError, match="expected pixels of 1 or more, got 0"):
         ImageLimits(pixels=0)
+
+
+@pytest.mark.parametrize("orientation", range(2, 9))
+def test_an_image_is_turned_upright_as_its_exif_says(orientation: int, tmp_path: Path) -> None:
+    from PIL import Image, ImageOps
+
+    turned = picture(40, 64)
+    told = Image.Exif()
+    told[0x0112] = orientation
+    file, upright = io.BytesIO(), io.BytesIO()
+    Image.open(io.BytesIO(turned)).save(file, "PNG", exif=told)
+    ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))).save(upright, "PNG")
+    with ImageProcessor(model_in(tmp_path, "qwen2_vl"), None, threads=1) as loader, Scope() as scope:
+        found, expected = (one.item.open().value() for one in load(loader, scope, file.getvalue(), upright.getvalue()))
+    for name in ("pixel_values", "image_grid_thw"):
+        assert np.array_equal(found[name], expected[name]), name

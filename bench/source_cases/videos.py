@@ -1,0 +1,48 @@
+"""Video captioning of one prompt, with no cache: every video is new, and its frames are 4 to 96 MB (#32104).
+
+The document measures its own path so: it is used where vLLM's cache of processed inputs is off. vLLM runs without that
+cache, in its default and with its tensor IPC.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from bench.harness.output import short
+from bench.harness.targets import Target
+from bench.source_cases import payloads
+from bench.source_cases.context import Context
+from bench.source_cases.images import measure_once, over, ratio, record
+from bench.source_cases.payloads import INLINE, STORE, VIDEO_WAYS, VideoLoad
+
+# Two frames a second are taken; 12 bytes a pixel of each.
+LOADS = {
+    "4 MB": VideoLoad(8, 2, "16", "1", seconds=4, width=224, height=168),
+    "23 MB": VideoLoad(6, 2, "16", "1", seconds=4, width=560, height=448),
+    "96 MB": VideoLoad(4, 2, "16", "1", seconds=16, width=560, height=448),
+}
+QUICK_LOADS = {"4 MB": VideoLoad(3, 1, "16", "1", seconds=2, width=224, height=168)}
+
+
+def run(context: Context) -> Iterator[Target]:
+    model = payloads.make_model(context.scratch)
+    kinds = {
+        **payloads.both_transports(model, "-tp", "2"),
+        **payloads.ways_of_theirs(
+            model, context.ways_among(VIDEO_WAYS), "--tensor-parallel-size", "2", "--mm-processor-cache-gb", "0"
+        ),
+    }
+    rows = []
+    with context.servers(kinds, STORE) as servers:
+        for name, load in (QUICK_LOADS if context.is_quick else LOADS).items():
+            servers.take(servers.one_round_of(load), measure_once, 1)  # warms up: decoders start
+            outcome = servers.take(servers.one_round_of(load), measure_once, servers.rounds)
+            for way in outcome.rounds:
+                figures = outcome.figures(way)
+                rate = f"{short(figures['requests_per_s'])} ×{short(ratio(outcome, way, 'requests_per_s'))}"
+                rows.append((f"{name}, {way}", [rate, short(figures["ttft_ms"])]))
+                record(context, "videos", "TP 2", name, way, outcome)
+            yield over(f"video, {name}", outcome, "requests_per_s", [INLINE], "inline's")
+            theirs = [way for way in kinds if way in VIDEO_WAYS]
+            yield over(f"video, {name}", outcome, "requests_per_s", theirs, "vLLM's best")
+    context.output.table("New videos at TP 2, no cache (#32104)", ["requests/s, × of store", "TTFT, ms"], rows)
