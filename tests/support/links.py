@@ -9,6 +9,7 @@ from dataclasses import replace
 from penstock.bridge import Link, LinkDied, LinkSpec
 from penstock.bridge.handshake import ConnectorHandshake, ListenerHandshake
 from penstock.bridge.listener import HandshakeConnection
+from penstock.bridge.packets import packet_head
 from penstock.bridge.wire import PlainWire
 
 SECRET = bytes(range(32))
@@ -23,6 +24,10 @@ def joined(home: LinkSpec, away: LinkSpec) -> tuple[Link, Link]:
     while not (connecting.advance() and listening.advance()):
         listening.advance()
     return listening.link(), connecting.link()
+
+
+def packet(kind: int, lane: int, source: int, payload: bytes = b"") -> bytes:
+    return packet_head(kind, lane, source, payload, len(payload)) + payload
 
 
 class RunningLink:
