@@ -14,12 +14,30 @@ if TYPE_CHECKING:
 UNSENT_NBYTES = 256 << 10  # in the kernel, of what the other side has not got: packets put later are behind no more
 ENCRYPTED_NBYTES = 256 << 10  # that wait for the kernel
 RECORD_NBYTES = 16 << 10  # of TLS
+HALF = 16  # bytes of a knock in each label of a name
 RECORD_TYPES, RECORD_VERSION = range(20, 24), 3  # its first two bytes
 ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the other side gets a reset
 
 
 class OneSidedTls(OSError):
     """One side speaks TLS, and the other one does not."""
+
+
+class NamedTls(ssl.SSLObject):
+    """Remembers the name of the server in ClientHello, which carries the connector's knock."""
+
+    server_name: str | None = None
+
+
+def take_names(context: ssl.SSLContext) -> None:
+    """Has the TLS objects of a listener's context remember the names."""
+
+    def remember(tls: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
+        assert isinstance(tls, NamedTls), "the class that the context makes"
+        tls.server_name = name
+
+    context.sslobject_class = NamedTls
+    context.sni_callback = remember
 
 
 def configure(connection: socket.socket) -> None:
@@ -38,6 +56,7 @@ class PlainWire:
         self._socket = connection
         self._sendmsg, self._recv_into = connection.sendmsg, connection.recv_into
 
+    knock = b""  # the connector's, as far as it is outside of what crosses
     wants_write = False  # besides what the caller has to send
     has_unread = False  # bytes that the descriptor does not show
 
@@ -77,15 +96,26 @@ class PlainWire:
 class TlsWire:
     """TLS 1.3 over TCP. The handshake is made as the first bytes are read or sent."""
 
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, knock: bytes | None) -> None:
+        """`knock`: of the connector; None: this is the listener's side."""
         self.plain = PlainWire(connection)
         self._arrived, self._encrypted = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._arrived, self._encrypted, server_side=is_server)
+        name = None if knock is None else f"{knock[:HALF].hex()}.{knock[HALF:].hex()}"  # a label has 63 characters
+        self._tls = context.wrap_bio(self._arrived, self._encrypted, server_side=knock is None, server_hostname=name)
         self._unsent: memoryview = memoryview(b"")
         self._room = memoryview(bytearray(4 * RECORD_NBYTES))
         self._has_arrived = False
         self._is_ended = False
         self._is_shaken = False
+
+    @property
+    def knock(self) -> bytes:
+        """Of a listener's side: the connector's, out of the name of the server in ClientHello; empty: there is none."""
+        name = self._tls.server_name if isinstance(self._tls, NamedTls) else None
+        try:
+            return bytes.fromhex((name or "").replace(".", ""))
+        except ValueError:
+            return b""
 
     @property
     def wants_write(self) -> bool:

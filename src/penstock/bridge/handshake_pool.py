@@ -1,0 +1,221 @@
+"""The connections of a listener that are in their handshake, whatever their number: strangers do not delay a node.
+
+A connection is a stranger until it knocks: until its first bytes show that they come from a process with the secret.
+There are at most MAX_HANDSHAKES strangers, and as many connections that have knocked. One more, and a random one of its
+kind is dropped; the sides that connect try again. So strangers compete with strangers. A knock that was recorded on the
+network competes with nodes, as one of at most MAX_HANDSHAKES equals.
+
+The handshake of a connection begins with its first bytes: silent strangers cost a descriptor each, and no TLS.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import itertools
+import math
+import secrets
+import select
+import socket
+import ssl
+import time
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol, TypeAlias
+
+from penstock.bridge.link_errors import BridgeRefused, RefusalKind
+from penstock.bridge.wire import ABORTING
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+HANDSHAKE_S = 2.0  # for the whole handshake, from when the connection is accepted
+MAX_HANDSHAKES = 256  # of strangers, and of connections that have knocked
+ACCEPTED_AT_ONCE = 32  # before the pool looks at what the connections say
+NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
+NO_ROOM_POLL_S = 0.05  # while other parts of the process, or of the machine, hold all descriptors
+READABLE = select.EPOLLIN | select.EPOLLRDHUP
+SILENT = "it said too little in time"
+GONE = "it closed the connection"
+CROWDED = f"there were more than {MAX_HANDSHAKES} connections in their handshake"
+
+Address: TypeAlias = tuple[str, int]
+
+
+class PendingHandshake(Protocol):
+    """A handshake that has begun."""
+
+    @property
+    def has_knocked(self) -> bool:
+        """Whether the other side has shown that it has the secret, or a recorded knock."""
+
+    @property
+    def events(self) -> int:
+        """For epoll."""
+
+    def advance(self) -> bool:
+        """Goes on without waiting. Returns whether the handshake is done."""
+
+    def close(self) -> None:
+        """Closes the connection, after what it has said."""
+
+
+class Arrival:
+    """A connection that has been accepted."""
+
+    def __init__(self, connection: socket.socket, address: Address) -> None:
+        self.connection = connection
+        self.address = address
+        self.deadline = time.monotonic() + HANDSHAKE_S
+        self.handshake: PendingHandshake | None = None
+
+    def close(self) -> None:
+        """The other side may read first what it was told."""
+        if self.handshake is not None:
+            self.handshake.close()
+        self.connection.close()
+
+    def abort(self) -> None:
+        """Resets the connection: the kernel keeps nothing of it, at any rate of connections."""
+        with contextlib.suppress(OSError):
+            self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, ABORTING)
+        self.connection.close()
+
+
+class HandshakePool:
+    """Takes connections from a listening socket, and leads their handshakes until one of them is done.
+
+    Args:
+        listening: a socket that does not block.
+        begin: begins the handshake of a connection.
+        refuse: is told of each connection that is given up.
+    """
+
+    def __init__(
+        self,
+        listening: socket.socket,
+        begin: Callable[[Arrival], PendingHandshake],
+        refuse: Callable[[RefusalKind, str, Address], None],
+    ) -> None:
+        self._listening = listening
+        self._begin = begin
+        self._refuse = refuse
+        self._strangers: dict[int, Arrival] = {}  # by descriptor, the oldest first
+        self._knocked: dict[int, Arrival] = {}  # in the order of their knocks
+        self._poll = select.epoll()
+        self._poll.register(listening, select.EPOLLIN)
+
+    def wait(self, deadline: float) -> Arrival | None:
+        """Returns the first connection whose handshake is done; None: there was none before the deadline."""
+        listening = self._listening.fileno()
+        while (now := time.monotonic()) < deadline:
+            self._drop_late(now)
+            events = self._poll.poll(self._timeout(deadline, now))
+            events.sort(key=lambda event: event[0] in self._strangers)
+            for descriptor, _ in events:
+                if descriptor != listening and (arrival := self._advance(descriptor)) is not None:
+                    return arrival
+            self._drop_surplus(self._strangers)
+            self._drop_surplus(self._knocked)
+            if any(descriptor == listening for descriptor, _ in events):
+                self._accept_some()
+        return None
+
+    def _timeout(self, deadline: float, now: float) -> float | None:
+        """Returns how long the pool may sleep; None: until something comes."""
+        oldest = itertools.islice(self._strangers.values(), 1)
+        first = min((arrival.deadline for arrival in (*oldest, *self._knocked.values())), default=math.inf)
+        first = min(first, deadline)
+        return None if first == math.inf else max(0.0, first - now)
+
+    # ── arrivals ──
+    def _accept_some(self) -> None:
+        """Takes what waits in the kernel. A node's first bytes have come with its connection: the pool reads them before
+        any connection of this call can be dropped."""
+        for _ in range(ACCEPTED_AT_ONCE):
+            try:
+                connection, address = self._listening.accept()
+            except BlockingIOError:
+                return
+            except ConnectionError:
+                continue
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                return self._make_room()
+            arrival = Arrival(connection, address[:2])
+            self._strangers[connection.fileno()] = arrival
+            self._poll.register(connection, READABLE)
+
+    def _make_room(self) -> None:
+        """The process, or the machine, has no more descriptors."""
+        crowd = self._strangers or self._knocked
+        if crowd:
+            self._drop_random(crowd)
+        else:
+            time.sleep(NO_ROOM_POLL_S)
+
+    def _advance(self, descriptor: int) -> Arrival | None:
+        arrival = self._knocked.get(descriptor) or self._strangers[descriptor]
+        try:
+            if arrival.handshake is None:
+                arrival.handshake = self._begin(arrival)
+            is_done = arrival.handshake.advance()
+        except BridgeRefused as refusal:
+            self._drop(descriptor, refusal.kind, str(refusal))
+        except EOFError:
+            self._drop(descriptor, "closed", GONE)
+        except OSError as error:  # also a certificate that is none of the authority's
+            kind: RefusalKind = "tls" if isinstance(error, ssl.SSLError) else "lost"
+            self._drop(descriptor, kind, f"{error.strerror or error}")
+        else:
+            if is_done:
+                self._poll.unregister(descriptor)
+                return self._pop(descriptor)
+            self._poll.modify(descriptor, arrival.handshake.events)
+            if descriptor in self._strangers and arrival.handshake.has_knocked:
+                self._knocked[descriptor] = self._strangers.pop(descriptor)
+        return None
+
+    # ── departures ──
+    def _drop_late(self, now: float) -> None:
+        late = [descriptor for descriptor, arrival in self._knocked.items() if now >= arrival.deadline]
+        for descriptor, arrival in self._strangers.items():
+            if now < arrival.deadline:
+                break
+            late.append(descriptor)
+        for descriptor in late:
+            self._drop(descriptor, "silent", SILENT)
+
+    def _drop_surplus(self, crowd: dict[int, Arrival]) -> None:
+        while len(crowd) > MAX_HANDSHAKES:
+            self._drop_random(crowd)
+
+    def _drop_random(self, crowd: dict[int, Arrival]) -> None:
+        self._drop(secrets.choice(list(crowd)), "dropped", CROWDED)
+
+    def _drop(self, descriptor: int, kind: RefusalKind, reason: str) -> None:
+        arrival = self._pop(descriptor)
+        self._refuse(kind, reason, arrival.address)
+        self._poll.unregister(descriptor)
+        if kind == "dropped":
+            arrival.abort()
+        else:
+            arrival.close()
+
+    def _pop(self, descriptor: int) -> Arrival:
+        return (self._knocked if descriptor in self._knocked else self._strangers).pop(descriptor)
+
+    def close(self) -> None:
+        """Closes all connections that are still in their handshake."""
+        for arrival in (*self._strangers.values(), *self._knocked.values()):
+            with contextlib.suppress(OSError):
+                arrival.close()
+        self._strangers.clear()
+        self._knocked.clear()
+        self._poll.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
