@@ -15,7 +15,7 @@ itself.
 
 A knock is 16 random bytes and their HMAC. The first bytes of a connection carry the knock: the first Hello, or over TLS
 the name of the server in ClientHello. A listener under a flood keeps connections that have knocked apart from strangers.
-A knock proves no more than that: a recorded knock can be sent again.
+A knock proves no more than that: a knock that was recorded on the network may reach another listener of the secret first.
 
 This is the protocol alone: `receive` takes a message, and `outbox` has those to be sent. Leaves sockets to the
 listener, and what fits to the offer.
@@ -37,6 +37,7 @@ from penstock.bridge.link_spec import SECRET_NBYTES, LinkSpec, RemoteSide
 MAGIC = b"penstock bridge 2"
 NONCE_NBYTES = 32
 KNOCK_NBYTES = 32  # half of them random, half an HMAC
+MAX_KNOCKS = 4096  # that a listener remembers
 STRANGER_NBYTES = 256
 OFFER_NBYTES = 8 << 20  # descriptions of the messages of all channels
 CONNECTOR, LISTENER = b"connector", b"listener"
@@ -86,6 +87,26 @@ def make_knock(secret: bytes) -> bytes:
     return chance + _mac(secret, b"knock", chance)[: KNOCK_NBYTES // 2]
 
 
+class KnockLog:
+    """The knocks that a listener has received: each counts once."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._used: dict[bytes, None] = {}  # the oldest first
+
+    def is_new(self, knock: bytes) -> bool:
+        """Returns whether a process that has the secret made this knock, and no connection has had it."""
+        chance, mac = knock[: KNOCK_NBYTES // 2], knock[KNOCK_NBYTES // 2 :]
+        if not hmac.compare_digest(_mac(self._secret, b"knock", chance)[: KNOCK_NBYTES // 2], mac):
+            return False
+        if knock in self._used:
+            return False
+        self._used[knock] = None
+        if len(self._used) > MAX_KNOCKS:
+            del self._used[next(iter(self._used))]
+        return True
+
+
 class Handshake:
     """One side. `receive` raises BridgeRefused; what is in `outbox` then is still to be sent."""
 
@@ -103,7 +124,8 @@ class Handshake:
         self._clock = clock
         self._sent_ns = clock()
         self._clock_offset_ns = 0
-        self.knock = b""  # the connector's
+        self.knock = b""  # of a connector
+        self.has_knocked = False  # a connector has; a listener knows
         self._is_proved = False  # the other side has the secret
         self._sent = self._received = 0  # introductions
 
@@ -111,11 +133,6 @@ class Handshake:
     def max_nbytes(self) -> int:
         """Of the next message."""
         return OFFER_NBYTES if self._is_proved else STRANGER_NBYTES
-
-    def is_knock(self, knock: bytes) -> bool:
-        """Returns whether a process that has the secret made this knock."""
-        chance, mac = knock[: KNOCK_NBYTES // 2], knock[KNOCK_NBYTES // 2 :]
-        return hmac.compare_digest(_mac(self._secret, b"knock", chance)[: KNOCK_NBYTES // 2], mac)
 
     def receive(self, message: bytes) -> None:
         """Takes the next message. Raises BridgeRefused."""
@@ -242,15 +259,18 @@ class ListenerHandshake(Handshake):
         secret: bytes,
         nonce: bytes | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        knocks: KnockLog | None = None,
     ) -> None:
         super().__init__(secret, nonce, clock)
+        self._knocks = knocks
         self._awaited = awaited
         self._has_key = False
         self._offer: LinkOffer | None = None
 
     def receive(self, message: bytes) -> None:
         if not self._has_key:
-            self.knock = self._read_hello(message).proof
+            knock = self._read_hello(message).proof
+            self.has_knocked = self._knocks is not None and self._knocks.is_new(knock)
             self._set_key(message, self._nonce)
             self._has_key = True
             self._say_hello(LISTENER)

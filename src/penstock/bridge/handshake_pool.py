@@ -2,8 +2,11 @@
 
 A connection is a stranger until it knocks: until its first bytes show that they come from a process with the secret.
 There are at most MAX_HANDSHAKES strangers, and as many connections that have knocked. One more, and a random one of its
-kind is dropped; the sides that connect try again. So strangers compete with strangers. A knock that was recorded on the
-network competes with nodes, as one of at most MAX_HANDSHAKES equals.
+kind is dropped; the sides that connect try again. So strangers compete with strangers. Each knock counts once: a process
+that has recorded knocks on the network, and sends them before their nodes do, competes with nodes as often.
+
+A crowded pool does not take connections as fast as it can: a node whose first bytes are on their way would be dropped
+before they come. It takes them so fast that none waits in the kernel for longer than QUEUE_S.
 
 The handshake of a connection begins with its first bytes: silent strangers cost a descriptor each, and no TLS.
 """
@@ -14,10 +17,12 @@ import contextlib
 import errno
 import itertools
 import math
+import resource
 import secrets
 import select
 import socket
 import ssl
+import struct
 import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol, TypeAlias
@@ -29,14 +34,18 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 HANDSHAKE_S = 2.0  # for the whole handshake, from when the connection is accepted
-MAX_HANDSHAKES = 256  # of strangers, and of connections that have knocked
+MAX_HANDSHAKES = 256  # of strangers, and of connections that have knocked …
+DESCRIPTOR_SHARE = 4  # … or a quarter of the process's descriptors each, where that is fewer
 ACCEPTED_AT_ONCE = 32  # before the pool looks at what the connections say
+QUEUE_S = 0.25  # in the kernel, before a crowded pool takes a connection
+CROWDED_POLL_S = 0.01  # between two times that a crowded pool takes connections …
+MIN_CROWDED = 8  # … and the least number at a time
+TCP_INFO_QUEUED = struct.Struct("24xI")  # linux/tcp.h; tcpi_unacked of a listening socket: connections in its queue
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 NO_ROOM_POLL_S = 0.05  # while other parts of the process, or of the machine, hold all descriptors
 READABLE = select.EPOLLIN | select.EPOLLRDHUP
 SILENT = "it said too little in time"
 GONE = "it closed the connection"
-CROWDED = f"there were more than {MAX_HANDSHAKES} connections in their handshake"
 
 Address: TypeAlias = tuple[str, int]
 
@@ -103,6 +112,10 @@ class HandshakePool:
         self._knocked: dict[int, Arrival] = {}  # in the order of their knocks
         self._poll = select.epoll()
         self._poll.register(listening, select.EPOLLIN)
+        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        is_limited = 0 <= descriptors < DESCRIPTOR_SHARE * MAX_HANDSHAKES  # -1 where there is no limit
+        self._limit = max(1, descriptors // DESCRIPTOR_SHARE) if is_limited else MAX_HANDSHAKES
+        self._accept_at = 0.0  # while the pool is crowded; 0: when a connection comes
 
     def wait(self, deadline: float) -> Arrival | None:
         """Returns the first connection whose handshake is done; None: there was none before the deadline."""
@@ -116,22 +129,39 @@ class HandshakePool:
                     return arrival
             self._drop_surplus(self._strangers)
             self._drop_surplus(self._knocked)
-            if any(descriptor == listening for descriptor, _ in events):
-                self._accept_some()
+            if self._accept_at and time.monotonic() >= self._accept_at:
+                self._accept(max(MIN_CROWDED, int(self._queued() * CROWDED_POLL_S / QUEUE_S)))
+            elif any(descriptor == listening for descriptor, _ in events):
+                self._accept(ACCEPTED_AT_ONCE)
+            self._pace()
         return None
+
+    def _pace(self) -> None:
+        is_crowded = max(len(self._strangers), len(self._knocked)) >= self._limit
+        if is_crowded != bool(self._accept_at):
+            self._poll.modify(self._listening, 0 if is_crowded else select.EPOLLIN)
+            self._accept_at = 0.0
+        if is_crowded and time.monotonic() >= self._accept_at:
+            self._accept_at = time.monotonic() + CROWDED_POLL_S
+
+    def _queued(self) -> int:
+        """Returns how many connections wait in the kernel."""
+        info = self._listening.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, TCP_INFO_QUEUED.size)
+        (queued,) = TCP_INFO_QUEUED.unpack(info)
+        return int(queued)
 
     def _timeout(self, deadline: float, now: float) -> float | None:
         """Returns how long the pool may sleep; None: until something comes."""
         oldest = itertools.islice(self._strangers.values(), 1)
         first = min((arrival.deadline for arrival in (*oldest, *self._knocked.values())), default=math.inf)
-        first = min(first, deadline)
+        first = min(first, deadline, self._accept_at or math.inf)
         return None if first == math.inf else max(0.0, first - now)
 
     # ── arrivals ──
-    def _accept_some(self) -> None:
-        """Takes what waits in the kernel. A node's first bytes have come with its connection: the pool reads them before
-        any connection of this call can be dropped."""
-        for _ in range(ACCEPTED_AT_ONCE):
+    def _accept(self, limit: int) -> None:
+        """Takes connections that wait in the kernel. Where the first bytes of a node came with its connection, the pool
+        reads them before it drops a connection."""
+        for _ in range(limit):
             try:
                 connection, address = self._listening.accept()
             except BlockingIOError:
@@ -187,11 +217,11 @@ class HandshakePool:
             self._drop(descriptor, "silent", SILENT)
 
     def _drop_surplus(self, crowd: dict[int, Arrival]) -> None:
-        while len(crowd) > MAX_HANDSHAKES:
+        while len(crowd) > self._limit:
             self._drop_random(crowd)
 
     def _drop_random(self, crowd: dict[int, Arrival]) -> None:
-        self._drop(secrets.choice(list(crowd)), "dropped", CROWDED)
+        self._drop(secrets.choice(list(crowd)), "dropped", f"{len(crowd)} connections were in their handshake")
 
     def _drop(self, descriptor: int, kind: RefusalKind, reason: str) -> None:
         arrival = self._pop(descriptor)

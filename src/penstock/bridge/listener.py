@@ -18,18 +18,27 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.bridge.handshake import ONE_SIDED_TLS, ConnectorHandshake, Handshake, ListenerHandshake, require_secret
+from penstock.bridge.handshake import (
+    ONE_SIDED_TLS,
+    WRONG_SECRET,
+    ConnectorHandshake,
+    Handshake,
+    KnockLog,
+    ListenerHandshake,
+    require_secret,
+)
 from penstock.bridge.link import Link
 from penstock.bridge.handshake_pool import GONE, HANDSHAKE_S, READABLE, Arrival, HandshakePool
 from penstock.bridge.link_errors import BridgeRefused, RefusalKind
 from penstock.bridge.link_spec import LinkSpec, Tls
-from penstock.bridge.wire import RECORD_TYPES, RECORD_VERSION, OneSidedTls, PlainWire, TlsWire, take_names
+from penstock.bridge.wire import RECORD_TYPES, RECORD_VERSION, OneSidedTls, PlainWire, TlsWire, require_knocks
 from penstock.errors import Timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
 CONNECT_AGAIN_S = 0.05
+STRANGER, UNRECOGNIZED = "CALLBACK_FAILED", "TLSV1_UNRECOGNIZED_NAME"  # of an ssl.SSLError: ClientHello has no knock
 REASON_LENGTH = 4096  # characters that are kept of a refusal
 LENGTH = struct.Struct("<I")  # of a message of the handshake, before it
 
@@ -60,6 +69,10 @@ class HandshakeConnection:
                 self.handshake.receive(message)
         except BridgeRefused:
             self._send_refusal()
+            raise
+        except ssl.SSLError as error:
+            if error.reason == STRANGER:
+                raise BridgeRefused.of("secret", WRONG_SECRET) from None
             raise
         except OneSidedTls:
             if isinstance(self.wire, TlsWire):
@@ -116,7 +129,7 @@ class HandshakeConnection:
     @property
     def has_knocked(self) -> bool:
         """Whether the first bytes of a connector came from a process that has the secret."""
-        return self.handshake.is_knock(self.wire.knock or self.handshake.knock)
+        return self.wire.has_knocked or self.handshake.has_knocked
 
     @property
     def events(self) -> int:
@@ -161,9 +174,10 @@ class Listener:
     def __init__(self, address: tuple[str, int], *, secret: bytes, tls: Tls | None = None) -> None:
         require_secret(secret)
         self._secret = secret
+        self._knocks = KnockLog(secret)
         self._context = None if tls is None else tls.context(is_server=True)
         if self._context is not None:
-            take_names(self._context)
+            require_knocks(self._context, self._knocks.is_new)
         host, port = address
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
@@ -184,7 +198,8 @@ class Listener:
 
         def begin(arrival: Arrival) -> HandshakeConnection:
             wire = _wire(arrival.connection, self._context)
-            connection = HandshakeConnection(wire, ListenerHandshake(awaited, self._secret), arrival.address)
+            handshake = ListenerHandshake(awaited, self._secret, knocks=self._knocks)
+            connection = HandshakeConnection(wire, handshake, arrival.address)
             connection.deadline = arrival.deadline
             return connection
 
@@ -275,6 +290,8 @@ def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
         return GONE
     except ssl.SSLError as error:  # it would be the same the next time
         connection.wire.close()
+        if error.reason == UNRECOGNIZED:
+            raise BridgeRefused.of("secret", f"the listener refuses: {WRONG_SECRET}") from None
         reason = getattr(error, "verify_message", "") or error.reason or error
         raise BridgeRefused.of("tls", f"TLS: {reason}") from None
     except (EOFError, OSError) as error:

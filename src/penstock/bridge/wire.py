@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -23,21 +24,25 @@ class OneSidedTls(OSError):
     """One side speaks TLS, and the other one does not."""
 
 
-class NamedTls(ssl.SSLObject):
-    """Remembers the name of the server in ClientHello, which carries the connector's knock."""
+class Knocked(ssl.SSLObject):
+    """The TLS of a listener's side, which a connector may begin that knocks by the name of the server in ClientHello."""
 
-    server_name: str | None = None
+    has_knocked = False
 
 
-def take_names(context: ssl.SSLContext) -> None:
-    """Has the TLS objects of a listener's context remember the names."""
+def require_knocks(context: ssl.SSLContext, is_new: Callable[[bytes], bool]) -> None:
+    """Has a listener's context refuse strangers before a signature is computed for them."""
 
-    def remember(tls: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> None:
-        assert isinstance(tls, NamedTls), "the class that the context makes"
-        tls.server_name = name
+    def check(tls: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
+        assert isinstance(tls, Knocked), "the class that the context makes"
+        try:
+            tls.has_knocked = is_new(bytes.fromhex((name or "").replace(".", "")))
+        except ValueError:
+            tls.has_knocked = False
+        return None if tls.has_knocked else ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
 
-    context.sslobject_class = NamedTls
-    context.sni_callback = remember
+    context.sslobject_class = Knocked
+    context.sni_callback = check
 
 
 def configure(connection: socket.socket) -> None:
@@ -56,7 +61,7 @@ class PlainWire:
         self._socket = connection
         self._sendmsg, self._recv_into = connection.sendmsg, connection.recv_into
 
-    knock = b""  # the connector's, as far as it is outside of what crosses
+    has_knocked = False  # by bytes that the handshake does not see
     wants_write = False  # besides what the caller has to send
     has_unread = False  # bytes that the descriptor does not show
 
@@ -109,13 +114,8 @@ class TlsWire:
         self._is_shaken = False
 
     @property
-    def knock(self) -> bytes:
-        """Of a listener's side: the connector's, out of the name of the server in ClientHello; empty: there is none."""
-        name = self._tls.server_name if isinstance(self._tls, NamedTls) else None
-        try:
-            return bytes.fromhex((name or "").replace(".", ""))
-        except ValueError:
-            return b""
+    def has_knocked(self) -> bool:
+        return isinstance(self._tls, Knocked) and self._tls.has_knocked
 
     @property
     def wants_write(self) -> bool:

@@ -210,6 +210,16 @@ def test_tls_of_one_side_is_refused_in_words_by_both_and_counted(certificates: P
             assert listener.refusals["tls"] == 1
 
 
+def test_another_secret_is_refused_in_words_over_tls_too(certificates: Path) -> None:
+    own = tls(certificates, "ours", "ours")
+    with Listener(HERE, secret=SECRET, tls=own) as listener:
+        accepting = Accepting(listener, HOME, timeout=20)
+        with pytest.raises(BridgeRefused, match="the listener refuses: the secret is another one"):
+            connect(listener.address, AWAY, secret=bytes(32), tls=own, timeout=5)
+        with connect(listener.address, AWAY, secret=SECRET, tls=own, timeout=5), accepting.link():
+            assert listener.refusals == {"secret": 1}
+
+
 def test_certificates_that_cannot_be_used_are_an_error_that_names_the_file(certificates: Path) -> None:
     own = tls(certificates, "ours", "ours")
     for changed, text in (
