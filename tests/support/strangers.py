@@ -13,8 +13,8 @@ import msgspec
 from penstock.bridge.handshake import MAGIC, Hello
 from tests.conftest import spawn
 
-PER_PROCESS = 2_500  # connections
-DRIP_S = 0.1  # between two bytes
+PER_PROCESS = 5_000  # connections
+DRIP_S = 0.1  # between two bytes of a connection of 1,000 or fewer: of more, each drips as much more slowly
 SELECT_S = 0.02
 FLOOD_S = 240.0  # the watchdog of a process
 
@@ -32,6 +32,7 @@ class Flood:
         self._address, self._count, self._data, self._is_dripping = address, count, data, is_dripping
         self._selector = selectors.DefaultSelector()
         self._sent: dict[socket.socket, int] = {}
+        self._drip_s = DRIP_S * max(1.0, count / 1_000)
         self._drip_at = 0.0
 
     def run(self) -> None:
@@ -42,7 +43,7 @@ class Flood:
                 assert isinstance(key.fileobj, socket.socket)
                 self._advance(key.fileobj, mask)
             if self._is_dripping and time.monotonic() >= self._drip_at:
-                self._drip_at = time.monotonic() + DRIP_S
+                self._drip_at = time.monotonic() + self._drip_s
                 for connection in self._sent:
                     self._send(connection, 1)
 

@@ -129,8 +129,9 @@ class HandshakePool:
                     return arrival
             self._drop_surplus(self._strangers)
             self._drop_surplus(self._knocked)
-            if self._accept_at and time.monotonic() >= self._accept_at:
-                self._accept(max(MIN_CROWDED, int(self._queued() * CROWDED_POLL_S / QUEUE_S)))
+            if self._accept_at and (late := time.monotonic() - self._accept_at) >= 0:
+                share = min(1.0, (CROWDED_POLL_S + late) / QUEUE_S)
+                self._accept(min(self._limit, max(MIN_CROWDED, int(self._queued() * share))))
             elif any(descriptor == listening for descriptor, _ in events):
                 self._accept(ACCEPTED_AT_ONCE)
             self._pace()

@@ -28,7 +28,7 @@ from tests.tiers import FLOODS, REFUSALS, only_in_all
 
 HERE = ("127.0.0.1", 0)
 HOME, AWAY = LinkSpec("group 0", 1, "home"), LinkSpec("group 0", 1, "away")
-JOIN_S = 15.0  # a watchdog. A node joins within 1 s; a listener with 16 handshakes at a time took 20 s and more
+JOIN_S = 30.0  # a watchdog. A node joins within 1 s; a listener with 16 handshakes at a time took 20 s and more
 CROWD_S = 20.0  # until processes of strangers have started
 
 
@@ -44,7 +44,7 @@ class Home:
 
     def _run(self) -> None:
         for _ in range(self.joins):
-            self._links.put(self.listener.accept(HOME, timeout=2 * CROWD_S))
+            self._links.put(self.listener.accept(HOME, timeout=CROWD_S + 3 * JOIN_S))
 
     def require_joins(self, address: tuple[str, int] | None = None, tls: Tls | None = None) -> None:
         for _ in range(self.joins):
