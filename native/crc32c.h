@@ -1,7 +1,8 @@
 // crc32c.h: the CRC-32C of bytes (Castagnoli, RFC 3720 B.4), by the processor's instruction where it has one.
 //
 // The instruction takes 8 bytes and has a latency of 3 cycles, so three runs of bytes are computed at a time. The three
-// results are joined by tables: the CRC of bytes that are followed by n zeros is a linear function of the CRC of the bytes.
+// results are joined by tables: the CRC of bytes that are followed by n zeros is a linear function of the CRC of the
+// bytes.
 #pragma once
 #include <array>
 #include <cstring>
@@ -124,7 +125,7 @@ PENSTOCK_CRC32C inline u32 extend_by_instruction(u32 crc, const u8* at, u64 nbyt
 #define PENSTOCK_HAS_CRC32C 0
 #endif
 
-// Returns the CRC-32C of the bytes, or of bytes before, whose CRC-32C is `crc`, and these.
+// Returns the CRC-32C of the bytes. `crc` is the CRC-32C of the bytes before them.
 inline u32 compute(const void* data, u64 nbytes, u32 crc = 0) {
     const u8* at = static_cast<const u8*>(data);
 #if PENSTOCK_HAS_CRC32C

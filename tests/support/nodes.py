@@ -1,7 +1,7 @@
 """Two nodes on this machine: the home node in the test's process, and another one in a pid namespace of its own.
 
-Between them stands a relay, which can stop to pass on what comes, in one direction or in both, pass it on late, and flip
-bits of it.
+Between them stands a relay, which can stop to pass on what comes, in one direction or in both, pass it on late, and
+flip bits of it.
 """
 
 from __future__ import annotations

@@ -13,9 +13,9 @@ key of this handshake, over the role, the number of the message and its bytes. A
 is refused. Until a proof has come a side reads STRANGER_NBYTES of a message at most, and a listener says nothing of
 itself.
 
-A knock is 16 random bytes and their HMAC. The first bytes of a connection carry the knock: the first Hello, or over TLS
-the name of the server in ClientHello. A listener under a flood keeps connections that have knocked apart from strangers.
-A knock proves no more than that: a knock that was recorded on the network may reach another listener of the secret first.
+A knock is 16 random bytes and their HMAC. The first bytes of a connection carry the knock: the first Hello, or over
+TLS the name of the server in ClientHello. A listener keeps connections that have knocked apart from strangers. A knock
+proves no more than that: a process that reads the network may send a knock before the node does.
 
 This is the protocol alone: `receive` takes a message, and `outbox` has those to be sent. Leaves sockets to the
 listener, and what fits to the offer.

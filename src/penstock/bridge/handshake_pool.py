@@ -1,14 +1,15 @@
-"""The connections of a listener that are in their handshake, whatever their number: strangers do not delay a node.
+"""The connections of a listener that are in their handshake. Strangers do not delay a node, whatever their number.
 
 A connection is a stranger until it knocks: until its first bytes show that they come from a process with the secret.
-There are at most MAX_HANDSHAKES strangers, and as many connections that have knocked. One more, and a random one of its
-kind is dropped; the sides that connect try again. So strangers compete with strangers. Each knock counts once: a process
-that has recorded knocks on the network, and sends them before their nodes do, competes with nodes as often.
+There are at most MAX_HANDSHAKES strangers, and as many connections that have knocked. Beyond that a random connection
+of the kind is dropped; the sides that connect try again. So strangers compete with strangers. Each knock counts once: a
+process that has recorded knocks on the network, and sends them before their nodes do, competes with nodes as often.
 
-A crowded pool does not take connections as fast as it can: a node whose first bytes are on their way would be dropped
-before they come. It takes them so fast that none waits in the kernel for longer than QUEUE_S.
+A crowded pool does not take connections as fast as it can: at a long round trip, the connection of a node would be
+dropped before its first bytes come. The pool takes them as fast as keeps the wait in the kernel at QUEUE_S.
 
-The handshake of a connection begins with its first bytes: silent strangers cost a descriptor each, and no TLS.
+The handshake of a connection begins when its first message is there as a whole: the kernel wakes the pool for no less.
+So silent and dripping strangers cost a descriptor each, and no TLS.
 """
 
 from __future__ import annotations
@@ -40,6 +41,9 @@ ACCEPTED_AT_ONCE = 32  # before the pool looks at what the connections say
 QUEUE_S = 0.25  # in the kernel, before a crowded pool takes a connection
 CROWDED_POLL_S = 0.01  # between two times that a crowded pool takes connections …
 MIN_CROWDED = 8  # … and the least number at a time
+HEAD_NBYTES = 5  # of TLS: type, version and length of a record
+MAX_FIRST_NBYTES = 4096  # of a first message that is waited for as a whole
+PEEK = socket.MSG_PEEK | socket.MSG_DONTWAIT
 TCP_INFO_QUEUED = struct.Struct("24xI")  # linux/tcp.h; tcpi_unacked of a listening socket: connections in its queue
 NO_ROOM = (errno.EMFILE, errno.ENFILE, errno.ENOBUFS, errno.ENOMEM)
 NO_ROOM_POLL_S = 0.05  # while other parts of the process, or of the machine, hold all descriptors
@@ -76,6 +80,20 @@ class Arrival:
         self.address = address
         self.deadline = time.monotonic() + HANDSHAKE_S
         self.handshake: PendingHandshake | None = None
+        self._is_measured = False
+
+    def has_first_message(self, measure: Callable[[bytes], int]) -> bool:
+        """Returns whether the first message is there as a whole, or the end is. `measure` finds the length of a message
+        by its first bytes."""
+        if self._is_measured:
+            return True  # the kernel has no other reason to wake the pool
+        self._is_measured = True
+        head = self.connection.recv(HEAD_NBYTES, PEEK)
+        nbytes = measure(head) if len(head) == HEAD_NBYTES else 0
+        if not HEAD_NBYTES < nbytes <= MAX_FIRST_NBYTES or len(self.connection.recv(nbytes, PEEK)) == nbytes:
+            return True
+        self.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, nbytes)
+        return False
 
     def close(self) -> None:
         """The other side may read first what it was told."""
@@ -95,6 +113,7 @@ class HandshakePool:
 
     Args:
         listening: a socket that does not block.
+        measure: finds the length of a connection's first message by its first HEAD_NBYTES; 0: no message begins so.
         begin: begins the handshake of a connection.
         refuse: is told of each connection that is given up.
     """
@@ -102,10 +121,12 @@ class HandshakePool:
     def __init__(
         self,
         listening: socket.socket,
+        measure: Callable[[bytes], int],
         begin: Callable[[Arrival], PendingHandshake],
         refuse: Callable[[RefusalKind, str, Address], None],
     ) -> None:
         self._listening = listening
+        self._measure = measure
         self._begin = begin
         self._refuse = refuse
         self._strangers: dict[int, Arrival] = {}  # by descriptor, the oldest first
@@ -118,7 +139,7 @@ class HandshakePool:
         self._accept_at = 0.0  # while the pool is crowded; 0: when a connection comes
 
     def wait(self, deadline: float) -> Arrival | None:
-        """Returns the first connection whose handshake is done; None: there was none before the deadline."""
+        """Returns the first connection with a handshake that is done; None: there was none before the deadline."""
         listening = self._listening.fileno()
         while (now := time.monotonic()) < deadline:
             self._drop_late(now)
@@ -189,6 +210,9 @@ class HandshakePool:
         arrival = self._knocked.get(descriptor) or self._strangers[descriptor]
         try:
             if arrival.handshake is None:
+                if not arrival.has_first_message(self._measure):
+                    return None
+                arrival.connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
                 arrival.handshake = self._begin(arrival)
             is_done = arrival.handshake.advance()
         except BridgeRefused as refusal:

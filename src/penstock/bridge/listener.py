@@ -27,11 +27,19 @@ from penstock.bridge.handshake import (
     ListenerHandshake,
     require_secret,
 )
+from penstock.bridge.handshake_pool import GONE, HANDSHAKE_S, HEAD_NBYTES, READABLE, Arrival, HandshakePool
 from penstock.bridge.link import Link
-from penstock.bridge.handshake_pool import GONE, HANDSHAKE_S, READABLE, Arrival, HandshakePool
 from penstock.bridge.link_errors import BridgeRefused, RefusalKind
 from penstock.bridge.link_spec import LinkSpec, Tls
-from penstock.bridge.wire import RECORD_TYPES, RECORD_VERSION, OneSidedTls, PlainWire, TlsWire, require_knocks
+from penstock.bridge.wire import (
+    RECORD_TYPES,
+    RECORD_VERSION,
+    OneSidedTls,
+    PlainWire,
+    TlsWire,
+    record_nbytes,
+    require_knocks,
+)
 from penstock.errors import Timeout
 
 if TYPE_CHECKING:
@@ -182,6 +190,7 @@ class Listener:
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
         self._socket = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LENGTH.size if tls is None else HEAD_NBYTES)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.refusals: Counter[RefusalKind] = Counter()  # of connections
         self.last_refusal = ""
@@ -203,7 +212,7 @@ class Listener:
             connection.deadline = arrival.deadline
             return connection
 
-        with HandshakePool(self._socket, begin, self._count_refusal) as pool:
+        with HandshakePool(self._socket, self._measure, begin, self._count_refusal) as pool:
             arrival = pool.wait(math.inf if timeout is None else time.monotonic() + timeout)
         if arrival is None:
             names = ", ".join(f"'{spec.link}'" for spec in awaited)
@@ -211,6 +220,11 @@ class Listener:
             raise Timeout(f"no other side of {names} came to {self.address} in time{refusal}")
         assert isinstance(arrival.handshake, HandshakeConnection), "the pool has begun it"
         return arrival.handshake.link()  # after the pool is closed: a link needs descriptors
+
+    def _measure(self, head: bytes) -> int:
+        if self._context is not None:
+            return record_nbytes(head)
+        return LENGTH.size + int(LENGTH.unpack_from(head)[0])
 
     def _count_refusal(self, kind: RefusalKind, reason: str, address: tuple[str, int]) -> None:
         self.refusals[kind] += 1

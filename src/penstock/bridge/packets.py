@@ -1,6 +1,7 @@
 """Packets: what crosses a link once both sides have agreed. Little endian throughout.
 
-    nbytes of the payload (4) │ kind (1) │ lane (1) │ source (2) │ CRC of the payload (4) │ CRC of the head so far (4) │ payload
+    nbytes of the payload (4) │ kind (1) │ lane (1) │ source (2) │ CRC of the payload (4) │ CRC of these 12 bytes (4)
+    payload
 
     FRAME        lane, source   a frame of a channel, as the channel carries it
     LONG         lane, source   nbytes (8) of a frame that follows in pieces
@@ -19,8 +20,8 @@
     BYE                         the sender is done, as it says in a text; it sends nothing more
     FATAL                       the link ends: a cause (1: index in CAUSES) and a text
 
-Both CRCs are CRC-32C. The head has its own, as a damaged length would have a reader wait for bytes that do not come. No
-byte of a damaged packet is passed on: bytes of a piece may lie in their place by then, but the frame or value is given up.
+Both CRCs are CRC-32C. The head has its own, as a damaged length would have a reader wait for bytes that do not come.
+Nothing of a damaged packet is passed on: a piece may lie in its place by then, but the frame or value is given up.
 
 A lane is the number of a channel among the outbound channels (of CREDIT: the inbound ones), or of words among those
 that go the same way. A payload has at most MAX_PAYLOAD bytes, so packets of other lanes pass between the pieces of a
@@ -70,7 +71,12 @@ FATAL: Final = 14
 TAKE: Final = 15
 DECLINE: Final = 16
 
-FATAL_CAUSES: Final[tuple[FatalCause, ...]] = ("unheard", "ended", "protocol", "damaged")  # of the side that receives it
+FATAL_CAUSES: Final[tuple[FatalCause, ...]] = (
+    "unheard",
+    "ended",
+    "protocol",
+    "damaged",
+)  # of the side that receives it
 TEXT_NBYTES = 4096  # of a text in BYE, FATAL and ABSENT
 
 # Of each kind: the least and the most bytes of its payload.

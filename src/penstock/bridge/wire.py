@@ -16,6 +16,7 @@ UNSENT_NBYTES = 256 << 10  # in the kernel, of what the other side has not got: 
 ENCRYPTED_NBYTES = 256 << 10  # that wait for the kernel
 RECORD_NBYTES = 16 << 10  # of TLS
 HALF = 16  # bytes of a knock in each label of a name
+RECORD_HEAD = struct.Struct(">BBBH")
 RECORD_TYPES, RECORD_VERSION = range(20, 24), 3  # its first two bytes
 ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the other side gets a reset
 
@@ -24,8 +25,14 @@ class OneSidedTls(OSError):
     """One side speaks TLS, and the other one does not."""
 
 
+def record_nbytes(head: bytes) -> int:
+    """Returns the length of the TLS record that begins so; 0: none does."""
+    kind, version, _, nbytes = RECORD_HEAD.unpack(head)
+    return RECORD_HEAD.size + int(nbytes) if kind in RECORD_TYPES and version == RECORD_VERSION else 0
+
+
 class Knocked(ssl.SSLObject):
-    """The TLS of a listener's side, which a connector may begin that knocks by the name of the server in ClientHello."""
+    """The TLS of a listener's side. The name of the server in ClientHello is the connector's knock."""
 
     has_knocked = False
 

@@ -306,9 +306,7 @@ class _Level:
         heapq.heappush(queue, (request.arrival, request))
 
     def forget_stale(self) -> None:
-        waiting = {
-            client: [entry for entry in queue if entry[1].is_waiting] for client, queue in self._queues.items()
-        }
+        waiting = {client: [entry for entry in queue if entry[1].is_waiting] for client, queue in self._queues.items()}
         self._queues = {client: queue for client, queue in waiting.items() if queue}
         for queue in self._queues.values():
             heapq.heapify(queue)
