@@ -61,7 +61,7 @@ def pull(puller: Puller, values: list[bytes]) -> None:
 
 
 def exchange(chance: random.Random, side: int = 0, offset: int | None = None) -> Outcome:
-    """Sends frames both ways, and a value from home to the other node. `side` reads a flipped bit after `offset` bytes."""
+    """Sends frames both ways, and a value from home to the other node. `side` reads a flipped bit at `offset`."""
     rings = [Ring(capacity=1 << 20) for _ in range(4)]
     pulls = PullChannels.open(1)
     with Store(1 << 21) as home, Store(1 << 21) as away:
