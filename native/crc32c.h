@@ -18,10 +18,10 @@
 
 namespace penstock::crc32c {
 
-inline constexpr u32 POLYNOMIAL = 0x82f63b78;                 // reflected
-inline constexpr u64 LONG_NBYTES = 4096, SHORT_NBYTES = 256;  // of each of three runs
-using Table = std::array<std::array<u32, 256>, 8>;            // by the byte's index in a word of 8
-using ZerosTable = std::array<std::array<u32, 256>, 4>;       // by the byte's index in a CRC
+inline constexpr u32 POLYNOMIAL = 0x82f63b78;            // reflected
+inline constexpr u64 RUN_NBYTES = 4096;                  // of each of three: shorter packets meet no cold table
+using Table = std::array<std::array<u32, 256>, 8>;       // by the byte's index in a word of 8
+using ZerosTable = std::array<std::array<u32, 256>, 4>;  // by the byte's index in a CRC
 
 constexpr Table make_table() {
     Table table{};
@@ -60,14 +60,11 @@ constexpr ZerosTable make_zeros_table(u64 nbytes) {
         for (u32 byte = 0; byte < 256; ++byte) table[index][byte] = multiply(power, byte << (8 * index));
     return table;
 }
-template <u64 NBYTES>
-inline constexpr ZerosTable ZEROS = make_zeros_table(NBYTES);
+inline constexpr ZerosTable ZEROS = make_zeros_table(RUN_NBYTES);
 
-// Returns the CRC of bytes that are followed by NBYTES zeros, from the CRC of the bytes. Without inversions.
-template <u64 NBYTES>
+// Returns the CRC of bytes that are followed by RUN_NBYTES zeros, from the CRC of the bytes. Without inversions.
 inline u32 add_zeros(u32 crc) {
-    const ZerosTable& table = ZEROS<NBYTES>;
-    return table[0][crc & 0xff] ^ table[1][crc >> 8 & 0xff] ^ table[2][crc >> 16 & 0xff] ^ table[3][crc >> 24];
+    return ZEROS[0][crc & 0xff] ^ ZEROS[1][crc >> 8 & 0xff] ^ ZEROS[2][crc >> 16 & 0xff] ^ ZEROS[3][crc >> 24];
 }
 
 inline u64 load_word(const u8* at) {
@@ -101,22 +98,20 @@ PENSTOCK_CRC32C inline u32 step_byte(u32 crc, u8 byte) { return __crc32cb(crc, b
 inline bool has_instruction() { return (::getauxval(AT_HWCAP) & HWCAP_CRC32) != 0; }
 #endif
 
-template <u64 NBYTES>
 PENSTOCK_CRC32C inline void extend_by_three(u32& crc, const u8*& at, u64& nbytes) {
-    for (; nbytes >= 3 * NBYTES; at += 3 * NBYTES, nbytes -= 3 * NBYTES) {
+    for (; nbytes >= 3 * RUN_NBYTES; at += 3 * RUN_NBYTES, nbytes -= 3 * RUN_NBYTES) {
         u32 second = 0, third = 0;
-        for (u64 i = 0; i < NBYTES; i += 8) {
+        for (u64 i = 0; i < RUN_NBYTES; i += 8) {
             crc = step_word(crc, load_word(at + i));
-            second = step_word(second, load_word(at + NBYTES + i));
-            third = step_word(third, load_word(at + 2 * NBYTES + i));
+            second = step_word(second, load_word(at + RUN_NBYTES + i));
+            third = step_word(third, load_word(at + 2 * RUN_NBYTES + i));
         }
-        crc = add_zeros<NBYTES>(add_zeros<NBYTES>(crc) ^ second) ^ third;
+        crc = add_zeros(add_zeros(crc) ^ second) ^ third;
     }
 }
 
 PENSTOCK_CRC32C inline u32 extend_by_instruction(u32 crc, const u8* at, u64 nbytes) {
-    extend_by_three<LONG_NBYTES>(crc, at, nbytes);
-    extend_by_three<SHORT_NBYTES>(crc, at, nbytes);
+    extend_by_three(crc, at, nbytes);
     for (; nbytes >= 8; at += 8, nbytes -= 8) crc = step_word(crc, load_word(at));
     for (; nbytes != 0; ++at, --nbytes) crc = step_byte(crc, *at);
     return crc;

@@ -60,9 +60,9 @@ void require_equal(const u8* at, u64 nbytes, u32 before) {
 }
 
 void kernels_agree_at_every_length_around_their_runs(Random& random) {
-    std::vector<u8> bytes(3 * LONG_NBYTES + 3 * SHORT_NBYTES + 64);
+    std::vector<u8> bytes(6 * RUN_NBYTES + 64);
     for (u8& byte : bytes) byte = static_cast<u8>(random.next());
-    for (u64 runs : {u64{0}, 3 * SHORT_NBYTES, 6 * SHORT_NBYTES, 3 * LONG_NBYTES, 3 * (LONG_NBYTES + SHORT_NBYTES)})
+    for (u64 runs : {u64{0}, 3 * RUN_NBYTES, 6 * RUN_NBYTES})
         for (u64 nbytes = runs < 9 ? 0 : runs - 9; nbytes < runs + 17; ++nbytes)
             for (u64 offset : {u64{0}, u64{1}, u64{7}}) require_equal(bytes.data() + offset, nbytes, ~0u);
 }
@@ -81,7 +81,7 @@ void random_buffers_have_one_crc_however_they_are_cut(Random& random, u64 count)
 
 // A CRC of 32 bits notices each change of one bit: the promise that a link is built on.
 void each_flipped_bit_changes_the_crc() {
-    std::vector<u8> bytes = counted(3 * SHORT_NBYTES + 13, 5, 7);
+    std::vector<u8> bytes = counted(3'085, 5, 7);
     u32 crc = compute(bytes.data(), bytes.size());
     for (u64 bit = 0; bit < 8 * bytes.size(); ++bit) {
         bytes[bit / 8] ^= static_cast<u8>(1 << bit % 8);
