@@ -1,4 +1,5 @@
 // bindings.cpp: the module: its errors as Python's, and what belongs to no object. Its classes: bindings_*.cpp.
+#include "crc32c.h"
 #include "python.h"
 
 using namespace penstock;
@@ -116,6 +117,17 @@ NB_MODULE(_native, m) {
     m.def(
         "snapshot", [](int fd) { return to_dict(snapshot::take(fd)); }, "fd"_a,
         "Everything a segment tells of itself, read-only, without joining it. Takes the descriptor over.");
+    m.def(
+        "crc32c",
+        [](nb::handle data, u32 before) {
+            Py_buffer view;
+            if (PyObject_GetBuffer(data.ptr(), &view, PyBUF_SIMPLE) != 0) throw nb::python_error();
+            u32 crc = crc32c::compute(view.buf, static_cast<u64>(view.len), before);
+            PyBuffer_Release(&view);
+            return crc;
+        },
+        "data"_a, "before"_a = 0, nb::sig("def crc32c(data: Buffer, before: int = 0) -> int"),
+        "The CRC-32C of bytes; before: that of the bytes before them.");
     m.def("nothing", [] {}, "Does nothing: what a call costs.");
 
     bind_memory(m);

@@ -66,6 +66,9 @@ def snapshot(fd: int) -> dict:
     Everything a segment tells of itself, read-only, without joining it. Takes the descriptor over.
     """
 
+def crc32c(data: Buffer, before: int = 0) -> int:
+    """The CRC-32C of bytes; before: that of the bytes before them."""
+
 def nothing() -> None:
     """Does nothing: what a call costs."""
 

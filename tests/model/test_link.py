@@ -32,12 +32,13 @@ from tests.support.links import SECRET
 FRAMES = 2
 # What one side sends: a frame in two pieces, one in one, then BYE. It is killed before, after, or between.
 SENT = (("head", 0), ("rest", 0), ("rest", 1), ("bye", 0))
+DAMAGED = ("damaged", 7)  # a piece without its checksum: of which frame, or of which kind, is not known
 WRITES = (1, len(SENT))  # pieces that have been written after each call
 
 
-def transfer(*, cut: str = "", dies: str = "", mutation: str = "") -> Scene:
+def transfer(*, cut: str = "", dies: str = "", flips: str = "", mutation: str = "") -> Scene:
     """Side a sends its frames and is done; side b delivers them and is done. `cut`: directions that may be cut, by the
-    side that they lead to; `dies`: sides that may be killed."""
+    side that they lead to; `dies`: sides that may be killed; `flips`: sides whose pieces may arrive damaged."""
 
     def at_end(view: View) -> None:
         delivered = view["delivered"]
@@ -47,11 +48,12 @@ def transfer(*, cut: str = "", dies: str = "", mutation: str = "") -> Scene:
             must(view.is_dead(side) or end is not None, f"{side} has not ended")
         if ends["a"] == "done":
             must(len(delivered) == FRAMES, f"a is done, and b has delivered {delivered}")
-        if not any(view["cut", side] for side in "ab") and not any(view.is_dead(side) for side in "ab"):
+        is_faulty = any(view[fault, side] for fault in ("cut", "flip") for side in "ab")
+        if not is_faulty and not any(view.is_dead(side) for side in "ab"):
             must(set(ends.values()) == {"done"}, f"without a fault they ended as {ends}")
 
     memory = {("out", "a"): (), ("out", "b"): (), "delivered": ()}
-    memory |= {(word, side): 0 for word in ("cut", "end", "event") for side in "ab"}
+    memory |= {(word, side): 0 for word in ("cut", "flip", "end", "event") for side in "ab"}
     memory |= {("in", side): () for side in "ab"}
     processes = [
         Process("a", partial(sends, mutation), may_die="a" in dies),
@@ -59,6 +61,7 @@ def transfer(*, cut: str = "", dies: str = "", mutation: str = "") -> Scene:
         Process("to b", partial(carries, "a", "b", len(SENT)), is_daemon=True),
         Process("to a", partial(carries, "b", "a", 1), is_daemon=True),
         *(Process(f"cuts {side}", partial(cuts, side, mutation), is_daemon=True) for side in cut),
+        *(Process(f"flips {side}", partial(flips_bits, side), is_daemon=True) for side in flips),
         *(Process(f"reaps {side}", partial(closes, side, mutation), is_daemon=True) for side in dies),
     ]
     return Scene(memory, processes, at_end=at_end, limit=400_000)
@@ -71,13 +74,21 @@ def rings(side: str) -> Step:
 
 def carries(source: str, target: str, count: int) -> Step:
     """One direction: pieces in their order, until it is cut."""
+    arrived: tuple[tuple[str, int], ...] = ()
     for carried in range(count):
         pieces = yield until(("out", source), lambda pieces, carried=carried: len(pieces) > carried)
         is_cut = yield load(("cut", target))
         if is_cut:
             return
-        yield store(("in", target), pieces[: carried + 1])
+        is_flipped = yield load(("flip", target))
+        arrived = (*arrived, DAMAGED if is_flipped else pieces[carried])
+        yield store(("in", target), arrived)
         yield from rings(target)
+
+
+def flips_bits(side: str) -> Step:
+    """At any time, or never: pieces for the side arrive damaged from then on."""
+    yield store(("flip", side), 1)
 
 
 def cuts(side: str, mutation: str) -> Step:
@@ -113,9 +124,10 @@ def sends(mutation: str) -> Step:
         yield store(("event", "a"), 0)
         end = yield load(("end", "a"))
         pieces = yield load(("in", "a"))
-        if pieces:
+        is_damaged = DAMAGED in pieces and mutation != "no checksum"
+        if pieces and not is_damaged:
             return "done"
-        if end:
+        if end or is_damaged:
             yield from ends("a")
             return "died"
         yield futex_wait(("event", "a"), 0)
@@ -130,11 +142,14 @@ def receives(mutation: str) -> Step:
         pieces = yield load(("in", "b"))
         for number in range(taken, len(pieces)):
             part, frame = pieces[number]
-            if part == ("head" if mutation == "a frame is there with its head" else "rest"):
+            if part == "damaged" and mutation != "no checksum":
+                yield from ends("b")
+                return "died"
+            if part in ("damaged", "head" if mutation == "a frame is there with its head" else "rest"):
                 delivered = (*delivered, frame)
                 yield store("delivered", delivered)
             if part == "bye":
-                yield store(("out", "b"), ("bye",))
+                yield store(("out", "b"), (("bye", 0),))
                 return "done"
         taken = len(pieces)
         if end:
@@ -163,6 +178,11 @@ def test_a_side_that_is_killed_while_the_link_is_cut_is_noticed_by_its_silence()
     transfer(cut="a", dies="b").holds(1_000)
 
 
+@pytest.mark.parametrize("flips", ["a", "b"])
+def test_a_piece_that_is_damaged_ends_both_sides_and_is_not_delivered(flips: str) -> None:
+    transfer(flips=flips).holds(100)
+
+
 # ── what each part is there for ──
 @pytest.mark.parametrize(
     ("mutation", "cut", "dies", "how"),
@@ -177,6 +197,10 @@ def test_a_side_that_is_killed_while_the_link_is_cut_is_noticed_by_its_silence()
 )
 def test_without_its_part_a_side_hangs_or_takes_the_link_for_done(mutation: str, cut: str, dies: str, how: str) -> None:
     transfer(cut=cut, dies=dies, mutation=mutation).fails(how)
+
+
+def test_without_a_checksum_a_damaged_frame_is_delivered_or_a_death_missed() -> None:
+    transfer(flips="b", mutation="no checksum").fails("delivered")
 
 
 def test_a_frame_that_is_delivered_with_its_head_would_be_torn() -> None:

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is n
 
 STREAMS = 64
 NOTICED_WITHIN = 10.0  # seconds, of a machine that does much else; what it takes is printed
-BLOWS = ("node", "core", "worker", "uplink", "stop", "cut out", "delay", "cut", "cut back")
+BLOWS = ("node", "core", "worker", "uplink", "stop", "cut out", "delay", "cut", "cut back", "flip out", "flip back")
 
 
 class Campaign:
@@ -66,6 +66,8 @@ class Campaign:
             remote.kill()
         elif blow == "stop":
             remote.signal(signal.SIGSTOP)
+        elif blow.startswith("flip"):
+            self.tree.relay.flips[blow.split()[1]] = 1
         elif blow.startswith("cut"):
             for direction in blow.split()[1:] or list(is_cut):
                 is_cut[direction] = True

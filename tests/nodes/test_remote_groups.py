@@ -132,6 +132,20 @@ def test_streams_go_on_when_the_other_node_is_stopped_and_it_joins_again() -> No
     asyncio.run(scene())
 
 
+@pytest.mark.parametrize("direction", ["out", *tiers.only_in_all("back")])
+def test_answers_stay_exact_when_a_bit_flips_between_nodes(direction: str) -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            started = await readers(client, OPEN)
+            assert of_remote(started) > 0
+            tree.relay.flips[direction] = 1
+            await require_exact(tree, started)
+            await tree.until(lambda: not tree.relay.flips[direction], START)
+            await require_both(tree, client)
+
+    asyncio.run(scene())
+
+
 @tiers.needs_all
 def test_a_slow_link_delays_answers_and_loses_none() -> None:
     async def scene() -> None:

@@ -3,26 +3,33 @@
 import contextlib
 import socket
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 from penstock.bridge import Link, LinkDied, LinkSpec
 from penstock.bridge.handshake import ConnectorHandshake, ListenerHandshake
 from penstock.bridge.listener import HandshakeConnection
+from penstock.bridge.packets import packet_head
 from penstock.bridge.wire import PlainWire
 
 SECRET = bytes(range(32))
 WITHIN = 10.0  # seconds; a watchdog
 
 
-def joined(home: LinkSpec, away: LinkSpec) -> tuple[Link, Link]:
+def joined(
+    home: LinkSpec, away: LinkSpec, make_wire: Callable[[socket.socket], PlainWire] = PlainWire
+) -> tuple[Link, Link]:
     """Returns both sides of a link over a socket pair, after the handshake."""
     first, second = socket.socketpair()
-    listening = HandshakeConnection(PlainWire(first), ListenerHandshake([home], SECRET), None)
-    connecting = HandshakeConnection(PlainWire(second), ConnectorHandshake(away, SECRET), None)
+    listening = HandshakeConnection(make_wire(first), ListenerHandshake([home], SECRET), None)
+    connecting = HandshakeConnection(make_wire(second), ConnectorHandshake(away, SECRET), None)
     while not (connecting.advance() and listening.advance()):
         listening.advance()
     return listening.link(), connecting.link()
+
+
+def packet(kind: int, lane: int, source: int, payload: bytes = b"") -> bytes:
+    return packet_head(kind, lane, source, payload, len(payload)) + payload
 
 
 class RunningLink:

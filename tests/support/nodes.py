@@ -1,6 +1,7 @@
 """Two nodes on this machine: the home node in the test's process, and another one in a pid namespace of its own.
 
-Between them stands a relay, which can stop to pass on what comes, in one direction or in both, and pass it on late.
+Between them stands a relay, which can stop to pass on what comes, in one direction or in both, pass it on late, and
+flip bits of it.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ import asyncio
 import contextlib
 import json
 import os
+import random
 import secrets
 import signal
 import socket
@@ -52,6 +54,7 @@ class Relay:
         self._target = target
         self.is_cut = {"out": False, "back": False}
         self.delay = 0.0  # seconds, in each direction
+        self.flips = {"out": 0, "back": 0}  # bits that are still to be flipped, one in each of the next pieces
         self.nbytes = {"out": 0, "back": 0}
         self._tasks: set[asyncio.Task[None]] = set()
 
@@ -89,6 +92,13 @@ class Relay:
             for end in writers:
                 end.transport.abort()
 
+    def _flipped(self, name: str, piece: bytes) -> bytes:
+        if not self.flips[name]:
+            return piece
+        self.flips[name] -= 1
+        bit = random.randrange(8 * len(piece))
+        return (int.from_bytes(piece, "little") ^ 1 << bit).to_bytes(len(piece), "little")
+
     async def _direction(self, name: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         """Passes bytes on until the end of the stream. A cut link loses nothing that it has not been given: what comes
         meanwhile is passed on later, as TCP would."""
@@ -112,7 +122,7 @@ class Relay:
                     due, piece = late.popleft()
                     await asyncio.sleep(max(0.0, due - time.monotonic()))
                     self.nbytes[name] += len(piece)
-                    writer.write(piece)
+                    writer.write(self._flipped(name, piece))
                     await writer.drain()
                 if ended and not late:
                     return

@@ -1,7 +1,7 @@
 """The handshake of a link: both sides prove that they have the secret, then compare what they are.
 
     connector                                      listener
-    Hello: magic, nonce                    ──►
+    Hello: magic, nonce, knock             ──►
                                            ◄──     Hello: magic, nonce, clock, proof; or a refusal
     Hello: clock, proof                    ──►
     Introduction: offer                    ──►
@@ -12,6 +12,10 @@ A proof is an HMAC of the secret over both nonces, the role and the clock. An in
 key of this handshake, over the role, the number of the message and its bytes. A verdict is empty, or says why the link
 is refused. Until a proof has come a side reads STRANGER_NBYTES of a message at most, and a listener says nothing of
 itself.
+
+A knock is 16 random bytes and their HMAC. The first bytes of a connection carry the knock: the first Hello, or over
+TLS the name of the server in ClientHello. A listener keeps connections that have knocked apart from strangers. A knock
+proves no more than that: a process that reads the network may send a knock before the node does.
 
 This is the protocol alone: `receive` takes a message, and `outbox` has those to be sent. Leaves sockets to the
 listener, and what fits to the offer.
@@ -26,17 +30,21 @@ from collections.abc import Callable, Sequence
 
 import msgspec
 
-from penstock.bridge.link_errors import BridgeRefused
+from penstock.bridge.link_errors import BridgeRefused, RefusalKind
 from penstock.bridge.link_offer import LinkOffer, differences
 from penstock.bridge.link_spec import SECRET_NBYTES, LinkSpec, RemoteSide
 
-MAGIC = b"penstock bridge 1"
+MAGIC = b"penstock bridge 2"
 NONCE_NBYTES = 32
+KNOCK_NBYTES = 32  # half of them random, half an HMAC
+MAX_KNOCKS = 4096  # that a listener remembers
 STRANGER_NBYTES = 256
 OFFER_NBYTES = 8 << 20  # descriptions of the messages of all channels
 CONNECTOR, LISTENER = b"connector", b"listener"
 WRONG_SECRET = "the secret is another one"
 FOREIGN = "the other side does not speak the protocol of a bridge"
+ONE_SIDED_TLS = "one side speaks TLS and the other one does not: give certificates to both, or to neither"
+KINDS: dict[str, RefusalKind] = {WRONG_SECRET: "secret", ONE_SIDED_TLS: "tls"}
 
 
 class Hello(msgspec.Struct, array_like=True, frozen=True):
@@ -45,7 +53,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
     magic: bytes
     nonce: bytes
     clock_ns: int = 0
-    proof: bytes = b""
+    proof: bytes = b""  # of a connector's first one: the knock
     refusal: str = ""
 
 
@@ -74,6 +82,31 @@ def require_secret(secret: bytes) -> None:
         raise ValueError(f"the secret of a bridge has {SECRET_NBYTES} bytes, not {len(secret)}")
 
 
+def make_knock(secret: bytes) -> bytes:
+    chance = os.urandom(KNOCK_NBYTES // 2)
+    return chance + _mac(secret, b"knock", chance)[: KNOCK_NBYTES // 2]
+
+
+class KnockLog:
+    """The knocks that a listener has received: each counts once."""
+
+    def __init__(self, secret: bytes) -> None:
+        self._secret = secret
+        self._used: dict[bytes, None] = {}  # the oldest first
+
+    def is_new(self, knock: bytes) -> bool:
+        """Returns whether a process that has the secret made this knock, and no connection has had it."""
+        chance, mac = knock[: KNOCK_NBYTES // 2], knock[KNOCK_NBYTES // 2 :]
+        if not hmac.compare_digest(_mac(self._secret, b"knock", chance)[: KNOCK_NBYTES // 2], mac):
+            return False
+        if knock in self._used:
+            return False
+        self._used[knock] = None
+        if len(self._used) > MAX_KNOCKS:
+            del self._used[next(iter(self._used))]
+        return True
+
+
 class Handshake:
     """One side. `receive` raises BridgeRefused; what is in `outbox` then is still to be sent."""
 
@@ -91,6 +124,8 @@ class Handshake:
         self._clock = clock
         self._sent_ns = clock()
         self._clock_offset_ns = 0
+        self.knock = b""  # of a connector
+        self.has_knocked = False  # a connector has; a listener knows
         self._is_proved = False  # the other side has the secret
         self._sent = self._received = 0  # introductions
 
@@ -105,26 +140,27 @@ class Handshake:
 
     # ── before the proofs ──
     def _say_hello(self, role: bytes = b"") -> None:
-        """role: that is proved."""
+        """role: that is proved; empty: the connector knocks."""
         self._sent_ns = self._clock()
-        proof = self._proof(role, self._nonce, self._sent_ns) if role else b""
+        proof = self._proof(role, self._nonce, self._sent_ns) if role else self.knock
         self.outbox.append(msgspec.msgpack.encode(Hello(MAGIC, self._nonce, self._sent_ns, proof)))
 
     def _read_hello(self, message: bytes) -> Hello:
         try:
             hello = _hello.decode(message)
         except _WRONG:
-            raise self.refused(FOREIGN) from None
+            raise self.refused("foreign", FOREIGN) from None
         if hello.refusal:
-            raise BridgeRefused(f"the listener refuses: {hello.refusal[:STRANGER_NBYTES]}")
+            text = f"the {self.other_role.decode()} refuses: {hello.refusal[:STRANGER_NBYTES]}"
+            raise BridgeRefused.of(KINDS.get(hello.refusal, "foreign"), text)
         if hello.magic != MAGIC or len(hello.nonce) != NONCE_NBYTES:
-            raise self.refused(f"{FOREIGN} that is spoken here, {MAGIC.decode()}")
+            raise self.refused("foreign", f"{FOREIGN} that is spoken here, {MAGIC.decode()}")
         return hello
 
-    def refused(self, reason: str) -> BridgeRefused:
+    def refused(self, kind: RefusalKind, reason: str) -> BridgeRefused:
         """Returns the error, and tells the other side why."""
         self.outbox.append(msgspec.msgpack.encode(Hello(b"", b"", refusal=reason)))
-        return BridgeRefused(reason)
+        return BridgeRefused.of(kind, reason)
 
     def _set_key(self, connector_hello: bytes, listener_nonce: bytes) -> None:
         self._nonces = (connector_hello, listener_nonce)
@@ -136,7 +172,7 @@ class Handshake:
     def _accept_proof(self, hello: Hello) -> None:
         """Also compares the clocks: the other side has read its own between the time of our message, and now."""
         if not hmac.compare_digest(self._proof(self.other_role, hello.nonce, hello.clock_ns), hello.proof):
-            raise self.refused(WRONG_SECRET)
+            raise self.refused("secret", WRONG_SECRET)
         self._is_proved = True
         self._clock_offset_ns = hello.clock_ns - (self._sent_ns + self._clock()) // 2
 
@@ -151,10 +187,10 @@ class Handshake:
         try:
             sealed = _sealed.decode(message)
         except _WRONG:
-            raise BridgeRefused(FOREIGN) from None
+            raise BridgeRefused.of("foreign", FOREIGN) from None
         expected = _mac(self._key, self.other_role, bytes([self._received]), sealed.introduction)
         if not hmac.compare_digest(expected, sealed.seal):
-            raise BridgeRefused("a message of the handshake has been changed on its way")
+            raise BridgeRefused.of("foreign", "a message of the handshake has been changed on its way")
         self._received += 1
         try:
             introduction = _introduction.decode(sealed.introduction)
@@ -195,6 +231,7 @@ class ConnectorHandshake(Handshake):
     ) -> None:
         super().__init__(secret, nonce, clock)
         self._own_spec = self.spec = spec
+        self.knock = make_knock(secret)
         self._say_hello()
         self._first_hello = self.outbox[0]
 
@@ -222,15 +259,18 @@ class ListenerHandshake(Handshake):
         secret: bytes,
         nonce: bytes | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        knocks: KnockLog | None = None,
     ) -> None:
         super().__init__(secret, nonce, clock)
+        self._knocks = knocks
         self._awaited = awaited
         self._has_key = False
         self._offer: LinkOffer | None = None
 
     def receive(self, message: bytes) -> None:
         if not self._has_key:
-            self._read_hello(message)
+            knock = self._read_hello(message).proof
+            self.has_knocked = self._knocks is not None and self._knocks.is_new(knock)
             self._set_key(message, self._nonce)
             self._has_key = True
             self._say_hello(LISTENER)

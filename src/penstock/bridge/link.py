@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.bridge.link_errors import Cause, LinkDied, LocalFailure, ProtocolError, RemoteFailure
+from penstock.bridge.link_errors import Cause, DamagedPacket, LinkDied, LocalFailure, ProtocolError, RemoteFailure
 from penstock.bridge.link_offer import LinkOffer
 from penstock.bridge.link_session import LinkSession
 from penstock.bridge.link_spec import LinkSpec, LinkStats, RemoteSide
@@ -92,6 +92,9 @@ class Link:
         except LocalFailure as failure:
             self._say_last(session, "ended", f"{failure} (seen by '{self.spec.name}')")
             raise self._death("local", str(failure)) from None
+        except DamagedPacket as error:
+            self._say_last(session, "damaged", str(error))
+            raise self._death("damaged", f"sent a packet that was damaged on its way: {error}") from None
         except ProtocolError as error:
             self._say_last(session, "protocol", str(error))
             raise self._death("protocol", f"broke the protocol: {error}") from None

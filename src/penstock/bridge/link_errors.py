@@ -6,16 +6,31 @@ from typing import Literal, TypeAlias
 
 from penstock.errors import PeerDied, PenstockError
 
-Cause: TypeAlias = Literal["closed", "silent", "unheard", "ended", "protocol", "local"]
+Cause: TypeAlias = Literal["closed", "silent", "unheard", "ended", "damaged", "protocol", "local"]
+RefusalKind: TypeAlias = Literal["silent", "dropped", "closed", "lost", "foreign", "secret", "tls", "unfit"]
 
 
 class BridgeRefused(PenstockError):
     """The two sides do not fit: another secret, build, epoch or configuration. The text has every difference.
 
+    `kind` is one of
+        foreign    the other side does not speak the protocol of a bridge, or another version of the protocol
+        secret     the other side has another secret
+        tls        one side speaks TLS, and the other side does not; or a certificate is not of the authority
+        unfit      build, epoch or configuration differ
+
     Examples:
-        >>> issubclass(BridgeRefused, PenstockError)
-        True
+        >>> BridgeRefused("the epoch is 1 here, 2 there").kind
+        'unfit'
     """
+
+    kind: RefusalKind = "unfit"
+
+    @classmethod
+    def of(cls, kind: RefusalKind, text: str) -> BridgeRefused:
+        error = cls(text)
+        error.kind = kind
+        return error
 
 
 class LinkDied(PeerDied):
@@ -26,6 +41,7 @@ class LinkDied(PeerDied):
         silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
         unheard    it says that no byte came to it from here: the network is cut in that direction
         ended      it ended the link because of a death or a failure on its node
+        damaged    a packet arrived with bytes that were not sent: the checksum does not match
         protocol   it sent what no side of a link sends
         local      a death or a failure on this node; the other side raises "ended"
 
@@ -46,6 +62,10 @@ class LinkDied(PeerDied):
 
 class ProtocolError(Exception):
     """The other side sent what no side of a link sends."""
+
+
+class DamagedPacket(ProtocolError):
+    """A packet does not have its checksum: the network, or a relay in it, has changed bytes."""
 
 
 class RemoteFailure(Exception):

@@ -295,6 +295,7 @@ class LinkSession:
         how = {
             "unheard": f"has heard nothing of this side for {text}: the network is cut in that direction",
             "ended": f"has ended the link: {text}",
+            "damaged": f"has received a packet that was damaged on its way from this side: {text}",
             "protocol": f"says that this side broke the protocol: {text}",
         }[cause]
         raise RemoteFailure(cause, how)

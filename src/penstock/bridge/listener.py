@@ -1,12 +1,13 @@
 """How a link begins: one side listens, on the address that it is told, and the other one connects.
 
-A listener speaks with several connections at a time, each of which has HANDSHAKE_S: one that says nothing, or is
-refused, holds no other one up. Leaves to the handshake what is said.
+The connecting side tries again until it has a link. Leaves to the handshake what is said, and to the pool how many
+connections a listener speaks with at a time.
 """
 
 from __future__ import annotations
 
 import contextlib
+import math
 import select
 import socket
 import ssl
@@ -17,23 +18,37 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.bridge.handshake import ConnectorHandshake, Handshake, ListenerHandshake, require_secret
+from penstock.bridge.handshake import (
+    ONE_SIDED_TLS,
+    WRONG_SECRET,
+    ConnectorHandshake,
+    Handshake,
+    KnockLog,
+    ListenerHandshake,
+    require_secret,
+)
+from penstock.bridge.handshake_pool import GONE, HANDSHAKE_S, HEAD_NBYTES, READABLE, Arrival, HandshakePool
 from penstock.bridge.link import Link
-from penstock.bridge.link_errors import BridgeRefused
+from penstock.bridge.link_errors import BridgeRefused, RefusalKind
 from penstock.bridge.link_spec import LinkSpec, Tls
-from penstock.bridge.wire import RECORD_TYPES, RECORD_VERSION, OneSidedTls, PlainWire, TlsWire
+from penstock.bridge.wire import (
+    RECORD_TYPES,
+    RECORD_VERSION,
+    OneSidedTls,
+    PlainWire,
+    TlsWire,
+    record_nbytes,
+    require_knocks,
+)
 from penstock.errors import Timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-HANDSHAKE_S = 2.0  # for all of its messages
-MAX_HANDSHAKES = 16  # at a time; further connections wait in the kernel
 CONNECT_AGAIN_S = 0.05
+STRANGER, UNRECOGNIZED = "CALLBACK_FAILED", "TLSV1_UNRECOGNIZED_NAME"  # of an ssl.SSLError: ClientHello has no knock
+REASON_LENGTH = 4096  # characters that are kept of a refusal
 LENGTH = struct.Struct("<I")  # of a message of the handshake, before it
-ONE_SIDED_TLS = "one side speaks TLS and the other one does not: give certificates to both, or to neither"
-SILENT = "it said too little in time"
-GONE = "it closed the connection"
 
 
 class HandshakeConnection:
@@ -43,7 +58,7 @@ class HandshakeConnection:
         self.wire = wire
         self.handshake = handshake
         self.address = address
-        self.deadline = time.monotonic() + HANDSHAKE_S
+        self.deadline = time.monotonic() + HANDSHAKE_S  # of the whole handshake
         self._unsent = memoryview(b"")
         self._read = bytearray()
         self._wanted = LENGTH.size
@@ -63,10 +78,14 @@ class HandshakeConnection:
         except BridgeRefused:
             self._send_refusal()
             raise
+        except ssl.SSLError as error:
+            if error.reason == STRANGER:
+                raise BridgeRefused.of("secret", WRONG_SECRET) from None
+            raise
         except OneSidedTls:
             if isinstance(self.wire, TlsWire):
                 self.wire = self.wire.plain  # the other side reads no records
-            refusal = self.handshake.refused(ONE_SIDED_TLS)
+            refusal = self.handshake.refused("tls", ONE_SIDED_TLS)
             self._send_refusal()
             raise refusal from None
         return self.handshake.remote is not None and self._flush()
@@ -95,8 +114,9 @@ class HandshakeConnection:
             if taken[0] in RECORD_TYPES and taken[1] == RECORD_VERSION:
                 raise OneSidedTls
             if not 1 <= self._wanted <= self.handshake.max_nbytes:
-                raise BridgeRefused(
-                    f"a message of {self._wanted} bytes, where one of up to {self.handshake.max_nbytes} is expected"
+                raise BridgeRefused.of(
+                    "foreign",
+                    f"a message of {self._wanted} bytes, where one of up to {self.handshake.max_nbytes} is expected",
                 )
 
     def _flush(self) -> bool:
@@ -115,10 +135,20 @@ class HandshakeConnection:
         return not self._unsent and not self.wire.wants_write
 
     @property
+    def has_knocked(self) -> bool:
+        """Whether the first bytes of a connector came from a process that has the secret."""
+        return self.wire.has_knocked or self.handshake.has_knocked
+
+    @property
     def events(self) -> int:
         """For epoll."""
         is_writing = bool(self._unsent) or self.wire.wants_write
-        return select.EPOLLIN | select.EPOLLRDHUP | (select.EPOLLOUT if is_writing else 0)
+        return READABLE | (select.EPOLLOUT if is_writing else 0)
+
+    def close(self) -> None:
+        """The other side may read first what it was told."""
+        self.wire.shut_down_writing()
+        self.wire.close()
 
     def link(self) -> Link:
         handshake = self.handshake
@@ -152,13 +182,17 @@ class Listener:
     def __init__(self, address: tuple[str, int], *, secret: bytes, tls: Tls | None = None) -> None:
         require_secret(secret)
         self._secret = secret
+        self._knocks = KnockLog(secret)
         self._context = None if tls is None else tls.context(is_server=True)
+        if self._context is not None:
+            require_knocks(self._context, self._knocks.is_new)
         host, port = address
         family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
-        self._socket = socket.create_server((host, port), family=family, backlog=MAX_HANDSHAKES)
+        self._socket = socket.create_server((host, port), family=family, backlog=socket.SOMAXCONN)
         self._socket.setblocking(False)
+        self._socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, LENGTH.size if tls is None else HEAD_NBYTES)
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
-        self.refusals: Counter[str] = Counter()  # of connections, by their reasons: see `last_refusal` for a whole one
+        self.refusals: Counter[RefusalKind] = Counter()  # of connections
         self.last_refusal = ""
 
     def accept(self, *awaited: LinkSpec, timeout: float | None = None) -> Link:
@@ -170,78 +204,31 @@ class Listener:
         """
         if not awaited:
             raise ValueError("say which links are awaited")
-        deadline = None if timeout is None else time.monotonic() + timeout
-        waiting: dict[int, HandshakeConnection] = {}
-        with select.epoll() as poll:
-            try:
-                return self._accept(awaited, deadline, poll, waiting)
-            finally:
-                for connection in waiting.values():
-                    connection.wire.close()
 
-    def _accept(
-        self,
-        awaited: tuple[LinkSpec, ...],
-        deadline: float | None,
-        poll: select.epoll,
-        waiting: dict[int, HandshakeConnection],
-    ) -> Link:
-        listening = self._socket.fileno()
-        poll.register(listening, select.EPOLLIN)
-        while True:
-            now = time.monotonic()
-            if deadline is not None and now >= deadline:
-                names = ", ".join(f"'{spec.link}'" for spec in awaited)
-                refusal = f"; the last connection was refused: {self.last_refusal}" if self.last_refusal else ""
-                raise Timeout(f"no other side of {names} came to {self.address} in time{refusal}")
-            for descriptor, connection in list(waiting.items()):
-                if now >= connection.deadline:
-                    self._drop(poll, waiting, descriptor, SILENT)
-            poll.modify(listening, select.EPOLLIN if len(waiting) < MAX_HANDSHAKES else 0)
-            ends = [connection.deadline for connection in waiting.values()]
-            if deadline is not None:
-                ends.append(deadline)
-            for descriptor, _ in poll.poll(max(0.0, min(ends) - now) if ends else None):
-                if descriptor == listening:
-                    self._begin(awaited, poll, waiting)
-                elif (link := self._advance(poll, waiting, descriptor)) is not None:
-                    return link
+        def begin(arrival: Arrival) -> HandshakeConnection:
+            wire = _wire(arrival.connection, self._context)
+            handshake = ListenerHandshake(awaited, self._secret, knocks=self._knocks)
+            connection = HandshakeConnection(wire, handshake, arrival.address)
+            connection.deadline = arrival.deadline
+            return connection
 
-    def _begin(
-        self, awaited: tuple[LinkSpec, ...], poll: select.epoll, waiting: dict[int, HandshakeConnection]
-    ) -> None:
-        try:
-            connection, address = self._socket.accept()
-        except (BlockingIOError, ConnectionError):
-            return
-        wire = _wire(connection, self._context, is_server=True)
-        handshaking = HandshakeConnection(wire, ListenerHandshake(awaited, self._secret), address[:2])
-        waiting[wire.fileno()] = handshaking
-        poll.register(wire.fileno(), handshaking.events)
+        with HandshakePool(self._socket, self._measure, begin, self._count_refusal) as pool:
+            arrival = pool.wait(math.inf if timeout is None else time.monotonic() + timeout)
+        if arrival is None:
+            names = ", ".join(f"'{spec.link}'" for spec in awaited)
+            refusal = f"; the last connection was refused: {self.last_refusal}" if self.last_refusal else ""
+            raise Timeout(f"no other side of {names} came to {self.address} in time{refusal}")
+        assert isinstance(arrival.handshake, HandshakeConnection), "the pool has begun it"
+        return arrival.handshake.link()  # after the pool is closed: a link needs descriptors
 
-    def _advance(self, poll: select.epoll, waiting: dict[int, HandshakeConnection], descriptor: int) -> Link | None:
-        connection = waiting[descriptor]
-        try:
-            if connection.advance():
-                del waiting[descriptor]
-                return connection.link()
-            poll.modify(descriptor, connection.events)
-        except BridgeRefused as refusal:
-            self._drop(poll, waiting, descriptor, str(refusal))
-        except EOFError:
-            self._drop(poll, waiting, descriptor, GONE)
-        except OSError as error:  # also a certificate that is none of the authority's
-            self._drop(poll, waiting, descriptor, f"{error.strerror or error}")
-        return None
+    def _measure(self, head: bytes) -> int:
+        if self._context is not None:
+            return record_nbytes(head)
+        return LENGTH.size + int(LENGTH.unpack_from(head)[0])
 
-    def _drop(self, poll: select.epoll, waiting: dict[int, HandshakeConnection], descriptor: int, reason: str) -> None:
-        connection = waiting.pop(descriptor)
-        host, port = connection.address or ("", 0)
-        self.refusals[reason.partition(":")[0][:80]] += 1
-        self.last_refusal = f"{reason} ({host}:{port})"
-        poll.unregister(descriptor)
-        connection.wire.shut_down_writing()
-        connection.wire.close()
+    def _count_refusal(self, kind: RefusalKind, reason: str, address: tuple[str, int]) -> None:
+        self.refusals[kind] += 1
+        self.last_refusal = f"{reason[:REASON_LENGTH]} ({address[0]}:{address[1]})"
 
     def close(self) -> None:
         self._socket.close()
@@ -288,8 +275,9 @@ def connect(
         except OSError as error:
             reason = str(error)
         else:
-            link = _shake(HandshakeConnection(_wire(connection, context, is_server=False),
-                                              ConnectorHandshake(spec, secret), address), deadline)  # fmt: skip
+            handshake = ConnectorHandshake(spec, secret)
+            wire = _wire(connection, context, knock=handshake.knock)
+            link = _shake(HandshakeConnection(wire, handshake, address), deadline)
             if isinstance(link, Link):
                 return link
             reason = link
@@ -316,8 +304,10 @@ def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
         return GONE
     except ssl.SSLError as error:  # it would be the same the next time
         connection.wire.close()
+        if error.reason == UNRECOGNIZED:
+            raise BridgeRefused.of("secret", f"the listener refuses: {WRONG_SECRET}") from None
         reason = getattr(error, "verify_message", "") or error.reason or error
-        raise BridgeRefused(f"TLS: {reason}") from None
+        raise BridgeRefused.of("tls", f"TLS: {reason}") from None
     except (EOFError, OSError) as error:
         connection.wire.close()
         return str(error)
@@ -326,5 +316,6 @@ def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
         raise
 
 
-def _wire(connection: socket.socket, context: ssl.SSLContext | None, *, is_server: bool) -> PlainWire | TlsWire:
-    return PlainWire(connection) if context is None else TlsWire(connection, context, is_server=is_server)
+def _wire(connection: socket.socket, context: ssl.SSLContext | None, knock: bytes | None = None) -> PlainWire | TlsWire:
+    """`knock`: of the connector; None: this is the listener's side."""
+    return PlainWire(connection) if context is None else TlsWire(connection, context, knock=knock)

@@ -1,6 +1,7 @@
 """Packets: what crosses a link once both sides have agreed. Little endian throughout.
 
-    nbytes of the payload (4) │ kind (1) │ lane (1) │ source (2) │ payload
+    nbytes of the payload (4) │ kind (1) │ lane (1) │ source (2) │ CRC of the payload (4) │ CRC of these 12 bytes (4)
+    payload
 
     FRAME        lane, source   a frame of a channel, as the channel carries it
     LONG         lane, source   nbytes (8) of a frame that follows in pieces
@@ -19,6 +20,9 @@
     BYE                         the sender is done, as it says in a text; it sends nothing more
     FATAL                       the link ends: a cause (1: index in CAUSES) and a text
 
+Both CRCs are CRC-32C. The head has its own, as a damaged length would have a reader wait for bytes that do not come.
+Nothing of a damaged packet is passed on: a piece may lie in its place by then, but the frame or value is given up.
+
 A lane is the number of a channel among the outbound channels (of CREDIT: the inbound ones), or of words among those
 that go the same way. A payload has at most MAX_PAYLOAD bytes, so packets of other lanes pass between the pieces of a
 long frame. Leaves to the link what a packet means, and to the wire how bytes travel.
@@ -30,14 +34,17 @@ import struct
 from collections import deque
 from typing import TYPE_CHECKING, Final, Literal, Protocol, TypeAlias
 
-from penstock.bridge.link_errors import ProtocolError
+from penstock._native import crc32c
+from penstock.bridge.link_errors import DamagedPacket, ProtocolError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-FatalCause: TypeAlias = Literal["unheard", "ended", "protocol"]
+FatalCause: TypeAlias = Literal["unheard", "ended", "protocol", "damaged"]
 
-HEAD = struct.Struct("<IBBH")
+FIELDS = struct.Struct("<IBBHI")
+HEAD_CRC = struct.Struct("<I")
+HEAD = struct.Struct("<IBBHII")
 HEAD_NBYTES = HEAD.size
 MAX_PAYLOAD = 256 << 10
 LONG_NBYTES = struct.Struct("<Q")
@@ -64,7 +71,12 @@ FATAL: Final = 14
 TAKE: Final = 15
 DECLINE: Final = 16
 
-FATAL_CAUSES: Final[tuple[FatalCause, ...]] = ("unheard", "ended", "protocol")  # of the side that receives it
+FATAL_CAUSES: Final[tuple[FatalCause, ...]] = (
+    "unheard",
+    "ended",
+    "protocol",
+    "damaged",
+)  # of the side that receives it
 TEXT_NBYTES = 4096  # of a text in BYE, FATAL and ABSENT
 
 # Of each kind: the least and the most bytes of its payload.
@@ -99,6 +111,16 @@ def text_payload(text: str) -> bytes:
     return text.encode()[:TEXT_NBYTES]
 
 
+def packet_head(kind: int, lane: int, source: int, payload: Buffer, nbytes: int) -> bytes:
+    fields = FIELDS.pack(nbytes, kind, lane, source, crc32c(payload))
+    return fields + HEAD_CRC.pack(crc32c(fields))
+
+
+def _require_crc(crc: int, expected: int, what: str) -> None:
+    if crc != expected:
+        raise DamagedPacket(f"{what} with the CRC {crc:08x}, where {expected:08x} was sent")
+
+
 class LinkWire(Protocol):
     """A connection that does not block."""
 
@@ -119,7 +141,7 @@ class PacketQueue:
 
     def put(self, kind: int, lane: int = 0, source: int = 0, payload: Buffer = b"") -> None:
         nbytes = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
-        head = HEAD.pack(nbytes, kind, lane, source)
+        head = packet_head(kind, lane, source, payload, nbytes)
         self.nbytes += len(head) + nbytes
         if nbytes <= SMALL_NBYTES:
             self._buffers.append(head + payload)
@@ -175,12 +197,13 @@ class PacketReader:
         self._place: memoryview | None = None
         self._filled = 0
         self._placed_head = (0, 0, 0)
+        self._placed_crc = 0
         self._wants_head = False  # the packet before went into its place: the next one may go there, too
         self.nbytes = 0  # received
 
     def read(self, wire: LinkWire) -> bool | None:
         """Reads once, and handles the packets that are complete. Returns whether there were bytes; None: the other side
-        has closed. Raises ProtocolError for what is no packet."""
+        has closed. Raises ProtocolError for what is no packet, and for a damaged one."""
         if self._place is not None:
             with self._place[self._filled :] as room:
                 count = wire.recv_into(room)
@@ -216,7 +239,9 @@ class PacketReader:
         if self._filled < len(self._place):
             return
         nbytes = self._filled
+        crc = crc32c(self._place)
         self.drop_place()
+        _require_crc(crc, self._placed_crc, f"a payload of {nbytes} bytes arrived")
         self._wants_head = True
         self._handler.placed(*self._placed_head, nbytes)
 
@@ -224,18 +249,21 @@ class PacketReader:
         view, handler = self._view, self._handler
         begin, end = self._begin, self._end
         while end - begin >= HEAD_NBYTES:
-            nbytes, kind, lane, source = HEAD.unpack_from(view, begin)
+            nbytes, kind, lane, source, crc, head_crc = HEAD.unpack_from(view, begin)
+            _require_crc(crc32c(view[begin : begin + FIELDS.size]), head_crc, "the head of a packet arrived")
             if not _MIN_NBYTES[kind] <= nbytes <= _MAX_NBYTES[kind]:
                 raise ProtocolError(f"no packet begins with {bytes(view[begin : begin + HEAD_NBYTES]).hex()}")
             first = begin + HEAD_NBYTES
             if end - first < nbytes:
                 if kind in IN_PLACE and self._begin_place(kind, lane, source, nbytes, view[first:end]):
+                    self._placed_crc = crc
                     begin = end
                 break
             begin = first + nbytes
             self._begin = begin  # before it is handled: a packet that raises has been taken
             self._wants_head = False
             with view[first:begin] as payload:
+                _require_crc(crc32c(payload), crc, f"a payload of {nbytes} bytes arrived")
                 handler.handle(kind, lane, source, payload)
         if begin == end:
             begin = end = 0

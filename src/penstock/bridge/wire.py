@@ -6,6 +6,7 @@ import contextlib
 import socket
 import ssl
 import struct
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -14,12 +15,41 @@ if TYPE_CHECKING:
 UNSENT_NBYTES = 256 << 10  # in the kernel, of what the other side has not got: packets put later are behind no more
 ENCRYPTED_NBYTES = 256 << 10  # that wait for the kernel
 RECORD_NBYTES = 16 << 10  # of TLS
+HALF = 16  # bytes of a knock in each label of a name
+RECORD_HEAD = struct.Struct(">BBBH")
 RECORD_TYPES, RECORD_VERSION = range(20, 24), 3  # its first two bytes
 ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the other side gets a reset
 
 
 class OneSidedTls(OSError):
     """One side speaks TLS, and the other one does not."""
+
+
+def record_nbytes(head: bytes) -> int:
+    """Returns the length of the TLS record that begins so; 0: none does."""
+    kind, version, _, nbytes = RECORD_HEAD.unpack(head)
+    return RECORD_HEAD.size + int(nbytes) if kind in RECORD_TYPES and version == RECORD_VERSION else 0
+
+
+class Knocked(ssl.SSLObject):
+    """The TLS of a listener's side. The name of the server in ClientHello is the connector's knock."""
+
+    has_knocked = False
+
+
+def require_knocks(context: ssl.SSLContext, is_new: Callable[[bytes], bool]) -> None:
+    """Has a listener's context refuse strangers before a signature is computed for them."""
+
+    def check(tls: ssl.SSLObject, name: str | None, _: ssl.SSLContext) -> int | None:
+        assert isinstance(tls, Knocked), "the class that the context makes"
+        try:
+            tls.has_knocked = is_new(bytes.fromhex((name or "").replace(".", "")))
+        except ValueError:
+            tls.has_knocked = False
+        return None if tls.has_knocked else ssl.ALERT_DESCRIPTION_UNRECOGNIZED_NAME
+
+    context.sslobject_class = Knocked
+    context.sni_callback = check
 
 
 def configure(connection: socket.socket) -> None:
@@ -38,6 +68,7 @@ class PlainWire:
         self._socket = connection
         self._sendmsg, self._recv_into = connection.sendmsg, connection.recv_into
 
+    has_knocked = False  # by bytes that the handshake does not see
     wants_write = False  # besides what the caller has to send
     has_unread = False  # bytes that the descriptor does not show
 
@@ -77,15 +108,21 @@ class PlainWire:
 class TlsWire:
     """TLS 1.3 over TCP. The handshake is made as the first bytes are read or sent."""
 
-    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, is_server: bool) -> None:
+    def __init__(self, connection: socket.socket, context: ssl.SSLContext, *, knock: bytes | None) -> None:
+        """`knock`: of the connector; None: this is the listener's side."""
         self.plain = PlainWire(connection)
         self._arrived, self._encrypted = ssl.MemoryBIO(), ssl.MemoryBIO()
-        self._tls = context.wrap_bio(self._arrived, self._encrypted, server_side=is_server)
+        name = None if knock is None else f"{knock[:HALF].hex()}.{knock[HALF:].hex()}"  # a label has 63 characters
+        self._tls = context.wrap_bio(self._arrived, self._encrypted, server_side=knock is None, server_hostname=name)
         self._unsent: memoryview = memoryview(b"")
         self._room = memoryview(bytearray(4 * RECORD_NBYTES))
         self._has_arrived = False
         self._is_ended = False
         self._is_shaken = False
+
+    @property
+    def has_knocked(self) -> bool:
+        return isinstance(self._tls, Knocked) and self._tls.has_knocked
 
     @property
     def wants_write(self) -> bool:

@@ -19,12 +19,15 @@ from penstock.bridge import (
 )
 from penstock.bridge.handshake import (
     MAGIC,
+    MAX_KNOCKS,
     STRANGER_NBYTES,
     WRONG_SECRET,
     ConnectorHandshake,
     Handshake,
     Hello,
+    KnockLog,
     ListenerHandshake,
+    make_knock,
 )
 from tests.support.links import SECRET
 
@@ -300,3 +303,20 @@ def test_a_spec_that_contradicts_itself_is_refused() -> None:
         LinkSpec("x", heartbeat_s=2.0)
     with pytest.raises(ValueError, match="up to 200 channels"):
         LinkSpec("x", channels=[OutboundChannel(str(number), ring) for number in range(201)])
+
+
+# ── knocks ──
+def test_a_knock_counts_once_and_only_with_the_secret() -> None:
+    knocks, knock = KnockLog(SECRET), make_knock(SECRET)
+    assert knocks.is_new(knock) and not knocks.is_new(knock)
+    for forged in (b"", bytes(32), knock[:-1], make_knock(bytes(32)), knock[1:] + knock[:1]):
+        assert not knocks.is_new(forged)
+
+
+def test_a_knock_log_remembers_a_fixed_number_of_knocks() -> None:
+    knocks, first = KnockLog(SECRET), make_knock(SECRET)
+    assert knocks.is_new(first)
+    for _ in range(MAX_KNOCKS - 1):
+        assert knocks.is_new(make_knock(SECRET))
+    assert not knocks.is_new(first)
+    assert knocks.is_new(make_knock(SECRET)) and len(knocks._used) == MAX_KNOCKS

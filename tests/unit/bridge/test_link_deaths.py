@@ -12,9 +12,9 @@ import pytest
 
 from penstock import Broadcast, EndOfChannel, Inbox, PeerDied, Ring
 from penstock.bridge import ChannelDeath, InboundChannel, Lane, Link, LinkDied, LinkSpec, OutboundChannel, packets
-from penstock.bridge.packets import HEAD, SIZES
+from penstock.bridge.packets import HEAD, SIZES, packet_head
 from tests.conftest import eventually
-from tests.support.links import RunningLink, joined, named, running
+from tests.support.links import RunningLink, joined, named, packet, running
 from tests.support.processes import program
 
 LINK = LinkSpec("link", heartbeat_s=0.05, silence_s=0.3)
@@ -57,7 +57,7 @@ def test_a_side_that_says_nothing_for_too_long_is_dead_and_is_told_so() -> None:
         while part := connection.recv(1 << 16):
             sent += part
         raise ConnectionResetError  # the end, where the reset has been read already
-    assert HEAD.pack(6, packets.FATAL, 0, 0) in sent, "that this side has heard nothing"
+    assert packet(packets.FATAL, 0, 0, bytes([0]) + b"0.3 s") in sent, "that this side has heard nothing"
     connection.close()
     running_link.end()
 
@@ -77,7 +77,7 @@ def test_a_side_that_reads_but_does_not_send_is_silent_too() -> None:
 
 def test_a_side_that_is_not_heard_is_told_so_by_the_other_one() -> None:
     running_link, connection = raw()
-    connection.sendall(HEAD.pack(6, packets.FATAL, 0, 0) + bytes([0]) + b"0.3 s")
+    connection.sendall(packet(packets.FATAL, 0, 0, bytes([0]) + b"0.3 s"))
     death = running_link.death()
     assert death.cause == "unheard"
     assert "has heard nothing of this side for 0.3 s: the network is cut in that direction" in death.how
@@ -87,7 +87,7 @@ def test_a_side_that_is_not_heard_is_told_so_by_the_other_one() -> None:
 
 def test_any_byte_is_a_sign_of_life() -> None:
     running_link, connection = raw()
-    frame = HEAD.pack(24, packets.HEARTBEAT, 0, 0) + bytes(24)
+    frame = packet(packets.HEARTBEAT, 0, 0, bytes(24))
     ended = time.monotonic() + 3 * LINK.silence_s
     place = 0
     while time.monotonic() < ended:
@@ -103,17 +103,17 @@ def test_any_byte_is_a_sign_of_life() -> None:
 @pytest.mark.parametrize(
     ("packet", "how"),
     [
-        (HEAD.pack(1 << 20, packets.FRAME, 0, 0), "no packet begins with"),
-        (HEAD.pack(0, 99, 0, 0), "no packet begins with"),
-        (HEAD.pack(1, packets.FRAME, 3, 0) + b"x", "a packet of lane 3 came: it sends by 0"),
-        (HEAD.pack(8, packets.CREDIT, 0, 0) + bytes(8), "a packet for lane 0 came: there are 0"),
-        (HEAD.pack(16, packets.WORDS, 2, 0) + bytes(16), "words of lane 2 came: there are 0"),
-        (HEAD.pack(32, packets.WANT, 0, 0) + bytes(32), "no values cross this link"),
-        (HEAD.pack(1, packets.VALUE_PIECE, 0, 0) + b"x", "no values cross this link"),
-        (HEAD.pack(3, packets.DEATH, 0, 0) + b"xyz", "a death came that is none"),
-        (HEAD.pack(2, packets.FATAL, 0, 0) + b"\x09x", "the link ends for a reason 9: there are 3"),
+        (packet_head(packets.FRAME, 0, 0, b"", 1 << 20), "no packet begins with"),
+        (packet(99, 0, 0), "no packet begins with"),
+        (packet(packets.FRAME, 3, 0, b"x"), "a packet of lane 3 came: it sends by 0"),
+        (packet(packets.CREDIT, 0, 0, bytes(8)), "a packet for lane 0 came: there are 0"),
+        (packet(packets.WORDS, 2, 0, bytes(16)), "words of lane 2 came: there are 0"),
+        (packet(packets.WANT, 0, 0, bytes(32)), "no values cross this link"),
+        (packet(packets.VALUE_PIECE, 0, 0, b"x"), "no values cross this link"),
+        (packet(packets.DEATH, 0, 0, b"xyz"), "a death came that is none"),
+        (packet(packets.FATAL, 0, 0, b"\x09x"), "the link ends for a reason 9: there are 4"),
         (
-            HEAD.pack(0, packets.BYE, 0, 0) + HEAD.pack(0, packets.END, 0, 0),
+            packet(packets.BYE, 0, 0) + packet(packets.END, 0, 0),
             "a packet of kind 5 came after its last one",
         ),
     ],
@@ -135,14 +135,14 @@ def test_a_side_that_breaks_the_protocol_ends_the_link_and_is_told_why(packet: b
 def test_frames_that_do_not_fit_a_lane_break_the_protocol() -> None:
     long = packets.LONG_NBYTES.pack
     for sent, how in (
-        (HEAD.pack(1, packets.FRAME, 0, 7) + b"x", "a frame came of sender 7 of 'frames', which has no lane here"),
-        (HEAD.pack(1, packets.PIECE, 0, 0) + b"x", "without a frame"),
-        (HEAD.pack(8, packets.LONG, 0, 0) + long(5), "announced a frame of 5 bytes"),
-        (HEAD.pack(8, packets.LONG, 0, 0) + long(1 << 60), "announced a frame of"),
-        (2 * (HEAD.pack(8, packets.LONG, 0, 0) + long(300_000)), "within another one"),
-        (HEAD.pack(8, packets.LONG, 0, 0) + long(300_000) + HEAD.pack(0, packets.END, 0, 0), "ended within a frame"),
-        (2 * HEAD.pack(0, packets.END, 0, 0), "or twice"),
-        (HEAD.pack(0, packets.END, 0, 0) + HEAD.pack(1, packets.FRAME, 0, 0) + b"x", "came after its end"),
+        (packet(packets.FRAME, 0, 7, b"x"), "a frame came of sender 7 of 'frames', which has no lane here"),
+        (packet(packets.PIECE, 0, 0, b"x"), "without a frame"),
+        (packet(packets.LONG, 0, 0, long(5)), "announced a frame of 5 bytes"),
+        (packet(packets.LONG, 0, 0, long(1 << 60)), "announced a frame of"),
+        (2 * (packet(packets.LONG, 0, 0, long(300_000))), "within another one"),
+        (packet(packets.LONG, 0, 0, long(300_000)) + packet(packets.END, 0, 0), "ended within a frame"),
+        (2 * packet(packets.END, 0, 0), "or twice"),
+        (packet(packets.END, 0, 0) + packet(packets.FRAME, 0, 0, b"x"), "came after its end"),
     ):
         target = Ring()
         home, away = joined(*reversed(one_way(Ring(), target)))
@@ -165,12 +165,11 @@ def test_a_connection_that_is_cut_within_a_packet_delivers_nothing_of_it(kind: i
     away.close()
     one = RunningLink(home)
     with target.open_receiver() as receiver:
-        connection.sendall(HEAD.pack(5, packets.FRAME, 0, 0) + b"whole")
+        connection.sendall(packet(packets.FRAME, 0, 0, b"whole"))
         if kind == packets.PIECE:
-            connection.sendall(HEAD.pack(8, packets.LONG, 0, 0) + packets.LONG_NBYTES.pack(300_000))
+            connection.sendall(packet(packets.LONG, 0, 0, packets.LONG_NBYTES.pack(300_000)))
         nbytes = 1000 if kind in (packets.PIECE, packets.FRAME) else max(1, SIZES[kind][1])
-        packet = HEAD.pack(SIZES[kind][1] and nbytes, kind, 0, 0) + bytes(nbytes)
-        connection.sendall(packet[: HEAD.size + nbytes // 2 - 1])
+        connection.sendall(packet(kind, 0, 0, bytes(nbytes))[: HEAD.size + nbytes // 2 - 1])
         assert receiver.receive(5) == b"whole"
         connection.close()
         assert one.death().cause == "closed"

@@ -6,7 +6,7 @@ import pytest
 
 from penstock.bridge import packets
 from penstock.bridge.link_errors import ProtocolError
-from penstock.bridge.packets import HEAD, MAX_PAYLOAD, SIZES, PacketQueue, PacketReader
+from penstock.bridge.packets import HEAD, MAX_PAYLOAD, SIZES, PacketQueue, PacketReader, packet_head
 
 
 class CutWire:
@@ -129,6 +129,6 @@ def test_a_head_that_no_packet_has_is_an_error(kind: int) -> None:
     least, most = SIZES.get(kind, (1, 0))
     for nbytes in {least - 1, most + 1, 1 << 31} - set(range(least, most + 1)) - {-1}:
         wire = CutWire([1 << 20])
-        wire.bytes += HEAD.pack(nbytes, kind, 0, 0)
+        wire.bytes += packet_head(kind, 0, 0, b"", nbytes)
         with pytest.raises(ProtocolError, match="no packet begins with"):
             PacketReader(Recorder()).read(wire)

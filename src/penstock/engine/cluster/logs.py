@@ -76,4 +76,5 @@ class TextFormatter(_Lines):
 
 def _quoted(value: object) -> str:
     text = f"{value:.6g}" if isinstance(value, float) else str(value)
-    return text if text and not any(character in text for character in ' "=\n') else json.dumps(text)
+    is_plain = text.isprintable() and not any(character in text for character in ' "=')
+    return text if text and is_plain else json.dumps(text)

@@ -28,6 +28,7 @@ OLDEST_EVERY = 8
 OLDEST = -(1 << 40)  # a priority that no request has
 SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
 MAX_ABSENT = 4096  # counts that are kept of clients without a request
+MAX_STALE = 1024  # removed requests that the heaps hold besides as many as wait
 
 
 class RequestQueue:
@@ -260,6 +261,18 @@ class FairQueue:
         request.is_waiting = False
         self._size -= 1
         self.oldest()
+        if len(self._by_age) > 2 * self._size + MAX_STALE:
+            self._forget_stale()
+
+    def _forget_stale(self) -> None:
+        """Forgets requests that have been removed and are not the first of a heap: else those that clients abort while
+        an old request waits, and levels for each priority that was ever named, are held until it is admitted."""
+        self._by_age = [entry for entry in self._by_age if entry[1].is_waiting]
+        heapq.heapify(self._by_age)
+        for level in self._levels.values():
+            level.forget_stale()
+        self._levels = {priority: level for priority, level in self._levels.items() if not level.is_empty}
+        self._priorities = sorted(self._levels)
 
     def charge(self, client: str, tokens: int) -> None:
         self._served[client] += tokens
@@ -291,6 +304,14 @@ class _Level:
             self._pushes += 1
             heapq.heappush(self._heap, (served, self._pushes, request.client))
         heapq.heappush(queue, (request.arrival, request))
+
+    def forget_stale(self) -> None:
+        waiting = {client: [entry for entry in queue if entry[1].is_waiting] for client, queue in self._queues.items()}
+        self._queues = {client: queue for client, queue in waiting.items() if queue}
+        for queue in self._queues.values():
+            heapq.heapify(queue)
+        self._heap = [entry for entry in self._heap if entry[2] in self._queues]
+        heapq.heapify(self._heap)
 
     @property
     def is_empty(self) -> bool:

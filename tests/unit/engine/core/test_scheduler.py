@@ -7,7 +7,7 @@ import pytest
 
 from penstock import DecodeError
 from penstock.engine.core.request import Request, RequestRefused
-from penstock.engine.core.request_queue import OLDEST_EVERY, FairQueue
+from penstock.engine.core.request_queue import MAX_STALE, OLDEST_EVERY, FairQueue
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
@@ -358,6 +358,29 @@ def test_nobody_saves_up_by_staying_away() -> None:
     queue.push(Request(Submit(0, 50, prompt, params, client="late"), 4, arrival=(0, 50)))
     turns = [turn(number) for number in range(51, 63)]
     assert 3 <= turns.count("late") <= 5
+
+
+def test_a_queue_forgets_aborted_requests_while_an_old_one_waits() -> None:
+    """Clients and priorities are named by strangers: neither the heaps nor the maps may grow with them."""
+    queue = FairQueue()
+    prompt, params = np.ones(4, np.int32), submit(1).params
+
+    def push(number: int, client: str, priority: int) -> Request:
+        sent = Submit(0, number, prompt, params, client=client, priority=priority)
+        queue.push(request := Request(sent, 4, arrival=(0, number)))
+        return request
+
+    old = push(0, "old", -1)
+    for number in range(1, 4 * MAX_STALE):
+        client = f"client {number}"
+        queue.drop(push(number, client, number))
+        queue.close(client)
+    assert queue.first() is old and len(queue) == 1
+    for container in (queue._by_age, queue._levels, queue._priorities):
+        assert len(container) <= MAX_STALE + 3
+    kept = push(-1, "old", -1)
+    queue.drop(old)
+    assert queue.first() is kept
 
 
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
