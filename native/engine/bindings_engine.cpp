@@ -3,7 +3,10 @@
 #include "bindings_engine.h"
 
 NB_MODULE(_native, m) {
-    m.doc() = "The engine's native code: KV-cache blocks and their prefix hashes, and paged attention on CPUs.";
+    m.doc() =
+        "The engine's native code: KV-cache blocks and their prefix hashes, paged attention on CPUs, records of fatal "
+        "signals.";
     penstock::engine::bind_block_cache(m);
+    penstock::engine::bind_fatal_signals(m);
     penstock::engine::bind_paged_attention(m);
 }

@@ -77,6 +77,11 @@ class Cluster:
         """Returns the inboxes of all groups, by number."""
         return (*(group.inbox for group in self.groups), *self.remote_inboxes)
 
+    def place_of(self, member: ProcessId) -> int:
+        """Returns the place of a process on the status board."""
+        places = [(other.kind, other.group, other.index) for other in all_processes(self.config)]
+        return places.index((member.kind, member.group, member.index))
+
     @property
     def channels(self) -> list[penstock.codec.Channel[Any]]:
         channels: list[penstock.codec.Channel[Any]] = [*self.servers, *self.remote_inboxes]
