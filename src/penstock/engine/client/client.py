@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
+from penstock.engine.client.blame import Blame
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
 from penstock.engine.client.group_return import GroupReturn
 from penstock.engine.client.migration import Migration
 from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
 from penstock.engine.client.submitted_request import SubmittedRequest
+from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
@@ -85,7 +87,9 @@ class Client:
         self._rows = self._board.rows
         self._verdicts = VerdictBoard(tree.verdicts)
         self.counters = [MigrationCounters() for _ in tree.inboxes] if counters is None else counters
-        self._migration = Migration(tree.config, index, (self._board, self._verdicts), self.counters, self)
+        self._blame = Blame(BlameLedger(tree.blame, tree.config.api_server_count, index), self.counters)
+        boards = (self._board, self._verdicts)
+        self._migration = Migration(tree.config, index, boards, self.counters, self, self._blame)
         self._group_return = GroupReturn(tree.config, self._board, lambda: self.can_submit)
         self._router = Router()
         self._store = tree.store
@@ -136,6 +140,7 @@ class Client:
         scope: Scope | None = None,
         priority: int = 0,
         client: str = "",
+        account: str = "",
         salt: bytes = b"",
         chunk_format: ChunkFormat | None = None,
         timeout: float | None = None,
@@ -147,6 +152,7 @@ class Client:
         images that are in the store already, or inline. `scope` holds both: it belongs to the stream
         from now on, and is released also if this raises. `chunk_format`: the style of the answer, the head of each of
         its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
+        `account`: of the client, which has a budget of trials of requests that may make processes fail; "": none has.
         `request_id`: how the log names the request.
 
         Where a group is started again, and no other one serves, the request waits for it as a lost one does. Raises
@@ -175,7 +181,8 @@ class Client:
                 else secrets.randbits(SEED_BITS),  # checked by the core
                 time.monotonic_ns(),
             )
-            submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len)
+            submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len, account)
+            self._blame.require_no_quarantine(submitted)
             stream = await self._submit(submitted, scope, deadline)
             stream.begin(self._abort, timeout, time.monotonic() - began)
             return stream
@@ -208,7 +215,7 @@ class Client:
 
     def _choose(self, submitted: SubmittedRequest) -> Placement:
         """Returns a group for a request, and a new number. Raises EngineError if none serves."""
-        serving = self.serving_groups
+        serving = self.groups_for(submitted)
         loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in serving}
         if not loads:
             raise EngineError(503, "no group of the engine serves now: send the request again")
@@ -252,6 +259,20 @@ class Client:
             self._cores.abort(place)
 
     # ── a request that its group has lost: for `Migration` ──
+    def groups_for(self, submitted: SubmittedRequest) -> dict[int, int]:
+        """Returns the groups that may run a request now. Suspects are tried in one group, and no other request is sent
+        there while another group serves. That group is awaited, unless its starts fail."""
+        serving, trial = self.serving_groups, self._board.tree[StatusBoard.TRIAL_GROUP] - 1
+        if submitted.is_confined and trial >= 0 and not self._board.is_draining:
+            is_back = trial in serving
+            if is_back or not self._rows[trial][StatusBoard.FAILED_STARTS]:
+                return {trial: serving[trial]} if is_back else {}
+        if submitted.is_confined:
+            return serving
+        avoided = {trial} if self._migration.has_confined else set()
+        avoided |= {group for group in serving if self._rows[group][StatusBoard.SUSPECTS]}
+        return {group: number for group, number in serving.items() if group not in avoided} or serving
+
     @property
     def can_submit(self) -> bool:
         return bool(self.serving_groups)

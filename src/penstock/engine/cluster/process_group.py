@@ -236,6 +236,8 @@ class ProcessGroup:
         if cause is None or not self._is_cause_due:
             return
         self._is_cause_due = False
+        if cause == Cause.ITSELF:  # before the verdict: a server that reads the verdict finds the group
+            self._launcher.board.tree[StatusBoard.TRIAL_GROUP] = self._group + 1
         self._launcher.verdicts.write_cause(self._group, self._incarnation, cause)
         doubt = "" if self._loss.is_oom_counted else ", or out of memory: the kernel's counter cannot be read"
         event("group lost", unit=self.name, incarnation=self._incarnation, cause=cause.name.lower() + doubt)

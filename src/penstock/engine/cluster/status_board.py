@@ -38,6 +38,7 @@ class StatusBoard:
     MIGRATIONS_ENDED = 5
     MIGRATIONS_FAILED = 6  # those of them that did not bring all groups back
     SERVED = 7  # 1: a group has served, and was lost or restarted; it is started again however often that fails
+    TRIAL_GROUP = 8  # the group that failed by itself last: suspects are tried in it. Its number + 1; 0: none has
     # Words of a group's row, the core's.
     SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
     OPEN = 1  # requests
@@ -68,6 +69,7 @@ class StatusBoard:
     RENDEZVOUS = 21  # the port at which the ranks of this incarnation meet; 0: not linked to the home node yet
     # The core's again.
     ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
+    SUSPECTS = 22  # requests that may have made a group fail, and are not cleared
     QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
 
     def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:

@@ -78,6 +78,10 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):
         return [None if count < 0 else self.ids[end - count : end] for end, count in counts]
 
 
+SUSPECT = 2  # failures of a request that other requests make room for, so that it is tried alone
+TRIAL_TOKENS = 16  # that a suspect generates until it is cleared; more than are in flight between a step and a server
+
+
 class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A request. `n` samples of one prompt are one request, and as many slots."""
 
@@ -357,7 +361,6 @@ class Resume(enum.IntEnum):
 
     OUTPUT_DIED = 1  # its output processor
     SUSPECT_RUNS = 2  # another request runs alone, as it may be the reason for failures of processes
-    CLEARED = 3  # it has run alone, and no process has failed: it is no suspect any more
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):

@@ -1,0 +1,84 @@
+"""What follows from failures of processes for requests of a client: convictions, the quarantine, a budget of trials."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+import msgspec
+from msgspec.structs import replace
+
+from penstock.engine.client.stream import EngineError
+from penstock.engine.client.submitted_request import SubmittedRequest
+from penstock.engine.cluster.blame_ledger import (
+    MAX_TRIALS,
+    QUARANTINE_S,
+    TRIAL_PERIOD_S,
+    BlameLedger,
+    ledger_key,
+)
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.protocol.messages import SUSPECT, Submit
+
+CONVICTION = 2  # failures of a group while the request ran alone
+
+
+def quarantine_key(submit: Submit) -> bytes | None:
+    """Returns the hash of a prompt, of its images and of its parameters but for the seed; None: an image has no key."""
+    items = () if submit.inputs is None else submit.inputs.items
+    keys = [item.key for item in items if item.key is not None]
+    if len(keys) < len(items):
+        return None
+    params = msgspec.msgpack.encode(replace(submit.params, seed=None))
+    return ledger_key(submit.prompt.tobytes(), params, *keys)
+
+
+class Blame:
+    """The ledger as one client of the engine uses it. `counters`: one for each group."""
+
+    def __init__(self, ledger: BlameLedger, counters: Sequence[MigrationCounters]) -> None:
+        self._ledger = ledger
+        self._counters = counters
+
+    def require_no_quarantine(self, submitted: SubmittedRequest) -> None:
+        """Raises EngineError for a request whose prompt has been convicted lately."""
+        if self._ledger.quarantine.is_empty:
+            return
+        key = quarantine_key(submitted.first)
+        left = [] if key is None else self._ledger.quarantine.seconds_left(key)
+        if left:
+            self._counters[0][MigrationCounters.QUARANTINED] += 1
+            event(
+                "request is in quarantine", logging.WARNING, request_id=submitted.request_id, seconds=round(max(left))
+            )
+            reason = "a request with this prompt and these parameters has made processes of the engine fail"
+            raise EngineError(500, f"{reason}: it is not run again within {max(left):.0f} s")
+
+    def convict(self, submitted: SubmittedRequest, group: int) -> None:
+        """Puts the prompt of a request into quarantine."""
+        self._counters[group][MigrationCounters.CONVICTIONS] += 1
+        key = quarantine_key(submitted.first)
+        if key is not None:
+            self._ledger.quarantine.add(key, QUARANTINE_S)
+
+    def charge_trial(self, submitted: SubmittedRequest, group: int) -> bool:
+        """Charges the account of a suspect that is submitted, once for each failure. Returns False if the account has
+        had all of its trials. A request without an account has no budget."""
+        if submitted.failures < SUSPECT or submitted.charged_failures == submitted.failures:
+            return True
+        submitted.charged_failures = submitted.failures
+        if submitted.account:
+            key = ledger_key(submitted.account.encode())
+            if len(self._ledger.trials.seconds_left(key)) >= MAX_TRIALS:
+                self._counters[group][MigrationCounters.TRIALS_REFUSED] += 1
+                return False
+            self._ledger.trials.add(key, TRIAL_PERIOD_S)
+        self._counters[group][MigrationCounters.TRIALS] += 1
+        return True
+
+
+OVER_BUDGET = (
+    f"the request may have made processes of the engine fail, and {MAX_TRIALS} requests of its client were tried within "
+    f"{TRIAL_PERIOD_S:.0f} s: send the request again later"
+)
