@@ -19,6 +19,7 @@ from penstock.engine.cluster.blame_ledger import (
 )
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.migration_counters import MigrationCounters
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import SUSPECT, Submit
 
 CONVICTION = 2  # failures of a group while the request ran alone
@@ -37,8 +38,9 @@ def quarantine_key(submit: Submit) -> bytes | None:
 class Blame:
     """The ledger as one client of the engine uses it. `counters`: one for each group."""
 
-    def __init__(self, ledger: BlameLedger, counters: Sequence[MigrationCounters]) -> None:
+    def __init__(self, ledger: BlameLedger, board: StatusBoard, counters: Sequence[MigrationCounters]) -> None:
         self._ledger = ledger
+        self._board = board
         self._counters = counters
 
     def require_no_quarantine(self, submitted: SubmittedRequest) -> None:
@@ -54,6 +56,21 @@ class Blame:
             )
             reason = "a request with this prompt and these parameters has made processes of the engine fail"
             raise EngineError(500, f"{reason}: it is not run again within {max(left):.0f} s")
+
+    def groups_for(self, submitted: SubmittedRequest, serving: dict[int, int], has_confined: bool) -> dict[int, int]:
+        """Returns those of the groups that serve (with their incarnations) which may run a request now.
+
+        Suspects are tried in one group, and no other request goes there while another group serves. That group is
+        awaited, unless its starts fail. `has_confined`: a request of this client waits for the group."""
+        trial, rows = self._board.tree[StatusBoard.TRIAL_GROUP] - 1, self._board.rows
+        if not submitted.is_confined:
+            avoided = {group for group in serving if rows[group][StatusBoard.SUSPECTS]}
+            avoided |= {trial} if has_confined else set()
+            return {group: number for group, number in serving.items() if group not in avoided} or serving
+        if trial in serving:
+            return {trial: serving[trial]}
+        is_awaited = trial >= 0 and not self._board.is_draining and not rows[trial][StatusBoard.FAILED_STARTS]
+        return {} if is_awaited else serving
 
     def convict(self, submitted: SubmittedRequest, group: int) -> None:
         """Puts the prompt of a request into quarantine."""
@@ -79,6 +96,6 @@ class Blame:
 
 
 OVER_BUDGET = (
-    f"the request may have made processes of the engine fail, and {MAX_TRIALS} requests of its client were tried within "
-    f"{TRIAL_PERIOD_S:.0f} s: send the request again later"
+    f"the request may have made processes of the engine fail, and {MAX_TRIALS} requests of its client were tried "
+    f"within {TRIAL_PERIOD_S:.0f} s: send the request again later"
 )

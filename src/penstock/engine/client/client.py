@@ -87,7 +87,8 @@ class Client:
         self._rows = self._board.rows
         self._verdicts = VerdictBoard(tree.verdicts)
         self.counters = [MigrationCounters() for _ in tree.inboxes] if counters is None else counters
-        self._blame = Blame(BlameLedger(tree.blame, tree.config.api_server_count, index), self.counters)
+        ledger = BlameLedger(tree.blame, tree.config.api_server_count, index)
+        self._blame = Blame(ledger, self._board, self.counters)
         boards = (self._board, self._verdicts)
         self._migration = Migration(tree.config, index, boards, self.counters, self, self._blame)
         self._group_return = GroupReturn(tree.config, self._board, lambda: self.can_submit)
@@ -260,18 +261,7 @@ class Client:
 
     # ── a request that its group has lost: for `Migration` ──
     def groups_for(self, submitted: SubmittedRequest) -> dict[int, int]:
-        """Returns the groups that may run a request now. Suspects are tried in one group, and no other request is sent
-        there while another group serves. That group is awaited, unless its starts fail."""
-        serving, trial = self.serving_groups, self._board.tree[StatusBoard.TRIAL_GROUP] - 1
-        if submitted.is_confined and trial >= 0 and not self._board.is_draining:
-            is_back = trial in serving
-            if is_back or not self._rows[trial][StatusBoard.FAILED_STARTS]:
-                return {trial: serving[trial]} if is_back else {}
-        if submitted.is_confined:
-            return serving
-        avoided = {trial} if self._migration.has_confined else set()
-        avoided |= {group for group in serving if self._rows[group][StatusBoard.SUSPECTS]}
-        return {group: number for group, number in serving.items() if group not in avoided} or serving
+        return self._blame.groups_for(submitted, self.serving_groups, self._migration.has_confined)
 
     @property
     def can_submit(self) -> bool:

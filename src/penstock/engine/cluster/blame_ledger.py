@@ -1,8 +1,8 @@
 """The blame ledger: which prompts are in quarantine, and which accounts have had trials lately, in shared memory.
 
-Each server writes entries of its own and reads the entries of all servers, so a prompt that one server has convicted
-runs on no other one, and the entries outlive the server. An entry is a hash with an expiry. A full table loses the entry
-that expires first. An entry carries a check word: a reader that meets a half-written entry ignores it.
+Each server writes entries of its own and reads the entries of all servers. So a prompt that one server has convicted is
+refused by all, and entries outlive the server. An entry is a hash with an expiry. A full table loses the entry that
+expires first. Each entry carries a check word: a reader ignores an entry that is half written.
 """
 
 from __future__ import annotations

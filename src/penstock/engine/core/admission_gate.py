@@ -5,9 +5,9 @@ cleared, also beside other requests: a request that makes its group fail at some
 suspects are admitted in batches, the next batch when the one before it is cleared: each time half of those that are
 left, the least suspected first. If the group fails again, the last batch is the smaller set of suspects.
 
-The last suspect that is left runs alone: at once where no other request is open, and where other requests run, after
-SERVED_RESULTS of their results, if it was in flight in several failures. No other request runs during such a trial, so a
-failure then is the doing of this request.
+The last suspect that is left runs alone where no other request is open. Where other requests run, a suspect of several
+failures runs alone after SERVED_RESULTS of their results. No other request runs during such a trial: a failure then is
+the doing of the suspect.
 """
 
 from __future__ import annotations
