@@ -3,11 +3,12 @@
 A suspect was in the steps in flight of a group that failed by itself. A suspect that generates TRIAL_TOKENS more is
 cleared, also beside other requests: a request that makes its group fail at some token fails again at that token. So
 suspects are admitted in batches, the next batch when the one before it is cleared: each time half of those that are
-left, the least suspected first. If the group fails again, the last batch is the smaller set of suspects.
+left, the least suspected first, and the last MAX_SINGLES of them one by one. If the group fails again, the suspects are
+the last batch.
 
-The last suspect that is left runs alone where no other request is open. Where other requests run, a suspect of several
-failures runs alone after SERVED_RESULTS of their results. No other request runs during such a trial: a failure then is
-the doing of the suspect.
+Where no other request is open, the most suspected one runs alone. Where other requests run, the last suspect, if it has
+several failures, runs alone after SERVED_RESULTS of their results. No other request runs during such a trial: a failure
+then is the doing of the suspect.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from typing import TypeAlias
 
 from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Submit
 
+MAX_SINGLES = 8  # suspects; a batch of one takes as long as a larger one
 SERVED_RESULTS = 64  # of other requests, between two trials that they wait for
 
 Number: TypeAlias = tuple[int, int]  # of a server, and its number of a request
@@ -104,13 +106,14 @@ class AdmissionGate:
     def _next_batch(self, is_quiet: bool) -> list[Number]:
         """Returns the suspects that are admitted next; none while the last one waits to run alone."""
         ready = sorted(self._ready(self._suspects), key=self._suspicion)
-        if len(ready) > 1:
+        if len(ready) > MAX_SINGLES:
             return ready[: (len(ready) + 1) // 2]
-        if ready and is_quiet:
-            self.trial = ready[0]
-        elif ready and self._suspects[ready[0]][0].failures >= SUSPECT:
+        if ready and is_quiet and (not self._waiting or self._results >= SERVED_RESULTS):
+            self.trial = ready[-1]
+            return ready[-1:]
+        if len(ready) == 1 and self._suspects[ready[0]][0].failures >= SUSPECT:
             return []
-        return ready
+        return ready[:1]
 
     def _suspicion(self, number: Number) -> tuple[int, int]:
         submit = self._suspects[number][0]

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.engine.core.admission_gate import SERVED_RESULTS, AdmissionGate, Number
+from penstock.engine.core.admission_gate import MAX_SINGLES, SERVED_RESULTS, AdmissionGate, Number
 from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Progress, SamplingParams, Submit
 
 
@@ -69,15 +69,24 @@ def test_requests_of_a_server_that_died_are_dropped() -> None:
 # ── suspects ──
 def test_suspects_are_admitted_by_halves_and_the_least_suspected_first() -> None:
     gate = AdmissionGate(1)
-    for request in range(4):
+    for request in range(2 * MAX_SINGLES):
         gate.put(submit(request, failures=1, generated=10 * request), 0)
-    gate.put(submit(7, failures=SUSPECT, generated=90), 0)
-    gate.put(submit(8), 0)
-    first = [(0, 3), (0, 2), (0, 1)]
-    assert taken(gate, False) == first and gate.suspects == 5
-    assert taken(gate, False, *first) == [(0, 8)], "a request that is no suspect runs beside the batch"
-    assert taken(gate, False, (0, 2)) == [], "one of the batch is not cleared"
-    assert taken(gate, False) == [(0, 0)] and gate.trial is None
+    gate.put(submit(70, failures=SUSPECT, generated=900), 0)
+    gate.put(submit(80), 0)
+    first = [(0, request) for request in reversed(range(MAX_SINGLES - 1, 2 * MAX_SINGLES))]
+    assert taken(gate, False) == first and gate.suspects == 2 * MAX_SINGLES + 1
+    assert taken(gate, False, *first) == [(0, 80)], "a request that is no suspect runs beside the batch"
+    assert taken(gate, False, first[3]) == [], "one of the batch is not cleared"
+    for request in reversed(range(MAX_SINGLES - 1)):
+        assert taken(gate, False) == [(0, request)] and gate.trial is None, "the last ones come one by one"
+    assert taken(gate, False) == [], "the last one has failed twice, and waits to run alone"
+
+
+def test_request_that_waits_is_served_before_the_trial_of_a_suspect() -> None:
+    gate = AdmissionGate(1)
+    gate.put(submit(1, failures=SUSPECT), 0)
+    gate.put(submit(2), 0)
+    assert taken(gate) == [(0, 2)] and gate.trial is None
 
 
 def test_last_suspect_runs_alone_where_no_other_request_is_open() -> None:
@@ -90,6 +99,15 @@ def test_last_suspect_runs_alone_where_no_other_request_is_open() -> None:
     assert taken(gate, False, (0, 1)) == [], "no request runs beside a trial"
     assert taken(gate, False) == [(0, 3)] and gate.trial is None, "a cleared suspect runs on beside others"
     assert taken(gate, False, (0, 3)) == [(0, 2)]
+
+
+def test_most_suspected_request_is_tried_first_where_no_other_request_is_open() -> None:
+    gate = AdmissionGate(1)
+    gate.put(submit(1, failures=1, generated=4), 0)
+    gate.put(submit(2, failures=1, generated=9), 0)
+    gate.put(submit(3, failures=SUSPECT, generated=9), 0)
+    for request in (3, 1, 2):
+        assert taken(gate) == [(0, request)] and gate.trial == (0, request)
 
 
 def test_suspect_of_one_failure_runs_beside_other_requests() -> None:
@@ -123,7 +141,7 @@ def test_suspect_of_an_absent_output_processor_waits_and_another_is_tried() -> N
     gate.put(submit(2, failures=SUSPECT), 0)
     assert taken(gate) == []
     gate.put(submit(3, failures=SUSPECT, generated=5), 0)
-    assert taken(gate) == [(0, 3)]
+    assert taken(gate) == [(0, 3)] and gate.trial == (0, 3)
     assert taken(gate) == [] and gate.trial is None
     gate.hold(set())
     assert taken(gate) == [(0, 2)]
