@@ -20,7 +20,7 @@ from penstock.engine.cluster.blame_ledger import (
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.protocol.messages import SUSPECT, Submit
+from penstock.engine.protocol.messages import Submit
 
 CONVICTION = 2  # failures of a group while the request ran alone
 
@@ -79,23 +79,25 @@ class Blame:
         if key is not None:
             self._ledger.quarantine.add(key, QUARANTINE_S)
 
-    def charge_trial(self, submitted: SubmittedRequest, group: int) -> bool:
-        """Charges the account of a suspect that is submitted, once for each failure. Returns False if the account has
-        had all of its trials. A request without an account has no budget."""
-        if submitted.failures < SUSPECT or submitted.charged_failures == submitted.failures:
+    def has_budget(self, submitted: SubmittedRequest) -> bool:
+        """Returns whether a suspect may be tried. A request without an account has no budget, and may be tried."""
+        if submitted.failures == 0 or not submitted.account:
             return True
-        submitted.charged_failures = submitted.failures
-        if submitted.account:
-            key = ledger_key(submitted.account.encode())
-            if len(self._ledger.trials.seconds_left(key)) >= MAX_TRIALS:
-                self._counters[group][MigrationCounters.TRIALS_REFUSED] += 1
-                return False
-            self._ledger.trials.add(key, TRIAL_PERIOD_S)
+        key = ledger_key(submitted.account.encode())
+        return len(self._ledger.trials.seconds_left(key)) < MAX_TRIALS
+
+    def count_trial(self, submitted: SubmittedRequest, group: int) -> None:
+        """Charges the account of a request that has made a group fail while it ran alone. Trials that clear a request
+        cost other requests little, and nothing is charged for them."""
         self._counters[group][MigrationCounters.TRIALS] += 1
-        return True
+        if submitted.account:
+            self._ledger.trials.add(ledger_key(submitted.account.encode()), TRIAL_PERIOD_S)
+
+    def count_refused_trial(self, group: int) -> None:
+        self._counters[group][MigrationCounters.TRIALS_REFUSED] += 1
 
 
 OVER_BUDGET = (
-    f"the request may have made processes of the engine fail, and {MAX_TRIALS} requests of its client were tried "
+    f"the request may have made processes of the engine fail, and requests of its client did so {MAX_TRIALS} times "
     f"within {TRIAL_PERIOD_S:.0f} s: send the request again later"
 )

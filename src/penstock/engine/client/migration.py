@@ -105,6 +105,9 @@ class Migration:
             return
         if failed.resume == Resume.OUTPUT_DIED:
             return self._count(stream, OUTPUT)
+        if failed.resume == Resume.TRIAL_REFUSED:
+            self._blame.count_refused_trial(loss.group)
+            return self._give_up(stream, OVER_BUDGET)
         loss.is_judged = True
 
     def _add(self, stream: OutputStream, why: str) -> Loss | None:
@@ -192,9 +195,7 @@ class Migration:
                 continue
             if not self._submitter.groups_for(submitted):  # the group for trials is coming back
                 continue
-            if not self._blame.charge_trial(submitted, loss.group):
-                self._give_up(stream, f"{OVER_BUDGET}: {loss.why}")
-                continue
+            submitted.may_be_tried = self._blame.has_budget(submitted)
             self.discard(stream)
             try:
                 self._submitter.place_again(stream, submitted)
@@ -239,6 +240,8 @@ class Migration:
         has_failed = verdict.cause == Cause.ITSELF
         if has_failed and was_in_flight:
             submitted.count_failure(is_alone=verdict.is_trial)
+            if verdict.is_trial:
+                self._blame.count_trial(submitted, self._waiting[stream].group)
             if submitted.failures_alone == CONVICTION:
                 return self._convict(stream)
         elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before

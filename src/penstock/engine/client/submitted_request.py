@@ -30,7 +30,6 @@ class SubmittedRequest:
         "_max_tokens",
         "_over",
         "account",
-        "charged_failures",
         "clearings",
         "delivered",
         "failed_migrations",
@@ -38,6 +37,7 @@ class SubmittedRequest:
         "failures_alone",
         "first",
         "generated",
+        "may_be_tried",
         "migrations",
         "request_id",
     )
@@ -57,7 +57,7 @@ class SubmittedRequest:
         self.delivered = 0  # ids of all samples
         self.failures = 0  # of processes by themselves, while this request was in a step in flight
         self.failures_alone = 0  # those of them while no other request ran
-        self.charged_failures = 0  # up to which the account has been charged for trials
+        self.may_be_tried = True  # as the budget of the account says
         self.clearings = 0  # times that the request has generated TRIAL_TOKENS after a failure
         self._clear_at = 0  # ids, delivered
 
@@ -104,7 +104,7 @@ class SubmittedRequest:
         """Clears a suspect that has generated TRIAL_TOKENS with each sample since the last failure. Up to `limit` times
         the failures do not count as migrations: a request may make its group fail at random."""
         if self.failures and self.delivered >= self._clear_at:
-            self.failures = self.failures_alone = self.charged_failures = 0
+            self.failures = self.failures_alone = 0
             self.clearings += 1
             if self.clearings <= limit:
                 self.forgive()
@@ -126,7 +126,13 @@ class SubmittedRequest:
 
     def submit(self, request: int) -> Submit:
         """Returns the message that begins the request, or continues it, under this number."""
-        return replace(self.first, request=request, progress=self._progress(), failures=self.failures)
+        return replace(
+            self.first,
+            request=request,
+            progress=self._progress(),
+            failures=self.failures,
+            may_be_tried=self.may_be_tried,
+        )
 
     def _progress(self) -> Progress | None:
         if not self.generated and not self._over:

@@ -29,9 +29,9 @@ class MigrationCounters:
     WAITING = 0  # requests that the group has lost and that no group has taken yet
     KEPT_TOKENS = 1  # of open requests: prompts, and generated ids
     GIVEN_UP = 2  # requests that were answered with an error, as they could not be resumed
-    TRIALS = 3  # suspects that were submitted to run alone
+    TRIALS = 3  # failures of a group while one request ran alone
     TRIALS_REFUSED = 4  # suspects whose account had had all of its trials
-    CONVICTIONS = 5  # requests that have made a group fail while they ran alone
+    CONVICTIONS = 5  # requests that have made a group fail twice so
     QUARANTINED = 6  # requests that were refused as their prompt was in quarantine
     MIGRATIONS = 7  # by MIGRATION_CAUSES
     _PAUSE = MIGRATIONS + len(MIGRATION_CAUSES)

@@ -33,6 +33,7 @@ class AdmissionGate:
         self._waiting: dict[Number, Queued] = {}  # in the order of their arrival
         self._suspects: dict[Number, Queued] = {}
         self._batch: list[Number] = []  # suspects that were admitted last and are not cleared
+        self._refused: list[Number] = []  # suspects that were to run alone, and may not
         self._absent: Collection[int] = ()
         self._results = 0  # since the core began, or since the last trial
         self.trial: Number | None = None  # the suspect that runs alone
@@ -108,17 +109,35 @@ class AdmissionGate:
         ready = sorted(self._ready(self._suspects), key=self._suspicion)
         if len(ready) > MAX_SINGLES:
             return ready[: (len(ready) + 1) // 2]
-        if ready and is_quiet and (not self._waiting or self._results >= SERVED_RESULTS):
+        if len(ready) == 1 and not self._may_be_tried(ready[0]):
+            self._suspects.pop(ready[0])
+            self._refused += ready
+            return []
+        if (
+            ready
+            and self._suspects[ready[-1]][0].may_be_tried
+            and is_quiet
+            and (not self._waiting or self._results >= SERVED_RESULTS)
+        ):
             self.trial = ready[-1]
             return ready[-1:]
         if len(ready) == 1 and self._suspects[ready[0]][0].failures >= SUSPECT:
             return []
         return ready[:1]
 
+    def _may_be_tried(self, number: Number) -> bool:
+        submit = self._suspects[number][0]
+        return submit.may_be_tried or submit.failures < SUSPECT
+
     def _suspicion(self, number: Number) -> tuple[int, int]:
         submit = self._suspects[number][0]
         return submit.failures, 0 if submit.progress is None else -submit.progress.ids.size
 
-    def count_result(self) -> None:
-        """Counts a result of the scheduler's requests that has sampled tokens."""
-        self._results += 1
+    def take_refused(self) -> list[Number]:
+        """Returns the suspects that are the last ones, and may not be tried, and forgets them."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def count_result(self, ids: int) -> None:
+        """Counts a result of the scheduler's requests with so many sampled ids."""
+        self._results += ids > 0

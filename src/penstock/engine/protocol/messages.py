@@ -98,6 +98,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     arrived_ns: Natural = 0  # time.monotonic_ns() when the request was submitted first
     progress: Progress | None = None  # None: the request begins
     failures: Natural = 0  # deaths by itself of a process, while the request was in a step in flight
+    may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -361,6 +362,7 @@ class Resume(enum.IntEnum):
 
     OUTPUT_DIED = 1  # its output processor
     SUSPECT_RUNS = 2  # another request runs alone, as it may be the reason for failures of processes
+    TRIAL_REFUSED = 3  # the request may be the reason, and may not run alone: it may not be submitted again
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):

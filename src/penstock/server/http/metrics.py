@@ -72,11 +72,11 @@ GAUGES_OF_MIGRATION = (
 COUNTED_OF_BLAME = (
     (
         "trials",
-        "Requests that were submitted to run alone, as they may have made an engine fail",
+        "Failures of an engine while one request ran alone",
         MigrationCounters.TRIALS,
     ),
-    ("trials_refused", "Such requests whose client had had all of its trials", MigrationCounters.TRIALS_REFUSED),
-    ("convictions", "Requests that have made an engine fail while they ran alone", MigrationCounters.CONVICTIONS),
+    ("trials_refused", "Suspects whose client had had all of its trials", MigrationCounters.TRIALS_REFUSED),
+    ("convictions", "Requests that have made an engine fail twice while they ran alone", MigrationCounters.CONVICTIONS),
     ("quarantined_requests", "Requests that were refused as they equal a convicted one", MigrationCounters.QUARANTINED),
 )
 ENCODINGS = (

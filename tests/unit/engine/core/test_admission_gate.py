@@ -6,11 +6,14 @@ from penstock.engine.core.admission_gate import MAX_SINGLES, SERVED_RESULTS, Adm
 from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Progress, SamplingParams, Submit
 
 
-def submit(request: int, server: int = 0, *, failures: int = 0, generated: int = 0, n: int = 1) -> Submit:
+def submit(
+    request: int, server: int = 0, *, failures: int = 0, generated: int = 0, n: int = 1, may_be_tried: bool = True
+) -> Submit:
     counts = np.array([generated] * n, np.int32)
     progress = Progress(counts, np.zeros(n * generated, np.int32)) if generated else None
     prompt = np.zeros(3, np.int32)
-    return Submit(server, request, prompt, SamplingParams(n=n), progress=progress, failures=failures)
+    params = SamplingParams(n=n)
+    return Submit(server, request, prompt, params, progress=progress, failures=failures, may_be_tried=may_be_tried)
 
 
 def taken(gate: AdmissionGate, is_quiet: bool = True, *running: Number) -> list[Number]:
@@ -25,7 +28,7 @@ def taken(gate: AdmissionGate, is_quiet: bool = True, *running: Number) -> list[
 
 def serve(gate: AdmissionGate, results: int = SERVED_RESULTS) -> None:
     for _ in range(results):
-        gate.count_result()
+        gate.count_result(1)
 
 
 def test_requests_pass_in_the_order_of_their_arrival() -> None:
@@ -115,6 +118,15 @@ def test_suspect_of_one_failure_runs_beside_other_requests() -> None:
     gate.put(submit(1, failures=1), 0)
     serve(gate)
     assert not gate.needs_quiet and taken(gate, False) == [(0, 1)] and gate.trial is None
+
+
+def test_suspect_that_may_not_be_tried_runs_beside_others_or_is_refused() -> None:
+    gate = AdmissionGate(1)
+    for request, failures in ((1, SUSPECT), (2, SUSPECT), (3, 1)):
+        gate.put(submit(request, failures=failures, generated=request, may_be_tried=False), 0)
+    assert taken(gate) == [(0, 3)] and gate.trial is None
+    assert taken(gate) == [(0, 2)] and gate.trial is None and gate.take_refused() == []
+    assert taken(gate) == [] and gate.take_refused() == [(0, 1)] and gate.suspects == 0
 
 
 def test_suspect_of_several_failures_waits_while_other_requests_are_served() -> None:
