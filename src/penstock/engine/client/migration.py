@@ -245,7 +245,7 @@ class Migration:
             if submitted.failures_alone == CONVICTION:
                 return self._convict(stream)
         elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before
-            submitted.failures = 0
+            submitted.failures *= submitted.failures_alone > 0  # but for those of a request that has failed alone, too
             submitted.forgive()
         # A request that was in no step of a group that failed by itself had no part in its end.
         # Failures while a request ran alone have a limit of their own.

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from penstock.engine.client.router import traces
-from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Ints, Progress, Submit
+from penstock.engine.protocol.messages import CONFINED_TOKENS, SUSPECT, TRIAL_TOKENS, Ints, Progress, Submit
 
 
 def _no_ids() -> array[int]:
@@ -80,7 +80,7 @@ class SubmittedRequest:
     def is_confined(self) -> bool:
         """Returns whether the request may run in no group but the one for trials: it was in flight in several failures,
         or in one before it had generated much."""
-        return self.failures >= SUSPECT or (self.failures > 0 and self.delivered < TRIAL_TOKENS)
+        return self.failures >= SUSPECT or (self.failures > 0 and self.delivered < CONFINED_TOKENS)
 
     @property
     def traces(self) -> list[bytes]:

@@ -84,11 +84,13 @@ class AdmissionGate:
         """Sets the output processors that are away: their requests wait."""
         self._absent = absent
 
-    def take(self, is_quiet: bool, has_advanced: Callable[[Number, int], bool]) -> list[Queued]:
-        """Returns the requests that go to the scheduler now. `is_quiet`: the scheduler has none, and no step is in
-        flight. `has_advanced` says whether a request has ended, or has generated so many tokens here."""
-        if self._batch:
-            self._batch = [number for number in self._batch if not has_advanced(number, TRIAL_TOKENS)]
+    def take(self, is_quiet: bool, has_delivered: bool, generated: Callable[[Number], int | None]) -> list[Queued]:
+        """Returns the requests that go to the scheduler now. `is_quiet`: the scheduler has none, no step is in flight,
+        and the output processors have delivered all. `has_delivered`: they have delivered all. `generated` returns how
+        many tokens a request has generated here; None: it has ended."""
+        if self._batch and (has_delivered or self.trial is None):  # an output may fail with the tokens of a trial
+            counts = [(number, generated(number)) for number in self._batch]
+            self._batch = [number for number, tokens in counts if tokens is not None and tokens < TRIAL_TOKENS]
         if self.trial is not None and not self._batch:
             self.trial, self._results = None, 0
         if self.trial is not None:

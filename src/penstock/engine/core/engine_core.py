@@ -193,7 +193,7 @@ class EngineCore:
         if gate.needs_quiet and scheduler.open_requests:
             self._send_back(scheduler.abort_all(lambda request: True), Resume.SUSPECT_RUNS, "a suspect is tried alone")
         self._has_delivered = self._outputs.has_delivered
-        while submits := gate.take(self._is_quiet, scheduler.has_advanced):
+        while submits := gate.take(self._is_quiet, self._has_delivered, scheduler.generated):
             if gate.trial is not None:
                 event("suspect is tried alone", request=str(gate.trial))
             self._in_flight_requests.on_admit([(one.server, one.request) for one, _ in submits], gate.trial is not None)

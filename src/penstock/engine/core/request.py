@@ -82,10 +82,10 @@ class Request:
         items = [self.items_of(block) for block in full] if self._keys else ()
         return hash_blocks(root_hash(self._salt), self.prompt, self.block_size, items)
 
-    def has_advanced(self, tokens: int, ids: Callable[[int], int]) -> bool:
-        """Returns whether a sample has generated so many tokens since the request was submitted. `ids`: by slot."""
+    def generated(self, ids: Callable[[int], int]) -> int:
+        """Returns the most tokens that a sample has generated since the request was submitted. `ids`: by slot."""
         slots = [(sample, sample.slot) for sample in self.samples if sample.slot is not None and not sample.is_ended]
-        return any(ids(slot) - sample.num_tokens >= tokens for sample, slot in slots)
+        return max((ids(slot) - sample.num_tokens for sample, slot in slots), default=0)
 
     def items_of(self, block: int) -> bytes:
         """Returns what the block's hash covers besides ids: the inputs that lie in it."""

@@ -113,10 +113,10 @@ class Scheduler:
             self.abort(server, number)
         return numbers
 
-    def has_advanced(self, number: tuple[int, int], tokens: int) -> bool:
-        """Returns whether a request has ended, or has generated so many tokens since it was submitted."""
+    def generated(self, number: tuple[int, int]) -> int | None:
+        """Returns how many tokens a request has generated since it was submitted; None: the request has ended."""
         request = self._requests.get(number)
-        return request is None or request.has_advanced(tokens, self._in_flight.ids)
+        return None if request is None else request.generated(self._in_flight.ids)
 
     def forget_output(self, output: int) -> None:
         """Drops what is due to an output processor that has died, and that its next life must not get."""

@@ -79,6 +79,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 SUSPECT = 2  # failures of a request that other requests make room for, so that it is tried alone
+CONFINED_TOKENS = 64  # a suspect that has generated fewer runs where suspects are tried: most failures come early
 TRIAL_TOKENS = 16  # that a suspect generates until it is cleared; more than are in flight between a step and a server
 
 

@@ -19,11 +19,10 @@ def submit(
 def taken(gate: AdmissionGate, is_quiet: bool = True, *running: Number) -> list[Number]:
     """Returns the requests that the gate admits. `running`: suspects that have not generated enough to be cleared."""
 
-    def has_advanced(number: Number, tokens: int) -> bool:
-        assert tokens == TRIAL_TOKENS
-        return number not in running
+    def generated(number: Number) -> int | None:
+        return TRIAL_TOKENS - 1 if number in running else TRIAL_TOKENS if number[1] % 2 else None
 
-    return [(message.server, message.request) for message, _ in gate.take(is_quiet, has_advanced)]
+    return [(message.server, message.request) for message, _ in gate.take(is_quiet, True, generated)]
 
 
 def serve(gate: AdmissionGate, results: int = SERVED_RESULTS) -> None:
@@ -35,7 +34,7 @@ def test_requests_pass_in_the_order_of_their_arrival() -> None:
     gate = AdmissionGate(2)
     for request in (3, 1, 2):
         assert gate.put(submit(request), 10 + request)
-    assert [(one.request, queued_ns) for one, queued_ns in gate.take(False, lambda *_: True)] == [
+    assert [(one.request, queued_ns) for one, queued_ns in gate.take(False, True, lambda _: None)] == [
         (3, 13),
         (1, 11),
         (2, 12),
@@ -111,6 +110,15 @@ def test_most_suspected_request_is_tried_first_where_no_other_request_is_open() 
     gate.put(submit(3, failures=SUSPECT, generated=9), 0)
     for request in (3, 1, 2):
         assert taken(gate) == [(0, request)] and gate.trial == (0, request)
+
+
+def test_trial_ends_when_output_processors_have_delivered_its_tokens() -> None:
+    gate = AdmissionGate(1)
+    gate.put(submit(1, failures=1), 0)
+    assert taken(gate) == [(0, 1)]
+    gate.put(submit(2), 0)
+    assert gate.take(False, False, lambda _: None) == [] and gate.trial == (0, 1)
+    assert taken(gate, False) == [(0, 2)] and gate.trial is None
 
 
 def test_suspect_of_one_failure_runs_beside_other_requests() -> None:
