@@ -66,7 +66,7 @@ OURS = {
     "penstock_requests_given_up": {"engine"},
     "penstock_migration_pause_seconds": {"engine"},
     "penstock_suspects": {"engine"},
-    **dict.fromkeys(BLAME, set()),
+    **{name: set() for name in BLAME},
     "penstock_encodings": {"engine"},
     "penstock_encodings_found": {"engine"},
     "penstock_encodings_unshared": {"engine"},
