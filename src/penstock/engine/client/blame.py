@@ -44,7 +44,7 @@ class Blame:
         self._counters = counters
 
     def require_no_quarantine(self, submitted: SubmittedRequest) -> None:
-        """Raises EngineError for a request whose prompt has been convicted lately."""
+        """Raises EngineError for a request with a prompt that has been convicted lately."""
         if self._ledger.quarantine.is_empty:
             return
         key = quarantine_key(submitted.first)

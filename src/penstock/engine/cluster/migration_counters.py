@@ -30,7 +30,7 @@ class MigrationCounters:
     KEPT_TOKENS = 1  # of open requests: prompts, and generated ids
     GIVEN_UP = 2  # requests that were answered with an error, as they could not be resumed
     TRIALS = 3  # failures of a group while one request ran alone
-    TRIALS_REFUSED = 4  # suspects whose account had had all of its trials
+    TRIALS_REFUSED = 4  # suspects of an account that had had all of its trials
     CONVICTIONS = 5  # requests that have made a group fail twice so
     QUARANTINED = 6  # requests that were refused as their prompt was in quarantine
     MIGRATIONS = 7  # by MIGRATION_CAUSES

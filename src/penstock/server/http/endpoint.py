@@ -253,7 +253,7 @@ class BodyReader:
 
 
 def account_of(request: Request, user: str | None, has_keys: bool) -> str:
-    """Returns whose requests share a budget of trials: those of an API key, else of a user, else of an address."""
+    """Returns the account of a request, which has a budget of trials: an API key, else a user, else an address."""
     if has_keys:
         return "key " + hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
     return f"user {user}" if user else f"address {client_of(request)}"

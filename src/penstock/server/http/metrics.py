@@ -75,7 +75,7 @@ COUNTED_OF_BLAME = (
         "Failures of an engine while one request ran alone",
         MigrationCounters.TRIALS,
     ),
-    ("trials_refused", "Suspects whose client had had all of its trials", MigrationCounters.TRIALS_REFUSED),
+    ("trials_refused", "Suspects of a client that had had all of its trials", MigrationCounters.TRIALS_REFUSED),
     ("convictions", "Requests that have made an engine fail twice while they ran alone", MigrationCounters.CONVICTIONS),
     ("quarantined_requests", "Requests that were refused as they equal a convicted one", MigrationCounters.QUARANTINED),
 )
