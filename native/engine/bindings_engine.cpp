@@ -3,8 +3,11 @@
 #include "bindings_engine.h"
 
 NB_MODULE(_native, m) {
-    m.doc() = "The engine's native code: KV-cache blocks and their prefix hashes, and layers of a model on CPUs.";
+    m.doc() =
+        "The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, records of fatal "
+        "signals.";
     penstock::engine::bind_block_cache(m);
+    penstock::engine::bind_fatal_signals(m);
     penstock::engine::bind_paged_attention(m);
     penstock::engine::bind_packed_linear(m);
     penstock::engine::bind_rms_norm(m);

@@ -226,21 +226,25 @@ def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
     asyncio.run(scene())
 
 
-def test_who_dies_again_and_again_starts_after_longer_pauses() -> None:
+def test_unit_that_fails_again_and_again_starts_after_longer_pauses() -> None:
     back_off = BackOff()
 
-    def pauses(times: int, is_failure: bool, lived: float) -> list[float]:
-        found = []
+    def pauses(times: int, is_failed_start: bool, lived: float, is_from_outside: bool = False) -> list[float]:
+        seconds = []
         for _ in range(times):
-            back_off.count(is_failure, lived)
-            found.append(back_off.seconds)
-        return found
+            back_off.count(is_failed_start, lived, is_from_outside=is_from_outside)
+            seconds.append(back_off.seconds)
+        return seconds
 
     assert pauses(1, False, 1000.0) == [0.0]
     assert pauses(6, False, 5.0) == [0.0, 0.1, 0.5, 1.0, 2.0, 2.0]  # it has served each time
     assert pauses(2, False, 1000.0) == [0.0, 0.0]
     assert pauses(10, True, 5.0) == [0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0, 30.0, 30.0]  # it has not
     assert pauses(1, False, 1000.0) == [0.0]
+    assert pauses(10, True, 5.0, is_from_outside=True) == [0.0] * 10
+    assert back_off.failed_starts == 10
+    assert pauses(2, True, 0.25, is_from_outside=True) == [0.75, 0.75], "one start in a second"
+    assert pauses(2, True, 5.0) == [0.1, 0.5], "kills from outside are no failures"
 
 
 def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:

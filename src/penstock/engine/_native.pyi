@@ -1,12 +1,13 @@
 """
-The engine's native code: KV-cache blocks and their prefix hashes, and layers of a model on CPUs.
+The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, records of fatal signals.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import numpy
 import numpy.typing
+from numpy.typing import NDArray
 
 
 def hash_blocks(root: bytes, token_ids: numpy.typing.NDArray[numpy.int32], block_size: int, extra: Sequence[bytes] = ()) -> bytes:
@@ -108,6 +109,11 @@ class PrefixHasher:
         """
         Returns (slot, tokens in its full blocks) of each sequence that has filled a block since the last call.
         """
+
+def record_fatal_signals(words: Annotated[NDArray[numpy.uint64], dict(shape=(None,), order='C', device='cpu')], index: int) -> None:
+    """
+    Stores the number, the code and the sender of the first signal that ends this process in a word of shared memory: number | code << 8 | sender << 32. The array is kept until the process ends.
+    """
 
 def paged_attention(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArray[Any], values: numpy.typing.NDArray[Any], out: numpy.typing.NDArray[Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, part: int = 0, num_parts: int = 1) -> None:
     """

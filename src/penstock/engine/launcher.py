@@ -16,7 +16,7 @@ from penstock import PeerDied, Sender, command_signals, standard_streams
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process_group import ProcessGroup, Run
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
-from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes, processes_of_group
+from penstock.engine.cluster.topology import Cluster, ProcessId, processes_of_group
 from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.core import engine_core
 from penstock.engine.model_dir import GENERATION, with_model_defaults
@@ -48,7 +48,6 @@ class Launcher:
         self.tree = Cluster.open(config)
         self.board = StatusBoard(self.tree.board, writable=True)
         self.verdicts = VerdictBoard(self.tree.verdicts, writable=True)
-        self._places = [(member.kind, member.group, member.index) for member in all_processes(config)]
         self.is_stopping = False
         local, remote = range(config.data_parallel_size), range(config.data_parallel_size, config.all_groups)
         self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in local]
@@ -77,8 +76,7 @@ class Launcher:
 
     def publish_pid(self, member: ProcessId, pid: int) -> None:
         """Writes on the board which process has this place; `pid` 0: none now."""
-        place = self._places.index((member.kind, member.group, member.index))
-        self.board.live(place, ProcessEntry(member.incarnation, pid, member.life))
+        self.board.live(self.tree.place_of(member), ProcessEntry(member.incarnation, pid, member.life))
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()

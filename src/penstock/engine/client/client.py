@@ -17,12 +17,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
+from penstock.engine.client.blame import Blame
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
 from penstock.engine.client.group_return import GroupReturn
 from penstock.engine.client.migration import Migration, ModelChanged
 from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
 from penstock.engine.client.submitted_request import SubmittedRequest
+from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
@@ -89,7 +91,10 @@ class Client:
         self._rows = self._board.rows
         self._verdicts = VerdictBoard(tree.verdicts)
         self.counters = [MigrationCounters() for _ in tree.inboxes] if counters is None else counters
-        self._migration = Migration(tree.config, index, (self._board, self._verdicts), self.counters, self)
+        ledger = BlameLedger(tree.blame, tree.config.api_server_count, index)
+        self._blame = Blame(ledger, self._board, self.counters)
+        boards = (self._board, self._verdicts)
+        self._migration = Migration(tree.config, index, boards, self.counters, self, self._blame)
         self.queue_counters = QueueCounters() if queue_counters is None else queue_counters
         self._group_return = GroupReturn(tree.config, self._board, self.queue_counters, lambda: self.can_submit)
         self._router = Router()
@@ -141,6 +146,7 @@ class Client:
         scope: Scope | None = None,
         priority: int = 0,
         client: str = "",
+        account: str = "",
         salt: bytes = b"",
         chunk_format: ChunkFormat | None = None,
         timeout: float | None = None,
@@ -152,6 +158,7 @@ class Client:
         images that are in the store already, or inline. `scope` holds both: it belongs to the stream
         from now on, and is released also if this raises. `chunk_format`: the style of the answer, the head of each of
         its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
+        `account`: of the client, which has a budget of trials of requests that may make processes fail; "": none has.
         `request_id`: how the log names the request.
 
         Where a group is started again, and no other one serves, the request waits for it, `queue_timeout` seconds at
@@ -179,7 +186,8 @@ class Client:
                 params.seed % (1 << 64) if isinstance(params.seed, int) else secrets.randbits(SEED_BITS),
                 time.monotonic_ns(),
             )
-            submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len)
+            submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len, account)
+            self._blame.require_no_quarantine(submitted)
             stream = await self._submit(submitted, scope, deadline)
             stream.begin(self._abort, timeout, time.monotonic() - began)
             return stream
@@ -221,7 +229,7 @@ class Client:
 
     def _choose(self, submitted: SubmittedRequest) -> Placement:
         """Returns a group for a request, and a new number. Raises EngineError if none serves, and ModelChanged."""
-        serving = self.serving_groups
+        serving = self.groups_for(submitted)
         models = self._models(serving)
         if not models:
             raise EngineError(503, "no group of the engine serves now: send the request again")
@@ -281,6 +289,9 @@ class Client:
             self._cores.abort(place)
 
     # ── a request that its group has lost: for `Migration` ──
+    def groups_for(self, submitted: SubmittedRequest) -> dict[int, int]:
+        return self._blame.groups_for(submitted, self.serving_groups, self._migration.has_confined)
+
     @property
     def can_submit(self) -> bool:
         return bool(self.serving_groups)

@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from penstock.engine.client.blame import CONVICTION, OVER_BUDGET, Blame
 from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster.logs import event
@@ -42,6 +43,9 @@ class Submitter(Protocol):
     @property
     def can_submit(self) -> bool:
         """Returns whether a group serves now."""
+
+    def groups_for(self, submitted: SubmittedRequest) -> dict[int, int]:
+        """Returns the groups that may run a request now, each with its incarnation."""
 
     def place_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
         """Gives the stream a group and a new number. Raises ModelChanged if all groups that serve have another model
@@ -73,6 +77,7 @@ class Migration:
         boards: tuple[StatusBoard, VerdictBoard],
         counters: Sequence[MigrationCounters],
         submitter: Submitter,
+        blame: Blame,
     ) -> None:
         """`server`: the index under which the client submits. `counters`: one for each group."""
         self._limit = config.migration_limit
@@ -82,6 +87,7 @@ class Migration:
         self._board, self._verdicts = boards
         self._counters = counters
         self._submitter = submitter
+        self._blame = blame
         self._waiting: dict[OutputStream, Loss] = {}
         self._task: asyncio.Task[None] | None = None
         self.resuming: dict[int, Loss] = {}  # by request: submitted again, and no chunk has come since
@@ -91,6 +97,11 @@ class Migration:
 
     def __iter__(self) -> Iterator[OutputStream]:
         return iter(self._waiting)
+
+    @property
+    def has_confined(self) -> bool:
+        """Returns whether a request waits for the group for trials."""
+        return any(_submitted(stream).is_confined for stream in self._waiting)
 
     # ── requests come and go ──
     def add(self, streams: Iterable[OutputStream], why: str) -> None:
@@ -105,13 +116,10 @@ class Migration:
             return
         if failed.resume == Resume.OUTPUT_DIED:
             return self._count(stream, OUTPUT)
+        if failed.resume == Resume.TRIAL_REFUSED:
+            self._blame.count_refused_trial(loss.group)
+            return self._give_up(stream, OVER_BUDGET)
         loss.is_judged = True
-        if failed.resume == Resume.CLEARED:
-            submitted = _submitted(stream)
-            submitted.trials += 1
-            if submitted.trials <= self._limit:
-                submitted.forgive()
-            submitted.failures = 0
 
     def _add(self, stream: OutputStream, why: str) -> Loss | None:
         before = self.resuming.pop(stream.request, None)
@@ -122,6 +130,7 @@ class Migration:
         if submitted.is_too_long:
             self._give_up(stream, f"{why}; it has had more than migration_max_seq_len ({self._max_tokens}) tokens")
             return None
+        submitted.clear_if_advanced(self._limit)
         now = time.monotonic()
         since = now if before is None else before.since
         loss = Loss(stream.group, stream.place.incarnation, why, since, now + self._timeout)
@@ -195,6 +204,9 @@ class Migration:
         for submitted, stream, loss in sorted(ready, key=lambda entry: entry[0].order):
             if self._waiting.get(stream) is not loss:  # it has ended meanwhile
                 continue
+            if not self._submitter.groups_for(submitted):  # the group for trials is coming back
+                continue
+            submitted.may_be_tried = self._blame.has_budget(submitted)
             self.discard(stream)
             try:
                 self._submitter.place_again(stream, submitted)
@@ -235,24 +247,29 @@ class Migration:
                     self._judge(stream, verdict)
 
     def _judge(self, stream: OutputStream, verdict: Verdict) -> None:
-        """Counts a loss for a request. A request that has made a group fail while it ran alone is answered with 500."""
+        """Counts a loss for a request. A request that has made groups fail twice while it ran alone is answered with
+        500."""
         submitted = _submitted(stream)
         was_in_flight = (self._server, stream.request) in verdict.in_flight
         has_failed = verdict.cause == Cause.ITSELF
         if has_failed and was_in_flight:
-            submitted.failures += 1
+            submitted.count_failure(is_alone=verdict.is_trial)
             if verdict.is_trial:
+                self._blame.count_trial(submitted, self._waiting[stream].group)
+            if submitted.failures_alone == CONVICTION:
                 return self._convict(stream)
         elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before
-            submitted.failures = 0
+            submitted.failures *= submitted.failures_alone > 0  # but for those of a request that has failed alone, too
             submitted.forgive()
         # A request that was in no step of a group that failed by itself had no part in its end.
-        is_counted = verdict.cause != Cause.PLANNED and (was_in_flight or not has_failed)
+        # Failures while a request ran alone have a limit of their own.
+        is_counted = verdict.cause != Cause.PLANNED and (not has_failed or (was_in_flight and not verdict.is_trial))
         submitted.failed_migrations += is_counted and has_failed
         self._count(stream, CAUSES[verdict.cause], is_counted=is_counted)
 
     def _convict(self, stream: OutputStream) -> None:
         submitted, loss = _submitted(stream), self._waiting[stream]
+        self._blame.convict(submitted, loss.group)
         event(
             "request has made its group fail",
             logging.ERROR,
@@ -263,7 +280,8 @@ class Migration:
             failures=submitted.failures,
             reason=loss.why,
         )
-        why = f"a process has failed {submitted.failures} times with this request in its step, at last with no other"
+        times = f"{submitted.failures} times with this request in its step, {CONVICTION} of them with no other"
+        why = f"a process has failed {times}"
         self._give_up(stream, f"{why}: {loss.why}", 500)
 
     def _count(self, stream: OutputStream, cause: str, *, is_counted: bool = True) -> None:

@@ -155,7 +155,7 @@ class OutputStream:
             return
         self.completion_tokens += len(piece.ids)
         if self.submitted is not None:
-            self.submitted.generated[piece.sample].fromlist(piece.ids)
+            self.submitted.add(piece.sample, piece.ids)
         if piece.reason is not None:
             self._open_samples -= 1
             if self.submitted is not None:

@@ -14,7 +14,7 @@ import numpy as np
 from msgspec.structs import replace
 
 from penstock.engine.client.router import traces
-from penstock.engine.protocol.messages import Ints, Progress, Submit
+from penstock.engine.protocol.messages import CONFINED_TOKENS, SUSPECT, TRIAL_TOKENS, Ints, Progress, Submit
 
 
 def _no_ids() -> array[int]:
@@ -25,22 +25,27 @@ class SubmittedRequest:
     """The first `Submit` of a request, and the ids that its samples have generated since."""
 
     __slots__ = (
+        "_clear_at",
         "_is_dropped",
         "_max_tokens",
         "_over",
+        "account",
+        "clearings",
+        "delivered",
         "failed_migrations",
         "failures",
+        "failures_alone",
         "first",
         "generated",
+        "may_be_tried",
         "migrations",
         "model",
         "request_id",
-        "trials",
     )
 
-    def __init__(self, first: Submit, request_id: str = "", max_tokens: int | None = None) -> None:
+    def __init__(self, first: Submit, request_id: str = "", max_tokens: int | None = None, account: str = "") -> None:
         """`request_id` is written into the log. `max_tokens`: of the prompt and all samples, up to which the request is
-        kept; None: any number."""
+        kept; None: any number. `account`: of the client, which has a budget of trials."""
         self.first = first
         self.generated: defaultdict[int, array[int]] = defaultdict(_no_ids)  # of samples that are not over
         self._over: set[int] = set()  # samples
@@ -50,8 +55,13 @@ class SubmittedRequest:
         self.model = 0  # `StatusBoard.MODEL` of its group: the answer is of this model, once it has begun
         self.migrations = 0  # losses of a group that count towards the limit
         self.failed_migrations = 0  # those of them after a failure that no request has been found to be the reason of
+        self.account = account
+        self.delivered = 0  # ids of all samples
         self.failures = 0  # of processes by themselves, while this request was in a step in flight
-        self.trials = 0  # runs alone as a suspect that no process has failed in
+        self.failures_alone = 0  # those of them while no other request ran
+        self.may_be_tried = True  # as the budget of the account says
+        self.clearings = 0  # times that the request has generated TRIAL_TOKENS after a failure
+        self._clear_at = 0  # ids, delivered
 
     @property
     def kept_tokens(self) -> int:
@@ -74,11 +84,37 @@ class SubmittedRequest:
         return self.first.priority, self.first.arrived_ns
 
     @property
+    def is_confined(self) -> bool:
+        """Returns whether the request may run in no group but the one for trials: it was in flight in several failures,
+        or in one before it had generated much."""
+        return self.failures >= SUSPECT or (self.failures > 0 and self.delivered < CONFINED_TOKENS)
+
+    @property
     def traces(self) -> list[bytes]:
         """Returns the keys of the request's affinity to a group."""
         inputs = self.first.inputs
         keys = [] if inputs is None else [item.key for item in inputs.items if item.key is not None]
         return traces(self.first.prompt, self.first.salt, keys)
+
+    def add(self, sample: int, ids: list[int]) -> None:
+        """Adds ids that a sample has generated."""
+        self.generated[sample].fromlist(ids)
+        self.delivered += len(ids)
+
+    def count_failure(self, *, is_alone: bool) -> None:
+        """Counts a failure of a process, with this request in a step in flight."""
+        self.failures += 1
+        self.failures_alone += is_alone
+        self._clear_at = self.delivered + TRIAL_TOKENS * (self.first.params.n - len(self._over))
+
+    def clear_if_advanced(self, limit: int) -> None:
+        """Clears a suspect that has generated TRIAL_TOKENS with each sample since the last failure. Up to `limit` times
+        the failures do not count as migrations: a request may make its group fail at random."""
+        if self.failures and self.delivered >= self._clear_at:
+            self.failures = self.failures_alone = 0
+            self.clearings += 1
+            if self.clearings <= limit:
+                self.forgive()
 
     def finish(self, sample: int) -> None:
         """Drops the ids of a sample that is over, as it is not run again."""
@@ -97,7 +133,13 @@ class SubmittedRequest:
 
     def submit(self, request: int) -> Submit:
         """Returns the message that begins the request, or continues it, under this number."""
-        return replace(self.first, request=request, progress=self._progress(), failures=self.failures)
+        return replace(
+            self.first,
+            request=request,
+            progress=self._progress(),
+            failures=self.failures,
+            may_be_tried=self.may_be_tried,
+        )
 
     def _progress(self) -> Progress | None:
         if not self.has_begun:

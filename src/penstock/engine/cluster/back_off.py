@@ -1,26 +1,41 @@
-"""How long a process waits before it is started again: longer, the more often it has failed or died early in a row."""
+"""How long a process waits before it is started again: longer, the more often it has failed or died early in a row.
+
+A kill from outside says nothing about the next start, so only failures of the process itself, kills for want of memory,
+and kills that may have been for want of memory are counted.
+"""
 
 from __future__ import annotations
 
 SECONDS = (0.0, 0.1, 0.5, 1.0, 2.0, 4.0, 8.0, 16.0, 30.0)  # before the next start, by failed starts in a row …
 MAX_SHORT_LIVES = 4  # … or by short lives in a row of one that served, up to this entry
 HEALTHY_UPTIME = 30.0  # seconds from a start: one that dies earlier had a short life
+MIN_START_INTERVAL_S = 1.0  # between two starts: a supervisor that kills each start must not keep a processor busy
 
 
 class BackOff:
     """Counts the ends of one unit, or of one output processor."""
 
     def __init__(self) -> None:
-        self.failures = 0  # starts in a row that did not serve
-        self.short_lives = 0  # in a row
+        self.failed_starts = 0  # in a row, whatever ended them
+        self.short_lives = 0  # in a row, of those that are counted
+        self._failures = 0  # failed starts in a row, of those that are counted
+        self._lived = 0.0
+        self._is_counted = False  # the last end
 
-    def count(self, is_failure: bool, lived: float) -> None:
-        """Counts an end after `lived` seconds. `is_failure`: it has not served."""
-        self.failures = self.failures + 1 if is_failure else 0
-        self.short_lives = self.short_lives + 1 if lived < HEALTHY_UPTIME else 0
+    def count(self, is_failed_start: bool, lived: float, *, is_from_outside: bool) -> None:
+        """Counts an end after `lived` seconds. `is_failed_start`: the unit has not served. `is_from_outside`: another
+        process is known to have ended it."""
+        self.failed_starts = self.failed_starts + 1 if is_failed_start else 0
+        self._lived, self._is_counted = lived, not is_from_outside
+        if self._is_counted:
+            self._failures = self._failures + 1 if is_failed_start else 0
+            self.short_lives = self.short_lives + 1 if lived < HEALTHY_UPTIME else 0
 
     @property
     def seconds(self) -> float:
-        """Returns the seconds before the next start."""
-        short_lives = min(max(self.short_lives - 1, 0), MAX_SHORT_LIVES)
-        return SECONDS[max(min(self.failures, len(SECONDS) - 1), short_lives)]
+        """Returns the seconds from the end to the next start."""
+        pause = 0.0
+        if self._is_counted:
+            short_lives = min(max(self.short_lives - 1, 0), MAX_SHORT_LIVES)
+            pause = SECONDS[max(min(self._failures, len(SECONDS) - 1), short_lives)]
+        return max(pause, MIN_START_INTERVAL_S - self._lived)

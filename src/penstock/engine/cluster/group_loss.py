@@ -7,14 +7,11 @@ ends before the worker that was killed from outside, as the kernel frees its mem
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable, Collection
 
+from penstock.engine.cluster.death_cause import DeathCause
 from penstock.engine.cluster.oom_kills import count_oom_kills
-from penstock.engine.cluster.process import ProcessEnd
 from penstock.engine.cluster.verdict_board import Cause
-
-FROM_OUTSIDE = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}
 
 
 class GroupLoss:
@@ -33,7 +30,7 @@ class GroupLoss:
         """Records that the launcher restarts the group as it was asked to."""
         self.cause = Cause.PLANNED
 
-    def begin(self, pid: int, end: ProcessEnd, ending: Collection[int], is_any_stopped: bool) -> None:
+    def begin(self, pid: int, end: DeathCause, ending: Collection[int], is_any_stopped: bool) -> None:
         """Adds the first end, before the launcher kills the other processes. `ending`: pids of those that are ending
         already, or will say what ended on another node. `is_any_stopped`: one is stopped, so others may have waited for
         it in vain."""
@@ -43,18 +40,17 @@ class GroupLoss:
             self.cause = Cause.OUTSIDE
         self.add(pid, end)
 
-    def add(self, pid: int, end: ProcessEnd) -> None:
+    def add(self, pid: int, end: DeathCause) -> None:
         """Adds an end."""
         if self.cause is not None:
             return
-        is_killed = end.signal == signal.SIGKILL
         is_known = pid in self._unseen
         self._unseen.discard(pid)
         if end.cause not in (None, Cause.ITSELF):
             self.cause = end.cause
-        elif is_known and (end.signal in FROM_OUTSIDE or (is_killed and not self._is_out_of_memory())):
+        elif is_known and (end.is_from_outside or (end.is_killed and not self._is_out_of_memory())):
             self.cause = Cause.OUTSIDE
-        elif not end.is_caused_by_peer and (is_known or not is_killed):
+        elif not end.is_caused_by_peer and (is_known or not (end.is_killed or end.is_from_outside)):
             self._has_failed = True
         if self.cause is None and self._has_failed and not self._unseen:
             self.cause = Cause.ITSELF
@@ -66,6 +62,12 @@ class GroupLoss:
             is_failure = self._has_failed or self._is_out_of_memory()
             self.cause = Cause.ITSELF if is_failure else Cause.OUTSIDE
         return self.cause
+
+    @property
+    def is_maybe_out_of_memory(self) -> bool:
+        """Returns whether a kill may be the kernel's: its counter has moved, or cannot be read."""
+        now = self._count_oom_kills()
+        return now is None or self._oom_kills is None or now > self._oom_kills
 
     def _is_out_of_memory(self) -> bool:
         """Returns whether the kernel has killed a process of this control group since the group was started."""

@@ -29,7 +29,11 @@ class MigrationCounters:
     WAITING = 0  # requests that the group has lost and that no group has taken yet
     KEPT_TOKENS = 1  # of open requests: prompts, and generated ids
     GIVEN_UP = 2  # requests that were answered with an error, as they could not be resumed
-    MIGRATIONS = 3  # by MIGRATION_CAUSES
+    TRIALS = 3  # failures of a group while one request ran alone
+    TRIALS_REFUSED = 4  # suspects of an account that had had all of its trials
+    CONVICTIONS = 5  # requests that have made a group fail twice so
+    QUARANTINED = 6  # requests that were refused as their prompt was in quarantine
+    MIGRATIONS = 7  # by MIGRATION_CAUSES
     _PAUSE = MIGRATIONS + len(MIGRATION_CAUSES)
     WORDS = _PAUSE + words_of(PAUSE_SECONDS)
 

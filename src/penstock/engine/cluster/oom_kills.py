@@ -1,6 +1,8 @@
 """How many processes of this control group the kernel has killed because there was no memory.
 
-Such a process ends by SIGKILL, as one that a person has killed; only this counter differs.
+Such a process ends by SIGKILL, as one that a person has killed; only this counter differs. Where the counter of the
+control group cannot be read, the counter of the whole machine stands for it: while that does not move, no process of
+this group was killed; when it moves, a process of this group may have been.
 """
 
 from __future__ import annotations
@@ -9,11 +11,12 @@ import contextlib
 from pathlib import Path
 
 CGROUP = Path("/proc/self/cgroup")
+MACHINE = Path("/proc/vmstat")
 ROOTS = (Path("/sys/fs/cgroup"), Path("/sys/fs/cgroup/unified"), Path("/sys/fs/cgroup/memory"))
 
 
-def count_oom_kills(cgroup: Path = CGROUP, roots: tuple[Path, ...] = ROOTS) -> int | None:
-    """Returns the counter of this process's control group; None: it cannot be read."""
+def count_oom_kills(cgroup: Path = CGROUP, roots: tuple[Path, ...] = ROOTS, machine: Path = MACHINE) -> int | None:
+    """Returns the counter of this process's control group, or that of the machine; None: neither can be read."""
     lines: list[str] = []
     with contextlib.suppress(OSError):
         lines = cgroup.read_text().splitlines()
@@ -28,7 +31,7 @@ def count_oom_kills(cgroup: Path = CGROUP, roots: tuple[Path, ...] = ROOTS) -> i
                 count = _read(folder / name)
                 if count is not None:
                     return count
-    return None
+    return _read(machine)
 
 
 def _read(file: Path) -> int | None:

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import signal
 import time
 from collections.abc import Callable
 
 from penstock.engine.cluster.back_off import MAX_SHORT_LIVES, BackOff
-from penstock.engine.cluster.group_loss import FROM_OUTSIDE
-from penstock.engine.cluster.process import ProcessEnd
+from penstock.engine.cluster.death_cause import KILLS, DeathCause
 from penstock.engine.cluster.topology import ProcessId
 
 
@@ -23,15 +21,17 @@ class OutputLives:
         self._back_offs: dict[int, BackOff] = {}
         self._again: dict[int, asyncio.TimerHandle] = {}
 
-    def restart(self, member: ProcessId, end: ProcessEnd) -> bool:
+    def restart(self, member: ProcessId, end: DeathCause, is_maybe_out_of_memory: bool) -> bool:
         """Schedules the next life of an output processor that was killed from outside. Returns False where the whole
-        group has to be restarted: another process has died, lives were short again and again, or the output processor
-        has failed by itself: then a request may be the reason, and the loss of a group is what finds it."""
-        if member.kind != "output" or end.signal not in {signal.SIGKILL, *FROM_OUTSIDE}:
+        group has to be restarted: another process has died, lives were short again and again and the kernel may have
+        ended them for want of memory, or the output processor has failed by itself: then a request may be the reason,
+        and the loss of a group is what finds it."""
+        if member.kind != "output" or end.signal not in KILLS:
             return False
         index = member.index
         back_off = self._back_offs.setdefault(index, BackOff())
-        back_off.count(False, time.monotonic() - self._started.get(index, self._group_started))
+        lived = time.monotonic() - self._started.get(index, self._group_started)
+        back_off.count(False, lived, is_from_outside=end.is_from_outside or not is_maybe_out_of_memory)
         if back_off.short_lives >= MAX_SHORT_LIVES:
             return False
         loop = asyncio.get_running_loop()

@@ -18,18 +18,19 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import NamedTuple, NoReturn
+from typing import NoReturn
 
 from penstock import PeerDied, standard_streams
 from penstock.engine.cluster import logs
+from penstock.engine.cluster.death_cause import DeathCause, SignalRecord
 from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause
 
 PR_SET_PDEATHSIG = 1
 SENT_TO_ALL = {signal.SIGINT, signal.SIGTERM, signal.SIGHUP}
 PF_EXITING = 0x4  # in the flags of /proc/PID/stat
-CAUSED_BY_PEER_DEATH = "PeerDied: "  # in the last words of a process that ends because a peer has died
 WORDS_NBYTES = 4096
 CANNOT_START = 2  # exit status: another attempt would meet the same error
 REMOTE_LOSS = 64  # exit status of a bridge, added to the Cause of the loss
@@ -62,19 +63,6 @@ def starting() -> Iterator[None]:
         if isinstance(error, LASTING) or type(error).__name__ == OUT_OF_MEMORY:
             raise CannotStart(f"{type(error).__name__}: {' '.join(str(error).split())}") from error
         raise
-
-
-class ProcessEnd(NamedTuple):
-    """How a process has ended."""
-
-    how: str
-    is_lasting: bool = False  # it could not start, and cannot at the next attempt
-    signal: int = 0  # that ended it; 0: none
-    cause: Cause | None = None  # of the loss of a group on another node; None: the process itself is the reason
-
-    @property
-    def is_caused_by_peer(self) -> bool:
-        return CAUSED_BY_PEER_DEATH in self.how
 
 
 @dataclass
@@ -147,8 +135,8 @@ class ChildProcess:
             loop = asyncio.get_running_loop()
             self._end_of_patience = loop.call_later(patience, self.signal, signal.SIGKILL)
 
-    def reap(self) -> ProcessEnd:
-        """Releases a process that has ended, and returns how it ended."""
+    def reap(self, record: SignalRecord) -> DeathCause:
+        """Releases a process that has ended, and returns why. `record`: what it has left about its signal."""
         if self._end_of_patience is not None:
             self._end_of_patience.cancel()
         self._process.join()
@@ -161,7 +149,7 @@ class ChildProcess:
         self._process.close()
         os.close(self.pidfd)
         cause = Cause(code - REMOTE_LOSS) if code - REMOTE_LOSS in list(Cause) else None
-        return ProcessEnd(how, code == CANNOT_START, max(-code, 0), cause)
+        return DeathCause(how, code == CANNOT_START, max(-code, 0), cause).with_record(record, self.pid)
 
 
 def child_main(
@@ -183,6 +171,7 @@ def child_main(
     standard_streams.guard()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
     logs.configure(str(member), tree.config.log_format, tree.config.log_level)
+    StatusBoard(tree.board, writable=True).record_fatal_signals(tree.place_of(member))
     try:
         _ends = run(tree, member)
     except CannotStart as error:

@@ -20,14 +20,15 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from penstock.engine.cluster.back_off import BackOff
+from penstock.engine.cluster.death_cause import DeathCause
 from penstock.engine.cluster.group_loss import GroupLoss
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.output_lives import OutputLives
-from penstock.engine.cluster.process import ChildProcess, ProcessEnd
+from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.rendezvous import LOOPBACK, Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.cluster.verdict_board import VerdictBoard
+from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 REMOTE_RANKS, REMOTE_CORE = LINKS = ("remote_ranks", "remote_core")  # at home, and on a node that has workers only
@@ -67,8 +68,11 @@ class ProcessGroup:
         self._back_off = BackOff()
         self._is_broken = False  # a process has died, and the others are being killed
         self._is_planned = False  # the group has been asked to stop, and starts again
+        self._is_failed_start = False  # it had not served when it broke
+        self._is_start_refused = False  # the system had no memory, descriptors or processes for it
+        self._lived = 0.0  # seconds, until it broke
         self._is_cause_due = False  # it had served when it broke: servers wait for the verdict
-        self._first: tuple[str, ProcessEnd] | None = None  # the process that died, and how: the cause of the other ends
+        self._first: tuple[str, DeathCause] | None = None  # the process that died, and how: the cause of the other ends
         self._loss = GroupLoss()
         self._lives = OutputLives(self._start_output)
         self._again: asyncio.TimerHandle | None = None
@@ -101,7 +105,7 @@ class ProcessGroup:
     # ── start ──
     def start(self) -> None:
         self._again = None
-        self._is_broken = self._is_planned = self._is_cause_due = False
+        self._is_broken = self._is_planned = self._is_cause_due = self._is_start_refused = False
         self._first = None
         self._incarnation += 1
         self._started = time.monotonic()
@@ -111,7 +115,7 @@ class ProcessGroup:
             self._start_all()
         except OSError as error:  # no memory, descriptors or processes left
             event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
-            self._first = self.name, ProcessEnd(f"could not be started: {error}")
+            self._first, self._is_start_refused = (self.name, DeathCause(f"could not be started: {error}")), True
             self._break(is_failure=True)
             if not self.children:
                 self._all_ended()
@@ -149,7 +153,7 @@ class ProcessGroup:
             self._start_process(member, run, self._launcher.tree)
         except OSError as error:
             event("process could not be started", logging.ERROR, child=str(member), error=str(error))
-            self._first = str(member), ProcessEnd(f"could not be started: {error}")
+            self._first, self._is_start_refused = (str(member), DeathCause(f"could not be started: {error}")), True
             self._break(is_failure=False)
 
     # ── the end ──
@@ -191,14 +195,15 @@ class ProcessGroup:
     def _ended(self, child: ChildProcess) -> None:
         asyncio.get_running_loop().remove_reader(child.pidfd)
         del self.children[child.pidfd]
-        end, is_ours, was_loading = child.reap(), self._is_broken, self.is_loading
+        record = self._launcher.board.take_signal_record(self._launcher.tree.place_of(child.member))
+        end, is_ours, was_loading = child.reap(record), self._is_broken, self.is_loading
         self._launcher.publish_pid(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
         self._launcher.reap(child.member)
         if self._launcher.is_stopping or self._is_broken:
             self._loss.add(child.pid, end)
-        elif not was_loading and self._lives.restart(child.member, end):
+        elif not was_loading and self._lives.restart(child.member, end, self._loss.is_maybe_out_of_memory):
             return
         else:
             is_failure = was_loading and (child.member.kind != REMOTE_CORE or end.is_lasting)
@@ -231,6 +236,8 @@ class ProcessGroup:
         if cause is None or not self._is_cause_due:
             return
         self._is_cause_due = False
+        if cause == Cause.ITSELF:  # before the verdict: a server that reads the verdict finds the group
+            self._launcher.board.tree[StatusBoard.TRIAL_GROUP] = self._group + 1
         self._launcher.verdicts.write_cause(self._group, self._incarnation, cause)
         doubt = "" if self._loss.is_oom_counted else ", or out of memory: the kernel's counter cannot be read"
         event("group lost", unit=self.name, incarnation=self._incarnation, cause=cause.name.lower() + doubt)
@@ -244,13 +251,16 @@ class ProcessGroup:
         if self.is_group:
             self._stop_serving()
         self._is_cause_due = self.is_group and not is_failure
-        self._back_off.count(is_failure, time.monotonic() - self._started)
+        self._is_failed_start, self._lived = is_failure, time.monotonic() - self._started
         for child in self.children.values():
             if is_failure or child.member.kind not in LINKS:
                 child.signal(signal.SIGKILL)
 
     def _all_ended(self) -> None:
-        failures = self._back_off.failures
+        if not self._is_planned:
+            is_own = self._is_start_refused or self._loss.cause == Cause.ITSELF or not self._loss.is_oom_counted
+            self._back_off.count(self._is_failed_start, self._lived, is_from_outside=not is_own)
+        failures = self._back_off.failed_starts
         if self.is_group:
             self._launcher.board.begin(self._group)
             self._launcher.board.row(self._group)[StatusBoard.FAILED_STARTS] = failures

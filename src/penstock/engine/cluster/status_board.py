@@ -11,7 +11,11 @@ from __future__ import annotations
 
 from typing import NamedTuple, TypeAlias
 
+import numpy as np
+
 from penstock import lowlevel
+from penstock.engine._native import record_fatal_signals
+from penstock.engine.cluster.death_cause import SignalRecord
 from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_of
 
 WORD_NBYTES = 8
@@ -28,12 +32,13 @@ class StatusBoard:
     # Words of the tree's row.
     DRAINING = 0
     GROUPS = 1
-    MEMBERS = 2  # places of processes; one word each, behind the groups' rows and those of output processors
+    MEMBERS = 2  # places of processes; two words each, behind the groups' rows and those of output processors
     OUTPUTS = 3  # output processors of all groups; a row each, behind the groups' rows
     MIGRATIONS_BEGUN = 4  # planned ones; the launcher restarts the groups one after the other
     MIGRATIONS_ENDED = 5
     MIGRATIONS_FAILED = 6  # those of them that did not bring all groups back
     SERVED = 7  # 1: a group has served, and was lost or restarted; it is started again however often that fails
+    TRIAL_GROUP = 8  # the group that failed by itself last: suspects are tried in it. Its number + 1; 0: none has
     # Words of a group's row, the core's.
     SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
     OPEN = 1  # requests
@@ -66,6 +71,7 @@ class StatusBoard:
     RENDEZVOUS = 21  # the port at which the ranks of this incarnation meet; 0: not linked to the home node yet
     # The core's again.
     ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
+    SUSPECTS = 22  # requests that may have made a group fail, and are not cleared
     QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
 
     def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:
@@ -74,7 +80,7 @@ class StatusBoard:
     @staticmethod
     def create(groups: int, members: int = 0, outputs: int = 0) -> lowlevel.Segment:
         words_of_rows = (1 + groups) * ROW_WORDS + outputs * OUTPUT_WORDS
-        page = lowlevel.Segment.create((words_of_rows + members) * WORD_NBYTES, name="board")
+        page = lowlevel.Segment.create((words_of_rows + 2 * members) * WORD_NBYTES, name="board")
         words = page.view(writable=True).cast("Q")
         words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS], words[StatusBoard.OUTPUTS] = groups, members, outputs
         return page
@@ -128,6 +134,20 @@ class StatusBoard:
 
     def live(self, place: int, process: ProcessEntry) -> None:
         self._words[self._members_at + place] = process.word
+
+    # ── the signal that has ended the process of a place: a word behind the words of all places ──
+    def _signal_at(self, place: int) -> int:
+        return self._members_at + self._words[self.MEMBERS] + place
+
+    def record_fatal_signals(self, place: int) -> None:
+        """Lets the calling process record the signal that ends it. The board stays mapped until then."""
+        record_fatal_signals(np.frombuffer(self._words, np.uint64), self._signal_at(place))
+
+    def take_signal_record(self, place: int) -> SignalRecord:
+        """Returns the record of a process that has ended, and clears it for the next process."""
+        at = self._signal_at(place)
+        word, self._words[at] = self._words[at], 0
+        return SignalRecord.of(word)
 
     def close(self) -> None:
         self._words.release()

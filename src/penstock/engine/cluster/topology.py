@@ -15,6 +15,7 @@ import penstock
 from penstock import PeerDied, Store, lowlevel
 from penstock.bridge import PullChannels
 from penstock.channel.channels import SPILL_BLOCKS
+from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.verdict_board import VerdictBoard
@@ -51,6 +52,7 @@ class Cluster:
     servers: tuple[penstock.Inbox[DELTAS], ...]
     board: lowlevel.Segment
     verdicts: lowlevel.Segment
+    blame: lowlevel.Segment
     store: Store | None
     encodings: Store | None  # of images, where engines share them
     pulls: tuple[PullChannels, ...]  # of each group on a node without servers: workers ask its uplink for images
@@ -67,6 +69,7 @@ class Cluster:
             _open_server_inboxes(config),
             StatusBoard.create(config.all_groups, processes, config.data_parallel_size * config.output_processors),
             VerdictBoard.create(config.all_groups, STEPS_IN_FLIGHT * config.max_num_seqs + 2 * MAX_BESIDE),
+            BlameLedger.create(config.api_server_count),
             _open_store(config, min(PEERS, 2 * (processes + decoders) + 8)) if config.store_nbytes else None,
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,
             _open_pulls(config) if config.is_headless and config.store_nbytes else (),
@@ -76,6 +79,11 @@ class Cluster:
     def inboxes(self) -> tuple[penstock.Inbox[INBOX], ...]:
         """Returns the inboxes of all groups, by number."""
         return (*(group.inbox for group in self.groups), *self.remote_inboxes)
+
+    def place_of(self, member: ProcessId) -> int:
+        """Returns the place of a process on the status board."""
+        places = [(other.kind, other.group, other.index) for other in all_processes(self.config)]
+        return places.index((member.kind, member.group, member.index))
 
     @property
     def channels(self) -> list[penstock.codec.Channel[Any]]:
@@ -92,6 +100,7 @@ class Cluster:
             pulls.close()
         self.board.close()
         self.verdicts.close()
+        self.blame.close()
 
     # ── lanes ──
     def worker_lane(self, rank: int) -> int:

@@ -1,19 +1,25 @@
 """Requests that wait in front of the scheduler: for an output processor that is away, or while a suspect is on trial.
 
-A suspect was in the steps in flight of several groups that failed by themselves. Suspects run alone, one at a time,
-those with the fewest generated tokens first: if the group fails then, the request is the reason. One that has generated
-TRIAL_TOKENS more is cleared: its server submits it again, and it waits for the end of all trials.
+A suspect was in the steps in flight of a group that failed by itself. A suspect that generates TRIAL_TOKENS more is
+cleared, also beside other requests: a request that makes its group fail at some token fails again at that token. So
+suspects are admitted in batches, the next batch when the one before it is cleared: each time half of those that are
+left, the least suspected first, and the last MAX_SINGLES of them one by one. If the group fails again, the suspects are
+the last batch.
+
+Where no other request is open, the most suspected one runs alone. Where other requests run, the last suspect, if it has
+several failures, runs alone after SERVED_RESULTS of their results. No other request runs during such a trial: a failure
+then is the doing of the suspect.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TypeAlias
 
-from penstock.engine.protocol.messages import Submit
+from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Submit
 
-SUSPECT = 2  # failures of a request that is to be tried
-TRIAL_TOKENS = 16  # steps that have sampled tokens of the suspect, until it is cleared
+MAX_SINGLES = 8  # suspects; a batch of one takes as long as a larger one
+SERVED_RESULTS = 64  # of other requests, between two trials that they wait for
 
 Number: TypeAlias = tuple[int, int]  # of a server, and its number of a request
 Queued: TypeAlias = tuple[Submit, int]  # and when it came
@@ -26,9 +32,11 @@ class AdmissionGate:
         self._outputs = max(1, outputs)
         self._waiting: dict[Number, Queued] = {}  # in the order of their arrival
         self._suspects: dict[Number, Queued] = {}
+        self._batch: list[Number] = []  # suspects that were admitted last and are not cleared
+        self._refused: list[Number] = []  # suspects that were to run alone, and may not
         self._absent: Collection[int] = ()
-        self._sampled = 0  # steps of the trial that have sampled
-        self.trial: Number | None = None  # the suspect that runs
+        self._results = 0  # since the core began, or since the last trial
+        self.trial: Number | None = None  # the suspect that runs alone
 
     @property
     def open_requests(self) -> int:
@@ -39,16 +47,24 @@ class AdmissionGate:
         return sum(submit.params.n for held in (self._waiting, self._suspects) for submit, _ in held.values())
 
     @property
+    def suspects(self) -> int:
+        """Returns the number of suspects that wait or run, and are not cleared."""
+        return len(self._suspects) + len(self._batch)
+
+    @property
     def needs_quiet(self) -> bool:
         """Returns whether a suspect waits for all other requests to leave the scheduler."""
-        return bool(self._suspects) and self.trial is None
+        if self._batch or self._results < SERVED_RESULTS:
+            return False
+        ready = self._ready(self._suspects)
+        return len(ready) == 1 and self._suspects[ready[0]][0].failures >= SUSPECT
 
     def put(self, submit: Submit, queued_ns: int) -> bool:
         """Adds a request. Returns False, and adds nothing, if one of this number waits here."""
         number = submit.server, submit.request
         if number in self._waiting or number in self._suspects:
             return False
-        held = self._suspects if submit.failures >= SUSPECT else self._waiting
+        held = self._suspects if submit.failures else self._waiting
         held[number] = submit, queued_ns
         return True
 
@@ -68,32 +84,62 @@ class AdmissionGate:
         """Sets the output processors that are away: their requests wait."""
         self._absent = absent
 
-    def take(self, is_scheduler_empty: bool) -> list[Queued]:
-        """Returns the requests that go to the scheduler now. `is_scheduler_empty`: it has none, and no step is in
-        flight."""
-        if is_scheduler_empty:
-            self.trial = None
-        held = self._suspects or self._waiting
-        if self.trial is not None or not held:
+    def take(self, is_quiet: bool, has_delivered: bool, generated: Callable[[Number], int | None]) -> list[Queued]:
+        """Returns the requests that go to the scheduler now. `is_quiet`: the scheduler has none, no step is in flight,
+        and the output processors have delivered all. `has_delivered`: they have delivered all. `generated` returns how
+        many tokens a request has generated here; None: it has ended."""
+        if self._batch and (has_delivered or self.trial is None):  # an output may fail with the tokens of a trial
+            counts = [(number, generated(number)) for number in self._batch]
+            self._batch = [number for number, tokens in counts if tokens is not None and tokens < TRIAL_TOKENS]
+        if self.trial is not None and not self._batch:
+            self.trial, self._results = None, 0
+        if self.trial is not None:
             return []
-        ready = (
-            [number for number in held if number[1] % self._outputs not in self._absent] if self._absent else [*held]
-        )
-        if held is self._suspects:
-            if not is_scheduler_empty or not ready:
+        if self._suspects and not self._batch:
+            self._batch = self._next_batch(is_quiet)
+            if self._batch:
+                return [self._suspects.pop(number) for number in self._batch]
+            if self.needs_quiet:
                 return []
-            self.trial = min(ready, key=self._generated)
-            self._sampled = 0
-            ready = [self.trial]
-        return [held.pop(number) for number in ready]
+        return [self._waiting.pop(number) for number in self._ready(self._waiting)]
 
-    def _generated(self, number: Number) -> int:
-        progress = self._suspects[number][0].progress
-        return 0 if progress is None else progress.ids.size
+    def _ready(self, held: dict[Number, Queued]) -> list[Number]:
+        return [number for number in held if number[1] % self._outputs not in self._absent] if self._absent else [*held]
 
-    def count_result(self, ids: int) -> bool:
-        """Counts a result with so many sampled ids. Returns whether it clears the suspect."""
-        if self.trial is None or not ids:
-            return False
-        self._sampled += 1
-        return self._sampled == TRIAL_TOKENS
+    def _next_batch(self, is_quiet: bool) -> list[Number]:
+        """Returns the suspects that are admitted next; none while the last one waits to run alone."""
+        ready = sorted(self._ready(self._suspects), key=self._suspicion)
+        if len(ready) > MAX_SINGLES:
+            return ready[: (len(ready) + 1) // 2]
+        if len(ready) == 1 and not self._may_be_tried(ready[0]):
+            self._suspects.pop(ready[0])
+            self._refused += ready
+            return []
+        if (
+            ready
+            and self._suspects[ready[-1]][0].may_be_tried
+            and is_quiet
+            and (not self._waiting or self._results >= SERVED_RESULTS)
+        ):
+            self.trial = ready[-1]
+            return ready[-1:]
+        if len(ready) == 1 and self._suspects[ready[0]][0].failures >= SUSPECT:
+            return []
+        return ready[:1]
+
+    def _may_be_tried(self, number: Number) -> bool:
+        submit = self._suspects[number][0]
+        return submit.may_be_tried or submit.failures < SUSPECT
+
+    def _suspicion(self, number: Number) -> tuple[int, int]:
+        submit = self._suspects[number][0]
+        return submit.failures, 0 if submit.progress is None else -submit.progress.ids.size
+
+    def take_refused(self) -> list[Number]:
+        """Returns the suspects that are the last ones, and may not be tried, and forgets them."""
+        refused, self._refused = self._refused, []
+        return refused
+
+    def count_result(self, ids: int) -> None:
+        """Counts a result of the scheduler's requests with so many sampled ids."""
+        self._results += ids > 0

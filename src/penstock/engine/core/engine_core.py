@@ -193,17 +193,20 @@ class EngineCore:
         """Passes requests to the scheduler, but for those that have to wait."""
         scheduler, gate = self._scheduler, self._gate
         if gate.needs_quiet and scheduler.open_requests:
-            reason = "a request that may have ended processes of the engine is tried alone"
-            self._send_back(scheduler.abort_all(lambda request: True), Resume.SUSPECT_RUNS, reason)
+            self._send_back(scheduler.abort_all(lambda request: True), Resume.SUSPECT_RUNS, "a suspect is tried alone")
         self._has_delivered = self._outputs.has_delivered
-        while submits := gate.take(self._is_quiet):
-            numbers = [(submit.server, submit.request) for submit, _ in submits]
-            self._in_flight_requests.on_admit(numbers, gate.trial is not None)
+        while submits := gate.take(self._is_quiet, self._has_delivered, scheduler.generated):
+            if gate.trial is not None:
+                event("suspect is tried alone", request=str(gate.trial))
+            self._in_flight_requests.on_admit([(one.server, one.request) for one, _ in submits], gate.trial is not None)
             for submit, queued_ns in submits:
                 try:
                     scheduler.submit(submit, queued_ns)
                 except RequestRefused as refusal:
                     self._fail(submit.server, submit.request, refusal)
+
+        if refused := gate.take_refused():
+            self._send_back(refused, Resume.TRIAL_REFUSED, "a suspect may not be tried")
 
     @property
     def _is_quiet(self) -> bool:
@@ -297,9 +300,7 @@ class EngineCore:
         scheduler = self._scheduler
         self._in_flight_requests.on_result()
         self._outputs.queue(scheduler.on_result(done), scheduler.closed)
-        if self._gate.count_result(done.ids.size) and scheduler.open_requests:
-            event("suspect is cleared", request=str(self._gate.trial))
-            self._send_back(scheduler.abort_all(lambda request: True), Resume.CLEARED, "the request is cleared")
+        self._gate.count_result(done.ids.size)
         if scheduler.in_flight:  # else the device waits, and the next step goes first
             self._send_tokens()
 
@@ -390,6 +391,7 @@ class EngineCore:
     def _publish(self) -> None:
         scheduler, row = self._scheduler, self._row
         row[StatusBoard.OPEN] = scheduler.open_requests + self._gate.open_requests
+        row[StatusBoard.SUSPECTS] = self._gate.suspects
         row[StatusBoard.RUNNING] = running = self._schedule.rows.size
         row[StatusBoard.WAITING] = max(0, scheduler.open_samples + self._gate.open_samples - running)
         row[StatusBoard.PREEMPTIONS] = scheduler.preemptions

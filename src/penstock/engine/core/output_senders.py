@@ -19,7 +19,7 @@ from functools import partial
 from typing import TypeVar
 
 from penstock import PeerDied, Timeout, WouldBlock
-from penstock.engine.cluster.group_loss import FROM_OUTSIDE
+from penstock.engine.cluster.death_cause import KILLS
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -28,7 +28,7 @@ from penstock.lowlevel import ChannelError
 
 T = TypeVar("T")
 LOG_AGAIN = 10.0  # seconds between two log lines about slow output processors
-KILLED = {f"killed by {number.name}" for number in (signal.SIGKILL, *FROM_OUTSIDE)}  # by something outside of the group
+KILLED = {f"killed by {signal.Signals(number).name}" for number in KILLS}  # by something outside of the group
 STOP_TIMEOUT = 3.0  # seconds; for a `Stop` to a receiver that may be stuck
 
 

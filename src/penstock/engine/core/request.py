@@ -9,7 +9,7 @@ prefixes.
 from __future__ import annotations
 
 import struct
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from hashlib import sha256
 
@@ -81,6 +81,11 @@ class Request:
         full = range(self.prompt.size // self.block_size)
         items = [self.items_of(block) for block in full] if self._keys else ()
         return hash_blocks(root_hash(self._salt), self.prompt, self.block_size, items)
+
+    def generated(self, ids: Callable[[int], int]) -> int:
+        """Returns the most tokens that a sample has generated since the request was submitted. `ids`: by slot."""
+        slots = [(sample, sample.slot) for sample in self.samples if sample.slot is not None and not sample.is_ended]
+        return max((ids(slot) - sample.num_tokens for sample, slot in slots), default=0)
 
     def items_of(self, block: int) -> bytes:
         """Returns what the block's hash covers besides ids: the inputs that lie in it."""

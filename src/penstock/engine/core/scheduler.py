@@ -16,6 +16,7 @@ best sample always advances, and in the end all do; a sample that is short of a 
 from __future__ import annotations
 
 from collections.abc import Callable
+from operator import attrgetter
 
 import numpy as np
 
@@ -26,7 +27,6 @@ from penstock.engine.core.request import (
     Request,
     RequestRefused,
     Sample,
-    SortKey,
     build_request,
     check_submit,
 )
@@ -39,6 +39,7 @@ from penstock.engine.protocol.columns import RUNNING, Index
 from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit, Tokens
 
 AHEAD = 2  # blocks are given up to half a block of tokens early: to many rows at once, and not in every step
+_sort_key = attrgetter("sort_key")
 SPARE = 100  # a newcomer leaves one block in so many to running samples; it would soon be preempted for them
 
 
@@ -50,9 +51,7 @@ class Scheduler:
         slots, size, tokens = batch.slots, batch.block_size, config.max_num_batched_tokens
         longest = batch.max_blocks_per_request * size
         if not 2 <= config.max_model_len <= longest:
-            raise ValueError(
-                f"max_model_len: expected 2 to {longest}, as many as there is room for, got {config.max_model_len}"
-            )
+            raise ValueError(f"max_model_len: expected 2 to {longest}, which fit, got {config.max_model_len}")
         if tokens < slots:
             raise ValueError(f"max_num_batched_tokens: expected a token for each of {slots} slots, got {tokens}")
         self.cache = BlockCache(batch.blocks)
@@ -113,6 +112,11 @@ class Scheduler:
         for server, number in numbers:
             self.abort(server, number)
         return numbers
+
+    def generated(self, number: tuple[int, int]) -> int | None:
+        """Returns how many tokens a request has generated since it was submitted; None: the request has ended."""
+        request = self._requests.get(number)
+        return None if request is None else request.generated(self._in_flight.ids)
 
     def forget_output(self, output: int) -> None:
         """Drops what is due to an output processor that has died, and that its next life must not get."""
@@ -394,7 +398,3 @@ class Scheduler:
             self._queue.close(request)
             self.closed.append((request.server, request.number))
             del self._requests[request.server, request.number]
-
-
-def _sort_key(sample: Sample) -> SortKey:
-    return sample.sort_key

@@ -78,6 +78,11 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):
         return [None if count < 0 else self.ids[end - count : end] for end, count in counts]
 
 
+SUSPECT = 2  # failures of a request that other requests make room for, so that it is tried alone
+CONFINED_TOKENS = 64  # a suspect that has generated fewer runs where suspects are tried: most failures come early
+TRIAL_TOKENS = 16  # that a suspect generates until it is cleared; more than are in flight between a step and a server
+
+
 class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """A request. `n` samples of one prompt are one request, and as many slots."""
 
@@ -94,6 +99,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     arrived_ns: Natural = 0  # time.monotonic_ns() when the request was submitted first
     progress: Progress | None = None  # None: the request begins
     failures: Natural = 0  # deaths by itself of a process, while the request was in a step in flight
+    may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -358,7 +364,7 @@ class Resume(enum.IntEnum):
 
     OUTPUT_DIED = 1  # its output processor
     SUSPECT_RUNS = 2  # another request runs alone, as it may be the reason for failures of processes
-    CLEARED = 3  # it has run alone, and no process has failed: it is no suspect any more
+    TRIAL_REFUSED = 3  # the request may be the reason, and may not run alone: it may not be submitted again
 
 
 class Failed(msgspec.Struct, array_like=True, frozen=True):

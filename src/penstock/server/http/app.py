@@ -48,7 +48,17 @@ from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.heap import Heap
 from penstock.server.http import openapi
 from penstock.server.http.dashboard import Dashboard
-from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, RequestIds, client_of, cors, is_valid
+from penstock.server.http.endpoint import (
+    Admission,
+    Answer,
+    BodyReader,
+    Endpoint,
+    RequestIds,
+    account_of,
+    client_of,
+    cors,
+    is_valid,
+)
 from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
@@ -226,8 +236,9 @@ class ApiServer:
         request_id: str = request.state.request_id
         answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         answer["model"] = sampling.model or self._name
+        account = account_of(request, sampling.user, bool(self._options.api_keys))
         if not sampling.stream:
-            batch = self._batch(sampling, params, prompts, request_id)
+            batch = self._batch(sampling, params, prompts, request_id, account)
             return await cancel_on_disconnect(
                 request.receive, self._whole(style, batch, params, len(prompts), answer, pace)
             )
@@ -235,7 +246,7 @@ class ApiServer:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
-        batch = self._batch(sampling, params, prompts, request_id, ChunkFormat(style, head + nothing_yet))
+        batch = self._batch(sampling, params, prompts, request_id, account, ChunkFormat(style, head + nothing_yet))
         return SSEResponse(batch, head, sampling.includes_usage, pace, request_id)
 
     def _batch(
@@ -244,12 +255,13 @@ class ApiServer:
         params: SamplingParams,
         prompts: Sequence[Prompt],
         request_id: str,
+        account: str,
         chunk_format: ChunkFormat | None = None,
     ) -> RequestStreams:
         slots = self._config.max_num_seqs * self._config.all_groups
         formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
         submits = [
-            functools.partial(self._submit, sampling, params, request_id, *one)
+            functools.partial(self._submit, sampling, params, request_id, account, *one)
             for one in zip(prompts, formats, strict=True)
         ]
         scopes = [prompt.scope for prompt in prompts if prompt.scope is not None]
@@ -298,6 +310,7 @@ class ApiServer:
         sampling: Sampling,
         params: SamplingParams,
         request_id: str,
+        account: str,
         prompt: Prompt,
         chunk_format: ChunkFormat | None,
     ) -> OutputStream:
@@ -308,6 +321,7 @@ class ApiServer:
             scope=prompt.scope,
             priority=sampling.priority or 0,
             client=sampling.user or "",
+            account=account,
             salt=(sampling.cache_salt or "").encode(),
             chunk_format=chunk_format,
             request_id=request_id,

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import hmac
 import logging
 import re
@@ -249,6 +250,13 @@ class BodyReader:
             described = self._unknown_fields.describe(unknown, **context)
             request.state.headers.append((IGNORED_FIELDS.encode(), described.encode()))
         return value
+
+
+def account_of(request: Request, user: str | None, has_keys: bool) -> str:
+    """Returns the account of a request, which has a budget of trials: an API key, else a user, else an address."""
+    if has_keys:
+        return "key " + hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+    return f"user {user}" if user else f"address {client_of(request)}"
 
 
 def client_of(request: Request) -> str:

@@ -74,6 +74,16 @@ GAUGES_OF_MIGRATION = (
     ("requests_waiting_to_resume", "Requests that the engine lost and no engine runs yet", MigrationCounters.WAITING),
     ("kept_tokens", "Tokens of open requests, which servers keep to resume them", MigrationCounters.KEPT_TOKENS),
 )
+COUNTED_OF_BLAME = (
+    (
+        "trials",
+        "Failures of an engine while one request ran alone",
+        MigrationCounters.TRIALS,
+    ),
+    ("trials_refused", "Suspects of a client that had had all of its trials", MigrationCounters.TRIALS_REFUSED),
+    ("convictions", "Requests that have made an engine fail twice while they ran alone", MigrationCounters.CONVICTIONS),
+    ("quarantined_requests", "Requests that were refused as they equal a convicted one", MigrationCounters.QUARANTINED),
+)
 ENCODINGS = (
     ("encodings", "Images that the vision encoder has encoded", StatusBoard.ENCODINGS),
     ("encodings_found", "Encodings of images that were found in the store", StatusBoard.ENCODINGS_FOUND),
@@ -105,6 +115,7 @@ class Metrics(Collector):
         yield from self._of_media()
         yield from self._of_engines()
         yield from self._of_migration()
+        yield from self._of_blame()
 
     def _labels(self, engine: int) -> list[str]:
         return [self._model_name, str(engine)]
@@ -253,6 +264,19 @@ class Metrics(Collector):
             given_up.add_metric([str(engine)], sum(part[MigrationCounters.GIVEN_UP] for part in parts))
             _add(pause, [str(engine)], [part.pause for part in parts], PAUSE_SECONDS)
         yield from (migrations, given_up, pause)
+
+    def _of_blame(self) -> Iterator[Family]:
+        suspects = GaugeMetricFamily(
+            "penstock_suspects", "Open requests that may have made an engine fail", labels=["engine"]
+        )
+        for engine, row in enumerate(self._engines):
+            suspects.add_metric([str(engine)], row[StatusBoard.SUSPECTS])
+        yield suspects
+        counters = [served.migration for engine in range(len(self._engines)) for served in self._served(engine)]
+        for name, text, word in COUNTED_OF_BLAME:
+            family = CounterMetricFamily(f"penstock_{name}", text)
+            family.add_metric([], sum(part[word] for part in counters))
+            yield family
 
 
 def _share_in_use(row: EngineRow) -> float:

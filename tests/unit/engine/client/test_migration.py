@@ -25,6 +25,7 @@ from penstock.engine.cluster.topology import Cluster
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard, request_words
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import (
+    TRIAL_TOKENS,
     Abort,
     ChunkFormat,
     Delta,
@@ -709,7 +710,7 @@ async def test_request_ends_with_503_after_as_many_losses_as_the_limit_says() ->
             group.lose(cause)
             await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
             group.serve()
-        for resume in (Resume.CLEARED, Resume.SUSPECT_RUNS, Resume.OUTPUT_DIED, Resume.OUTPUT_DIED):
+        for resume in (Resume.SUSPECT_RUNS, Resume.SUSPECT_RUNS, Resume.OUTPUT_DIED, Resume.OUTPUT_DIED):
             request = (await group.submitted()).request
             group.core.send(Failed(request, 503, "an output died", resume), PATIENCE)
         error = await error_of(stream)
@@ -763,27 +764,27 @@ def test_failures_are_counted_of_requests_in_the_steps_of_a_group_that_failed_by
 
 
 @in_a_loop
-async def test_request_on_trial_is_answered_with_500_and_the_others_are_no_suspects_any_more(
-    events: Events,
-) -> None:
+async def test_request_that_fails_twice_alone_is_convicted_and_no_other_is(events: Events) -> None:
     async with engine() as ([group], client):
         streams = [await client.submit([number], request_id=f"req-{number}") for number in range(4)]
-        for loss in range(3):
+        failures = [[0, 0, 0, 0], [1, 1, 1, 0], [2, 2, 2, 0], [0, 3, 0, 0]]
+        for loss, counts in enumerate(failures):
             submits = [await group.submitted() for _ in streams]
-            assert [submit.failures for submit in submits] == [loss] * 3 + [0]
+            assert [submit.failures for submit in submits] == counts
             in_flight = streams[:3] if loss < 2 else streams[1:2]
-            group.lose(Cause.ITSELF, *in_flight, is_trial=loss == 2)
+            group.lose(Cause.ITSELF, *in_flight, is_trial=loss >= 2)
             await until(lambda: client.counters[0][MigrationCounters.WAITING] >= 3)
             group.serve()
         error = await error_of(streams[1])
-        assert error.status == 500 and "a process has failed 3 times" in error.reason
+        assert error.status == 500 and "a process has failed 4 times" in error.reason
         assert [(await group.submitted()).failures for _ in range(3)] == [0, 0, 0]
-        assert migrations(client) == {"failed": 11} and client.counters[0][MigrationCounters.GIVEN_UP] == 1
+        assert migrations(client) == {"failed": 15} and client.counters[0][MigrationCounters.GIVEN_UP] == 1
+        assert client.counters[0][MigrationCounters.CONVICTIONS] == 1
         # The failures that another request is the reason of do not count towards migration_limit.
         kept = [stream.submitted for stream in (streams[0], streams[2], streams[3])]
         assert [one and one.migrations for one in kept] == [0, 0, 0]
     (logged,) = events.fields("request has made its group fail")
-    assert logged["request_id"] == "req-1" and logged["failures"] == 3
+    assert logged["request_id"] == "req-1" and logged["failures"] == 4
 
 
 @in_a_loop
@@ -813,24 +814,21 @@ async def fail_twice(group: Group, client: Client, *streams: OutputStream) -> No
         group.serve()
 
 
-async def clear(group: Group, submit: Submit) -> None:
-    group.core.send(Failed(submit.request, 503, "the request is cleared", Resume.CLEARED), PATIENCE)
-
-
 @in_a_loop
 async def test_request_that_was_cleared_survives_as_many_failures_again() -> None:
     """Those of another request that makes processes fail, in the end as often as the limit says."""
     async with engine(migration_limit=2) as ([group], client):
-        stream = await client.submit([1])
-        for _ in range(2):
+        stream = await client.submit([1], SamplingParams(max_tokens=1000))
+        for clearings in range(3):
             await fail_twice(group, client, stream)
             suspect = await group.submitted()
             assert suspect.failures == 2
-            await clear(group, suspect)
-        await fail_twice(group, client, stream)
-        suspect = await group.submitted()
-        await clear(group, suspect)
-        assert (await group.submitted()).failures == 0
+            group.answer(suspect.request, range(TRIAL_TOKENS))
+            await until(lambda count=clearings + 1: stream.completion_tokens == count * TRIAL_TOKENS)
+            if clearings < 2:
+                group.lose(Cause.PLANNED)
+                await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+                group.serve()
         group.lose(Cause.ITSELF, stream)
         error = await error_of(stream)
         assert error.status == 503 and "has been resumed 2 times (migration_limit)" in error.reason

@@ -5,19 +5,23 @@ from pathlib import Path
 
 import pytest
 
+from penstock.engine.cluster.death_cause import DeathCause
 from penstock.engine.cluster.group_loss import GroupLoss
 from penstock.engine.cluster.oom_kills import count_oom_kills
-from penstock.engine.cluster.process import ProcessEnd
 from penstock.engine.cluster.verdict_board import Cause
 
-PEER = ProcessEnd("PeerDied: worker 0.0 #1 died")
-KILLED = ProcessEnd("killed by SIGKILL", signal=signal.SIGKILL)
-RAISED = ProcessEnd("ArithmeticError: the device has caught fire")
-TIMED_OUT = ProcessEnd("Timeout: no StepDone for step 3 within 30 s")
+PEER = DeathCause("PeerDied: worker 0.0 #1 died")
+KILLED = DeathCause("killed by SIGKILL", signal=signal.SIGKILL)
+RAISED = DeathCause("ArithmeticError: the device has caught fire")
+TIMED_OUT = DeathCause("Timeout: no StepDone for step 3 within 30 s")
 
 
-def killed_by(number: signal.Signals) -> ProcessEnd:
-    return ProcessEnd(f"killed by {number.name}", signal=number)
+def killed_by(number: signal.Signals) -> DeathCause:
+    return DeathCause(f"killed by {number.name}", signal=number)
+
+
+def sent(number: signal.Signals) -> DeathCause:
+    return killed_by(number)._replace(is_sent=True)
 
 
 def loss(*, ooms: int | None = 0) -> GroupLoss:
@@ -34,15 +38,16 @@ def loss(*, ooms: int | None = 0) -> GroupLoss:
         (killed_by(signal.SIGINT), Cause.OUTSIDE),
         (RAISED, Cause.ITSELF),
         (TIMED_OUT, Cause.ITSELF),
-        (ProcessEnd("exited with status 0"), Cause.ITSELF),
+        (DeathCause("exited with status 0"), Cause.ITSELF),
         *[
             (killed_by(number), Cause.ITSELF)
             for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
         ],
+        *[(sent(number), Cause.OUTSIDE) for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGUSR1)],
         (PEER, None),
     ],
 )
-def test_cause_is_known_with_the_first_end_that_is_one(end: ProcessEnd, cause: Cause | None) -> None:
+def test_cause_is_known_with_the_first_end_that_is_one(end: DeathCause, cause: Cause | None) -> None:
     found = loss()
     found.begin(1, end, [], False)
     assert found.cause == cause
@@ -62,14 +67,14 @@ def test_kill_by_the_launcher_is_no_cause_and_the_end_after_a_peer_death_is() ->
 
 def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -> None:
     found = loss()
-    found.begin(1, ProcessEnd("RuntimeError: connection closed by peer"), [2], False)
+    found.begin(1, DeathCause("RuntimeError: connection closed by peer"), [2], False)
     assert found.cause is None, "the other worker was ending before the launcher killed anything"
     found.add(3, KILLED)
     assert found.cause is None
     found.add(2, KILLED)
     assert found.cause == Cause.OUTSIDE
     found = loss()
-    found.begin(1, ProcessEnd("RuntimeError: connection closed by peer"), [2], False)
+    found.begin(1, DeathCause("RuntimeError: connection closed by peer"), [2], False)
     found.add(2, RAISED)
     assert found.cause == Cause.ITSELF
 
@@ -85,15 +90,15 @@ def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -
 )
 def test_error_of_a_collective_waits_for_what_the_other_node_reports(report: Cause | None, cause: Cause) -> None:
     found = loss()
-    found.begin(1, ProcessEnd("RuntimeError: connection closed by peer"), [2], False)
+    found.begin(1, DeathCause("RuntimeError: connection closed by peer"), [2], False)
     assert found.cause is None
-    found.add(2, PEER if report is None else ProcessEnd("group 0 of node 1 has ended", cause=report))
+    found.add(2, PEER if report is None else DeathCause("group 0 of node 1 has ended", cause=report))
     assert found.cause == cause
 
 
 def test_failure_that_another_node_reports_waits_for_a_worker_that_was_killed_here() -> None:
     found = loss()
-    found.begin(1, ProcessEnd("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
+    found.begin(1, DeathCause("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
     assert found.cause is None
     found.add(2, KILLED)
     assert found.cause == Cause.OUTSIDE
@@ -137,24 +142,31 @@ def test_planned_restart_stays_planned_whatever_its_processes_do() -> None:
 def test_oom_kills_are_read_from_both_versions_of_control_groups(
     tmp_path: Path, line: str, file: str, text: str
 ) -> None:
-    cgroup = tmp_path / "cgroup"
+    cgroup, none = tmp_path / "cgroup", tmp_path / "none"
     cgroup.write_text(f"9:pids:/a\n{line}\n")
     root = tmp_path / "root"
-    assert count_oom_kills(cgroup, (root,)) is None
+    assert count_oom_kills(cgroup, (root,), none) is None
     (root / file).parent.mkdir(parents=True)
     (root / file).write_text(text)
-    assert count_oom_kills(cgroup, (root,)) == 2
+    assert count_oom_kills(cgroup, (root,), none) == 2
 
 
 def test_oom_kills_are_unknown_where_nothing_can_be_read(tmp_path: Path) -> None:
-    assert count_oom_kills(tmp_path / "none", (tmp_path,)) is None
+    none = tmp_path / "none"
+    assert count_oom_kills(none, (tmp_path,), none) is None
     (tmp_path / "cgroup").write_text("0::/\n")
     (tmp_path / "memory.events").write_text("oom 1\n")
-    assert count_oom_kills(tmp_path / "cgroup", (tmp_path,)) is None
+    assert count_oom_kills(tmp_path / "cgroup", (tmp_path,), none) is None
+
+
+def test_oom_kills_of_the_machine_stand_for_those_of_a_group_without_a_counter(tmp_path: Path) -> None:
+    machine = tmp_path / "vmstat"
+    machine.write_text("nr_free_pages 7\noom_kill 3\n")
+    assert count_oom_kills(tmp_path / "none", (tmp_path,), machine) == 3
 
 
 @pytest.mark.parametrize("cause", list(Cause))
 def test_cause_of_a_group_on_another_node_is_what_its_bridge_says(cause: Cause) -> None:
     found = loss()
-    found.begin(1, ProcessEnd("the link to node 1 has ended", cause=cause), [], False)
+    found.begin(1, DeathCause("the link to node 1 has ended", cause=cause), [], False)
     assert found.cause == found.close() == cause

@@ -492,7 +492,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
 
 
 def test_a_configuration_with_which_some_request_could_never_run_is_refused() -> None:
-    with pytest.raises(ValueError, match="expected 2 to 60, as many as there is room for, got 61"):
+    with pytest.raises(ValueError, match="expected 2 to 60, which fit, got 61"):
         Scheduler(BatchState(4, 15, 4), SchedulerConfig(max_model_len=61))
     with pytest.raises(ValueError, match="a token for each of 64 slots, got 63"):
         Scheduler(BatchState(64, 15, 4), SchedulerConfig(max_model_len=60, max_num_batched_tokens=63))

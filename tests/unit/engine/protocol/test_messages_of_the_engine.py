@@ -150,7 +150,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
             DELTAS,
         ),
         (Failed(7, 503, "its worker died"), DELTAS),
-        (Failed(7, 503, "its output processor died", Resume.CLEARED), DELTAS),
+        (Failed(7, 503, "its output processor died", Resume.SUSPECT_RUNS), DELTAS),
     ],
     ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else "",
 )

@@ -43,6 +43,7 @@ VLLM = (
     ("e2e_request_latency_seconds", "histogram", REQUEST),
     ("request_queue_time_seconds", "histogram", REQUEST),
 )
+BLAME = ("penstock_trials", "penstock_trials_refused", "penstock_convictions", "penstock_quarantined_requests")
 OURS = {
     "penstock_requests": {"server", "route", "status"},
     "penstock_open_requests": {"server"},
@@ -66,6 +67,8 @@ OURS = {
     "penstock_migrations": {"engine", "cause"},
     "penstock_requests_given_up": {"engine"},
     "penstock_migration_pause_seconds": {"engine"},
+    "penstock_suspects": {"engine"},
+    **{name: set() for name in BLAME},
     "penstock_encodings": {"engine"},
     "penstock_encodings_found": {"engine"},
     "penstock_encodings_unshared": {"engine"},
@@ -221,6 +224,16 @@ def test_new_requests_are_counted_by_server(pages: Pages) -> None:
         row.clear_gauges()
     assert pages.number("penstock_new_requests_waiting", server=1) == 0
     assert pages.number("penstock_queue_timeouts_total", server=1) == 5
+
+
+def test_trials_and_convictions_are_added_up_over_servers_and_engines(pages: Pages) -> None:
+    words = ("TRIALS", "TRIALS_REFUSED", "CONVICTIONS", "QUARANTINED")
+    for number, word in enumerate(words, 1):
+        for row in pages.tally.rows:
+            for served in row.engines:
+                served.migration[getattr(MigrationCounters, word)] += number
+    places = sum(len(row.engines) for row in pages.tally.rows)
+    assert [pages.number(f"{name}_total") for name in BLAME] == [number * places for number in range(1, 5)]
 
 
 def test_migrations_are_added_up_for_the_engine_that_lost_the_requests(pages: Pages) -> None:
