@@ -4,7 +4,8 @@
 
 NB_MODULE(_native, m) {
     m.doc() =
-        "The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, records of fatal "
+        "The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, records of "
+        "fatal "
         "signals.";
     penstock::engine::bind_block_cache(m);
     penstock::engine::bind_fatal_signals(m);

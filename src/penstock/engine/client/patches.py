@@ -65,4 +65,4 @@ class PatchProcessor:
         """Returns whether the processor would resize an image to the size that it has."""
         size = self._processor.size
         is_whole = height % self._factor == 0 and width % self._factor == 0
-        return is_whole and size.shortest_edge <= height * width <= size.longest_edge
+        return bool(is_whole and size.shortest_edge <= height * width <= size.longest_edge)
