@@ -287,8 +287,11 @@ class Migration:
     def _count(self, stream: OutputStream, cause: str, *, is_counted: bool = True) -> None:
         submitted, loss = _submitted(stream), self._waiting[stream]
         submitted.migrations += is_counted
-        if submitted.migrations > self._limit:
-            self._give_up(stream, f"{loss.why}; the request has been resumed {self._limit} times (migration_limit)")
+        # A failure counts half: it may be the doing of another request.
+        if 2 * submitted.migrations - submitted.failed_migrations > 2 * self._limit:
+            self._give_up(
+                stream, f"{loss.why}; the request has been resumed {submitted.migrations - 1} times (migration_limit)"
+            )
             return
         loss.is_judged = True
         self._counters[loss.group].count(cause)

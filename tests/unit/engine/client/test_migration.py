@@ -829,9 +829,14 @@ async def test_request_that_was_cleared_survives_as_many_failures_again() -> Non
                 group.lose(Cause.PLANNED)
                 await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
                 group.serve()
+        for _ in range(2):  # a failure counts half
+            group.lose(Cause.ITSELF, stream)
+            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
+            group.serve()
+            await group.submitted()
         group.lose(Cause.ITSELF, stream)
         error = await error_of(stream)
-        assert error.status == 503 and "has been resumed 2 times (migration_limit)" in error.reason
+        assert error.status == 503 and "has been resumed 4 times (migration_limit)" in error.reason
 
 
 @in_a_loop
