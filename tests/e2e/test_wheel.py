@@ -78,30 +78,61 @@ def test_the_source_distribution_has_what_is_needed_and_nothing_twice(sdist: Pat
     assert not [names for names in contents.values() if len(names) > 1]
 
 
+# The kernels that are compiled for some processors, with their options; at run time the processor is asked.
+AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
+KERNELS = {
+    "paged_attention_avx2": ("-mavx2", "-mfma"),
+    "rms_norm_avx2": ("-mavx2", "-mfma"),
+    "packed_linear_avx2": ("-mavx2", "-mfma"),
+    "packed_linear_avx512": AVX512,
+    "packed_linear_avx512_bf16": (*AVX512, "-mavx512bf16"),
+    "packed_linear_amx": (*AVX512, "-mamx-tile", "-mamx-bf16"),
+}
+OF_AARCH64 = {"packed_linear_bfdot": ("-march=armv8.2-a+bf16",)}
+
+
 def test_an_older_machine_can_load_what_is_compiled() -> None:
-    """Nothing is compiled for the processor that happens to be here; one file is for some, and asks which they are."""
+    """Only these kernels are compiled for some processors, and no other file for the processor that compiles."""
     flags = (ROOT / "CMakeLists.txt").read_text()
-    found = re.findall(r"^.*(?:-m(?:arch|tune|cpu)=|-mavx|-mfma|-msse|-ffast-math).*$", flags, re.MULTILINE)
-    assert found == ["        list(APPEND PENSTOCK_AVX2 -mavx2 -mfma)"]
-    assert re.findall(r"^.*PENSTOCK_AVX2}.*$", flags, re.MULTILINE) == [
-        "    set_source_files_properties(native/engine/paged_attention_avx2.cpp PROPERTIES "
-        'COMPILE_OPTIONS "${PENSTOCK_AVX2}")'
-    ]
+    assert not re.findall(r"-m(?:tune|cpu)=|-march=native|-msse|-ffast-math", flags)
+    values = dict(re.findall(r"set\((PENSTOCK_AVX\w+) (-m[^)]*)\)", flags))
+    compiled = {}
+    for name, options in re.findall(r"penstock_kernel\((\w+) ?([^)]*)\)", flags):
+        for variable, value in values.items():
+            options = options.replace(f"${{{variable}}}", value)
+        compiled[name] = tuple(options.split())
+    portable = {name: () for name in compiled if name.endswith("_portable")}
+    assert compiled == {**KERNELS, **OF_AARCH64, **portable}
+    outside = re.sub(r"penstock_kernel\([^)]*\)|set\(PENSTOCK_AVX[^)]*\)|check_cxx_compiler_flag\([^)]*\)", "", flags)
+    assert not re.findall(r"-m(?:arch=|avx|fma|amx)", outside)
 
 
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86-64 alone")
 @pytest.mark.parametrize("optimized", ["-O0", "-O3"])
+@pytest.mark.parametrize("kernel", KERNELS)
 def test_what_is_compiled_for_some_processors_has_nothing_that_a_linker_could_take_for_all(
-    optimized: str, tmp_path: Path
+    kernel: str, optimized: str, tmp_path: Path
 ) -> None:
     compiler = os.environ.get("CXX", "g++")
-    source, target = ROOT / "native" / "engine" / "paged_attention_avx2.cpp", tmp_path / "kernel.o"
-    options = ("-std=c++20", optimized, "-mavx2", "-mfma", "-c", source, "-o", target)
+    source, target = ROOT / "native" / "engine" / f"{kernel}.cpp", tmp_path / "kernel.o"
+    options = (
+        "-std=c++20",
+        optimized,
+        *KERNELS[kernel],
+        "-Wno-psabi",
+        "-I",
+        ROOT / "native",
+        "-c",
+        source,
+        "-o",
+        target,
+    )
     done = run(compiler, *options, folder=tmp_path)
     assert done.returncode == 0, done.stderr
     shown = run("nm", "--demangle", "--extern-only", "--defined-only", target, folder=tmp_path).stdout
-    assert [line.split()[1] for line in shown.splitlines()] == ["T"], shown
-    assert "paged_attention_avx2" in shown
+    functions = 2 if kernel == "packed_linear_amx" else 1  # and the one that asks the kernel for tile registers
+    assert [line.split()[1] for line in shown.splitlines()] == ["T"] * functions, shown
+    assert f"::{kernel}(" in shown
 
 
 @tiers.needs_all
