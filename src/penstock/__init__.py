@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import sys
+
 # typing is not imported: `penstock serve` must reach the installation of its signal handlers within milliseconds.
 TYPE_CHECKING = False
 
@@ -35,13 +38,22 @@ if TYPE_CHECKING:
     )
 else:
 
-    def __getattr__(name: str) -> object:
-        """Imports all public names when the first of them is used: the import of numpy and of the core takes 0.2 s."""
-        if name not in __all__:
-            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    def _is_serve_command() -> bool:
+        """Whether this process begins as `penstock serve`, or as `python -m penstock serve`."""
+        words = sys.orig_argv
+        module = words[words.index("-m") + 1 :][:1] if "-m" in words else []
+        return sys.argv[1:2] == ["serve"] and (module == ["penstock"] or os.path.basename(sys.argv[0]) == "penstock")
+
+    def _import_names() -> None:
         from penstock import public_names
 
-        globals().update({public: getattr(public_names, public) for public in __all__})
+        globals().update({name: getattr(public_names, name) for name in __all__})
+
+    def __getattr__(name: str) -> object:
+        """In the command `penstock serve` alone, public names are imported when the first of them is used."""
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _import_names()
         return globals()[name]
 
     def __dir__() -> list[str]:
@@ -75,3 +87,8 @@ __all__ = [
     "attach",
     "content_key",
 ]
+
+# Numpy and the core take 0.2 s. Any other process imports them now: it may have no descriptor, or no right to read a
+# file, when it needs the name of an error.
+if not TYPE_CHECKING and not _is_serve_command():
+    _import_names()
