@@ -18,7 +18,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.launcher import REPEAT_S, Launcher, TreeFailed
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
@@ -190,7 +190,7 @@ def test_a_second_sigterm_stops_it_at_once() -> None:
     with tree_of_its_own(shutdown_timeout=60.0) as (process, pids):
         os.kill(pids[-1], signal.SIGSTOP)  # a server, which will not end by itself
         process.terminate()
-        time.sleep(0.3)
+        time.sleep(REPEAT_S + 0.2)
         began = time.monotonic()
         process.terminate()
         _, err = process.communicate(timeout=PATIENCE)

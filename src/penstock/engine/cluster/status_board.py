@@ -71,8 +71,8 @@ class StatusBoard:
     RENDEZVOUS = 21  # the port at which the ranks of this incarnation meet; 0: not linked to the home node yet
     # The core's again.
     ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
-    SUSPECTS = 22  # requests that may have made a group fail, and are not cleared
-    QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core
+    SUSPECTS = 24  # requests that may have made a group fail, and are not cleared
+    QUEUE_TIMES = 25  # from here on: a histogram of how long sequences waited, from their arrival in the core
 
     def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")

@@ -171,6 +171,7 @@ class ServerHealth(ResponseModel):
     pid: Natural
     serves: bool
     open: Natural
+    waiting: Natural
     failed_starts: Natural
 
 

@@ -84,3 +84,13 @@ def test_places_are_those_that_the_tree_starts() -> None:
         *[(kind, group, index) for group in (0, 1) for kind, index in OF_A_GROUP],
         *[("server", 0, 0), ("server", 0, 1)],
     ]
+
+
+def test_words_of_a_row_are_distinct_and_lie_before_the_histogram() -> None:
+    of_the_tree = {"DRAINING", "GROUPS", "MEMBERS", "OUTPUTS", "SERVED", "TRIAL_GROUP"}
+    of_the_tree |= {"MIGRATIONS_BEGUN", "MIGRATIONS_ENDED", "MIGRATIONS_FAILED"}
+    words = {name: word for name, word in vars(StatusBoard).items() if name.isupper()}
+    of_a_row = {name: word for name, word in words.items() if name not in of_the_tree}
+    for named in (of_the_tree, of_a_row):
+        assert len({words[name] for name in named}) == len(named)
+    assert max(of_a_row.values()) == StatusBoard.QUEUE_TIMES
