@@ -14,7 +14,20 @@ import pytest
 from penstock.bridge import packets
 from penstock.bridge.packets import PacketQueue, PacketReader
 from tests import tiers
-from tests.model.explorer import Op, Process, Step, View, cas, exchange, futex_wait, futex_wake, load, must, store, until
+from tests.model.explorer import (
+    Op,
+    Process,
+    Step,
+    View,
+    cas,
+    exchange,
+    futex_wait,
+    futex_wake,
+    load,
+    must,
+    store,
+    until,
+)
 from tests.model.scene import Scene
 
 FRAMES = 2
@@ -36,7 +49,13 @@ def resumed(connections: int, *, mutation: str = "", only: str = "ab") -> Scene:
 
     memory: dict[object, object] = {"delivered": (), "seat": (-1, "begins", 0), "event": 0, "received": 0}
     for number in range(connections):
-        memory |= {("hello", number): 0, ("go", number): 0, ("wire", number): (), ("a", number): "", ("lost", number): 0}
+        memory |= {
+            ("hello", number): 0,
+            ("go", number): 0,
+            ("wire", number): (),
+            ("a", number): "",
+            ("lost", number): 0,
+        }
     resets = [
         Process(f"reset {number} at {side}", partial(resets_at, side, number), is_daemon=True)
         for number in range(connections - 1)
@@ -45,7 +64,10 @@ def resumed(connections: int, *, mutation: str = "", only: str = "ab") -> Scene:
     processes = [
         Process("a", partial(connects, connections, mutation)),
         Process("b", partial(receives, connections, mutation), is_daemon=True),
-        *(Process(f"door {number}", partial(admits, number, mutation), is_daemon=True) for number in range(connections)),
+        *(
+            Process(f"door {number}", partial(admits, number, mutation), is_daemon=True)
+            for number in range(connections)
+        ),
         *resets,
     ]
     return Scene(memory, processes, at_end=at_end, invariant=invariant, limit=3_000_000)

@@ -22,7 +22,7 @@ class LinkDied(PeerDied):
     """The link has ended, and not because both sides were done. What it had under way is lost.
 
     `name` and `pid` are of the process at the other side, `how` says what happened, and `cause` is one of
-        closed     its connection ended without a word: its process, or its node, was killed
+        closed     its connection ended without a word, and was not made again: its process, or its node, was killed
         silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
         unheard    it says that no byte came to it from here: the network is cut in that direction
         ended      it ended the link because of a death or a failure on its node
@@ -42,6 +42,10 @@ class LinkDied(PeerDied):
         error = cls(f"link '{link}' has died: {what}")
         error.cause, error.name, error.pid, error.how = cause, name, pid, how
         return error
+
+
+class ConnectionClosed(OSError):
+    """The other side has closed the connection, as the kernel does for a process that ends."""
 
 
 class ProtocolError(Exception):

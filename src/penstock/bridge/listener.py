@@ -1,7 +1,8 @@
 """How a link begins: one side listens, on the address that it is told, and the other one connects.
 
 A listener speaks with several connections at a time, each of which has HANDSHAKE_S: one that says nothing, or is
-refused, holds no other one up. Leaves to the handshake what is said.
+refused, holds no other one up. When a link has begun, a thread accepts the connections over which it goes on. Leaves to
+the handshake what is said.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ import ssl
 import struct
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -21,6 +24,15 @@ from penstock.bridge.handshake import ConnectorHandshake, Handshake, ListenerHan
 from penstock.bridge.link import Link
 from penstock.bridge.link_errors import BridgeRefused
 from penstock.bridge.link_spec import LinkSpec, Tls
+from penstock.bridge.resumption import (
+    RETRY_S,
+    AcceptingThread,
+    ConnectorResumer,
+    ListenerResumer,
+    NewConnection,
+    ResumeOffer,
+    Resumer,
+)
 from penstock.bridge.wire import RECORD_TYPES, RECORD_VERSION, OneSidedTls, PlainWire, TlsWire
 from penstock.errors import Timeout
 
@@ -29,7 +41,6 @@ if TYPE_CHECKING:
 
 HANDSHAKE_S = 2.0  # for all of its messages
 MAX_HANDSHAKES = 16  # at a time; further connections wait in the kernel
-CONNECT_AGAIN_S = 0.05
 LENGTH = struct.Struct("<I")  # of a message of the handshake, before it
 ONE_SIDED_TLS = "one side speaks TLS and the other one does not: give certificates to both, or to neither"
 SILENT = "it said too little in time"
@@ -55,7 +66,7 @@ class HandshakeConnection:
         Raises BridgeRefused, EOFError where the other side has gone, and OSError where the connection is lost.
         """
         try:
-            while self._flush() and self.handshake.remote is None:
+            while self._flush() and not self.handshake.is_done:
                 message = self._receive()
                 if message is None:
                     return False
@@ -69,7 +80,7 @@ class HandshakeConnection:
             refusal = self.handshake.refused(ONE_SIDED_TLS)
             self._send_refusal()
             raise refusal from None
-        return self.handshake.remote is not None and self._flush()
+        return self.handshake.is_done and self._flush()
 
     def _send_refusal(self) -> None:
         with contextlib.suppress(OSError):  # the other side has refused, and gone
@@ -120,11 +131,11 @@ class HandshakeConnection:
         is_writing = bool(self._unsent) or self.wire.wants_write
         return select.EPOLLIN | select.EPOLLRDHUP | (select.EPOLLOUT if is_writing else 0)
 
-    def link(self) -> Link:
+    def link(self, resumer: Resumer | None = None) -> Link:
         handshake = self.handshake
         assert handshake.spec is not None and handshake.offer is not None and handshake.remote is not None
         remote = msgspec.structs.replace(handshake.remote, address=self.address)
-        return Link(handshake.spec, remote, handshake.offer, self.wire)
+        return Link(handshake.spec, remote, handshake.offer, self.wire, resumer)
 
 
 class Listener:
@@ -160,6 +171,8 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.refusals: Counter[str] = Counter()  # of connections, by their reasons: see `last_refusal` for a whole one
         self.last_refusal = ""
+        self._links: dict[bytes, ListenerResumer] = {}  # that have begun, by session
+        self._thread = AcceptingThread(lambda: self._accept((), None))
 
     def accept(self, *awaited: LinkSpec, timeout: float | None = None) -> Link:
         """Waits for the other side of one of these links, and returns the link. Others are refused, in words, counted,
@@ -171,23 +184,33 @@ class Listener:
         if not awaited:
             raise ValueError("say which links are awaited")
         deadline = None if timeout is None else time.monotonic() + timeout
+        with self._thread.paused():  # it would not know what is awaited
+            link = self._accept(awaited, deadline)
+        assert link is not None, "only the thread is interrupted"
+        self._thread.start()
+        return link
+
+    def _accept(self, awaited: tuple[LinkSpec, ...], deadline: float | None) -> Link | None:
         waiting: dict[int, HandshakeConnection] = {}
         with select.epoll() as poll:
             try:
-                return self._accept(awaited, deadline, poll, waiting)
+                return self._accept_next(awaited, deadline, poll, waiting)
             finally:
                 for connection in waiting.values():
                     connection.wire.close()
 
-    def _accept(
+    def _accept_next(
         self,
         awaited: tuple[LinkSpec, ...],
         deadline: float | None,
         poll: select.epoll,
         waiting: dict[int, HandshakeConnection],
-    ) -> Link:
+    ) -> Link | None:
+        """Returns None if it is interrupted, as it awaits no new link."""
         listening = self._socket.fileno()
         poll.register(listening, select.EPOLLIN)
+        if not awaited:
+            poll.register(self._thread.interrupt, select.EPOLLIN)
         while True:
             now = time.monotonic()
             if deadline is not None and now >= deadline:
@@ -202,6 +225,8 @@ class Listener:
             if deadline is not None:
                 ends.append(deadline)
             for descriptor, _ in poll.poll(max(0.0, min(ends) - now) if ends else None):
+                if descriptor == self._thread.interrupt:
+                    return None
                 if descriptor == listening:
                     self._begin(awaited, poll, waiting)
                 elif (link := self._advance(poll, waiting, descriptor)) is not None:
@@ -215,7 +240,8 @@ class Listener:
         except (BlockingIOError, ConnectionError):
             return
         wire = _wire(connection, self._context, is_server=True)
-        handshaking = HandshakeConnection(wire, ListenerHandshake(awaited, self._secret), address[:2])
+        handshake = ListenerHandshake(awaited, self._secret, links=self._links)
+        handshaking = HandshakeConnection(wire, handshake, address[:2])
         waiting[wire.fileno()] = handshaking
         poll.register(wire.fileno(), handshaking.events)
 
@@ -224,7 +250,8 @@ class Listener:
         try:
             if connection.advance():
                 del waiting[descriptor]
-                return connection.link()
+                poll.unregister(descriptor)
+                return self._begin_link(connection)
             poll.modify(descriptor, connection.events)
         except BridgeRefused as refusal:
             self._drop(poll, waiting, descriptor, str(refusal))
@@ -233,6 +260,20 @@ class Listener:
         except OSError as error:  # also a certificate that is none of the authority's
             self._drop(poll, waiting, descriptor, f"{error.strerror or error}")
         return None
+
+    def _begin_link(self, connection: HandshakeConnection) -> Link | None:
+        """Returns a link that begins. A connection of a link that goes on is given to the thread of that link."""
+        handshake = connection.handshake
+        if isinstance(handshake, ListenerHandshake) and handshake.resume_offer is not None:
+            assert handshake.resumer is not None and handshake.suspension is not None
+            new = NewConnection(connection.wire, handshake.resume_offer.received)
+            if not handshake.resumer.resume(handshake.suspension, new):
+                connection.wire.close()
+            return None
+        assert handshake.spec is not None, "the handshake is done"
+        resumer = ListenerResumer(handshake.spec.link, partial(self._links.pop, handshake.session, None))
+        self._links[handshake.session] = resumer
+        return connection.link(resumer)
 
     def _drop(self, poll: select.epoll, waiting: dict[int, HandshakeConnection], descriptor: int, reason: str) -> None:
         connection = waiting.pop(descriptor)
@@ -244,6 +285,10 @@ class Listener:
         connection.wire.close()
 
     def close(self) -> None:
+        """Links that have begun stay, and end with their connections."""
+        self._thread.close()
+        for link in list(self._links.values()):
+            link.end("its listener is closed")
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -279,26 +324,48 @@ def connect(
         ('node 1', 'node 0')
     """
     require_secret(secret)
-    context = None if tls is None else tls.context(is_server=False)
+    dial = partial(_dial, address, spec, secret, None if tls is None else tls.context(is_server=False))
     deadline = time.monotonic() + timeout
-    reason = "no time was given"
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            connection = socket.create_connection(address, min(left, HANDSHAKE_S))
-        except OSError as error:
-            reason = str(error)
-        else:
-            link = _shake(HandshakeConnection(_wire(connection, context, is_server=False),
-                                              ConnectorHandshake(spec, secret), address), deadline)  # fmt: skip
-            if isinstance(link, Link):
-                return link
-            reason = link
-        time.sleep(max(0.0, min(CONNECT_AGAIN_S, deadline - time.monotonic())))
+    reason: object = "no time was given"
+    while time.monotonic() < deadline:
+        connection = dial(None, deadline)
+        if isinstance(connection, HandshakeConnection):
+            return connection.link(ConnectorResumer(connection.handshake.session, partial(_dial_again, dial)))
+        reason = connection
+        time.sleep(max(0.0, min(RETRY_S, deadline - time.monotonic())))
     raise Timeout(f"no link '{spec.link}' with {address[0]}:{address[1]} within {timeout:g} s: {reason}")
 
 
-def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
-    """Returns the link, or why there is none yet. Raises BridgeRefused."""
+def _dial(
+    address: tuple[str, int],
+    spec: LinkSpec,
+    secret: bytes,
+    context: ssl.SSLContext | None,
+    offer: ResumeOffer | None,
+    deadline: float,
+) -> HandshakeConnection | Exception:
+    """Returns a connection after its handshake, or why there is none yet. Raises BridgeRefused."""
+    try:
+        connection = socket.create_connection(address, min(deadline - time.monotonic(), HANDSHAKE_S))
+    except (OSError, ValueError) as error:  # ValueError: the deadline has passed just now
+        return error
+    wire = _wire(connection, context, is_server=False)
+    return _shake(HandshakeConnection(wire, ConnectorHandshake(spec, secret, resume_offer=offer), address), deadline)
+
+
+def _dial_again(
+    dial: Callable[[ResumeOffer, float], HandshakeConnection | Exception], offer: ResumeOffer, deadline: float
+) -> NewConnection | Exception:
+    """Of a link that goes on."""
+    connection = dial(offer, deadline)
+    if isinstance(connection, Exception):
+        return connection
+    assert connection.handshake.resume_offer is not None, "the handshake is done"
+    return NewConnection(connection.wire, connection.handshake.resume_offer.received)
+
+
+def _shake(connection: HandshakeConnection, deadline: float) -> HandshakeConnection | Exception:
+    """Returns the connection, or why there is none yet. Raises BridgeRefused."""
     deadline = min(deadline, connection.deadline)
     try:
         with select.epoll() as poll:
@@ -307,20 +374,20 @@ def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     connection.wire.close()
-                    return "the listener said nothing in time"
+                    return TimeoutError("the listener said nothing in time")
                 poll.modify(connection.wire.fileno(), connection.events)
                 poll.poll(left)
-        return connection.link()
+        return connection
     except ssl.SSLEOFError:
         connection.wire.close()
-        return GONE
+        return EOFError(GONE)
     except ssl.SSLError as error:  # it would be the same the next time
         connection.wire.close()
         reason = getattr(error, "verify_message", "") or error.reason or error
         raise BridgeRefused(f"TLS: {reason}") from None
     except (EOFError, OSError) as error:
         connection.wire.close()
-        return str(error)
+        return error
     except BridgeRefused:
         connection.wire.close()
         raise
