@@ -1,10 +1,11 @@
-"""The protocol by which a link goes on over a new connection: every interleaving of resets, at one side or at both, with
-the connector, the thread of the link at the listener's side, and the threads that speak with each new connection.
+"""The protocol by which a link goes on over a new connection: every interleaving of resets with the connector, the
+thread of the link at the listener's side, and the threads that speak with each new connection.
 
 Side a connects and sends frames, side b listens and delivers them. A reset may reach side a alone: side b then has the
 old connection and the new one at a time. The packets themselves, cut at every byte, are walked with their own classes.
 """
 
+import itertools
 from collections.abc import Generator
 from functools import partial
 from typing import Any
@@ -29,6 +30,7 @@ from tests.model.explorer import (
     until,
 )
 from tests.model.scene import Scene
+from tests.unit.bridge.test_packets import CutWire, Recorder
 
 FRAMES = 2
 RAN_OUT = "no connection is left"
@@ -188,3 +190,38 @@ def test_frames_are_delivered_once_in_order_after_two_resets_of_the_listening_si
 )
 def test_frames_are_lost_or_repeated_without_a_part_of_the_protocol(mutation: str, how: str) -> None:
     resumed(3, mutation=mutation, only="a").fails(how)
+
+
+# ── what is sent again: the classes themselves ──
+SENT = [
+    (packets.FRAME, 0, 0, b"frame"),
+    (packets.LONG, 0, 0, packets.LONG_NBYTES.pack(300_000)),
+    (packets.PIECE, 0, 0, b"piece of 14 b."),
+    (packets.END, 0, 0, b""),
+    (packets.BYE, 0, 0, b"over"),
+]
+
+
+@pytest.mark.parametrize("acknowledged", [0, 3, *tiers.only_in_all(1, 2, 4, 5)])
+def test_packets_are_handled_once_in_order_wherever_two_connections_end(acknowledged: int) -> None:
+    """Each of two connections loses everything behind any byte; the other side has said before that it has so many."""
+    sizes = [packets.HEAD_NBYTES + len(payload) for *_, payload in SENT]
+    for first, second in itertools.product(
+        range(sum(sizes[:acknowledged]), sum(sizes) + 1), range(0, sum(sizes) + 1, tiers.choose(3, 1, 1))
+    ):
+        queue, recorder = PacketQueue(), Recorder()
+        reader = PacketReader(recorder)
+        for kind, lane, source, payload in SENT:
+            queue.put(kind, lane, source, payload)
+        for arrives in (first, second, sum(sizes)):
+            wire = CutWire([1 << 20])
+            queue.flush(wire)
+            del wire.bytes[arrives:]
+            while reader.read(wire):
+                pass
+            if arrives == first:
+                queue.acknowledge(min(sum(sizes[:acknowledged]), reader.nbytes_whole))
+            reader.restart()
+            queue.rewind(reader.nbytes)
+        must(recorder.packets == SENT, f"cut after {first} and {second} bytes: {recorder.packets}")
+        must(queue.nbytes == 0 and queue.nbytes_acked == sum(sizes), "something is still kept")

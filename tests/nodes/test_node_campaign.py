@@ -25,7 +25,7 @@ pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is n
 
 STREAMS = 64
 NOTICED_WITHIN = 10.0  # seconds, of a machine that does much else; what it takes is printed
-BLOWS = ("node", "core", "worker", "uplink", "stop", "cut out", "delay", "cut", "cut back")
+BLOWS = ("node", "core", "worker", "uplink", "stop", "cut out", "delay", "cut", "cut back", "reset")
 
 
 class Campaign:
@@ -52,6 +52,12 @@ class Campaign:
             tree.relay.delay = 0.2
             await asyncio.sleep(self.chance.uniform(0.1, 0.5))
             tree.relay.delay = 0.0
+            return
+        if blow == "reset":
+            resumed = tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE)
+            tree.relay.reset()
+            await tree.until(lambda: tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) > resumed, NOTICED_WITHIN)
+            self.noticed.setdefault(blow, []).append(time.monotonic() - began)
             return
         before = tree.number(StatusBoard.SERVING, REMOTE)
         async with self._blow(blow):

@@ -113,6 +113,24 @@ def test_streams_go_on_when_the_link_is_cut_and_the_node_joins_again(directions:
     asyncio.run(scene())
 
 
+def test_streams_go_on_in_place_when_connections_are_reset() -> None:
+    async def scene() -> None:
+        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+            serving = tree.number(StatusBoard.SERVING, REMOTE)
+            for number in range(1, tiers.NODE_RESETS + 1):
+                started = await readers(client, OPEN, 300)
+                assert of_remote(started)
+                tree.relay.reset()
+                await tree.until(lambda number=number: tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) >= number)
+                await require_exact(tree, started)
+            assert migrations(client) == {} and tree.number(StatusBoard.SERVING, REMOTE) == serving
+            pauses = [event["pause_ms"] for event in tree.remote.events("link resumed")]
+            assert len(pauses) >= tiers.NODE_RESETS
+            print(f"pauses of up to {max(pauses)} ms")
+
+    asyncio.run(scene())
+
+
 @tiers.needs_all
 def test_streams_go_on_when_the_other_node_is_stopped_and_it_joins_again() -> None:
     async def scene() -> None:

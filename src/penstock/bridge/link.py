@@ -90,6 +90,7 @@ class Link:
         self._stop_by = float("inf")  # from when on a link that was stopped waits for no new connection
         self._lost_by = 0.0  # from when on it is silent, if its connection is lost again before a packet has come …
         self._lost_nbytes = -1  # … besides these
+        self.is_connected = True
         self._is_writing = False  # epoll is asked for room of the connection
         self._closing = threading.RLock()  # a signal handler may stop a link that this thread closes
         self._is_closed = False
@@ -211,6 +212,7 @@ class Link:
         with contextlib.suppress(OSError, ValueError):
             self._poll.unregister(self._wire.fileno())
         self._wire.close(is_aborted=True)
+        self.is_connected = False
         reader.restart()
         if reader.nbytes != self._lost_nbytes:
             self._lost_nbytes, self._lost_by = reader.nbytes, lost_at - session.silent_for() + self.spec.silence_s
@@ -219,8 +221,10 @@ class Link:
             reader.nbytes, lambda: min(by, max(self._stop_by, lost_at + ENDED_S)) - time.monotonic(), self._sleep
         )
         if isinstance(connection, str):
+            if self._stop_reason is not None:
+                session.stop(self._stop_reason)
             return session.on_loss(f"{how}; no new connection within {time.monotonic() - lost_at:.1f} s: {connection}")
-        self._wire = connection.wire
+        self._wire, self.is_connected = connection.wire, True
         session.queue.rewind(connection.received)
         session.resume()
         self._is_writing = False

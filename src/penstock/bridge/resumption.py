@@ -146,6 +146,10 @@ class ListenerResumer:
     def close(self) -> None:
         self._forget()
         self.end(ENDED)
+        with self._changed:
+            if self._connection is not None:  # the link has ended before it took that
+                self._connection.wire.close(is_aborted=True)
+                self._connection = None
 
     # ── in threads that accept ──
     def suspend(self) -> Suspension:

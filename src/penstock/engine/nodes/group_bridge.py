@@ -100,6 +100,10 @@ class GroupBridge:
     def _on_link(self) -> None:
         self._board.row(self._me.group)[StatusBoard.SERVING] = self._me.incarnation
 
+    def _on_resume(self, pause: float) -> None:
+        self._board.row(self._me.group)[StatusBoard.LINK_RESUMPTIONS] += 1
+        event("link resumed", logging.WARNING, node=self._node, group=self._me.group, pause_ms=round(pause * 1e3, 1))
+
     def _spec(self) -> LinkSpec:
         tree, me = self._tree, self._me
         # The label of each lane is this process's name: its death is the group's.
@@ -120,6 +124,7 @@ class GroupBridge:
             words=[InboundWords(ROW_NAME, self._board.row(me.group), ROW_PLACES)],
             values=None if tree.store is None else StoreValues(tree.store),
             on_death=self._process_death,
+            on_resume=self._on_resume,
         )
 
     def _accept(self) -> Link:
