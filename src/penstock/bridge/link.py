@@ -205,7 +205,7 @@ class Link:
         lost_at = time.monotonic()
         with contextlib.suppress(OSError):  # what has come before may say why
             while reader.read(self._wire):
-                pass
+                session.hear()
         how = f"has lost its connection, or was killed: {lost}"
         if session.is_over or self._resumer is None:
             return session.on_loss(how)
@@ -216,7 +216,8 @@ class Link:
         reader.restart()
         if reader.nbytes != self._lost_nbytes:
             self._lost_nbytes, self._lost_by = reader.nbytes, lost_at - session.silent_for() + self.spec.silence_s
-        by = min(self._lost_by, lost_at + ENDED_S) if isinstance(lost, ConnectionClosed) else self._lost_by
+        has_ended = isinstance(lost, (ConnectionClosed, BrokenPipeError))  # as if its process had
+        by = min(self._lost_by, lost_at + ENDED_S) if has_ended else self._lost_by
         connection = self._resumer.await_connection(
             reader.nbytes, lambda: min(by, max(self._stop_by, lost_at + ENDED_S)) - time.monotonic(), self._sleep
         )
