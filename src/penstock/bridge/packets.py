@@ -97,7 +97,7 @@ IN_PLACE = (PIECE, VALUE_PIECE)
 
 BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD_NBYTES)
 GATHERED = 64  # buffers in one call of the kernel
-SMALL_NBYTES = 64 << 10  # payloads up to here are copied behind their head: no block of a channel waits for an ACK
+SMALL_NBYTES = 128 << 10  # payloads up to here are copied behind their head: no block of a channel waits for an ACK
 ACK_AFTER_NBYTES = SMALL_NBYTES  # received; so a payload that was not copied is acknowledged when it has come
 MAX_UNACKED_NBYTES = 16 << 20  # then frames stay in their channels, and values in their stores
 

@@ -42,7 +42,7 @@ FRAMES = 60
 
 def frame(number: int) -> bytes:
     """Every fifth is long, and passes in pieces; every third is not copied as it is sent."""
-    return b"%8d" % number + bytes(400_000 if number % 5 == 4 else 100_000 if number % 3 == 2 else 50)
+    return b"%8d" % number + bytes(400_000 if number % 5 == 4 else 150_000 if number % 3 == 2 else 50)
 
 
 @contextlib.contextmanager
