@@ -111,13 +111,13 @@ class Listener:
             connection.deadline = arrival.deadline
             return connection
 
+        connection: HandshakeConnection | None = None
         with HandshakePool(self._socket, self._measure, begin, self._count_refusal, interrupt) as pool:
-            while (arrival := pool.wait(deadline)) is not None:
-                connection = arrival.handshake
-                assert isinstance(connection, HandshakeConnection), "the pool has begun it"
-                if not _resume(connection):
-                    break
-        return None if arrival is None else self._begin_link(connection)  # the pool is closed: links need descriptors
+            while connection is None and (arrival := pool.wait(deadline)) is not None:
+                assert isinstance(arrival.handshake, HandshakeConnection), "the pool has begun it"
+                if not _resume(arrival.handshake):
+                    connection = arrival.handshake
+        return None if connection is None else self._begin_link(connection)  # the pool has left descriptors
 
     def _begin_link(self, connection: HandshakeConnection) -> Link:
         handshake = connection.handshake
