@@ -65,7 +65,7 @@ class StatusBoard:
     # On a node that has workers only: of the process in the core's place.
     RENDEZVOUS = 21  # the port at which the ranks of this incarnation meet; 0: not linked to the home node yet
     # On the home node, of the process that has the link of the group.
-    LINK_RESUMPTIONS = 22  # connections to other nodes that were lost and made again, in this incarnation
+    LINK_RESUMPTIONS = 23  # connections to other nodes that were lost and made again, in this incarnation
     # The core's again.
     ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
     QUEUE_TIMES = 24  # from here on: a histogram of how long sequences waited, from their arrival in the core

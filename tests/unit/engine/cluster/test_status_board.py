@@ -84,3 +84,11 @@ def test_places_are_those_that_the_tree_starts() -> None:
         *[(kind, group, index) for group in (0, 1) for kind, index in OF_A_GROUP],
         *[("server", 0, 0), ("server", 0, 1)],
     ]
+
+
+def test_words_of_a_row_have_distinct_places() -> None:
+    names = [name for name, value in vars(StatusBoard).items() if type(value) is int]
+    for first, last in ((0, names.index("SERVING")), (names.index("SERVING"), len(names))):
+        places = {name: getattr(StatusBoard, name) for name in names[first:last]}
+        assert len(set(places.values())) == len(places), places
+    assert max(places.values()) == StatusBoard.QUEUE_TIMES < ROW_WORDS
