@@ -31,7 +31,7 @@ from bench.harness.targets import conclude
 from bench.impls import Unavailable
 from bench.serve_cases import cases, goals, model, pauses
 from bench.serve_cases.cases import Load, Servers
-from bench.serve_cases.servers import OURS, PEERS, THEIRS, THEIRS_UNRESERVED, Failed, Ours, Server, Theirs
+from bench.serve_cases.servers import OURS, PEERS, THEIRS, THEIRS_UNRESERVED, UNRESERVED, Failed, Ours, Server, Theirs
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig
 
@@ -155,12 +155,13 @@ def start_all(
     kinds: dict[str, Callable[[Path, Path], Server]] = {
         OURS: partial(Ours.of_model, longest=longest, dtype=served.dtype),
         THEIRS: theirs,
-        THEIRS_UNRESERVED: partial(theirs, reserved_processors=0),
+        THEIRS_UNRESERVED: partial(theirs, environment=UNRESERVED),
     }
     for name in ways:
         with contextlib.ExitStack() as unless_up:
             try:
                 server = kinds[name](served.directory, servers.scratch / f"{name}.log")
+                server.name = name
                 unless_up.callback(server.stop)
                 found.starts[name] = server.wait_for_an_answer()
             except (Unavailable, Failed, OSError) as reason:

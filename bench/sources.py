@@ -7,7 +7,7 @@ scripts/bench sources --only images,steps      transfer, images: vLLM #19702; se
 scripts/bench sources --payloads "23 MB,96 MB" images and transfers of these sizes alone
 PENSTOCK_PEER_PYTHON=… scripts/bench sources   with vLLM beside it, on the same weights
 
-A row whose target is missed is printed as NO, and the exit status is 1.
+A row with a missed target is printed as NO, and the exit status is 1.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from bench.source_cases.context import Context
 from bench.source_cases.payloads import PAYLOADS, WAYS
 
 CASES = {
-    "transfer": transfer.run,  # before images, whose table has the share of the transfer
+    "transfer": transfer.run,  # before images: their table has the share of the transfer
     "images": images.run,
     "servers": images.run_many,
     "videos": videos.run,

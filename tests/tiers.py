@@ -71,7 +71,7 @@ GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_has
 # unit
 FRAMES_MUTATIONS        = choose(6_000,   30_000,  300_000)    # test_frames
 FLOODS                  = choose((1_000,), (200, 256, 257, 1_000, 10_000), (10_000, 18_000))  # test_floods: strangers
-REFUSALS                = choose(300,     30_000,  300_000)    # test_floods: of strangers whose lengths differ
+REFUSALS                = choose(300,     30_000,  300_000)    # test_floods: strangers with different lengths
 BIT_FLIPS               = choose(20,      1_000,   10_000)     # test_bit_flips: in each direction of a link
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor

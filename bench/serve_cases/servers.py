@@ -25,6 +25,7 @@ from bench.impls.peer import python_with
 from penstock.tools.inspect.processes import Process, all_processes, with_descendants
 
 OURS, THEIRS, THEIRS_UNRESERVED = "penstock", "vllm", "vllm-unreserved"
+UNRESERVED = {"VLLM_CPU_NUM_OF_RESERVED_CPU": "0"}
 PEERS = (THEIRS, THEIRS_UNRESERVED)  # vLLM at its default, which reserves one processor, and computing with all of them
 NAME = "model"  # by which clients ask for it
 START = 400.0  # seconds until it answers; a compiler may be at work, and others beside it
@@ -199,12 +200,11 @@ class Theirs(Server):
         longest: int,
         is_compiled: bool,
         dtype: str = "float32",
-        reserved_processors: int | None = None,
         more: Sequence[str] = (),
         environment: Mapping[str, str] | None = None,
     ) -> Theirs:
         """Starts vLLM with its worker in a process of its own, so that the worker's time is not counted with the core.
-        `reserved_processors` None: vLLM's default, one. Raises Unavailable."""
+        Raises Unavailable."""
         port = free_port()
         command = [python_with("vllm"), "-m", "vllm.entrypoints.cli.main", "serve", str(model)]
         command += ["--served-model-name", NAME, "--host", "127.0.0.1", "--port", str(port), "--dtype", dtype]
@@ -213,11 +213,7 @@ class Theirs(Server):
         if not is_compiled:
             command.append("--enforce-eager")
         usual = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-        usual |= reserve_processors(reserved_processors)
-        server = cls(command, {**usual, **(environment or {})}, port, log)
-        if reserved_processors is not None:
-            server.name = THEIRS_UNRESERVED
-        return server
+        return cls(command, {**usual, **(environment or {})}, port, log)
 
     def rest(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -228,10 +224,6 @@ class Theirs(Server):
     def _signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, number)
-
-
-def reserve_processors(count: int | None) -> dict[str, str]:
-    return {} if count is None else {"VLLM_CPU_NUM_OF_RESERVED_CPU": str(count)}
 
 
 def free_port() -> int:

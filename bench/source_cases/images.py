@@ -112,8 +112,8 @@ def _targets(about: str, outcome: Outcome, kinds: Kinds) -> Iterator[Target]:
         yield over(f"{about}, {share}", outcome, key, [name for name in kinds if name in IMAGE_WAYS], "vLLM's best")
 
 
-def over(about: str, outcome: Outcome, key: str, others: Sequence[str], whose: str) -> Target:
+def over(about: str, outcome: Outcome, key: str, others: Sequence[str], owner: str) -> Target:
     """The store is at least as fast as the fastest of the others. Not measured: none of them ran."""
     ratios = [outcome.ratio(name, key, STORE) for name in others if {name, STORE} <= outcome.rounds.keys()]
     figure = 1 / max(max(ratios), 1e-9) if ratios else None
-    return Target(f"{about}: the store's requests/s, times {whose}", 1, "x", figure, is_least=True)
+    return Target(f"{about}: the store's requests/s, times {owner}", 1, "x", figure, is_least=True)

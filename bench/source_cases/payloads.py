@@ -26,7 +26,7 @@ MAX_MODEL_LEN = 4096
 STORE_OPTIONS = ("--tensor-transport", STORE, "--mm-processor-cache-gb", "1")
 RING_OBJECT_MB = 256  # its default, 128, leaves out the largest payload with what lies beside it
 RING_CACHE_GB = 1  # as our store
-SIDE = 28 * 2  # pixels that become one token; images whose sides are multiples of it are not scaled
+SIDE = 28 * 2  # pixels that become one token; images with sides that are multiples of it are not scaled
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def serve_ours(model: Path, options: tuple[str, ...], log: Path) -> Server:
 
 
 def serve_theirs(model: Path, options: tuple[str, ...], log: Path) -> Server:
-    """A server of vLLM whose workers may use all processors, as with several of them its default binds to one."""
+    """A server of vLLM with workers that may use all processors, as with several of them its default binds to one."""
     check_memory(1)
     more = ("--no-enable-prefix-caching", *options)
     return Theirs.of_model(model, log, longest=MAX_MODEL_LEN, is_compiled=False, more=more, environment=COMMON)

@@ -1,6 +1,6 @@
 """One value from the submit of its request to a view in each worker: the store beside inline messages (#19702, #51207).
 
-The tree is a real one on a simulated device, whose workers open the values of a request and read a byte of each page.
+The tree is a real one on a simulated device. Its workers open the values of a request and read a byte of each page.
 What a request without a value takes is subtracted, in time and in processor time of all processes. The second part
 carries the same bytes without an engine, beside vLLM's message queue, its arena and its ring.
 """

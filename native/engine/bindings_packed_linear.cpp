@@ -67,13 +67,13 @@ class Linear {
         }
     }
 
-    void pack(const Rows& rows, u64 first_panel, u64 step) {
+    void pack(const Rows& rows, u64 first_panel, u64 step, u64 threads) {
         u64 panels = PackedLinear::divide_up(rows.shape(0), PackedLinear::PANEL);
         if (rows.shape(1) != linear_.inputs || step == 0 || panels == 0 ||
             first_panel + (panels - 1) * step >= linear_.panels())
             throw std::invalid_argument("expected rows of all inputs, for panels that are there");
         python::GilRelease released;
-        pack_weights(linear_, buffer_.data(), rows.data(), rows.shape(0), first_panel, step);
+        pack_weights(linear_, buffer_.data(), rows.data(), rows.shape(0), first_panel, step, threads);
     }
 
     void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads) const {
@@ -141,9 +141,9 @@ void bind_packed_linear(nb::module_& m) {
                      "numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False) -> None"),
              "Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. "
              "`is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.")
-        .def("pack", &Linear::pack, "rows"_a, "first_panel"_a = 0, "step"_a = 1,
-             nb::sig("def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1) -> "
-                     "None"),
+        .def("pack", &Linear::pack, "rows"_a, "first_panel"_a = 0, "step"_a = 1, "threads"_a = 1,
+             nb::sig("def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1, "
+                     "threads: int = 1) -> None"),
              "Packs rows of W, the bits of bfloat16, into the panels `first_panel`, `first_panel + step`, …")
         .def("compute", &Linear::compute, "x_address"_a, "x_stride"_a, "rows"_a, "out_address"_a, "out_stride"_a,
              "threads"_a,

@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "atomic.h"
+#include "thread_team.h"
 
 #if defined(__aarch64__)
 #include <asm/hwcap.h>
@@ -45,6 +46,20 @@ LinearKernels find_kernels() {
 
 Atomic<u64> chosen{0};  // an index into linear_kernels(); no other memory depends on its order
 
+// Writes up to 16 rows [outputs, inputs] of a weight matrix to a panel; the rest of the panel becomes zeros.
+void pack_panel(const PackedLinear& linear, u16* to, const u16* rows, u64 outputs) {
+    u64 whole = outputs < PANEL ? 0 : linear.inputs / TILE_INPUTS;
+    for (u64 tile = 0; tile < whole; ++tile)  // reads a cache line of each row, writes a whole tile
+        for (u64 pair = 0; pair < TILE_INPUTS / 2; ++pair)
+            for (u64 lane = 0; lane < PANEL; ++lane)
+                std::memcpy(to + tile * TILE + (pair * PANEL + lane) * 2,
+                            rows + lane * linear.inputs + tile * TILE_INPUTS + pair * 2, 2 * sizeof(u16));
+    for (u64 input = whole * TILE_INPUTS; input < linear.input_tiles() * TILE_INPUTS; ++input)
+        for (u64 lane = 0; lane < PANEL; ++lane)
+            to[(input / 2 * PANEL + lane) * 2 + input % 2] =
+                lane < outputs && input < linear.inputs ? rows[lane * linear.inputs + input] : u16{0};
+}
+
 }  // namespace
 
 const LinearKernels& linear_kernels() {
@@ -64,21 +79,13 @@ bool choose_linear_kernel(const char* name) {
     return false;
 }
 
-void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64 outputs, u64 first, u64 step) {
-    u64 pairs = linear.input_tiles() * TILE_INPUTS / 2;
-    for (u64 panel = 0; panel * PANEL < outputs; ++panel) {
-        u16* to = weights + (first + panel * step) * linear.panel_size();
-        for (u64 lane = 0; lane < PANEL; ++lane) {
-            u64 output = panel * PANEL + lane;
-            const u16* from = output < outputs ? rows + output * linear.inputs : nullptr;
-            for (u64 pair = 0; pair < pairs; ++pair)
-                for (u64 half = 0; half < 2; ++half) {
-                    u64 input = 2 * pair + half;
-                    to[(pair * PANEL + lane) * 2 + half] =
-                        from != nullptr && input < linear.inputs ? from[input] : u16{0};
-                }
-        }
-    }
+void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64 outputs, u64 first, u64 step,
+                  u64 threads) {
+    ThreadTeam::get().run(threads, PackedLinear::divide_up(outputs, PANEL), [&](u64 panel) {
+        u64 row = panel * PANEL, left = outputs - row;
+        pack_panel(linear, weights + (first + panel * step) * linear.panel_size(), rows + row * linear.inputs,
+                   left < PANEL ? left : PANEL);
+    });
 }
 
 void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles) {

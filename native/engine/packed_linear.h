@@ -39,8 +39,9 @@ struct PackedLinear {
     u64 size() const { return panels() * panel_size(); }  // elements of `weights`
 };
 
-// Writes rows [outputs, inputs] of a weight matrix to the panels `first`, `first + step`, …
-void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64 outputs, u64 first, u64 step);
+// Writes rows [outputs, inputs] of a weight matrix to the panels `first`, `first + step`, …, in several threads.
+void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64 outputs, u64 first, u64 step,
+                  u64 threads = 1);
 
 // Copies `rows` rows of x into one row of tiles; the rest of the tiles becomes zeros.
 void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles);

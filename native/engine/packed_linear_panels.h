@@ -3,6 +3,7 @@
 // Included by one .cpp per instruction set after its `multiply`, which computes sums[row * panels * 16 + output] of up
 // to MAX_ROWS rows and MAX_PANELS panels. PENSTOCK_KERNEL is the function's name. Calls only built-in functions.
 #include "packed_linear.h"
+#include "vector_math.h"
 
 namespace penstock::engine {
 namespace {
@@ -11,39 +12,17 @@ typedef float Outputs __attribute__((vector_size(4 * PackedLinear::PANEL)));
 typedef u32 OutputBits __attribute__((vector_size(4 * PackedLinear::PANEL)));
 typedef u16 Halves __attribute__((vector_size(2 * PackedLinear::PANEL)));
 
-// e^x within 2 units in the last place, for |x| <= 87: the constants are those of paged_attention_impl.h.
-inline Outputs exponential(Outputs x) {
-    constexpr float ROUNDER = 12582912.0f;
+inline Outputs gated(Outputs gate, Outputs up) {
+    Outputs x = -gate;
     x = x < -87.0f ? Outputs{} - 87.0f : x;
     x = x > 87.0f ? Outputs{} + 87.0f : x;
-    Outputs n = x * 1.44269504f + ROUNDER;
-    Outputs power_of_two = __builtin_bit_cast(Outputs, (__builtin_bit_cast(OutputBits, n) + 127) << 23);
-    n -= ROUNDER;
-    Outputs r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    Outputs sum = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    sum = sum * r + 8.3334519073e-3f;
-    sum = sum * r + 4.1665795894e-2f;
-    sum = sum * r + 1.6666665459e-1f;
-    sum = sum * r + 5.0000001201e-1f;
-    return (sum * r * r + r + 1.0f) * power_of_two;
-}
-
-inline Outputs gated(Outputs gate, Outputs up) {
-    Outputs silu = gate / (exponential(-gate) + 1.0f);
+    Outputs silu = gate / (exponential<OutputBits>(x) + 1.0f);
     silu = gate < -87.0f ? gate * 0.0f : silu;  // the exponential stops growing there
     return silu * up;
 }
 
-// To the nearest bfloat16, ties to even; NaN stays NaN.
-inline Halves rounded(Outputs numbers) {
-    OutputBits bits = __builtin_bit_cast(OutputBits, numbers);
-    OutputBits nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-    OutputBits quiet = bits >> 16 | 0x40;
-    return __builtin_convertvector((bits & 0x7fffffff) > 0x7f800000 ? quiet : nearest, Halves);
-}
-
 inline void store(u16* out, Outputs numbers, u64 first, u64 outputs) {
-    Halves halves = rounded(numbers);
+    Halves halves = __builtin_convertvector(nearest_bfloat16<OutputBits>(numbers), Halves);
     u64 count = outputs - first < PackedLinear::PANEL ? outputs - first : PackedLinear::PANEL;
     if (count == PackedLinear::PANEL) {
         __builtin_memcpy(out + first, &halves, sizeof halves);

@@ -5,6 +5,7 @@
 // Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL, the function's name, and PENSTOCK_LANES, the
 // floats in a vector register. Calls only built-in functions; paged_attention.h says why.
 #include "paged_attention.h"
+#include "vector_math.h"
 
 namespace penstock::engine {
 namespace {
@@ -21,26 +22,7 @@ inline Floats load(const float* at) {
 }
 inline void store(float* at, Floats vector) { __builtin_memcpy(at, &vector, sizeof vector); }
 
-// e^x for x <= 0, within 2 units in the last place; NaN stays NaN. x = n * ln 2 + r: 2^n goes into the exponent's bits,
-// e^r is the polynomial of Cephes' expf.
-inline Floats exp_nonpositive(Floats x) {
-    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits of the sum
-    x = x < -87.0f ? Floats{} - 87.0f : x;
-    Floats n = x * 1.44269504f + ROUNDER;
-    Bits bits;
-    __builtin_memcpy(&bits, &n, sizeof bits);
-    bits = (bits + 127) << 23;
-    Floats power_of_two;
-    __builtin_memcpy(&power_of_two, &bits, sizeof power_of_two);
-    n -= ROUNDER;
-    Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
-    Floats sum = r * 1.9875691500e-4f + 1.3981999507e-3f;
-    sum = sum * r + 8.3334519073e-3f;
-    sum = sum * r + 4.1665795894e-2f;
-    sum = sum * r + 1.6666665459e-1f;
-    sum = sum * r + 5.0000001201e-1f;
-    return (sum * r * r + r + 1.0f) * power_of_two;
-}
+inline Floats exp_nonpositive(Floats x) { return exponential<Bits>(x < -87.0f ? Floats{} - 87.0f : x); }
 inline float exp_nonpositive(float x) { return exp_nonpositive(Floats{} + x)[0]; }
 
 #if defined(__clang__)

@@ -1,6 +1,7 @@
 // rms_norm_impl.h: the kernel of rms_norm.h. Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL,
 // the function's name, and PENSTOCK_LANES, the floats in a vector register. Calls only built-in functions.
 #include "rms_norm.h"
+#include "vector_math.h"
 
 namespace penstock::engine {
 namespace {
@@ -24,21 +25,16 @@ struct Float32 {
 
 struct Bfloat16 {
     using Element = u16;
-    static Bits nearest(Floats numbers) {  // ties to even; NaN stays NaN
-        Bits bits = __builtin_bit_cast(Bits, numbers);
-        Bits rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
-        return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : rounded;
-    }
     static Floats load(const u16* at) {
         Halves halves;
         __builtin_memcpy(&halves, at, sizeof halves);
         return __builtin_bit_cast(Floats, __builtin_convertvector(halves, Bits) << 16);
     }
     static void store(u16* at, Floats numbers) {
-        Halves halves = __builtin_convertvector(nearest(numbers), Halves);
+        Halves halves = __builtin_convertvector(nearest_bfloat16<Bits>(numbers), Halves);
         __builtin_memcpy(at, &halves, sizeof halves);
     }
-    static Floats round(Floats numbers) { return __builtin_bit_cast(Floats, nearest(numbers) << 16); }
+    static Floats round(Floats numbers) { return __builtin_bit_cast(Floats, nearest_bfloat16<Bits>(numbers) << 16); }
 };
 
 // The elements from `first` on, in a vector. The other lanes are zeros.

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 
 RECEIVED = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+REPEAT_S = 1.0  # after SIGTERM or SIGINT; a repetition before then is the same request, which programs forward twice
 
 Deliver = Callable[[int, float], object]  # gets the number of a signal, and the time of its receipt (time.monotonic)
 

@@ -1,4 +1,4 @@
-"""Streams of many clients beside signals from outside, and beside a client whose requests make the engine fail.
+"""Streams of many clients beside signals from outside, and beside a client with requests that make the engine fail.
 
 No stream ends with an error, and the pauses of streams are compared with the restarts of engines in the same run.
 """
@@ -139,7 +139,7 @@ def test_signals_from_outside_convict_no_request(seed: int) -> None:
 
 @pytest.mark.timeout(tiers.choose(240, 600, 6000))
 @pytest.mark.parametrize("life", [raises_early, pytest.param(raises_late, marks=tiers.needs_all)])
-def test_client_that_makes_engines_fail_costs_other_streams_no_more_than_a_restart(life: Life, seed: int) -> None:
+def test_client_that_fails_engines_costs_others_no_more_than_a_restart(life: Life, seed: int) -> None:
     """The client sends another prompt each time."""
 
     async def poison(tree: Migrating, number: int) -> int:

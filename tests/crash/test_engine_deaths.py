@@ -14,11 +14,12 @@ import time
 
 import pytest
 
+from penstock.command_signals import REPEAT_S
 from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import REPEAT_S, Launcher, TreeFailed
+from penstock.engine.launcher import Launcher, TreeFailed
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers

@@ -141,7 +141,7 @@ def test_answers_go_on_in_the_group_of_the_former_model_only(tmp_path: Path, how
     asyncio.run(scene())
 
 
-def test_a_broken_file_is_named_and_the_group_serves_when_it_is_whole_again(
+def test_broken_file_is_named_and_the_group_serves_once_it_is_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scene() -> None:

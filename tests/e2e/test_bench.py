@@ -113,7 +113,7 @@ def test_a_quick_run_of_the_sources_measures_steps_of_a_live_engine_and_a_broadc
 
 @tiers.needs_all
 @pytest.mark.timeout(420)
-def test_a_quick_run_of_the_sources_measures_both_transports_of_images_and_videos() -> None:
+def test_quick_sources_measure_both_transports_of_images_and_videos() -> None:
     for package in ("torch", "transformers", "httptools", "av"):
         pytest.importorskip(package)
     records, tables = run_sources("transfer,images,videos,fronts")

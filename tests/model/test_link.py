@@ -38,7 +38,7 @@ WRITES = (1, len(SENT))  # pieces that have been written after each call
 
 def transfer(*, cut: str = "", dies: str = "", flips: str = "", mutation: str = "") -> Scene:
     """Side a sends its frames and is done; side b delivers them and is done. `cut`: directions that may be cut, by the
-    side that they lead to; `dies`: sides that may be killed; `flips`: sides whose pieces may arrive damaged."""
+    side that they lead to; `dies`: sides that may be killed; `flips`: sides with pieces that may arrive damaged."""
 
     def at_end(view: View) -> None:
         delivered = view["delivered"]

@@ -12,6 +12,7 @@
 #include <limits>
 #include <vector>
 
+#include "engine/tests/bfloat16.h"
 #include "tests/testing.h"
 #include "thread_team.h"
 
@@ -22,17 +23,6 @@ namespace {
 
 constexpr u64 PANEL = PackedLinear::PANEL;
 
-u16 bits_of(float value) {
-    u32 bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return static_cast<u16>(bits >> 16);
-}
-float float_of(u16 bits) {
-    u32 wide = u32{bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-}
 std::vector<u16> numbers(Random& random, u64 count) {
     std::vector<u16> out(count);
     for (u16& number : out) number = bits_of(static_cast<float>(random.below(2001)) / 1000.0f - 1.0f);

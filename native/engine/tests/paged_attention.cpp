@@ -5,6 +5,7 @@
 #include <algorithm>
 #include <cmath>
 
+#include "engine/tests/bfloat16.h"
 #include "tests/testing.h"
 
 using namespace testing;
@@ -13,17 +14,6 @@ using namespace penstock::engine;
 namespace {
 
 float number(Random& random) { return static_cast<float>(random.below(2001)) / 500.0f - 2.0f; }
-u16 bits_of(float value) {
-    u32 bits;
-    std::memcpy(&bits, &value, sizeof bits);
-    return static_cast<u16>(bits >> 16);
-}
-float float_of(u16 bits) {
-    u32 wide = u32{bits} << 16;
-    float value;
-    std::memcpy(&value, &wide, sizeof value);
-    return value;
-}
 
 struct Case {
     PagedAttention problem{};

@@ -130,7 +130,7 @@ class PackedLinear:
         Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. `is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.
         """
 
-    def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1) -> None:
+    def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1, threads: int = 1) -> None:
         """
         Packs rows of W, the bits of bfloat16, into the panels `first_panel`, `first_panel + step`, …
         """

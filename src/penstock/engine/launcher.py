@@ -27,7 +27,6 @@ from penstock.lowlevel import ChannelError
 
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
-REPEAT_S = 1.0  # after the first SIGTERM or SIGINT; a repetition before then is the same request, forwarded twice
 LOOK_AGAIN = 0.01  # seconds between two reads of the board, while the tree starts or drains
 
 
@@ -127,7 +126,7 @@ class Launcher:
         elif self._end_requested_at is None:
             self._end_requested_at = received_at
             self._is_over.set()
-        elif received_at - self._end_requested_at >= REPEAT_S and not self._is_end_urgent:
+        elif received_at - self._end_requested_at >= command_signals.REPEAT_S and not self._is_end_urgent:
             event("tree ends at once", signal=signal.Signals(number).name)
             self._is_end_urgent = True
 

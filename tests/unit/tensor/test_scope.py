@@ -341,7 +341,7 @@ def test_threads_that_use_a_store_first_at_the_same_time_are_one_peer(monkeypatc
         attached.clear()
 
 
-def test_a_child_of_a_fork_attaches_though_a_thread_of_its_parent_held_the_lock() -> None:
+def test_forked_child_attaches_when_a_thread_of_its_parent_held_the_lock() -> None:
     from penstock.memory import pool
 
     with images() as store, pool._attaching:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
+from penstock.engine.worker.cpu_tensors import rows_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # transformers' names of one number
@@ -25,13 +26,7 @@ class RmsNorm(NamedTuple):
 
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[0]
-        is_plain = type(x) is Tensor and x.device.type == "cpu"  # of another tensor, the address is none of ours
-        if not is_plain or x.dtype != self.weight.dtype or x.shape[-1] != size:
-            kind = f"{type(x).__name__} {list(x.shape)} of {x.dtype} on {x.device}"
-            raise ValueError(f"expected a Tensor [..., {size}] of {self.weight.dtype} on cpu, got a {kind}")
-        rows = x.reshape(-1, size)
-        if rows.stride(1) != 1:
-            rows = rows.contiguous()
+        rows = rows_of(x, size, self.weight.dtype)
         out = torch.empty(x.shape, dtype=x.dtype)
         addresses = (self.weight.data_ptr(), out.data_ptr())
         how: Any = (self.epsilon, self.adds_one, x.dtype == torch.bfloat16, torch.get_num_threads())

@@ -5,9 +5,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import mmap
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
@@ -22,6 +20,7 @@ from transformers import AttentionInterface
 from penstock.engine import _native
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
+from penstock.engine.worker.cpu_tensors import huge_pages
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 
 NAME = "penstock"  # of this attention in transformers' registry; no mask function has this name, so no mask is built
@@ -86,10 +85,7 @@ def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device
     pages ends soon, and until it has ended no peer learns of its death."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    pages = mmap.mmap(-1, math.prod(shape) * dtype.itemsize, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with contextlib.suppress(OSError, AttributeError):  # a kernel, or a Python, that knows of one size only
-        pages.madvise(mmap.MADV_HUGEPAGE)
-    return torch.frombuffer(pages, dtype=dtype).view(shape)
+    return torch.frombuffer(huge_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
 
 
 class AttentionStyle(NamedTuple):

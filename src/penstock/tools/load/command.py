@@ -19,6 +19,7 @@ import msgspec
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from penstock.command_signals import REPEAT_S
 from penstock.tools import tables
 from penstock.tools.load import prompts, report
 from penstock.tools.load.arrivals import Load
@@ -27,8 +28,6 @@ from penstock.tools.load.http_client import Failure, Wire
 from penstock.tools.load.latency_stats import Figures, figures_of, tokens_of
 from penstock.tools.load.prompts import Body, Lines, RequestOptions, Size
 from penstock.tools.load.sse_events import shown
-
-REPEAT_S = 1.0  # from the first signal; before, another one is the same request: programs that forward repeat it
 
 
 class NothingToMeasure(ValueError):

@@ -103,7 +103,7 @@ def test_quarantine_key_covers_prompt_and_parameters_but_no_seed() -> None:
     assert len({key(), key(2), key(temperature=0.5), key(logit_bias=((3, 1.0),))}) == 4
 
 
-def test_quarantine_key_covers_images_and_is_none_where_an_image_has_no_key() -> None:
+def test_quarantine_key_covers_images_and_is_none_without_their_keys() -> None:
     def key(image: bytes | None) -> bytes | None:
         with Scope(None) as scope:
             handle = scope.put({"pixels": np.zeros(4, np.float32)}, key=image)

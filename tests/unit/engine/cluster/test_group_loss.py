@@ -159,7 +159,7 @@ def test_oom_kills_are_unknown_where_nothing_can_be_read(tmp_path: Path) -> None
     assert count_oom_kills(tmp_path / "cgroup", (tmp_path,), none) is None
 
 
-def test_oom_kills_of_the_machine_stand_for_those_of_a_group_without_a_counter(tmp_path: Path) -> None:
+def test_oom_kills_of_the_machine_count_for_a_group_without_a_counter(tmp_path: Path) -> None:
     machine = tmp_path / "vmstat"
     machine.write_text("nr_free_pages 7\noom_kill 3\n")
     assert count_oom_kills(tmp_path / "none", (tmp_path,), machine) == 3

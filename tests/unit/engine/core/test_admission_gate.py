@@ -103,7 +103,7 @@ def test_last_suspect_runs_alone_where_no_other_request_is_open() -> None:
     assert taken(gate, False, (0, 3)) == [(0, 2)]
 
 
-def test_most_suspected_request_is_tried_first_where_no_other_request_is_open() -> None:
+def test_most_suspected_request_is_tried_first_when_no_other_is_open() -> None:
     gate = AdmissionGate(1)
     gate.put(submit(1, failures=1, generated=4), 0)
     gate.put(submit(2, failures=1, generated=9), 0)

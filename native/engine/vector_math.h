@@ -1,0 +1,37 @@
+// vector_math.h: functions of vectors of floats that several kernels need, for vectors of any width.
+//
+// All is in an unnamed namespace, and calls only built-in functions: a kernel that is compiled for some processors may
+// not define what others define, too (paged_attention.h).
+#pragma once
+#include "paged_attention.h"
+
+namespace penstock::engine {
+namespace {
+
+// e^x for |x| <= 87, within 2 units in the last place; NaN stays NaN. x = n * ln 2 + r: 2^n goes into the exponent's
+// bits, e^r is the polynomial of Cephes' expf.
+template <class Bits, class Floats>
+inline Floats exponential(Floats x) {
+    constexpr float ROUNDER = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, in the low bits of the sum
+    Floats n = x * 1.44269504f + ROUNDER;
+    Floats power_of_two = __builtin_bit_cast(Floats, (__builtin_bit_cast(Bits, n) + 127) << 23);
+    n -= ROUNDER;
+    Floats r = x - n * 0.693359375f - n * -2.12194440e-4f;
+    Floats sum = r * 1.9875691500e-4f + 1.3981999507e-3f;
+    sum = sum * r + 8.3334519073e-3f;
+    sum = sum * r + 4.1665795894e-2f;
+    sum = sum * r + 1.6666665459e-1f;
+    sum = sum * r + 5.0000001201e-1f;
+    return (sum * r * r + r + 1.0f) * power_of_two;
+}
+
+// The bits of the nearest bfloat16, ties to even, in the lower halves; NaN stays NaN.
+template <class Bits, class Floats>
+inline Bits nearest_bfloat16(Floats numbers) {
+    Bits bits = __builtin_bit_cast(Bits, numbers);
+    Bits nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+    return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest;
+}
+
+}  // namespace
+}  // namespace penstock::engine
