@@ -10,7 +10,7 @@ from torch import Tensor
 
 
 def rows_of(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor [..., size] as rows whose elements are contiguous. Raises ValueError for any other tensor."""
+    """Returns a tensor [..., size] as rows of contiguous elements. Raises ValueError for any other tensor."""
     is_plain = type(x) is Tensor and x.device.type == "cpu"  # of another tensor, the address is none of ours
     if not is_plain or x.dtype != dtype or x.shape[-1] != size:
         kind = f"{type(x).__name__} {list(x.shape)} of {x.dtype} on {x.device}"
