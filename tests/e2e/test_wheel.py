@@ -7,6 +7,7 @@ import platform
 import re
 import subprocess
 import sys
+import sysconfig
 import tarfile
 import venv
 import zipfile
@@ -187,8 +188,10 @@ def test_the_wheel_of_the_data_plane_has_neither_engine_nor_model(sdist: Path, t
     assert not folders & {"shipped", "engine", "server", "integrations"}
     assert {"memory", "channel", "codec", "tensor", "bridge", "tools", "cli"} <= folders
     program = (
-        "import sys; sys.path.insert(0, sys.argv.pop(1)); import penstock; "
+        "import sys; sys.path[:0] = [sys.argv.pop(1), sys.argv.pop(1)]; import penstock; "
         "assert penstock.__file__.startswith(sys.path[0]); from penstock.cli import main; sys.exit(main(sys.argv[1:]))"
     )
-    shown = run(sys.executable, "-c", program, tmp_path / "site", "inspect", folder=tmp_path)
+    # -S: the finder of an editable installation would come first.
+    packages = sysconfig.get_path("purelib")
+    shown = run(sys.executable, "-S", "-c", program, tmp_path / "site", packages, "inspect", folder=tmp_path)
     assert shown.returncode == 0, shown.stderr

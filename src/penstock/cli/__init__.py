@@ -26,6 +26,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # `penstock inspect … | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # so that closing it at the end succeeds
         return 0
+    except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # a console of rich ends with status 1 then
+            return 0
+        raise
 
 
 def parser() -> ArgumentParser:

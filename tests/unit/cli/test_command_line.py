@@ -1,5 +1,6 @@
 """What options there are, what their help says, and what a misspelled one is answered with."""
 
+import os
 import re
 import subprocess
 import sys
@@ -8,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from penstock import cli
+from penstock import Ring, cli
 from penstock.cli.vllm_options import ALWAYS_ON, UNSUPPORTED
 from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
@@ -278,3 +279,16 @@ def test_a_model_that_was_taken_for_one_more_name_is_refused(
 ) -> None:
     assert cli.main(["serve", "--served-model-name", "a", str(tmp_path)]) == 2
     assert "is a directory, and no MODEL is given" in capsys.readouterr().err
+
+
+def test_inspect_ends_with_status_0_when_its_reader_has_ended() -> None:
+    """As in `penstock inspect PID | head -1`."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        with Ring() as ring:  # so that there is more to print than the first line
+            command = [sys.executable, "-m", "penstock", "inspect", str(os.getpid())]
+            done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+            assert (done.returncode, done.stderr) == (0, ""), ring
+    finally:
+        os.close(writer)
