@@ -202,6 +202,12 @@ class _End:
         self._attachment = None
         self._end.close()
 
+    def fail(self, error: BaseException) -> None:
+        """Ends this end by an error. A task that waits in it gets ClosedError, the other side PeerDied."""
+        self._forget()
+        self._attachment = None
+        self._end.fail(error)
+
     @property
     def is_closed(self) -> bool:
         return self._end.is_closed
@@ -216,7 +222,10 @@ class _End:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
 
 
 def _as_bytes(record: Buffer | Sequence[Buffer]) -> bytes:
@@ -281,6 +290,7 @@ class AsyncByteReceiver(_End):
         try:
             return await self.receive()
         except EndOfChannel:
+            self.close()
             raise StopAsyncIteration from None
 
 

@@ -87,14 +87,18 @@ class Sender(_AnyEnd, Protocol[S]):
     def close(self) -> None:
         """Ends this sender's part of the channel: receivers read what it has sent, then get EndOfChannel."""
 
+    def fail(self, error: BaseException) -> None:
+        """Ends this sender's part of the channel by an error: receivers read what it has sent, then get PeerDied with
+        the error's class and text. An exception that leaves the `with` block does the same."""
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: Any) -> None: ...
 
 
 class Receiver(_AnyEnd, Protocol[R]):
-    """The receiving end of a channel: `channel.open_receiver()`. Iterating over it ends with the channel. Threads may
-    share it: each message goes to one of them.
+    """The receiving end of a channel: `channel.open_receiver()`. Iterating over it ends with the channel, and then
+    closes it; `break` does not. Threads may share it: each message goes to one of them.
 
     Examples:
         >>> ring = Ring()
@@ -161,6 +165,10 @@ class Receiver(_AnyEnd, Protocol[R]):
     def close(self) -> None:
         """Leaves the channel: senders no longer wait for this receiver."""
 
+    def fail(self, error: BaseException) -> None:
+        """Leaves the channel by an error: senders get PeerDied with the error's class and text. An exception that
+        leaves the `with` block or a loop over this receiver does the same."""
+
     def __iter__(self) -> Self: ...
 
     def __next__(self) -> R: ...
@@ -192,6 +200,9 @@ class AsyncSender(_AnyEnd, Protocol[S]):
     def close(self) -> None:
         """Ends this sender's part of the channel. A task that waits in it gets ClosedError."""
 
+    def fail(self, error: BaseException) -> None:
+        """Ends this sender's part of the channel by an error, as `Sender.fail`."""
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: Any) -> None: ...
@@ -222,6 +233,9 @@ class AsyncReceiver(_AnyEnd, Protocol[R]):
 
     def close(self) -> None:
         """Leaves the channel. A task that waits in it gets ClosedError."""
+
+    def fail(self, error: BaseException) -> None:
+        """Leaves the channel by an error, as `Receiver.fail`."""
 
     def __aiter__(self) -> Self: ...
 
