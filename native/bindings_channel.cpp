@@ -666,12 +666,19 @@ void bind_channel(nb::module_& m) {
                 } catch (const Error& error) {
                     if (error.fault != Fault::end_of_channel) throw;
                     GilRelease released;
-                    r->close();
+                    r->exhaust();
                 }
                 throw nb::stop_iteration();
             },
             nb::sig("def __next__(self) -> bytes"))
         .def_prop_ro("is_closed", &Receiver::is_closed)
+        .def(
+            "exhaust",
+            [](Receiver& r) {
+                GilRelease released;
+                r.exhaust();
+            },
+            "Closes an end after EndOfChannel. Further calls, also of other threads, raise EndOfChannel.")
         .def_prop_ro("index", &Receiver::index)
         .def_prop_ro("source", &Receiver::source, "The sender (its index) of the record that was received last.")
         .def_prop_ro("name", [](const Receiver& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));

@@ -131,12 +131,13 @@ inline Error Channel::died(const char* role, u32 index, End end) const {
                    ? format("%s (%s), given back", counted(peer.reaped_blocks.value(), "block").c_str(),
                             in_units(peer.reaped_nbytes.value()).c_str())
                    : std::string("what has not been given back yet");
-        if (state_of(identity) == PeerState::live && !failure.empty()) held = "what its process, which lives, may hold";
+        // Its end alone is dead.
+        if (state_of(identity) == PeerState::live || state_of(identity) == PeerState::left) held.clear();
     }
     if (!failure.empty()) how = failure;
-    return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
+    return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s%s%s", role, index,
                                           by->segment().name().c_str(), name.c_str(), static_cast<long long>(pid),
-                                          how.c_str(), held.c_str()))
+                                          how.c_str(), held.empty() ? "" : "; it held ", held.c_str()))
         .with("index", static_cast<i64>(index))
         .with("name", name)
         .with("pid", pid)
@@ -204,7 +205,8 @@ inline Error Receiver::timeout(u64 waited_ns) {
                  (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
     }
     if (num_missing > MAX_NAMED) missing += format(" and %u more", num_missing - MAX_NAMED);
-    if (num_missing > 0)
+    if (!channel_.is_inbox()) missing.clear();
+    if (!missing.empty())
         missing = format(num_missing == 1 ? "; sender %s has never opened" : "; senders %s have never opened",
                          missing.c_str());
     return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s%s", index_, name(),

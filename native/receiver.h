@@ -193,6 +193,12 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (!is_any_leased()) let_go();
     }
 
+    // Closes the end after EndOfChannel. Further calls, also of other threads that share this end, throw EndOfChannel.
+    void exhaust() {
+        is_exhausted_.store(true, RELAXED);  // before is_closing_, which the bell orders
+        close();
+    }
+
    private:
     static constexpr u64 PATIENCE_NS = 200'000;  // about the time in which a quarter of the ring is read
 
@@ -211,6 +217,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     };
 
     void require_open() {
+        if (is_exhausted_.load(RELAXED))
+            throw Error(Fault::end_of_channel, format("receiver %u of '%s' has reached the end", index_, name()));
         if (is_closing_.load(RELAXED))
             throw Error(Fault::closed, format("receiver %u of '%s' is closed", index_, name()));
         channel_.require_ours();
@@ -466,6 +474,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     EndMutex mutex_;
     std::mutex leases_mutex_;
     Atomic<bool> is_closing_{false};
+    Atomic<bool> is_exhausted_{false};
     bool is_closed_ = false;
     u32 seen_changes_ = 0;
     u32 last_lane_ = 0;

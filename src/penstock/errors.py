@@ -116,7 +116,15 @@ class DeathCause:
 
     @classmethod
     def of_exit_code(cls, code: int) -> DeathCause:
-        """Of a process of `subprocess` or `multiprocessing`: a negative code is that of a signal."""
+        """Of a process of `subprocess` or `multiprocessing`.
+
+        Args:
+            code: its `returncode` or `exitcode`; a negative one is that of a signal.
+
+        Examples:
+            >>> DeathCause.of_exit_code(-9)
+            DeathCause('killed by SIGKILL')
+        """
         if code >= 0:
             return cls("exited with status 0" if code == 0 else f"exit status {code}")
         try:
@@ -128,7 +136,8 @@ class DeathCause:
     def signal(self) -> int | None:
         """The signal that killed the process."""
         name = self.text.removeprefix("killed by ").partition(",")[0]
-        return getattr(signal, name, None) if name.startswith("SIG") and name != self.text else None
+        is_signal = name != self.text and name in signal.Signals.__members__
+        return int(signal.Signals[name]) if is_signal else None
 
     @property
     def status(self) -> int | None:

@@ -279,6 +279,11 @@ class AsyncByteReceiver(_End):
     def receive_frame_nowait(self) -> bytes | _native.BlockLease:
         return self._end.receive_frame_nowait()
 
+    def exhaust(self) -> None:
+        """Closes this end after EndOfChannel. Tasks that share the end get EndOfChannel."""
+        self._end.exhaust()
+        self.close()
+
     @property
     def source(self) -> int:
         return self._end.source
@@ -290,7 +295,7 @@ class AsyncByteReceiver(_End):
         try:
             return await self.receive()
         except EndOfChannel:
-            self.close()
+            self.exhaust()
             raise StopAsyncIteration from None
 
 

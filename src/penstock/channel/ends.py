@@ -89,7 +89,19 @@ class Sender(_AnyEnd, Protocol[S]):
 
     def fail(self, error: BaseException) -> None:
         """Ends this sender's part of the channel by an error: receivers read what it has sent, then get PeerDied with
-        the error's class and text. An exception that leaves the `with` block does the same."""
+        the error's class and text. An exception that leaves the `with` block does the same.
+
+        Args:
+            error: its text may have 200 bytes, and what is longer is cut off.
+
+        Examples:
+            >>> ring = Ring()
+            >>> ring.open_sender().fail(RuntimeError("no such layer"))
+            >>> ring.open_receiver().receive()
+            Traceback (most recent call last):
+                ...
+            penstock.errors.PeerDied: sender 0 of 'ring', ... died: RuntimeError: no such layer
+        """
 
     def __enter__(self) -> Self: ...
 
@@ -167,7 +179,19 @@ class Receiver(_AnyEnd, Protocol[R]):
 
     def fail(self, error: BaseException) -> None:
         """Leaves the channel by an error: senders get PeerDied with the error's class and text. An exception that
-        leaves the `with` block or a loop over this receiver does the same."""
+        leaves the `with` block or a loop over this receiver does the same.
+
+        Args:
+            error: as for `Sender.fail`.
+
+        Examples:
+            >>> ring = Ring()
+            >>> ring.open_receiver().fail(RuntimeError("no such layer"))
+            >>> ring.open_sender().send(b"step")
+            Traceback (most recent call last):
+                ...
+            penstock.errors.PeerDied: receiver 0 of 'ring', ... died: RuntimeError: no such layer
+        """
 
     def __iter__(self) -> Self: ...
 
@@ -201,7 +225,8 @@ class AsyncSender(_AnyEnd, Protocol[S]):
         """Ends this sender's part of the channel. A task that waits in it gets ClosedError."""
 
     def fail(self, error: BaseException) -> None:
-        """Ends this sender's part of the channel by an error, as `Sender.fail`."""
+        """Ends this sender's part of the channel by an error. Args and Raises are those of
+        `Sender.fail`."""
 
     async def __aenter__(self) -> Self: ...
 
@@ -235,7 +260,7 @@ class AsyncReceiver(_AnyEnd, Protocol[R]):
         """Leaves the channel. A task that waits in it gets ClosedError."""
 
     def fail(self, error: BaseException) -> None:
-        """Leaves the channel by an error, as `Receiver.fail`."""
+        """Leaves the channel by an error. Args and Raises are those of `Receiver.fail`."""
 
     def __aiter__(self) -> Self: ...
 

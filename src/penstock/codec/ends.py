@@ -88,7 +88,7 @@ class _Receiving(_InThreads):
         try:
             return self.receive()
         except EndOfChannel:
-            self.close()
+            self._end.exhaust()
             raise StopIteration from None
 
 
@@ -109,7 +109,7 @@ class _ReceivingInLoop(_InLoop):
         try:
             return await self.receive()
         except EndOfChannel:
-            self.close()
+            self._end.exhaust()
             raise StopAsyncIteration from None
 
 
