@@ -59,7 +59,8 @@ std::string failure_of(nb::handle error) {
             int status = code.is_none() ? 0 : nb::isinstance<nb::int_>(code) ? nb::cast<int>(code) & 0xff : 1;
             return how_in_words(1u + (static_cast<u32>(status) << 8)) + (status == 0 ? " without closing" : "");
         }
-        std::string name = nb::cast<std::string>(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr()))).attr("__qualname__"));
+        std::string name =
+            nb::cast<std::string>(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr()))).attr("__qualname__"));
         std::string text;
         try {
             text = nb::cast<std::string>(nb::str(error));

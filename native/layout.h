@@ -287,8 +287,8 @@ struct alignas(LINE) Lane {
 static_assert(sizeof(Lane) == 512);
 
 struct alignas(LINE) ReceiverSlot {
-    Shared<u64> word;   // the receiver: EndState, slot, epoch
-    Shared<u64> ended;  // the word of the receiver before this one; ordered by changes
+    Shared<u64> word;    // the receiver: EndState, slot, epoch
+    Shared<u64> ended;   // the word of the receiver before this one; ordered by changes
     Shared<u64> keeper;  // word of a receiver that failed and has yet to give its records back; 0: none
     alignas(LINE) Waits waits;
     Failure failure;  // of the receiver
