@@ -26,6 +26,7 @@ from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 NAME = "penstock"  # of this attention in transformers' registry; no mask function has this name, so no mask is built
 MAX_GATHERED = 1 << 16  # positions with keys and values gathered at a time: the copy is short-lived, but large
 CPU_DTYPES = (torch.float32, torch.bfloat16)
+CHUNK_KERNELS = ("amx", "avx512_bf16")  # products with which chunks in bfloat16 are as fast as torch's, or faster
 WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake a thread
 
 
@@ -140,7 +141,7 @@ class PagedAttention:
             on_cpu.attend(layer, query, attended, self._rows[how.window], how)
         for number, chunk in enumerate(self._batch.chunks):
             part = slice(chunk.first, chunk.first + chunk.tokens)
-            if on_cpu is not None and query.dtype == torch.bfloat16:
+            if on_cpu is not None and on_cpu.has_chunk_kernel:
                 on_cpu.attend_chunk(layer, query[part], attended[part], chunk, how)
                 continue
             own = query[None, part]
@@ -229,13 +230,16 @@ class CpuRows(NamedTuple):
 class CpuKVCache:
     """The KV cache of all layers as arrays: a native kernel reads the keys and values of each row in their blocks.
 
-    Nothing is gathered, padded or masked, which would be most of the cost of a decode step. Chunks of several tokens
-    in float32 are products of matrices, as on other devices.
+    Nothing is gathered, padded or masked, which would be most of the cost of a decode step. With
+    `has_chunk_kernel`, another kernel does so for chunks of several tokens. Otherwise, chunks are products of matrices,
+    as on other devices.
     """
 
     def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
         self._layers = {layer: (_numbers(keys), _numbers(values)) for layer, (keys, values) in layers.items()}
         self._block_size = block_size
+        is_bfloat16 = all(keys.dtype == torch.bfloat16 for keys, _ in layers.values())
+        self.has_chunk_kernel = is_bfloat16 and _native.linear_kernel() in CHUNK_KERNELS
         self._others: ThreadPoolExecutor | None = None
 
     def attend(self, layer: int, query: Tensor, attended: Tensor, rows: CpuRows, how: AttentionStyle) -> None:
