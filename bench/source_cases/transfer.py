@@ -26,7 +26,7 @@ from bench.harness.figures import Figures
 from bench.harness.output import short
 from bench.harness.quiet import Patience
 from bench.harness.targets import Target
-from bench.harness.turns import Turns
+from bench.harness.turns import Turns, in_turn
 from bench.impls import TENSORS
 from bench.source_cases.context import Context
 from bench.source_cases.images import HITS
@@ -106,7 +106,7 @@ class _Asking:
         processor: dict[str, list[float]] = {way: [] for way in milliseconds}
         known = os.urandom(32)
         for number in range(rounds + 2):
-            for way in milliseconds:
+            for way in in_turn(list(milliseconds), number):  # each way also follows each other one
                 key = known if is_known else os.urandom(32)
                 before = self._used()
                 took = self._ask(way, value, key)
