@@ -7,6 +7,7 @@ bytes of its input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from bench.source_cases.payloads import IMAGE_WAYS, INLINE, STORE, Kinds, Payloa
 
 TENSOR_PARALLEL_SIZES, QUICK_TENSOR_PARALLEL_SIZES = (2, 4), (2,)
 HITS = {"miss": "0 % hits", "hit": "100 % hits"}
+# What a server has counted: images found, and all of them or those that were not.
+FOUND = ("penstock_store_hits_total", "vllm:mm_cache_hits_total")
+MISSED, QUERIES = "penstock_store_misses_total", "vllm:mm_cache_queries_total"
 
 
 def run(context: Context) -> Iterator[Target]:
@@ -59,7 +63,9 @@ def over_http(context: Context, about: str, kinds: Kinds, sizes: Sequence[Payloa
                 rows.append((f"{payload.name}, {name}", _cells(context, about, payload, name, outcome)))
                 record(context, "images", about, payload.name, name, outcome, nbytes=payload.nbytes)
             yield from _targets(f"{about}, {payload.name}", outcome, kinds)
-    heads = [f"{share}: {what}" for share in HITS.values() for what in ("requests/s", "TTFT, ms", "transfer in it")]
+    heads = [
+        f"{share}: {what}" for share in HITS.values() for what in ("requests/s", "TTFT, ms", "transfer in it", "found")
+    ]
     context.output.table(f"Images at {about} (#19702), the prefix cache off; × of {STORE}", heads, rows)
 
 
@@ -70,8 +76,24 @@ def measure(servers: Servers, load: Load) -> Outcome:
 
 def _twice(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """The same requests twice: the images of the second time are known."""
-    rounds = {hits: measure_once(server, load, scratch, seed) for hits in HITS}
-    return {f"{hits}.{key}": value for hits, figures in rounds.items() for key, value in figures.items()}
+    figures: Figures = {}
+    for hits in HITS:
+        before = _counts(server)
+        figures |= {f"{hits}.{key}": value for key, value in measure_once(server, load, scratch, seed).items()}
+        found, of = (count - earlier for count, earlier in zip(_counts(server), before, strict=True))
+        figures[f"{hits}.hit_rate"] = found / of if of else math.nan  # no cache: nothing is counted
+    return figures
+
+
+def _counts(server: Server) -> tuple[float, float]:
+    """Returns how many images the server has found in its store or cache, and how many it has looked for."""
+    lines = server.asked("GET", "/metrics")[1].decode().splitlines()
+    words = [line.replace("{", " ", 1).split(" ") for line in lines if not line.startswith("#")]
+    counts = [(line[0], float(line[-1])) for line in words]
+    found = sum(count for name, count in counts if name in FOUND)
+    missed = sum(count for name, count in counts if name == MISSED)
+    queries = sum(count for name, count in counts if name == QUERIES)
+    return found, queries or found + missed
 
 
 def measure_once(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
@@ -88,6 +110,7 @@ def _cells(context: Context, about: str, payload: Payload, name: str, outcome: O
             f"{short(figures[f'{hits}.requests_per_s'])} ×{short(ratio(outcome, name, f'{hits}.requests_per_s'))}",
             short(ttft),
             "-" if transfer is None else f"{transfer / ttft:.1%}",
+            "-" if math.isnan(figures[f"{hits}.hit_rate"]) else f"{figures[f'{hits}.hit_rate']:.0%}",
         ]
     return cells
 
@@ -100,7 +123,8 @@ def ratio(outcome: Outcome, name: str, key: str) -> float:
 def record(
     context: Context, case: str, about: str, payload: str, name: str, outcome: Outcome, **parameters: int
 ) -> None:
-    figures = {key.replace(".", "_"): value for key, value in outcome.figures(name).items()}
+    known = {key: value for key, value in outcome.figures(name).items() if not math.isnan(value)}
+    figures = {key.replace(".", "_"): value for key, value in known.items()}
     quiet = {"foreign_cores": outcome.foreign_cores, "quiet": outcome.is_quiet}
     context.output.record(
         case, name, about=about, payload=payload, **parameters, **figures, rounds=context.rounds, **quiet
