@@ -53,20 +53,20 @@ def run_many(context: Context) -> Iterator[Target]:
 
 def over_http(context: Context, about: str, kinds: Kinds, sizes: Sequence[Payload]) -> Iterator[Target]:
     """All servers are up, and take turns at each size."""
-    rows = []
+    heads = [
+        f"{share}: {what}" for share in HITS.values() for what in ("requests/s", "TTFT, ms", "transfer in it", "found")
+    ]
     with context.servers(kinds, STORE) as servers:
         if not context.is_quick:
             servers.take(servers.one_round_of(payloads.FILLING), measure_once, 1)
         for payload in sizes:
             outcome = measure(servers, payload.load)
+            rows = [(name, _cells(context, about, payload, name, outcome)) for name in outcome.rounds]
+            title = f"Images of {payload.name} at {about} (#19702), the prefix cache off; × of {STORE}"
+            context.output.table(title, heads, rows)
             for name in outcome.rounds:
-                rows.append((f"{payload.name}, {name}", _cells(context, about, payload, name, outcome)))
                 record(context, "images", about, payload.name, name, outcome, nbytes=payload.nbytes)
             yield from _targets(f"{about}, {payload.name}", outcome, kinds)
-    heads = [
-        f"{share}: {what}" for share in HITS.values() for what in ("requests/s", "TTFT, ms", "transfer in it", "found")
-    ]
-    context.output.table(f"Images at {about} (#19702), the prefix cache off; × of {STORE}", heads, rows)
 
 
 def measure(servers: Servers, load: Load) -> Outcome:

@@ -50,17 +50,18 @@ def run(context: Context) -> Iterator[Target]:
 
 
 def _side_by_side(context: Context, about: str, kinds: Kinds) -> Iterator[Target]:
-    rows = []
+    heads = ["requests/s, × of store", "TTFT, ms"]
     with context.servers(kinds, STORE) as servers:
         for name, load in (QUICK_LOADS if context.is_quick else LOADS).items():
             servers.take(servers.one_round_of(load), measure_once, 1)  # warms up: decoders start
             outcome = servers.take(servers.one_round_of(load), measure_once, servers.rounds)
+            rows = []
             for way in outcome.rounds:
                 figures = outcome.figures(way)
                 rate = f"{short(figures['requests_per_s'])} ×{short(ratio(outcome, way, 'requests_per_s'))}"
-                rows.append((f"{name}, {way}", [rate, short(figures["ttft_ms"])]))
+                rows.append((way, [rate, short(figures["ttft_ms"])]))
                 record(context, "videos", about, name, way, outcome)
+            context.output.table(f"New videos of {name} at {about}, no cache (#32104)", heads, rows)
             yield over(f"{about}, video, {name}", outcome, "requests_per_s", [INLINE], "inline's")
             theirs = [way for way in kinds if way in VIDEO_WAYS]
             yield over(f"{about}, video, {name}", outcome, "requests_per_s", theirs, "vLLM's best")
-    context.output.table(f"New videos at {about}, no cache (#32104)", ["requests/s, × of store", "TTFT, ms"], rows)
