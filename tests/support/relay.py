@@ -17,7 +17,7 @@ ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: a close is a reset
 
 class Relay:
     def __init__(self, target: tuple[str, int]) -> None:
-        self._target = target
+        self.target = target
         self._listening = socket.create_server(("127.0.0.1", 0))
         self.address: tuple[str, int] = self._listening.getsockname()[:2]
         self.is_cut = [False, False]  # by direction
@@ -29,6 +29,7 @@ class Relay:
             None  # direction, and its bytes after which the connection is reset, once
         )
         self.refuses = False  # connections are closed as they come
+        self.resets_handshakes = False  # each connection is reset as the listener answers
         self._resets: list[tuple[int, ...]] = []  # asked for: the sides that are to see each
         self._left_open: list[socket.socket] = []
         self._is_over = False
@@ -46,8 +47,10 @@ class Relay:
                 near.close()
                 continue
             self.connections += 1
+            if self.resets_handshakes:
+                self.reset_at = TO_CONNECTOR, self.nbytes[TO_CONNECTOR] + 1
             with near, contextlib.suppress(ConnectionRefusedError):  # the listener is not there yet
-                with socket.create_connection(self._target) as far:
+                with socket.create_connection(self.target) as far:
                     self._pass(near, far)
 
     def reset(self, *sides: int) -> None:
@@ -84,8 +87,8 @@ class Relay:
                 target, direction = ends[source]
                 try:
                     part = source.recv(1 << 16)
-                except ConnectionError:
-                    return
+                except ConnectionError:  # the other end sees a reset, too
+                    return self._reset(near, far, (TO_LISTENER, TO_CONNECTOR))
                 if not part and not any(self.is_cut):
                     return
                 whole, part = len(part), self._before_reset(direction, part)

@@ -30,7 +30,7 @@ from penstock.bridge.link_offer import LinkOffer
 from penstock.bridge.link_session import LinkSession
 from penstock.bridge.link_spec import LinkSpec, LinkStats, RemoteSide
 from penstock.bridge.packets import ACK_AFTER_NBYTES, FatalCause, PacketReader
-from penstock.bridge.resumption import ENDED_S, Resumer
+from penstock.bridge.resumption import ENDED_S, LossLog, Resumer
 from penstock.bridge.wire import PlainWire, TlsWire
 
 if TYPE_CHECKING:
@@ -89,8 +89,7 @@ class Link:
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop_reason: str | None = None
         self._stop_by = float("inf")  # from when on a link that was stopped waits for no new connection
-        self._lost_by = 0.0  # from when on it is silent, if its connection is lost again before a packet has come …
-        self._lost_nbytes = -1  # … besides these
+        self._losses = LossLog(spec.silence_s)
         self.is_connected = True
         self._is_writing = False  # epoll is asked for room of the connection
         self._closing = threading.RLock()  # a signal handler may stop a link that this thread closes
@@ -210,7 +209,7 @@ class Link:
             with contextlib.suppress(OSError, DamagedPacket):  # what has come before may say why
                 while reader.read(self._wire):
                     session.hear()
-        elif self._resumer is None or reader.nbytes_whole == self._lost_nbytes:
+        elif self._resumer is None or not self._losses.has_progressed(reader.nbytes_whole):
             raise lost
         else:
             how = f"{lost.how}: {lost}"
@@ -221,10 +220,10 @@ class Link:
         self._wire.close(is_aborted=True)
         self.is_connected = False
         reader.restart()
-        if reader.nbytes != self._lost_nbytes:
-            self._lost_nbytes, self._lost_by = reader.nbytes, lost_at - session.silent_for() + self.spec.silence_s
-        has_ended = isinstance(lost, (ConnectionClosed, BrokenPipeError))  # as if its process had
-        by = min(self._lost_by, lost_at + ENDED_S) if has_ended else self._lost_by
+        self._losses.add(lost_at, reader.nbytes, session.silent_for())
+        if self._losses.storm:
+            return session.on_loss(f"{how}; {self._losses.storm}")
+        by = self._losses.deadline(has_ended=isinstance(lost, (ConnectionClosed, BrokenPipeError)))
         connection = self._resumer.await_connection(
             reader.nbytes, lambda: min(by, max(self._stop_by, lost_at + ENDED_S)) - time.monotonic(), self._sleep
         )

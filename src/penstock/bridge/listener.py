@@ -157,7 +157,7 @@ def _resume(connection: HandshakeConnection) -> bool:
     assert handshake.resumer is not None and handshake.suspension is not None, "the handshake is done"
     new = NewConnection(connection.wire, handshake.resume_offer.received)
     if not handshake.resumer.resume(handshake.suspension, new):
-        connection.wire.close()
+        connection.wire.close(is_aborted=True)  # a connection that is closed looks like the end of this process
     return True
 
 

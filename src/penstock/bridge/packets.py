@@ -201,6 +201,8 @@ class PacketQueue:
 
     def rewind(self, nbytes: int) -> None:
         """What the other side has not received waits for the wire again. Raises ProtocolError."""
+        if nbytes < self.nbytes_acked:
+            raise ProtocolError(f"it has received {nbytes} bytes, and had acknowledged {self.nbytes_acked}")
         self.acknowledge(nbytes)
         self._buffers.extendleft(reversed(self._unacked))
         self._unacked.clear()

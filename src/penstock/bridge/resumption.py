@@ -19,6 +19,7 @@ import contextlib
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator
 from typing import NamedTuple, Protocol
 
@@ -30,6 +31,9 @@ from penstock.bridge.wire import PlainWire, TlsWire
 ENDED_S = 0.3  # to wait for a new connection, where the other process seems to have ended
 SUSPEND_S = 1.0  # for the thread of a link to drop its connection
 RETRY_S = 0.05  # between two attempts to connect
+MAX_LOSSES = 50  # of connections of a link, within …
+LOSSES_S = 10.0  # … so many seconds; then the link ends, and what it serves goes on elsewhere
+REPLACED = "another process has come in its place"
 ENDED = "the link has ended here, or was of another process"
 
 
@@ -41,6 +45,36 @@ class ResumeOffer(msgspec.Struct, array_like=True, frozen=True):
 class NewConnection(NamedTuple):
     wire: PlainWire | TlsWire
     received: int  # by the other side
+
+
+class LossLog:
+    """Until when a link waits for a new connection, and how often it may lose one."""
+
+    def __init__(self, silence_s: float) -> None:
+        self._silence_s = silence_s
+        self._losses: deque[float] = deque(maxlen=MAX_LOSSES)
+        self._nbytes = -1  # of whole packets that had come at the last loss: …
+        self._silent_at = 0.0  # … when the link is silent, if no packet has come since
+
+    def has_progressed(self, nbytes: int) -> bool:
+        """Returns whether a packet has come whole since the last loss."""
+        return nbytes != self._nbytes
+
+    def add(self, lost_at: float, nbytes: int, silent_for: float) -> None:
+        if self.has_progressed(nbytes):
+            self._nbytes, self._silent_at = nbytes, lost_at - silent_for + self._silence_s
+        self._losses.append(lost_at)
+
+    @property
+    def storm(self) -> str:
+        """Says that there were too many losses; empty: there were not."""
+        losses = self._losses
+        is_storm = len(losses) == MAX_LOSSES and losses[-1] - losses[0] < LOSSES_S
+        return f"{MAX_LOSSES} connections were lost within {losses[-1] - losses[0]:.1f} s" if is_storm else ""
+
+    def deadline(self, *, has_ended: bool) -> float:
+        """`has_ended`: the connection was closed, as if the process at the other side had ended."""
+        return min(self._silent_at, self._losses[-1] + ENDED_S) if has_ended else self._silent_at
 
 
 class Resumer(Protocol):
@@ -114,11 +148,12 @@ class ListenerResumer:
         self.is_wanted = False
         self._forget = forget
         self._wake: Callable[[], None] = lambda: None
-        self._changed = threading.Condition()
+        self._changed = threading.Condition()  # reentrant
         self._number = 0
         self._suspension: Suspension | None = None
         self._connection: NewConnection | None = None
         self._end = ""  # why no connection can come any more
+        self._is_replaced = False
 
     def bind(self, wake: Callable[[], None]) -> None:
         self._wake = wake
@@ -131,6 +166,8 @@ class ListenerResumer:
             self._number += 1
             self._suspension = Suspension(self._number, received)
             self.is_wanted = False
+            if self._is_replaced:
+                self._end = self._end or REPLACED
             self._changed.notify_all()
         while True:
             left = seconds_left()
@@ -153,13 +190,16 @@ class ListenerResumer:
 
     # ── in threads that accept ──
     def suspend(self) -> Suspension:
-        """Makes the link drop its connection. Returns how much it has received. Raises BridgeRefused."""
+        """Makes the link drop its connection. Returns how much it has received. Raises BridgeRefused when the link has
+        ended, and TimeoutError, for the other side to connect again, when the link is busy."""
         deadline = time.monotonic() + SUSPEND_S
         with self._changed:
             while self._suspension is None:  # asked again after another connection has been taken meanwhile
                 left = deadline - time.monotonic()
-                if self._end or left <= 0:
-                    raise BridgeRefused(self._end or f"the link did not stop within {SUSPEND_S:g} s")
+                if self._end:
+                    raise BridgeRefused(self._end)
+                if left <= 0:
+                    raise TimeoutError(f"the link did not drop its connection within {SUSPEND_S:g} s")
                 self.is_wanted = True
                 self._wake()
                 self._changed.wait(left)
@@ -169,7 +209,7 @@ class ListenerResumer:
         """Gives the link its new connection. Returns False if the link waits for none, or the count that the other side
         was told is of an earlier loss."""
         with self._changed:
-            if self._suspension != suspension:
+            if self._suspension != suspension or self._end:
                 return False
             self._suspension, self._connection = None, connection
             self._changed.notify_all()
@@ -177,9 +217,12 @@ class ListenerResumer:
         return True
 
     def replace(self) -> None:
-        """Another process has come in the place of the other side's. While the link has a connection, that decides."""
-        if self._suspension is not None:
-            self.end("another process has come in its place")
+        """Another process has come in the place of the other side's. The link ends when it has lost its connection, also
+        where the loss is read later than the other process comes."""
+        with self._changed:
+            self._is_replaced = True
+            if self._suspension is not None:
+                self.end(REPLACED)
 
     def end(self, reason: str) -> None:
         with self._changed:

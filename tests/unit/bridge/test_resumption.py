@@ -26,9 +26,22 @@ from penstock.bridge import (
     Tls,
     connect,
     packets,
+    resumption,
 )
-from penstock.bridge.link_errors import ProtocolError
+from penstock.bridge.link_errors import BridgeRefused, ProtocolError
+from penstock.bridge.listener import _dial
 from penstock.bridge.packets import MAX_UNACKED_NBYTES, PacketQueue, packet_head
+from penstock.bridge.resumption import (
+    ENDED,
+    ENDED_S,
+    LOSSES_S,
+    MAX_LOSSES,
+    REPLACED,
+    ListenerResumer,
+    LossLog,
+    NewConnection,
+    ResumeOffer,
+)
 from tests import tiers
 from tests.conftest import eventually
 from tests.support.certificates import make_certificates
@@ -112,6 +125,10 @@ def must_have_resumed(*links: RunningLink, times: int = 1) -> None:
         assert link.link.stats().resumptions >= times
 
 
+def count_resumptions(*links: RunningLink) -> list[int]:
+    return [link.link.stats().resumptions for link in links]
+
+
 # ── resets ──
 @pytest.mark.parametrize("is_encrypted", [False, True], ids=["plain", "tls"])
 @pytest.mark.parametrize("sides", [(), (TO_CONNECTOR,)], ids=["both", "connector"])
@@ -159,15 +176,17 @@ def test_link_dies_as_damaged_when_a_packet_comes_damaged_again(monkeypatch: pyt
         assert home.death().cause == "damaged"
 
 
-def test_link_goes_on_after_each_of_many_resets_in_a_row() -> None:
+def test_link_goes_on_after_each_of_many_resets_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each of a connection that both sides have: connections may be reset as often as that, and no more often."""
+    monkeypatch.setattr(resumption, "LOSSES_S", 0.0)
     traffic = Traffic()
     with resumable(*traffic.specs) as (home, away, between):
         is_over = threading.Event()
 
         def strike() -> None:
-            for _ in range(tiers.LINK_RESETS):
+            for number in range(tiers.LINK_RESETS):
+                eventually(lambda number=number: min(count_resumptions(home, away)) >= number, within=20)
                 between.reset()
-                time.sleep(0.02)
             is_over.set()
 
         striking = threading.Thread(target=strike)
@@ -180,7 +199,8 @@ def test_link_goes_on_after_each_of_many_resets_in_a_row() -> None:
                     assert receiver.receive(10) == frame(number)
                 first += 5
             striking.join()
-        must_have_resumed(home, away, times=tiers.LINK_RESETS // 2)
+        eventually(lambda: min(count_resumptions(home, away)) >= tiers.LINK_RESETS)
+        must_have_resumed(home, away, times=tiers.LINK_RESETS)
         print(f"{home.link.stats().resumptions} resumptions, {first} frames")
 
 
@@ -267,6 +287,31 @@ def test_link_dies_when_no_connection_comes_in_time(is_connecting: bool) -> None
             link.death()
 
 
+def test_both_sides_end_when_each_new_connection_is_reset() -> None:
+    """Within its handshake. So no packet comes, and nothing waits longer than `silence_s`."""
+    with resumable(LINK, LINK) as (home, away, between):
+        between.resets_handshakes = True
+        between.reset()
+        for link in (home, away):
+            death = link.death()
+            assert death.cause == "closed" and "no new connection within" in death.how
+
+
+def test_both_sides_end_when_connections_are_lost_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though packets come over each of them."""
+    monkeypatch.setattr(resumption, "MAX_LOSSES", 10)
+    monkeypatch.setattr(resumption, "LOSSES_S", 600.0)  # of a busy machine
+    spec = replace(LINK, silence_s=5.0)
+    with resumable(spec, spec) as (home, away, between):
+        for number in range(10):
+            eventually(lambda number=number: min(count_resumptions(home, away)) >= number, within=20)
+            between.reset()
+        deaths = [link.death() for link in (home, away)]
+        assert [death.cause for death in deaths] == ["closed", "closed"]
+        assert any("10 connections were lost within" in death.how for death in deaths)
+        assert max(count_resumptions(home, away)) <= 9
+
+
 def test_link_dies_when_another_process_comes_in_the_place_of_its_own() -> None:
     spec = replace(LINK, silence_s=10.0)
     with Listener(("127.0.0.1", 0), secret=SECRET) as listener:
@@ -278,8 +323,57 @@ def test_link_dies_when_another_process_comes_in_the_place_of_its_own() -> None:
             link._wire.close(is_aborted=True)
             with contextlib.suppress(TimeoutError), connect(listener.address, spec, secret=SECRET, timeout=0.5):
                 raise AssertionError("no accept awaits it")
-        assert "another process has come in its place" in links[0].death(5).how
+        assert REPLACED in links[0].death(5).how
         links[0].end()
+
+
+def test_link_ends_when_it_reads_its_loss_after_another_process_has_come() -> None:
+    """As on a busy machine: the link has not been scheduled since the reset."""
+    resumer = ListenerResumer("link", lambda: None)
+    resumer.replace()
+    assert resumer.await_connection(0, lambda: 10.0, time.sleep) == REPLACED
+    with pytest.raises(BridgeRefused, match=REPLACED):
+        resumer.suspend()
+
+
+def test_link_that_has_ended_takes_no_connection() -> None:
+    resumer, wire = ListenerResumer("link", lambda: None), CutWire([])
+    with ThreadPoolExecutor() as threads:
+        waiting = threads.submit(resumer.await_connection, 7, lambda: 10.0, lambda _: time.sleep(0.05))
+        suspension = resumer.suspend()
+        resumer.replace()
+        assert suspension.received == 7 and not resumer.resume(suspension, NewConnection(wire, 0))
+        assert waiting.result() == REPLACED
+
+
+def test_listener_has_the_connector_try_later_while_its_link_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resumption, "SUSPEND_S", 0.01)
+    resumer = ListenerResumer("link", lambda: None)
+    with pytest.raises(TimeoutError, match="did not drop its connection"):
+        resumer.suspend()
+    assert resumer.is_wanted
+
+
+def test_another_process_cannot_go_on_with_a_link() -> None:
+    """It has the secret, and does not know the name of the session."""
+    with resumable(LINK, LINK) as (home, away, between), pytest.raises(BridgeRefused, match=ENDED):
+        offer = ResumeOffer(bytes(32), 0)
+        _dial(between.target, LINK, SECRET, None, offer, time.monotonic() + 10)
+    assert home.link.stats().resumptions == away.link.stats().resumptions == 0
+
+
+def test_loss_log_counts_losses_of_some_seconds_and_time_since_a_packet() -> None:
+    log = LossLog(2.0)
+    assert log.has_progressed(0)
+    for number in range(MAX_LOSSES):
+        assert not log.storm
+        log.add(number * 0.1, nbytes=0, silent_for=0.5)
+    assert log.storm and not log.has_progressed(0)
+    assert log.deadline(has_ended=False) == 1.5
+    log.add(2 * LOSSES_S, nbytes=1, silent_for=0.5)
+    assert not log.storm
+    assert log.deadline(has_ended=False) == 2 * LOSSES_S + 1.5
+    assert log.deadline(has_ended=True) == 2 * LOSSES_S + ENDED_S
 
 
 def test_listener_that_goes_on_with_another_link_refuses_an_ended_session() -> None:
@@ -319,6 +413,15 @@ def test_queue_has_no_room_while_too_much_is_not_acknowledged() -> None:
     assert MAX_UNACKED_NBYTES <= queue.nbytes_sent < MAX_UNACKED_NBYTES + 2 * packets.MAX_PAYLOAD
     queue.acknowledge(queue.nbytes_sent)
     assert queue.has_room
+
+
+def test_rewinding_before_an_acknowledgement_is_an_error() -> None:
+    queue, wire = PacketQueue(), CutWire([1 << 20])
+    queue.put(packets.FRAME, payload=b"frame")
+    queue.flush(wire)
+    queue.acknowledge(queue.nbytes_sent)
+    with pytest.raises(ProtocolError, match="has received 0 bytes, and had acknowledged 21"):
+        queue.rewind(0)
 
 
 def test_acknowledgement_of_what_was_not_sent_is_an_error() -> None:
