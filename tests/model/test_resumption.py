@@ -6,7 +6,7 @@ old connection and the new one at a time. The packets themselves, cut at every b
 """
 
 import itertools
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -190,6 +190,87 @@ def test_frames_are_delivered_once_in_order_after_two_resets_of_the_listening_si
 )
 def test_frames_are_lost_or_repeated_without_a_part_of_the_protocol(mutation: str, how: str) -> None:
     resumed(3, mutation=mutation, only="a").fails(how)
+
+
+# ── the end of a link whose process was replaced ──
+RUNS, SUSPENDED, HANDED = "runs", "suspended", "handed on"
+
+
+def replaced(mutation: str = "") -> Scene:
+    """The process at the other side has gone. Its last connection may still be handed on, and another process comes,
+    before or after the link reads its loss. The link has no deadline here: only the other process can end it."""
+
+    def at_end(view: View) -> None:
+        must(view.result("link") == "ended", f"the link has {view.result('link')}")
+
+    memory: dict[object, object] = {"resumer": (RUNS, False, False), "lost": 0, "event": 0}
+    processes = [
+        Process("link", ends),
+        Process("loss", is_lost),
+        Process("other process", partial(replaces, mutation)),
+        Process("door", hands_on, is_daemon=True),
+    ]
+    return Scene(memory, processes, at_end=at_end)
+
+
+def is_lost() -> Step:
+    yield store("lost", 1)
+    yield from rings()
+
+
+def changes(change: Callable[[str, bool, bool], tuple[str, bool, bool]]) -> Generator[Op, Any, Any]:
+    """What is done under the lock of the resumer: its state, whether it is replaced, whether it has ended."""
+    state = yield load("resumer")
+    while (latest := (yield cas("resumer", state, change(*state)))) != state:
+        state = latest
+    return state
+
+
+def replaces(mutation: str) -> Step:
+    """Another process of the link's name ends the link at once while that waits, else when its connection is lost."""
+    is_kept = mutation != "a replacement counts only while the link waits"
+    yield from changes(lambda state, _, has_ended: (state, is_kept, has_ended or state == SUSPENDED))
+    yield from rings()
+
+
+def hands_on() -> Step:
+    """The last connection of the process that has gone. It is lost at once."""
+    yield until("resumer", lambda resumer: resumer[0] == SUSPENDED)
+    yield from changes(
+        lambda state, is_replaced, has_ended: (
+            HANDED if state == SUSPENDED and not has_ended else state,
+            is_replaced,
+            has_ended,
+        )
+    )
+    yield from rings()
+
+
+def ends() -> Step:
+    for _ in range(2):
+        while True:
+            yield store("event", 0)
+            if (yield load("lost")):
+                break
+            yield futex_wait("event", 0)
+        yield from changes(lambda _, is_replaced, has_ended: (SUSPENDED, is_replaced, has_ended or is_replaced))
+        while True:
+            yield store("event", 0)
+            state, _, has_ended = yield load("resumer")
+            if state == HANDED:
+                break
+            if has_ended:
+                return "ended"
+            yield futex_wait("event", 0)
+    return "lost two connections, and goes on"
+
+
+def test_link_ends_whenever_another_process_comes_in_the_place_of_its_own() -> None:
+    replaced().holds(100)
+
+
+def test_link_waits_for_its_deadline_when_a_replacement_is_forgotten() -> None:
+    replaced("a replacement counts only while the link waits").fails("sleeps|waits for ever")
 
 
 # ── what is sent again: the classes themselves ──

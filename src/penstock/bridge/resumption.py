@@ -217,8 +217,8 @@ class ListenerResumer:
         return True
 
     def replace(self) -> None:
-        """Another process has come in the place of the other side's. The link ends when it has lost its connection, also
-        where the loss is read later than the other process comes."""
+        """Another process has come in the place of the other side's. The link ends when it has lost its connection,
+        also where it reads the loss later than the other process comes."""
         with self._changed:
             self._is_replaced = True
             if self._suspension is not None:
