@@ -78,8 +78,12 @@ class Relay:
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:  # of tasks that had not begun
+            writer.transport.abort()
+        await asyncio.sleep(0)  # transports close their sockets
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         task = asyncio.ensure_future(self._pass_on(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -90,7 +94,7 @@ class Relay:
             with contextlib.suppress(OSError):
                 home_reader, home_writer = await asyncio.open_connection(HOST, self._target)
                 writers.append(home_writer)
-                self._writers.update(writers)
+                self._writers.add(home_writer)
                 back = asyncio.ensure_future(self._direction("back", reader, home_writer))
                 out = asyncio.ensure_future(self._direction("out", home_reader, writer))
                 try:

@@ -37,7 +37,8 @@ class LinkDied(PeerDied):
     """The link has ended, and not because both sides were done. What it had under way is lost.
 
     `name` and `pid` are of the process at the other side, `how` says what happened, and `cause` is one of
-        closed     its connection ended without a word, and was not made again: its process, or its node, was killed
+        closed     its connection ended without a word, and was not made again: its process, or its node, was killed; or
+                   connections were lost too often
         silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
         unheard    it says that no byte came to it from here: the network is cut in that direction
         ended      it ended the link because of a death or a failure on its node

@@ -21,7 +21,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, TypeAlias
 
 import msgspec
 
@@ -77,28 +77,10 @@ class LossLog:
         return min(self._silent_at, self._losses[-1] + ENDED_S) if has_ended else self._silent_at
 
 
-class Resumer(Protocol):
-    """One side's way to a new connection."""
-
-    is_wanted: bool  # the other side has connected again: the link is to drop its connection
-
-    def await_connection(
-        self, received: int, seconds_left: Callable[[], float], sleep: Callable[[float], None]
-    ) -> NewConnection | str:
-        """Returns a new connection, or why there is none. The link reads no more of its old one. `sleep` returns early
-        when the link is woken."""
-
-    def bind(self, wake: Callable[[], None]) -> None:
-        """`wake` makes the link look at `is_wanted`, and ends its `sleep`."""
-
-    def close(self) -> None:
-        """The link has ended."""
-
-
 class ConnectorResumer:
-    """Connects again: at once, and then every RETRY_S."""
+    """The connector's way to a new connection: connects at once, and then every RETRY_S."""
 
-    is_wanted = False
+    is_wanted = False  # only a listener's link drops a connection because the other side has connected again
 
     def __init__(self, session: bytes, dial: Callable[[ResumeOffer, float], NewConnection | Exception]) -> None:
         """`dial` tries once, until the deadline, and returns why there is no connection yet. Raises BridgeRefused."""
@@ -108,6 +90,8 @@ class ConnectorResumer:
     def await_connection(
         self, received: int, seconds_left: Callable[[], float], sleep: Callable[[float], None]
     ) -> NewConnection | str:
+        """Returns a new connection, or why there is none. The link reads no more of its old one. `sleep` returns early
+        when the link is woken."""
         offer = ResumeOffer(self._session, received)
         refused_at = 0.0  # first: no process listens there, as far as the network says
         reason = "no time was left"
@@ -134,37 +118,36 @@ class ConnectorResumer:
 
 
 class Suspension(NamedTuple):
-    """A link waits for a new connection."""
+    """A link waits for a new connection. A later wait has another object, perhaps with the same count."""
 
-    number: int
     received: int
 
 
 class ListenerResumer:
-    """Where threads that accept connections meet the thread of the link."""
+    """The listener's way to a new connection: threads that accept connections meet the thread of the link."""
 
     def __init__(self, link: str, forget: Callable[[], object]) -> None:
         self.link = link  # its name
-        self.is_wanted = False
+        self.is_wanted = False  # the other side has connected again: the link is to drop its connection
         self._forget = forget
         self._wake: Callable[[], None] = lambda: None
         self._changed = threading.Condition()  # reentrant
-        self._number = 0
         self._suspension: Suspension | None = None
         self._connection: NewConnection | None = None
         self._end = ""  # why no connection can come any more
         self._is_replaced = False
 
     def bind(self, wake: Callable[[], None]) -> None:
+        """`wake` makes the link look at `is_wanted`, and ends its `sleep`."""
         self._wake = wake
 
     # ── in the thread of the link ──
     def await_connection(
         self, received: int, seconds_left: Callable[[], float], sleep: Callable[[float], None]
     ) -> NewConnection | str:
+        """As that of ConnectorResumer."""
         with self._changed:
-            self._number += 1
-            self._suspension = Suspension(self._number, received)
+            self._suspension = Suspension(received)
             self.is_wanted = False
             if self._is_replaced:
                 self._end = self._end or REPLACED
@@ -209,7 +192,7 @@ class ListenerResumer:
         """Gives the link its new connection. Returns False if the link waits for none, or the count that the other side
         was told is of an earlier loss."""
         with self._changed:
-            if self._suspension != suspension or self._end:
+            if self._suspension is not suspension or self._end:
                 return False
             self._suspension, self._connection = None, connection
             self._changed.notify_all()
@@ -229,6 +212,9 @@ class ListenerResumer:
             self._end = self._end or reason
             self._changed.notify_all()
         self._wake()
+
+
+Resumer: TypeAlias = ConnectorResumer | ListenerResumer
 
 
 class AcceptingThread:
