@@ -51,8 +51,8 @@ from tests.support.relay import TO_CONNECTOR, TO_LISTENER, Relay, relay
 from tests.unit.bridge.test_packets import CutWire
 
 LINK = LinkSpec("link", heartbeat_s=0.25, silence_s=2.0)
-# On a processor that has 20 things to do, a handshake may take 2 s, and then the link ends, as it should: a test that has
-# a link go on gives the handshake more time, and the tests of the limits do not.
+# With 20 runnable threads on two processors a handshake takes 2 s at times, and the link ends, as it should. So tests
+# that have a link go on give a handshake more time. Tests of the limits do not.
 PATIENT = replace(LINK, silence_s=10.0)
 FRAMES = 60
 
