@@ -117,7 +117,7 @@ def _find_limit() -> int:
         left = descriptors - len(os.listdir("/proc/self/fd"))
     except OSError:  # listing them takes one more
         left = 0
-    return min(MAX_HANDSHAKES, max(1, left // DESCRIPTOR_SHARE))
+    return min(MAX_HANDSHAKES, max(MIN_CROWDED, left // DESCRIPTOR_SHARE))
 
 
 class HandshakePool:
@@ -152,6 +152,7 @@ class HandshakePool:
             self._poll.register(interrupt, select.EPOLLIN)
         self._limit = _find_limit()  # of strangers, and of connections that have knocked
         self._accept_at = 0.0  # while the pool is crowded; 0: when a connection comes
+        self._due = 0  # connections that a crowded pool takes now, at most `_limit` between two looks at what they say
 
     def wait(self, deadline: float) -> Arrival | None:
         """Returns the next connection with a handshake that is done; None: none before the deadline or interrupt."""
@@ -169,7 +170,11 @@ class HandshakePool:
             self._drop_surplus(self._knocked)
             if self._accept_at and (late := time.monotonic() - self._accept_at) >= 0:
                 share = min(1.0, (CROWDED_POLL_S + late) / QUEUE_S)
-                self._accept(min(self._limit, max(MIN_CROWDED, int(self._queued() * share))))
+                self._due = max(MIN_CROWDED, int(self._queued() * share))
+            if self._due:
+                count = min(self._limit, self._due)
+                self._due -= count
+                self._accept(count)
             elif any(descriptor == listening for descriptor, _ in events):
                 self._accept(min(self._limit, ACCEPTED_AT_ONCE))
             self._pace()
@@ -191,6 +196,8 @@ class HandshakePool:
 
     def _timeout(self, deadline: float, now: float) -> float | None:
         """Returns how long the pool may sleep; None: until something comes."""
+        if self._due:
+            return 0.0
         oldest = itertools.islice(self._strangers.values(), 1)
         first = min((arrival.deadline for arrival in (*oldest, *self._knocked.values())), default=math.inf)
         first = min(first, deadline, self._accept_at or math.inf)
@@ -204,6 +211,7 @@ class HandshakePool:
             try:
                 connection, address = self._listening.accept()
             except BlockingIOError:
+                self._due = 0
                 return
             except ConnectionError:
                 continue
@@ -217,10 +225,11 @@ class HandshakePool:
 
     def _make_room(self) -> None:
         """The process, or the machine, has no more descriptors. A part of the process may need some while the pool is
-        open, so the pool holds fewer from now on."""
+        open, so the pool holds fewer from now on. With fewer than MIN_CROWDED it would take connections so slowly that
+        nodes give up in the queue of the kernel."""
         crowd = self._strangers or self._knocked
         if crowd:
-            self._limit = max(1, min(self._limit, len(crowd) // 2))
+            self._limit = max(MIN_CROWDED, min(self._limit, len(crowd) // 2))
             self._drop_random(crowd)
         else:
             time.sleep(NO_ROOM_POLL_S)
