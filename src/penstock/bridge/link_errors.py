@@ -37,11 +37,12 @@ class LinkDied(PeerDied):
     """The link has ended, and not because both sides were done. What it had under way is lost.
 
     `name` and `pid` are of the process at the other side, `how` says what happened, and `cause` is one of
-        closed     its connection ended without a word: its process, or its node, was killed
+        closed     its connection ended without a word, and was not made again: its process, or its node, was killed; or
+                   connections were lost too often
         silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
         unheard    it says that no byte came to it from here: the network is cut in that direction
         ended      it ended the link because of a death or a failure on its node
-        damaged    a packet arrived with bytes that were not sent: the checksum does not match
+        damaged    a packet arrived twice with bytes that were not sent: the checksum does not match
         protocol   it sent what no side of a link sends
         local      a death or a failure on this node; the other side raises "ended"
 
@@ -60,12 +61,22 @@ class LinkDied(PeerDied):
         return error
 
 
+class ConnectionClosed(OSError):
+    """The other side has closed the connection, as the kernel does for a process that ends."""
+
+
 class ProtocolError(Exception):
     """The other side sent what no side of a link sends."""
+
+    cause: Literal["protocol", "damaged"] = "protocol"
+    how = "broke the protocol"
 
 
 class DamagedPacket(ProtocolError):
     """A packet does not have its checksum: the network, or a relay in it, has changed bytes."""
+
+    cause = "damaged"
+    how = "sent a packet that was damaged on its way"
 
 
 class RemoteFailure(Exception):
