@@ -76,8 +76,12 @@ def main(arguments: Sequence[str]) -> int:
             ways=options.impl.split(","),
             payloads=options.payloads.split(","),
         )
-        for name in options.only.split(","):
-            targets += CASES[name](context)
+        try:
+            for name in options.only.split(","):
+                targets += CASES[name](context)
+        except SystemExit:  # told_to_end: what has been measured is shown
+            conclude(output, OURS, targets, load_between(before, look()))
+            raise
     return conclude(output, OURS, targets, load_between(before, look()))
 
 

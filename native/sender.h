@@ -417,7 +417,7 @@ class Sender {
         u32 changes = channel_.changes();
         bool is_any = false;
         u32 dead = NONE;
-        End who{};
+        End ended{};
         for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
             CursorMode mode = mode_of(channel_.cursor(index_, r).mode.load(order::mode.acquire));
             if (mode != CursorMode::out) is_any = true;
@@ -427,14 +427,14 @@ class Sender {
             if (end.state == EndState::live) end = end_of(channel_.receiver(r).ended.load(RELAXED));
             if (end.state != EndState::dead || end.epoch <= told_[r] || dead != NONE) continue;
             dead = r;
-            who = end;
+            ended = end;
         }
         has_receivers_ = is_any;
         least_released_ = least_released();
         if (dead != NONE) {
-            told_[dead] = who.epoch;
+            told_[dead] = ended.epoch;
             if (channel_.g.shape.receiver_death == 0)
-                throw channel_.died("receiver", dead, who);  // there may be more to tell
+                throw channel_.died("receiver", dead, ended);  // there may be more to tell
         }
         if (dead == NONE) seen_changes_ = changes;
     }

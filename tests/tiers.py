@@ -50,6 +50,7 @@ MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration:
 BLAME_SIGNALS           = choose(3,       200,     2_000)      # test_blame_campaign: SIGSEGV and SIGABRT from outside
 BLAME_POISONS           = choose(1,       9,       200)        # test_blame_campaign: requests that make an engine fail
 NODE_BLOWS              = choose(7,       300,     3_000)      # test_node_campaign: to a node, and to the link to it
+NODE_RESETS             = choose(3,       100,     1_000)      # test_remote_groups: of the connection to a node
 BRIDGE_DEATHS           = choose(1,       40,      1_000)      # test_bridge: of each side of a link
 PIPE_DEATHS             = choose(20,      1_000,   10_000)     # test_wake_up_pipes: of receivers in event loops
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
@@ -69,6 +70,9 @@ OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: a
 RESUMED_SEEDS           = choose(2,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
 # unit
+LINK_RESETS             = choose(100,     1_000,   100_000)    # test_resumption: in a row, under traffic
+LINK_CUTS               = choose(6,       200,     5_000)      # test_resumption: resets at a random byte, each way
+DAMAGES                 = choose(2,       50,      500)        # test_resumption: packets with a flipped bit, each way
 FRAMES_MUTATIONS        = choose(6_000,   30_000,  300_000)    # test_frames
 FLOODS                  = choose((1_000,), (200, 256, 257, 1_000, 10_000), (10_000, 18_000))  # test_floods: strangers
 REFUSALS                = choose(300,     30_000,  300_000)    # test_floods: strangers with different lengths

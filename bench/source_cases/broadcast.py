@@ -26,13 +26,14 @@ WAYS = {
 def run(context: Context) -> Iterator[Target]:
     rounds = 1 if context.is_quick else max(context.rounds, 3)
     sizes = QUICK_SIZES if context.is_quick else SIZES
-    table: list[tuple[str, list[str]]] = []
+    heads = ["ours, us", "gloo", "gloo, known size", "nccl", "device and back", "gloo, times ours", "known"]
     for receivers in QUICK_RECEIVERS if context.is_quick else RECEIVERS:
         try:
             about, rounds_by_size = collective.sweep(rounds, receivers, sizes)
         except Unavailable as reason:
             context.output.say(f"skipped broadcast: {reason}")
             return
+        table: list[tuple[str, list[str]]] = []
         for nbytes, found in rounds_by_size.items():
             figures = collective.medians(found)
             rows, details = collective.describe(
@@ -41,10 +42,10 @@ def run(context: Context) -> Iterator[Target]:
             _record(context, rows)
             if nbytes == collective.NBYTES and receivers in (*QUICK_RECEIVERS, collective.RECEIVERS):
                 context.output.table(details.title, details.columns[1:], [(row[0], row[1:]) for row in details.rows])
-            table.append((f"{nbytes:,} B to {receivers}", _cells(figures)))
+            table.append((f"{nbytes:,} B", _cells(figures)))
             yield from _targets(f"{nbytes:,} B to {receivers}", figures)
-    heads = ["ours, us", "gloo", "gloo, known size", "nccl", "device and back", "gloo, times ours", "known"]
-    context.output.table("One message to the last receiver, paced (#4440); medians, us", heads, table)
+        title = f"One message to the last of {receivers} receivers, paced (#4440); medians, us"
+        context.output.table(title, heads, table)
 
 
 def _record(context: Context, rows: list[dict[str, Any]]) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 from bench.harness.output import short
 from bench.harness.targets import Target
 from bench.harness.turns import Outcome
-from bench.serve_cases.servers import OURS, THEIRS, Server
+from bench.serve_cases.servers import OURS, THEIRS, UNRESERVED, Server
 from bench.source_cases import payloads
 from bench.source_cases.context import Context
 from bench.source_cases.images import measure_once
@@ -35,7 +35,8 @@ def run(context: Context) -> Iterator[Target]:
         kinds[f"{OURS}, {count}"] = partial(payloads.serve_ours, model, ours)
         if THEIRS in context.ways:
             theirs = ("--api-server-count", str(count))
-            kinds[f"{THEIRS}, {count}"] = partial(payloads.serve_theirs, model, theirs)
+            # Its one worker computes with all processors, as ours does.
+            kinds[f"{THEIRS}, {count}"] = partial(payloads.serve_theirs, model, theirs, environment=UNRESERVED)
     rows: dict[str, list[str]] = {name: [] for name in kinds}
     loads = QUICK_LOADS if context.is_quick else LOADS
     with context.servers(kinds, f"{OURS}, 1") as servers:

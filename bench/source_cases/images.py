@@ -7,6 +7,7 @@ bytes of its input.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -22,6 +23,9 @@ from bench.source_cases.payloads import IMAGE_WAYS, INLINE, STORE, Kinds, Payloa
 
 TENSOR_PARALLEL_SIZES, QUICK_TENSOR_PARALLEL_SIZES = (2, 4), (2,)
 HITS = {"miss": "0 % hits", "hit": "100 % hits"}
+# What a server has counted: images found, and all of them or those that were not.
+FOUND = ("penstock_store_hits_total", "vllm:mm_cache_hits_total")
+MISSED, QUERIES = "penstock_store_misses_total", "vllm:mm_cache_queries_total"
 
 
 def run(context: Context) -> Iterator[Target]:
@@ -30,11 +34,13 @@ def run(context: Context) -> Iterator[Target]:
     sizes = context.select(payloads.QUICK_PAYLOADS if context.is_quick else payloads.PAYLOADS)
     for ranks in QUICK_TENSOR_PARALLEL_SIZES if context.is_quick else TENSOR_PARALLEL_SIZES:
         ways = context.ways_among(IMAGE_WAYS)
-        kinds = {
-            **payloads.both_transports(model, "-tp", str(ranks)),
-            **payloads.ways_of_theirs(model, ways, "--tensor-parallel-size", str(ranks)),
-        }
-        yield from over_http(context, f"TP {ranks}", kinds, sizes)
+        # Each worker of vLLM takes 1.8 GB: with more than two workers its ways are not up together.
+        for group in [ways] if ranks == 2 or not ways else [(way,) for way in ways]:
+            kinds = {
+                **payloads.both_transports(model, "-tp", str(ranks)),
+                **payloads.ways_of_theirs(model, group, "--tensor-parallel-size", str(ranks)),
+            }
+            yield from over_http(context, f"TP {ranks}", kinds, sizes)
 
 
 def run_many(context: Context) -> Iterator[Target]:
@@ -47,18 +53,20 @@ def run_many(context: Context) -> Iterator[Target]:
 
 def over_http(context: Context, about: str, kinds: Kinds, sizes: Sequence[Payload]) -> Iterator[Target]:
     """All servers are up, and take turns at each size."""
-    rows = []
+    heads = [
+        f"{share}: {what}" for share in HITS.values() for what in ("requests/s", "TTFT, ms", "transfer in it", "found")
+    ]
     with context.servers(kinds, STORE) as servers:
         if not context.is_quick:
             servers.take(servers.one_round_of(payloads.FILLING), measure_once, 1)
         for payload in sizes:
             outcome = measure(servers, payload.load)
+            rows = [(name, _cells(context, about, payload, name, outcome)) for name in outcome.rounds]
+            title = f"Images of {payload.name} at {about} (#19702), the prefix cache off; × of {STORE}"
+            context.output.table(title, heads, rows)
             for name in outcome.rounds:
-                rows.append((f"{payload.name}, {name}", _cells(context, about, payload, name, outcome)))
                 record(context, "images", about, payload.name, name, outcome, nbytes=payload.nbytes)
             yield from _targets(f"{about}, {payload.name}", outcome, kinds)
-    heads = [f"{share}: {what}" for share in HITS.values() for what in ("requests/s", "TTFT, ms", "transfer in it")]
-    context.output.table(f"Images at {about} (#19702), the prefix cache off; × of {STORE}", heads, rows)
 
 
 def measure(servers: Servers, load: Load) -> Outcome:
@@ -68,8 +76,24 @@ def measure(servers: Servers, load: Load) -> Outcome:
 
 def _twice(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """The same requests twice: the images of the second time are known."""
-    rounds = {hits: measure_once(server, load, scratch, seed) for hits in HITS}
-    return {f"{hits}.{key}": value for hits, figures in rounds.items() for key, value in figures.items()}
+    figures: Figures = {}
+    for hits in HITS:
+        before = _counts(server)
+        figures |= {f"{hits}.{key}": value for key, value in measure_once(server, load, scratch, seed).items()}
+        found, of = (count - earlier for count, earlier in zip(_counts(server), before, strict=True))
+        figures[f"{hits}.hit_rate"] = found / of if of else math.nan  # no cache: nothing is counted
+    return figures
+
+
+def _counts(server: Server) -> tuple[float, float]:
+    """Returns how many images the server has found in its store or cache, and how many it has looked for."""
+    lines = server.asked("GET", "/metrics")[1].decode().splitlines()
+    words = [line.replace("{", " ", 1).split(" ") for line in lines if not line.startswith("#")]
+    counts = [(line[0], float(line[-1])) for line in words]
+    found = sum(count for name, count in counts if name in FOUND)
+    missed = sum(count for name, count in counts if name == MISSED)
+    queries = sum(count for name, count in counts if name == QUERIES)
+    return found, queries or found + missed
 
 
 def measure_once(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
@@ -86,6 +110,7 @@ def _cells(context: Context, about: str, payload: Payload, name: str, outcome: O
             f"{short(figures[f'{hits}.requests_per_s'])} ×{short(ratio(outcome, name, f'{hits}.requests_per_s'))}",
             short(ttft),
             "-" if transfer is None else f"{transfer / ttft:.1%}",
+            "-" if math.isnan(figures[f"{hits}.hit_rate"]) else f"{figures[f'{hits}.hit_rate']:.0%}",
         ]
     return cells
 
@@ -98,7 +123,8 @@ def ratio(outcome: Outcome, name: str, key: str) -> float:
 def record(
     context: Context, case: str, about: str, payload: str, name: str, outcome: Outcome, **parameters: int
 ) -> None:
-    figures = {key.replace(".", "_"): value for key, value in outcome.figures(name).items()}
+    known = {key: value for key, value in outcome.figures(name).items() if not math.isnan(value)}
+    figures = {key.replace(".", "_"): value for key, value in known.items()}
     quiet = {"foreign_cores": outcome.foreign_cores, "quiet": outcome.is_quiet}
     context.output.record(
         case, name, about=about, payload=payload, **parameters, **figures, rounds=context.rounds, **quiet
@@ -109,7 +135,9 @@ def _targets(about: str, outcome: Outcome, kinds: Kinds) -> Iterator[Target]:
     for hits, share in HITS.items():
         key = f"{hits}.requests_per_s"
         yield over(f"{about}, {share}", outcome, key, [INLINE], "inline's")
-        yield over(f"{about}, {share}", outcome, key, [name for name in kinds if name in IMAGE_WAYS], "vLLM's best")
+        theirs = [name for name in kinds if name in IMAGE_WAYS]
+        owner = f"{theirs[0]}'s" if len(theirs) == 1 else "vLLM's best"
+        yield over(f"{about}, {share}", outcome, key, theirs, owner)
 
 
 def over(about: str, outcome: Outcome, key: str, others: Sequence[str], owner: str) -> Target:

@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from bench.engine_cases.trees import IN_CORE, NEITHER, NO_OVERLAP, OURS, WAYS, Bench
-from bench.harness.figures import Figures, median_figures
+from bench.harness.figures import Figures
 from bench.harness.output import short
 from bench.harness.targets import Target
+from bench.harness.turns import Outcome, in_turn
 from bench.serve_cases import model as tiny
 from bench.source_cases.context import Context
 from penstock.engine.client.client import Client
@@ -31,6 +33,7 @@ TOKENS, QUICK_TOKENS = 64, 16
 HEAD = b'{"id":"chatcmpl-0","object":"chat.completion.chunk","created":1795300000,"model":"bench"'
 STREAMED, WHOLE = "streamed", "whole"
 FORMATS = {STREAMED: ChunkFormat(Style.CHAT, HEAD), WHOLE: None}
+Outcomes = dict[tuple[int, str], Outcome]  # by batch and format
 
 
 def run(context: Context) -> Iterator[Target]:
@@ -38,31 +41,48 @@ def run(context: Context) -> Iterator[Target]:
     tiny.make(directory)
     models = {"tiny Llama": str(directory)} if context.is_quick else {"tiny Llama": str(directory), "shipped": SHIPPED}
     for name, path in models.items():
-        found = {way: asyncio.run(_tree(context, way, path)) for way in TREES}
-        _tell(context, name, found)
-    yield from ()
+        outcomes = asyncio.run(_measure(context, path))
+        _tell(context, name, outcomes)
+        yield from _targets(name, outcomes)
 
 
-async def _tree(context: Context, way: str, path: str) -> dict[tuple[int, str], Figures]:
-    """Medians of the figures of one tree, by batch and format. Trees are not up together: two processors compute."""
+def _targets(name: str, outcomes: Outcomes) -> Iterator[Target]:
+    """Streamed answers are no slower than with output processing in the core, or without overlap."""
+    for (batch, kind), outcome in outcomes.items():
+        if kind == STREAMED:
+            figure = max(outcome.ratio(OURS, "tpot_ms", way) for way in TREES if way != OURS)
+            yield Target(f"{name}, streamed, batch {batch}: TPOT, times the best other way's", 1, "x", figure)
+
+
+async def _measure(context: Context, path: str) -> Outcomes:
+    """All trees are up, and take turns; the figures by batch and format."""
+    batches = QUICK_BATCHES if context.is_quick else BATCHES
+    tokens = QUICK_TOKENS if context.is_quick else TOKENS
+    cases = [(batch, kind) for batch in batches for kind in FORMATS]
+    outcomes = {case: Outcome({way: [] for way in TREES}) for case in cases}
+    async with contextlib.AsyncExitStack() as stopping:
+        trees = {way: await stopping.enter_async_context(_tree(context, way, path)) for way in TREES}
+        for bench, client in trees.values():
+            await _batch(bench, client, 4, tokens, None)  # warms up
+        for turn in range(context.rounds):
+            for (batch, kind), outcome in outcomes.items():
+                for way in in_turn(TREES, turn):
+                    outcome.rounds[way].append(await _batch(*trees[way], batch, tokens, FORMATS[kind]))
+    return outcomes
+
+
+@contextlib.asynccontextmanager
+async def _tree(context: Context, way: str, path: str) -> AsyncIterator[tuple[Bench, Client]]:
     config = with_model_defaults(EngineConfig(model=path, max_model_len=tiny.LONGEST, dtype="float32"))
     options: dict[str, Any] = {"model": path, "max_model_len": config.max_model_len, "dtype": "float32"}
     bench = Bench.of(WAYS[way], context.scratch / Path(path).name, **options)
-    tokens = QUICK_TOKENS if context.is_quick else TOKENS
-    found: dict[tuple[int, str], list[Figures]] = {}
     try:
         bench.start()
         await bench.serving()
         async with Client(bench.tree, 0) as client:
-            await _batch(bench, client, 4, tokens, None)  # warms up
-            for _ in range(context.rounds):
-                for batch in QUICK_BATCHES if context.is_quick else BATCHES:
-                    for kind, chunk_format in FORMATS.items():
-                        figures = await _batch(bench, client, batch, tokens, chunk_format)
-                        found.setdefault((batch, kind), []).append(figures)
+            yield bench, client
     finally:
         await bench.stop()
-    return {case: median_figures(rounds) for case, rounds in found.items()}
 
 
 async def _batch(bench: Bench, client: Client, batch: int, tokens: int, chunk_format: ChunkFormat | None) -> Figures:
@@ -115,29 +135,27 @@ def _used(bench: Bench) -> dict[str, float]:
     return used
 
 
-def _tell(context: Context, name: str, found: dict[str, dict[tuple[int, str], Figures]]) -> None:
-    cases = list(found[OURS])
-    for way, by_case in found.items():
-        for (batch, kind), figures in by_case.items():
-            context.output.record("outputs", way, model=name, batch=batch, answers=kind, **figures)
+def _tell(context: Context, name: str, outcomes: Outcomes) -> None:
+    for (batch, kind), outcome in outcomes.items():
+        for way in TREES:
+            context.output.record("outputs", way, model=name, batch=batch, answers=kind, **outcome.figures(way))
     for kind in FORMATS:
-        heads, rows = [], []
-        batches = [batch for batch, its in cases if its == kind]
-        for batch in batches:
-            heads += [f"{batch}: TPOT, ms", "core", "output", "share, %"]
-        for way, by_case in found.items():
-            cells = []
-            for batch in batches:
-                figures = by_case[batch, kind]
-                cells += [short(figures["tpot_ms"]), f"{figures['core_cpu_s']:.3f}", f"{figures['output_cpu_s']:.3f}"]
-                cells.append(f"{figures['share']:.1%}")
-            rows.append((way, cells))
+        batches = [batch for batch, answers in outcomes if answers == kind]
+        parts = ("TPOT, ms", "core", "output", "share, %")
+        heads = [f"{batch}: {part}" if part == parts[0] else part for batch in batches for part in parts]
+        rows = [(way, [cell for batch in batches for cell in _cells(outcomes[batch, kind], way)]) for way in TREES]
         about = "core, output: processor seconds a 1,000 tokens; share: of output processing in all"
         context.output.table(f"{name}, {kind} answers, by batch (#6913); {about}", heads, rows)
-    for batch, kind in cases:
-        figures = found[OURS][batch, kind]
+    for (batch, kind), outcome in outcomes.items():
+        figures = outcome.figures(OURS)
         if kind == STREAMED:
             context.output.say(
                 f"  {name}, batch {batch}: the core's own {figures['own_ms']:.3f} ms a step, the device idle for "
                 f"{figures['idle_share']:.1%}: several steps in one message could gain at most that"
             )
+
+
+def _cells(outcome: Outcome, way: str) -> list[str]:
+    figures = outcome.figures(way)
+    seconds = [f"{figures[key]:.3f}" for key in ("core_cpu_s", "output_cpu_s")]
+    return [short(figures["tpot_ms"]), *seconds, f"{figures['share']:.1%}"]

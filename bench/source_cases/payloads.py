@@ -101,14 +101,16 @@ def serve_ours(model: Path, options: tuple[str, ...], log: Path) -> Server:
     return Ours.of([str(model), *usual, *options], log)
 
 
-def serve_theirs(model: Path, options: tuple[str, ...], log: Path) -> Server:
+def serve_theirs(model: Path, options: tuple[str, ...], log: Path, environment: Mapping[str, str] = COMMON) -> Server:
     """A server of vLLM with workers that may use all processors, as with several of them its default binds to one."""
     check_memory(1)
     more = ("--no-enable-prefix-caching", *options)
-    return Theirs.of_model(model, log, longest=MAX_MODEL_LEN, is_compiled=False, more=more, environment=COMMON)
+    return Theirs.of_model(model, log, longest=MAX_MODEL_LEN, is_compiled=False, more=more, environment=environment)
 
 
-def ways_of_theirs(model: Path, ways: tuple[str, ...], *options: str) -> dict[str, Callable[[Path], Server]]:
+def ways_of_theirs(
+    model: Path, ways: tuple[str, ...], *options: str, environment: Mapping[str, str] = COMMON
+) -> dict[str, Callable[[Path], Server]]:
     more = {
         THEIRS: (),
         RING: ("--mm-processor-cache-type", "shm", "--mm-processor-cache-gb", str(RING_CACHE_GB),
@@ -116,4 +118,4 @@ def ways_of_theirs(model: Path, ways: tuple[str, ...], *options: str) -> dict[st
         ARENA: ("--enable-shm-tensor-arena",),
         IPC: ("--mm-tensor-ipc", "torch_shm"),
     }  # fmt: skip
-    return {way: partial(serve_theirs, model, (*more[way], *options)) for way in ways}
+    return {way: partial(serve_theirs, model, (*more[way], *options), environment=environment) for way in ways}

@@ -26,7 +26,7 @@ from bench.harness.figures import Figures
 from bench.harness.output import short
 from bench.harness.quiet import Patience
 from bench.harness.targets import Target
-from bench.harness.turns import Turns
+from bench.harness.turns import Turns, in_turn
 from bench.impls import TENSORS
 from bench.source_cases.context import Context
 from bench.source_cases.images import HITS
@@ -41,6 +41,7 @@ from penstock.tensor import Handle
 NOTHING = "nothing"
 TENSOR_PARALLEL_SIZES, QUICK_TENSOR_PARALLEL_SIZES = (2, 4), (2,)
 ROUNDS, QUICK_ROUNDS = 25, 5  # requests of each way
+SMALL_NBYTES, MORE = 1 << 20, 8  # of smaller payloads so many times as many: they take less than requests vary
 PLACEHOLDER = 64  # tokens that stand for a value
 STEP = 0.001  # seconds of the simulated device
 STORE_NBYTES, FILLING_NBYTES = 1 << 30, 1 << 26
@@ -75,7 +76,8 @@ async def _measure(context: Context, ranks: int, payloads: Sequence[Payload]) ->
         asking = _Asking(bench)
         for payload in payloads:
             for hits in HITS:
-                measured[payload.name, hits] = asking.measure(payload.nbytes, hits == "hit", rounds)
+                times = MORE if payload.nbytes < SMALL_NBYTES else 1
+                measured[payload.name, hits] = asking.measure(payload.nbytes, hits == "hit", rounds * times)
         asking.server.close()
     finally:
         await bench.stop()
@@ -106,7 +108,7 @@ class _Asking:
         processor: dict[str, list[float]] = {way: [] for way in milliseconds}
         known = os.urandom(32)
         for number in range(rounds + 2):
-            for way in milliseconds:
+            for way in in_turn(list(milliseconds), number):  # each way also follows each other one
                 key = known if is_known else os.urandom(32)
                 before = self._used()
                 took = self._ask(way, value, key)

@@ -10,10 +10,11 @@ from collections.abc import Iterator
 
 from bench.harness.output import short
 from bench.harness.targets import Target
+from bench.serve_cases.servers import THEIRS, UNRESERVED
 from bench.source_cases import payloads
 from bench.source_cases.context import Context
 from bench.source_cases.images import measure_once, over, ratio, record
-from bench.source_cases.payloads import INLINE, STORE, VIDEO_WAYS, VideoLoad
+from bench.source_cases.payloads import INLINE, STORE, VIDEO_WAYS, Kinds, VideoLoad
 
 # Two frames a second are taken; 12 bytes a pixel of each.
 LOADS = {
@@ -25,24 +26,42 @@ QUICK_LOADS = {"4 MB": VideoLoad(3, 1, "16", "1", seconds=2, width=224, height=1
 
 
 def run(context: Context) -> Iterator[Target]:
+    """With one worker, and with two: vLLM's tensor IPC takes one."""
     model = payloads.make_model(context.scratch)
-    kinds = {
-        **payloads.both_transports(model, "-tp", "2"),
-        **payloads.ways_of_theirs(
-            model, context.ways_among(VIDEO_WAYS), "--tensor-parallel-size", "2", "--mm-processor-cache-gb", "0"
-        ),
-    }
-    rows = []
+    off = ("--mm-processor-cache-gb", "0")
+    alone = context.ways_among(VIDEO_WAYS)
+    shared = context.ways_among((THEIRS,))
+    yield from _side_by_side(
+        context,
+        "TP 1",
+        {
+            **payloads.both_transports(model),
+            **payloads.ways_of_theirs(model, alone, *off, environment=UNRESERVED),
+        },
+    )
+    yield from _side_by_side(
+        context,
+        "TP 2",
+        {
+            **payloads.both_transports(model, "-tp", "2"),
+            **payloads.ways_of_theirs(model, shared, "--tensor-parallel-size", "2", *off),
+        },
+    )
+
+
+def _side_by_side(context: Context, about: str, kinds: Kinds) -> Iterator[Target]:
+    heads = ["requests/s, × of store", "TTFT, ms"]
     with context.servers(kinds, STORE) as servers:
         for name, load in (QUICK_LOADS if context.is_quick else LOADS).items():
             servers.take(servers.one_round_of(load), measure_once, 1)  # warms up: decoders start
             outcome = servers.take(servers.one_round_of(load), measure_once, servers.rounds)
+            rows = []
             for way in outcome.rounds:
                 figures = outcome.figures(way)
                 rate = f"{short(figures['requests_per_s'])} ×{short(ratio(outcome, way, 'requests_per_s'))}"
-                rows.append((f"{name}, {way}", [rate, short(figures["ttft_ms"])]))
-                record(context, "videos", "TP 2", name, way, outcome)
-            yield over(f"video, {name}", outcome, "requests_per_s", [INLINE], "inline's")
+                rows.append((way, [rate, short(figures["ttft_ms"])]))
+                record(context, "videos", about, name, way, outcome)
+            context.output.table(f"New videos of {name} at {about}, no cache (#32104)", heads, rows)
+            yield over(f"{about}, video, {name}", outcome, "requests_per_s", [INLINE], "inline's")
             theirs = [way for way in kinds if way in VIDEO_WAYS]
-            yield over(f"video, {name}", outcome, "requests_per_s", theirs, "vLLM's best")
-    context.output.table("New videos at TP 2, no cache (#32104)", ["requests/s, × of store", "TTFT, ms"], rows)
+            yield over(f"{about}, video, {name}", outcome, "requests_per_s", theirs, "vLLM's best")

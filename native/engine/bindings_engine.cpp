@@ -12,4 +12,5 @@ NB_MODULE(_native, m) {
     penstock::engine::bind_paged_attention(m);
     penstock::engine::bind_packed_linear(m);
     penstock::engine::bind_rms_norm(m);
+    penstock::engine::bind_rotary(m);
 }

@@ -19,5 +19,6 @@ void bind_fatal_signals(nb::module_& m);
 void bind_packed_linear(nb::module_& m);
 void bind_paged_attention(nb::module_& m);
 void bind_rms_norm(nb::module_& m);
+void bind_rotary(nb::module_& m);
 
 }  // namespace penstock::engine

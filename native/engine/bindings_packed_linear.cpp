@@ -6,8 +6,6 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include <memory>
-#include <new>
 #include <stdexcept>
 #include <string>
 #include <vector>
@@ -15,6 +13,7 @@
 #include "bindings_engine.h"
 #include "gil.h"
 #include "packed_linear.h"
+#include "scratch.h"
 #include "thread_team.h"
 
 namespace penstock::engine {
@@ -27,25 +26,7 @@ using Rows = nb::ndarray<nb::ro, u16, nb::ndim<2>, nb::c_contig, nb::device::cpu
 using Buffer = nb::ndarray<u16, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bias = nb::ndarray<nb::ro, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-constexpr std::align_val_t CACHE_LINE{64};
 constexpr u64 MIN_PARALLEL_TILES = 8;  // rows of tiles that are worth copying in several threads
-
-struct FreeAligned {
-    void operator()(u16* at) const { ::operator delete(at, CACHE_LINE); }
-};
-
-// Tiles of x; kept, as a step computes a hundred layers.
-u16* scratch(u64 size) {
-    thread_local std::unique_ptr<u16, FreeAligned> kept;
-    thread_local u64 kept_size = 0;
-    if (kept_size < size) {
-        kept.reset();
-        kept_size = 0;  // in case there is no memory for more
-        kept.reset(static_cast<u16*>(::operator new(size * sizeof(u16), CACHE_LINE)));
-        kept_size = size;
-    }
-    return kept.get();
-}
 
 class Linear {
    public:
@@ -81,7 +62,7 @@ class Linear {
         u16* out = reinterpret_cast<u16*>(out_address);
         python::GilRelease released;
         u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
-        u16* tiles = scratch(row_tiles * linear_.panel_size());
+        u16* tiles = scratch<Linear, u16>(row_tiles * linear_.panel_size());
         ThreadTeam& team = ThreadTeam::get();
         team.run(row_tiles < MIN_PARALLEL_TILES ? 1 : threads, row_tiles, [&](u64 tile) {
             u64 row = tile * PackedLinear::TILE_ROWS;

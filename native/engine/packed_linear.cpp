@@ -18,7 +18,9 @@ constexpr u64 PANEL = PackedLinear::PANEL, TILE = PackedLinear::TILE, TILE_INPUT
 
 LinearKernels find_kernels() {
     LinearKernels found{};
-    auto add = [&](const char* name, LinearKernel* kernel) { found.kernels[found.count++] = {name, kernel}; };
+    auto add = [&](const char* name, LinearKernel* kernel, SumsKernel* sums) {
+        found.kernels[found.count++] = {name, kernel, sums};
+    };
 #if defined(__x86_64__)
     // All extensions that CMakeLists.txt compiles for: a hypervisor may mask each. The built-in function also asks
     // whether the system saves the registers.
@@ -29,18 +31,19 @@ LinearKernels find_kernels() {
     if (has_avx512 && __builtin_cpu_supports("avx512bf16")) {
         u32 a = 7, b = 0, c = 0, d = 0;  // CPUID 7.0: bits 22 and 24 of EDX are AMX-BF16 and AMX-TILE
         asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
-        if ((d >> 22 & 1) != 0 && (d >> 24 & 1) != 0 && allow_amx()) add("amx", packed_linear_amx);
-        add("avx512_bf16", packed_linear_avx512_bf16);
+        if ((d >> 22 & 1) != 0 && (d >> 24 & 1) != 0 && allow_amx())
+            add("amx", packed_linear_amx, packed_linear_amx_sums);
+        add("avx512_bf16", packed_linear_avx512_bf16, packed_linear_avx512_bf16_sums);
     }
 #endif
-    if (has_avx512) add("avx512", packed_linear_avx512);
-    if (has_avx2) add("avx2", packed_linear_avx2);
+    if (has_avx512) add("avx512", packed_linear_avx512, packed_linear_avx512_sums);
+    if (has_avx2) add("avx2", packed_linear_avx2, packed_linear_avx2_sums);
 #elif defined(__aarch64__)
 #if defined(HWCAP2_BF16)
-    if ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0) add("bfdot", packed_linear_bfdot);
+    if ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0) add("bfdot", packed_linear_bfdot, packed_linear_bfdot_sums);
 #endif
 #endif
-    add("portable", packed_linear_portable);
+    add("portable", packed_linear_portable, packed_linear_portable_sums);
     return found;
 }
 

@@ -61,9 +61,23 @@ bool allow_amx();  // asks for the tile registers of this process; false: there 
 LinearKernel packed_linear_bfdot;
 #endif
 
+// Computes sums[row * panels * 16 + output] of up to MAX_ROWS rows and MAX_PANELS panels. The sums have room for all
+// rows of each tile of x.
+using SumsKernel = void(const u16* tiles, u64 rows, const u16* weights, u64 panels, u64 input_tiles, float* sums);
+SumsKernel packed_linear_portable_sums;
+#if defined(__x86_64__)
+SumsKernel packed_linear_avx2_sums;
+SumsKernel packed_linear_avx512_sums;
+SumsKernel packed_linear_avx512_bf16_sums;
+SumsKernel packed_linear_amx_sums;
+#elif defined(__aarch64__)
+SumsKernel packed_linear_bfdot_sums;
+#endif
+
 struct NamedKernel {
     const char* name;
     LinearKernel* kernel;
+    SumsKernel* sums;
 };
 // The kernels that this processor can run, the fastest first.
 struct LinearKernels {

@@ -55,6 +55,13 @@ inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 
 
 }  // namespace
 
+#define PENSTOCK_JOIN(left, right) left##right
+#define PENSTOCK_SUFFIXED(name, suffix) PENSTOCK_JOIN(name, suffix)
+void PENSTOCK_SUFFIXED(PENSTOCK_KERNEL, _sums)(const u16* tiles, u64 rows, const u16* weights, u64 panels,
+                                               u64 input_tiles, float* sums) {
+    multiply(tiles, rows, weights, panels, input_tiles, sums);
+}
+
 void PENSTOCK_KERNEL(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,
                      u64 out_stride) {
     alignas(64) float sums[PackedLinear::MAX_ROWS * PackedLinear::MAX_PANELS * PackedLinear::PANEL];

@@ -5,25 +5,10 @@
 // Included by one .cpp per instruction set, which defines PENSTOCK_KERNEL, the function's name, and PENSTOCK_LANES, the
 // floats in a vector register. Calls only built-in functions; paged_attention.h says why.
 #include "paged_attention.h"
-#include "vector_math.h"
+#include "softmax_impl.h"
 
 namespace penstock::engine {
 namespace {
-
-constexpr u64 LANES = PENSTOCK_LANES;
-typedef float Floats __attribute__((vector_size(4 * PENSTOCK_LANES)));
-typedef u32 Bits __attribute__((vector_size(4 * PENSTOCK_LANES)));
-constexpr float NO_SCORE = -__builtin_inff();
-
-inline Floats load(const float* at) {
-    Floats out;
-    __builtin_memcpy(&out, at, sizeof out);
-    return out;
-}
-inline void store(float* at, Floats vector) { __builtin_memcpy(at, &vector, sizeof vector); }
-
-inline Floats exp_nonpositive(Floats x) { return exponential<Bits>(x < -87.0f ? Floats{} - 87.0f : x); }
-inline float exp_nonpositive(float x) { return exp_nonpositive(Floats{} + x)[0]; }
 
 #if defined(__clang__)
 #define PENSTOCK_SHUFFLE(left, right, ...) __builtin_shufflevector(left, right, __VA_ARGS__)
@@ -50,12 +35,6 @@ inline Floats sum_each(const Floats* of) {
                    PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 1, 5, 3, 7);
     return PENSTOCK_SHUFFLE(pairs[0], pairs[1], 0, 1, 4, 5) + PENSTOCK_SHUFFLE(pairs[0], pairs[1], 2, 3, 6, 7);
 #endif
-}
-
-inline float sum_lanes(Floats vector) {
-    float sum = 0.0f;
-    for (u64 lane = 0; lane < LANES; ++lane) sum += vector[lane];
-    return sum;
 }
 
 // scores[i] = the dot product of the query and keys[i].
@@ -135,35 +114,6 @@ inline void gather(const PagedAttention& p, const i32* table, const void* cache,
             }
         }
     }
-}
-
-// The greatest of these scores and `max`.
-inline float find_max(const float* scores, u64 count, float max) {
-    u64 i = 0;
-    if (count >= LANES) {
-        Floats greatest = load(scores);
-        for (i = LANES; i + LANES <= count; i += LANES) {
-            Floats next = load(scores + i);
-            greatest = next > greatest ? next : greatest;
-        }
-        for (u64 lane = 0; lane < LANES; ++lane) max = greatest[lane] > max ? greatest[lane] : max;
-    }
-    for (; i < count; ++i) max = scores[i] > max ? scores[i] : max;
-    return max;
-}
-
-// Replaces each score by exp(score - max), and returns the sum of these.
-inline float exponentiate(float* scores, u64 count, float max) {
-    Floats sums = {};
-    u64 i = 0;
-    for (; i + LANES <= count; i += LANES) {
-        Floats weights = exp_nonpositive(load(scores + i) - max);
-        store(scores + i, weights);
-        sums += weights;
-    }
-    float sum = sum_lanes(sums);
-    for (; i < count; ++i) sum += scores[i] = exp_nonpositive(scores[i] - max);
-    return sum;
 }
 
 // All query heads of one KV head of one sequence.

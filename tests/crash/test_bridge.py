@@ -42,8 +42,7 @@ FRAME = 300  # bytes of each frame but every 20th, which is long
 def home_side(parent: Connection, spec: LinkSpec) -> None:
     with Listener(("127.0.0.1", 0), secret=SECRET) as listener:
         parent.send(listener.address)
-        link = listener.accept(replace(spec, name="home"), timeout=20)
-    report(parent, link)
+        report(parent, listener.accept(replace(spec, name="home"), timeout=20))
 
 
 def away_side(parent: Connection, spec: LinkSpec, address: tuple[str, int]) -> None:
@@ -56,7 +55,7 @@ def report(parent: Connection, link: object) -> None:
     try:
         parent.send(("", link.run(), time.monotonic()))
     except LinkDied as death:
-        parent.send((death.cause, str(death), time.monotonic()))
+        parent.send((death.kind, str(death), time.monotonic()))
     os._exit(0)
 
 
@@ -173,6 +172,24 @@ def test_a_side_that_is_stopped_is_noticed_and_finds_itself_alone_when_it_goes_o
             away.signal(signal.SIGCONT)
             cause, text, _ = away.end()
             assert cause in ("unheard", "closed", "silent")  # by what it reads first: it has heard nothing either
+
+
+@pytest.mark.parametrize("stopped", [0, 1], ids=["home", "away"])
+def test_a_link_goes_on_when_its_connection_was_reset_while_a_side_was_stopped(stopped: int) -> None:
+    source, target = Ring(), Ring()
+    between: list[object] = []
+    specs = (replace(spec, silence_s=5.0) for spec in channels(source, target))
+    with two_sides(*specs, between) as sides:
+        with source.open_sender() as sender, target.open_receiver() as receiver:
+            for number in range(60):
+                if number % 20 == 10:
+                    sides[stopped].signal(signal.SIGSTOP)
+                    between[0].reset()
+                    time.sleep(0.2)
+                    sides[stopped].signal(signal.SIGCONT)
+                sender.send(frame(number), timeout=10)
+                assert receiver.receive(10) == frame(number)
+            assert all(side.process.is_alive() and not side.parent.poll() for side in sides)
 
 
 @pytest.mark.parametrize(

@@ -25,7 +25,10 @@ pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is n
 
 STREAMS = 64
 NOTICED_WITHIN = 10.0  # seconds, of a machine that does much else; what it takes is printed
-BLOWS = ("node", "core", "worker", "uplink", "stop", "cut out", "delay", "cut", "cut back", "flip out", "flip back")
+BLOWS = (
+    *("node", "core", "worker", "uplink", "stop", "cut out", "delay", "cut", "cut back"),
+    *("reset", "flip out", "flip back"),
+)
 
 
 class Campaign:
@@ -53,6 +56,15 @@ class Campaign:
             await asyncio.sleep(self.chance.uniform(0.1, 0.5))
             tree.relay.delay = 0.0
             return
+        if blow == "reset" or blow.startswith("flip"):
+            resumed = tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE)
+            if blow == "reset":
+                tree.relay.reset()
+            else:
+                tree.relay.flips[blow.split()[1]] = 1
+            await tree.until(lambda: tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) > resumed, NOTICED_WITHIN)
+            self.noticed.setdefault(blow, []).append(time.monotonic() - began)
+            return
         before = tree.number(StatusBoard.SERVING, REMOTE)
         async with self._blow(blow):
             await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) != before, NOTICED_WITHIN)
@@ -66,8 +78,6 @@ class Campaign:
             remote.kill()
         elif blow == "stop":
             remote.signal(signal.SIGSTOP)
-        elif blow.startswith("flip"):
-            self.tree.relay.flips[blow.split()[1]] = 1
         elif blow.startswith("cut"):
             for direction in blow.split()[1:] or list(is_cut):
                 is_cut[direction] = True

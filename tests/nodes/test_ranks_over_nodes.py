@@ -47,6 +47,19 @@ def test_a_step_crosses_once_for_all_ranks_of_the_other_node() -> None:
     asyncio.run(scene())
 
 
+def test_requests_go_on_in_place_when_connections_are_reset() -> None:
+    async def scene() -> None:
+        async with two_nodes(spread=True, tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
+            serving = tree.number(StatusBoard.SERVING)
+            started = await readers(client, OPEN, 500)
+            tree.relay.reset()
+            await tree.until(lambda: tree.number(StatusBoard.LINK_RESUMPTIONS) > 0)
+            await require_exact(tree, started)
+            assert migrations(client) == {} and tree.number(StatusBoard.SERVING) == serving
+
+    asyncio.run(scene())
+
+
 @pytest.mark.parametrize(
     "blow", ["worker", *(pytest.param(blow, marks=tiers.needs_all) for blow in ("remote_core", "node", "stop", "cut"))]
 )

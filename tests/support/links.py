@@ -8,7 +8,7 @@ from dataclasses import replace
 
 from penstock.bridge import Link, LinkDied, LinkSpec
 from penstock.bridge.handshake import ConnectorHandshake, ListenerHandshake
-from penstock.bridge.listener import HandshakeConnection
+from penstock.bridge.handshake_connection import HandshakeConnection
 from penstock.bridge.packets import packet_head
 from penstock.bridge.wire import PlainWire
 

@@ -14,6 +14,7 @@ import random
 import secrets
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -57,19 +58,32 @@ class Relay:
         self.flips = {"out": 0, "back": 0}  # bits that are still to be flipped, one in each of the next pieces
         self.nbytes = {"out": 0, "back": 0}
         self._tasks: set[asyncio.Task[None]] = set()
+        self._writers: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> int:
         self._server = await asyncio.start_server(self._accept, HOST, 0)
         port: int = self._server.sockets[0].getsockname()[1]
         return port
 
+    def reset(self) -> None:
+        """Resets all connections, at both sides."""
+        for writer in self._writers:
+            connection = writer.get_extra_info("socket")
+            if connection is not None:
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            writer.transport.abort()
+
     async def close(self) -> None:
         self._server.close()
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
+        for writer in self._writers:  # of tasks that had not begun
+            writer.transport.abort()
+        await asyncio.sleep(0)  # transports close their sockets
 
     def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._writers.add(writer)
         task = asyncio.ensure_future(self._pass_on(reader, writer))
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
@@ -80,6 +94,7 @@ class Relay:
             with contextlib.suppress(OSError):
                 home_reader, home_writer = await asyncio.open_connection(HOST, self._target)
                 writers.append(home_writer)
+                self._writers.add(home_writer)
                 back = asyncio.ensure_future(self._direction("back", reader, home_writer))
                 out = asyncio.ensure_future(self._direction("out", home_reader, writer))
                 try:
@@ -89,6 +104,7 @@ class Relay:
                     out.cancel()
                     await asyncio.gather(back, out, return_exceptions=True)
         finally:
+            self._writers.difference_update(writers)
             for end in writers:
                 end.transport.abort()
 

@@ -11,7 +11,7 @@
 A proof is an HMAC of the secret over both nonces, the role and the clock. An introduction is sealed by an HMAC, with a
 key of this handshake, over the role, the number of the message and its bytes. A verdict is empty, or says why the link
 is refused. Until a proof has come a side reads STRANGER_NBYTES of a message at most, and a listener says nothing of
-itself.
+itself. When a link goes on over a new connection, `resumption` says what is in the place of the offers.
 
 A knock is 16 random bytes and their HMAC. The first bytes of a connection carry the knock: the first Hello, or over
 TLS the name of the server in ClientHello. A listener keeps connections that have knocked apart from strangers. A knock
@@ -26,13 +26,14 @@ from __future__ import annotations
 import hmac
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 
 from penstock.bridge.link_errors import BridgeRefused, RefusalKind
 from penstock.bridge.link_offer import LinkOffer, differences
 from penstock.bridge.link_spec import SECRET_NBYTES, LinkSpec, RemoteSide
+from penstock.bridge.resumption import ENDED, ListenerResumer, ResumeOffer, Suspension
 
 MAGIC = b"penstock bridge 2"
 NONCE_NBYTES = 32
@@ -60,6 +61,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 class Introduction(msgspec.Struct, array_like=True, frozen=True):
     verdict: str = ""  # why the link is refused; empty: it is not, as far as this side can know yet
     offer: LinkOffer | None = None
+    resume_offer: ResumeOffer | None = None
 
 
 class Sealed(msgspec.Struct, array_like=True, frozen=True):
@@ -118,7 +120,8 @@ class Handshake:
         self.outbox: list[bytes] = []
         self.spec: LinkSpec | None = None
         self.offer: LinkOffer | None = None  # the other side's
-        self.remote: RemoteSide | None = None  # not None: the handshake is done
+        self.remote: RemoteSide | None = None
+        self.resume_offer: ResumeOffer | None = None  # the other side's, of a link that goes on
         self._secret = secret
         self._nonce = os.urandom(NONCE_NBYTES) if nonce is None else nonce
         self._clock = clock
@@ -133,6 +136,15 @@ class Handshake:
     def max_nbytes(self) -> int:
         """Of the next message."""
         return OFFER_NBYTES if self._is_proved else STRANGER_NBYTES
+
+    @property
+    def is_done(self) -> bool:
+        return self.remote is not None or self.resume_offer is not None
+
+    @property
+    def session(self) -> bytes:
+        """The name of the link that has begun, for a ResumeOffer."""
+        return _mac(self._key, b"name of the session")
 
     def receive(self, message: bytes) -> None:
         """Takes the next message. Raises BridgeRefused."""
@@ -228,10 +240,13 @@ class ConnectorHandshake(Handshake):
         secret: bytes,
         nonce: bytes | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
+        resume_offer: ResumeOffer | None = None,
     ) -> None:
+        """resume_offer: the connection is for a link that has begun; None: for a new one."""
         super().__init__(secret, nonce, clock)
         self._own_spec = self.spec = spec
         self.knock = make_knock(secret)
+        self._own_offer = resume_offer
         self._say_hello()
         self._first_hello = self.outbox[0]
 
@@ -241,7 +256,16 @@ class ConnectorHandshake(Handshake):
             self._set_key(self._first_hello, hello.nonce)
             self._accept_proof(hello)
             self._say_hello(CONNECTOR)
-            self._introduce(Introduction(offer=LinkOffer.of(self._own_spec)))
+            if self._own_offer is None:
+                self._introduce(Introduction(offer=LinkOffer.of(self._own_spec)))
+            else:
+                self._introduce(Introduction(resume_offer=self._own_offer))
+        elif self._own_offer is not None:
+            resume_offer = self._read_introduction(message).resume_offer
+            if resume_offer is None:
+                raise self._unfit([ENDED])
+            self._introduce(Introduction())
+            self.resume_offer = resume_offer
         else:
             offer = self._require_fit(self._own_spec, self._read_introduction(message))
             self._introduce(Introduction())
@@ -249,7 +273,8 @@ class ConnectorHandshake(Handshake):
 
 
 class ListenerHandshake(Handshake):
-    """Of a listener that awaits several links: `spec` becomes the one that the connector names."""
+    """Of a listener that awaits several links: `spec` becomes the one that the connector names. `links` are those that
+    have begun, by their sessions: `resumer` becomes that of the link that is to go on."""
 
     role, other_role = LISTENER, CONNECTOR
 
@@ -260,9 +285,15 @@ class ListenerHandshake(Handshake):
         nonce: bytes | None = None,
         clock: Callable[[], int] = time.monotonic_ns,
         knocks: KnockLog | None = None,
+        links: Mapping[bytes, ListenerResumer] | None = None,
     ) -> None:
         super().__init__(secret, nonce, clock)
         self._knocks = knocks
+        self.resumer: ListenerResumer | None = None
+        self.suspension: Suspension | None = None  # of that link
+        self._resume_offer: ResumeOffer | None = None
+        self._is_parked = False
+        self._links = {} if links is None else links
         self._awaited = awaited
         self._has_key = False
         self._offer: LinkOffer | None = None
@@ -276,14 +307,36 @@ class ListenerHandshake(Handshake):
             self._say_hello(LISTENER)
         elif not self._is_proved:
             self._accept_proof(self._read_hello(message))
-        elif self._offer is None:
-            self._on_offer(self._read_introduction(message))
-        else:
+        elif self._resume_offer is not None:
+            self._read_introduction(message)
+            self.resume_offer = self._resume_offer
+        elif self._offer is not None:
             self._read_introduction(message)
             self._finish(self._offer)
+        elif not self._is_parked:
+            self._on_offer(self._read_introduction(message))
+
+    def _on_resume_offer(self, offer: ResumeOffer) -> None:
+        self.resumer = self._links.get(offer.session)
+        if self.resumer is None:
+            raise self._unfit([ENDED])
+        try:
+            self.suspension = self.resumer.suspend()
+        except BridgeRefused as refusal:
+            raise self._unfit([str(refusal)]) from None
+        self._resume_offer = offer
+        self._introduce(Introduction(resume_offer=ResumeOffer(offer.session, self.suspension.received)))
 
     def _on_offer(self, introduction: Introduction) -> None:
+        if introduction.resume_offer is not None:
+            return self._on_resume_offer(introduction.resume_offer)
         offer = introduction.offer
+        for link in list(self._links.values()):
+            if offer is not None and offer.link == link.link:
+                link.replace()
+        if not self._awaited:  # it is neither refused nor answered: it connects again, perhaps when it is awaited
+            self._is_parked = True
+            return
         spec = next((spec for spec in self._awaited if offer is not None and spec.link == offer.link), None)
         if offer is not None and spec is None:
             names = ", ".join(f"'{spec.link}'" for spec in self._awaited) or "none"

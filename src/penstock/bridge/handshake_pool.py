@@ -18,6 +18,7 @@ import contextlib
 import errno
 import itertools
 import math
+import os
 import resource
 import secrets
 import select
@@ -36,7 +37,7 @@ if TYPE_CHECKING:
 
 HANDSHAKE_S = 2.0  # for the whole handshake, from when the connection is accepted
 MAX_HANDSHAKES = 256  # of strangers, and of connections that have knocked …
-DESCRIPTOR_SHARE = 4  # … or a quarter of the process's descriptors each, where that is fewer
+DESCRIPTOR_SHARE = 4  # … or a quarter of the descriptors that the process has left each, where that is fewer
 ACCEPTED_AT_ONCE = 32  # before the pool looks at what the connections say
 QUEUE_S = 0.25  # in the kernel, before a crowded pool takes a connection
 CROWDED_POLL_S = 0.01  # between two times that a crowded pool takes connections …
@@ -108,6 +109,17 @@ class Arrival:
         self.connection.close()
 
 
+def _find_limit() -> int:
+    descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if descriptors < 0:  # there is no limit
+        return MAX_HANDSHAKES
+    try:
+        left = descriptors - len(os.listdir("/proc/self/fd"))
+    except OSError:  # listing them takes one more
+        left = 0
+    return min(MAX_HANDSHAKES, max(MIN_CROWDED, left // DESCRIPTOR_SHARE))
+
+
 class HandshakePool:
     """Takes connections from a listening socket, and leads their handshakes until one of them is done.
 
@@ -116,6 +128,7 @@ class HandshakePool:
         measure: finds the length of a connection's first message by its first HEAD_NBYTES; 0: no message begins so.
         begin: begins the handshake of a connection.
         refuse: is told of each connection that is given up.
+        interrupt: a descriptor that ends `wait` while it is readable.
     """
 
     def __init__(
@@ -124,6 +137,7 @@ class HandshakePool:
         measure: Callable[[bytes], int],
         begin: Callable[[Arrival], PendingHandshake],
         refuse: Callable[[RefusalKind, str, Address], None],
+        interrupt: int | None = None,
     ) -> None:
         self._listening = listening
         self._measure = measure
@@ -133,17 +147,21 @@ class HandshakePool:
         self._knocked: dict[int, Arrival] = {}  # in the order of their knocks
         self._poll = select.epoll()
         self._poll.register(listening, select.EPOLLIN)
-        descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        is_limited = 0 <= descriptors < DESCRIPTOR_SHARE * MAX_HANDSHAKES  # -1 where there is no limit
-        self._limit = max(1, descriptors // DESCRIPTOR_SHARE) if is_limited else MAX_HANDSHAKES
+        self._interrupt = interrupt
+        if interrupt is not None:
+            self._poll.register(interrupt, select.EPOLLIN)
+        self._limit = _find_limit()  # of strangers, and of connections that have knocked
         self._accept_at = 0.0  # while the pool is crowded; 0: when a connection comes
+        self._due = 0  # connections that a crowded pool takes now, at most `_limit` between two looks at what they say
 
     def wait(self, deadline: float) -> Arrival | None:
-        """Returns the first connection with a handshake that is done; None: there was none before the deadline."""
+        """Returns the next connection with a handshake that is done; None: none before the deadline or interrupt."""
         listening = self._listening.fileno()
         while (now := time.monotonic()) < deadline:
             self._drop_late(now)
             events = self._poll.poll(self._timeout(deadline, now))
+            if any(descriptor == self._interrupt for descriptor, _ in events):
+                return None
             events.sort(key=lambda event: event[0] in self._strangers)
             for descriptor, _ in events:
                 if descriptor != listening and (arrival := self._advance(descriptor)) is not None:
@@ -152,9 +170,13 @@ class HandshakePool:
             self._drop_surplus(self._knocked)
             if self._accept_at and (late := time.monotonic() - self._accept_at) >= 0:
                 share = min(1.0, (CROWDED_POLL_S + late) / QUEUE_S)
-                self._accept(min(self._limit, max(MIN_CROWDED, int(self._queued() * share))))
+                self._due = max(MIN_CROWDED, int(self._queued() * share))
+            if self._due:
+                count = min(self._limit, self._due)
+                self._due -= count
+                self._accept(count)
             elif any(descriptor == listening for descriptor, _ in events):
-                self._accept(ACCEPTED_AT_ONCE)
+                self._accept(min(self._limit, ACCEPTED_AT_ONCE))
             self._pace()
         return None
 
@@ -174,6 +196,8 @@ class HandshakePool:
 
     def _timeout(self, deadline: float, now: float) -> float | None:
         """Returns how long the pool may sleep; None: until something comes."""
+        if self._due:
+            return 0.0
         oldest = itertools.islice(self._strangers.values(), 1)
         first = min((arrival.deadline for arrival in (*oldest, *self._knocked.values())), default=math.inf)
         first = min(first, deadline, self._accept_at or math.inf)
@@ -187,6 +211,7 @@ class HandshakePool:
             try:
                 connection, address = self._listening.accept()
             except BlockingIOError:
+                self._due = 0
                 return
             except ConnectionError:
                 continue
@@ -199,9 +224,12 @@ class HandshakePool:
             self._poll.register(connection, READABLE)
 
     def _make_room(self) -> None:
-        """The process, or the machine, has no more descriptors."""
+        """The process, or the machine, has no more descriptors. A part of the process may need some while the pool is
+        open, so the pool holds fewer from now on. With fewer than MIN_CROWDED it would take connections so slowly that
+        nodes give up in the queue of the kernel."""
         crowd = self._strangers or self._knocked
         if crowd:
+            self._limit = max(MIN_CROWDED, min(self._limit, len(crowd) // 2))
             self._drop_random(crowd)
         else:
             time.sleep(NO_ROOM_POLL_S)

@@ -1,8 +1,9 @@
 """One side of a link between two nodes: an ordinary receiver and an ordinary sender of this node's channels, in one
 thread that sleeps in `epoll` on their bells and on the connection.
 
-Frames pass as they are. A link serves one epoch and never connects again: what it had under way when it died is lost,
-and whatever it served begins anew. Leaves to the session what packets mean, and to the listener how a link begins.
+Frames pass as they are. A link serves one epoch. A connection that is lost while both processes live is made again, and
+nothing is lost with it; what a link had under way when it died is lost, and whatever it served begins anew. Leaves to
+the session what packets mean, and to the listener how a link begins.
 """
 
 from __future__ import annotations
@@ -16,11 +17,20 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from penstock.bridge.link_errors import Cause, DamagedPacket, LinkDied, LocalFailure, ProtocolError, RemoteFailure
+from penstock.bridge.link_errors import (
+    LossKind,
+    ConnectionClosed,
+    DamagedPacket,
+    LinkDied,
+    LocalFailure,
+    ProtocolError,
+    RemoteFailure,
+)
 from penstock.bridge.link_offer import LinkOffer
 from penstock.bridge.link_session import LinkSession
 from penstock.bridge.link_spec import LinkSpec, LinkStats, RemoteSide
-from penstock.bridge.packets import MAX_PAYLOAD, FatalCause, PacketReader
+from penstock.bridge.packets import ACK_AFTER_NBYTES, FatalCause, PacketReader
+from penstock.bridge.resumption import ENDED_S, LossLog, Resumer
 from penstock.bridge.wire import PlainWire, TlsWire
 
 if TYPE_CHECKING:
@@ -58,21 +68,34 @@ class Link:
         b'step'
     """
 
-    def __init__(self, spec: LinkSpec, remote: RemoteSide, offer: LinkOffer, wire: PlainWire | TlsWire) -> None:
-        """`offer` is the other side's, of the handshake."""
+    def __init__(
+        self,
+        spec: LinkSpec,
+        remote: RemoteSide,
+        offer: LinkOffer,
+        wire: PlainWire | TlsWire,
+        resumer: Resumer | None = None,
+    ) -> None:
+        """`offer` is the other side's, of the handshake. Without a `resumer` the link ends with its connection."""
         self.spec = spec
         self.remote = remote
         self._offer = offer
         self._wire = wire
+        self._resumer = resumer
         self._session: LinkSession | None = None
         self._reader: PacketReader | None = None
         self._lanes: dict[int, OutboundLane] = {}  # by the descriptor of their bell
         self._poll = select.epoll()
         self._wakeup = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
         self._stop_reason: str | None = None
+        self._stop_by = float("inf")  # from when on a link that was stopped waits for no new connection
+        self._losses = LossLog(spec.silence_s)
+        self.is_connected = True
         self._is_writing = False  # epoll is asked for room of the connection
         self._closing = threading.RLock()  # a signal handler may stop a link that this thread closes
         self._is_closed = False
+        if resumer is not None:
+            resumer.bind(self._wake)
 
     def run(self) -> str:
         """Opens the ends, and forwards until both sides are done. Returns why: the reason that either side gave to
@@ -92,19 +115,18 @@ class Link:
         except LocalFailure as failure:
             self._say_last(session, "ended", f"{failure} (seen by '{self.spec.name}')")
             raise self._death("local", str(failure)) from None
-        except DamagedPacket as error:
-            self._say_last(session, "damaged", str(error))
-            raise self._death("damaged", f"sent a packet that was damaged on its way: {error}") from None
         except ProtocolError as error:
-            self._say_last(session, "protocol", str(error))
-            raise self._death("protocol", f"broke the protocol: {error}") from None
+            self._say_last(session, error.kind, str(error))
+            raise self._death(error.kind, f"{error.how}: {error}") from None
         except RemoteFailure as failure:
             with contextlib.suppress(OSError):
                 session.queue.flush(self._wire)  # what says that this side has heard nothing
-            self._wire.close(is_aborted=failure.cause == "silent")
-            raise self._death(failure.cause, failure.how) from None
+            self._wire.close(is_aborted=failure.kind == "silent")
+            raise self._death(failure.kind, failure.how) from None
         finally:
             self._reader.drop_place()
+            if self._resumer is not None:
+                self._resumer.close()
             for lane in session.inbound:
                 lane.abort_frames()
             self._close_descriptors()
@@ -112,6 +134,7 @@ class Link:
     def stop(self, reason: str) -> None:
         """Ends the link in peace: frames that have been read are sent, then `run` of both sides returns the reason. May
         be called from any thread, and from a signal handler."""
+        self._stop_by = time.monotonic() + ENDED_S
         self._stop_reason = reason
         self._wake()
 
@@ -145,6 +168,8 @@ class Link:
             if self._is_closed:
                 return
             self._is_closed = True
+        if self._resumer is not None:
+            self._resumer.close()
         if self._session is not None:
             self._session.close()
             self._session.queue.clear()
@@ -166,17 +191,62 @@ class Link:
 
     # ── the loop ──
     def _loop_to_end(self, session: LinkSession, reader: PacketReader) -> str:
-        """Where the connection is lost, what has come before says more about why."""
-        try:
-            return self._loop(session, reader)
-        except OSError as error:
-            lost = error
-        try:
-            while reader.read(self._wire):
-                pass
-            return session.on_eof()
-        except OSError:
-            raise RemoteFailure("closed", f"has lost its connection, or was killed: {lost}") from None
+        """Goes on over the next connection when one is lost."""
+        while True:
+            try:
+                return self._loop(session, reader)
+            except (OSError, DamagedPacket) as error:
+                outcome = self._resume(session, reader, error)
+                if outcome is not None:
+                    return outcome
+
+    def _resume(self, session: LinkSession, reader: PacketReader, lost: OSError | DamagedPacket) -> str | None:
+        """Awaits a new connection. Returns the outcome if both sides were done. Raises RemoteFailure if none comes, and
+        DamagedPacket if no packet has come whole since the last loss: a new connection does not help."""
+        lost_at = time.monotonic()
+        if not isinstance(lost, DamagedPacket):
+            how = f"has lost its connection, or was killed: {lost}"
+            with contextlib.suppress(OSError, DamagedPacket):  # what has come before may say why
+                while reader.read(self._wire):
+                    session.hear()
+        elif self._resumer is None or not self._losses.has_progressed(reader.nbytes_whole):
+            raise lost
+        else:
+            how = f"{lost.how}: {lost}"
+        if session.is_over or self._resumer is None:
+            return session.on_loss(how)
+        with contextlib.suppress(OSError, ValueError):
+            self._poll.unregister(self._wire.fileno())
+        self._wire.close(is_aborted=True)
+        self.is_connected = False
+        reader.restart()
+        self._losses.add(lost_at, reader.nbytes, session.silent_for())
+        if self._losses.storm:
+            return session.on_loss(f"{how}; {self._losses.storm}")
+        by = self._losses.deadline(has_ended=isinstance(lost, (ConnectionClosed, BrokenPipeError)))
+        connection = self._resumer.await_connection(
+            reader.nbytes, lambda: min(by, max(self._stop_by, lost_at + ENDED_S)) - time.monotonic(), self._sleep
+        )
+        if isinstance(connection, str):
+            if self._stop_reason is not None:
+                session.stop(self._stop_reason)
+            return session.on_loss(f"{how}; no new connection within {time.monotonic() - lost_at:.1f} s: {connection}")
+        self._wire, self.is_connected = connection.wire, True
+        session.queue.rewind(connection.received)
+        session.resume()
+        self._is_writing = False
+        self._poll.register(self._wire.fileno(), READABLE)
+        if self.spec.on_resume is not None:
+            self.spec.on_resume(time.monotonic() - lost_at, str(lost))
+        return None
+
+    def _sleep(self, seconds: float) -> None:
+        """Until the link is woken. Needs no descriptor."""
+        poll = select.poll()
+        poll.register(self._wakeup, select.POLLIN)
+        poll.poll(max(0.0, seconds) * 1e3)
+        with contextlib.suppress(BlockingIOError):
+            os.read(self._wakeup, 8)
 
     def _register(self, session: LinkSession) -> None:
         self._lanes = {lane.receiver.fileno(): lane for lane in session.outbound}
@@ -191,8 +261,11 @@ class Link:
         """Sends what there is to send, sleeps, and takes what has come, until the end."""
         while True:
             now = time.monotonic()
+            if self._resumer is not None and self._resumer.is_wanted:
+                raise ConnectionResetError("the other side has connected again")
             if now >= session.due_at:
                 session.tick(now)
+                session.acknowledge(reader.nbytes_whole)
             if self._stop_reason is not None:
                 session.stop(self._stop_reason)
             session.wants_turn = False
@@ -200,14 +273,12 @@ class Link:
             outcome = session.outcome
             if outcome is not None and not self._has_unsent(session):
                 return outcome
-            outcome = self._pass_on(session, reader, now, self._timeout(session, now, has_more))
-            if outcome is not None:
-                return outcome
+            self._pass_on(session, reader, now, self._timeout(session, now, has_more))
 
-    def _pass_on(self, session: LinkSession, reader: PacketReader, now: float, timeout: float) -> str | None:
+    def _pass_on(self, session: LinkSession, reader: PacketReader, now: float, timeout: float) -> None:
         """Sleeps, and passes on what has come: first a frame with a bell that rang. Where nothing but frames
         came, it sleeps again, for up to CALM_S: a turn of the loop takes several times as long as a frame, on a
-        processor that the receivers need. Returns the outcome if the other side has closed."""
+        processor that the receivers need."""
         wire, queue, lanes, poll = self._wire, session.queue, self._lanes, self._poll.poll
         connection, is_sending, until = wire.fileno(), session.is_sending, now + timeout
         while True:
@@ -226,9 +297,7 @@ class Link:
                 with contextlib.suppress(BlockingIOError):  # before the next look: a ring after that is not lost
                     os.read(descriptor, 4096)
             if is_readable:
-                outcome = self._read(session, reader)
-                if outcome is not None:
-                    return outcome
+                self._read(session, reader)
             clock = time.monotonic()
             if (
                 clock >= until
@@ -242,7 +311,6 @@ class Link:
             timeout = until - clock
         if not is_readable:
             session.require_life()
-        return None
 
     def _send(self, session: LinkSession, now: float) -> bool:
         """Returns whether there is more to send, and room for it."""
@@ -255,24 +323,25 @@ class Link:
                 break
         if wire.wants_write:
             wire.flush()
-        return has_more and not queue.nbytes
+        return has_more and not queue.nbytes and queue.has_room
 
     def _has_unsent(self, session: LinkSession) -> bool:
         return session.queue.nbytes > 0 or self._wire.wants_write
 
-    def _read(self, session: LinkSession, reader: PacketReader) -> str | None:
-        """Returns the outcome if the other side has closed."""
+    def _read(self, session: LinkSession, reader: PacketReader) -> None:
+        """Raises ConnectionClosed, or another OSError, if there is no connection any more."""
         wire = self._wire
         for _ in range(ROUNDS):
             has_read = reader.read(wire)
             if has_read is None:
-                return session.on_eof()
+                raise ConnectionClosed("it has closed the connection without a word")
             if not has_read:
                 break
             session.hear()
             if not reader.is_within_packet and not wire.has_unread:
                 break
-        return None
+        if reader.nbytes - session.nbytes_acked >= ACK_AFTER_NBYTES:
+            session.acknowledge(reader.nbytes_whole)
 
     def _timeout(self, session: LinkSession, now: float, has_more: bool) -> float:
         """Returns how long the link may sleep, and asks for what is to wake it before."""
@@ -289,7 +358,7 @@ class Link:
     def _arm(self, session: LinkSession) -> bool:
         """Asks the bells to ring of ends that could go on, and no others. Returns whether an end may go on already."""
         is_ready = False
-        has_room = session.is_sending and session.queue.nbytes < MAX_PAYLOAD
+        has_room = session.is_sending and session.queue.has_room
         for lane in session.outbound:
             is_ready |= lane.arm(has_room)
         for in_lane in session.inbound:
@@ -299,8 +368,8 @@ class Link:
         return is_ready | (requests is not None and requests.arm())
 
     # ── the end ──
-    def _death(self, cause: Cause, how: str) -> LinkDied:
-        return LinkDied.of(cause, self.spec.link, self.remote.name, self.remote.pid, how)
+    def _death(self, kind: LossKind, how: str) -> LinkDied:
+        return LinkDied.of(kind, self.spec.link, self.remote.name, self.remote.pid, how)
 
     def _say_last(self, session: LinkSession, cause: FatalCause, text: str) -> None:
         """Tells the other side why this one ends the link, if the connection takes it soon. It is closed when the other

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from penstock.errors import PeerDied, PenstockError
 
-Cause: TypeAlias = Literal["closed", "silent", "unheard", "ended", "damaged", "protocol", "local"]
+LossKind: TypeAlias = Literal["closed", "silent", "unheard", "ended", "damaged", "protocol", "local"]
 RefusalKind: TypeAlias = Literal["silent", "dropped", "closed", "lost", "foreign", "secret", "tls", "unfit"]
 
 
@@ -36,44 +36,55 @@ class BridgeRefused(PenstockError):
 class LinkDied(PeerDied):
     """The link has ended, and not because both sides were done. What it had under way is lost.
 
-    `name` and `pid` are of the process at the other side, `how` says what happened, and `cause` is one of
-        closed     its connection ended without a word: its process, or its node, was killed
+    `name` and `pid` are of the process at the other side, `how` says what happened, and `kind` is one of
+        closed     its connection ended without a word, and was not made again: its process, or its node, was killed; or
+                   connections were lost too often
         silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
         unheard    it says that no byte came to it from here: the network is cut in that direction
         ended      it ended the link because of a death or a failure on its node
-        damaged    a packet arrived with bytes that were not sent: the checksum does not match
+        damaged    a packet arrived twice with bytes that were not sent: the checksum does not match
         protocol   it sent what no side of a link sends
         local      a death or a failure on this node; the other side raises "ended"
 
     Examples:
-        >>> LinkDied("it has died").cause
+        >>> LinkDied("it has died").kind
         'closed'
     """
 
-    cause: Cause = "closed"
+    kind: LossKind = "closed"
 
     @classmethod
-    def of(cls, cause: Cause, link: str, name: str, pid: int, how: str) -> LinkDied:
-        what = f"on this side: {how}" if cause == "local" else f"'{name}' (pid {pid} there) {how}"
+    def of(cls, kind: LossKind, link: str, name: str, pid: int, how: str) -> LinkDied:
+        what = f"on this side: {how}" if kind == "local" else f"'{name}' (pid {pid} there) {how}"
         error = cls(f"link '{link}' has died: {what}")
-        error.cause, error.name, error.pid, error.how = cause, name, pid, how
+        error.kind, error.name, error.pid, error.how = kind, name, pid, how
         return error
+
+
+class ConnectionClosed(OSError):
+    """The other side has closed the connection, as the kernel does for a process that ends."""
 
 
 class ProtocolError(Exception):
     """The other side sent what no side of a link sends."""
 
+    kind: Literal["protocol", "damaged"] = "protocol"
+    how = "broke the protocol"
+
 
 class DamagedPacket(ProtocolError):
     """A packet does not have its checksum: the network, or a relay in it, has changed bytes."""
+
+    kind = "damaged"
+    how = "sent a packet that was damaged on its way"
 
 
 class RemoteFailure(Exception):
     """The other side has ended the link, or is taken for dead."""
 
-    def __init__(self, cause: Cause, how: str) -> None:
+    def __init__(self, kind: LossKind, how: str) -> None:
         super().__init__(how)
-        self.cause, self.how = cause, how
+        self.kind, self.how = kind, how
 
 
 class LocalFailure(Exception):

@@ -22,7 +22,6 @@ from penstock.codec.frame_ends import FrameReceiver, FrameSender
 from penstock.errors import EndOfChannel, MemoryExhausted, PeerDied
 
 FRAME_COST = 64  # bytes of credit that a frame takes besides its own: frames without a byte are not free
-MAX_QUEUED = MAX_PAYLOAD  # bytes that wait for the wire; then frames stay in their channels
 MAX_FRAMES = 64  # of one lane at a time
 RETRY_S = 0.02  # between two attempts for which no bell rings
 MEMORY_TIMEOUT = 10.0  # seconds that a frame waits for memory of this node
@@ -84,7 +83,7 @@ class OutboundLane:
         queue, receiver = self._queue, self.receiver
         try:
             for _ in range(most):
-                if self._credit <= 0 or queue.nbytes >= MAX_QUEUED or self._long:
+                if self._credit <= 0 or self._long or not queue.has_room:
                     return
                 frame = receiver.try_receive()
                 if frame is None:
@@ -115,7 +114,7 @@ class OutboundLane:
 
     def put_piece(self) -> None:
         """Puts the next piece of a long frame into the queue, if the wire keeps up."""
-        if self._queue.nbytes >= MAX_QUEUED:
+        if not self._queue.has_room:
             return
         piece, self._long = self._long[:MAX_PAYLOAD], self._long[MAX_PAYLOAD:]
         self._queue.put(packets.PIECE, self.number, self._source, piece)

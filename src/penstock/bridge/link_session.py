@@ -19,7 +19,15 @@ from penstock.bridge.link_lanes import InboundLane, OutboundLane
 from penstock.bridge.link_offer import LinkOffer
 from penstock.bridge.link_spec import ChannelDeath, LinkSpec, LinkStats
 from penstock.bridge.liveness import Liveness
-from penstock.bridge.packets import BEAT, CREDIT_NBYTES, FATAL_CAUSES, LONG_NBYTES, PacketQueue, text_payload
+from penstock.bridge.packets import (
+    ACK_NBYTES,
+    BEAT,
+    CREDIT_NBYTES,
+    FATAL_CAUSES,
+    LONG_NBYTES,
+    PacketQueue,
+    text_payload,
+)
 from penstock.bridge.value_exchange import ValueExchange
 from penstock.bridge.word_mirror import WordMirror, WordSource
 from penstock.errors import PeerDied
@@ -27,7 +35,7 @@ from penstock.errors import PeerDied
 End: TypeAlias = "OutboundLane | InboundLane"
 
 ALL_ENDED = "all channels have ended"
-AFTER_BYE = (packets.HEARTBEAT, packets.CREDIT, packets.FATAL)
+AFTER_BYE = (packets.HEARTBEAT, packets.CREDIT, packets.ACK, packets.FATAL)
 _death = msgspec.msgpack.Decoder(ChannelDeath)
 
 
@@ -47,6 +55,7 @@ class LinkSession:
         self.inbound: list[InboundLane] = []
         self.values: ValueExchange | None = None
         self.due_at = 0.0  # when `tick` is to be called
+        self.nbytes_acked = 0  # of the other side's packets
         self.wants_turn = False  # `pump` is to be called: more than frames that have been passed on has come
         self._wake = wake
         self._clock = clock
@@ -89,6 +98,12 @@ class LinkSession:
             sent_ns, came_ns = self._heartbeat
             self.queue.put(packets.HEARTBEAT, payload=BEAT.pack(clock, sent_ns, clock - came_ns))
         self.due_at = min([self._liveness.due_at, *(source.due_at for source in self._sources)])
+
+    def acknowledge(self, nbytes: int) -> None:
+        """Says how many bytes of whole packets have come."""
+        if nbytes > self.nbytes_acked:
+            self.nbytes_acked = nbytes
+            self.queue.put(packets.ACK, payload=ACK_NBYTES.pack(nbytes))
 
     def pump(self, now: float) -> bool:
         """Puts what there is to send into the queue, as far as it has room. Returns whether there is more."""
@@ -158,13 +173,25 @@ class LinkSession:
             return None
         return self._stop_reason if self._stop_reason is not None else self._heard_bye
 
-    def on_eof(self) -> str:
-        """The connection has ended. Returns the outcome. Raises RemoteFailure if no side has said that it is done."""
+    @property
+    def is_over(self) -> bool:
+        """Whether both sides have said that they are done."""
+        return self._said_bye is not None and self._heard_bye is not None
+
+    def on_loss(self, how: str) -> str:
+        """There is no connection any more. Returns the outcome. Raises RemoteFailure if no side has said that it is
+        done."""
         if self._heard_bye is not None:
             return self._stop_reason if self._stop_reason is not None else self._heard_bye
         if self._stop_reason is not None:
             return self._stop_reason
-        raise RemoteFailure("closed", "closed its connection without a word: its process, or its node, was killed")
+        raise RemoteFailure("closed", how)
+
+    def resume(self) -> None:
+        """The link goes on over a new connection."""
+        self._liveness.resume(self._clock())
+        self.due_at = 0.0
+        self.stats.resumptions += 1
 
     @property
     def has_backlog(self) -> bool:
@@ -226,6 +253,8 @@ class LinkSession:
         self.wants_turn = True
         if kind == packets.CREDIT:
             self._outbound_lane(lane).add_credit(*CREDIT_NBYTES.unpack(payload))
+        elif kind == packets.ACK:
+            self.queue.acknowledge(*ACK_NBYTES.unpack(payload))
         elif kind == packets.HEARTBEAT:
             self._on_heartbeat(*BEAT.unpack(payload))
         elif kind == packets.WORDS:

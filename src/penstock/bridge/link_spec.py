@@ -210,6 +210,8 @@ class LinkSpec:
         silence_s: seconds without a byte of the other side after which the link is dead. At least twice the other
             side's heartbeat.
         on_death: is called, in the thread of the link, with each `ChannelDeath` that does not end it.
+        on_resume: is called, in the thread of the link, when it goes on over a new connection, with the seconds that it
+            had none, and with the reason.
 
     Raises:
         ValueError: two channels have one name, or a heartbeat does not fit the silence.
@@ -231,6 +233,7 @@ class LinkSpec:
     heartbeat_s: float = 0.5
     silence_s: float = 2.0
     on_death: Callable[[ChannelDeath], None] | None = None
+    on_resume: Callable[[float, str], None] | None = None
 
     def __post_init__(self) -> None:
         for what, names in (
@@ -290,7 +293,7 @@ class LinkStats(msgspec.Struct):
 
     frames_sent: int = 0
     frames_received: int = 0
-    nbytes_sent: int = 0  # of all packets, heads included
+    nbytes_sent: int = 0  # of all packets, heads included; what is sent again counts once
     nbytes_received: int = 0
     frames_dropped: int = 0  # their receiver has died, and has no successor
     values_sent: int = 0
@@ -302,3 +305,4 @@ class LinkStats(msgspec.Struct):
     clock_offset_ns: int = 0  # the other side's time.monotonic_ns() less this one's, within half the best round trip
     backlog_nbytes: int = 0  # of frames that wait here for room in a channel
     heard_s: float = 0.0  # since the last byte of the other side
+    resumptions: int = 0  # connections that were lost, and made again

@@ -1,160 +1,44 @@
 """How a link begins: one side listens, on the address that it is told, and the other one connects.
 
-The connecting side tries again until it has a link. Leaves to the handshake what is said, and to the pool how many
-connections a listener speaks with at a time.
+The connecting side tries again until it has a link. When a link has begun, a thread of the listener accepts the
+connections over which the link goes on. Leaves to the handshake what is said, and to the pool how many connections a
+listener speaks with at a time.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
 import select
 import socket
 import ssl
-import struct
 import time
 from collections import Counter
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-import msgspec
-
-from penstock.bridge.handshake import (
-    ONE_SIDED_TLS,
-    WRONG_SECRET,
-    ConnectorHandshake,
-    Handshake,
-    KnockLog,
-    ListenerHandshake,
-    require_secret,
-)
-from penstock.bridge.handshake_pool import GONE, HANDSHAKE_S, HEAD_NBYTES, READABLE, Arrival, HandshakePool
+from penstock.bridge.handshake import WRONG_SECRET, ConnectorHandshake, KnockLog, ListenerHandshake, require_secret
+from penstock.bridge.handshake_connection import LENGTH, HandshakeConnection
+from penstock.bridge.handshake_pool import GONE, HANDSHAKE_S, HEAD_NBYTES, Arrival, HandshakePool
 from penstock.bridge.link import Link
 from penstock.bridge.link_errors import BridgeRefused, RefusalKind
 from penstock.bridge.link_spec import LinkSpec, Tls
-from penstock.bridge.wire import (
-    RECORD_TYPES,
-    RECORD_VERSION,
-    OneSidedTls,
-    PlainWire,
-    TlsWire,
-    record_nbytes,
-    require_knocks,
+from penstock.bridge.resumption import (
+    RETRY_S,
+    AcceptingThread,
+    ConnectorResumer,
+    ListenerResumer,
+    NewConnection,
+    ResumeOffer,
 )
+from penstock.bridge.wire import PlainWire, TlsWire, record_nbytes, require_knocks
 from penstock.errors import Timeout
 
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-CONNECT_AGAIN_S = 0.05
-STRANGER, UNRECOGNIZED = "CALLBACK_FAILED", "TLSV1_UNRECOGNIZED_NAME"  # of an ssl.SSLError: ClientHello has no knock
+UNRECOGNIZED = "TLSV1_UNRECOGNIZED_NAME"  # of an ssl.SSLError: the listener has refused the knock
 REASON_LENGTH = 4096  # characters that are kept of a refusal
-LENGTH = struct.Struct("<I")  # of a message of the handshake, before it
-
-
-class HandshakeConnection:
-    """A connection in its handshake: messages to bytes and back."""
-
-    def __init__(self, wire: PlainWire | TlsWire, handshake: Handshake, address: tuple[str, int] | None) -> None:
-        self.wire = wire
-        self.handshake = handshake
-        self.address = address
-        self.deadline = time.monotonic() + HANDSHAKE_S  # of the whole handshake
-        self._unsent = memoryview(b"")
-        self._read = bytearray()
-        self._wanted = LENGTH.size
-        self._has_length = False
-
-    def advance(self) -> bool:
-        """Goes on without waiting. Returns whether the handshake is done, and all of it sent.
-
-        Raises BridgeRefused, EOFError where the other side has gone, and OSError where the connection is lost.
-        """
-        try:
-            while self._flush() and self.handshake.remote is None:
-                message = self._receive()
-                if message is None:
-                    return False
-                self.handshake.receive(message)
-        except BridgeRefused:
-            self._send_refusal()
-            raise
-        except ssl.SSLError as error:
-            if error.reason == STRANGER:
-                raise BridgeRefused.of("secret", WRONG_SECRET) from None
-            raise
-        except OneSidedTls:
-            if isinstance(self.wire, TlsWire):
-                self.wire = self.wire.plain  # the other side reads no records
-            refusal = self.handshake.refused("tls", ONE_SIDED_TLS)
-            self._send_refusal()
-            raise refusal from None
-        return self.handshake.remote is not None and self._flush()
-
-    def _send_refusal(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has refused, and gone
-            self._flush()
-
-    def _receive(self) -> bytes | None:
-        """Returns the next message; None: it is not there yet. Reads no byte beyond it: packets may follow."""
-        while True:
-            while len(self._read) < self._wanted:
-                part = bytearray(self._wanted - len(self._read))
-                count = self.wire.recv_into(memoryview(part))
-                if count is None:
-                    return None
-                if count == 0:
-                    raise EOFError(GONE)
-                self._read += part[:count]
-            taken, self._read = bytes(self._read), bytearray()
-            self._has_length = not self._has_length
-            if not self._has_length:
-                self._wanted = LENGTH.size
-                return taken
-            (self._wanted,) = LENGTH.unpack(taken)
-            if taken[0] in RECORD_TYPES and taken[1] == RECORD_VERSION:
-                raise OneSidedTls
-            if not 1 <= self._wanted <= self.handshake.max_nbytes:
-                raise BridgeRefused.of(
-                    "foreign",
-                    f"a message of {self._wanted} bytes, where one of up to {self.handshake.max_nbytes} is expected",
-                )
-
-    def _flush(self) -> bool:
-        """Returns whether all messages have been sent."""
-        outbox = self.handshake.outbox
-        if outbox:
-            framed = b"".join(LENGTH.pack(len(message)) + message for message in outbox)
-            outbox.clear()
-            self._unsent = memoryview(bytes(self._unsent) + framed)
-        while self._unsent:
-            count = self.wire.send([self._unsent])
-            if not count:
-                break
-            self._unsent = self._unsent[count:]
-        self.wire.flush()
-        return not self._unsent and not self.wire.wants_write
-
-    @property
-    def has_knocked(self) -> bool:
-        """Whether the first bytes of a connector came from a process that has the secret."""
-        return self.wire.has_knocked or self.handshake.has_knocked
-
-    @property
-    def events(self) -> int:
-        """For epoll."""
-        is_writing = bool(self._unsent) or self.wire.wants_write
-        return READABLE | (select.EPOLLOUT if is_writing else 0)
-
-    def close(self) -> None:
-        """The other side may read first what it was told."""
-        self.wire.shut_down_writing()
-        self.wire.close()
-
-    def link(self) -> Link:
-        handshake = self.handshake
-        assert handshake.spec is not None and handshake.offer is not None and handshake.remote is not None
-        remote = msgspec.structs.replace(handshake.remote, address=self.address)
-        return Link(handshake.spec, remote, handshake.offer, self.wire)
 
 
 class Listener:
@@ -194,6 +78,8 @@ class Listener:
         self.address: tuple[str, int] = self._socket.getsockname()[:2]
         self.refusals: Counter[RefusalKind] = Counter()  # of connections
         self.last_refusal = ""
+        self._links: dict[bytes, ListenerResumer] = {}  # that have begun, by session
+        self._thread = AcceptingThread(lambda interrupt: self._accept((), math.inf, interrupt))
 
     def accept(self, *awaited: LinkSpec, timeout: float | None = None) -> Link:
         """Waits for the other side of one of these links, and returns the link. Others are refused, in words, counted,
@@ -204,22 +90,41 @@ class Listener:
         """
         if not awaited:
             raise ValueError("say which links are awaited")
+        deadline = math.inf if timeout is None else time.monotonic() + timeout
+        with self._thread.paused():  # it would not know what is awaited
+            link = self._accept(awaited, deadline)
+        self._thread.start()
+        if link is None:
+            names = ", ".join(f"'{spec.link}'" for spec in awaited)
+            refusal = f"; the last connection was refused: {self.last_refusal}" if self.last_refusal else ""
+            raise Timeout(f"no other side of {names} came to {self.address} in time{refusal}")
+        return link
+
+    def _accept(self, awaited: tuple[LinkSpec, ...], deadline: float, interrupt: int | None = None) -> Link | None:
+        """Gives connections of links that go on to those links. Returns an awaited link; None: none came before the
+        deadline, or `interrupt` became readable."""
 
         def begin(arrival: Arrival) -> HandshakeConnection:
             wire = _wire(arrival.connection, self._context)
-            handshake = ListenerHandshake(awaited, self._secret, knocks=self._knocks)
+            handshake = ListenerHandshake(awaited, self._secret, knocks=self._knocks, links=self._links)
             connection = HandshakeConnection(wire, handshake, arrival.address)
             connection.deadline = arrival.deadline
             return connection
 
-        with HandshakePool(self._socket, self._measure, begin, self._count_refusal) as pool:
-            arrival = pool.wait(math.inf if timeout is None else time.monotonic() + timeout)
-        if arrival is None:
-            names = ", ".join(f"'{spec.link}'" for spec in awaited)
-            refusal = f"; the last connection was refused: {self.last_refusal}" if self.last_refusal else ""
-            raise Timeout(f"no other side of {names} came to {self.address} in time{refusal}")
-        assert isinstance(arrival.handshake, HandshakeConnection), "the pool has begun it"
-        return arrival.handshake.link()  # after the pool is closed: a link needs descriptors
+        connection: HandshakeConnection | None = None
+        with HandshakePool(self._socket, self._measure, begin, self._count_refusal, interrupt) as pool:
+            while connection is None and (arrival := pool.wait(deadline)) is not None:
+                assert isinstance(arrival.handshake, HandshakeConnection), "the pool has begun it"
+                if not _resume(arrival.handshake):
+                    connection = arrival.handshake
+        return None if connection is None else self._begin_link(connection)  # the pool has left descriptors
+
+    def _begin_link(self, connection: HandshakeConnection) -> Link:
+        handshake = connection.handshake
+        assert handshake.spec is not None, "the handshake is done"
+        resumer = ListenerResumer(handshake.spec.link, partial(self._links.pop, handshake.session, None))
+        self._links[handshake.session] = resumer
+        return connection.link(resumer)
 
     def _measure(self, head: bytes) -> int:
         if self._context is not None:
@@ -231,6 +136,10 @@ class Listener:
         self.last_refusal = f"{reason[:REASON_LENGTH]} ({address[0]}:{address[1]})"
 
     def close(self) -> None:
+        """Links that have begun stay, and end with their connections."""
+        self._thread.close()
+        for link in list(self._links.values()):
+            link.end("its listener is closed")
         self._socket.close()
 
     def __enter__(self) -> Self:
@@ -238,6 +147,18 @@ class Listener:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _resume(connection: HandshakeConnection) -> bool:
+    """Gives the connection of a link that goes on to the thread of the link. Returns False for that of a new link."""
+    handshake = connection.handshake
+    if not isinstance(handshake, ListenerHandshake) or handshake.resume_offer is None:
+        return False
+    assert handshake.resumer is not None and handshake.suspension is not None, "the handshake is done"
+    new = NewConnection(connection.wire, handshake.resume_offer.received)
+    if not handshake.resumer.resume(handshake.suspension, new):
+        connection.wire.close(is_aborted=True)  # a connection that is closed looks like the end of this process
+    return True
 
 
 def connect(
@@ -266,27 +187,49 @@ def connect(
         ('node 1', 'node 0')
     """
     require_secret(secret)
-    context = None if tls is None else tls.context(is_server=False)
+    dial = partial(_dial, address, spec, secret, None if tls is None else tls.context(is_server=False))
     deadline = time.monotonic() + timeout
-    reason = "no time was given"
-    while (left := deadline - time.monotonic()) > 0:
-        try:
-            connection = socket.create_connection(address, min(left, HANDSHAKE_S))
-        except OSError as error:
-            reason = str(error)
-        else:
-            handshake = ConnectorHandshake(spec, secret)
-            wire = _wire(connection, context, knock=handshake.knock)
-            link = _shake(HandshakeConnection(wire, handshake, address), deadline)
-            if isinstance(link, Link):
-                return link
-            reason = link
-        time.sleep(max(0.0, min(CONNECT_AGAIN_S, deadline - time.monotonic())))
+    reason: object = "no time was given"
+    while time.monotonic() < deadline:
+        connection = dial(None, deadline)
+        if isinstance(connection, HandshakeConnection):
+            return connection.link(ConnectorResumer(connection.handshake.session, partial(_dial_again, dial)))
+        reason = connection
+        time.sleep(max(0.0, min(RETRY_S, deadline - time.monotonic())))
     raise Timeout(f"no link '{spec.link}' with {address[0]}:{address[1]} within {timeout:g} s: {reason}")
 
 
-def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
-    """Returns the link, or why there is none yet. Raises BridgeRefused."""
+def _dial(
+    address: tuple[str, int],
+    spec: LinkSpec,
+    secret: bytes,
+    context: ssl.SSLContext | None,
+    offer: ResumeOffer | None,
+    deadline: float,
+) -> HandshakeConnection | Exception:
+    """Returns a connection after its handshake, or why there is none yet. Raises BridgeRefused."""
+    try:
+        connection = socket.create_connection(address, min(deadline - time.monotonic(), HANDSHAKE_S))
+    except (OSError, ValueError) as error:  # ValueError: the deadline has passed just now
+        return error
+    handshake = ConnectorHandshake(spec, secret, resume_offer=offer)
+    wire = _wire(connection, context, knock=handshake.knock)
+    return _shake(HandshakeConnection(wire, handshake, address), deadline)
+
+
+def _dial_again(
+    dial: Callable[[ResumeOffer, float], HandshakeConnection | Exception], offer: ResumeOffer, deadline: float
+) -> NewConnection | Exception:
+    """Of a link that goes on."""
+    connection = dial(offer, deadline)
+    if isinstance(connection, Exception):
+        return connection
+    assert connection.handshake.resume_offer is not None, "the handshake is done"
+    return NewConnection(connection.wire, connection.handshake.resume_offer.received)
+
+
+def _shake(connection: HandshakeConnection, deadline: float) -> HandshakeConnection | Exception:
+    """Returns the connection, or why there is none yet. Raises BridgeRefused."""
     deadline = min(deadline, connection.deadline)
     try:
         with select.epoll() as poll:
@@ -295,13 +238,13 @@ def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
                 left = deadline - time.monotonic()
                 if left <= 0:
                     connection.wire.close()
-                    return "the listener said nothing in time"
+                    return TimeoutError("the listener said nothing in time")
                 poll.modify(connection.wire.fileno(), connection.events)
                 poll.poll(left)
-        return connection.link()
+        return connection
     except ssl.SSLEOFError:
         connection.wire.close()
-        return GONE
+        return EOFError(GONE)
     except ssl.SSLError as error:  # it would be the same the next time
         connection.wire.close()
         if error.reason == UNRECOGNIZED:
@@ -310,7 +253,7 @@ def _shake(connection: HandshakeConnection, deadline: float) -> Link | str:
         raise BridgeRefused.of("tls", f"TLS: {reason}") from None
     except (EOFError, OSError) as error:
         connection.wire.close()
-        return str(error)
+        return error
     except BridgeRefused:
         connection.wire.close()
         raise

@@ -18,6 +18,10 @@ class Liveness:
         """Bytes have come."""
         self.heard_at = now
 
+    def resume(self, now: float) -> None:
+        """The connection is a new one: a heartbeat is due at once."""
+        self.heard_at = self._beat_at = now
+
     def beat(self, now: float) -> bool:
         """Returns whether a heartbeat is due now; then the next one is due a heartbeat later."""
         if now < self._beat_at:

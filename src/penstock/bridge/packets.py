@@ -15,17 +15,20 @@
     VALUE                       a key (32), nbytes (8) of its value
     TAKE                        the value that was announced has a place: it follows in pieces
     DECLINE                     it has none, or is there by now
+    ACK                         bytes (8) of whole packets that have come since the link began
     VALUE_PIECE                 the next bytes of that value
     ABSENT                      a key (32), and why there is no value, as text
     BYE                         the sender is done, as it says in a text; it sends nothing more
     FATAL                       the link ends: a cause (1: index in CAUSES) and a text
 
 Both CRCs are CRC-32C. The head has its own, as a damaged length would have a reader wait for bytes that do not come.
-Nothing of a damaged packet is passed on: a piece may lie in its place by then, but the frame or value is given up.
+Nothing of a damaged packet is passed on: the packet counts as one that has come in part, so it comes again over the
+next connection. A piece may lie in its place by then; the piece that comes again replaces the bytes.
 
 A lane is the number of a channel among the outbound channels (of CREDIT: the inbound ones), or of words among those
 that go the same way. A payload has at most MAX_PAYLOAD bytes, so packets of other lanes pass between the pieces of a
-long frame. Leaves to the link what a packet means, and to the wire how bytes travel.
+long frame. A packet is kept until the other side has acknowledged it: after the loss of a connection it is sent again
+over the next one. Leaves to the link what a packet means, and to the wire how bytes travel.
 """
 
 from __future__ import annotations
@@ -49,6 +52,7 @@ HEAD_NBYTES = HEAD.size
 MAX_PAYLOAD = 256 << 10
 LONG_NBYTES = struct.Struct("<Q")
 CREDIT_NBYTES = struct.Struct("<Q")
+ACK_NBYTES = struct.Struct("<Q")
 BEAT = struct.Struct("<qqq")
 WORD_PAIR = struct.Struct("<QQ")
 KEY_NBYTES = 32
@@ -70,6 +74,7 @@ BYE: Final = 13
 FATAL: Final = 14
 TAKE: Final = 15
 DECLINE: Final = 16
+ACK: Final = 17
 
 FATAL_CAUSES: Final[tuple[FatalCause, ...]] = (
     "unheard",
@@ -97,6 +102,7 @@ SIZES = {
     ABSENT: (KEY_NBYTES, KEY_NBYTES + TEXT_NBYTES),
     BYE: (0, TEXT_NBYTES),
     FATAL: (1, 1 + TEXT_NBYTES),
+    ACK: (ACK_NBYTES.size, ACK_NBYTES.size),
 }
 _MIN_NBYTES = [SIZES.get(kind, (1, 0))[0] for kind in range(256)]
 _MAX_NBYTES = [SIZES.get(kind, (1, 0))[1] for kind in range(256)]
@@ -104,7 +110,9 @@ IN_PLACE = (PIECE, VALUE_PIECE)
 
 BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD_NBYTES)
 GATHERED = 64  # buffers in one call of the kernel
-SMALL_NBYTES = 16 << 10  # payloads up to here are copied behind their head: a call with one buffer is the quickest
+SMALL_NBYTES = 128 << 10  # payloads up to here are copied behind their head: no block of a channel waits for an ACK
+ACK_AFTER_NBYTES = SMALL_NBYTES  # received; so a payload that was not copied is acknowledged when it has come
+MAX_UNACKED_NBYTES = 16 << 20  # then frames stay in their channels, and values in their stores
 
 
 def text_payload(text: str) -> bytes:
@@ -132,12 +140,15 @@ class LinkWire(Protocol):
 
 
 class PacketQueue:
-    """Packets that wait for the wire. Buffers that were put are held until they have been sent."""
+    """Packets that wait for the wire, and those that wait for their acknowledgement. Their buffers are held."""
 
     def __init__(self) -> None:
-        self._buffers: deque[bytes | memoryview] = deque()
-        self.nbytes = 0  # that wait
-        self.nbytes_sent = 0
+        self._buffers: deque[bytes | memoryview] = deque()  # that wait for the wire
+        self._taken = 0  # bytes of the first of them that the wire has taken
+        self._unacked: deque[bytes | memoryview] = deque()
+        self.nbytes = 0  # that wait for the wire
+        self.nbytes_sent = 0  # since the link began, each packet once
+        self.nbytes_acked = 0
 
     def put(self, kind: int, lane: int = 0, source: int = 0, payload: Buffer = b"") -> None:
         nbytes = len(payload) if type(payload) is bytes else memoryview(payload).nbytes
@@ -149,29 +160,60 @@ class PacketQueue:
             self._buffers.append(head)
             self._buffers.append(memoryview(payload))
 
+    @property
+    def has_room(self) -> bool:
+        """Whether frames and pieces may be put."""
+        if self.nbytes >= MAX_PAYLOAD:
+            return False
+        return self.nbytes_sent + self.nbytes - self.nbytes_acked < MAX_UNACKED_NBYTES
+
     def flush(self, wire: LinkWire) -> None:
         """Sends as much as the wire takes."""
         buffers = self._buffers
         while buffers:
             batch: list[Buffer] = list(buffers) if len(buffers) <= GATHERED else [buffers[i] for i in range(GATHERED)]
+            if self._taken:
+                batch[0] = memoryview(batch[0])[self._taken :]
             taken = wire.send(batch)
             if not taken:
                 return
             self.nbytes -= taken
             self.nbytes_sent += taken
             if not self.nbytes:
+                self._unacked.extend(buffers)
+                self._taken = 0
                 return buffers.clear()
-            while taken:
-                first = buffers[0]
-                if taken < len(first):
-                    buffers[0] = memoryview(first)[taken:]
-                    break
-                taken -= len(first)
-                buffers.popleft()
+            taken += self._taken
+            while taken >= len(buffers[0]):
+                taken -= len(buffers[0])
+                self._unacked.append(buffers.popleft())
+            self._taken = taken
+
+    def acknowledge(self, nbytes: int) -> None:
+        """Drops what the other side has received: so many bytes since the link began. Raises ProtocolError."""
+        if nbytes < self.nbytes_acked:  # an ACK that was sent again: the new connection has said more
+            return
+        unacked = self._unacked
+        while self.nbytes_acked < nbytes and unacked:
+            self.nbytes_acked += len(unacked.popleft())
+        if self.nbytes_acked != nbytes:
+            raise ProtocolError(f"it acknowledged {nbytes} bytes: {self.nbytes_acked} or {self.nbytes_sent} were sent")
+
+    def rewind(self, nbytes: int) -> None:
+        """What the other side has not received waits for the wire again. Raises ProtocolError."""
+        if nbytes < self.nbytes_acked:
+            raise ProtocolError(f"it has received {nbytes} bytes, and had acknowledged {self.nbytes_acked}")
+        self.acknowledge(nbytes)
+        self._buffers.extendleft(reversed(self._unacked))
+        self._unacked.clear()
+        self._taken = 0
+        self.nbytes += self.nbytes_sent - nbytes
+        self.nbytes_sent = nbytes
 
     def clear(self) -> None:
         self._buffers.clear()
-        self.nbytes = 0
+        self._unacked.clear()
+        self.nbytes = self._taken = 0
 
 
 class PacketHandler(Protocol):
@@ -199,7 +241,20 @@ class PacketReader:
         self._placed_head = (0, 0, 0)
         self._placed_crc = 0
         self._wants_head = False  # the packet before went into its place: the next one may go there, too
-        self.nbytes = 0  # received
+        self.nbytes = 0  # received since the link began, each packet once
+
+    @property
+    def nbytes_whole(self) -> int:
+        """Of the packets that have come whole."""
+        part = self._end - self._begin if self._place is None else HEAD_NBYTES + self._filled
+        return self.nbytes - part
+
+    def restart(self) -> None:
+        """Forgets the packet that has come in part: it comes again over the next connection."""
+        self.nbytes = self.nbytes_whole
+        self.drop_place()
+        self._begin = self._end = 0
+        self._wants_head = False
 
     def read(self, wire: LinkWire) -> bool | None:
         """Reads once, and handles the packets that are complete. Returns whether there were bytes; None: the other side
@@ -239,9 +294,8 @@ class PacketReader:
         if self._filled < len(self._place):
             return
         nbytes = self._filled
-        crc = crc32c(self._place)
+        _require_crc(crc32c(self._place), self._placed_crc, f"a payload of {nbytes} bytes arrived")
         self.drop_place()
-        _require_crc(crc, self._placed_crc, f"a payload of {nbytes} bytes arrived")
         self._wants_head = True
         self._handler.placed(*self._placed_head, nbytes)
 
@@ -260,10 +314,10 @@ class PacketReader:
                     begin = end
                 break
             begin = first + nbytes
-            self._begin = begin  # before it is handled: a packet that raises has been taken
-            self._wants_head = False
             with view[first:begin] as payload:
                 _require_crc(crc32c(payload), crc, f"a payload of {nbytes} bytes arrived")
+                self._begin = begin  # before it is handled: a packet that raises has been taken
+                self._wants_head = False
                 handler.handle(kind, lane, source, payload)
         if begin == end:
             begin = end = 0

@@ -90,8 +90,8 @@ class ValueExchange:
         return len(self._rest) > 0 or (self._announced is None and len(self._to_send) > 0)
 
     def put_piece(self) -> None:
-        """Puts the next piece of a value into the queue, if nothing waits there."""
-        if self._queue.nbytes >= MAX_PAYLOAD:
+        """Puts the next piece of a value into the queue, if there is room."""
+        if not self._queue.has_room:
             return
         if self._rest:
             piece, self._rest = self._rest[:MAX_PAYLOAD], self._rest[MAX_PAYLOAD:]

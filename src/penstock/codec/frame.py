@@ -318,10 +318,8 @@ def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, A
 
 
 def _target(hint: Any) -> tuple[np.dtype[Any] | None, int, int]:
-    """What a field is made into: an array (dtype, code, size of one) or a part (no dtype)."""
+    """What a field is made into: an array (dtype, code, size of one) or a part (no dtype). There are no others."""
     if typing.get_origin(hint) is np.ndarray:
         dtype = array_dtype(hint)
         return (dtype, CODES[dtype], dtype.itemsize)
-    if hint is Buffer:
-        return (None, PLAIN, 1)
-    raise TypeError(f"{hint!r} cannot be received")
+    return (None, PLAIN, 1)

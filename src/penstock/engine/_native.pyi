@@ -120,6 +120,11 @@ def paged_attention(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArr
     Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` [sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of `block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of uint16 with the bits of bfloat16. `softcap` bounds scores by tanh; `sinks` has a score without a value for each head. Computes one of `num_parts` parts of the work; the parts may run in threads. Raises ValueError for shapes that do not fit and for blocks that are not there.
     """
 
+def prefill_attention(queries: numpy.typing.NDArray[numpy.uint16], keys: numpy.typing.NDArray[numpy.uint16], values: numpy.typing.NDArray[numpy.uint16], out: numpy.typing.NDArray[numpy.uint16], blocks: numpy.typing.NDArray[numpy.int32], seq_len: int, block_size: int, scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, threads: int = 1) -> None:
+    """
+    Writes to `out` [tokens, heads, value size] the attention of the last tokens of one sequence: `queries` [tokens, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in `blocks`, each up to its own position. Arrays have the bits of bfloat16. `window`: a token attends to so many positions; 0: to all. `softcap` and `sinks`: as in `paged_attention`. Raises ValueError for shapes that do not fit and for blocks that are not there.
+    """
+
 class PackedLinear:
     """
     y = x W^T + b in bfloat16, with W packed into panels of 16 outputs. Sums are float32.
@@ -166,4 +171,11 @@ def choose_linear_kernel(name: str) -> None:
 def rms_norm(x_address: int, x_stride: int, rows: int, size: int, weight_address: int, out_address: int, epsilon: float, adds_one: bool, is_bfloat16: bool, threads: int) -> None:
     """
     Computes x / sqrt(mean(x^2) + epsilon) * w of each row, in float32 or bfloat16. `adds_one`: the factor is 1 + w. The caller checks the addresses; the stride is in elements.
+    """
+
+MAX_ROTARY_SIZE: int = 512
+
+def rotary(queries: tuple[int, int, int, int], keys: tuple[int, int, int, int], values: tuple[int, int, int, int], cos_sin: tuple[int, int], epsilon: float, adds_one: bool, sizes: tuple[int, int], tokens: int, places: int, outputs: tuple[int, int, int], is_bfloat16: bool, threads: int) -> None:
+    """
+    Normalizes and rotates queries and keys, and writes keys and values to the cache. `queries`, `keys`, `values`: address, stride between tokens in elements, number of heads, address of the weights of a norm or 0. `cos_sin`: addresses of [tokens, size]. `sizes`: of a key and of a value. `places`: the address of the places of the tokens in the cache. `outputs`: addresses of the queries, and of all cached keys and values. The caller checks the addresses.
     """

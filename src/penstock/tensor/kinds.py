@@ -120,9 +120,7 @@ def nbytes_of(kind: Kind, shape: tuple[int, ...]) -> int:
 
 @functools.cache
 def numpy_dtype(kind: Kind) -> np.dtype[Any]:
-    """The kind as NumPy shows it: its own, that of ml_dtypes if that is installed, else unsigned integers as wide."""
-    if kind.numpy is not None:
-        return kind.numpy
+    """Returns how NumPy shows a kind that it lacks: as ml_dtypes does if installed, else as unsigned integers."""
     try:
         import ml_dtypes
     except ImportError:

@@ -124,12 +124,11 @@ def _of_dlpack(array: Any) -> Source:
         if int(kind) not in IN_HOST_MEMORY:
             raise _elsewhere(what, f"device {int(kind)}:{int(index)} of DLPack")
         try:
-            return _of_numpy(np.from_dlpack(array))
-        except UnsupportedTensor:
-            raise
+            numbers = np.from_dlpack(array)
         except REFUSALS:  # torch has words for more kinds of numbers
             torch = needed_torch()
             return _of_torch(torch, torch.from_dlpack(array))
+        return _of_numpy(numbers)
     except UnsupportedTensor:
         raise
     except ImportError:

@@ -9,6 +9,8 @@ import socket
 import struct
 import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -21,7 +23,7 @@ from penstock.bridge.link_errors import RefusalKind
 from penstock.bridge.wire import TlsWire
 from tests.conftest import eventually
 from tests.support.certificates import make_certificates
-from tests.support.links import SECRET
+from tests.support.links import SECRET, RunningLink
 from tests.support.relay import relay
 from tests.support.strangers import first_hello, flood
 from tests.tiers import FLOODS, REFUSALS, only_in_all
@@ -141,6 +143,23 @@ def test_node_joins_when_descriptors_are_few(spare: int) -> None:
             side.require_joins()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
+
+
+@pytest.mark.parametrize("with_tls", [False, *only_in_all(True)], ids=["plain", "tls"])
+def test_link_goes_on_among_strangers(with_tls: bool, tls: Tls) -> None:
+    own = tls if with_tls else None
+    specs = replace(HOME, silence_s=JOIN_S), replace(AWAY, silence_s=JOIN_S)
+    with Listener(HERE, secret=SECRET, tls=own) as listener, relay(listener.address) as path:
+        with ThreadPoolExecutor() as threads:
+            accepting = threads.submit(listener.accept, specs[0], timeout=JOIN_S)
+            away = RunningLink(connect(path.address, specs[1], secret=SECRET, tls=own, timeout=JOIN_S))
+            home = RunningLink(accepting.result())
+        with flood(listener.address, FLOODS[-1]):
+            require_crowd(listener)
+            path.reset()
+            eventually(lambda: home.link.stats().resumptions and away.link.stats().resumptions, within=JOIN_S)
+        for side in (home, away):
+            side.end()
 
 
 def test_dripping_bytes_do_not_extend_a_handshake() -> None:

@@ -137,3 +137,9 @@ def test_a_channel_describes_its_messages_for_a_process_that_forwards_them() -> 
     assert Ring().schema == b""
     assert b"Number" in Ring(Number).schema
     assert Ring(Number).schema == Inbox(Number, senders=2).schema
+
+
+def test_frame_ends_have_their_places_in_the_channel() -> None:
+    channel = Inbox(Number, senders=2)
+    with FrameReceiver(channel) as receiver, FrameSender(channel) as first, FrameSender(channel) as second:
+        assert (receiver.index, first.index, second.index) == (0, 0, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import array
 import enum
 import random
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
 import numpy as np
@@ -445,3 +445,37 @@ def test_two_catalogues_that_differ_say_how() -> None:
     with pytest.raises(LayoutMismatch, match="the order is Stop, M there, M, Stop here"):
         Catalogue(a, other).require_same(Catalogue(other, a).schema, "steps")
     Catalogue(a).require_same(Catalogue(struct(number=int, words=list[str])).schema, "steps")
+
+
+def test_a_struct_that_is_too_long_for_its_head_is_refused() -> None:
+    class Long(bytes):
+        def __len__(self) -> int:
+            return 1 << 32
+
+    encoder = FrameEncoder(CATALOGUE)
+    with pytest.raises(ValueError, match="a struct of 4294967296 bytes does not fit a frame"):
+        encoder._with_parts(1, Long())
+
+
+def test_an_array_whose_numbers_are_unknown_is_no_field() -> None:
+    numbers = TypeVar("numbers", bound=np.generic)
+    cls = msgspec.defstruct("Unknown", [("values", np.ndarray[Any, np.dtype[numbers]])], array_like=True)  # type: ignore[valid-type]
+    with pytest.raises(TypeError, match=r"say of which numbers, as NDArray\[np.int32\]"):
+        Catalogue(cls)
+
+
+def test_a_note_beside_a_type_changes_no_schema() -> None:
+    plain, noted = (
+        msgspec.defstruct("Noted", [("number", kind)], array_like=True) for kind in (int, Annotated[int, "seconds"])
+    )
+    assert Catalogue(plain).schema.fingerprint == Catalogue(noted).schema.fingerprint
+
+
+def test_an_error_names_the_field_inside_of_a_pair_and_of_a_dict() -> None:
+    class Nested(msgspec.Struct, array_like=True):
+        pair: tuple[int, Settings]
+        table: dict[str, Settings]
+
+    catalogue = Catalogue(Nested)
+    assert catalogue.named_path(Nested, "expected float - at `$[0][1][0]`") == "expected float at $.pair[1].heat"
+    assert catalogue.named_path(Nested, "expected float - at `$[1][...][0]`") == "expected float at $.table[...].heat"

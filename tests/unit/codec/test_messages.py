@@ -487,3 +487,14 @@ def test_an_interrupt_leaves_no_end_shut(moment: str, monkeypatch: pytest.Monkey
             with concurrent.futures.ThreadPoolExecutor(1) as other:
                 other.submit(sender.send, Stop(), 1).result()
                 other.submit(receiver.receive, 1).result()
+
+
+def test_a_deadline_holds_while_another_thread_receives_messages() -> None:
+    with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
+        with concurrent.futures.ThreadPoolExecutor(1) as threads:
+            waiting = threads.submit(receiver.receive, 20)
+            eventually(lambda: receiver._turns._owner)
+            with pytest.raises(penstock.Timeout, match=r"within 50\.0 ms"):
+                receiver.receive(0.05)
+            sender.send(Stop("x"))
+            assert waiting.result() == Stop("x")

@@ -51,3 +51,7 @@ def test_schema_differences_refuse_a_description_that_is_none() -> None:
         schema_differences(b"{}", b"[[[")
     with pytest.raises(LayoutMismatch, match="no description"):
         Schema.decode(b"\xff")
+
+
+def test_schemas_of_one_fingerprint_are_the_same_however_written() -> None:
+    assert schema_differences(encoded(Ask), encoded(Ask) + b" ") == []

@@ -2,9 +2,12 @@
 
 import array
 import copy
+import ctypes
 import mmap
 import pickle
+import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -14,10 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import Handle, MemoryExhausted, Missing, Scope, Store
+from penstock import Handle, MemoryExhausted, Missing, Scope, Store, content_key
 from penstock.lowlevel import Empty, UnsupportedTensor
-from penstock.tensor import plan
-from penstock.tensor.kinds import KIND_OF_CODE, KINDS
+from penstock.tensor import plan, source
+from penstock.tensor.kinds import KIND_OF_CODE, KIND_OF_NAME, KINDS, numpy_dtype
 from tests.conftest import eventually, spawn
 from tests.support.processes import thread
 from tests.support.values import MB, blocks, through
@@ -145,6 +148,12 @@ class Foreign:
         return self.device
 
 
+class OnDevice:
+    """An array of a library that knows CUDA and no DLPack."""
+
+    __cuda_array_interface__ = {"shape": (2,)}  # noqa: RUF012
+
+
 def test_an_array_of_another_library_goes_in_by_dlpack() -> None:
     for store in (Store(MB), None):
         for given in (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.array(5j), np.empty((0, 2))):
@@ -218,6 +227,9 @@ def test_what_comes_out_offers_dlpack_and_says_that_it_is_read_only(new_store: N
         (range(3), "a range is no array"),
         (object(), "a object is no array"),
         (Foreign(np.ones(3), (2, 1)), r"device 2:1 of DLPack, not in host memory: penstock\.tensor\.cuda"),
+        (Foreign(np.array(["x"])), "a Foreign does not show its numbers"),
+        (OnDevice(), "a OnDevice lies on its device, not in host memory"),
+        ((ctypes.c_void_p * 2)(), "a c_void_p_Array_2 of format '<P': '<P' is not a valid PEP 3118 buffer format"),
     ],
     ids=lambda given: None if isinstance(given, str) else type(given).__name__,
 )
@@ -411,3 +423,24 @@ def test_a_message_with_handles_is_an_ordinary_message() -> None:
         eventually(lambda: blocks(store) == 0)  # what a dead process held is given back
         with pytest.raises(Missing):
             handle.open(store)
+
+
+def test_content_of_either_byte_order_has_one_key() -> None:
+    for numbers in (np.arange(3), np.empty(0)):
+        swapped = numbers.astype(numbers.dtype.newbyteorder())
+        assert content_key(swapped) == content_key(numbers)
+
+
+def test_a_kind_that_numpy_lacks_is_shown_as_ml_dtypes_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    named = types.SimpleNamespace(bfloat16=np.dtype("V2"), float8_e5m2=np.dtype("V2"))
+    monkeypatch.setitem(sys.modules, "ml_dtypes", named)
+    show = numpy_dtype.__wrapped__
+    assert show(KIND_OF_NAME["bfloat16"]) == np.dtype("V2")
+    assert show(KIND_OF_NAME["float8_e5m2"]) == np.uint8, "a dtype of another size is none of this kind"
+    assert show(KIND_OF_NAME["complex32"]) == np.uint32
+
+
+def test_an_array_of_a_dtype_that_numpy_lacks_goes_in_as_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(source, "kind_of_numpy", lambda dtype: KIND_OF_NAME["bfloat16"])
+    given = np.array([0x3F80, 0x4000], np.uint16)
+    assert through(Store(MB), given, as_="bits").tolist() == given.tolist()

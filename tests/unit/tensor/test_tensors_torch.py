@@ -11,10 +11,11 @@ import torch
 
 from penstock import Scope, Store
 from penstock.lowlevel import Empty, Pool, UnsupportedTensor
-from penstock.tensor import plan, read
-from penstock.tensor.kinds import KINDS, kind_of
+from penstock.tensor import plan, read, views
+from penstock.tensor.kinds import KIND_OF_NAME, KINDS, kind_of, torch_dtype
 from tests.support.processes import DYING, program
 from tests.support.values import MB, blocks, through
+from tests.unit.tensor.test_tensors import Foreign
 
 pytestmark = pytest.mark.filterwarnings("ignore:ComplexHalf support is experimental")
 
@@ -290,3 +291,24 @@ def test_a_stray_write_ends_the_process_that_writes_and_no_other_sees_it() -> No
         assert handle.open(store).value().sum() == 200
     with store.pool.take(store.nbytes, timeout=5):  # what it held has been given back
         pass
+
+
+def test_numbers_that_only_torch_has_come_by_dlpack_of_another_library() -> None:
+    given = torch.arange(4, dtype=torch.bfloat16)
+    assert torch.equal(through(Store(MB), Foreign(given), as_="torch"), given)
+
+
+def test_an_inline_tensor_reaches_torch_where_numpy_cannot_say_read_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(array: Any) -> Any:
+        raise BufferError("an array that is read-only has no DLPack")
+
+    monkeypatch.setattr(torch, "from_dlpack", refuse)
+    array = np.arange(3)
+    array.flags.writeable = False
+    assert views._tensor(array).tolist() == [0, 1, 2]
+
+
+def test_a_kind_that_this_torch_lacks_is_refused() -> None:
+    lacking = KIND_OF_NAME["bfloat16"]._replace(name="float3")
+    with pytest.raises(UnsupportedTensor, match="has no float3: view it as numpy"):
+        torch_dtype.__wrapped__(lacking)

@@ -69,6 +69,8 @@ class StatusBoard:
     LINKED = 20  # 1: the group is linked to the home node. Cleared by the launcher when the uplink has ended
     # On a node that has workers only: of the process in the core's place.
     RENDEZVOUS = 21  # the port at which the ranks of this incarnation meet; 0: not linked to the home node yet
+    # On the home node, of the process that has the link of the group.
+    LINK_RESUMPTIONS = 23  # connections to other nodes that were lost and made again, in this incarnation
     # The core's again.
     ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
     SUSPECTS = 24  # requests that may have made a group fail, and are not cleared

@@ -105,6 +105,11 @@ class GroupBridge:
         row[StatusBoard.MODEL] = self._model  # of both sides, as they have compared
         row[StatusBoard.SERVING] = self._me.incarnation
 
+    def _on_resume(self, pause: float, reason: str) -> None:
+        self._board.row(self._me.group)[StatusBoard.LINK_RESUMPTIONS] += 1
+        pause_ms, group = round(pause * 1e3, 1), self._me.group
+        event("link resumed", logging.WARNING, node=self._node, group=group, pause_ms=pause_ms, reason=reason)
+
     def _spec(self) -> LinkSpec:
         tree, me = self._tree, self._me
         self._model = model_word(tree.config)
@@ -126,6 +131,7 @@ class GroupBridge:
             words=[InboundWords(ROW_NAME, self._board.row(me.group), ROW_PLACES)],
             values=None if tree.store is None else StoreValues(tree.store),
             on_death=self._process_death,
+            on_resume=self._on_resume,
         )
 
     def _accept(self) -> Link:

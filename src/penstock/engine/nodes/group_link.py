@@ -31,7 +31,10 @@ COMMON_OPTIONS = (
     *("dtype", "end_ids", "enable_prompt_embeds", "simulated"),
 )
 # Words of a row that the home node writes itself, or that mean another incarnation there.
-HOME_WORDS = (StatusBoard.SERVING, StatusBoard.FAILED_STARTS, StatusBoard.LINKED, StatusBoard.MODEL)
+HOME_WORDS = (
+    *(StatusBoard.SERVING, StatusBoard.FAILED_STARTS, StatusBoard.LINKED, StatusBoard.LINK_RESUMPTIONS),
+    StatusBoard.MODEL,
+)
 ROW_PLACES = [place for place in range(ROW_WORDS) if place not in HOME_WORDS]
 
 

@@ -73,6 +73,7 @@ class RemoteCore(Uplink):
             words=[InboundWords(SERVING_NAME, self._home_serving)],
             values=None if tree.store is None else StoreValues(tree.store, tree.pulls[me.group]),
             on_death=lambda death: None,  # the launcher restarts the group, here and at home
+            on_resume=self._on_resume,
         )
 
     # ── in a thread of its own ──

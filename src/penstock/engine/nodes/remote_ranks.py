@@ -70,6 +70,7 @@ class RemoteRanks(GroupBridge):
             values=None if tree.store is None else StoreValues(tree.store),
             info=str(rendezvous.port).encode(),
             on_death=self._process_death,
+            on_resume=self._on_resume,
         )
 
     def _on_link(self) -> None:
@@ -91,5 +92,5 @@ class RemoteRanks(GroupBridge):
     # ── in a thread of its own ──
     def _give_up(self) -> None:
         assert self._link is not None, "the link has begun"
-        self._is_late = True
+        self._is_late = self._link.is_connected  # without a connection the node may be lost, which is the cause then
         self._link.stop("the core has died")

@@ -88,7 +88,7 @@ class Uplink:
         try:
             event("link ended", group=self._group, reason=link.run())
         except LinkDied as death:
-            event("link lost", logging.WARNING, group=self._group, cause=death.cause, reason=death)
+            event("link lost", logging.WARNING, group=self._group, cause=death.kind, reason=death)
 
     def _await_group(self) -> int:
         """Waits until the group serves. Returns its incarnation; 0: the node drains."""
@@ -125,7 +125,12 @@ class Uplink:
             words=[OutboundWords(ROW_NAME, self._row)],
             values=None if tree.store is None else StoreValues(tree.store, tree.pulls[self._group]),
             on_death=lambda death: None,  # the board says what becomes of the group
+            on_resume=self._on_resume,
         )
+
+    def _on_resume(self, pause: float, reason: str) -> None:
+        pause_ms = round(pause * 1e3, 1)
+        event("link resumed", logging.WARNING, group=self._group, pause_ms=pause_ms, reason=reason)
 
     def _connect(self, incarnation: int) -> Link | None:
         """Connects to the home node, as often as it takes. Returns None if the group does not serve any more. Raises

@@ -14,6 +14,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageText
 
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
+from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_linear import pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
@@ -127,6 +128,7 @@ def load(
     if device.type == "cpu" and not is_recorded:
         pack_linears(stock)
         replace_norms(stock)
+        replace_attentions(stock)
     return LoadedModel(stock, ranks, device)
 
 

@@ -21,6 +21,7 @@ from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
+from penstock.engine.worker.cpu_tensors import keep_freed_memory
 from penstock.engine.worker.cpu_threads import SHORT, CpuThreads, share, tune_threads
 from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from penstock.engine.worker.device import EncodingCounts, SamplerOutput
@@ -75,6 +76,8 @@ class ModelRunner:
         torch.set_num_threads(max_threads)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
+        if where.type == "cpu":
+            keep_freed_memory()
         files = ModelFiles(Path(path))
         self._model = models.load(Path(path), self._ranks, where, _dtype(dtype), is_recorded=recorder is not None)
         files.require_unchanged()

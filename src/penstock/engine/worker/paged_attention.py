@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
@@ -26,6 +26,7 @@ from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 NAME = "penstock"  # of this attention in transformers' registry; no mask function has this name, so no mask is built
 MAX_GATHERED = 1 << 16  # positions with keys and values gathered at a time: the copy is short-lived, but large
 CPU_DTYPES = (torch.float32, torch.bfloat16)
+CHUNK_KERNELS = ("amx", "avx512_bf16")  # products with which chunks in bfloat16 are as fast as torch's, or faster
 WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake a thread
 
 
@@ -119,7 +120,17 @@ class PagedAttention:
         keys, values = self._memory.layers[layer]
         keys.index_copy_(0, self._places, key.to(keys.dtype))
         values.index_copy_(0, self._places, value.to(values.dtype))
-        attended = query.new_empty(*query.shape[:2], value.shape[2])
+        return self._attend(layer, query, how)
+
+    def attend_written(
+        self, layer: int, write: Callable[[Tensor, Tensor, Tensor], Tensor], how: AttentionStyle
+    ) -> Tensor:
+        """As `attend`. `write` writes keys and values to the places of the layer's cache, and returns the queries."""
+        return self._attend(layer, write(self._places, *self._memory.layers[layer]), how)
+
+    def _attend(self, layer: int, query: Tensor, how: AttentionStyle) -> Tensor:
+        keys, values = self._memory.layers[layer]
+        attended = query.new_empty(*query.shape[:2], values.shape[2])
         on_cpu = self._memory.on_cpu
         if on_cpu is None:
             for rows, places, mask in self._reach_of_rows(how.window):
@@ -130,9 +141,13 @@ class PagedAttention:
             on_cpu.attend(layer, query, attended, self._rows[how.window], how)
         for number, chunk in enumerate(self._batch.chunks):
             part = slice(chunk.first, chunk.first + chunk.tokens)
+            if on_cpu is not None and on_cpu.has_chunk_kernel:
+                on_cpu.attend_chunk(layer, query[part], attended[part], chunk, how)
+                continue
             own = query[None, part]
             if chunk.tokens == chunk.length and how.is_plain and (how.window is None or how.window >= chunk.length):
-                attended[part] = _from_the_start(own, key[None, part], value[None, part], how.scale)[0]
+                places = self._places[part]
+                attended[part] = _from_the_start(own, keys[places][None], values[places][None], how.scale)[0]
                 continue
             places, mask = self._reach_of_chunks(how.window)[number]
             attended[part] = attention(own, keys[places][None], values[places][None], mask[None], how)[0]
@@ -215,13 +230,16 @@ class CpuRows(NamedTuple):
 class CpuKVCache:
     """The KV cache of all layers as arrays: a native kernel reads the keys and values of each row in their blocks.
 
-    Nothing is gathered, padded or masked, which would be most of the cost of a decode step. Chunks of several tokens
-    are products of matrices, as on other devices.
+    Nothing is gathered, padded or masked, which would be most of the cost of a decode step. With
+    `has_chunk_kernel`, another kernel does so for chunks of several tokens. Otherwise, chunks are products of matrices,
+    as on other devices.
     """
 
     def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
         self._layers = {layer: (_numbers(keys), _numbers(values)) for layer, (keys, values) in layers.items()}
         self._block_size = block_size
+        is_bfloat16 = all(keys.dtype == torch.bfloat16 for keys, _ in layers.values())
+        self.has_chunk_kernel = is_bfloat16 and _native.linear_kernel() in CHUNK_KERNELS
         self._others: ThreadPoolExecutor | None = None
 
     def attend(self, layer: int, query: Tensor, attended: Tensor, rows: CpuRows, how: AttentionStyle) -> None:
@@ -244,6 +262,25 @@ class CpuKVCache:
         for other in others:
             other.result()
         return None
+
+    def attend_chunk(
+        self, layer: int, query: Tensor, attended: Tensor, chunk: PrefillChunk, how: AttentionStyle
+    ) -> None:
+        """Computes attention for the tokens of a chunk in bfloat16."""
+        sinks = None if how.sinks is None else how.sinks.float().numpy()
+        _native.prefill_attention(
+            _numbers(query),
+            *self._layers[layer],
+            _numbers(attended),
+            blocks=chunk.blocks,
+            seq_len=chunk.length,
+            block_size=self._block_size,
+            scale=how.scale,
+            window=how.window or 0,
+            softcap=how.softcap or 0.0,
+            sinks=sinks,
+            threads=torch.get_num_threads(),
+        )
 
 
 def _numbers(tensor: Tensor) -> npt.NDArray[Any]:

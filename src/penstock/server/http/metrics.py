@@ -69,6 +69,7 @@ OF_AN_ENGINE = (
     ("core_seconds", "Seconds that the core itself spent on them", StatusBoard.OWN_NS, 1e9),
     ("busy_seconds", "Seconds in which the device ran", StatusBoard.BUSY_NS, 1e9),
     ("idle_seconds", "Seconds in which the device did not run though a request was open", StatusBoard.IDLE_NS, 1e9),
+    ("link_resumptions", "Lost connections to other nodes that were made again", StatusBoard.LINK_RESUMPTIONS, 1.0),
 )
 GAUGES_OF_MIGRATION = (
     ("requests_waiting_to_resume", "Requests that the engine lost and no engine runs yet", MigrationCounters.WAITING),

@@ -17,6 +17,7 @@ pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'pen
 
 from penstock import ClosedError, Store  # noqa: E402
 from penstock.engine.client import image_processor  # noqa: E402
+from penstock.engine.client.encoded_image import EncodedImage  # noqa: E402
 from penstock.engine.client.image_processor import ImageLimits, ImageProcessor, ImageRefused  # noqa: E402
 from penstock.tensor import Scope  # noqa: E402
 from tests.support.models import VISION, stock_of  # noqa: E402
@@ -292,3 +293,18 @@ def test_an_image_is_turned_upright_as_its_exif_says(orientation: int, tmp_path:
         found, expected = (one.item.open().value() for one in load(loader, scope, file.getvalue(), upright.getvalue()))
     for name in ("pixel_values", "image_grid_thw"):
         assert np.array_equal(found[name], expected[name]), name
+
+
+def test_an_image_whose_decoder_contradicts_its_headers_is_refused() -> None:
+    encoded = EncodedImage.parse(picture(50, 30))
+    with pytest.raises(ImageRefused, match="expected an image as PNG") as caught:
+        image_processor._decoded(encoded._replace(width=49))
+    assert caught.value.status == 400
+
+
+def test_an_image_that_pillow_takes_for_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    encoded = EncodedImage.parse(picture(50, 30))
+    monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 100)
+    with pytest.raises(ImageRefused, match="Pillow refuses to decode so many pixels") as caught:
+        image_processor._decoded(encoded)
+    assert caught.value.status == 413

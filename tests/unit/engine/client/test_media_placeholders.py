@@ -140,3 +140,14 @@ def test_numbers_are_spelled_as_the_model_has_seen_them() -> None:
     words = {0: "zero", 13: "thirteen", 20: "twenty", 64: "sixty-four", 100: "one hundred", 105: "one hundred and five"}
     words |= {768: "seven hundred and sixty-eight", 1000: "one thousand", 1101: "one thousand, one hundred and one"}
     assert {number: spell(number) for number in words} == words
+
+
+@pytest.mark.parametrize("scene", ["smolvlm"], indirect=True)
+def test_words_between_special_tokens_stay_beside_a_video(scene: Scene) -> None:
+    special = min(scene.tokenizer.get_added_tokens_decoder().keys() - {scene.settings.token_id, models.IMAGE})
+    words = scene.ids("some words")
+    videos = [processed(scene.plans[0], 1)]
+    alone, _ = scene.places.spread(scene.ids(scene.video), videos)
+    spread, ((_, position, _),) = scene.places.spread([*words, special, *scene.ids(scene.video)], videos)
+    assert spread == [*words, special, *alone]
+    assert position > len(words)

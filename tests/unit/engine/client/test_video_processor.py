@@ -236,3 +236,26 @@ def test_a_process_that_only_decodes_imports_neither_torch_nor_transformers() ->
         "assert not {'torch', 'transformers', 'PIL'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_bytes_are_resized_as_floats_where_torch_has_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 60), np.uint8))
+    by_bytes = video_processor._resized(pixels, (20, 30), "bilinear")
+    monkeypatch.setattr(video_processor, "_has_bytes_kernel", lambda: False)
+    by_floats = video_processor._resized(pixels, (20, 30), "bilinear")
+    assert by_floats.dtype == torch.uint8 and by_floats.shape == by_bytes.shape
+    assert (by_floats.int() - by_bytes.int()).abs().max() <= 1
+
+
+def test_a_video_with_fewer_frames_than_the_model_samples_is_refused(tmp_path: Path) -> None:
+    settings = VideoSettings.from_model(model_in(tmp_path, CASES[0]))
+    with pytest.raises(ImageRefused, match="the model samples 8 frames, the video has 6"):
+        msgspec.structs.replace(settings, num_frames=8).plan(VideoInfo(6, 1.0, 64, 48))
+
+
+def test_frames_that_are_not_resized_must_have_sides_of_whole_tokens(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(VideoSettings.from_model(model_in(tmp_path, CASES[0])), mode="")
+    factor = settings.patch_size * settings.merge_size
+    assert settings.plan(VideoInfo(8, 1.0, 3 * factor, 2 * factor)).width == 3 * factor
+    with pytest.raises(ImageRefused, match=f"the sides of a frame are multiples of {factor}"):
+        settings.plan(VideoInfo(8, 1.0, 3 * factor + 1, 2 * factor))

@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'pen
 
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import paged_attention  # noqa: E402
+from penstock.engine.worker.input_batch import PrefillChunk  # noqa: E402
 from penstock.engine.worker.paged_attention import (  # noqa: E402
     AttentionStyle,
     CpuRows,
@@ -70,6 +71,24 @@ def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[s
     how = AttentionStyle(0.25, softcap=manner.get("softcap"), sinks=given.sinks if "sinks" in manner else None)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     torch.testing.assert_close(given.ours(how), given.theirs(how), **near)
+
+
+@pytest.mark.parametrize("window", [None, 3, 17])
+@pytest.mark.parametrize("how", [{}, {"softcap": 2.0, "sinks": True}], ids=["plain", "softcap+sinks"])
+@pytest.mark.parametrize(("tokens", "length"), [(1, 40), (9, 9), (33, 38)])
+def test_chunk_attends_to_what_is_gathered(window: int | None, how: dict[str, Any], tokens: int, length: int) -> None:
+    given = Given(length, torch.bfloat16)
+    sinks = given.sinks if "sinks" in how else None
+    style = AttentionStyle(0.25, window=window, softcap=how.get("softcap"), sinks=sinks)
+    chunk = PrefillChunk(0, tokens, length, given.rows.table[0])
+    query = torch.randn(6, tokens, 16).to(torch.bfloat16).transpose(0, 1)
+    attended = torch.empty(tokens, 6, 16, dtype=torch.bfloat16)
+    assert given.memory.on_cpu is not None
+    given.memory.on_cpu.attend_chunk(0, query, attended, chunk, style)
+    places, mask = paged_attention.reach_of_chunk(chunk, BLOCK_SIZE, window)
+    keys, values = (tensor[places][None].float() for tensor in given.memory.layers[0])
+    expected = attention(query[None].float(), keys, values, torch.from_numpy(mask)[None], style)[0]
+    torch.testing.assert_close(attended.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_what_is_no_number_stays_none() -> None:
@@ -142,3 +161,24 @@ def test_what_cannot_be_is_refused_before_a_byte_is_read(wrong: dict[str, Any], 
     _native.paged_attention(**asked())
     with pytest.raises(ValueError, match=text):
         _native.paged_attention(**asked(**wrong))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        ({"seq_len": 13}, "at most as many tokens"),
+        ({"seq_len": 1}, "at most as many tokens"),
+        ({"blocks": np.full(3, BLOCKS, np.int32)}, "expected blocks that are there"),
+        ({"queries": np.zeros((2, 4, 8), np.float32)}, "the bits of bfloat16"),
+        ({"queries": np.zeros((2, 3, 8), np.uint16)}, "a multiple of the number of KV heads"),
+        ({"sinks": np.zeros(3, np.float32)}, "expected a sink"),
+        ({"block_size": 0}, "at most as many tokens"),
+    ],
+)
+def test_chunk_that_does_not_fit_is_refused(wrong: dict[str, Any], text: str) -> None:
+    keys, queries = np.zeros((BLOCKS * BLOCK_SIZE, 2, 8), np.uint16), np.zeros((2, 4, 8), np.uint16)
+    whole: dict[str, Any] = {"queries": queries, "keys": keys, "values": keys, "out": np.zeros((2, 4, 8), np.uint16)}
+    whole |= {"blocks": np.zeros(3, np.int32), "seq_len": 12, "block_size": BLOCK_SIZE, "scale": 1.0}
+    _native.prefill_attention(**whole)
+    with pytest.raises(ValueError, match=text):
+        _native.prefill_attention(**(whole | wrong))

@@ -62,6 +62,7 @@ OURS = {
     "penstock_engine_core_seconds": {"engine"},
     "penstock_engine_busy_seconds": {"engine"},
     "penstock_engine_idle_seconds": {"engine"},
+    "penstock_engine_link_resumptions": {"engine"},
     "penstock_requests_waiting_to_resume": {"engine"},
     "penstock_kept_tokens": {"engine"},
     "penstock_migrations": {"engine", "cause"},

@@ -17,7 +17,8 @@ pytest.importorskip("starlette")
 
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.server.media import media_fetcher
-from penstock.server.media.media_fetcher import AT_ONCE, AllowedHost, MediaFetcher, is_public, is_remote
+from penstock.server.media.media_fetcher import AT_ONCE, AllowedHost, MediaFetcher, Target, is_public, is_remote
+from penstock.server.media.media_kind import IMAGE
 from penstock.server.options import ServerOptions
 from tests.conftest import eventually
 
@@ -374,3 +375,11 @@ def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
             assert await fetcher.fetch(f"http://{place}/", MOST) == PNG
 
     asyncio.run(scene())
+
+
+def test_a_fetch_that_was_ended_before_it_began_connects_to_no_host(host: Elsewhere) -> None:
+    fetch = media_fetcher._Fetch(Target(False, "127.0.0.1", host.port, "", "/"), MOST, 5.0, IMAGE, lambda nbytes: None)
+    fetch.end()
+    with pytest.raises(ConnectionAbortedError, match="the fetch was ended"):
+        fetch.run([(socket.AF_INET, ("127.0.0.1", host.port))], None)
+    assert not host.heads

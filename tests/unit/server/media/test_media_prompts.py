@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -20,9 +21,12 @@ from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.errors import ApiError
 from penstock.server.media import media_prompts
+from penstock.server.media.byte_semaphore import ByteSemaphore
 from penstock.server.media.media_budget import MediaBudget
 from penstock.server.media.media_prompts import build_media_prompts
+from penstock.server.media.media_scope import MediaScope
 from penstock.server.options import ServerOptions
+from penstock.server.status.counters import ITEM_FIELDS, ProcessCounters
 from penstock.server.videos.video_file import VideoLimits
 from tests.support.sights import Sight
 from tests.support.videos import video
@@ -114,5 +118,46 @@ def test_tensors_that_travel_inline_count_until_their_request_ends(qwen: Path) -
             assert item.is_inline and budget.decoded.held == item.nbytes
             prompt.release()
             assert budget.decoded.held == 0
+
+    asyncio.run(look())
+
+
+def test_media_of_more_tokens_than_the_model_takes_are_refused(qwen: Path) -> None:
+    async def look(scene: Scene) -> None:
+        media = scene.reader._media
+        assert media is not None
+        one = await scene.length(part(picture(16, 16)))
+        media._max_tokens = one
+        with pytest.raises(ApiError) as caught:
+            await scene.prompt(*(part(picture(16, 16, seed=seed)) for seed in range(one + 1)))
+        assert caught.value.status == 400 and "tokens" in caught.value.message
+
+    with scene_of(qwen) as scene:
+        asyncio.run(look(scene))
+
+
+def test_media_are_counted_by_how_they_travel(qwen: Path) -> None:
+    async def look() -> None:
+        config, row = EngineConfig(model=str(qwen)), ProcessCounters(np.zeros(ProcessCounters.words(1), np.int64))
+        media = build_media_prompts(config, ServerOptions(), None, row=row)
+        with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
+            conversation = Conversation.of(asked(part(picture(16, 16)), part(picture(16, 16, seed=1))).messages)
+            prompt = await reader.conversation(conversation, True, {})
+            counted = dict(
+                zip(ITEM_FIELDS.values(), (row[row.ITEMS + at] for at in range(len(ITEM_FIELDS))), strict=True)
+            )
+            assert counted["inline_without_store"] == 2
+            prompt.release()
+
+    asyncio.run(look())
+
+
+def test_a_scope_that_was_released_gives_bytes_back_at_once() -> None:
+    async def look() -> None:
+        semaphore = ByteSemaphore(100)
+        scope = MediaScope()
+        scope.release()
+        scope.hold(semaphore.take(60))
+        assert semaphore.held == 0
 
     asyncio.run(look())

@@ -10,7 +10,8 @@ from penstock.engine.client.image_processor import ImageRefused
 from penstock.server import base64_text
 from penstock.server.base64_text import PIECE
 from penstock.server.media import media_urls
-from penstock.server.media.media_urls import read
+from penstock.server.media.media_kind import IMAGE
+from penstock.server.media.media_urls import file_nbytes, read
 
 RAWS = {
     "image/png": b"\x89PNG\r\n\x1a\n" + bytes(range(200)),
@@ -163,3 +164,9 @@ def test_a_file_that_is_too_long_is_not_read(folder: Path) -> None:
 def test_what_names_no_file_of_this_machine_is_refused(url: str, folder: Path) -> None:
     assert "expected file:///and an absolute path" in refusal(url, folder).reason
     assert "files are not open to clients here" in refusal(url).reason
+
+
+def test_a_file_has_a_size_and_a_data_url_has_none(folder: Path) -> None:
+    file = folder / "open" / "a b.png"
+    assert file_nbytes(file.as_uri(), MOST, [folder / "open"], IMAGE) == len(PNG)
+    assert file_nbytes(data_url(PNG), MOST, [folder / "open"], IMAGE) == 0

@@ -1,0 +1,6 @@
+// prefill_attention_avx512.cpp: the kernel of prefill_attention.h for AVX-512.
+#if defined(__x86_64__)
+#define PENSTOCK_KERNEL prefill_attention_avx512
+#define PENSTOCK_LANES 16
+#include "prefill_attention_impl.h"
+#endif

@@ -1,0 +1,60 @@
+// softmax_impl.h: the parts of a softmax that runs over tiles of scores. Included by kernels that are compiled once per
+// instruction set, after the file that defines PENSTOCK_LANES, the floats in a vector register.
+#pragma once
+#include "vector_math.h"
+
+namespace penstock::engine {
+namespace {
+
+constexpr u64 LANES = PENSTOCK_LANES;
+typedef float Floats __attribute__((vector_size(4 * PENSTOCK_LANES)));
+typedef u32 Bits __attribute__((vector_size(4 * PENSTOCK_LANES)));
+constexpr float NO_SCORE = -__builtin_inff();
+
+inline Floats load(const float* at) {
+    Floats out;
+    __builtin_memcpy(&out, at, sizeof out);
+    return out;
+}
+inline void store(float* at, Floats vector) { __builtin_memcpy(at, &vector, sizeof vector); }
+
+inline Floats exp_nonpositive(Floats x) { return exponential<Bits>(x < -87.0f ? Floats{} - 87.0f : x); }
+inline float exp_nonpositive(float x) { return exp_nonpositive(Floats{} + x)[0]; }
+
+inline float sum_lanes(Floats vector) {
+    float sum = 0.0f;
+    for (u64 lane = 0; lane < LANES; ++lane) sum += vector[lane];
+    return sum;
+}
+
+// The greatest of these scores and `max`.
+inline float find_max(const float* scores, u64 count, float max) {
+    u64 i = 0;
+    if (count >= LANES) {
+        Floats greatest = load(scores);
+        for (i = LANES; i + LANES <= count; i += LANES) {
+            Floats next = load(scores + i);
+            greatest = next > greatest ? next : greatest;
+        }
+        for (u64 lane = 0; lane < LANES; ++lane) max = greatest[lane] > max ? greatest[lane] : max;
+    }
+    for (; i < count; ++i) max = scores[i] > max ? scores[i] : max;
+    return max;
+}
+
+// Replaces each score by exp(score - max), and returns the sum of these.
+inline float exponentiate(float* scores, u64 count, float max) {
+    Floats sums = {};
+    u64 i = 0;
+    for (; i + LANES <= count; i += LANES) {
+        Floats weights = exp_nonpositive(load(scores + i) - max);
+        store(scores + i, weights);
+        sums += weights;
+    }
+    float sum = sum_lanes(sums);
+    for (; i < count; ++i) sum += scores[i] = exp_nonpositive(scores[i] - max);
+    return sum;
+}
+
+}  // namespace
+}  // namespace penstock::engine
