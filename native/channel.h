@@ -45,7 +45,7 @@ inline std::string read_failure(const Failure& failure, u32 epoch) {
     return std::string(reinterpret_cast<const char*>(words), nbytes);
 }
 
-// What becomes of an end whose last reference goes while it is open. The bindings decide: C++ closes it.
+// What becomes of an open end when its last reference goes. The bindings decide: C++ closes the end.
 enum class Abandoned { close, fail, leave_open };
 struct Abandonment {
     Abandoned what = Abandoned::close;

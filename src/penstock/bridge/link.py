@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.bridge.link_errors import (
-    LossKind,
     ConnectionClosed,
     DamagedPacket,
     LinkDied,
     LocalFailure,
+    LossKind,
     ProtocolError,
     RemoteFailure,
 )
