@@ -6,9 +6,9 @@ import penstock
 
 
 def worker(steps, done, rank):
-    sender = done.open_sender(name=f"worker {rank}")
-    for step in steps.open_receiver(rank, name=f"worker {rank}"):  # ends when the core closes its end
-        sender.send(b"done: " + step)
+    with done.open_sender(name=f"worker {rank}") as sender:
+        for step in steps.open_receiver(rank, name=f"worker {rank}"):  # ends when the core closes its end
+            sender.send(b"done: " + step)
 
 
 if __name__ == "__main__":

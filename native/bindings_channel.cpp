@@ -1,4 +1,5 @@
 // bindings_channel.cpp: the ends of a channel, and room in it that is filled in place.
+#include <algorithm>
 #include <optional>
 
 #include "python.h"
@@ -42,6 +43,87 @@ class Turn {
    private:
     std::unique_lock<EndMutex> lock_;
 };
+
+// ── how an end fails ──
+std::string truncated(std::string text, size_t nbytes) {
+    if (text.size() <= nbytes) return text;
+    while (nbytes > 0 && (static_cast<u8>(text[nbytes]) & 0xc0) == 0x80) --nbytes;  // no part of a character
+    text.resize(nbytes);
+    return text;
+}
+// "RuntimeError: no such layer", in FAILURE_NBYTES; of SystemExit: the status. Leaves no exception behind.
+std::string failure_of(nb::handle error) {
+    try {
+        if (PyErr_GivenExceptionMatches(error.ptr(), PyExc_SystemExit) != 0) {
+            nb::object code = error.attr("code");
+            int status = code.is_none() ? 0 : nb::isinstance<nb::int_>(code) ? nb::cast<int>(code) & 0xff : 1;
+            return how_in_words(1u + (static_cast<u32>(status) << 8)) + (status == 0 ? " without closing" : "");
+        }
+        std::string name =
+            nb::cast<std::string>(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr()))).attr("__qualname__"));
+        std::string text;
+        try {
+            text = nb::cast<std::string>(nb::str(error));
+        } catch (const std::exception&) {  // its __str__ fails, or gives what is no UTF-8: the name must do
+        }
+        std::replace(text.begin(), text.end(), '\n', ' ');
+        return truncated(text.empty() ? name : name + ": " + text, FAILURE_NBYTES);
+    } catch (const std::exception&) {
+        return "an exception";
+    }
+}
+// The last reference to an open end goes. An exception may be the reason: it unwinds the frame that held the end.
+Abandonment abandoned() {
+#if PY_VERSION_HEX >= 0x030d0000
+    bool is_ending = !Py_IsInitialized() || Py_IsFinalizing();
+#else
+    bool is_ending = !Py_IsInitialized() || _Py_IsFinalizing();
+#endif
+    if (is_ending) return {Abandoned::leave_open, ""};
+    if (!PyGILState_Check() || PyErr_Occurred() == nullptr) return {Abandoned::fail, GARBAGE};
+    nb::python_error raised;  // takes it
+    Abandonment abandonment{Abandoned::fail, failure_of(raised.value())};
+    raised.restore();
+    return abandonment;
+}
+template <class End>
+void fail(End& end, nb::handle error) {
+    std::string failure = failure_of(error);
+    end.begin_close();
+    GilRelease released;
+    end.close(&failure);
+}
+template <class End>
+void leave_block(End& end, nb::args arguments) {
+    if (arguments.size() > 1 && !nb::handle(arguments[1]).is_none()) return fail(end, arguments[1]);
+    end.begin_close();
+    GilRelease released;
+    end.close();
+}
+// All ends of this process that may be open. Touched with the interpreter held.
+template <class End>
+std::vector<std::weak_ptr<End>>& open_ends() {
+    static auto* ends = new std::vector<std::weak_ptr<End>>;
+    return *ends;
+}
+template <class End>
+std::shared_ptr<End> open_end(const std::shared_ptr<Attachment>& by, int index) {
+    std::shared_ptr<End> end;
+    {
+        GilRelease released;  // it may wait until the end's dead owner has been reaped
+        end = std::make_shared<End>(by, index);
+    }
+    auto& ends = open_ends<End>();
+    std::erase_if(ends, [](const std::weak_ptr<End>& other) { return other.expired(); });
+    ends.push_back(end);
+    return end;
+}
+template <class End>
+void fail_all(nb::handle error) {
+    std::vector<std::weak_ptr<End>> ends = open_ends<End>();  // a copy: the error's text runs Python
+    for (const std::weak_ptr<End>& other : ends)
+        if (std::shared_ptr<End> end = other.lock()) fail(*end, error);
+}
 
 // What is to be sent: anything with a buffer, or a list or tuple of such.
 class Parts {
@@ -371,7 +453,19 @@ class TapOfAll {
 
 }  // namespace
 
+constexpr const char* FAIL =
+    "Ends the channel by an error: the other side gets PeerDied with the error's class and text.";
+
 void bind_channel(nb::module_& m) {
+    on_abandoned = abandoned;
+    m.def(
+        "fail_open_ends",
+        [](nb::handle error) {
+            fail_all<Sender>(error);
+            fail_all<Receiver>(error);
+        },
+        "error"_a, nb::sig("def fail_open_ends(error: BaseException) -> None"),
+        "Ends all open ends of this process by an error: for a process that is about to end.");
     nb::class_<OpenReservation>(m, "Reservation", nb::type_slots(reservation_slots),
                                 "Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a "
                                 "`with` block commits, or "
@@ -416,11 +510,7 @@ void bind_channel(nb::module_& m) {
         "    ...     memoryview(room)[:] = b'step'\n"
         "    >>> ring.open_receiver().receive()\n"
         "    b'step'\n")
-        .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
-                 GilRelease released;  // it may wait until the end's dead owner has been reaped
-                 return std::make_shared<Sender>(by, index);
-             }),
-             "attachment"_a, "index"_a = -1)
+        .def(nb::new_(&open_end<Sender>), "attachment"_a, "index"_a = -1)
         .def(
             "send", [](Sender& s, nb::handle record, nb::handle timeout) { send(s, record, timeout, true); },
             "record"_a, "timeout"_a.none() = nb::none(),
@@ -477,12 +567,8 @@ void bind_channel(nb::module_& m) {
             "Ends the channel in peace: receivers read what is there, then EndOfChannel.")
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Sender"))
-        .def("__exit__",
-             [](Sender& s, nb::args) {
-                 s.begin_close();
-                 GilRelease released;
-                 s.close();
-             })
+        .def("__exit__", &leave_block<Sender>)
+        .def("fail", &fail<Sender>, "error"_a, FAIL)
         .def_prop_ro("is_closed", &Sender::is_closed)
         .def_prop_ro("index", &Sender::index)
         .def_prop_ro("name", [](const Sender& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
@@ -497,11 +583,7 @@ void bind_channel(nb::module_& m) {
         "    >>> with ring.open_receiver().receive_view() as lease:\n"
         "    ...     bytes(lease)\n"
         "    b'step'\n")
-        .def(nb::new_([](const std::shared_ptr<Attachment>& by, int index) {
-                 GilRelease released;
-                 return std::make_shared<Receiver>(by, index);
-             }),
-             "attachment"_a, "index"_a = -1)
+        .def(nb::new_(&open_end<Receiver>), "attachment"_a, "index"_a = -1)
         .def(
             "receive",
             [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::copy); },
@@ -572,12 +654,8 @@ void bind_channel(nb::module_& m) {
             "Leaves the channel: the sender no longer waits for this receiver.")
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Receiver"))
-        .def("__exit__",
-             [](Receiver& r, nb::args) {
-                 r.begin_close();
-                 GilRelease released;
-                 r.close();
-             })
+        .def("__exit__", &leave_block<Receiver>)
+        .def("fail", &fail<Receiver>, "error"_a, FAIL)
         .def(
             "__iter__", [](nb::handle self) { return nb::borrow(self); },
             nb::sig("def __iter__(self) -> collections.abc.Iterator[bytes]"))
@@ -587,12 +665,21 @@ void bind_channel(nb::module_& m) {
                 try {
                     return receive(r, nb::none(), true, As::copy);
                 } catch (const Error& error) {
-                    if (error.fault == Fault::end_of_channel) throw nb::stop_iteration();
-                    throw;
+                    if (error.fault != Fault::end_of_channel) throw;
+                    GilRelease released;
+                    r->exhaust();
                 }
+                throw nb::stop_iteration();
             },
             nb::sig("def __next__(self) -> bytes"))
         .def_prop_ro("is_closed", &Receiver::is_closed)
+        .def(
+            "exhaust",
+            [](Receiver& r) {
+                GilRelease released;
+                r.exhaust();
+            },
+            "Closes an end after EndOfChannel. Further calls, also of other threads, raise EndOfChannel.")
         .def_prop_ro("index", &Receiver::index)
         .def_prop_ro("source", &Receiver::source, "The sender (its index) of the record that was received last.")
         .def_prop_ro("name", [](const Receiver& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));

@@ -1,6 +1,7 @@
 // channel.h: what both ends of every channel see: lanes, cursors, receivers, and what is told of an end that went.
 #pragma once
 #include <deque>
+#include <iterator>
 
 #include "pool.h"
 
@@ -24,6 +25,34 @@ inline void put_out(Shared<u32>& mode, u32 epoch) {
         if (mode.compare_exchange_weak(seen, make_mode(CursorMode::out, epoch), order::mode.acq_rel)) break;
     fence(order::pend.seq_cst);  // out, then look for what is still pending
 }
+
+inline void write_failure(Failure& failure, u32 epoch, const std::string& text) {
+    u64 words[FAILURE_NBYTES / sizeof(u64)]{};
+    u32 nbytes = static_cast<u32>(std::min<size_t>(text.size(), FAILURE_NBYTES));
+    std::memcpy(words, text.data(), nbytes);
+    failure.epoch.store(0, order::end.release);
+    for (size_t i = 0; i < std::size(words); ++i) failure.text[i].store(words[i], order::end.release);
+    failure.nbytes.store(nbytes, order::end.release);
+    failure.epoch.store(epoch, order::end.release);
+}
+// What the end of this epoch failed of; empty: it did not, or another end has failed in its place since.
+inline std::string read_failure(const Failure& failure, u32 epoch) {
+    if (failure.epoch.load(order::end.acquire) != epoch) return "";
+    u64 words[FAILURE_NBYTES / sizeof(u64)];
+    for (size_t i = 0; i < std::size(words); ++i) words[i] = failure.text[i].load(order::end.acquire);
+    u32 nbytes = std::min(failure.nbytes.load(order::end.acquire), FAILURE_NBYTES);
+    if (failure.epoch.load(order::end.acquire) != epoch) return "";
+    return std::string(reinterpret_cast<const char*>(words), nbytes);
+}
+
+// What becomes of an open end when its last reference goes. The bindings decide: C++ closes the end.
+enum class Abandoned { close, fail, leave_open };
+struct Abandonment {
+    Abandoned what = Abandoned::close;
+    std::string failure;
+};
+inline Abandonment (*on_abandoned)() = nullptr;
+inline constexpr const char* GARBAGE = "garbage collected without closing";
 
 class Channel {
    public:
@@ -56,6 +85,8 @@ class Channel {
     const char* name() const { return segment->name().c_str(); }
     // The end is closed: its place among the peers is given up as soon as its last lease is gone.
     void let_go() { by.reset(); }
+    // The process is ending: the end stays open, so that peers see its death. The kernel takes the memory.
+    void leave_open() { (void)new std::shared_ptr<Attachment>(std::move(by)); }
 
     Lane& lane(u32 index) const { return segment->at<Lane>(g.lanes)[index]; }
     ReceiverSlot& receiver(u32 index) const { return segment->at<ReceiverSlot>(g.receivers)[index]; }
@@ -88,7 +119,7 @@ class Channel {
     // describe.h:
     std::string describe(End end) const;
     Error died(const char* role, u32 index, End end) const;  // waits up to COUNT_NS for what it held
-    void await_count(End end) const;
+    void await_count(End end, bool is_garbage) const;
     // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free.
     bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch) {
         before = word.load(order::end.acquire);
@@ -114,15 +145,15 @@ class Channel {
         if (end.state == EndState::dead) return state_of(identity) == PeerState::dying;
         return end.state == EndState::live && look_at(identity).liveness == Liveness::gone;
     }
-    // Returns whether `take` has claimed an end, index or any of `count`, within REAPED_NS while one is being reaped.
-    template <class Take, class WordOf>
-    bool take_end(Take&& take, u32 count, int index, WordOf&& word_of) const {
+    // Returns whether `take` has claimed an end, index or any of `count`, within REAPED_NS while is_due(i) for one: it
+    // is being reaped.
+    template <class Take, class IsDue>
+    bool take_end(Take&& take, u32 count, int index, IsDue&& is_due_at) const {
         if (take()) return true;
         for (u64 until = now_ns() + REAPED_NS;; ::usleep(200)) {
             bool is_due = false, is_late = now_ns() >= until;
             for (u32 i = 0; i < count && !is_due; ++i)
-                is_due = (index < 0 || static_cast<u32>(index) == i) &&
-                         is_being_reaped(end_of(word_of(i).load(order::end.acquire)));
+                is_due = (index < 0 || static_cast<u32>(index) == i) && is_due_at(i);
             if (take()) return true;  // after the look: the peer may have been reaped since the attempt before
             if (!is_due || is_late) return false;
         }

@@ -100,10 +100,12 @@ inline std::string Channel::describe(End end) const {
 }
 // While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms). A
 // dying peer of a process that is gone is about to be reaped.
-inline void Channel::await_count(End end) const {
+// is_garbage: the process may be ending, and then tells more than its end did.
+inline void Channel::await_count(End end, bool is_garbage) const {
     for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
         PeerSlot& peer = by->peer(end.slot);
         u64 identity = peer.identity.load(order::identity.acquire);
+        if (is_garbage && state_of(identity) == PeerState::live) continue;
         if (state_of(identity) != PeerState::dying) return;
         if (peer.reaped_ns.load(RELAXED) == 0 && look_at(identity).liveness != Liveness::gone) return;
     }
@@ -111,7 +113,10 @@ inline void Channel::await_count(End end) const {
 inline Error Channel::died(const char* role, u32 index, End end) const {
     std::string name = "?", how = "how is not known", held = "what it held was given back";
     i64 pid = 0;
-    await_count(end);
+    bool is_sender = std::strcmp(role, "sender") == 0;
+    std::string failure = read_failure(is_sender ? lane(index).failure : receiver(index).failure, end.epoch);
+    bool is_garbage = failure == GARBAGE;
+    await_count(end, is_garbage);
     if (is_known(end)) {
         PeerSlot& peer = by->peer(end.slot);
         u64 identity = peer.identity.load(order::identity.acquire);
@@ -120,14 +125,19 @@ inline Error Channel::died(const char* role, u32 index, End end) const {
         u32 ended_with = peer.how.load(RELAXED);
         bool is_ending = state_of(identity) == PeerState::dying && peer.reaped_ns.load(RELAXED) == 0;
         how = ended_with == 0 && is_ending ? "the kernel is still ending it" : how_in_words(ended_with);
+        if (ended_with == 1) how += " without closing";  // with status 0
+        if (is_garbage && ended_with != 0) failure.clear();
         held = state_of(identity) == PeerState::dead
                    ? format("%s (%s), given back", counted(peer.reaped_blocks.value(), "block").c_str(),
                             in_units(peer.reaped_nbytes.value()).c_str())
                    : std::string("what has not been given back yet");
+        // Its end alone is dead.
+        if (state_of(identity) == PeerState::live || state_of(identity) == PeerState::left) held.clear();
     }
-    return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s; it held %s", role, index,
+    if (!failure.empty()) how = failure;
+    return Error(Fault::peer_died, format("%s %u of '%s', '%s' (pid %lld), died: %s%s%s", role, index,
                                           by->segment().name().c_str(), name.c_str(), static_cast<long long>(pid),
-                                          how.c_str(), held.c_str()))
+                                          how.c_str(), held.empty() ? "" : "; it held ", held.c_str()))
         .with("index", static_cast<i64>(index))
         .with("name", name)
         .with("pid", pid)
@@ -175,13 +185,18 @@ inline Error Sender::timeout(u64 waited_ns) {
         .with("nbytes_behind", static_cast<i64>(committed_ - least))
         .with("ns_behind", static_cast<i64>(behind_ns));
 }
+inline constexpr u32 MAX_NAMED = 8;
 inline Error Receiver::timeout(u64 waited_ns) {
     require_open();
     if (is_locked_out()) return Error(Fault::timeout, obstacle_);
     std::string sender = "no sender is open";
+    std::string missing;
+    u32 num_missing = 0;
     u64 last = NEVER;  // of an inbox: the sender that has been silent for longest is the one to look at
     for (u32 i = 0; i < channel_.g.shape.lanes; ++i) {
         End end = end_of(channel_.lane(i).word.load(order::end.acquire));
+        if (end.state == EndState::expected && ++num_missing <= MAX_NAMED)
+            missing += format(num_missing == 1 ? "%u" : ", %u", i);
         if (end.state != EndState::live) continue;
         u64 at = channel_.lane(i).last_ns.load(RELAXED);
         if (at > last) continue;
@@ -189,8 +204,13 @@ inline Error Receiver::timeout(u64 waited_ns) {
         sender = channel_.describe(end) +
                  (at == 0 ? " has not sent yet" : " sent last " + in_seconds(now_ns() - at) + " ago");
     }
-    return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s", index_, name(),
-                                        in_seconds(waited_ns).c_str(), sender.c_str()));
+    if (num_missing > MAX_NAMED) missing += format(" and %u more", num_missing - MAX_NAMED);
+    if (!channel_.is_inbox()) missing.clear();
+    if (!missing.empty())
+        missing = format(num_missing == 1 ? "; sender %s has never opened" : "; senders %s have never opened",
+                         missing.c_str());
+    return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s%s", index_, name(),
+                                        in_seconds(waited_ns).c_str(), sender.c_str(), missing.c_str()));
 }
 inline Error Receiver::corrupt(u32 lane, const Record& found) {
     return Error(Fault::record_corrupt,

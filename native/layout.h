@@ -34,7 +34,7 @@ using i32 = std::int32_t;
 using i64 = std::int64_t;
 
 inline constexpr u64 MAGIC = 0x4b434f54534e4550;  // "PENSTOCK", little endian
-inline constexpr u32 LAYOUT_VERSION = 6;
+inline constexpr u32 LAYOUT_VERSION = 7;
 inline constexpr u64 PAGE = 4096;
 inline constexpr u32 MAX_PEERS = 128;
 inline constexpr u32 MAX_LANES = 64;      // one bit each in a u64
@@ -257,6 +257,15 @@ struct alignas(LINE) Waits {  // counters of one end; written by that end only
 };
 static_assert(sizeof(Waits) == 64);
 
+// Why an end failed: an exception of its user. Written by its owner before the end's word says dead. The epoch is
+// written before and after the text, so a reader of another end's text sees that.
+inline constexpr u32 FAILURE_NBYTES = 200;
+struct Failure {
+    Shared<u32> epoch;  // of the end that failed; 0: none yet, or the text is being written
+    Shared<u32> nbytes;
+    Shared<u64> text[FAILURE_NBYTES / sizeof(u64)];
+};
+
 struct alignas(LINE) Lane {
     Shared<u64> committed;           // moved by the sender only; all before it may be read
     Shared<u32> cpu;                 // where the sender was when it last committed: do not spin on its own core
@@ -273,15 +282,18 @@ struct alignas(LINE) Lane {
     Shared<u64> ended;        // the word of the sender before this one; ordered by publish and by changes
     alignas(LINE) Bell room;  // where the sender waits: bit 0
     Waits waits;
+    Failure failure;  // of the sender
 };
-static_assert(sizeof(Lane) == 256);
+static_assert(sizeof(Lane) == 512);
 
 struct alignas(LINE) ReceiverSlot {
-    Shared<u64> word;   // the receiver: EndState, slot, epoch
-    Shared<u64> ended;  // the word of the receiver before this one; ordered by changes
+    Shared<u64> word;    // the receiver: EndState, slot, epoch
+    Shared<u64> ended;   // the word of the receiver before this one; ordered by changes
+    Shared<u64> keeper;  // word of a receiver that failed and has yet to give its records back; 0: none
     alignas(LINE) Waits waits;
+    Failure failure;  // of the receiver
 };
-static_assert(sizeof(ReceiverSlot) == 128);
+static_assert(sizeof(ReceiverSlot) == 384);
 
 struct alignas(LINE) Cursor {  // one receiver in one lane
     Shared<u64> released;      // moved by the receiver; all before it may be overwritten

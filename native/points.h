@@ -30,7 +30,7 @@ inline constexpr const char* NAMES[] = {
     "send.rung",      "receive.found",    "receive.opened", "receive.copied", "receive.released", "wait.parked",
     "wait.woken",     "ready.set",        "reap.marked",    "close.begun",    "close.kept",       "abort.begun",
     "store.locked",   "store.taken",      "store.keyed",    "store.filled",   "store.committed",  "store.opened",
-    "store.unlinked", "store.half",       "store.chosen",
+    "store.unlinked", "store.half",       "store.chosen",   "fail.written",
 };
 
 inline void hit(const char* name) {

@@ -164,7 +164,7 @@ inline std::string how_in_words(u32 how) {
         const char* name = ::sigabbrev_np(WTERMSIG(status));
         return format("killed by SIG%s", name == nullptr ? "?" : name);
     }
-    return format("exited with status %d", WEXITSTATUS(status));
+    return format(WEXITSTATUS(status) == 0 ? "exited with status %d" : "exit status %d", WEXITSTATUS(status));
 }
 
 // ── this process ───────────────────────────────────────────────────────────────────────────────────────────────────

@@ -164,6 +164,13 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
             if (seen != 0 && end.slot == slot && end.peer_epoch == (dead.epoch & EPOCH_MASK))
                 keeper.compare_exchange_strong(seen, 0, order::room.acq_rel);
         }
+        for (u32 r = 0; r < g.shape.receivers; ++r) {  // it failed, and views held its records until now
+            Shared<u64>& keeper = by.segment().at<ReceiverSlot>(g.receivers)[r].keeper;
+            u64 seen = keeper.load(order::end.acquire);
+            End end = end_of(seen);
+            if (seen != 0 && end.slot == slot && end.peer_epoch == (dead.epoch & EPOCH_MASK))
+                keeper.compare_exchange_strong(seen, 0, order::end.acq_rel);
+        }
     }
     // It may have died between giving a block back and saying so.
     if (ends_become == EndState::dead) pool.announce_return();

@@ -30,7 +30,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
                     u64 before;
                     if ((index >= 0 && static_cast<u32>(index) != r) ||
-                        end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted)
+                        end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted ||
+                        channel_.receiver(r).keeper.load(order::end.acquire) != 0)
                         continue;
                     if (!channel_.claim(channel_.receiver(r).word, true, before, epoch_)) continue;
                     channel_.receiver(r).ended.store(before, RELAXED);
@@ -40,8 +41,11 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                 }
             return false;
         };
-        auto word_of = [&](u32 r) -> Shared<u64>& { return channel_.receiver(r).word; };
-        if (!channel_.take_end(take, channel_.g.shape.receivers, index, word_of)) {
+        auto is_due = [&](u32 r) {
+            return channel_.is_being_reaped(end_of(channel_.receiver(r).word.load(order::end.acquire))) ||
+                   channel_.receiver(r).keeper.load(order::end.acquire) != 0;
+        };
+        if (!channel_.take_end(take, channel_.g.shape.receivers, index, is_due)) {
             u32 r = index < 0 ? 0 : static_cast<u32>(index);
             if (r >= channel_.g.shape.receivers)
                 throw Error(Fault::value, format("'%s' has %u receivers: there is no receiver %d", name(),
@@ -75,7 +79,13 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         channel_.changed();
         for (u32 i = 0; i < channel_.g.shape.lanes; ++i) channel_.ring_room(i, nullptr);
     }
-    ~Receiver() { close(); }
+    ~Receiver() {
+        Abandonment abandonment = on_abandoned == nullptr || is_closed() ? Abandonment{} : on_abandoned();
+        if (abandonment.what == Abandoned::leave_open)
+            channel_.leave_open();
+        else
+            close(abandonment.what == Abandoned::fail ? &abandonment.failure : nullptr);
+    }
 
     const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }
@@ -168,7 +178,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         is_closing_.store(true, RELAXED);  // the bell orders it
         if (channel_.is_ours()) ring_all(channel_.head.bell);
     }
-    void close() {
+    // failure: it does not end in peace. The sender gets PeerDied with this text at once; the records that views
+    // still show keep their room, and no other receiver takes this place, until the last of the views is dropped.
+    void close(const std::string* failure = nullptr) {
         begin_close();
         if (!channel_.is_ours()) return;  // before the mutex: in a child its holder does not exist
         std::lock_guard guard(mutex_);
@@ -177,7 +189,14 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         PENSTOCK_POINT("close.begun");
         is_closed_ = true;
         trace_->mark(TraceKind::closed);
+        if (failure != nullptr) fail(*failure);
         if (!is_any_leased()) let_go();
+    }
+
+    // Closes the end after EndOfChannel. Further calls, also of other threads that share this end, throw EndOfChannel.
+    void exhaust() {
+        is_exhausted_.store(true, RELAXED);  // before is_closing_, which the bell orders
+        close();
     }
 
    private:
@@ -198,6 +217,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     };
 
     void require_open() {
+        if (is_exhausted_.load(RELAXED))
+            throw Error(Fault::end_of_channel, format("receiver %u of '%s' has reached the end", index_, name()));
         if (is_closing_.load(RELAXED))
             throw Error(Fault::closed, format("receiver %u of '%s' is closed", index_, name()));
         channel_.require_ours();
@@ -408,6 +429,21 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             if (!view.leases.empty()) return true;
         return false;
     }
+    u64 word(EndState state) const { return make_word({state, channel_.by->slot(), channel_.by->epoch(), epoch_}); }
+    void fail(const std::string& failure) {
+        write_failure(slot_->failure, epoch_, failure);
+        slot_->keeper.store(word(EndState::dead), order::end.release);
+        PENSTOCK_POINT("fail.written");
+        u64 seen = word(EndState::live);
+        slot_->word.compare_exchange_strong(seen, word(EndState::dead), order::end.acq_rel);
+        channel_.changed();
+        ring_rooms();
+    }
+    void ring_rooms() {
+        for (u32 i = 0; i < channel_.g.shape.lanes; ++i)
+            if (ring_all(channel_.lane(i).room) != 0)
+                channel_.by->wake_async(end_of(channel_.lane(i).word.load(order::end.acquire)).slot);
+    }
     // Leaves the channel: its room and its records are waited for no longer.
     void let_go() {
         if (!channel_.is_ours() || !channel_.by) return;
@@ -415,19 +451,17 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         channel_.head.bell.parked_async.fetch_and(~(1ull << index_), order::bell.seq_cst);
         slot_->waits.since_ns.store(0, RELAXED);
         // Closed last: from then on the place may be another's.
-        u64 live = make_word({EndState::live, channel_.by->slot(), channel_.by->epoch(), epoch_});
-        u64 closed = make_word({EndState::closed, channel_.by->slot(), channel_.by->epoch(), epoch_});
-        auto finish = [index = index_, word = &slot_->word, live, closed](Attachment& by) {
+        auto finish = [index = index_, slot = slot_, live = word(EndState::live), closed = word(EndState::closed),
+                       dead = word(EndState::dead)](Attachment& by) {
             if (!Pool(by).drop_receiver(index)) return false;
-            u64 seen = live;
-            word->compare_exchange_strong(seen, closed, order::end.acq_rel);
+            u64 seen = live, keeper = dead;
+            slot->word.compare_exchange_strong(seen, closed, order::end.acq_rel);
+            slot->keeper.compare_exchange_strong(keeper, 0, order::end.acq_rel);
             return true;
         };
         if (!finish(*channel_.by)) channel_.by->put_off(finish);
         channel_.changed();
-        for (u32 i = 0; i < channel_.g.shape.lanes; ++i)
-            if (ring_all(channel_.lane(i).room) != 0)
-                channel_.by->wake_async(end_of(channel_.lane(i).word.load(order::end.acquire)).slot);
+        ring_rooms();
         channel_.let_go();
     }
 
@@ -440,6 +474,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     EndMutex mutex_;
     std::mutex leases_mutex_;
     Atomic<bool> is_closing_{false};
+    Atomic<bool> is_exhausted_{false};
     bool is_closed_ = false;
     u32 seen_changes_ = 0;
     u32 last_lane_ = 0;

@@ -38,8 +38,10 @@ class Sender {
                     }
             return false;
         };
-        auto word_of = [&](u32 i) -> Shared<u64>& { return channel_.lane(i).word; };
-        if (!channel_.take_end(take, channel_.g.shape.lanes, index, word_of)) {
+        auto is_due = [&](u32 i) {
+            return channel_.is_being_reaped(end_of(channel_.lane(i).word.load(order::end.acquire)));
+        };
+        if (!channel_.take_end(take, channel_.g.shape.lanes, index, is_due)) {
             u32 i = index < 0 ? 0 : static_cast<u32>(index);
             if (i >= channel_.g.shape.lanes)
                 throw Error(Fault::value, format("'%s' has %u senders: there is no sender %d", name(),
@@ -66,7 +68,13 @@ class Sender {
             told_.push_back(end.state == EndState::dead || end.epoch == 0 ? end.epoch : end.epoch - 1);
         }
     }
-    ~Sender() { close(); }
+    ~Sender() {
+        Abandonment abandonment = on_abandoned == nullptr || is_closed() ? Abandonment{} : on_abandoned();
+        if (abandonment.what == Abandoned::leave_open)
+            channel_.leave_open();
+        else
+            close(abandonment.what == Abandoned::fail ? &abandonment.failure : nullptr);
+    }
 
     const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }
@@ -239,7 +247,8 @@ class Sender {
         ring_all(lane_->room);
         ring_all(channel_.pool.header().memory);
     }
-    void close() {
+    // failure: it does not end in peace. Receivers read what is there, then PeerDied with this text.
+    void close(const std::string* failure = nullptr) {
         begin_close();
         if (!channel_.is_ours()) return;  // before the mutex: in a child its holder does not exist
         std::lock_guard guard(mutex_);
@@ -250,7 +259,9 @@ class Sender {
         trace_->mark(TraceKind::closed);
         if (is_reserved_ && !reservation_.is_spilled) keep_room();
         u64 seen = word(EndState::live);
-        lane_->word.compare_exchange_strong(seen, word(EndState::closed), order::end.acq_rel);
+        if (failure != nullptr) write_failure(lane_->failure, epoch_, *failure);
+        lane_->word.compare_exchange_strong(seen, word(failure != nullptr ? EndState::dead : EndState::closed),
+                                            order::end.acq_rel);
         // From here on the lane may have another sender.
         if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
         channel_.changed();
@@ -406,7 +417,7 @@ class Sender {
         u32 changes = channel_.changes();
         bool is_any = false;
         u32 dead = NONE;
-        End who{};
+        End ended{};
         for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
             CursorMode mode = mode_of(channel_.cursor(index_, r).mode.load(order::mode.acquire));
             if (mode != CursorMode::out) is_any = true;
@@ -416,14 +427,14 @@ class Sender {
             if (end.state == EndState::live) end = end_of(channel_.receiver(r).ended.load(RELAXED));
             if (end.state != EndState::dead || end.epoch <= told_[r] || dead != NONE) continue;
             dead = r;
-            who = end;
+            ended = end;
         }
         has_receivers_ = is_any;
         least_released_ = least_released();
         if (dead != NONE) {
-            told_[dead] = who.epoch;
+            told_[dead] = ended.epoch;
             if (channel_.g.shape.receiver_death == 0)
-                throw channel_.died("receiver", dead, who);  // there may be more to tell
+                throw channel_.died("receiver", dead, ended);  // there may be more to tell
         }
         if (dead == NONE) seen_changes_ = changes;
     }

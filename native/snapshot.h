@@ -74,12 +74,13 @@ inline const char* end_word(EndState state) {
         default: return "corrupt";
     }
 }
-inline void add_end(Node& node, Attachment& by, End end) {
+inline void add_end(Node& node, Attachment& by, End end, const Failure& failure) {
     bool is_known = end.state != EndState::expected && end.slot < by.shape().max_peers &&
                     (by.peer(end.slot).epoch.load(RELAXED) & EPOCH_MASK) == end.peer_epoch;
     node.set("state", end_word(end.state)).set("peer", is_known ? end.slot : ~0ull).set("epoch", end.epoch);
     node.set("name", is_known ? by.name_of(end.slot) : "")
-        .set("pid", is_known ? static_cast<u64>(pid_of(by.peer(end.slot).identity.load(order::identity.acquire))) : 0);
+        .set("pid", is_known ? static_cast<u64>(pid_of(by.peer(end.slot).identity.load(order::identity.acquire))) : 0)
+        .set("failure", end.state == EndState::dead ? read_failure(failure, end.epoch) : "");
 }
 
 inline u64 holder_of_lock(u32 word) { return word == 0 ? ~0ull : (word & 0xff) - 1; }
@@ -179,7 +180,7 @@ inline Node take(int fd) {
             Lane& lane = channel.lane(i);
             Node node;
             node.set("index", i);
-            add_end(node, *by, end_of(lane.word.load(RELAXED)));
+            add_end(node, *by, end_of(lane.word.load(order::end.acquire)), lane.failure);
             add_waits(node, lane.waits, now);
             node.set("waits_for_memory", lane.waits_for_memory.load(RELAXED))
                 .set("spills", lane.spills.value())
@@ -192,7 +193,8 @@ inline Node take(int fd) {
         for (u32 r = 0; r < g.shape.receivers; ++r) {
             Node node;
             node.set("index", r);
-            add_end(node, *by, end_of(channel.receiver(r).word.load(RELAXED)));
+            ReceiverSlot& slot = channel.receiver(r);
+            add_end(node, *by, end_of(slot.word.load(order::end.acquire)), slot.failure);
             add_waits(node, channel.receiver(r).waits, now);
             std::vector<Node> cursors;
             u64 records_behind = 0, nbytes_behind = 0;

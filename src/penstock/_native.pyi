@@ -8,9 +8,9 @@ from typing import Any, Literal
 from typing_extensions import Buffer
 
 
-LAYOUT_VERSION: int = 6
+LAYOUT_VERSION: int = 7
 
-LAYOUT_FINGERPRINT: int = 1075684051
+LAYOUT_FINGERPRINT: int = 450785746
 
 MAX_PEERS: int = 128
 
@@ -249,6 +249,11 @@ class Attachment:
 
     def trim(self, keep: int = 0) -> int: ...
 
+def fail_open_ends(error: BaseException) -> None:
+    """
+    Ends all open ends of this process by an error: for a process that is about to end.
+    """
+
 class Reservation:
     """
     Room for one record, filled in place: `ByteSender.reserve`. Visible after commit(); a `with` block commits, or aborts if it raises.
@@ -329,6 +334,11 @@ class Sender:
 
     def __exit__(self, *args) -> None: ...
 
+    def fail(self, error: object) -> None:
+        """
+        Ends the channel by an error: the other side gets PeerDied with the error's class and text.
+        """
+
     @property
     def is_closed(self) -> bool: ...
 
@@ -399,12 +409,22 @@ class Receiver:
 
     def __exit__(self, *args) -> None: ...
 
+    def fail(self, error: object) -> None:
+        """
+        Ends the channel by an error: the other side gets PeerDied with the error's class and text.
+        """
+
     def __iter__(self) -> Iterator[bytes]: ...
 
     def __next__(self) -> bytes: ...
 
     @property
     def is_closed(self) -> bool: ...
+
+    def exhaust(self) -> None:
+        """
+        Closes an end after EndOfChannel. Further calls, also of other threads, raise EndOfChannel.
+        """
 
     @property
     def index(self) -> int: ...

@@ -1,6 +1,8 @@
-"""The errors, each named after its cause. All derive from PenstockError; this module imports nothing."""
+"""The errors, each named after its cause. All derive from PenstockError; this module imports nothing of penstock."""
 
 from __future__ import annotations
+
+import signal
 
 
 class PenstockError(Exception):
@@ -88,16 +90,100 @@ class Timeout(PenstockError, TimeoutError):
     ns_behind: int | None = None
 
 
+class DeathCause:
+    """Why a process, or an end of a channel, has ended without closing.
+
+    An exception is known by its class and its text, as the end writes them before the process ends. The status or the
+    signal of a process is known if the process is a child, until another process reaps it, and from Linux 6.15 on.
+
+    Args:
+        text: "RuntimeError: no such layer", "exit status 3", "killed by SIGKILL", "how is not known" and others.
+
+    Examples:
+        >>> cause = DeathCause("killed by SIGKILL")
+        >>> str(cause), cause.signal, cause.status, cause.exception
+        ('killed by SIGKILL', 9, None, None)
+        >>> DeathCause("RuntimeError: no such layer").exception
+        'RuntimeError'
+        >>> DeathCause.of_exit_code(-15), DeathCause.of_exit_code(3).status
+        (DeathCause('killed by SIGTERM'), 3)
+    """
+
+    __slots__ = ("text",)
+
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    @classmethod
+    def of_exit_code(cls, code: int) -> DeathCause:
+        """Of a process of `subprocess` or `multiprocessing`.
+
+        Args:
+            code: its `returncode` or `exitcode`; a negative one is that of a signal.
+
+        Examples:
+            >>> DeathCause.of_exit_code(-9)
+            DeathCause('killed by SIGKILL')
+        """
+        if code >= 0:
+            return cls("exited with status 0" if code == 0 else f"exit status {code}")
+        try:
+            return cls(f"killed by {signal.Signals(-code).name}")
+        except ValueError:
+            return cls(f"killed by signal {-code}")
+
+    @property
+    def signal(self) -> int | None:
+        """The signal that killed the process."""
+        name = self.text.removeprefix("killed by ").partition(",")[0]
+        is_signal = name != self.text and name in signal.Signals.__members__
+        return int(signal.Signals[name]) if is_signal else None
+
+    @property
+    def status(self) -> int | None:
+        """The exit status of the process."""
+        for words in ("exit status ", "exited with status "):
+            number = self.text.removeprefix(words).partition(" ")[0]
+            if self.text.startswith(words) and number.isdigit():
+                return int(number)
+        return None
+
+    @property
+    def exception(self) -> str | None:
+        """The name of the exception's class."""
+        name = self.text.partition(":")[0]
+        return name if name.replace(".", "").replace("<locals>", "").isidentifier() else None
+
+    def __str__(self) -> str:
+        return self.text
+
+    def __repr__(self) -> str:
+        return f"DeathCause({self.text!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, DeathCause) and other.text == self.text
+
+    def __hash__(self) -> int:
+        return hash(self.text)
+
+
 class PeerDied(PenstockError):
-    """A process at the other end died without closing it. The memory that it held has been freed.
+    """The other end of the channel was not closed: its process died, or an exception left its `with` block or its loop.
+    The memory that a dead process held has been freed.
 
     `index` is its place among the channel's senders or receivers. `name` is "?" if another process has its place among
     the peers by now.
 
     Examples:
-        >>> death = PeerDied("receiver 1 of 'steps' died")
-        >>> death.index, death.pid, death.how, death.held
-        (0, 0, '', '')
+        >>> ring = Ring()
+        >>> receiver = ring.open_receiver()
+        >>> with contextlib.suppress(RuntimeError), ring.open_sender() as sender:
+        ...     raise RuntimeError("no such layer")
+        >>> try:
+        ...     receiver.receive()
+        ... except PeerDied as death:
+        ...     death.index, death.how, death.cause.exception
+        (0, 'RuntimeError: no such layer', 'RuntimeError')
     """
 
     index: int = 0
@@ -105,6 +191,11 @@ class PeerDied(PenstockError):
     pid: int = 0
     how: str = ""
     held: str = ""
+
+    @property
+    def cause(self) -> DeathCause:
+        """`how` as an object: class of an exception, exit status, or signal."""
+        return DeathCause(self.how)
 
 
 class MemoryExhausted(PenstockError, MemoryError):

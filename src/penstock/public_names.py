@@ -13,6 +13,7 @@ from penstock.codec.channels import Channel as _Channel
 from penstock.codec.channels import channel_of as _channel_of
 from penstock.errors import (
     ClosedError,
+    DeathCause,
     DecodeError,
     EndOfChannel,
     MemoryExhausted,
@@ -83,6 +84,7 @@ __all__ = [
     "Broadcast",
     "Buffer",
     "ClosedError",
+    "DeathCause",
     "DecodeError",
     "EndOfChannel",
     "Handle",

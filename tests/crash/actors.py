@@ -245,6 +245,8 @@ def receiver(talk: Connection, part: Part) -> None:
 
     heard = actor.receive_all(receive, met)
     held.let_all_go()
+    if part.point == "fail.written":
+        actor.end.fail(RuntimeError("no such layer"))
     actor.end.close()
     talk.send(("seen", {one: tuple(span) for one, span in heard.spans.items()}, heard.deaths))
 

@@ -55,7 +55,7 @@ def report(parent: Connection, link: object) -> None:
     try:
         parent.send(("", link.run(), time.monotonic()))
     except LinkDied as death:
-        parent.send((death.cause, str(death), time.monotonic()))
+        parent.send((death.kind, str(death), time.monotonic()))
     os._exit(0)
 
 

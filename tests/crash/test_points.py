@@ -19,22 +19,23 @@ WAITER = {"wait.parked", "wait.woken"}
 PEER = {"join.claimed", "close.begun", "leave.begun"}
 KEEPER = {"close.kept", "abort.begun"}  # closes, and keeps room that a view can still write into
 COMING = {"receiver.claimed"}
+FAILING = {"fail.written"}  # its text is there, and its end is still open
 REAPER = {"reap.begun", "reap.half", "reap.marked"}
 
 # Who passes what. A channel's pool grows; the other one is claimed at once.
 REACHED = {
     ("ring", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER | KEEPER,
-    ("ring", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER,
+    ("ring", "receiver"): RECEIVER | COMING | FAILING | {"release.last"} | WAITER | PEER,
     ("broadcast", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER | KEEPER,
-    ("broadcast", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER | REAPER,
+    ("broadcast", "receiver"): RECEIVER | COMING | FAILING | {"release.last"} | WAITER | PEER | REAPER,
     ("inbox", "sender"): SENDER | TAKER | WAITER | PEER | KEEPER | REAPER,
-    ("inbox", "receiver"): RECEIVER | COMING | {"release.last"} | WAITER | PEER,
+    ("inbox", "receiver"): RECEIVER | COMING | FAILING | {"release.last"} | WAITER | PEER,
     ("pool", "lender"): TAKER | {"share.half"} | PEER - {"close.begun"},
     ("pool", "borrower"): {"open.half", "block.locked", "release.last"}
     | PEER - {"close.begun"}
     | REAPER - {"reap.half", "reap.marked"},
 }
-ONCE = PEER | KEEPER | COMING | {"pool.claiming"} | REAPER
+ONCE = PEER | KEEPER | COMING | FAILING | {"pool.claiming"} | REAPER
 CASES = [
     (style, role, point, countdown)
     for (style, role), points in REACHED.items()
@@ -53,7 +54,7 @@ def test_a_death_is_told_and_costs_nothing_but_the_dead(
     zygote: Zygote, style: str, role: str, point: str, countdown: int
 ) -> None:
     options: dict[str, Any] = {"point": point, "countdown": countdown}
-    if point in ("close.begun", "close.kept", "abort.begun", "leave.begun"):
+    if point in ("close.begun", "close.kept", "abort.begun", "leave.begun", "fail.written"):
         options["closes_early"] = True
     if point in WAITER and role == "sender":
         options["pause"] = 0.0  # so that the ring is full, and it waits

@@ -90,7 +90,7 @@ def test_the_end_of_an_engine_is_told_at_once(victim: str) -> None:
 def test_an_engine_that_cannot_start_says_why() -> None:
     async def scene() -> None:
         engine = EngineProcess(("/nowhere/at/all",), shutdown_timeout=1)
-        with pytest.raises(EngineEnded, match=r"exited with status 2\n.*/nowhere/at/all"):
+        with pytest.raises(EngineEnded, match=r"exit status 2\n.*/nowhere/at/all"):
             await engine.wait_until_serving()
         await engine.stop()
 

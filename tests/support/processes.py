@@ -182,13 +182,14 @@ def forked(work: Callable[[], object], within: float = 20.0) -> int:
     return os.waitstatus_to_exitcode(status)
 
 
-def assert_how(error: PeerDied, how: str, peers: Callable[[], Sequence[Peer]]) -> None:
-    """The error, or the table of peers once the kernel has ended the process, names how the peer died.
+def assert_how(error: PeerDied, how: str, peers: Callable[[], Sequence[Peer]], of_end: str = "") -> None:
+    """The error, or the table of peers once the kernel has ended the process, names how the peer died. `of_end`: in the
+    error, if that says more.
 
     A death is reported 50 ms after the kernel began it, whether it is done or not.
     """
     if error.how != "the kernel is still ending it":
-        assert error.how == how
+        assert error.how == (of_end or how)
     eventually(lambda: [peer.how for peer in peers() if peer.pid == error.pid] == [how])
 
 

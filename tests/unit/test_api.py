@@ -22,7 +22,7 @@ NAMES = {
     *("Ring", "Broadcast", "Inbox", "attach"),
     *("Sender", "Receiver", "AsyncSender", "AsyncReceiver"),
     *("Store", "Scope", "Lease", "Loan", "Handle", "content_key"),
-    "Buffer",
+    *("Buffer", "DeathCause"),
 }
 ERRORS = {
     *("PenstockError", "PeerDied", "ClosedError", "EndOfChannel", "Timeout", "WouldBlock"),
@@ -34,15 +34,16 @@ GLOBALS = {
     **{name: getattr(penstock, name) for name in penstock.__all__},
     **{name: getattr(lowlevel, name) for name in lowlevel.__all__},
     "asyncio": asyncio,
+    "contextlib": __import__("contextlib"),
     "msgspec": msgspec,
     "np": np,
     "os": __import__("os"),
 }
 
 
-def test_the_package_has_15_names_and_9_errors() -> None:
+def test_the_package_has_16_names_and_9_errors() -> None:
     assert set(penstock.__all__) == NAMES | ERRORS | {"__version__"}
-    assert len(NAMES) == 15 and len(ERRORS) == 9
+    assert len(NAMES) == 16 and len(ERRORS) == 9
     for name in ERRORS:
         assert issubclass(getattr(penstock, name), penstock.PenstockError)
 

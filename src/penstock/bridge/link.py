@@ -18,11 +18,11 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock.bridge.link_errors import (
-    Cause,
     ConnectionClosed,
     DamagedPacket,
     LinkDied,
     LocalFailure,
+    LossKind,
     ProtocolError,
     RemoteFailure,
 )
@@ -116,13 +116,13 @@ class Link:
             self._say_last(session, "ended", f"{failure} (seen by '{self.spec.name}')")
             raise self._death("local", str(failure)) from None
         except ProtocolError as error:
-            self._say_last(session, error.cause, str(error))
-            raise self._death(error.cause, f"{error.how}: {error}") from None
+            self._say_last(session, error.kind, str(error))
+            raise self._death(error.kind, f"{error.how}: {error}") from None
         except RemoteFailure as failure:
             with contextlib.suppress(OSError):
                 session.queue.flush(self._wire)  # what says that this side has heard nothing
-            self._wire.close(is_aborted=failure.cause == "silent")
-            raise self._death(failure.cause, failure.how) from None
+            self._wire.close(is_aborted=failure.kind == "silent")
+            raise self._death(failure.kind, failure.how) from None
         finally:
             self._reader.drop_place()
             if self._resumer is not None:
@@ -368,8 +368,8 @@ class Link:
         return is_ready | (requests is not None and requests.arm())
 
     # ── the end ──
-    def _death(self, cause: Cause, how: str) -> LinkDied:
-        return LinkDied.of(cause, self.spec.link, self.remote.name, self.remote.pid, how)
+    def _death(self, kind: LossKind, how: str) -> LinkDied:
+        return LinkDied.of(kind, self.spec.link, self.remote.name, self.remote.pid, how)
 
     def _say_last(self, session: LinkSession, cause: FatalCause, text: str) -> None:
         """Tells the other side why this one ends the link, if the connection takes it soon. It is closed when the other

@@ -6,7 +6,7 @@ from typing import Literal, TypeAlias
 
 from penstock.errors import PeerDied, PenstockError
 
-Cause: TypeAlias = Literal["closed", "silent", "unheard", "ended", "damaged", "protocol", "local"]
+LossKind: TypeAlias = Literal["closed", "silent", "unheard", "ended", "damaged", "protocol", "local"]
 RefusalKind: TypeAlias = Literal["silent", "dropped", "closed", "lost", "foreign", "secret", "tls", "unfit"]
 
 
@@ -36,7 +36,7 @@ class BridgeRefused(PenstockError):
 class LinkDied(PeerDied):
     """The link has ended, and not because both sides were done. What it had under way is lost.
 
-    `name` and `pid` are of the process at the other side, `how` says what happened, and `cause` is one of
+    `name` and `pid` are of the process at the other side, `how` says what happened, and `kind` is one of
         closed     its connection ended without a word, and was not made again: its process, or its node, was killed; or
                    connections were lost too often
         silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
@@ -47,17 +47,17 @@ class LinkDied(PeerDied):
         local      a death or a failure on this node; the other side raises "ended"
 
     Examples:
-        >>> LinkDied("it has died").cause
+        >>> LinkDied("it has died").kind
         'closed'
     """
 
-    cause: Cause = "closed"
+    kind: LossKind = "closed"
 
     @classmethod
-    def of(cls, cause: Cause, link: str, name: str, pid: int, how: str) -> LinkDied:
-        what = f"on this side: {how}" if cause == "local" else f"'{name}' (pid {pid} there) {how}"
+    def of(cls, kind: LossKind, link: str, name: str, pid: int, how: str) -> LinkDied:
+        what = f"on this side: {how}" if kind == "local" else f"'{name}' (pid {pid} there) {how}"
         error = cls(f"link '{link}' has died: {what}")
-        error.cause, error.name, error.pid, error.how = cause, name, pid, how
+        error.kind, error.name, error.pid, error.how = kind, name, pid, how
         return error
 
 
@@ -68,23 +68,23 @@ class ConnectionClosed(OSError):
 class ProtocolError(Exception):
     """The other side sent what no side of a link sends."""
 
-    cause: Literal["protocol", "damaged"] = "protocol"
+    kind: Literal["protocol", "damaged"] = "protocol"
     how = "broke the protocol"
 
 
 class DamagedPacket(ProtocolError):
     """A packet does not have its checksum: the network, or a relay in it, has changed bytes."""
 
-    cause = "damaged"
+    kind = "damaged"
     how = "sent a packet that was damaged on its way"
 
 
 class RemoteFailure(Exception):
     """The other side has ended the link, or is taken for dead."""
 
-    def __init__(self, cause: Cause, how: str) -> None:
+    def __init__(self, kind: LossKind, how: str) -> None:
         super().__init__(how)
-        self.cause, self.how = cause, how
+        self.kind, self.how = kind, how
 
 
 class LocalFailure(Exception):

@@ -6,6 +6,7 @@ ring 1→1, broadcast 1→N, inbox N→1. Leaves to the codec what a record mean
 from penstock._native import Receiver as ByteReceiver
 from penstock._native import Reservation
 from penstock._native import Sender as ByteSender
+from penstock.channel import unhandled_exception as unhandled_exception
 from penstock.channel.aio import AsyncByteReceiver, AsyncByteSender
 from penstock.channel.channels import Latency, OnDeath, SegmentChannel, create_segment
 from penstock.channel.ends import AsyncReceiver, AsyncSender, Receiver, Sender

@@ -202,6 +202,12 @@ class _End:
         self._attachment = None
         self._end.close()
 
+    def fail(self, error: BaseException) -> None:
+        """Ends this end by an error. A task that waits in it gets ClosedError, the other side PeerDied."""
+        self._forget()
+        self._attachment = None
+        self._end.fail(error)
+
     @property
     def is_closed(self) -> bool:
         return self._end.is_closed
@@ -216,7 +222,10 @@ class _End:
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.close()
+        if error is None:
+            self.close()
+        else:
+            self.fail(error)
 
 
 def _as_bytes(record: Buffer | Sequence[Buffer]) -> bytes:
@@ -270,6 +279,11 @@ class AsyncByteReceiver(_End):
     def receive_frame_nowait(self) -> bytes | _native.BlockLease:
         return self._end.receive_frame_nowait()
 
+    def exhaust(self) -> None:
+        """Closes this end after EndOfChannel. Tasks that share the end get EndOfChannel."""
+        self._end.exhaust()
+        self.close()
+
     @property
     def source(self) -> int:
         return self._end.source
@@ -281,6 +295,7 @@ class AsyncByteReceiver(_End):
         try:
             return await self.receive()
         except EndOfChannel:
+            self.exhaust()
             raise StopAsyncIteration from None
 
 

@@ -87,14 +87,30 @@ class Sender(_AnyEnd, Protocol[S]):
     def close(self) -> None:
         """Ends this sender's part of the channel: receivers read what it has sent, then get EndOfChannel."""
 
+    def fail(self, error: BaseException) -> None:
+        """Ends this sender's part of the channel by an error: receivers read what it has sent, then get PeerDied with
+        the error's class and text. An exception that leaves the `with` block does the same.
+
+        Args:
+            error: its text may have 200 bytes, and what is longer is cut off.
+
+        Examples:
+            >>> ring = Ring()
+            >>> ring.open_sender().fail(RuntimeError("no such layer"))
+            >>> ring.open_receiver().receive()
+            Traceback (most recent call last):
+                ...
+            penstock.errors.PeerDied: sender 0 of 'ring', ... died: RuntimeError: no such layer
+        """
+
     def __enter__(self) -> Self: ...
 
     def __exit__(self, *_: Any) -> None: ...
 
 
 class Receiver(_AnyEnd, Protocol[R]):
-    """The receiving end of a channel: `channel.open_receiver()`. Iterating over it ends with the channel. Threads may
-    share it: each message goes to one of them.
+    """The receiving end of a channel: `channel.open_receiver()`. Iterating over it ends with the channel, and then
+    closes it; `break` does not. Threads may share it: each message goes to one of them.
 
     Examples:
         >>> ring = Ring()
@@ -161,6 +177,22 @@ class Receiver(_AnyEnd, Protocol[R]):
     def close(self) -> None:
         """Leaves the channel: senders no longer wait for this receiver."""
 
+    def fail(self, error: BaseException) -> None:
+        """Leaves the channel by an error: senders get PeerDied with the error's class and text. An exception that
+        leaves the `with` block or a loop over this receiver does the same.
+
+        Args:
+            error: as for `Sender.fail`.
+
+        Examples:
+            >>> ring = Ring()
+            >>> ring.open_receiver().fail(RuntimeError("no such layer"))
+            >>> ring.open_sender().send(b"step")
+            Traceback (most recent call last):
+                ...
+            penstock.errors.PeerDied: receiver 0 of 'ring', ... died: RuntimeError: no such layer
+        """
+
     def __iter__(self) -> Self: ...
 
     def __next__(self) -> R: ...
@@ -192,6 +224,10 @@ class AsyncSender(_AnyEnd, Protocol[S]):
     def close(self) -> None:
         """Ends this sender's part of the channel. A task that waits in it gets ClosedError."""
 
+    def fail(self, error: BaseException) -> None:
+        """Ends this sender's part of the channel by an error. Args and Raises are those of
+        `Sender.fail`."""
+
     async def __aenter__(self) -> Self: ...
 
     async def __aexit__(self, *_: Any) -> None: ...
@@ -222,6 +258,9 @@ class AsyncReceiver(_AnyEnd, Protocol[R]):
 
     def close(self) -> None:
         """Leaves the channel. A task that waits in it gets ClosedError."""
+
+    def fail(self, error: BaseException) -> None:
+        """Leaves the channel by an error. Args and Raises are those of `Receiver.fail`."""
 
     def __aiter__(self) -> Self: ...
 

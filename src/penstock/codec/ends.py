@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
+from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -34,6 +35,9 @@ class _Closing:
     def close(self) -> None:
         self._end.close()
 
+    def fail(self, error: BaseException) -> None:
+        self._end.fail(error)
+
     @property
     def is_closed(self) -> bool:
         return self._end.is_closed
@@ -44,19 +48,27 @@ class _Closing:
 
 
 class _InThreads(_Closing):
+    _end: _native.Sender | _native.Receiver
+
     def __enter__(self: _S) -> _S:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.__exit__(kind, error, trace)
 
 
 class _InLoop(_Closing):
+    _end: AsyncByteSender | AsyncByteReceiver
+
     async def __aenter__(self: _L) -> _L:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        self.close()
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self._end.__aexit__(kind, error, trace)
 
 
 class _Receiving(_InThreads):
@@ -76,6 +88,7 @@ class _Receiving(_InThreads):
         try:
             return self.receive()
         except EndOfChannel:
+            self._end.exhaust()
             raise StopIteration from None
 
 
@@ -96,6 +109,7 @@ class _ReceivingInLoop(_InLoop):
         try:
             return await self.receive()
         except EndOfChannel:
+            self._end.exhaust()
             raise StopAsyncIteration from None
 
 

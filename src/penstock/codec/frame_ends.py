@@ -14,6 +14,7 @@ from penstock.errors import Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
+    from types import TracebackType
 
     from typing_extensions import Buffer, Self
 
@@ -57,8 +58,10 @@ class _FrameEnd:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end.__exit__(kind, error, trace)
 
 
 class FrameReceiver(_FrameEnd):

@@ -130,4 +130,4 @@ def test_flipped_bits_end_a_link_and_deliver_nothing_wrong(side: int, seed: int)
             assert received == sent[: len(received)]
         if outcome.wires[side].has_flipped:
             flips += 1
-            assert outcome.links[side].death().cause == "damaged"
+            assert outcome.links[side].death().kind == "damaged"

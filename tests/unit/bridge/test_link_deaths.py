@@ -40,7 +40,7 @@ def test_a_side_whose_connection_ends_without_a_word_has_been_killed() -> None:
     running_link, connection = raw()
     connection.close()
     death = running_link.death()
-    assert death.cause == "closed" and death.name == "away" and death.pid == os.getpid()
+    assert death.kind == "closed" and death.name == "away" and death.pid == os.getpid()
     assert str(death).startswith(f"link 'link' has died: 'away' (pid {os.getpid()} there) ") and "killed" in death.how
     running_link.end()
 
@@ -50,7 +50,7 @@ def test_a_side_that_says_nothing_for_too_long_is_dead_and_is_told_so() -> None:
     began = time.monotonic()
     death = running_link.death()
     assert 0.25 <= time.monotonic() - began < 3
-    assert death.cause == "silent" and "has sent nothing for 0.3 s: it is stopped, or the network is cut" in death.how
+    assert death.kind == "silent" and "has sent nothing for 0.3 s: it is stopped, or the network is cut" in death.how
     connection.settimeout(5)
     sent = b""
     with pytest.raises(ConnectionResetError):
@@ -70,7 +70,7 @@ def test_a_side_that_reads_but_does_not_send_is_silent_too() -> None:
             connection.recv(1 << 16)
         except (BlockingIOError, ConnectionResetError):
             time.sleep(0.001)
-    assert running_link.death().cause == "silent"
+    assert running_link.death().kind == "silent"
     connection.close()
     running_link.end()
 
@@ -79,7 +79,7 @@ def test_a_side_that_is_not_heard_is_told_so_by_the_other_one() -> None:
     running_link, connection = raw()
     connection.sendall(packet(packets.FATAL, 0, 0, bytes([0]) + b"0.3 s"))
     death = running_link.death()
-    assert death.cause == "unheard"
+    assert death.kind == "unheard"
     assert "has heard nothing of this side for 0.3 s: the network is cut in that direction" in death.how
     connection.close()
     running_link.end()
@@ -96,7 +96,7 @@ def test_any_byte_is_a_sign_of_life() -> None:
         time.sleep(0.02)
     assert running_link.is_running
     connection.close()
-    assert running_link.death().cause == "closed"
+    assert running_link.death().kind == "closed"
     running_link.end()
 
 
@@ -127,7 +127,7 @@ def test_a_side_that_breaks_the_protocol_ends_the_link_and_is_told_why(packet: b
         told += part
     connection.close()
     death = running_link.death()
-    assert death.cause == "protocol" and how in death.how
+    assert death.kind == "protocol" and how in death.how
     assert how.encode() in told
     running_link.end()
 
@@ -151,7 +151,7 @@ def test_frames_that_do_not_fit_a_lane_break_the_protocol() -> None:
         one = RunningLink(home)
         connection.sendall(sent)
         death = one.death()
-        assert death.cause == "protocol" and how in death.how, (how, death.how)
+        assert death.kind == "protocol" and how in death.how, (how, death.how)
         connection.close()
         one.end()
 
@@ -172,7 +172,7 @@ def test_a_connection_that_is_cut_within_a_packet_delivers_nothing_of_it(kind: i
         connection.sendall(packet(kind, 0, 0, bytes(nbytes))[: HEAD.size + nbytes // 2 - 1])
         assert receiver.receive(5) == b"whole"
         connection.close()
-        assert one.death().cause == "closed"
+        assert one.death().kind == "closed"
         one.end()
         with pytest.raises(EndOfChannel):
             receiver.receive(5)
@@ -187,7 +187,7 @@ def test_the_death_of_a_sender_ends_the_link_and_both_sides_name_it() -> None:
         assert core.hear() == "open"
         core.kill()
         here, there = home.death(), away.death()
-        assert here.cause == "local" and there.cause == "ended"
+        assert here.kind == "local" and there.kind == "ended"
         for death in (here, there):
             assert "server 0.1 #1" in death.how and str(core.pid) in death.how and "killed" in death.how
         assert "seen by 'home'" in there.how
@@ -204,8 +204,8 @@ def test_the_death_of_a_receiver_ends_the_link_and_both_sides_name_it() -> None:
         while home.is_running and time.monotonic() < with_deadline:
             sender.send(b"x")
             time.sleep(0.005)
-        assert "server 0.0 #1" in away.death().how and away.death().cause == "local"
-        assert "server 0.0 #1" in home.death().how and home.death().cause == "ended"
+        assert "server 0.0 #1" in away.death().how and away.death().kind == "local"
+        assert "server 0.0 #1" in home.death().how and home.death().kind == "ended"
 
 
 def test_a_death_that_is_forwarded_is_told_at_both_sides_and_the_link_goes_on() -> None:
@@ -291,7 +291,7 @@ def test_a_link_that_died_leaves_its_ends_open() -> None:
             with pytest.raises((LinkDied, PeerDied)):
                 home.outcome()
             sender.send(b"kept")  # the receiver is there, and reads no more
-            assert home.death().cause == "closed"
+            assert home.death().kind == "closed"
             away.death()
             with pytest.raises(TimeoutError):
                 receiver.receive(timeout=0.05)

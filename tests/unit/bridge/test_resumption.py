@@ -176,8 +176,8 @@ def test_link_dies_as_damaged_when_a_packet_comes_damaged_again(monkeypatch: pyt
 
         monkeypatch.setattr(packets, "packet_head", head)
         sender.send(b"frame")
-        assert away.death().cause == "damaged" and away.link.stats().resumptions == 1
-        assert home.death().cause == "damaged"
+        assert away.death().kind == "damaged" and away.link.stats().resumptions == 1
+        assert home.death().kind == "damaged"
 
 
 def test_link_goes_on_after_each_of_many_resets_in_a_row(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -301,7 +301,7 @@ def test_link_dies_when_no_connection_comes_in_time(is_connecting: bool) -> None
         began = time.monotonic()
         between.reset()
         death = (away if is_connecting else home).death()
-        assert death.cause == "closed" and "killed" in death.how and "no new connection within" in death.how
+        assert death.kind == "closed" and "killed" in death.how and "no new connection within" in death.how
         assert time.monotonic() - began < 5
         for link in (home, away):
             link.death()
@@ -314,7 +314,7 @@ def test_both_sides_end_when_each_new_connection_is_reset() -> None:
         between.reset()
         for link in (home, away):
             death = link.death()
-            assert death.cause == "closed" and "no new connection within" in death.how
+            assert death.kind == "closed" and "no new connection within" in death.how
 
 
 def test_both_sides_end_when_connections_are_lost_too_often(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -327,7 +327,7 @@ def test_both_sides_end_when_connections_are_lost_too_often(monkeypatch: pytest.
             eventually(lambda number=number: min(count_resumptions(home, away)) >= number, within=20)
             between.reset()
         deaths = [link.death() for link in (home, away)]
-        assert [death.cause for death in deaths] == ["closed", "closed"]
+        assert [death.kind for death in deaths] == ["closed", "closed"]
         assert any("10 connections were lost within" in death.how for death in deaths)
         assert max(count_resumptions(home, away)) <= 9
 
@@ -404,7 +404,7 @@ def test_listener_that_goes_on_with_another_link_refuses_an_ended_session() -> N
         assert home.outcome() == "enough"
         between.refuses = False
         death = away.death()
-        assert death.cause == "closed" and "the link has ended here, or was of another process" in death.how
+        assert death.kind == "closed" and "the link has ended here, or was of another process" in death.how
 
 
 def test_link_accepts_another_one_while_it_runs() -> None:

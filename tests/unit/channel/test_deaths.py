@@ -104,13 +104,15 @@ def test_the_exit_status_of_one_that_left_without_closing_is_named(status: int) 
         other.say("exit", status)
         with pytest.raises(PeerDied) as told:
             receiver.receive(timeout=10)
-        assert_how(told.value, f"exited with status {status}", channel.peers)
+        how = f"exit status {status}" if status else "exited with status 0"
+        assert_how(told.value, how, channel.peers, how if status else "exited with status 0 without closing")
 
 
-def test_a_process_that_ends_in_order_has_closed() -> None:
+def test_a_process_that_closes_and_ends_has_not_died() -> None:
     source = """
         sender = penstock.attach(sys.argv[1]).open_sender()
         sender.send(b"bye")
+        sender.close()
     """
     with penstock.Ring() as channel, channel.open_receiver() as receiver, program(source, channel.ticket) as other:
         assert receiver.receive(timeout=10) == b"bye"

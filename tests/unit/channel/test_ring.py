@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock
+from penstock import ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.support.processes import program
 
@@ -250,12 +250,12 @@ def test_ends_close_with_their_block() -> None:
         channel.open_sender()
 
 
-def test_ends_close_when_they_are_dropped() -> None:
+def test_end_that_is_dropped_has_died() -> None:
     channel = penstock.Ring()
     sender = channel.open_sender()
     receiver = channel.open_receiver()
     del sender
-    with pytest.raises(EndOfChannel):
+    with pytest.raises(PeerDied, match=r"died: garbage collected without closing$"):
         receiver.receive(timeout=1)
 
 

@@ -62,7 +62,7 @@ def has_ended(pid: int) -> bool:
 
 def test_its_log_is_passed_on_and_its_end_is_told_with_the_last_lines(tmp_path: Path) -> None:
     with kept(tmp_path, ["sh", "-c", "echo one; echo two >&2; exit 3"]) as keeper:
-        assert keeper.end() == "exited with status 3\none\ntwo\n"
+        assert keeper.end() == "exit status 3\none\ntwo\n"
     assert keeper.log.read_text() == "one\ntwo\n"
 
 

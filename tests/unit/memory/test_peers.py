@@ -120,7 +120,7 @@ def test_a_ring_can_be_opened_and_closed_more_often_than_it_has_places() -> None
     [
         (lambda other: other.kill(signal.SIGKILL), "killed by SIGKILL"),
         (lambda other: other.kill(signal.SIGABRT), "killed by SIGABRT"),
-        (lambda other: other.say("exit"), "exited with status 7"),
+        (lambda other: other.say("exit"), "exit status 7"),
     ],
     ids=["SIGKILL", "SIGABRT", "exit 7"],
 )

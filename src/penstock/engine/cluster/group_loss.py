@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from penstock.engine.cluster.death_cause import DeathCause
 from penstock.engine.cluster.oom_kills import count_oom_kills
+from penstock.engine.cluster.process_end import ProcessEnd
 from penstock.engine.cluster.verdict_board import Cause
 
 
@@ -30,7 +30,7 @@ class GroupLoss:
         """Records that the launcher restarts the group as it was asked to."""
         self.cause = Cause.PLANNED
 
-    def begin(self, pid: int, end: DeathCause, ending: Collection[int], is_any_stopped: bool) -> None:
+    def begin(self, pid: int, end: ProcessEnd, ending: Collection[int], is_any_stopped: bool) -> None:
         """Adds the first end, before the launcher kills the other processes. `ending`: pids of those that are ending
         already, or will say what ended on another node. `is_any_stopped`: one is stopped, so others may have waited for
         it in vain."""
@@ -40,7 +40,7 @@ class GroupLoss:
             self.cause = Cause.OUTSIDE
         self.add(pid, end)
 
-    def add(self, pid: int, end: DeathCause) -> None:
+    def add(self, pid: int, end: ProcessEnd) -> None:
         """Adds an end."""
         if self.cause is not None:
             return

@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from penstock.engine.cluster.back_off import MAX_SHORT_LIVES, BackOff
-from penstock.engine.cluster.death_cause import KILLS, DeathCause
+from penstock.engine.cluster.process_end import KILLS, ProcessEnd
 from penstock.engine.cluster.topology import ProcessId
 
 
@@ -21,12 +21,12 @@ class OutputLives:
         self._back_offs: dict[int, BackOff] = {}
         self._again: dict[int, asyncio.TimerHandle] = {}
 
-    def restart(self, member: ProcessId, end: DeathCause, is_maybe_out_of_memory: bool) -> bool:
+    def restart(self, member: ProcessId, end: ProcessEnd, is_maybe_out_of_memory: bool) -> bool:
         """Schedules the next life of an output processor that was killed from outside. Returns False where the whole
         group has to be restarted: another process has died, lives were short again and again and the kernel may have
         ended them for want of memory, or the output processor has failed by itself: then a request may be the reason,
         and the loss of a group is what finds it."""
-        if member.kind != "output" or end.signal not in KILLS:
+        if member.kind != "output" or end.death.signal not in KILLS:
             return False
         index = member.index
         back_off = self._back_offs.setdefault(index, BackOff())

@@ -20,10 +20,10 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import NoReturn
 
-from penstock import PeerDied, standard_streams
+from penstock import DeathCause, PeerDied, standard_streams
 from penstock.engine.cluster import logs
-from penstock.engine.cluster.death_cause import DeathCause, SignalRecord
 from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process_end import ProcessEnd, SignalRecord
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause
@@ -135,21 +135,21 @@ class ChildProcess:
             loop = asyncio.get_running_loop()
             self._end_of_patience = loop.call_later(patience, self.signal, signal.SIGKILL)
 
-    def reap(self, record: SignalRecord) -> DeathCause:
+    def reap(self, record: SignalRecord) -> ProcessEnd:
         """Releases a process that has ended, and returns why. `record`: what it has left about its signal."""
         if self._end_of_patience is not None:
             self._end_of_patience.cancel()
         self._process.join()
         code = self._process.exitcode or 0
-        how = f"killed by {signal.Signals(-code).name}" if code < 0 else f"exited with status {code}"
+        death = DeathCause.of_exit_code(code)
         with contextlib.suppress(EOFError, OSError):
-            if self._last_words.poll():
-                how = self._last_words.recv_bytes().decode(errors="replace")
+            if code >= 0 and self._last_words.poll():
+                death = DeathCause(self._last_words.recv_bytes().decode(errors="replace"))
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
         cause = Cause(code - REMOTE_LOSS) if code - REMOTE_LOSS in list(Cause) else None
-        return DeathCause(how, code == CANNOT_START, max(-code, 0), cause).with_record(record, self.pid)
+        return ProcessEnd(death, code == CANNOT_START, cause).with_record(record, self.pid)
 
 
 def child_main(

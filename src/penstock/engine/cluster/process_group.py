@@ -19,12 +19,13 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Protocol, TypeAlias
 
+from penstock import DeathCause
 from penstock.engine.cluster.back_off import BackOff
-from penstock.engine.cluster.death_cause import DeathCause
 from penstock.engine.cluster.group_loss import GroupLoss
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.output_lives import OutputLives
 from penstock.engine.cluster.process import ChildProcess
+from penstock.engine.cluster.process_end import ProcessEnd
 from penstock.engine.cluster.rendezvous import LOOPBACK, Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -32,7 +33,7 @@ from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 REMOTE_RANKS, REMOTE_CORE = LINKS = ("remote_ranks", "remote_core")  # at home, and on a node that has workers only
-KILLED = "killed by SIGKILL"  # the end of a process that the launcher kills with its unit
+KILLED = DeathCause("killed by SIGKILL")  # the end of a process that the launcher kills with its unit
 
 Run: TypeAlias = Callable[[Cluster, ProcessId], object]  # what it returns lives until the process ends
 
@@ -72,7 +73,7 @@ class ProcessGroup:
         self._is_start_refused = False  # the system had no memory, descriptors or processes for it
         self._lived = 0.0  # seconds, until it broke
         self._is_cause_due = False  # it had served when it broke: servers wait for the verdict
-        self._first: tuple[str, DeathCause] | None = None  # the process that died, and how: the cause of the other ends
+        self._first: tuple[str, ProcessEnd] | None = None  # the process that died, and how: the cause of the other ends
         self._loss = GroupLoss()
         self._lives = OutputLives(self._start_output)
         self._again: asyncio.TimerHandle | None = None
@@ -115,7 +116,10 @@ class ProcessGroup:
             self._start_all()
         except OSError as error:  # no memory, descriptors or processes left
             event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
-            self._first, self._is_start_refused = (self.name, DeathCause(f"could not be started: {error}")), True
+            self._first, self._is_start_refused = (
+                (self.name, ProcessEnd(DeathCause(f"could not be started: {error}"))),
+                True,
+            )
             self._break(is_failure=True)
             if not self.children:
                 self._all_ended()
@@ -153,7 +157,10 @@ class ProcessGroup:
             self._start_process(member, run, self._launcher.tree)
         except OSError as error:
             event("process could not be started", logging.ERROR, child=str(member), error=str(error))
-            self._first, self._is_start_refused = (str(member), DeathCause(f"could not be started: {error}")), True
+            self._first, self._is_start_refused = (
+                (str(member), ProcessEnd(DeathCause(f"could not be started: {error}"))),
+                True,
+            )
             self._break(is_failure=False)
 
     # ── the end ──
@@ -199,7 +206,7 @@ class ProcessGroup:
         end, is_ours, was_loading = child.reap(record), self._is_broken, self.is_loading
         self._launcher.publish_pid(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
-        event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
+        event("process ended", level, child=str(child.member), child_pid=child.pid, how=str(end.death))
         self._launcher.reap(child.member)
         if self._launcher.is_stopping or self._is_broken:
             self._loss.add(child.pid, end)
@@ -212,7 +219,7 @@ class ProcessGroup:
             self._loss.begin(child.pid, end, ending, any(other.is_stopped for other in others))
             self._break(is_failure)
         if self._first is None or (
-            self._first[1].is_caused_by_peer and not end.is_caused_by_peer and end.how != KILLED
+            self._first[1].is_caused_by_peer and not end.is_caused_by_peer and end.death != KILLED
         ):
             self._first = str(child.member), end
         if not self.children:
@@ -271,9 +278,9 @@ class ProcessGroup:
         if self._launcher.is_stopping:
             self._launcher.check_all_exited()
         elif end.is_lasting and not self._has_served:
-            self._launcher.fail(f"{name} cannot start: {end.how}")
+            self._launcher.fail(f"{name} cannot start: {end.death}")
         elif failures >= MAX_FAILURES and not self._has_served:
-            self._launcher.fail(f"{name} ended {failures} times before it served, the last time: {end.how}")
+            self._launcher.fail(f"{name} ended {failures} times before it served, the last time: {end.death}")
         elif not self._launcher.has_failed:
             pause = 0.0 if self._is_planned else self._back_off.seconds
             event("unit starts again", unit=self.name, after=pause, failed_starts=failures)

@@ -15,8 +15,8 @@ import numpy as np
 
 from penstock import lowlevel
 from penstock.engine._native import record_fatal_signals
-from penstock.engine.cluster.death_cause import SignalRecord
 from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_of
+from penstock.engine.cluster.process_end import SignalRecord
 
 WORD_NBYTES = 8
 ROW_WORDS = 48  # six cache lines: rank 0 and the launcher (FAILED_STARTS) write the second, the core the others

@@ -19,8 +19,8 @@ from functools import partial
 from typing import TypeVar
 
 from penstock import PeerDied, Timeout, WouldBlock
-from penstock.engine.cluster.death_cause import KILLS
 from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process_end import KILLS
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import OutputReady, Stop, Tokens
@@ -28,7 +28,6 @@ from penstock.lowlevel import ChannelError
 
 T = TypeVar("T")
 LOG_AGAIN = 10.0  # seconds between two log lines about slow output processors
-KILLED = {f"killed by {signal.Signals(number).name}" for number in KILLS}  # by something outside of the group
 STOP_TIMEOUT = 3.0  # seconds; for a `Stop` to a receiver that may be stuck
 
 
@@ -216,5 +215,7 @@ def _require_killed(death: PeerDied) -> None:
     """Re-raises the death of an output processor that has failed by itself: the group is lost with it, as one of the
     requests in the steps in flight may be the reason. Where it is not known how a process has ended, the launcher
     knows, and ends the group if it has to."""
-    if death.how.startswith(("exited", "killed")) and death.how not in KILLED:
+    cause = death.cause
+    is_known = cause.exception is not None or cause.status is not None or cause.signal is not None
+    if is_known and cause.signal not in KILLS:
         raise death

@@ -11,8 +11,8 @@ import time
 from dataclasses import replace
 
 from penstock.bridge import ChannelDeath, InboundChannel, Lane, LinkSpec, OutboundChannel, OutboundWords, StoreValues
-from penstock.engine.cluster.death_cause import CAUSED_BY_PEER_DEATH
 from penstock.engine.cluster.process import starting
+from penstock.engine.cluster.process_end import CAUSED_BY_PEER_DEATH
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, live_receivers
 from penstock.engine.nodes.group_bridge import GroupBridge

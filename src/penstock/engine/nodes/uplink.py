@@ -88,7 +88,7 @@ class Uplink:
         try:
             event("link ended", group=self._group, reason=link.run())
         except LinkDied as death:
-            event("link lost", logging.WARNING, group=self._group, cause=death.cause, reason=death)
+            event("link lost", logging.WARNING, group=self._group, cause=death.kind, reason=death)
 
     def _await_group(self) -> int:
         """Waits until the group serves. Returns its incarnation; 0: the node drains."""

@@ -22,6 +22,8 @@ import sys
 import time
 from collections.abc import Sequence
 
+from penstock.errors import DeathCause
+
 PR_SET_PDEATHSIG = 1
 LOG_NBYTES = 65536  # read at a time
 TAIL_NBYTES = 4096  # of the log, which are kept
@@ -79,8 +81,7 @@ class EngineKeeper:
         os.close(pidfd)
         self._pass_on_log()
         status = self._launcher.wait()
-        how = f"killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        return f"{how}\n{self._tail.decode(errors='replace').strip()}"
+        return f"{DeathCause.of_exit_code(status)}\n{self._tail.decode(errors='replace').strip()}"
 
     def _pass_on_log(self) -> bool:
         """Returns whether there may be more."""

@@ -7,13 +7,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, TypeVar
 
+from penstock import DeathCause
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.integrations.ray_serve import engine_keeper
 from penstock.server.status.server_info import ServerInfo
@@ -76,8 +76,7 @@ class EngineProcess:
                 self._set(self._launcher, int(pid))
             end = lines.read().decode(errors="replace").strip()
         status = self._keeper.wait()
-        how = f"was killed by {signal.Signals(-status).name}" if status < 0 else f"exited with status {status}"
-        self._set(self.ended, end or f"the keeper {how}")
+        self._set(self.ended, end or f"the keeper has ended: {DeathCause.of_exit_code(status)}")
 
     def _set(self, future: asyncio.Future[T], value: T) -> None:
         with contextlib.suppress(RuntimeError):  # the loop has been closed

@@ -159,7 +159,9 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         self.shutting_down = True
         if self._receiver is not None:
             self._receiver.close()  # wakes a thread that waits in it
-        elif self._sender is None:
+        elif self._sender is not None:
+            self._sender.close()  # readers get "cancelled", and no death
+        else:
             super().shutdown()
 
     # ── writing ──

@@ -5,22 +5,28 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.cluster.death_cause import DeathCause
 from penstock.engine.cluster.group_loss import GroupLoss
 from penstock.engine.cluster.oom_kills import count_oom_kills
+from penstock.engine.cluster.process_end import ProcessEnd
 from penstock.engine.cluster.verdict_board import Cause
-
-PEER = DeathCause("PeerDied: worker 0.0 #1 died")
-KILLED = DeathCause("killed by SIGKILL", signal=signal.SIGKILL)
-RAISED = DeathCause("ArithmeticError: the device has caught fire")
-TIMED_OUT = DeathCause("Timeout: no StepDone for step 3 within 30 s")
+from penstock.errors import DeathCause
 
 
-def killed_by(number: signal.Signals) -> DeathCause:
-    return DeathCause(f"killed by {number.name}", signal=number)
+def ended(text: str, cause: Cause | None = None) -> ProcessEnd:
+    return ProcessEnd(DeathCause(text), cause=cause)
 
 
-def sent(number: signal.Signals) -> DeathCause:
+def killed_by(number: signal.Signals) -> ProcessEnd:
+    return ended(f"killed by {number.name}")
+
+
+PEER = ended("PeerDied: worker 0.0 #1 died")
+KILLED = killed_by(signal.SIGKILL)
+RAISED = ended("ArithmeticError: the device has caught fire")
+TIMED_OUT = ended("Timeout: no StepDone for step 3 within 30 s")
+
+
+def sent(number: signal.Signals) -> ProcessEnd:
     return killed_by(number)._replace(is_sent=True)
 
 
@@ -38,7 +44,7 @@ def loss(*, ooms: int | None = 0) -> GroupLoss:
         (killed_by(signal.SIGINT), Cause.OUTSIDE),
         (RAISED, Cause.ITSELF),
         (TIMED_OUT, Cause.ITSELF),
-        (DeathCause("exited with status 0"), Cause.ITSELF),
+        (ended("exited with status 0"), Cause.ITSELF),
         *[
             (killed_by(number), Cause.ITSELF)
             for number in (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS, signal.SIGILL)
@@ -47,7 +53,7 @@ def loss(*, ooms: int | None = 0) -> GroupLoss:
         (PEER, None),
     ],
 )
-def test_cause_is_known_with_the_first_end_that_is_one(end: DeathCause, cause: Cause | None) -> None:
+def test_cause_is_known_with_the_first_end_that_is_one(end: ProcessEnd, cause: Cause | None) -> None:
     found = loss()
     found.begin(1, end, [], False)
     assert found.cause == cause
@@ -67,14 +73,14 @@ def test_kill_by_the_launcher_is_no_cause_and_the_end_after_a_peer_death_is() ->
 
 def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -> None:
     found = loss()
-    found.begin(1, DeathCause("RuntimeError: connection closed by peer"), [2], False)
+    found.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
     assert found.cause is None, "the other worker was ending before the launcher killed anything"
     found.add(3, KILLED)
     assert found.cause is None
     found.add(2, KILLED)
     assert found.cause == Cause.OUTSIDE
     found = loss()
-    found.begin(1, DeathCause("RuntimeError: connection closed by peer"), [2], False)
+    found.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
     found.add(2, RAISED)
     assert found.cause == Cause.ITSELF
 
@@ -90,15 +96,15 @@ def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -
 )
 def test_error_of_a_collective_waits_for_what_the_other_node_reports(report: Cause | None, cause: Cause) -> None:
     found = loss()
-    found.begin(1, DeathCause("RuntimeError: connection closed by peer"), [2], False)
+    found.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
     assert found.cause is None
-    found.add(2, PEER if report is None else DeathCause("group 0 of node 1 has ended", cause=report))
+    found.add(2, PEER if report is None else ended("group 0 of node 1 has ended", cause=report))
     assert found.cause == cause
 
 
 def test_failure_that_another_node_reports_waits_for_a_worker_that_was_killed_here() -> None:
     found = loss()
-    found.begin(1, DeathCause("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
+    found.begin(1, ended("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
     assert found.cause is None
     found.add(2, KILLED)
     assert found.cause == Cause.OUTSIDE
@@ -168,5 +174,5 @@ def test_oom_kills_of_the_machine_count_for_a_group_without_a_counter(tmp_path: 
 @pytest.mark.parametrize("cause", list(Cause))
 def test_cause_of_a_group_on_another_node_is_what_its_bridge_says(cause: Cause) -> None:
     found = loss()
-    found.begin(1, DeathCause("the link to node 1 has ended", cause=cause), [], False)
+    found.begin(1, ended("the link to node 1 has ended", cause=cause), [], False)
     assert found.cause == found.close() == cause

@@ -8,8 +8,9 @@ from collections.abc import Callable
 import pytest
 
 from penstock import lowlevel
-from penstock.engine.cluster.death_cause import DeathCause, SignalRecord
+from penstock.engine.cluster.process_end import ProcessEnd, SignalRecord
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.errors import DeathCause
 from tests.conftest import eventually, spawn
 
 PLACE = 1
@@ -50,7 +51,7 @@ def run(segment: lowlevel.Segment, end: Callable[[], None] | None) -> None:
         signal.pause()
 
 
-def death(end: Callable[[], None] | None, number: int = 0) -> DeathCause:
+def death(end: Callable[[], None] | None, number: int = 0) -> ProcessEnd:
     """Returns the cause of a process that ends itself, or is ended by this signal of the test."""
     segment = StatusBoard.create(1, 3)
     board = StatusBoard(segment, writable=True)
@@ -61,7 +62,7 @@ def death(end: Callable[[], None] | None, number: int = 0) -> DeathCause:
                 os.kill(process.pid or 0, number)
             process.join(20.0)
             assert process.pid is not None and process.exitcode is not None and process.exitcode < 0
-            cause = DeathCause("", signal=-process.exitcode)
+            cause = ProcessEnd(DeathCause.of_exit_code(process.exitcode))
             cause = cause.with_record(board.take_signal_record(PLACE), process.pid)
         assert board.take_signal_record(PLACE).number == 0, "the next process of the place has no record yet"
         return cause
@@ -72,8 +73,8 @@ def death(end: Callable[[], None] | None, number: int = 0) -> DeathCause:
 
 @pytest.mark.parametrize("number", FATAL)
 def test_signal_of_another_process_is_known_as_sent(number: signal.Signals) -> None:
-    cause = death(None, number)
-    assert cause.signal == number and cause.is_sent and f"sent by pid {os.getpid()}" in cause.how
+    end = death(None, number)
+    assert end.death.signal == number and end.is_sent and f"sent by pid {os.getpid()}" in end.death.text
 
 
 @pytest.mark.parametrize(
@@ -86,8 +87,8 @@ def test_signal_of_another_process_is_known_as_sent(number: signal.Signals) -> N
     ],
 )
 def test_signal_of_the_process_itself_is_not_sent(end: Callable[[], None], number: signal.Signals) -> None:
-    cause = death(end)
-    assert cause.signal == number and not cause.is_sent
+    process_end = death(end)
+    assert process_end.death.signal == number and not process_end.is_sent
 
 
 def test_kill_leaves_no_record_and_neither_does_a_fault_of_a_forked_child() -> None:
@@ -111,4 +112,4 @@ def test_kill_leaves_no_record_and_neither_does_a_fault_of_a_forked_child() -> N
 def test_record_says_sent_for_a_signal_of_another_process_alone(record: SignalRecord, is_sent: bool) -> None:
     word = record.number | (record.code & 0xFFFFFF) << 8 | record.sender << 32
     assert SignalRecord.of(word) == record
-    assert DeathCause("", signal=signal.SIGSEGV).with_record(record, 4711).is_sent == is_sent
+    assert ProcessEnd(DeathCause("killed by SIGSEGV")).with_record(record, 4711).is_sent == is_sent

@@ -11,6 +11,7 @@ import signal
 from typing import NamedTuple
 
 from penstock.engine.cluster.verdict_board import Cause
+from penstock.errors import DeathCause
 
 CAUSED_BY_PEER_DEATH = "PeerDied: "  # in the last words of a process that ends because a peer has died
 FROM_OUTSIDE = {signal.SIGTERM, signal.SIGHUP, signal.SIGINT}  # no process of a group raises these
@@ -32,33 +33,32 @@ class SignalRecord(NamedTuple):
         return cls(word & 0xFF, code - (1 << 24) if code >> 23 else code, word >> 32)
 
 
-class DeathCause(NamedTuple):
+class ProcessEnd(NamedTuple):
     """Why a process has ended."""
 
-    how: str
+    death: DeathCause
     is_lasting: bool = False  # the process could not start, and the next attempt would meet the same error
-    signal: int = 0  # that ended the process; 0: none
     cause: Cause | None = None  # of the loss of a group on another node; None: the process itself is the reason
     is_sent: bool = False  # another process is known to have sent the signal
 
     @property
     def is_caused_by_peer(self) -> bool:
-        return CAUSED_BY_PEER_DEATH in self.how
+        return CAUSED_BY_PEER_DEATH in self.death.text
 
     @property
     def is_killed(self) -> bool:
         """Returns whether SIGKILL has ended the process: from outside, or by the kernel for want of memory."""
-        return self.signal == signal.SIGKILL
+        return self.death.signal == signal.SIGKILL
 
     @property
     def is_from_outside(self) -> bool:
         """Returns whether another process is known to have ended this process by a signal other than SIGKILL."""
-        return self.is_sent or self.signal in FROM_OUTSIDE
+        return self.is_sent or self.death.signal in FROM_OUTSIDE
 
-    def with_record(self, record: SignalRecord, pid: int) -> DeathCause:
+    def with_record(self, record: SignalRecord, pid: int) -> ProcessEnd:
         """Adds what the process `pid` has recorded of its signal. A record of another signal says nothing."""
-        if not self.signal or record.number != self.signal:
+        if record.number != self.death.signal:
             return self
         if record.code in SENT_CODES and record.sender != pid:
-            return self._replace(how=f"{self.how}, sent by pid {record.sender}", is_sent=True)
+            return self._replace(death=DeathCause(f"{self.death}, sent by pid {record.sender}"), is_sent=True)
         return self
