@@ -120,13 +120,15 @@ class Channel {
     std::string describe(End end) const;
     Error died(const char* role, u32 index, End end) const;  // waits up to COUNT_NS for what it held
     void await_count(End end, bool is_garbage) const;
-    // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free.
-    bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch) {
+    // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free, and
+    // neither is a receiver that has failed and is kept.
+    bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch, Shared<u64>* keeper = nullptr) {
         before = word.load(order::end.acquire);
         End end = end_of(before);
         if (end.state == EndState::live) return false;
         if (end.state == EndState::closed && !may_follow_closed) return false;
-        if (end.state == EndState::dead && end.slot < g.shape.max_peers) {
+        if (end.state == EndState::failed && keeper != nullptr && keeper->load(order::end.acquire) != 0) return false;
+        if (has_died(end.state) && end.slot < g.shape.max_peers) {
             PeerSlot& peer = by->peer(end.slot);
             if (state_of(peer.identity.load(order::identity.acquire)) == PeerState::dying &&
                 (peer.epoch.load(order::epoch.acquire) & EPOCH_MASK) == end.peer_epoch)
@@ -142,7 +144,7 @@ class Channel {
     bool is_being_reaped(End end) const {
         if (!is_known(end)) return false;
         u64 identity = by->peer(end.slot).identity.load(order::identity.acquire);
-        if (end.state == EndState::dead) return state_of(identity) == PeerState::dying;
+        if (has_died(end.state)) return state_of(identity) == PeerState::dying;
         return end.state == EndState::live && look_at(identity).liveness == Liveness::gone;
     }
     // Returns whether `take` has claimed an end, index or any of `count`, within REAPED_NS while is_due(i) for one: it

@@ -216,7 +216,10 @@ static_assert(sizeof(StoreHeader) == 4 * LINE);
 // A lane is the byte ring of one sender; every receiver has a cursor in it. ring: 1 lane, 1 receiver.
 // broadcast: 1 lane, N receivers. inbox: N lanes, 1 receiver. An end's word: state:8 | slot:8 |
 // epoch of the peer in that slot:24 | epoch of the end:24.
-enum class EndState : u32 { expected = 0, live = 1, closed = 2, dead = 3 };
+// dead: marked by a reaper, after its peer is dying. failed: by its owner, and its peer may live: another may have
+// taken the end before the owner leaves, so a reaper cleans up after it only while it has a keeper.
+enum class EndState : u32 { expected = 0, live = 1, closed = 2, dead = 3, failed = 4 };
+inline bool has_died(EndState state) { return state == EndState::dead || state == EndState::failed; }
 enum class CursorMode : u32 { out = 0, counted = 1, joining = 2 };
 
 // The ring of a lane, positions growing to the right (they never wrap; the index is position modulo lane_nbytes):

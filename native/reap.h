@@ -29,11 +29,13 @@ inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_becom
     auto is_still = [&] { return by.peer(slot).identity.load(order::identity.acquire) == identity; };
     if (!is_still()) return 0;  // the epoch was read after the identity: it may be a successor's
     End end{};
-    // True, and which it was: this end is that peer's, and to be cleaned up after. One that is closed has been.
-    auto was_its = [&](Shared<u64>& word) {
+    // True, and which it was: this end is that peer's, and to be cleaned up after. One that is closed has been, and so
+    // has one that failed and is not kept.
+    auto was_its = [&](Shared<u64>& word, Shared<u64>* keeper = nullptr) {
         u64 seen = word.load(order::end.acquire);
         end = end_of(seen);
         if (end.slot != slot || end.peer_epoch != epoch || !is_still()) return false;
+        if (end.state == EndState::failed) return keeper != nullptr && keeper->load(order::end.acquire) == seen;
         if (end.state != EndState::live) return end.state == EndState::dead;
         if (ends_become == EndState::closed) return true;
         end.state = EndState::dead;
@@ -43,12 +45,13 @@ inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_becom
     ChannelHeader& head = *by.segment().at<ChannelHeader>(g.channel);
     Lane* lanes = by.segment().at<Lane>(g.lanes);
     for (u32 r = 0; r < g.shape.receivers; ++r) {
-        if (!was_its(by.segment().at<ReceiverSlot>(g.receivers)[r].word)) continue;
+        ReceiverSlot& receiver = by.segment().at<ReceiverSlot>(g.receivers)[r];
+        if (!was_its(receiver.word, &receiver.keeper)) continue;
         receivers |= 1ull << r;
         for (u32 i = 0; i < g.shape.lanes; ++i) {
             put_out(by.segment().at<Cursor>(g.cursors)[i * g.shape.receivers + r].mode, end.epoch);
         }
-        by.segment().at<ReceiverSlot>(g.receivers)[r].waits.since_ns.store(0, RELAXED);
+        receiver.waits.since_ns.store(0, RELAXED);
         // Bits that are not ours: a peer that clears them rings all bells afterwards (wake_everybody).
         head.bell.parked.fetch_and(~(1ull << r), order::bell.seq_cst);
         head.bell.parked_async.fetch_and(~(1ull << r), order::bell.seq_cst);

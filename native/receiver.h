@@ -26,14 +26,14 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
         bool was_expected = false;
         auto take = [&] {
-            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
+            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead, EndState::failed})
                 for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
                     u64 before;
                     if ((index >= 0 && static_cast<u32>(index) != r) ||
-                        end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted ||
-                        channel_.receiver(r).keeper.load(order::end.acquire) != 0)
+                        end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted)
                         continue;
-                    if (!channel_.claim(channel_.receiver(r).word, true, before, epoch_)) continue;
+                    if (!channel_.claim(channel_.receiver(r).word, true, before, epoch_, &channel_.receiver(r).keeper))
+                        continue;
                     channel_.receiver(r).ended.store(before, RELAXED);
                     was_expected = wanted == EndState::expected;
                     index_ = r;
@@ -352,7 +352,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         // The only way to another sender of a ring or broadcast is a death; an inbox's lane may have changed hands in
         // peace.
         bool died = !view.is_told && view.sender_epoch != 0;
-        if (channel_.is_inbox()) died = died && before.state == EndState::dead && before.epoch == view.sender_epoch;
+        if (channel_.is_inbox()) died = died && has_died(before.state) && before.epoch == view.sender_epoch;
         u32 current = end_of(channel_.lane(i).word.load(order::end.acquire)).epoch;
         view.sender_epoch = (current & 0xffff) == epoch ? current : (current & 0xff0000) | epoch;
         view.is_told = false;
@@ -367,7 +367,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             LaneView& view = lanes_[i];
             End end = end_of(channel_.lane(i).word.load(order::end.acquire));
             if (end.state == EndState::expected || end.state == EndState::live) is_all_ended = false;
-            if (end.state != EndState::dead || (view.is_told && view.sender_epoch == end.epoch)) continue;
+            if (!has_died(end.state) || (view.is_told && view.sender_epoch == end.epoch)) continue;
             if ((view.is_counted || was_admitted(i)) &&
                 channel_.lane(i).committed.load(order::publish.acquire) != view.position) {
                 channel_.head.ready.fetch_or(1ull << i, order::ready.release);  // what it had committed comes first
@@ -432,10 +432,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
     u64 word(EndState state) const { return make_word({state, channel_.by->slot(), channel_.by->epoch(), epoch_}); }
     void fail(const std::string& failure) {
         write_failure(slot_->failure, epoch_, failure);
-        slot_->keeper.store(word(EndState::dead), order::end.release);
+        slot_->keeper.store(word(EndState::failed), order::end.release);
         PENSTOCK_POINT("fail.written");
         u64 seen = word(EndState::live);
-        slot_->word.compare_exchange_strong(seen, word(EndState::dead), order::end.acq_rel);
+        slot_->word.compare_exchange_strong(seen, word(EndState::failed), order::end.acq_rel);
         channel_.changed();
         ring_rooms();
     }
@@ -452,9 +452,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         slot_->waits.since_ns.store(0, RELAXED);
         // Closed last: from then on the place may be another's.
         auto finish = [index = index_, slot = slot_, live = word(EndState::live), closed = word(EndState::closed),
-                       dead = word(EndState::dead)](Attachment& by) {
+                       failed = word(EndState::failed)](Attachment& by) {
             if (!Pool(by).drop_receiver(index)) return false;
-            u64 seen = live, keeper = dead;
+            u64 seen = live, keeper = failed;
             slot->word.compare_exchange_strong(seen, closed, order::end.acq_rel);
             slot->keeper.compare_exchange_strong(keeper, 0, order::end.acq_rel);
             return true;

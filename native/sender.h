@@ -28,7 +28,7 @@ class Sender {
         : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
         u64 before = 0;
         auto take = [&] {
-            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead})
+            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead, EndState::failed})
                 for (u32 i = 0; i < channel_.g.shape.lanes; ++i)
                     if ((index < 0 || static_cast<u32>(index) == i) &&
                         end_of(channel_.lane(i).word.load(order::end.acquire)).state == wanted &&
@@ -65,7 +65,7 @@ class Sender {
         // A receiver that died before we came is not our news.
         for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
             End end = end_of(channel_.receiver(r).word.load(order::end.acquire));
-            told_.push_back(end.state == EndState::dead || end.epoch == 0 ? end.epoch : end.epoch - 1);
+            told_.push_back(has_died(end.state) || end.epoch == 0 ? end.epoch : end.epoch - 1);
         }
     }
     ~Sender() {
@@ -260,7 +260,7 @@ class Sender {
         if (is_reserved_ && !reservation_.is_spilled) keep_room();
         u64 seen = word(EndState::live);
         if (failure != nullptr) write_failure(lane_->failure, epoch_, *failure);
-        lane_->word.compare_exchange_strong(seen, word(failure != nullptr ? EndState::dead : EndState::closed),
+        lane_->word.compare_exchange_strong(seen, word(failure != nullptr ? EndState::failed : EndState::closed),
                                             order::end.acq_rel);
         // From here on the lane may have another sender.
         if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
@@ -425,7 +425,7 @@ class Sender {
             if (mode == CursorMode::joining) lane_->joining.fetch_or(1ull << r, order::joining.acq_rel);
             End end = end_of(channel_.receiver(r).word.load(order::end.acquire));
             if (end.state == EndState::live) end = end_of(channel_.receiver(r).ended.load(RELAXED));
-            if (end.state != EndState::dead || end.epoch <= told_[r] || dead != NONE) continue;
+            if (!has_died(end.state) || end.epoch <= told_[r] || dead != NONE) continue;
             dead = r;
             ended = end;
         }
@@ -441,7 +441,7 @@ class Sender {
     [[noreturn]] void refuse_without_receivers() {
         for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
             End end = end_of(channel_.receiver(r).word.load(order::end.acquire));
-            if (end.state == EndState::dead) throw channel_.died("receiver", r, end);
+            if (has_died(end.state)) throw channel_.died("receiver", r, end);
         }
         throw Error(Fault::end_of_channel, format("'%s' has no receiver left: all have closed", name()));
     }

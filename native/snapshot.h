@@ -70,7 +70,8 @@ inline const char* end_word(EndState state) {
         case EndState::expected: return "expected";
         case EndState::live: return "live";
         case EndState::closed: return "closed";
-        case EndState::dead: return "dead";
+        case EndState::dead:
+        case EndState::failed: return "dead";
         default: return "corrupt";
     }
 }
@@ -80,7 +81,7 @@ inline void add_end(Node& node, Attachment& by, End end, const Failure& failure)
     node.set("state", end_word(end.state)).set("peer", is_known ? end.slot : ~0ull).set("epoch", end.epoch);
     node.set("name", is_known ? by.name_of(end.slot) : "")
         .set("pid", is_known ? static_cast<u64>(pid_of(by.peer(end.slot).identity.load(order::identity.acquire))) : 0)
-        .set("failure", end.state == EndState::dead ? read_failure(failure, end.epoch) : "");
+        .set("failure", has_died(end.state) ? read_failure(failure, end.epoch) : "");
 }
 
 inline u64 holder_of_lock(u32 word) { return word == 0 ? ~0ull : (word & 0xff) - 1; }

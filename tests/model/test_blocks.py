@@ -7,7 +7,7 @@
     pend, open_pending  pool.h    Pool::pend, Pool::open_pending
     return_if_last, announce_return, drop_receiver, give_back, recover_block, rebuild: of the same names
     reap_holdings       reap.h    of the same name; reap and put_out are in native.py
-    let_go              receiver.h  Receiver::let_go;  leave: Attachment::leave (peers.h)
+    let_go, fail        receiver.h  of the same names;  leave: Attachment::leave (peers.h);  claim: Channel::claim (channel.h)
 
 Three things must be as here, and the tests that leave them out show why: a reaper that finds another peer in the slot
 after it has read the epoch goes no further (reap_holdings); a receiver that leaves looks at pending under the lock
@@ -272,6 +272,32 @@ class Peer:
         if is_last:
             yield from self.announce_return()
 
+    def fail(self, r: int) -> Step:
+        """The word says failed at once, and the keeper holds the place until all is given back."""
+        mine = ("failed", self.slot, self.epoch)
+        yield store(("keeper", r), mine, orders.end.release)
+        yield cas(("word", r), ("live", self.slot, self.epoch), mine, orders.end.acq_rel)
+        yield from put_out(("mode", r), 1)
+        yield from self.drop_receiver(r)
+        yield cas(("keeper", r), mine, None, orders.end.acq_rel)
+
+    def claim(self, r: int) -> Step:
+        """Takes the place of a receiver that has closed or failed. Returns whether it was free."""
+        state, owner, epoch = yield load(("word", r), orders.end.acquire)
+        if state == "live":
+            return False
+        if state == "failed":
+            keeper = yield load(("keeper", r), orders.end.acquire)
+            if keeper is not None and self.mutation != "no keeper":
+                return False
+            del keeper
+            peer_state, _ = yield load(("identity", owner), orders.identity.acquire)
+            if peer_state == "dying":
+                return False
+            del peer_state
+        found = yield cas(("word", r), (state, owner, epoch), ("live", self.slot, self.epoch), orders.end.acq_rel)
+        return found == (state, owner, epoch)
+
     def let_go(self, r: int) -> Step:
         """The word is closed last: from then on the place may be somebody else's."""
         if self.mutation == "closed before all is given back":
@@ -316,6 +342,11 @@ class Peer:
                 yield from put_out(("mode", r), 1)
             del is_its
         yield from self.give_back(slot, epoch, identity, dead_receivers)
+        for r in range(receivers):
+            keeper = yield load(("keeper", r), orders.end.acquire)
+            if keeper is not None and keeper[1:] == (slot, epoch):
+                yield cas(("keeper", r), keeper, None, orders.end.acq_rel)
+            del keeper
 
     def end_it(self, r: int, slot: int, epoch: int, identity: Any) -> Step:
         """A closed end has given everything back, and may be somebody else's already."""
@@ -325,6 +356,9 @@ class Peer:
         now = yield load(("identity", slot), orders.identity.acquire)
         if now != identity:
             return False
+        if state == "failed" and self.mutation != "failed ends are reaped":
+            keeper = yield load(("keeper", r), orders.end.acquire)
+            return keeper == (state, owner, its_epoch)
         if state == "live":
             yield cas(("word", r), (state, owner, its_epoch), ("dead", owner, its_epoch), orders.end.acq_rel)
         return state != "closed" or self.mutation == "closed ends are reaped"
@@ -582,6 +616,7 @@ def channel(*names: str, receivers: int = 1) -> Words:
     for r in range(receivers):
         words["mode", r] = ("counted", 1)
         words["word", r] = ("live", 1 + r, 1)
+        words["keeper", r] = None
     return words
 
 
@@ -684,8 +719,9 @@ def test_a_receiver_that_dies_anywhere_gives_back_what_was_granted_to_it() -> No
     dying_receiver().holds(500)
 
 
-def succession(mutation: str = "") -> Scene:
-    """A receiver closes, then its process leaves; another takes its place, is admitted, and is sent a record."""
+def succession(mutation: str = "", fails: bool = False) -> Scene:
+    """A receiver closes or fails, then its process leaves, or dies on the way; another takes its place, is admitted, and
+    is sent a record."""
     names = ["sender", "first", "second"]
     peers = 3
 
@@ -701,13 +737,15 @@ def succession(mutation: str = "") -> Scene:
 
     def first() -> Step:
         me = Peer(1, peers, mutation)
-        yield from me.let_go(0)
+        yield from me.fail(0) if fails else me.let_go(0)
         yield from me.leave("first", 1)
 
     def second() -> Step:
         me = Peer(2, peers, mutation)
-        yield until(("word", 0), is_closed)
-        yield cas(("word", 0), ("closed", 1, 1), ("live", 2, 1), orders.end.acq_rel)  # Channel::claim
+        is_mine = False
+        while not is_mine:
+            yield until(("word", 0), is_closed)
+            is_mine = yield from me.claim(0)
         yield store(("mode", 0), ("joining", 2), orders.mode.release)
         yield until("committed", bool)
         is_granted = yield from me.open_pending(1, 0)
@@ -724,7 +762,7 @@ def is_joining(mode: tuple[str, int]) -> bool:
 
 
 def is_closed(word: tuple[str, int, int]) -> bool:
-    return word[0] == "closed"
+    return word[0] in ("closed", "failed")
 
 
 def test_a_receiver_that_leaves_slowly_takes_nothing_from_the_next_in_its_place() -> None:
@@ -734,3 +772,12 @@ def test_a_receiver_that_leaves_slowly_takes_nothing_from_the_next_in_its_place(
 @pytest.mark.parametrize("mutation", ["closed before all is given back", "closed ends are reaped"])
 def test_a_place_that_is_free_before_all_is_given_back_costs_the_next_one_its_record(mutation: str) -> None:
     succession(mutation).fails("taken from it")
+
+
+def test_a_receiver_that_fails_takes_nothing_from_the_next_in_its_place() -> None:
+    succession(fails=True).holds(100)
+
+
+@pytest.mark.parametrize("mutation", ["no keeper", "failed ends are reaped"])
+def test_a_failed_receiver_needs_a_keeper_until_all_is_given_back(mutation: str) -> None:
+    succession(mutation, fails=True).fails("taken from it")
