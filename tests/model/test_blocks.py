@@ -7,7 +7,8 @@
     pend, open_pending  pool.h    Pool::pend, Pool::open_pending
     return_if_last, announce_return, drop_receiver, give_back, recover_block, rebuild: of the same names
     reap_holdings       reap.h    of the same name; reap and put_out are in native.py
-    let_go, fail        receiver.h  of the same names;  leave: Attachment::leave (peers.h);  claim: Channel::claim (channel.h)
+    let_go, fail        receiver.h  of the same names;  leave: Attachment::leave (peers.h)
+    claim               channel.h Channel::claim
 
 Three things must be as here, and the tests that leave them out show why: a reaper that finds another peer in the slot
 after it has read the epoch goes no further (reap_holdings); a receiver that leaves looks at pending under the lock
@@ -720,8 +721,7 @@ def test_a_receiver_that_dies_anywhere_gives_back_what_was_granted_to_it() -> No
 
 
 def succession(mutation: str = "", fails: bool = False) -> Scene:
-    """A receiver closes or fails, then its process leaves, or dies on the way; another takes its place, is admitted, and
-    is sent a record."""
+    """A receiver closes or fails, then its process leaves; another takes its place, is admitted, and is sent a record."""
     names = ["sender", "first", "second"]
     peers = 3
 
