@@ -721,7 +721,7 @@ def test_a_receiver_that_dies_anywhere_gives_back_what_was_granted_to_it() -> No
 
 
 def succession(mutation: str = "", fails: bool = False) -> Scene:
-    """A receiver closes or fails, and its process leaves; another takes its place, is admitted, and is sent a record."""
+    """A receiver closes or fails, then its process leaves; another takes its place, and is sent a record."""
     names = ["sender", "first", "second"]
     peers = 3
 
