@@ -17,7 +17,6 @@ from penstock.engine.worker.cpu_norm import RmsNorm
 from penstock.engine.worker.cpu_tensors import rows_of
 from penstock.engine.worker.paged_attention import (
     CPU_DTYPES,
-    NAME,
     AttentionStyle,
     KVCache,
     KVCacheShape,
@@ -125,7 +124,7 @@ def replace_attentions(model: nn.Module) -> None:
     replaced = stock = 0
     module: Any  # its method is replaced
     for module in model.modules():
-        if not all(hasattr(module, name) for name in PROJECTIONS) or _implementation(module) != NAME:
+        if not all(hasattr(module, name) for name in PROJECTIONS):
             continue
         attention = find_attention(module)
         if attention is None:
@@ -135,10 +134,6 @@ def replace_attentions(model: nn.Module) -> None:
         replaced += 1
     if replaced or stock:
         event("attention layers replaced", layers=replaced, stock=stock)
-
-
-def _implementation(module: Any) -> Any:
-    return getattr(getattr(module, "config", None), "_attn_implementation", None)
 
 
 def find_attention(layer: Any) -> CpuAttention | None:
@@ -155,7 +150,8 @@ def find_attention(layer: Any) -> CpuAttention | None:
     recorder = Recorder()
     try:
         expected, _ = layer(hidden_states=x, position_embeddings=(cos, sin), attention_mask=None, paged=recorder)
-    except (TypeError, ValueError, IndexError, RuntimeError):  # a layer with other arguments, or other embeddings
+    except (TypeError, ValueError, IndexError, AttributeError, RuntimeError):
+        # A layer with other arguments or other embeddings, as those of a vision encoder.
         return None
     if len(recorder.calls) != 1:
         return None
