@@ -72,8 +72,10 @@ std::string failure_of(nb::handle error) {
         return "an exception";
     }
 }
+bool are_abandoned_left_open = false;
 // The last reference to an open end goes. An exception may be the reason: it unwinds the frame that held the end.
 Abandonment abandoned() {
+    if (are_abandoned_left_open) return {Abandoned::leave_open, ""};
 #if PY_VERSION_HEX >= 0x030d0000
     bool is_ending = !Py_IsInitialized() || Py_IsFinalizing();
 #else
@@ -458,6 +460,9 @@ constexpr const char* FAIL =
 
 void bind_channel(nb::module_& m) {
     on_abandoned = abandoned;
+    m.def(
+        "leave_abandoned_ends_open", [] { are_abandoned_left_open = true; },
+        "From now on, open ends of this process stay open until the process ends, also without a reference.");
     m.def(
         "fail_open_ends",
         [](nb::handle error) {

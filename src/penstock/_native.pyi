@@ -249,6 +249,11 @@ class Attachment:
 
     def trim(self, keep: int = 0) -> int: ...
 
+def leave_abandoned_ends_open() -> None:
+    """
+    From now on, open ends of this process stay open until the process ends, also without a reference.
+    """
+
 def fail_open_ends(error: BaseException) -> None:
     """
     Ends all open ends of this process by an error: for a process that is about to end.

@@ -221,6 +221,7 @@ def stopping_sender(talk: Connection, where: str, point: str) -> None:
     sender.send(bytes(200_000))
     talk.send(("went on",))
     talk.recv()
+    sender.close()
 
 
 def stopping_reader(talk: Connection, where: str) -> None:

@@ -78,7 +78,9 @@ def test_the_end_of_an_engine_is_told_at_once(victim: str) -> None:
             pids = [process.pid for process in SnapshotReader(launcher).take().processes]
             os.kill(launcher if victim == "launcher" else keeper, signal.SIGKILL)
             end = await engine.ended
-            assert end.startswith("killed by SIGKILL\n" if victim == "launcher" else "the keeper was killed by SIGKILL")
+            assert end.startswith(
+                "killed by SIGKILL\n" if victim == "launcher" else "the keeper has ended: killed by SIGKILL"
+            )
             while any(Path(f"/proc/{pid}").exists() for pid in pids):
                 await asyncio.sleep(0.01)
         finally:

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import NoReturn
 
-from penstock import DeathCause, PeerDied, standard_streams
+from penstock import DeathCause, PeerDied, _native, standard_streams
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process_end import ProcessEnd, SignalRecord
@@ -141,15 +141,16 @@ class ChildProcess:
             self._end_of_patience.cancel()
         self._process.join()
         code = self._process.exitcode or 0
-        death = DeathCause.of_exit_code(code)
+        last_words = ""
         with contextlib.suppress(EOFError, OSError):
-            if code >= 0 and self._last_words.poll():
-                death = DeathCause(self._last_words.recv_bytes().decode(errors="replace"))
+            if self._last_words.poll():
+                last_words = self._last_words.recv_bytes().decode(errors="replace")
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
         cause = Cause(code - REMOTE_LOSS) if code - REMOTE_LOSS in list(Cause) else None
-        return ProcessEnd(death, code == CANNOT_START, cause).with_record(record, self.pid)
+        end = ProcessEnd(DeathCause.of_exit_code(code), code == CANNOT_START, cause, last_words=last_words)
+        return end.with_record(record, self.pid)
 
 
 def child_main(
@@ -172,6 +173,8 @@ def child_main(
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
     logs.configure(str(member), tree.config.log_format, tree.config.log_level)
     StatusBoard(tree.board, writable=True).record_fatal_signals(tree.place_of(member))
+    # Peers learn of an error with the end of the process, not before: the launcher must see this process end first.
+    _native.leave_abandoned_ends_open()
     try:
         _ends = run(tree, member)
     except CannotStart as error:

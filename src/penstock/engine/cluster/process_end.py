@@ -36,14 +36,19 @@ class SignalRecord(NamedTuple):
 class ProcessEnd(NamedTuple):
     """Why a process has ended."""
 
-    death: DeathCause
+    death: DeathCause  # as the kernel reports it
     is_lasting: bool = False  # the process could not start, and the next attempt would meet the same error
     cause: Cause | None = None  # of the loss of a group on another node; None: the process itself is the reason
     is_sent: bool = False  # another process is known to have sent the signal
+    last_words: str = ""  # of the process about its error
+
+    @property
+    def how(self) -> str:
+        return self.last_words or self.death.text
 
     @property
     def is_caused_by_peer(self) -> bool:
-        return CAUSED_BY_PEER_DEATH in self.death.text
+        return CAUSED_BY_PEER_DEATH in self.last_words
 
     @property
     def is_killed(self) -> bool:

@@ -33,7 +33,7 @@ from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 REMOTE_RANKS, REMOTE_CORE = LINKS = ("remote_ranks", "remote_core")  # at home, and on a node that has workers only
-KILLED = DeathCause("killed by SIGKILL")  # the end of a process that the launcher kills with its unit
+KILLED = "killed by SIGKILL"  # the end of a process that the launcher kills with its unit
 
 Run: TypeAlias = Callable[[Cluster, ProcessId], object]  # what it returns lives until the process ends
 
@@ -206,7 +206,7 @@ class ProcessGroup:
         end, is_ours, was_loading = child.reap(record), self._is_broken, self.is_loading
         self._launcher.publish_pid(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
-        event("process ended", level, child=str(child.member), child_pid=child.pid, how=str(end.death))
+        event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
         self._launcher.reap(child.member)
         if self._launcher.is_stopping or self._is_broken:
             self._loss.add(child.pid, end)
@@ -219,7 +219,7 @@ class ProcessGroup:
             self._loss.begin(child.pid, end, ending, any(other.is_stopped for other in others))
             self._break(is_failure)
         if self._first is None or (
-            self._first[1].is_caused_by_peer and not end.is_caused_by_peer and end.death != KILLED
+            self._first[1].is_caused_by_peer and not end.is_caused_by_peer and end.how != KILLED
         ):
             self._first = str(child.member), end
         if not self.children:
@@ -278,9 +278,9 @@ class ProcessGroup:
         if self._launcher.is_stopping:
             self._launcher.check_all_exited()
         elif end.is_lasting and not self._has_served:
-            self._launcher.fail(f"{name} cannot start: {end.death}")
+            self._launcher.fail(f"{name} cannot start: {end.how}")
         elif failures >= MAX_FAILURES and not self._has_served:
-            self._launcher.fail(f"{name} ended {failures} times before it served, the last time: {end.death}")
+            self._launcher.fail(f"{name} ended {failures} times before it served, the last time: {end.how}")
         elif not self._launcher.has_failed:
             pause = 0.0 if self._is_planned else self._back_off.seconds
             event("unit starts again", unit=self.name, after=pause, failed_starts=failures)

@@ -149,14 +149,14 @@ class Uplink:
     # ── in a thread of its own ──
     def _watch(self, link: Link, incarnation: int) -> None:
         """Waits until the group ends or the node drains, and reports it to the home node, which ends the link."""
-        sender = self._losses.open_sender(name=str(self._me))
-        while self._serves(incarnation):
-            time.sleep(LOOK_AGAIN)
-        report = self._report(incarnation)
-        event("group reported lost", group=self._group, cause=Cause(report.cause).name.lower())
-        sender.send(report, REPORT_TIMEOUT)
-        time.sleep(REPORT_TIMEOUT)
-        link.stop(report.reason)
+        with self._losses.open_sender(name=str(self._me)) as sender:
+            while self._serves(incarnation):
+                time.sleep(LOOK_AGAIN)
+            report = self._report(incarnation)
+            event("group reported lost", group=self._group, cause=Cause(report.cause).name.lower())
+            sender.send(report, REPORT_TIMEOUT)
+            time.sleep(REPORT_TIMEOUT)
+            link.stop(report.reason)
 
     def _report(self, incarnation: int) -> LossReport:
         none = np.empty(0, np.int32)

@@ -13,11 +13,11 @@ from penstock.errors import DeathCause
 
 
 def ended(text: str, cause: Cause | None = None) -> ProcessEnd:
-    return ProcessEnd(DeathCause(text), cause=cause)
+    return ProcessEnd(DeathCause.of_exit_code(1), cause=cause, last_words=text)
 
 
 def killed_by(number: signal.Signals) -> ProcessEnd:
-    return ended(f"killed by {number.name}")
+    return ProcessEnd(DeathCause.of_exit_code(-number))
 
 
 PEER = ended("PeerDied: worker 0.0 #1 died")
