@@ -135,7 +135,7 @@ def test_what_is_compiled_for_some_processors_has_nothing_that_a_linker_could_ta
     assert done.returncode == 0, done.stderr
     shown = run("nm", "--demangle", "--extern-only", "--defined-only", target, folder=tmp_path).stdout
     names = {line.partition("(")[0].split()[-1].rpartition("::")[2] for line in shown.splitlines()}
-    assert {line.split()[1] for line in shown.splitlines()} <= {"T", "D"}, shown  # code, and a table of functions; not W
+    assert {line.split()[1] for line in shown.splitlines()} <= {"T", "D"}, shown  # code, or a table of functions
     allowed = {kernel, f"{kernel}_sums"}  # a name has the processor in it
     if kernel == "packed_linear_amx":
         allowed.add("allow_amx")  # asks the operating system for tile registers
