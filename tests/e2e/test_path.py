@@ -37,7 +37,8 @@ def test_files_of_a_requests_path_in_the_readme_run_for_one_streamed_chat() -> N
     printed = {(process, file) for process, _, file, _ in map(str.split, rows[1:])}  # "core 0.0 engine/…/x.py 16"
     assert all((ROOT / "src" / "penstock" / file).is_file() for _, file in printed)
     counts = Counter(process for process, _ in printed)
-    assert last == f"Python files of src/penstock: {', '.join(f'{process} 0.0 {n}' for process, n in counts.items())}"
+    numbers = ", ".join(f"{process} 0.0 {counts[process]}" for process in ("server", "core", "worker", "output"))
+    assert last == f"Python files of src/penstock: {numbers}"
     limits = {process: int(limit) for limit, process in re.findall(r"(\d+) in the (\w+)", section_of_the_readme())}
     assert limits.keys() == counts.keys()
     # Files of heartbeats and metrics run now and then, a few in each process.
