@@ -565,3 +565,13 @@ def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
         cli.main(["--version"])
     assert ended.value.code == 0
     assert capsys.readouterr().out == f"penstock {penstock.__version__}\n"
+
+
+def test_exception_of_an_end_is_in_the_table() -> None:
+    with penstock.Ring(name="failing") as ring:
+        with contextlib.suppress(RuntimeError), ring.open_sender(name="worker 0"):
+            raise RuntimeError("no such layer")
+        done = subprocess.run(
+            [sys.executable, "-m", "penstock", "inspect", str(os.getpid())], capture_output=True, text=True, timeout=60
+        )
+    assert "dead: RuntimeError: no such layer" in done.stdout, done.stdout + done.stderr

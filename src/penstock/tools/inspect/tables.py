@@ -10,6 +10,7 @@ from penstock.tools.tables import Table
 
 MAX_NAMES = 8  # of messages, in a title
 MAX_ITEMS = 16  # of a store; --json has all
+MAX_FAILURE = 60  # characters of the exception of an end; --json has all
 
 
 def processes_with_segments(snapshot: Json) -> list[Json]:
@@ -103,6 +104,8 @@ def end_row(segment: Json, role: str, end: Json) -> tuple[str, ...]:
     if state == "live" and end["waiting_ns"] > 0:
         is_idle = role == "receiver" and end["records_behind"] == 0
         state = f"{'idle' if is_idle else 'waiting'} {in_seconds(end['waiting_ns'])}"
+    elif end["failure"]:
+        state = f"{state}: {end['failure'][:MAX_FAILURE]}"
     behind = ""
     if role == "receiver":
         behind = f"{end['records_behind']} ({in_units(end['nbytes_behind'])})" if end["records_behind"] else "0"
