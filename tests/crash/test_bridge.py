@@ -175,7 +175,7 @@ def test_a_side_that_is_stopped_is_noticed_and_finds_itself_alone_when_it_goes_o
 
 
 @pytest.mark.parametrize("stopped", [0, 1], ids=["home", "away"])
-def test_a_link_goes_on_when_its_connection_was_reset_while_a_side_was_stopped(stopped: int) -> None:
+def test_link_goes_on_after_a_reset_while_a_side_is_stopped(stopped: int) -> None:
     source, target = Ring(), Ring()
     between: list[object] = []
     specs = (replace(spec, silence_s=5.0) for spec in channels(source, target))

@@ -216,7 +216,7 @@ def test_end_that_failed_can_be_taken_again_while_its_process_lives() -> None:
                 assert receiver.receive(timeout=5) == b"%d" % number
 
 
-def test_records_of_a_failed_receiver_keep_their_room_while_views_show_them() -> None:
+def test_records_of_a_failed_receiver_keep_their_room_while_viewed() -> None:
     with penstock.Ring(penstock.Buffer) as ring, ring.open_sender() as sender:
         receiver = ring.open_receiver()
         sender.send(b"view")

@@ -175,7 +175,7 @@ def test_frames_are_delivered_once_in_order_whatever_is_reset() -> None:
 
 
 @tiers.needs_all
-def test_frames_are_delivered_once_in_order_after_two_resets_of_the_listening_side() -> None:
+def test_frames_are_delivered_once_in_order_after_two_resets_of_a_listener() -> None:
     resumed(3, only="b").holds(10_000)
 
 
@@ -192,7 +192,7 @@ def test_frames_are_lost_or_repeated_without_a_part_of_the_protocol(mutation: st
     resumed(3, mutation=mutation, only="a").fails(how)
 
 
-# ── the end of a link whose process was replaced ──
+# ── the end of a link after its process was replaced ──
 RUNS, SUSPENDED, HANDED = "runs", "suspended", "handed on"
 
 

@@ -1,4 +1,4 @@
-"""A link whose connection is reset goes on where it was: frames and values arrive once, in order, as they were sent."""
+"""A link goes on after a reset of its connection: frames and values arrive once, in order, as they were sent."""
 
 import contextlib
 import random

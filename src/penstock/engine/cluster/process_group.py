@@ -116,10 +116,8 @@ class ProcessGroup:
             self._start_all()
         except OSError as error:  # no memory, descriptors or processes left
             event("unit could not be started", logging.ERROR, unit=self.name, error=str(error))
-            self._first, self._is_start_refused = (
-                (self.name, ProcessEnd(DeathCause(f"could not be started: {error}"))),
-                True,
-            )
+            self._first = self.name, ProcessEnd(DeathCause(f"could not be started: {error}"))
+            self._is_start_refused = True
             self._break(is_failure=True)
             if not self.children:
                 self._all_ended()
@@ -157,10 +155,8 @@ class ProcessGroup:
             self._start_process(member, run, self._launcher.tree)
         except OSError as error:
             event("process could not be started", logging.ERROR, child=str(member), error=str(error))
-            self._first, self._is_start_refused = (
-                (str(member), ProcessEnd(DeathCause(f"could not be started: {error}"))),
-                True,
-            )
+            self._first = str(member), ProcessEnd(DeathCause(f"could not be started: {error}"))
+            self._is_start_refused = True
             self._break(is_failure=False)
 
     # ── the end ──
