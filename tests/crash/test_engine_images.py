@@ -125,6 +125,9 @@ def test_servers_die_while_they_put_and_hold_images() -> None:
                 os.kill(victim.pid, signal.SIGKILL)
                 await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
                 await tree.until(lambda: tree.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten
+            await tree.until(
+                lambda: len(servers(tree)) == 2 and tree.number(StatusBoard.OPEN) > 4, START
+            )  # handle SIGTERM
             for unit in tree.launcher.units:
                 if not unit.is_group:
                     unit.signal(signal.SIGTERM)

@@ -38,7 +38,8 @@ class Child:
         return not select.select([self.fd], [], [], 0)[0]
 
     def kill(self, number: int = signal.SIGKILL) -> None:
-        signal.pidfd_send_signal(self.fd, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended at a point of its own
+            signal.pidfd_send_signal(self.fd, number)
 
     def gone_at(self, within: float = WATCHDOG) -> float:
         """Waits for the end of the process, and returns when that was to be seen."""

@@ -71,6 +71,7 @@ def test_an_example_runs_and_leaves_nobody(example: Path, tmp_path: Path) -> Non
             assert normalized(fence.text) in normalized(told), fence.where
 
 
+@pytest.mark.timeout(tiers.limit(300, soak=3600))
 def test_death_example_prints_what_the_documents_show(tmp_path: Path) -> None:
     def without_pid(text: str) -> str:
         return re.sub(r"\(pid \d+\)", "(pid N)", text)

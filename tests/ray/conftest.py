@@ -24,7 +24,6 @@ BEHIND = {
 needs_cluster = [
     pytest.mark.skipif(not HAS_RAY, reason=NO_RAY),
     pytest.mark.skipif(os.geteuid() != 0, reason="a network namespace of its own needs root"),
-    tiers.needs_all,
 ]
 
 
@@ -37,7 +36,7 @@ def namespace() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module", params=list(BEHIND))
+@pytest.fixture(scope="module", params=["proxy", *tiers.only_in_all("haproxy")])
 def front(request: pytest.FixtureRequest) -> str:
     """What stands in front of the replicas."""
     name: str = request.param

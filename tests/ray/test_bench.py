@@ -9,10 +9,11 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.ray.conftest import needs_cluster
 
 ROOT = Path(__file__).parents[2]
-pytestmark = [*needs_cluster, pytest.mark.timeout(600)]
+pytestmark = [*needs_cluster, tiers.needs_all, pytest.mark.timeout(600)]
 
 
 def test_a_quick_run_measures_every_case_of_replicas(tmp_path: Path) -> None:

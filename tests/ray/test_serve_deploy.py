@@ -16,6 +16,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.conftest import eventually
 from tests.ray.conftest import needs_cluster
 from tests.support.documents import ROOT, fences
@@ -96,7 +97,9 @@ def run_locally(home: Path) -> None:
             process.wait()
 
 
-@pytest.mark.parametrize("is_after_run", [False, True], ids=["first", "after-serve-run"])
+@pytest.mark.parametrize(
+    "is_after_run", [pytest.param(False, id="first"), pytest.param(True, id="after-serve-run", marks=tiers.needs_all)]
+)
 def test_cluster_of_the_page_serves(home: Path, is_after_run: bool) -> None:
     if is_after_run:
         run_locally(home)

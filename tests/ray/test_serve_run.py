@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import tiers
 from tests.conftest import eventually
 from tests.ray.conftest import needs_cluster
 
@@ -43,11 +44,13 @@ def ray_tmp(namespace: None) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("arguments", "port", "name"),
     [
-        (["penstock.integrations.ray_serve:build", "device_model=simulated", "served_model_name=m"], 8000, "m"),
-        (["serve.yaml"], 8123, "from-yaml"),
+        pytest.param(
+            ["penstock.integrations.ray_serve:build", "device_model=simulated", "served_model_name=m"], 8000, "m",
+            marks=tiers.needs_all, id="builder",
+        ),
+        pytest.param(["serve.yaml"], 8123, "from-yaml", id="yaml"),
     ],
-    ids=["builder", "yaml"],
-)
+)  # fmt: skip
 def test_serve_run_serves_until_it_is_interrupted(
     arguments: list[str], port: int, name: str, ray_tmp: str, tmp_path: Path
 ) -> None:
