@@ -99,13 +99,13 @@ class Engine:
         self.launcher.start()
 
     def encodings(self) -> int:
-        rows = range(self.launcher.tree.config.data_parallel_size)
+        rows = range(self.launcher.cluster.config.data_parallel_size)
         return sum(self.launcher.board.row(number)[StatusBoard.ENCODINGS] for number in rows)
 
     async def serve(self, images: int, requests: int, at_once: int) -> dict[str, float]:
         """Answers so many requests, so many at a time."""
         before, turns = self.encodings(), asyncio.Semaphore(at_once)
-        async with Client(self.launcher.tree, 0) as client:
+        async with Client(self.launcher.cluster, 0) as client:
             prompts = [_request(images) for _ in range(requests)]
             began = time.monotonic()
             seconds = await asyncio.gather(*(_answer(client, turns, *prompt) for prompt in prompts))

@@ -115,7 +115,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--all", action="store_true", help="every cell of the grid")
     parser.add_argument("--cells", metavar="MSxBATCHxTP,…", type=cells_of, help="these, and no others")
     parser.add_argument("--style", choices=STYLES, help="of all answers: plain text, or finished chat chunks")
-    parser.add_argument("--seconds", metavar="S", type=float, help="of one tree's turn")
+    parser.add_argument("--seconds", metavar="S", type=float, help="of one cluster's turn")
     return parser.parse_args(arguments)
 
 

@@ -154,13 +154,13 @@ WIRES: dict[str, tuple[Any, Any]] = {"zeromq": (ZeromqCore, ZeromqWorker), "gloo
 
 
 # ── the core ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_core(wire: str, scratch: str, tree: Cluster, me: ProcessId) -> None:
-    spent.run(ClassicCore(tree, me, WIRES[wire][0](scratch, tree.config.tensor_parallel_size)), scratch)
+def run_core(wire: str, scratch: str, cluster: Cluster, me: ProcessId) -> None:
+    spent.run(ClassicCore(cluster, me, WIRES[wire][0](scratch, cluster.config.tensor_parallel_size)), scratch)
 
 
 class ClassicCore(EngineCore):
-    def __init__(self, tree: Cluster, me: ProcessId, wire: Any) -> None:
-        super().__init__(tree, me, OutputState.of(tree.config) if tree.config.output_processors == 0 else None)
+    def __init__(self, cluster: Cluster, me: ProcessId, wire: Any) -> None:
+        super().__init__(cluster, me, OutputState.of(cluster.config) if cluster.config.output_processors == 0 else None)
         self._steps.close()
         self._results.close()
         self._wire = self._steps = self._results = wire
@@ -183,14 +183,14 @@ class ClassicCore(EngineCore):
         step = self._plan.build(self._sequence.leader, self._sequence.next_number)
         self._sequence.number = step.number
         self._in_flight_requests.on_step(step, False)
-        self._schedule.apply(step)
+        self._batch.apply(step)
         self._wire.send((step.leader, step.number, self._whole_state(step)), self._config.step_timeout)
         self._outputs.queue(scheduler.on_sent(step), scheduler.closed)
         self._publish()
 
     def _whole_state(self, step: Step) -> vllm2024.ExecuteModelRequest:
         """Of all that run. The step has been applied."""
-        schedule = self._schedule
+        schedule = self._batch
         for slot in [] if step.left is None else step.left.tolist():
             del self._data[slot]
         images = {}
@@ -219,20 +219,20 @@ class ClassicCore(EngineCore):
         return vllm2024.ExecuteModelRequest(groups, running_queue_size=len(groups))
 
     def _process_result(self, done: StepDone) -> None:
-        sampled = self._schedule.sampled.tolist()  # there is no step after it yet
+        sampled = self._batch.sampled.tolist()  # there is no step after it yet
         for slot, one in zip(sampled, done.ids.tolist(), strict=True):
             self._data[slot][1].output_token_ids.append(one)
         super()._process_result(done)
 
 
 # ── the workers ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def run_worker(wire: str, scratch: str, tree: Cluster, me: ProcessId) -> None:
-    config, group = tree.config, tree.groups[me.group]
+def run_worker(wire: str, scratch: str, cluster: Cluster, me: ProcessId) -> None:
+    config, group = cluster.config, cluster.groups[me.group]
     assert config.simulated is not None, "this engine has no other device"
     device = SimulatedRunner(config.simulated, config.max_num_seqs)
     end = WIRES[wire][1](scratch, me.index, config.tensor_parallel_size)
-    row = StatusBoard(tree.board, writable=True).row(me.group)
-    inbox = group.inbox.open_sender(tree.worker_lane(me.index), name=str(me))
+    row = StatusBoard(cluster.board, writable=True).row(me.group)
+    inbox = group.inbox.open_sender(cluster.worker_lane(me.index), name=str(me))
     inbox.send(Ready(me.index, device.blocks, device.vocabulary), config.start_timeout)
     end.meet()
     names: dict[int, str] = {}  # by slot: whom the device knows

@@ -16,7 +16,7 @@ from bench.engine_cases.trees import OURS, START, Bench, Way
 from bench.harness.figures import Figures
 from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
-from penstock.engine.launcher import TreeFailed
+from penstock.engine.launcher import ClusterFailed
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import Style
 from penstock.errors import PenstockError
@@ -34,7 +34,7 @@ COLUMNS = {
     "B of text a token": lambda one: f"{one['text_nbytes_per_token']:.1f}",
     "load's CPU, cores": lambda one: f"{one['load_cores']:.3f}",
 }
-FAILURES = (PenstockError, TreeFailed, Wrong, OSError, RuntimeError)  # a TimeoutError is an OSError
+FAILURES = (PenstockError, ClusterFailed, Wrong, OSError, RuntimeError)  # a TimeoutError is an OSError
 
 
 class Cell(NamedTuple):
@@ -70,7 +70,7 @@ class Trees(Turns):
                 self._servers[name] = Server(bench)
 
     async def stop(self) -> dict[str, Path]:
-        """What each tree has left is in its folder."""
+        """What each cluster has left is in its folder."""
         for server in self._servers.values():
             server.close()
         self._servers.clear()
@@ -106,7 +106,7 @@ def one_round(seconds: float, chance: np.random.Generator, server: Server, cell:
 async def run_cell(
     trees: Trees, ways: Sequence[Way], cell: Cell, model: Path, vocabulary: int, scratch: Path, seconds: float
 ) -> Outcome:
-    """Every way's tree is up, and the others' rest, while one is measured."""
+    """Every way's cluster is up, and the others' rest, while one is measured."""
     device = SimulatedDevice(step_seconds=cell.step_ms / 1e3, blocks=BLOCKS, vocabulary=vocabulary)
     options = {
         "model": str(model),

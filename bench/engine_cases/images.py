@@ -57,7 +57,7 @@ class Asking:
         self.renew()
         self._way = server.bench.way
         if self._way.wire is None:
-            self._store, self._hits = server.bench.tree.store, 0
+            self._store, self._hits = server.bench.cluster.store, 0
         else:
             import zmq
 

@@ -1,7 +1,7 @@
-"""What is asked of a tree, by a server's ends that do as little as can be done: 2 cores are to serve, not to ask.
+"""What is asked of a cluster, by a server's ends that do as little as can be done: 2 cores are to serve, not to ask.
 
 It submits as the client does. What comes it stamps and counts by columns, and looks at closely only before the measured
-time begins: then each request's ids are compared with the device's rule. Leaves to `trees` whose tree it is.
+time begins: then each request's ids are compared with the device's rule. Leaves to `trees` whose cluster it is.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _numbers = itertools.count()
 
 
 class Wrong(Exception):
-    """A tree did not do what it was asked."""
+    """A cluster did not do what it was asked."""
 
 
 class Server:
@@ -48,14 +48,14 @@ class Server:
 
     def __init__(self, bench: Bench) -> None:
         self.bench = bench
-        tree, name = bench.tree, str(ProcessId("server", 0, 0, 1))
-        simulated = tree.config.simulated
+        cluster, name = bench.cluster, str(ProcessId("server", 0, 0, 1))
+        simulated = cluster.config.simulated
         assert simulated is not None, "this benchmark has no other device"
         self.rule = TokenRule(simulated)
         self.vocabulary = simulated.vocabulary
         self.row = bench.board.row(0)
-        self._deltas = tree.servers[0].open_receiver(name=name)
-        self._core = tree.groups[0].inbox.open_sender(0, name=name)
+        self._deltas = cluster.servers[0].open_receiver(name=name)
+        self._core = cluster.groups[0].inbox.open_sender(0, name=name)
 
     def close(self) -> None:
         for end in (self._deltas, self._core):

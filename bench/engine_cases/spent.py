@@ -1,4 +1,4 @@
-"""Where the core's time goes: the parts of a step, timed in the core of any tree, and told when it ends.
+"""Where the core's time goes: the parts of a step, timed in the core of any cluster, and told when it ends.
 
 One step in so many is timed, so that the clock does not cost the others anything. Leaves to the board what the core
 spends in all.
@@ -22,7 +22,7 @@ from penstock.engine.output.output_state import OutputState
 FILE = "spent.json"
 EVERY = 4  # steps, of which one is timed
 LAST = 100  # of those that are; those of the end: all decode
-# By name, where the method stands; a tree of another kind has not got all of them.
+# By name, where the method stands; a cluster of another kind has not got all of them.
 PARTS = {
     "take in": "_receive_requests",
     "plan": "_scheduler.schedule",
@@ -39,8 +39,11 @@ PARTS = {
 REST = "the rest"  # what of a step stands in no part: the loop between them, and the clock
 
 
-def run_core(folder: str, tree: Cluster, me: ProcessId) -> None:
-    run(EngineCore(tree, me, OutputState.of(tree.config) if tree.config.output_processors == 0 else None), folder)
+def run_core(folder: str, cluster: Cluster, me: ProcessId) -> None:
+    run(
+        EngineCore(cluster, me, OutputState.of(cluster.config) if cluster.config.output_processors == 0 else None),
+        folder,
+    )
 
 
 def run(core: EngineCore, folder: str) -> None:

@@ -1,6 +1,6 @@
 """Trees of processes of several kinds that are up at the same time: ours, ours with a part taken away, the classic way.
 
-Leaves to `classic` what the core and the workers of a classic tree do, and to `load` what is asked of a tree.
+Leaves to `classic` what the core and the workers of a classic cluster do, and to `load` what is asked of a tree.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from penstock.engine.protocol.config import EngineConfig
 
 OURS, IN_CORE, NO_OVERLAP, NEITHER = "penstock", "outputs-in-core", "no-overlap", "neither"
 CLASSIC_ZEROMQ, CLASSIC_GLOO = "classic-zeromq", "classic-gloo"
-START = 120.0  # seconds; until a tree serves beside others that start
+START = 120.0  # seconds; until a cluster serves beside others that start
 
 _CLASSIC = {"output_processors": 0, "async_scheduling": False}
 
 
 @dataclass(frozen=True)
 class Way:
-    """A kind of tree: how its configuration differs from ours, and how steps travel, if not by our broadcast."""
+    """A kind of cluster: how its configuration differs from ours, and how steps travel, if not by our broadcast."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
@@ -95,6 +95,6 @@ class Bench(Launcher):
         return next(child.pid for unit in self.units for child in unit.children.values() if child.member.kind == kind)
 
 
-def quietly(run: Callable[[Cluster, ProcessId], None], tree: Cluster, me: ProcessId) -> None:
+def quietly(run: Callable[[Cluster, ProcessId], None], cluster: Cluster, me: ProcessId) -> None:
     LOGGER.setLevel(logging.WARNING)
-    run(tree, me)
+    run(cluster, me)

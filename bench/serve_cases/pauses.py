@@ -72,9 +72,9 @@ def pauses(servers: Servers, directory: Path, longest: int, rounds: int, streams
         for name, groups in ((ANOTHER, 2), (ONLY, 1))
     }
     try:
-        for tree in trees.values():
-            tree.wait_for_an_answer()
-            tree.wait_until_whole()
+        for cluster in trees.values():
+            cluster.wait_for_an_answer()
+            cluster.wait_until_whole()
         found: dict[str, list[Figures]] = {name: [] for name in trees}
         for turn in range(rounds):
             for name in in_turn(list(trees), turn):
@@ -82,11 +82,11 @@ def pauses(servers: Servers, directory: Path, longest: int, rounds: int, streams
                     asyncio.run(one_kill(trees[name], streams, longest * 7 // 8, has_other=name == ANOTHER))
                 )
     finally:
-        for tree in trees.values():
-            tree.stop()
+        for cluster in trees.values():
+            cluster.stop()
     figures = {name: median_figures(found_rounds) for name, found_rounds in found.items()}
     for name, medians in figures.items():
-        servers.output.record("migration", OURS, tree=name, rounds=rounds, streams=streams, **medians)
+        servers.output.record("migration", OURS, cluster=name, rounds=rounds, streams=streams, **medians)
     columns = ["streams that paused", "pause, ms p50", "longest", "restart, ms", "longest pause - restart, ms"]
     keys = ("paused", "pause_p50_ms", "pause_max_ms", "restart_ms", "beyond_restart_ms")
     rows = [(name, [short(medians[key]) for key in keys]) for name, medians in figures.items()]

@@ -79,7 +79,7 @@ async def _tree(context: Context, way: str, path: str) -> AsyncIterator[tuple[Be
     try:
         bench.start()
         await bench.serving()
-        async with Client(bench.tree, 0) as client:
+        async with Client(bench.cluster, 0) as client:
             yield bench, client
     finally:
         await bench.stop()

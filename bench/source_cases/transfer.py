@@ -95,7 +95,7 @@ class _Asking:
 
     def _fill(self) -> None:
         """Writes all of the store once: the first touch of a page of shared memory costs more than its copy."""
-        store = self.bench.tree.store
+        store = self.bench.cluster.store
         value = np.zeros(FILLING_NBYTES, np.uint8)
         for _ in range(STORE_NBYTES // FILLING_NBYTES):
             with Scope(store, inline_nbytes=0) as scope:
@@ -124,7 +124,7 @@ class _Asking:
     def _ask(self, way: str, value: Any, key: bytes) -> float:
         """Returns the seconds from before the put to the first token, which follows the workers' views."""
         server = self.server
-        store = self.bench.tree.store if way == STORE else None
+        store = self.bench.cluster.store if way == STORE else None
         prompt = self.random.integers(0, server.vocabulary, PLACEHOLDER + 16, np.int32)
         began = time.monotonic()
         with Scope(store, inline_nbytes=0) as scope:

@@ -78,9 +78,9 @@ class HttpRequest:
         shown = {name: value for name, value in self.body.items() if name not in ("prompt", "messages")}
         return f"POST {self.path} {shown}"
 
-    async def ask(self, tree: Migrating, salt: str, progress: Progress) -> Answer:
+    async def ask(self, engine: Migrating, salt: str, progress: Progress) -> Answer:
         answer = Answer()
-        reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", engine.port)
         try:
             body = json.dumps({**self.body, "cache_salt": salt} if salt else self.body).encode()
             head = f"POST {self.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}"
@@ -186,10 +186,10 @@ class ClientRequest:
         }
         return f"Client, prompt of {len(self.prompt)}, {len(self.images)} images, {params}"
 
-    async def ask(self, tree: Migrating, salt: str, progress: Progress) -> Answer:
+    async def ask(self, engine: Migrating, salt: str, progress: Progress) -> Answer:
         answer = Answer()
         try:
-            stream = await tree.engine_client.submit(
+            stream = await engine.engine_client.submit(
                 self.prompt, self.params, values=self.images, priority=self.priority, salt=salt.encode()
             )
             async with stream:
@@ -279,8 +279,8 @@ def require_equal(requests: Sequence[AnyRequest], undisturbed: Sequence[Answer],
     assert not wrong, f"{len(wrong)} of {len(requests)} answers differ:\n" + "\n".join(wrong[:SHOWN])
 
 
-async def ask_all(tree: Migrating, requests: Sequence[AnyRequest], salt: str, progress: Progress) -> list[Answer]:
-    tasks = [asyncio.ensure_future(request.ask(tree, salt, progress)) for request in requests]
+async def ask_all(engine: Migrating, requests: Sequence[AnyRequest], salt: str, progress: Progress) -> list[Answer]:
+    tasks = [asyncio.ensure_future(request.ask(engine, salt, progress)) for request in requests]
     try:
         _, late = await asyncio.wait(tasks, timeout=ANSWERED_WITHIN)
         assert not late, f"{len(late)} of {len(tasks)} requests were not answered within {ANSWERED_WITHIN:g} s"

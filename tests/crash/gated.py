@@ -11,13 +11,13 @@ from penstock.engine.worker import worker
 GATE = "PENSTOCK_TEST_GATE"  # variable of the environment: the file that closes the gate while it exists
 
 
-def starts_behind_the_gate(tree: Cluster, me: ProcessId) -> None:
+def starts_behind_the_gate(cluster: Cluster, me: ProcessId) -> None:
     while me.incarnation > 1 and os.path.exists(os.environ[GATE]):
         time.sleep(0.01)
-    worker.run(tree, me)
+    worker.run(cluster, me)
 
 
-def fails_when_restarted(tree: Cluster, me: ProcessId) -> None:
+def fails_when_restarted(cluster: Cluster, me: ProcessId) -> None:
     if me.incarnation > 1:
         raise ValueError("the model's files have gone")
-    worker.run(tree, me)
+    worker.run(cluster, me)

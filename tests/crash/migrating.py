@@ -1,4 +1,4 @@
-"""A tree for tests of migration: one server process, and a client in this process beside it."""
+"""A server for tests of migration: one server process, and a client in this process beside it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ IN_PROCESS = 1  # index of the server whose place the test's own client takes
 
 
 class Migrating(Served):
-    """A tree with one server process, and a client in this process in the place of a second one."""
+    """A server with one server process, and a client in this process in the place of a second one."""
 
     engine_client: Client
 
@@ -33,7 +33,7 @@ class Migrating(Served):
             row = self.launcher.board.row(group)
             await self.until(lambda row=row: row[StatusBoard.OPEN] == 0)
             await self.until(lambda row=row: row[StatusBoard.FREE_BLOCKS] == row[StatusBoard.BLOCKS])
-        store = self.launcher.tree.store
+        store = self.launcher.cluster.store
         if store is not None:
             await self.until(lambda: not any(item.holders for item in store.stats().items))
             await self.until(lambda: store.stats().pool.blocks == len(store.stats().items))
@@ -66,9 +66,9 @@ async def migrating(
         try:
             launcher.start()
             await launcher.serving(start)
-            tree = Migrating(launcher, port)
-            async with tree.client, Client(launcher.tree, IN_PROCESS) as tree.engine_client:
-                yield tree
+            served = Migrating(launcher, port)
+            async with served.client, Client(launcher.cluster, IN_PROCESS) as served.engine_client:
+                yield served
         finally:
             late = await launcher.stop(drain)
         assert not late, f"had to be killed: {late}"

@@ -37,8 +37,8 @@ def hang() -> None:
     time.sleep(3600)
 
 
-def _run(tree: Cluster, me: ProcessId, fail: Any, place: int) -> None:
-    device = device_of(tree, me)
+def _run(cluster: Cluster, me: ProcessId, fail: Any, place: int) -> None:
+    device = device_of(cluster, me)
     launch = device.launch
     poison: dict[int, int] = {}  # length of the prompt, by slot
 
@@ -57,35 +57,35 @@ def _run(tree: Cluster, me: ProcessId, fail: Any, place: int) -> None:
         return launch(schedule, step)
 
     device.launch = launch_or_fail  # type: ignore[method-assign]
-    Worker(tree, me, device).run()
+    Worker(cluster, me, device).run()
 
 
-def raises_early(tree: Cluster, me: ProcessId) -> None:
-    _run(tree, me, raise_error, EARLY)
+def raises_early(cluster: Cluster, me: ProcessId) -> None:
+    _run(cluster, me, raise_error, EARLY)
 
 
-def raises_late(tree: Cluster, me: ProcessId) -> None:
-    _run(tree, me, raise_error, LATE)
+def raises_late(cluster: Cluster, me: ProcessId) -> None:
+    _run(cluster, me, raise_error, LATE)
 
 
-def segfaults_late(tree: Cluster, me: ProcessId) -> None:
-    _run(tree, me, segfault, LATE)
+def segfaults_late(cluster: Cluster, me: ProcessId) -> None:
+    _run(cluster, me, segfault, LATE)
 
 
-def aborts_early(tree: Cluster, me: ProcessId) -> None:
-    _run(tree, me, abort, EARLY)
+def aborts_early(cluster: Cluster, me: ProcessId) -> None:
+    _run(cluster, me, abort, EARLY)
 
 
-def hangs_late(tree: Cluster, me: ProcessId) -> None:
-    _run(tree, me, hang, LATE)
+def hangs_late(cluster: Cluster, me: ProcessId) -> None:
+    _run(cluster, me, hang, LATE)
 
 
-def output_raises(tree: Cluster, me: ProcessId) -> None:
+def output_raises(cluster: Cluster, me: ProcessId) -> None:
     """An output processor that fails with the first token of the poison."""
     from penstock.engine.output.detokenizer import load_vocabulary
     from penstock.engine.output.output_processor import OutputProcessor
 
-    output = OutputProcessor(tree, me, load_vocabulary(tree.config))
+    output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     process = output._state.process
 
     def process_or_fail(tokens: Any) -> Any:
@@ -99,12 +99,12 @@ def output_raises(tree: Cluster, me: ProcessId) -> None:
     output.close()
 
 
-def output_raises_at_the_end(tree: Cluster, me: ProcessId) -> None:
+def output_raises_at_the_end(cluster: Cluster, me: ProcessId) -> None:
     """An output processor that fails with the end of the poison: no step that the core sends from then on has it."""
     from penstock.engine.output.detokenizer import load_vocabulary
     from penstock.engine.output.output_processor import OutputProcessor
 
-    output = OutputProcessor(tree, me, load_vocabulary(tree.config))
+    output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     process, poison = output._state.process, set()
 
     def process_or_fail(tokens: Any) -> Any:
@@ -121,7 +121,7 @@ def output_raises_at_the_end(tree: Cluster, me: ProcessId) -> None:
     output.close()
 
 
-def core_raises_at_once(tree: Cluster, me: ProcessId) -> None:
+def core_raises_at_once(cluster: Cluster, me: ProcessId) -> None:
     """A core that fails when its scheduler gets the poison."""
     from penstock.engine.core.scheduler import Scheduler
 
@@ -135,10 +135,10 @@ def core_raises_at_once(tree: Cluster, me: ProcessId) -> None:
     Scheduler.submit = submit_or_fail  # type: ignore[method-assign]
     from penstock.engine.launcher import run_core
 
-    run_core(tree, me)
+    run_core(cluster, me)
 
 
-def core_raises(tree: Cluster, me: ProcessId) -> None:
+def core_raises(cluster: Cluster, me: ProcessId) -> None:
     """A core that fails with a result of the poison."""
     from penstock.engine.core.scheduler import Scheduler
 
@@ -153,4 +153,4 @@ def core_raises(tree: Cluster, me: ProcessId) -> None:
     Scheduler.on_result = on_result_or_fail  # type: ignore[method-assign]
     from penstock.engine.launcher import run_core
 
-    run_core(tree, me)
+    run_core(cluster, me)

@@ -54,11 +54,11 @@ class Mix:
         self._images = images
         self._number = 0
 
-    async def requests(self, tree: Migrating, count: int) -> list[AnyRequest]:
+    async def requests(self, engine: Migrating, count: int) -> list[AnyRequest]:
         """Stop strings are pieces of the answers without them, so those are asked first."""
         made = [self._request() for _ in range(count)]
         with_stop = [(at, request) for at, (request, has_stop) in enumerate(made) if has_stop]
-        answers = await ask_all(tree, [request for _, request in with_stop], "scout", Progress())
+        answers = await ask_all(engine, [request for _, request in with_stop], "scout", Progress())
         requests = [request for request, _ in made]
         for (at, request), answer in zip(with_stop, answers, strict=True):
             requests[at] = self._with_stop(request, answer)

@@ -25,8 +25,8 @@ class Strike:
 class Strikes:
     """Kills processes of groups with SIGKILL: each after a random share of what an undisturbed run delivers."""
 
-    def __init__(self, tree: Migrating, seed: int, progress: Progress, deliveries: int) -> None:
-        self._tree = tree
+    def __init__(self, engine: Migrating, seed: int, progress: Progress, deliveries: int) -> None:
+        self._engine = engine
         self._random = random.Random(seed)
         self._progress = progress
         self._deliveries = deliveries  # of the undisturbed run
@@ -49,8 +49,8 @@ class Strikes:
     def _victims(self, kind: str, must_serve: bool = True) -> list[ChildProcess]:
         return [
             child
-            for child in self._tree.children()
-            if child.member.kind == kind and (not must_serve or self._tree.serving(child.member.group))
+            for child in self._engine.children()
+            if child.member.kind == kind and (not must_serve or self._engine.serving(child.member.group))
         ]
 
     def _kill(self, victim: ChildProcess) -> None:
@@ -66,22 +66,22 @@ def shuffled_kinds(seed: int, kinds: Sequence[str] = GROUP_KINDS) -> Iterator[st
 
 
 async def compare(
-    tree: Migrating, requests: Sequence[AnyRequest], kinds: Sequence[str], seed: int, at_once: float = 0.0
+    engine: Migrating, requests: Sequence[AnyRequest], kinds: Sequence[str], seed: int, at_once: float = 0.0
 ) -> list[Strike]:
     """Asks all requests twice, with strikes the second time. Fails with the differences of each request."""
     progress = Progress()
     began = time.monotonic()
-    undisturbed = await ask_all(tree, requests, f"undisturbed {seed}", progress)
+    undisturbed = await ask_all(engine, requests, f"undisturbed {seed}", progress)
     between = time.monotonic()
     errors = [
         f"{request}: {answer.error}" for request, answer in zip(requests, undisturbed, strict=True) if answer.error
     ]
     assert not errors, errors
     counted = Progress()
-    strikes = Strikes(tree, seed, counted, progress.deliveries)
+    strikes = Strikes(engine, seed, counted, progress.deliveries)
     striking = asyncio.ensure_future(strikes.run(kinds, at_once=at_once))
     try:
-        disturbed = await ask_all(tree, requests, f"disturbed {seed}", counted)
+        disturbed = await ask_all(engine, requests, f"disturbed {seed}", counted)
     finally:
         striking.cancel()
         await asyncio.gather(striking, return_exceptions=True)

@@ -58,8 +58,8 @@ async def with_lives(life: Life, kind: str = "worker", **options: Any) -> AsyncI
             unit._parts = [(part, index, life if part == kind else run) for part, index, run in unit._parts]
 
     simulated = told(step_seconds=0.01, vocabulary=1000)
-    async with migrating(prepare=prepare, simulated=simulated, step_timeout=STEP_TIMEOUT, **options) as tree:
-        yield tree
+    async with migrating(prepare=prepare, simulated=simulated, step_timeout=STEP_TIMEOUT, **options) as engine:
+        yield engine
 
 
 def poison_over_http(*, is_streamed: bool) -> HttpRequest:
@@ -72,19 +72,19 @@ def poison_over_client(n: int = 2) -> ClientRequest:
     return ClientRequest([5, 6, POISON], SamplingParams(max_tokens=100, n=n, ignore_eos=True))
 
 
-async def must_blame(tree: Migrating, poison: list[AnyRequest], seed: int) -> list[Answer]:
+async def must_blame(engine: Migrating, poison: list[AnyRequest], seed: int) -> list[Answer]:
     """Returns the answers of the poison, of which none is right; all others are."""
-    others = await Mix(SHAPE, seed).requests(tree, BESIDE)
-    undisturbed = await ask_all(tree, others, "undisturbed", Progress())
-    beside = [asyncio.ensure_future(request.ask(tree, "disturbed", Progress())) for request in others]
+    others = await Mix(SHAPE, seed).requests(engine, BESIDE)
+    undisturbed = await ask_all(engine, others, "undisturbed", Progress())
+    beside = [asyncio.ensure_future(request.ask(engine, "disturbed", Progress())) for request in others]
 
     def are_all_submitted() -> bool:
         left = [request for request, task in zip(others, beside, strict=True) if not task.done()]
-        taken = sum(tree.number(StatusBoard.OPEN, group) for group in range(tree.config.data_parallel_size))
+        taken = sum(engine.number(StatusBoard.OPEN, group) for group in range(engine.config.data_parallel_size))
         return taken >= sum(map(prompts_of, left))
 
-    await tree.until(are_all_submitted)  # none of them is refused as no group serves
-    answers = await ask_all(tree, poison, "disturbed", Progress())
+    await engine.until(are_all_submitted)  # none of them is refused as no group serves
+    answers = await ask_all(engine, poison, "disturbed", Progress())
     require_equal(others, undisturbed, await asyncio.gather(*beside))
     return answers
 
@@ -114,12 +114,12 @@ def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactl
     life: Life, seed: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scene() -> None:
-        async with with_lives(life) as tree:
+        async with with_lives(life) as engine:
             request = poison_over_http(is_streamed=False)
             request.body["request_id"] = "the-poison"
-            (answer,) = await must_blame(tree, [request], seed)
+            (answer,) = await must_blame(engine, [request], seed)
             assert answer.status == 500, answer
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
     assert errors_of(capfd, "the-poison"), "the log does not name it"
@@ -129,10 +129,10 @@ def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactl
 @pytest.mark.timeout(240)
 def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> None:
     async def scene() -> None:
-        async with with_lives(raises_late) as tree:
-            (answer,) = await must_blame(tree, [poison_over_http(is_streamed=True)], seed)
+        async with with_lives(raises_late) as engine:
+            (answer,) = await must_blame(engine, [poison_over_http(is_streamed=True)], seed)
             assert answer.status == 200 and re.search(r"internal|blame|failed|500", answer.error), answer
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -142,11 +142,11 @@ def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> N
 @pytest.mark.parametrize("groups", [1, 2])
 def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(groups: int, seed: int) -> None:
     async def scene() -> None:
-        async with with_lives(raises_late, data_parallel_size=groups) as tree:
+        async with with_lives(raises_late, data_parallel_size=groups) as engine:
             poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
-            answers = await must_blame(tree, poison, seed)
+            answers = await must_blame(engine, poison, seed)
             assert [answer.status for answer in answers] == [500, 500], answers
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -166,10 +166,10 @@ def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no
     kind: str, life: Life, seed: int
 ) -> None:
     async def scene() -> None:
-        async with with_lives(life, kind) as tree:
-            (answer,) = await must_blame(tree, [poison_over_client(1)], seed)
+        async with with_lives(life, kind) as engine:
+            (answer,) = await must_blame(engine, [poison_over_client(1)], seed)
             assert answer.status == 500, answer
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -178,10 +178,10 @@ def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no
 @pytest.mark.timeout(240)
 def test_a_request_that_kills_its_worker_alone_in_the_engine_is_answered_500() -> None:
     async def scene() -> None:
-        async with with_lives(segfaults_late) as tree:
-            (answer,) = await ask_all(tree, [poison_over_client()], "", Progress())
+        async with with_lives(segfaults_late) as engine:
+            (answer,) = await ask_all(engine, [poison_over_client()], "", Progress())
             assert answer.status == 500, answer
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -192,18 +192,18 @@ def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> Non
     """The only request in all steps in flight is answered."""
 
     async def scene() -> None:
-        async with migrating(simulated=told(step_seconds=0.003, vocabulary=1000)) as tree:
+        async with migrating(simulated=told(step_seconds=0.003, vocabulary=1000)) as engine:
             request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=1500, n=2, ignore_eos=True))
-            (want,) = await ask_all(tree, [request], "undisturbed", Progress())
+            (want,) = await ask_all(engine, [request], "undisturbed", Progress())
             progress = Progress()
-            asking = asyncio.ensure_future(ask_all(tree, [request], "disturbed", progress))
+            asking = asyncio.ensure_future(ask_all(engine, [request], "disturbed", progress))
             for incarnation in range(1, 4):
-                await tree.until(lambda incarnation=incarnation: tree.serving(0) == incarnation, START)
+                await engine.until(lambda incarnation=incarnation: engine.serving(0) == incarnation, START)
                 before = progress.deliveries
-                await tree.until(lambda before=before: progress.deliveries > before)
-                tree.child(kind).signal(signal.SIGKILL)
+                await engine.until(lambda before=before: progress.deliveries > before)
+                engine.child(kind).signal(signal.SIGKILL)
             (got,) = await asking
             require_equal([request], [want], [got])
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())

@@ -54,12 +54,12 @@ class Record:
         )
 
 
-async def stream(tree: Migrating, record: Record, rng: random.Random) -> None:
+async def stream(engine: Migrating, record: Record, rng: random.Random) -> None:
     """Reads one stream, and compares the answer with the rule of the simulated device."""
     prompt, tokens = [rng.randrange(OTHERS) for _ in range(rng.randrange(1, 40))], rng.randrange(*TOKENS)
     ids: list[int] = []
     try:
-        answer = await tree.engine_client.submit(
+        answer = await engine.engine_client.submit(
             prompt, SamplingParams(max_tokens=tokens, ignore_eos=True), account="x"
         )
         last = time.monotonic()
@@ -73,16 +73,16 @@ async def stream(tree: Migrating, record: Record, rng: random.Random) -> None:
         record.errors.append(f"{error.status} {error.reason}")
         return
     record.streams += 1
-    assert ids == tree.rule.answer(np.array(prompt, np.int32), tokens)
+    assert ids == engine.rule.answer(np.array(prompt, np.int32), tokens)
 
 
-async def watch(tree: Migrating, record: Record) -> None:
+async def watch(engine: Migrating, record: Record) -> None:
     """Records how long each group does not serve."""
     lost: dict[int, float] = {}
     while True:
         now = time.monotonic()
         for group in range(ENGINES):
-            if not tree.serving(group):
+            if not engine.serving(group):
                 lost.setdefault(group, now)
             elif group in lost:
                 record.restarts.append(now - lost.pop(group))
@@ -90,19 +90,19 @@ async def watch(tree: Migrating, record: Record) -> None:
 
 
 @contextlib.asynccontextmanager
-async def streams(tree: Migrating, number: int, seed: int) -> AsyncIterator[Record]:
+async def streams(engine: Migrating, number: int, seed: int) -> AsyncIterator[Record]:
     """Keeps this number of streams open in the block, and lets them end after it."""
     record, is_over = Record(), asyncio.Event()
 
     async def client(index: int) -> None:
         rng = random.Random(seed + index)
         while not is_over.is_set():
-            await stream(tree, record, rng)
+            await stream(engine, record, rng)
 
-    watching = asyncio.ensure_future(watch(tree, record))
+    watching = asyncio.ensure_future(watch(engine, record))
     clients = [asyncio.ensure_future(client(index)) for index in range(number)]
     try:
-        await tree.until(lambda: record.streams >= number)
+        await engine.until(lambda: record.streams >= number)
         yield record
         is_over.set()
         await asyncio.gather(*clients)
@@ -113,8 +113,8 @@ async def streams(tree: Migrating, number: int, seed: int) -> AsyncIterator[Reco
         print(record)
 
 
-def blamed(tree: Migrating, word: int) -> int:
-    return sum(counters[word] for counters in tree.engine_client.counters)
+def blamed(engine: Migrating, word: int) -> int:
+    return sum(counters[word] for counters in engine.engine_client.counters)
 
 
 @pytest.mark.timeout(tiers.choose(240, 3000, 6000))
@@ -123,16 +123,16 @@ def test_signals_from_outside_convict_no_request(seed: int) -> None:
 
     async def scene() -> None:
         simulated = told(step_seconds=STEP_SECONDS, vocabulary=1000)
-        async with migrating(simulated=simulated, data_parallel_size=ENGINES, output_processors=1) as tree:
-            async with streams(tree, tiers.choose(16, 64, 64), seed) as record:
+        async with migrating(simulated=simulated, data_parallel_size=ENGINES, output_processors=1) as engine:
+            async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
                 for _ in range(tiers.BLAME_SIGNALS):
-                    await tree.until(lambda: all(map(tree.serving, range(ENGINES))), START)
+                    await engine.until(lambda: all(map(engine.serving, range(ENGINES))), START)
                     await asyncio.sleep(rng.uniform(0.1, 0.6))
-                    victims = [child for child in tree.children() if child.member.kind in KINDS]
+                    victims = [child for child in engine.children() if child.member.kind in KINDS]
                     rng.choice(victims).signal(rng.choice((signal.SIGSEGV, signal.SIGABRT)))
-                    await tree.until(lambda: not all(map(tree.serving, range(ENGINES))), START)
+                    await engine.until(lambda: not all(map(engine.serving, range(ENGINES))), START)
             assert not record.errors, record.errors[:5]
-            assert blamed(tree, MigrationCounters.TRIALS) == blamed(tree, MigrationCounters.CONVICTIONS) == 0
+            assert blamed(engine, MigrationCounters.TRIALS) == blamed(engine, MigrationCounters.CONVICTIONS) == 0
 
     asyncio.run(scene())
 
@@ -142,28 +142,28 @@ def test_signals_from_outside_convict_no_request(seed: int) -> None:
 def test_client_that_fails_engines_costs_others_no_more_than_a_restart(life: Life, seed: int) -> None:
     """The client sends another prompt each time."""
 
-    async def poison(tree: Migrating, number: int) -> int:
+    async def poison(engine: Migrating, number: int) -> int:
         params = SamplingParams(max_tokens=100, ignore_eos=True)
         try:
-            async for _ in await tree.engine_client.submit([number, POISON], params, account="poison"):
+            async for _ in await engine.engine_client.submit([number, POISON], params, account="poison"):
                 pass
         except EngineError as error:
             return error.status
         return 200
 
     async def scene() -> None:
-        async with with_lives(life, data_parallel_size=ENGINES) as tree:
-            async with streams(tree, tiers.choose(16, 64, 64), seed) as record:
+        async with with_lives(life, data_parallel_size=ENGINES) as engine:
+            async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
                 answers = []
                 for number in range(tiers.BLAME_POISONS):
-                    answers.append(asyncio.ensure_future(poison(tree, number)))
+                    answers.append(asyncio.ensure_future(poison(engine, number)))
                     await asyncio.sleep(tiers.choose(3.0, 10.0, 10.0))
                 statuses = await asyncio.gather(*answers)
             words = ("TRIALS", "TRIALS_REFUSED", "CONVICTIONS")
-            print(statuses, {word: blamed(tree, getattr(MigrationCounters, word)) for word in words})
+            print(statuses, {word: blamed(engine, getattr(MigrationCounters, word)) for word in words})
             assert not record.errors, record.errors[:5]
             assert set(statuses) <= {500, 503}, statuses
-            assert blamed(tree, MigrationCounters.CONVICTIONS) == statuses.count(500) > 0
+            assert blamed(engine, MigrationCounters.CONVICTIONS) == statuses.count(500) > 0
             longest = max(record.restarts)
             assert np.percentile(record.pauses, 99) <= longest + STEP_TIMEOUT + MARGIN_S, str(record)
 
@@ -173,20 +173,20 @@ def test_client_that_fails_engines_costs_others_no_more_than_a_restart(life: Lif
 @pytest.mark.timeout(240)
 def test_convicted_prompt_is_refused_at_once_and_another_one_is_not() -> None:
     async def scene() -> None:
-        async with with_lives(raises_early) as tree:
+        async with with_lives(raises_early) as engine:
             params = SamplingParams(max_tokens=5, ignore_eos=True)
-            answer = await tree.engine_client.submit([1, POISON], params, account="a")
+            answer = await engine.engine_client.submit([1, POISON], params, account="a")
             with pytest.raises(EngineError) as caught:
                 async for _ in answer:
                     pass
             assert caught.value.status == 500, caught.value
-            await tree.launcher.serving(START)
-            incarnation = tree.serving(0)
+            await engine.launcher.serving(START)
+            incarnation = engine.serving(0)
             with pytest.raises(EngineError, match="not run again within") as caught:
-                await tree.engine_client.submit([1, POISON], params, account="b")
-            assert caught.value.status == 500 and blamed(tree, MigrationCounters.QUARANTINED) == 1
-            async for _ in await tree.engine_client.submit([1, 2], params, account="a"):
+                await engine.engine_client.submit([1, POISON], params, account="b")
+            assert caught.value.status == 500 and blamed(engine, MigrationCounters.QUARANTINED) == 1
+            async for _ in await engine.engine_client.submit([1, 2], params, account="a"):
                 pass
-            assert tree.serving(0) == incarnation
+            assert engine.serving(0) == incarnation
 
     asyncio.run(scene())

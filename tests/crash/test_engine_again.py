@@ -17,14 +17,14 @@ from tests.support.engine import SHAPE, START, Running, answered, prompt, runnin
 UNANSWERED = 4.0  # seconds; a request of a few tokens
 
 
-async def must_answer(tree: Running, client: Client, tokens: int = 20) -> None:
+async def must_answer(engine: Running, client: Client, tokens: int = 20) -> None:
     ids = prompt()
-    assert (await answered(client, ids, max_tokens=tokens))[0][0] == tree.rule.answer(ids, tokens)
+    assert (await answered(client, ids, max_tokens=tokens))[0][0] == engine.rule.answer(ids, tokens)
 
 
-async def must_serve(tree: Running, incarnation: int) -> None:
-    await tree.until(lambda: tree.number(StatusBoard.SERVING) == incarnation or tree.launcher.has_failed, START)
-    await tree.launcher.serving(START)
+async def must_serve(engine: Running, incarnation: int) -> None:
+    await engine.until(lambda: engine.number(StatusBoard.SERVING) == incarnation or engine.launcher.has_failed, START)
+    await engine.launcher.serving(START)
 
 
 def test_a_group_serves_again_also_when_the_places_of_its_dead_have_been_taken(
@@ -34,30 +34,30 @@ def test_a_group_serves_again_also_when_the_places_of_its_dead_have_been_taken(
     monkeypatch.setattr(trees, "PEERS", 16)
 
     async def scene() -> None:
-        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             incarnation = 1
             for number in range(tiers.choose(5, 8, 8)):
                 victim = [("core", 0), ("worker", 1), ("output", 0), ("worker", 0)][number % 4]
-                os.kill(tree.child(*victim).pid, signal.SIGKILL)
+                os.kill(engine.child(*victim).pid, signal.SIGKILL)
                 incarnation += victim[0] != "output"
-                await must_serve(tree, incarnation)
-                await must_answer(tree, client)
-            await tree.must_be_empty()
+                await must_serve(engine, incarnation)
+                await must_answer(engine, client)
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def ask_for_ever(tree: Cluster, me: ProcessId) -> None:
+def ask_for_ever(cluster: Cluster, me: ProcessId) -> None:
     """Ends with an error when one of its requests is not answered in time. Every other one has a `ChunkFormat`."""
 
     async def life() -> None:
         is_over = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
-        async with Client(tree, me) as client:
+        async with Client(cluster, me) as client:
             params = SamplingParams(max_tokens=30, ignore_eos=True)
             while (
-                StatusBoard(tree.board).row(0)[StatusBoard.SERVING] == 0
+                StatusBoard(cluster.board).row(0)[StatusBoard.SERVING] == 0
             ):  # the first server may begin before its group
                 await asyncio.sleep(0.01)
             while not is_over.is_set():
@@ -78,26 +78,26 @@ def test_who_takes_the_place_of_a_dead_server_is_not_taken_for_it(monkeypatch: p
     monkeypatch.setattr(trees, "PEERS", 7)
 
     async def scene() -> None:
-        async with running(ask_for_ever) as tree:
-            group = {one.pid for one in tree.children() if one.member.kind != "server"}
-            worker = tree.child("worker")
+        async with running(ask_for_ever) as engine:
+            group = {one.pid for one in engine.children() if one.member.kind != "server"}
+            worker = engine.child("worker")
             for incarnation in range(2, 6):
-                await tree.until(lambda: tree.number(StatusBoard.OPEN) > 0)
+                await engine.until(lambda: engine.number(StatusBoard.OPEN) > 0)
                 await asyncio.sleep(1.1)  # who has not lived for as long as that has failed to start
                 worker.signal(signal.SIGSTOP)
-                tree.child("server").signal(signal.SIGKILL)
-                await tree.until(lambda name=f"server 0.0 #{incarnation}": name in who_is_there(tree))
+                engine.child("server").signal(signal.SIGKILL)
+                await engine.until(lambda name=f"server 0.0 #{incarnation}": name in who_is_there(engine))
                 await asyncio.sleep(0.2)
                 worker.signal(signal.SIGCONT)
-            survivor = tree.child("server").pid
+            survivor = engine.child("server").pid
             await asyncio.sleep(UNANSWERED + 1)
-            assert tree.child("server").pid == survivor, "its requests were not answered"
-            assert group == {one.pid for one in tree.children() if one.member.kind != "server"}, "somebody of it died"
+            assert engine.child("server").pid == survivor, "its requests were not answered"
+            assert group == {one.pid for one in engine.children() if one.member.kind != "server"}, "somebody of it died"
 
     asyncio.run(scene())
 
 
-def who_is_there(tree: Running) -> set[str]:
+def who_is_there(engine: Running) -> set[str]:
     """At the core's inbox."""
-    peers = tree.launcher.tree.groups[0].inbox.snapshot()["peers"]
+    peers = engine.launcher.cluster.groups[0].inbox.snapshot()["peers"]
     return {peer["name"] for peer in peers if peer["state"] == "live"}

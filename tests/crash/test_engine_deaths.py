@@ -19,7 +19,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.launcher import ClusterFailed, Launcher
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
@@ -49,27 +49,27 @@ async def must_be_told(fates: list[asyncio.Future], since: float, what: str) -> 
     assert after < TOLD_WITHIN
 
 
-async def must_serve_again(tree: Running, client: Client) -> None:
-    await tree.serving_again(client)
+async def must_serve_again(engine: Running, client: Client) -> None:
+    await engine.serving_again(client)
     ids = prompt()
-    assert (await answered(client, ids, max_tokens=20))[0][0] == tree.rule.answer(ids, 20)
-    await tree.must_be_empty()
+    assert (await answered(client, ids, max_tokens=20))[0][0] == engine.rule.answer(ids, 20)
+    await engine.must_be_empty()
 
 
 @pytest.mark.parametrize(("kind", "index"), MEMBERS)
 def test_one_of_a_group_is_killed(kind: str, index: int) -> None:
     async def scene() -> None:
-        async with running(**SHAPE, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**SHAPE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
             fates = await load(client, 4000)
-            others = {one.pid for one in tree.children()}
-            loop, victim = asyncio.get_running_loop(), tree.child(kind, index)
+            others = {one.pid for one in engine.children()}
+            loop, victim = asyncio.get_running_loop(), engine.child(kind, index)
             began = loop.time()
             os.kill(victim.pid, signal.SIGKILL)
             await must_be_told(fates, began, f"{kind} {index} killed")
-            await must_serve_again(tree, client)
-            left = others & {one.pid for one in tree.children()}
+            await must_serve_again(engine, client)
+            left = others & {one.pid for one in engine.children()}
             if kind == "output":  # it is started again alone
-                await tree.until(lambda: len(tree.children()) == len(others))
+                await engine.until(lambda: len(engine.children()) == len(others))
                 assert left == others - {victim.pid}
             else:
                 assert not left, "somebody of the old group is still there"
@@ -83,8 +83,8 @@ def test_one_of_a_group_is_stopped_for_a_while_and_nothing_is_lost(kind: str, in
 
     async def scene() -> None:
         options = {**SHAPE, "step_timeout": 2.0, "migration_limit": 0}
-        async with running(**options) as tree, Client(tree.launcher.tree, 0) as client:
-            victim = tree.child(kind, index)
+        async with running(**options) as engine, Client(engine.launcher.cluster, 0) as client:
+            victim = engine.child(kind, index)
             fates = await load(client, 200)
             os.kill(victim.pid, signal.SIGSTOP)
             await asyncio.sleep(0.3)
@@ -93,14 +93,14 @@ def test_one_of_a_group_is_stopped_for_a_while_and_nothing_is_lost(kind: str, in
             fates = await load(client, 4000)
             os.kill(victim.pid, signal.SIGSTOP)
             began = asyncio.get_running_loop().time()
-            await must_be_told(fates, began + tree.config.step_timeout, f"{kind} {index} stopped")
-            await must_serve_again(tree, client)
+            await must_be_told(fates, began + engine.config.step_timeout, f"{kind} {index} stopped")
+            await must_serve_again(engine, client)
 
     asyncio.run(scene())
 
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def serve(tree: Cluster, me: ProcessId) -> None:
+def serve(cluster: Cluster, me: ProcessId) -> None:
     """Asks for ever, until SIGTERM; and then until what is open is answered."""
 
     async def ask(client: Client) -> None:
@@ -110,7 +110,7 @@ def serve(tree: Cluster, me: ProcessId) -> None:
     async def life() -> None:
         is_over = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
-        async with Client(tree, me) as client:
+        async with Client(cluster, me) as client:
             open_requests = {asyncio.ensure_future(ask(client)) for _ in range(4)}
             while not is_over.is_set():
                 done, open_requests = await asyncio.wait(
@@ -125,21 +125,23 @@ def serve(tree: Cluster, me: ProcessId) -> None:
 
 def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
     async def scene() -> None:
-        async with running(serve, api_server_count=2, step_timeout=2.0, **SHAPE) as tree:
-            core = tree.child("core").pid
+        async with running(serve, api_server_count=2, step_timeout=2.0, **SHAPE) as engine:
+            core = engine.child("core").pid
             for number in (signal.SIGKILL, signal.SIGSTOP):
-                await tree.until(lambda: tree.number(StatusBoard.OPEN) == 8)
-                victim = tree.child("server", 1)
+                await engine.until(lambda: engine.number(StatusBoard.OPEN) == 8)
+                victim = engine.child("server", 1)
                 os.kill(victim.pid, number)
-                await tree.until(lambda: tree.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten, or answered
-                await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
-                await tree.until(lambda: tree.number(StatusBoard.OPEN) == 8, START)  # its successor asks, too
-                assert tree.child("server", 1).pid != victim.pid and tree.child("core").pid == core
+                await engine.until(
+                    lambda: engine.number(StatusBoard.OPEN) <= 4
+                )  # its requests are forgotten, or answered
+                await engine.until(lambda gone=victim.pid: gone not in {one.pid for one in engine.children()})
+                await engine.until(lambda: engine.number(StatusBoard.OPEN) == 8, START)  # its successor asks, too
+                assert engine.child("server", 1).pid != victim.pid and engine.child("core").pid == core
 
     asyncio.run(scene())
 
 
-# ── the tree ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
 async def live(shutdown_timeout: float) -> None:
     logs.configure("launcher", "text")
     config = EngineConfig(simulated=told(step_seconds=0.01), shutdown_timeout=shutdown_timeout, api_server_count=2)
@@ -184,7 +186,7 @@ def test_sigterm_drains_and_ends_in_order() -> None:
         process.terminate()
         _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
-    assert 'event="tree stopped" killed=none' in err and "level=error" not in err, err
+    assert 'event="cluster stopped" killed=none' in err and "level=error" not in err, err
 
 
 def test_a_second_sigterm_stops_it_at_once() -> None:
@@ -211,7 +213,7 @@ def test_a_group_that_cannot_start_is_given_up_at_once_with_what_it_said() -> No
         launcher = Launcher(config)
         try:
             launcher.start()
-            with pytest.raises(TreeFailed, match=r"core 0\.0 #1 cannot start: ValueError: max_model_len: expected"):
+            with pytest.raises(ClusterFailed, match=r"core 0\.0 #1 cannot start: ValueError: max_model_len: expected"):
                 await launcher.serving(START)
         finally:
             await launcher.stop()
@@ -221,13 +223,16 @@ def test_a_group_that_cannot_start_is_given_up_at_once_with_what_it_said() -> No
 
 def test_request_is_refused_while_no_group_serves_and_none_is_kept_or_the_tree_drains() -> None:
     async def scene() -> None:
-        async with running(output_processors=0, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
-            os.kill(tree.child("core").pid, signal.SIGKILL)
-            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 0)
+        async with (
+            running(output_processors=0, migration_limit=0) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
+            os.kill(engine.child("core").pid, signal.SIGKILL)
+            await engine.until(lambda: engine.number(StatusBoard.SERVING) == 0)
             with pytest.raises(Exception, match="no group of the engine serves now"):
                 await client.submit(prompt(), SamplingParams())
-            await must_serve_again(tree, client)
-            tree.launcher.board.drain()
+            await must_serve_again(engine, client)
+            engine.launcher.board.drain()
             with pytest.raises(Exception, match="accepts no more requests"):
                 await client.submit(prompt(), SamplingParams())
 

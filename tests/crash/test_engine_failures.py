@@ -18,7 +18,7 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.back_off import BackOff
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.launcher import ClusterFailed, Launcher
 from penstock.engine.output import output_processor
 from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
@@ -35,8 +35,8 @@ LAST = 10  # step that goes well
 
 
 # ── lives that fail in their first incarnation ───────────────────────────────────────────────────────────────────────
-def raises_in_a_step(tree: Cluster, me: ProcessId) -> None:
-    device = device_of(tree, me)
+def raises_in_a_step(cluster: Cluster, me: ProcessId) -> None:
+    device = device_of(cluster, me)
     begin = device.launch
 
     def launch(schedule: Any, step: Any) -> Any:
@@ -45,7 +45,7 @@ def raises_in_a_step(tree: Cluster, me: ProcessId) -> None:
         return begin(schedule, step)
 
     device.launch = launch  # type: ignore[method-assign]
-    Worker(tree, me, device).run()
+    Worker(cluster, me, device).run()
 
 
 class Forgetful(Worker):
@@ -57,12 +57,12 @@ class Forgetful(Worker):
         super()._turn()
 
 
-def misses_a_step(tree: Cluster, me: ProcessId) -> None:
-    Forgetful(tree, me, device_of(tree, me)).run()
+def misses_a_step(cluster: Cluster, me: ProcessId) -> None:
+    Forgetful(cluster, me, device_of(cluster, me)).run()
 
 
-def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
-    mine = output_processor.OutputProcessor(tree, me, load_vocabulary(tree.config))
+def dies_between_result_and_answer(cluster: Cluster, me: ProcessId) -> None:
+    mine = output_processor.OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     process, results = mine._state.process, iter(range(LAST))
 
     def die_or(message: Any) -> Any:
@@ -76,8 +76,10 @@ def dies_between_result_and_answer(tree: Cluster, me: ProcessId) -> None:
     mine.close()
 
 
-def cannot_load(tree: Cluster, me: ProcessId) -> None:
-    tree.groups[me.group].inbox.open_sender(tree.worker_lane(me.index), name=str(me))  # so that the core mourns for it
+def cannot_load(cluster: Cluster, me: ProcessId) -> None:
+    cluster.groups[me.group].inbox.open_sender(
+        cluster.worker_lane(me.index), name=str(me)
+    )  # so that the core mourns for it
     time.sleep(0.2)
     raise ValueError("there are no weights in '/models/x'")
 
@@ -105,11 +107,11 @@ def test_who_fails_in_the_middle_of_a_step_costs_the_open_requests_and_no_more(k
     """Where requests are not resumed."""
 
     async def scene() -> None:
-        async with tree_with(kind, life, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
+        async with tree_with(kind, life, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
             began = asyncio.get_running_loop().time() + (STEP_TIMEOUT if life is misses_a_step else 0)
             await must_be_told(await load(client, 4000), began, life.__name__)
-            await must_serve_again(tree, client)
-            assert tree.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
+            await must_serve_again(engine, client)
+            assert engine.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
 
     asyncio.run(scene())
 
@@ -117,18 +119,20 @@ def test_who_fails_in_the_middle_of_a_step_costs_the_open_requests_and_no_more(k
 @pytest.mark.parametrize(("kind", "life"), FAILURES)
 def test_failure_in_the_middle_of_a_step_changes_no_answer(kind: str, life: Life) -> None:
     async def scene() -> None:
-        async with tree_with(kind, life) as tree, Client(tree.launcher.tree, 0) as client:
+        async with tree_with(kind, life) as engine, Client(engine.launcher.cluster, 0) as client:
             prompts = [prompt() for _ in range(4)]
             answers = await asyncio.gather(*(answered(client, ids, max_tokens=100, ignore_eos=True) for ids in prompts))
-            assert [ids for ((ids, _),) in answers] == [tree.rule.answer(ids, 100) for ids in prompts]
-            assert tree.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
+            assert [ids for ((ids, _),) in answers] == [engine.rule.answer(ids, 100) for ids in prompts]
+            assert engine.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
 
     asyncio.run(scene())
 
 
 def test_a_model_that_cannot_be_loaded_ends_the_tree_with_the_reason_and_not_with_that_of_its_mourners() -> None:
     async def scene() -> None:
-        with pytest.raises(TreeFailed, match=r"worker 0\.0 #3 ended 3 times .*: ValueError: there are no weights in"):
+        with pytest.raises(
+            ClusterFailed, match=r"worker 0\.0 #3 ended 3 times .*: ValueError: there are no weights in"
+        ):
             async with tree_with("worker", cannot_load):
                 pass
 
@@ -137,13 +141,13 @@ def test_a_model_that_cannot_be_loaded_ends_the_tree_with_the_reason_and_not_wit
 
 def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
     async def scene() -> None:
-        async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
-            core = tree.child("core").pid
+        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
+            core = engine.child("core").pid
             sender = client._cores._senders[0]._end  # below the codec
             for frame in (b"", b"\x00", b"\xff" * 9, b"\x00\xc1", bytes(100)):
                 await sender.send(frame, 5.0)
-            await must_serve_again(tree, client)
-            assert tree.child("core").pid == core
+            await must_serve_again(engine, client)
+            assert engine.child("core").pid == core
 
     asyncio.run(scene())
 
@@ -154,15 +158,15 @@ async def pieces_of(stream: Any) -> list[int]:
 
 def test_who_asks_what_is_no_request_is_told_at_once() -> None:
     async def scene() -> None:
-        async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
-            core = tree.child("core").pid
+        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
+            core = engine.child("core").pid
             wrong: Any = "soon"
             for options in ({"priority": wrong}, {"client": 7}, {"params": SamplingParams(seed=wrong)}):
                 with pytest.raises(EngineError, match="expected") as caught:
                     await asyncio.wait_for(pieces_of(await client.submit([1, 2, 3], **options)), 10.0)
                 assert caught.value.status == 400 and client.open_requests == 0
-            await must_serve_again(tree, client)
-            assert tree.child("core").pid == core
+            await must_serve_again(engine, client)
+            assert engine.child("core").pid == core
 
     asyncio.run(scene())
 
@@ -171,31 +175,31 @@ def test_who_asks_what_is_no_request_is_told_at_once() -> None:
 def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
     async def scene() -> None:
         shape = {"api_server_count": 2, "output_processors": outputs}
-        async with tree_with("worker", worker.run, **shape) as tree:
-            async with Client(tree.launcher.tree, 0) as client, Client(tree.launcher.tree, 1) as liar:
-                pids = {one.pid for one in tree.children()}
+        async with tree_with("worker", worker.run, **shape) as engine:
+            async with Client(engine.launcher.cluster, 0) as client, Client(engine.launcher.cluster, 1) as liar:
+                pids = {one.pid for one in engine.children()}
                 asking = asyncio.ensure_future(
                     pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=300)))
                 )
-                await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
+                await engine.until(lambda: engine.number(StatusBoard.OPEN) == 1)
                 (request,) = client._streams
                 core = liar._cores._senders[0]
                 await core.send(Abort(0, np.array([request], np.int32)))
                 await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), SamplingParams()))
-                assert await asyncio.wait_for(asking, 20.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 300)
+                assert await asyncio.wait_for(asking, 20.0) == engine.rule.answer(np.array([1, 2, 3], np.int32), 300)
                 liar._me = ProcessId("server", 0, 0, 1)
                 with pytest.raises(EngineError, match="server 1 asked as server 0"):
                     await asyncio.wait_for(pieces_of(await liar.submit([4, 5])), 10.0)
                 liar._me = ProcessId("server", 0, 1, 1)
-                await must_serve_again(tree, client)
-                assert {one.pid for one in tree.children()} == pids
+                await must_serve_again(engine, client)
+                assert {one.pid for one in engine.children()} == pids
 
     asyncio.run(scene())
 
 
 def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
     async def scene() -> None:
-        async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
+        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
             send, clock = client._cores._senders[0].send, asyncio.get_running_loop().time
 
             async def late(message: Any, timeout: float | None = None) -> None:
@@ -207,7 +211,7 @@ def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
             with pytest.raises(EngineError) as caught:
                 await pieces_of(await client.submit([1, 2], SamplingParams(max_tokens=3000), timeout=0.6))
             assert caught.value.status == 504 and clock() - began < 0.85
-            for child in tree.children():
+            for child in engine.children():
                 child.signal(signal.SIGSTOP)
 
             async def full(message: Any, timeout: float | None = None) -> None:
@@ -220,7 +224,7 @@ def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
                 await client.submit([1, 2], timeout=0.3)
             assert caught.value.status == 504 and clock() - began < 2.0
             client._cores._senders[0].send = send  # type: ignore[method-assign]
-            for child in tree.children():
+            for child in engine.children():
                 child.signal(signal.SIGCONT)
 
     asyncio.run(scene())
@@ -256,18 +260,18 @@ def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypat
     monkeypatch.setattr(penstock, "Ring", small)
 
     async def scene() -> None:
-        async with tree_with("worker", worker.run) as tree, Client(tree.launcher.tree, 0) as client:
-            output, began = tree.child("output"), tree.number(StatusBoard.STEPS)
+        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
+            output, began = engine.child("output"), engine.number(StatusBoard.STEPS)
             output.signal(signal.SIGSTOP)
             asking = asyncio.ensure_future(pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=2000))))
-            await tree.until(lambda: tree.number(StatusBoard.STEPS) > began + 10)
+            await engine.until(lambda: engine.number(StatusBoard.STEPS) > began + 10)
             sent = -1
-            while sent != (sent := tree.number(StatusBoard.STEPS)):
+            while sent != (sent := engine.number(StatusBoard.STEPS)):
                 await asyncio.sleep(0.2)
             assert sent < began + 1500, "the core goes on, though its tokens have no room"
             output.signal(signal.SIGCONT)
-            assert await asyncio.wait_for(asking, 30.0) == tree.rule.answer(np.array([1, 2, 3], np.int32), 2000)
-            await must_serve_again(tree, client)
-            assert tree.number(StatusBoard.SERVING) == 1
+            assert await asyncio.wait_for(asking, 30.0) == engine.rule.answer(np.array([1, 2, 3], np.int32), 2000)
+            await must_serve_again(engine, client)
+            assert engine.number(StatusBoard.SERVING) == 1
 
     asyncio.run(scene())

@@ -43,16 +43,16 @@ async def ask(client: Client, number: int, tokens: int) -> tuple[list[int], list
         return ids, [one async for piece in stream for one in piece.ids]
 
 
-async def must_answer(tree: Running, client: Client, number: int) -> None:
+async def must_answer(engine: Running, client: Client, number: int) -> None:
     ids, got = await ask(client, number, 20)
-    assert got == tree.rule.answer(ids, 20)
+    assert got == engine.rule.answer(ids, 20)
 
 
-async def must_be_held_by_nobody(tree: Running) -> None:
+async def must_be_held_by_nobody(engine: Running) -> None:
     """Now, or as soon as the dead have been reaped; and all memory is there for whoever comes."""
-    store = tree.launcher.tree.store
+    store = engine.launcher.cluster.store
     assert store is not None
-    await tree.until(lambda: not held(store))
+    await engine.until(lambda: not held(store))
     store.clear()
     assert store.stats().pool.blocks == 0
     store.pool.take(NBYTES).release()
@@ -76,34 +76,34 @@ async def fate(client: Client, number: int) -> EngineError | None:
 @pytest.mark.parametrize(("kind", "index"), [pytest.param("core", 0, marks=tiers.needs_all), ("worker", 1)])
 def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
     async def scene() -> None:
-        async with running(**WITH_STORE, migration_limit=0) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**WITH_STORE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
             asked = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
-            await tree.until(lambda: client.open_requests > 6)  # some are running, some are being put
-            os.kill(tree.child(kind, index).pid, signal.SIGKILL)
+            await engine.until(lambda: client.open_requests > 6)  # some are running, some are being put
+            os.kill(engine.child(kind, index).pid, signal.SIGKILL)
             for error in await asyncio.gather(*asked):
                 assert error is not None and error.status == 503, error
-            store = tree.launcher.tree.store
+            store = engine.launcher.cluster.store
             assert store is not None
             holders = {holder.peer for holder in store.stats().pool.holders}
             assert store.pool.peer.index not in holders, "a scope is open"
-            await tree.serving_again(client)
-            await must_answer(tree, client, 1)
-            await must_be_held_by_nobody(tree)
+            await engine.serving_again(client)
+            await must_answer(engine, client, 1)
+            await must_be_held_by_nobody(engine)
 
     asyncio.run(scene())
 
 
-def servers(tree: Running) -> list[ChildProcess]:
-    return [one for one in tree.children() if one.member.kind == "server"]
+def servers(engine: Running) -> list[ChildProcess]:
+    return [one for one in engine.children() if one.member.kind == "server"]
 
 
-def serve(tree: Cluster, me: ProcessId) -> None:
+def serve(cluster: Cluster, me: ProcessId) -> None:
     """Asks for ever."""
 
     async def life() -> None:
         is_over = asyncio.Event()
         asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, is_over.set)
-        async with Client(tree, me) as client:
+        async with Client(cluster, me) as client:
             number = 0
             while not is_over.is_set():
                 with contextlib.suppress(EngineError):
@@ -114,27 +114,27 @@ def serve(tree: Cluster, me: ProcessId) -> None:
 
 def test_servers_die_while_they_put_and_hold_images() -> None:
     async def scene() -> None:
-        async with running(serve, api_server_count=2, **WITH_STORE) as tree:
-            store = tree.launcher.tree.store
+        async with running(serve, api_server_count=2, **WITH_STORE) as engine:
+            store = engine.launcher.cluster.store
             assert store is not None
             for _ in range(3):
-                await tree.until(
-                    lambda: len(servers(tree)) == 2 and tree.number(StatusBoard.OPEN) > 4 and held(store), START
+                await engine.until(
+                    lambda: len(servers(engine)) == 2 and engine.number(StatusBoard.OPEN) > 4 and held(store), START
                 )
-                victim = tree.child("server", 1)
+                victim = engine.child("server", 1)
                 os.kill(victim.pid, signal.SIGKILL)
-                await tree.until(lambda gone=victim.pid: gone not in {one.pid for one in tree.children()})
-                await tree.until(lambda: tree.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten
-            await tree.until(
-                lambda: len(servers(tree)) == 2 and tree.number(StatusBoard.OPEN) > 4, START
+                await engine.until(lambda gone=victim.pid: gone not in {one.pid for one in engine.children()})
+                await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten
+            await engine.until(
+                lambda: len(servers(engine)) == 2 and engine.number(StatusBoard.OPEN) > 4, START
             )  # handle SIGTERM
-            for unit in tree.launcher.units:
+            for unit in engine.launcher.units:
                 if not unit.is_group:
                     unit.signal(signal.SIGTERM)
-            tree.launcher.is_stopping = True  # and nobody starts them again
-            await tree.until(lambda: not servers(tree))
-            await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0)
-            await must_be_held_by_nobody(tree)
+            engine.launcher.is_stopping = True  # and nobody starts them again
+            await engine.until(lambda: not servers(engine))
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) == 0)
+            await must_be_held_by_nobody(engine)
 
     asyncio.run(scene())
 
@@ -142,27 +142,30 @@ def test_servers_die_while_they_put_and_hold_images() -> None:
 @pytest.mark.parametrize("nbytes", [0, NBYTES], ids=["no store", "no room"])
 def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
     async def scene() -> None:
-        async with running(**{**WITH_STORE, "store_nbytes": nbytes}) as tree, Client(tree.launcher.tree, 0) as client:
-            store = tree.launcher.tree.store
+        async with (
+            running(**{**WITH_STORE, "store_nbytes": nbytes}) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
+            store = engine.launcher.cluster.store
             with contextlib.nullcontext() if store is None else store.pool.take(NBYTES):
-                await asyncio.gather(*(must_answer(tree, client, number) for number in range(6)))
+                await asyncio.gather(*(must_answer(engine, client, number) for number in range(6)))
                 assert store is None or store.stats().pool.takes == 1  # our own: so all 12 travelled inline
-            await must_answer(tree, client, 1)
+            await must_answer(engine, client, 1)
             assert store is None or store.stats().pool.takes == 3
-            await tree.must_be_empty()
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
 
 def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
     async def scene() -> None:
-        async with running(**WITH_STORE) as tree, Client(tree.launcher.tree, 0) as client:
-            store = tree.launcher.tree.store
+        async with running(**WITH_STORE) as engine, Client(engine.launcher.cluster, 0) as client:
+            store = engine.launcher.cluster.store
             assert store is not None
             with Scope(store) as scope:
                 gone = [(scope.put(one.value, key=one.key), one.position, one.length) for one in images(1)]
             store.clear()
-            others = [must_answer(tree, client, number) for number in range(2, 5)]
+            others = [must_answer(engine, client, number) for number in range(2, 5)]
             params = SamplingParams(n=3)
             stream = await client.submit(prompt(24), params, items=tuple(gone))
             await asyncio.gather(*others)
@@ -170,8 +173,8 @@ def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
                 async for _ in stream:
                     pass
             assert caught.value.status == 503
-            await must_answer(tree, client, 1)
-            await tree.must_be_empty()
-            await must_be_held_by_nobody(tree)
+            await must_answer(engine, client, 1)
+            await engine.must_be_empty()
+            await must_be_held_by_nobody(engine)
 
     asyncio.run(scene())

@@ -57,10 +57,10 @@ async def readers(client: Client, many: int = OPEN, tokens: int = TOKENS, **opti
     return started
 
 
-async def require_exact(tree: Running, started: list[Reader]) -> None:
+async def require_exact(engine: Running, started: list[Reader]) -> None:
     await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
     for reader in started:
-        assert reader.ids == tree.rule.answer(reader.prompt, reader.tokens)
+        assert reader.ids == engine.rule.answer(reader.prompt, reader.tokens)
         assert reader.reasons == [FinishReason.LENGTH] and reader.stream.completion_tokens == reader.tokens
 
 
@@ -73,10 +73,10 @@ def migrations(client: Client) -> dict[str, int]:
     return {cause: number for cause, number in numbers.items() if number}
 
 
-def kill(tree: Running, kind: str, index: int = 0, group: int = 0) -> None:
+def kill(engine: Running, kind: str, index: int = 0, group: int = 0) -> None:
     (victim,) = [
         child
-        for child in tree.children()
+        for child in engine.children()
         if (child.member.kind, child.member.group, child.member.index) == (kind, group, index)
     ]
     os.kill(victim.pid, signal.SIGKILL)
@@ -85,14 +85,14 @@ def kill(tree: Running, kind: str, index: int = 0, group: int = 0) -> None:
 @pytest.mark.parametrize(("kind", "index"), MEMBERS)
 def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, index: int) -> None:
     async def scene() -> None:
-        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client)
-            kill(tree, kind, index)
-            await require_exact(tree, started)
+            kill(engine, kind, index)
+            await require_exact(engine, started)
             assert migrations(client) == {CAUSES[kind]: OPEN}
             assert sum(client.counters[0].pause.counts) == OPEN and counted(client, MigrationCounters.GIVEN_UP) == 0
             print(f"{kind} {index}: a mean pause of {client.counters[0].pause.seconds / OPEN:.2f} s")
-            await tree.must_be_empty()
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
@@ -102,17 +102,17 @@ def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, ind
 )
 def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
     async def scene() -> None:
-        async with running(data_parallel_size=2, **SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(data_parallel_size=2, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client)
             lost = started[0].stream.group
             of_the_group = sum(reader.stream.group == lost for reader in started)
-            kill(tree, kind, group=lost)
-            await require_exact(tree, started)
+            kill(engine, kind, group=lost)
+            await require_exact(engine, started)
             assert migrations(client) == {CAUSES[kind]: of_the_group}
             print(f"{kind}: a mean pause of {client.counters[lost].pause.seconds / of_the_group:.3f} s")
-            await tree.serving_again(client)
+            await engine.serving_again(client)
             for group in range(2):
-                await tree.must_be_empty(group)
+                await engine.must_be_empty(group)
 
     asyncio.run(scene())
 
@@ -120,15 +120,15 @@ def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) ->
 @tiers.needs_all
 def test_streams_go_on_though_their_group_is_lost_three_times() -> None:
     async def scene() -> None:
-        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, 4)
             for loss, kind in enumerate(("worker", "core", "worker"), 1):
-                kill(tree, kind)
-                await tree.until(lambda: sum(migrations(client).values()) == 4 * loss)  # noqa: B023
+                kill(engine, kind)
+                await engine.until(lambda: sum(migrations(client).values()) == 4 * loss)  # noqa: B023
                 had = [len(reader.ids) for reader in started]
                 for reader, many in zip(started, had, strict=True):
-                    await tree.until(lambda: len(reader.ids) > many, START)  # noqa: B023
-            await require_exact(tree, started)
+                    await engine.until(lambda: len(reader.ids) > many, START)  # noqa: B023
+            await require_exact(engine, started)
             assert migrations(client) == {"died": 12}
 
     asyncio.run(scene())
@@ -138,13 +138,13 @@ def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
     """The simulated device reads them when their request joins."""
 
     async def scene() -> None:
-        async with running(store_nbytes=16 << 20, **SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(store_nbytes=16 << 20, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             images = [
                 ImageInput({"pixel_values": np.full(100_000, 7.0, np.float32)}, 1, 2, bytes(31) + b"a"),
                 ImageInput({"pixel_values": np.full(20, 8.0, np.float32)}, 4, 2),
             ]
             started = await readers(client, 3, values=images)
-            kill(tree, "worker")
+            kill(engine, "worker")
             await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
             assert [len(reader.ids) for reader in started] == [TOKENS] * 3
             without = Reader(
@@ -156,9 +156,9 @@ def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
             )
             await asyncio.wait_for(without.done, PATIENCE)
             assert without.ids == started[0].ids
-            store = tree.launcher.tree.store
+            store = engine.launcher.cluster.store
             assert store is not None
-            await tree.until(lambda: not any(item.holders for item in store.stats().items))
+            await engine.until(lambda: not any(item.holders for item in store.stats().items))
 
     asyncio.run(scene())
 
@@ -167,9 +167,9 @@ def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
 POISON = 999
 
 
-def dies_of_poison(tree: Cluster, me: ProcessId) -> None:
+def dies_of_poison(cluster: Cluster, me: ProcessId) -> None:
     """A worker that fails in each step with a request whose prompt begins with POISON."""
-    device = device_of(tree, me)
+    device = device_of(cluster, me)
     launch = device.launch
 
     def launch_unless_poisoned(schedule: Any, step: Any) -> Any:
@@ -178,13 +178,13 @@ def dies_of_poison(tree: Cluster, me: ProcessId) -> None:
         return launch(schedule, step)
 
     device.launch = launch_unless_poisoned  # type: ignore[method-assign]
-    Worker(tree, me, device).run()
+    Worker(cluster, me, device).run()
 
 
 @tiers.needs_all
 def test_request_that_makes_its_worker_fail_is_the_only_one_that_ends_with_an_error() -> None:
     async def scene() -> None:
-        async with tree_with("worker", dies_of_poison) as tree, Client(tree.launcher.tree, 0) as client:
+        async with tree_with("worker", dies_of_poison) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client)
             poison = await client.submit([POISON, 1, 2], SamplingParams(max_tokens=9), request_id="poison")
             with pytest.raises(
@@ -192,9 +192,9 @@ def test_request_that_makes_its_worker_fail_is_the_only_one_that_ends_with_an_er
             ) as caught:
                 await asyncio.wait_for(anext(poison), 2 * START)
             assert caught.value.status == 500
-            await require_exact(tree, started)
+            await require_exact(engine, started)
             assert counted(client, MigrationCounters.GIVEN_UP) == 1
-            await tree.must_be_empty()
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
@@ -202,19 +202,19 @@ def test_request_that_makes_its_worker_fail_is_the_only_one_that_ends_with_an_er
 # ── a request ends while its group is started again ──────────────────────────────────────────────────────────────────
 def test_requests_that_end_while_they_wait_leave_nothing_in_the_group_that_comes() -> None:
     async def scene() -> None:
-        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
+        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             late = Reader(
                 await client.submit(prompt(), SamplingParams(max_tokens=4000, ignore_eos=True), timeout=1.0), [], 0
             )
             aborted, *kept = await readers(client, 4)
-            kill(tree, "core")
-            await tree.until(lambda: counted(client, MigrationCounters.WAITING) >= 4)
+            kill(engine, "core")
+            await engine.until(lambda: counted(client, MigrationCounters.WAITING) >= 4)
             aborted.stream.abort()
-            await require_exact(tree, kept)
+            await require_exact(engine, kept)
             with pytest.raises(EngineError, match="not complete within 1 s"):
                 await late.done
             await aborted.done
-            await tree.must_be_empty()
+            await engine.must_be_empty()
             assert client.open_requests == 0
 
     asyncio.run(scene())
@@ -227,5 +227,5 @@ def test_shutdown_does_not_wait_for_requests_whose_group_is_gone() -> None:
         began = time.monotonic()
         _, err = process.communicate(timeout=2 * PATIENCE)
         took = time.monotonic() - began
-    assert process.returncode == 0 and 'event="tree stopped" killed=none' in err, err
+    assert process.returncode == 0 and 'event="cluster stopped" killed=none' in err, err
     assert took < PATIENCE / 2, f"{took:.1f} s; each request would have waited for {PATIENCE} s"

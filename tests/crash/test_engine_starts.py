@@ -25,7 +25,7 @@ from penstock.engine.cluster import back_off
 from penstock.engine.cluster.process import CannotStart, ChildProcess, starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.launcher import ClusterFailed, Launcher
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.engine.worker import worker
 from penstock.server.chat.response_schema import EngineHealth, HealthResponse
@@ -44,23 +44,23 @@ SOON = (0.0, *[0.02] * 8)  # seconds before another start
 
 
 # ── lives ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def is_killed_while_it_starts_again(tree: Cluster, me: ProcessId) -> None:
+def is_killed_while_it_starts_again(cluster: Cluster, me: ProcessId) -> None:
     if 1 < me.incarnation <= 1 + FAILED:
         os.kill(os.getpid(), signal.SIGKILL)
-    worker.run(tree, me)
+    worker.run(cluster, me)
 
 
-def is_killed_after_a_while(tree: Cluster, me: ProcessId) -> None:
+def is_killed_after_a_while(cluster: Cluster, me: ProcessId) -> None:
     time.sleep(1.2)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def has_no_memory(tree: Cluster, me: ProcessId) -> None:
+def has_no_memory(cluster: Cluster, me: ProcessId) -> None:
     with starting():
         raise MemoryError("no room for keys and values:\n0.5 MiB left")
 
 
-def wait_for_the_end(tree: Cluster, me: ProcessId) -> None:
+def wait_for_the_end(cluster: Cluster, me: ProcessId) -> None:
     time.sleep(600)
 
 
@@ -87,23 +87,23 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
 ) -> None:
     monkeypatch.setattr(back_off, "SECONDS", SOON)
 
-    async def health(tree: Served) -> list[EngineHealth]:
-        return msgspec.json.decode((await tree.get("/health"))[1], type=HealthResponse).groups
+    async def health(served: Served) -> list[EngineHealth]:
+        return msgspec.json.decode((await served.get("/health"))[1], type=HealthResponse).groups
 
     async def scene() -> None:
-        async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel_size=2) as tree:
-            await tree.launcher.serving(START)
-            next(one for one in tree.children() if one.member == ProcessId("worker", 0, 0, 1)).signal(signal.SIGKILL)
+        async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel_size=2) as served:
+            await served.launcher.serving(START)
+            next(one for one in served.children() if one.member == ProcessId("worker", 0, 0, 1)).signal(signal.SIGKILL)
             counted = set()
-            while tree.number(StatusBoard.SERVING, 0) != 2 + FAILED:
-                assert not tree.launcher.has_failed
-                group, other = await health(tree)
+            while served.number(StatusBoard.SERVING, 0) != 2 + FAILED:
+                assert not served.launcher.has_failed
+                group, other = await health(served)
                 counted.add(group.failed_starts)
                 assert other.serves and other.failed_starts == 0
                 await asyncio.sleep(0.01)
             assert counted >= {2, 3, 4}, counted
-            await tree.launcher.serving(START)
-            assert (await health(tree))[0].failed_starts == 0
+            await served.launcher.serving(START)
+            assert (await health(served))[0].failed_starts == 0
 
     asyncio.run(scene())
 
@@ -114,15 +114,17 @@ def test_a_server_that_has_served_and_is_killed_at_once_each_time_is_started_unt
     monkeypatch.setattr(back_off, "SECONDS", SOON)
 
     async def scene() -> None:
-        async with tree_with(0, "worker", worker.run) as tree:
-            await tree.launcher.serving(START)
+        async with tree_with(0, "worker", worker.run) as served:
+            await served.launcher.serving(START)
             for _ in range(FAILED):
-                pid = tree.child("server").pid
-                tree.child("server").signal(signal.SIGKILL)
-                await tree.until(lambda pid=pid: [one for one in tree.children() if is_another_server(one, pid)], START)
-                assert not tree.launcher.has_failed
-            await tree.launcher.serving(START)
-            assert json.loads((await tree.get("/health"))[1])["servers"][0]["failed_starts"] == 0
+                pid = served.child("server").pid
+                served.child("server").signal(signal.SIGKILL)
+                await served.until(
+                    lambda pid=pid: [one for one in served.children() if is_another_server(one, pid)], START
+                )
+                assert not served.launcher.has_failed
+            await served.launcher.serving(START)
+            assert json.loads((await served.get("/health"))[1])["servers"][0]["failed_starts"] == 0
 
     asyncio.run(scene())
 
@@ -135,17 +137,17 @@ def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
     chance = random.Random(seed)
 
     async def scene() -> None:
-        async with tree_with(0, "worker", worker.run, data_parallel_size=2, api_server_count=2) as tree:
-            await tree.launcher.serving(START)
+        async with tree_with(0, "worker", worker.run, data_parallel_size=2, api_server_count=2) as served:
+            await served.launcher.serving(START)
             for _ in range(KILLS):
-                if children := tree.children():
+                if children := served.children():
                     chance.choice(children).signal(signal.SIGKILL)
                 await asyncio.sleep(chance.uniform(0.0, 0.4))
-                assert not tree.launcher.has_failed
-            await tree.launcher.serving(START)
-            assert (await tree.get("/health/ready"))[0] == 200
+                assert not served.launcher.has_failed
+            await served.launcher.serving(START)
+            assert (await served.get("/health/ready"))[0] == 200
             for group in range(2):
-                await tree.must_be_empty(group)
+                await served.must_be_empty(group)
 
     asyncio.run(scene())
 
@@ -161,11 +163,11 @@ def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
     monkeypatch.setattr(back_off, "SECONDS", SOON)
     start, failed = ChildProcess.start, []
 
-    def fail(member: ProcessId, run: Life, tree: Cluster) -> ChildProcess:
+    def fail(member: ProcessId, run: Life, cluster: Cluster) -> ChildProcess:
         if member.kind == "worker" and len(failed) < FAILED:
             failed.append(member)
             raise OSError(errno.EMFILE, "Too many open files")
-        return start(member, run, tree)
+        return start(member, run, cluster)
 
     async def scene() -> None:
         launcher = Launcher(EngineConfig(simulated=told()))
@@ -180,7 +182,9 @@ def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
             else:
                 monkeypatch.setattr(ChildProcess, "start", fail)
                 launcher.start()
-                with pytest.raises(TreeFailed, match=r"group 0 ended 3 times .* could not be started: .*Too many open"):
+                with pytest.raises(
+                    ClusterFailed, match=r"group 0 ended 3 times .* could not be started: .*Too many open"
+                ):
                     await launcher.serving(START)
         finally:
             await launcher.stop()
@@ -196,9 +200,9 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", fail)
-    tree = Cluster.open(EngineConfig(simulated=told()))
-    with contextlib.closing(tree), pytest.raises(OSError, match="Too many open files"):
-        ChildProcess.start(ProcessId("worker", 0, 0, 1), wait_for_the_end, tree)
+    cluster = Cluster.open(EngineConfig(simulated=told()))
+    with contextlib.closing(cluster), pytest.raises(OSError, match="Too many open files"):
+        ChildProcess.start(ProcessId("worker", 0, 0, 1), wait_for_the_end, cluster)
     (pid,) = pids
     with pytest.raises(ProcessLookupError):
         os.kill(pid, 0)
@@ -222,19 +226,19 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
 )
 def test_a_unit_that_never_serves_ends_the_tree_with_its_reason(unit: int, kind: str, life: Life, reason: str) -> None:
     async def scene() -> None:
-        async with tree_with(unit, kind, life) as tree:
-            with pytest.raises(TreeFailed, match=reason):
-                await tree.launcher.serving(START)
+        async with tree_with(unit, kind, life) as served:
+            with pytest.raises(ClusterFailed, match=reason):
+                await served.launcher.serving(START)
 
     asyncio.run(scene())
 
 
 def test_a_tree_whose_servers_do_not_serve_is_not_said_to_serve() -> None:
     async def scene() -> None:
-        async with tree_with(1, "server", wait_for_the_end) as tree:
-            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 1, START)
+        async with tree_with(1, "server", wait_for_the_end) as served:
+            await served.until(lambda: served.number(StatusBoard.SERVING) == 1, START)
             with pytest.raises(TimeoutError, match=r"server 0: not serving within 0\.5 s"):
-                await tree.launcher.serving(0.5)
+                await served.launcher.serving(0.5)
 
     asyncio.run(scene())
 

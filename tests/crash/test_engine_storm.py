@@ -30,8 +30,8 @@ class Blow:
 
 
 class Storm:
-    def __init__(self, tree: Running, client: Client, seed: int) -> None:
-        self.tree, self.client, self.chance = tree, client, random.Random(seed)
+    def __init__(self, engine: Running, client: Client, seed: int) -> None:
+        self.engine, self.client, self.chance = engine, client, random.Random(seed)
         self.ends: Counter[str] = Counter()
         self.blows: list[Blow] = []
         self.killed: set[int] = set()  # pids
@@ -63,15 +63,15 @@ class Storm:
             self.told_after.append(now - its[-1].at)
             self.ends["told"] += 1
         else:
-            assert got == self.tree.rule.answer(ids, tokens)
+            assert got == self.engine.rule.answer(ids, tokens)
             self.ends["answered"] += 1
 
     # ── who strikes ──
     async def strike(self) -> None:
         """One group at a time, so that the other one's requests must not notice."""
         group = self.chance.randrange(2)
-        its = [one for one in self.tree.children() if one.member.group == group]
-        if not its or self.tree.launcher.board.row(group)[StatusBoard.SERVING] == 0:
+        its = [one for one in self.engine.children() if one.member.group == group]
+        if not its or self.engine.launcher.board.row(group)[StatusBoard.SERVING] == 0:
             return await asyncio.sleep(0.05)
         victim = self.chance.choice(its)
         how = self.chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
@@ -113,21 +113,21 @@ def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int
             "migration_limit": limit,
         }
         simulated = told(step_seconds=0.003)
-        async with running(simulated=simulated, step_timeout=STEP_TIMEOUT, **shape) as tree:
-            async with Client(tree.launcher.tree, 0) as client:
-                storm = Storm(tree, client, seed)
+        async with running(simulated=simulated, step_timeout=STEP_TIMEOUT, **shape) as engine:
+            async with Client(engine.launcher.cluster, 0) as client:
+                storm = Storm(engine, client, seed)
                 await storm.rage()
-                await tree.until(lambda: not storm.killed & {one.pid for one in tree.children()})
-                await tree.serving_again(client)
+                await engine.until(lambda: not storm.killed & {one.pid for one in engine.children()})
+                await engine.serving_again(client)
                 for _ in range(4):  # both groups answer
                     ids = prompt()
                     stream = await client.submit(ids, SamplingParams(max_tokens=9), timeout=PATIENCE)
                     await storm.read(stream, ids, 9)
                 assert client.open_requests == 0
                 for group in range(2):
-                    row = tree.launcher.board.row(group)
-                    await tree.until(lambda row=row: row[StatusBoard.OPEN] == 0)
-                    await tree.until(lambda row=row: row[StatusBoard.FREE_BLOCKS] == simulated.blocks)
+                    row = engine.launcher.board.row(group)
+                    await engine.until(lambda row=row: row[StatusBoard.OPEN] == 0)
+                    await engine.until(lambda row=row: row[StatusBoard.FREE_BLOCKS] == simulated.blocks)
             after = sorted(storm.told_after) or [0.0]
             print(
                 f"{len(storm.blows)} blows; {dict(storm.ends)}; told within "

@@ -46,7 +46,7 @@ MODEL: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Configuration:
-    """A tree, and its part of the requests."""
+    """A engine, and its part of the requests."""
 
     share: float  # of all requests
     shape: Shape
@@ -118,18 +118,20 @@ def with_images(requests: Sequence[AnyRequest]) -> list[AnyRequest]:
     return made
 
 
-async def in_rounds(tree: Migrating, configuration: Configuration, count: int, seed: int, urls: list[str]) -> None:
-    kinds = shuffled_kinds(seed, ("worker", "core", "output") if tree.config.output_processors else ("worker", "core"))
+async def in_rounds(engine: Migrating, configuration: Configuration, count: int, seed: int, urls: list[str]) -> None:
+    kinds = shuffled_kinds(
+        seed, ("worker", "core", "output") if engine.config.output_processors else ("worker", "core")
+    )
     mix = Mix(configuration.shape, seed, urls)
     for number in itertools.count():
         if count <= 0:
             return
-        requests = await mix.requests(tree, min(count, configuration.requests))
-        if tree.config.simulated is not None and tree.config.store_nbytes:
+        requests = await mix.requests(engine, min(count, configuration.requests))
+        if engine.config.simulated is not None and engine.config.store_nbytes:
             requests = with_images(requests)
         chosen = list(itertools.islice(kinds, configuration.kills))
-        await compare(tree, requests, chosen, seed + number, at_once=0.0 if number == 0 else 0.3)
-        await tree.must_be_whole(MODEL_START)
+        await compare(engine, requests, chosen, seed + number, at_once=0.0 if number == 0 else 0.3)
+        await engine.must_be_whole(MODEL_START)
         count -= len(requests)
 
 
@@ -148,7 +150,7 @@ def test_answers_are_those_of_an_undisturbed_run_when_processes_are_killed(
         pytest.skip("in make test-all (PENSTOCK_TIER=all)")
 
     async def scene() -> None:
-        async with migrating(configuration.server, MODEL_START, **options) as tree:
-            await in_rounds(tree, configuration, count, seed, urls)
+        async with migrating(configuration.server, MODEL_START, **options) as engine:
+            await in_rounds(engine, configuration, count, seed, urls)
 
     asyncio.run(scene())

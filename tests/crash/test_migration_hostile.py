@@ -40,7 +40,7 @@ from tests.support.engine import START, told
 SHAPE = Shape("simulated", 1000, tuple(range(40, 62)))
 LONG = 1500  # tokens: 4 s and more
 WITHIN = 20.0  # seconds, on a busy machine, for what takes a moment
-ENDS_WITHIN = 12.0  # seconds: a tree with waiting requests; less than its shutdown_timeout
+ENDS_WITHIN = 12.0  # seconds: a engine with waiting requests; less than its shutdown_timeout
 SIMULATED = told(step_seconds=0.003, vocabulary=1000)
 
 
@@ -77,8 +77,8 @@ def with_workers(life: Callable[..., None], groups: tuple[int, ...] = (0,)) -> C
 @contextlib.asynccontextmanager
 async def gated(**options: Any) -> AsyncIterator[Migrating]:
     usual = {"simulated": SIMULATED, "store_nbytes": 8 << 20, "prepare": with_workers(starts_behind_the_gate)}
-    async with migrating(**{**usual, **options}) as tree:
-        yield tree
+    async with migrating(**{**usual, **options}) as engine:
+        yield engine
 
 
 def over_http(tokens: int = LONG, *, is_streamed: bool = True) -> HttpRequest:
@@ -91,128 +91,128 @@ def over_client(tokens: int = LONG, **more: Any) -> ClientRequest:
     return ClientRequest(list(range(20)), SamplingParams(max_tokens=tokens, ignore_eos=True), images=images, **more)
 
 
-async def kill_group(tree: Migrating, group: int = 0) -> None:
+async def kill_group(engine: Migrating, group: int = 0) -> None:
     """Returns when it does not serve any more."""
-    victims = [child for child in tree.children() if (child.member.kind, child.member.group) == ("worker", group)]
+    victims = [child for child in engine.children() if (child.member.kind, child.member.group) == ("worker", group)]
     victims[0].signal(signal.SIGKILL)
-    await tree.until(lambda: tree.serving(group) == 0)
+    await engine.until(lambda: engine.serving(group) == 0)
 
 
-async def begun(tree: Migrating, *requests: AnyRequest) -> tuple[asyncio.Task[list[Answer]], Progress]:
+async def begun(engine: Migrating, *requests: AnyRequest) -> tuple[asyncio.Task[list[Answer]], Progress]:
     """Asks, and returns when something of an answer has been delivered to somebody."""
     progress = Progress()
-    asking = asyncio.ensure_future(ask_all(tree, requests, "", progress))
-    await tree.until(lambda: progress.deliveries > 3 * len(requests))
+    asking = asyncio.ensure_future(ask_all(engine, requests, "", progress))
+    await engine.until(lambda: progress.deliveries > 3 * len(requests))
     return asking, progress
 
 
-def held(tree: Migrating) -> list[object]:
-    store = tree.launcher.tree.store
+def held(engine: Migrating) -> list[object]:
+    store = engine.launcher.cluster.store
     assert store is not None
     return [item for item in store.stats().items if item.holders]
 
 
 # ── clients ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def a_client_that_disconnects_while_its_request_waits_leaves_nothing(tree: Migrating, gate: Gate) -> None:
+async def a_client_that_disconnects_while_its_request_waits_leaves_nothing(engine: Migrating, gate: Gate) -> None:
     gate.close()
     writers = []
     for is_streamed in (True, False):
         body = over_http(is_streamed=is_streamed).body
-        _, writer = await tree.connect("/v1/completions", body)
+        _, writer = await engine.connect("/v1/completions", body)
         writers.append(writer)
-    asking, _ = await begun(tree, over_client())
-    await tree.until(lambda: tree.number(StatusBoard.OPEN) == 3)
-    await kill_group(tree)
+    asking, _ = await begun(engine, over_client())
+    await engine.until(lambda: engine.number(StatusBoard.OPEN) == 3)
+    await kill_group(engine)
     await asyncio.sleep(0.3)
-    assert held(tree) and tree.engine_client.open_requests == 1
+    assert held(engine) and engine.engine_client.open_requests == 1
     asking.cancel()
     for writer in writers:
         writer.transport.abort()
     await asyncio.gather(asking, return_exceptions=True)
-    await tree.until(lambda: not held(tree))
-    assert tree.engine_client.open_requests == 0
-    assert tree.serving(0) == 0, "the group serves again: the request did not wait"
-    await until_open_over_http(tree, 0)
+    await engine.until(lambda: not held(engine))
+    assert engine.engine_client.open_requests == 0
+    assert engine.serving(0) == 0, "the group serves again: the request did not wait"
+    await until_open_over_http(engine, 0)
     gate.open()
-    await tree.must_be_whole()
+    await engine.must_be_whole()
 
 
-async def until_open_over_http(tree: Migrating, count: int) -> None:
+async def until_open_over_http(engine: Migrating, count: int) -> None:
     deadline = time.monotonic() + WITHIN
-    while (found := await tree.total("penstock_open_requests")) != count:
+    while (found := await engine.total("penstock_open_requests")) != count:
         assert time.monotonic() < deadline, f"{found} requests are open"
         await asyncio.sleep(0.02)
 
 
-async def a_request_whose_time_runs_out_while_it_waits_is_answered_504(tree: Migrating, gate: Gate) -> None:
+async def a_request_whose_time_runs_out_while_it_waits_is_answered_504(engine: Migrating, gate: Gate) -> None:
     gate.close()
     request = over_client()
     began = time.monotonic()
-    stream = await tree.engine_client.submit(request.prompt, request.params, values=request.images, timeout=1.5)
+    stream = await engine.engine_client.submit(request.prompt, request.params, values=request.images, timeout=1.5)
     await anext(aiter(stream))
-    await kill_group(tree)
+    await kill_group(engine)
     with pytest.raises(EngineError) as caught:
         async for _ in stream:
             pass
     assert caught.value.status == 504 and time.monotonic() - began < WITHIN
-    assert tree.serving(0) == 0 and not held(tree)
+    assert engine.serving(0) == 0 and not held(engine)
     gate.open()
-    await tree.must_be_whole()
+    await engine.must_be_whole()
 
 
-async def new_requests_wait_for_the_group_as_others_do(tree: Migrating, gate: Gate) -> None:
+async def new_requests_wait_for_the_group_as_others_do(engine: Migrating, gate: Gate) -> None:
     gate.close()
     newcomers = [over_http(20, is_streamed=False), over_http(20), over_client(20)]
-    want = await ask_all(tree, newcomers, "", Progress())
-    waiting, _ = await begun(tree, over_http(300), over_client(300))
-    await kill_group(tree)
-    asking = asyncio.ensure_future(ask_all(tree, newcomers, "", Progress()))
-    await until_open_over_http(tree, 3)
+    want = await ask_all(engine, newcomers, "", Progress())
+    waiting, _ = await begun(engine, over_http(300), over_client(300))
+    await kill_group(engine)
+    asking = asyncio.ensure_future(ask_all(engine, newcomers, "", Progress()))
+    await until_open_over_http(engine, 3)
     await asyncio.sleep(0.3)  # several looks at the board
     assert not asking.done()
     gate.open()
     answers = await asyncio.wait_for(waiting, START)
     assert not any(answer.error for answer in answers), answers
     require_equal(newcomers, want, await asyncio.wait_for(asking, START))
-    await tree.must_be_whole()
+    await engine.must_be_whole()
 
 
-async def a_new_request_whose_client_leaves_while_it_waits_leaves_nothing(tree: Migrating, gate: Gate) -> None:
+async def a_new_request_whose_client_leaves_while_it_waits_leaves_nothing(engine: Migrating, gate: Gate) -> None:
     gate.close()
-    await kill_group(tree)
-    asking = asyncio.ensure_future(ask_all(tree, [over_http(), over_client()], "", Progress()))
-    await until_open_over_http(tree, 1)
+    await kill_group(engine)
+    asking = asyncio.ensure_future(ask_all(engine, [over_http(), over_client()], "", Progress()))
+    await until_open_over_http(engine, 1)
     asking.cancel()
-    await until_open_over_http(tree, 0)
+    await until_open_over_http(engine, 0)
     gate.open()
-    await tree.must_be_whole()
+    await engine.must_be_whole()
 
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def a_server_that_dies_while_its_requests_wait_leaves_none_in_a_core(tree: Migrating, gate: Gate) -> None:
+async def a_server_that_dies_while_its_requests_wait_leaves_none_in_a_core(engine: Migrating, gate: Gate) -> None:
     gate.close()
-    waiting, _ = await begun(tree, *[over_http() for _ in range(4)])
-    await kill_group(tree)
-    await tree.until(lambda: tree.serving(0) == 0)
-    tree.child("server").signal(signal.SIGKILL)
+    waiting, _ = await begun(engine, *[over_http() for _ in range(4)])
+    await kill_group(engine)
+    await engine.until(lambda: engine.serving(0) == 0)
+    engine.child("server").signal(signal.SIGKILL)
     assert all(answer.error for answer in await asyncio.wait_for(waiting, WITHIN))
     gate.open()
-    await tree.launcher.serving(START)
-    (answer,) = await ask_all(tree, [over_http(20)], "", Progress())
+    await engine.launcher.serving(START)
+    (answer,) = await ask_all(engine, [over_http(20)], "", Progress())
     assert not answer.error, answer
-    await tree.must_be_whole()
+    await engine.must_be_whole()
 
 
-async def a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none(tree: Migrating, gate: Gate) -> None:
-    waiting, _ = await begun(tree, *[over_http() for _ in range(4)], over_client(400))
-    victim = tree.child("server")
-    await kill_group(tree)
-    await tree.until(lambda: tree.number(StatusBoard.OPEN) > 1, START)
+async def a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none(engine: Migrating, gate: Gate) -> None:
+    waiting, _ = await begun(engine, *[over_http() for _ in range(4)], over_client(400))
+    victim = engine.child("server")
+    await kill_group(engine)
+    await engine.until(lambda: engine.number(StatusBoard.OPEN) > 1, START)
     victim.signal(signal.SIGKILL)
     *lost, kept = await asyncio.wait_for(waiting, START)
     assert all(answer.error for answer in lost) and not kept.error, kept
-    await tree.until(lambda: victim.pid not in {child.pid for child in tree.children()})
-    await tree.must_be_whole()
+    await engine.until(lambda: victim.pid not in {child.pid for child in engine.children()})
+    await engine.must_be_whole()
 
 
 Scene = Callable[[Migrating, Gate], Awaitable[None]]
@@ -236,8 +236,8 @@ MORE_SCENES: tuple[Scene, ...] = (
 )
 def test_a_waiting_request_ends_cleanly(scene: Scene, gate: Gate) -> None:
     async def life() -> None:
-        async with gated() as tree:
-            await scene(tree, gate)
+        async with gated() as engine:
+            await scene(engine, gate)
 
     asyncio.run(life())
 
@@ -246,10 +246,10 @@ def test_a_waiting_request_ends_cleanly(scene: Scene, gate: Gate) -> None:
 @pytest.mark.timeout(120)
 def test_a_tree_that_is_to_end_answers_waiting_requests_503_and_ends(gate: Gate) -> None:
     async def scene() -> tuple[list[Answer], float]:
-        async with gated(shutdown_timeout=60.0, drain=60.0) as tree:
+        async with gated(shutdown_timeout=60.0, drain=60.0) as engine:
             gate.close()
-            waiting, _ = await begun(tree, over_http(is_streamed=False), over_http(), over_client())
-            await kill_group(tree)
+            waiting, _ = await begun(engine, over_http(is_streamed=False), over_http(), over_client())
+            await kill_group(engine)
             began = time.monotonic()
         return await waiting, time.monotonic() - began
 
@@ -265,17 +265,17 @@ def test_requests_of_a_group_that_does_not_serve_again_in_time_are_answered_503(
 
     async def scene() -> None:
         prepare = with_workers(fails_when_restarted if is_broken else starts_behind_the_gate)
-        async with gated(prepare=prepare, migration_timeout=2.0) as tree:
+        async with gated(prepare=prepare, migration_timeout=2.0) as engine:
             gate.close()
-            waiting, _ = await begun(tree, over_http(is_streamed=False), over_http(), over_client())
-            await kill_group(tree)
+            waiting, _ = await begun(engine, over_http(is_streamed=False), over_http(), over_client())
+            await kill_group(engine)
             began = time.monotonic()
             answers = await asyncio.wait_for(waiting, 2.0 + WITHIN)
             assert 1.0 < time.monotonic() - began
             assert [answer.status for answer in answers] == [503, 200, 503], answers
-            assert all(answer.error for answer in answers) and not held(tree)
-            assert tree.engine_client.open_requests == 0
-            await until_open_over_http(tree, 0)
+            assert all(answer.error for answer in answers) and not held(engine)
+            assert engine.engine_client.open_requests == 0
+            await until_open_over_http(engine, 0)
 
     asyncio.run(scene())
 
@@ -285,18 +285,18 @@ def test_requests_of_a_group_that_does_not_serve_again_in_time_are_answered_503(
 @pytest.mark.parametrize("limit", [0, pytest.param(1, marks=tiers.needs_all)])
 def test_a_request_that_has_migrated_as_often_as_it_may_is_answered_503(limit: int) -> None:
     async def scene() -> None:
-        async with migrating(simulated=SIMULATED, migration_limit=limit) as tree:
-            asking, progress = await begun(tree, over_http(), over_client(), over_http(is_streamed=False))
+        async with migrating(simulated=SIMULATED, migration_limit=limit) as engine:
+            asking, progress = await begun(engine, over_http(), over_client(), over_http(is_streamed=False))
             for _ in range(limit):
                 before = progress.deliveries
-                await kill_group(tree)
-                await tree.until(lambda before=before: progress.deliveries > before + 10, START)
+                await kill_group(engine)
+                await engine.until(lambda before=before: progress.deliveries > before + 10, START)
             assert not asking.done()
-            await kill_group(tree)
+            await kill_group(engine)
             answers = await asyncio.wait_for(asking, WITHIN)
             assert [answer.status for answer in answers] == [200, 503, 503], answers
             assert all(answer.error for answer in answers)
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -304,54 +304,54 @@ def test_a_request_that_has_migrated_as_often_as_it_may_is_answered_503(limit: i
 @pytest.mark.timeout(120)
 def test_a_request_that_is_too_long_to_migrate_is_answered_503_and_shorter_ones_migrate() -> None:
     async def scene() -> None:
-        async with migrating(simulated=SIMULATED, migration_max_seq_len=600) as tree:
+        async with migrating(simulated=SIMULATED, migration_max_seq_len=600) as engine:
             long = ClientRequest([1] * 590, SamplingParams(max_tokens=LONG, ignore_eos=True))
             short = over_http(200)
-            (want,) = await ask_all(tree, [short], "undisturbed", Progress())
+            (want,) = await ask_all(engine, [short], "undisturbed", Progress())
             progress = Progress()
-            first = asyncio.ensure_future(ask_all(tree, [long], "", progress))
-            await tree.until(lambda: progress.deliveries > 20)
-            second, _ = await begun(tree, short)
-            await kill_group(tree)
+            first = asyncio.ensure_future(ask_all(engine, [long], "", progress))
+            await engine.until(lambda: progress.deliveries > 20)
+            second, _ = await begun(engine, short)
+            await kill_group(engine)
             (refused,) = await asyncio.wait_for(first, WITHIN)
             assert refused.status == 503 and "600" in refused.error, refused
             require_equal([short], [want], await asyncio.wait_for(second, START))
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
 
 # ── several deaths ───────────────────────────────────────────────────────────────────────────────────────────────────
 async def undisturbed_and_begun(
-    tree: Migrating, seed: int, count: int
+    engine: Migrating, seed: int, count: int
 ) -> tuple[list[AnyRequest], list[Answer], asyncio.Task[list[Answer]]]:
-    requests = await Mix(SHAPE, seed).requests(tree, count)
-    want = await ask_all(tree, requests, "undisturbed", Progress())
-    asking, _ = await begun(tree, *requests)
+    requests = await Mix(SHAPE, seed).requests(engine, count)
+    want = await ask_all(engine, requests, "undisturbed", Progress())
+    asking, _ = await begun(engine, *requests)
     return requests, want, asking
 
 
 @pytest.mark.timeout(120)
 def test_an_output_that_dies_again_while_its_requests_are_sent_again_loses_none(seed: int) -> None:
     async def scene() -> None:
-        async with migrating(simulated=SIMULATED) as tree:
-            requests, want, asking = await undisturbed_and_begun(tree, seed, 20)
+        async with migrating(simulated=SIMULATED) as engine:
+            requests, want, asking = await undisturbed_and_begun(engine, seed, 20)
             killed: set[int] = set()
             for pause in (0.0, 0.02, 0.0):
-                await tree.until(lambda: outputs(tree) - killed)
+                await engine.until(lambda: outputs(engine) - killed)
                 await asyncio.sleep(pause)
-                (pid,) = outputs(tree) - killed
+                (pid,) = outputs(engine) - killed
                 killed.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
             require_equal(requests, want, await asyncio.wait_for(asking, START))
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
 
-def outputs(tree: Migrating) -> set[int]:
-    return {child.pid for child in tree.children() if child.member.kind == "output"}
+def outputs(engine: Migrating) -> set[int]:
+    return {child.pid for child in engine.children() if child.member.kind == "output"}
 
 
 @tiers.needs_all
@@ -359,13 +359,13 @@ def outputs(tree: Migrating) -> set[int]:
 @pytest.mark.parametrize("kinds", [("core", "output"), ("worker", "worker")], ids=" ".join)
 def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
     async def scene() -> None:
-        async with migrating(simulated=SIMULATED, data_parallel_size=2) as tree:
-            requests, want, asking = await undisturbed_and_begun(tree, seed, 30)
+        async with migrating(simulated=SIMULATED, data_parallel_size=2) as engine:
+            requests, want, asking = await undisturbed_and_begun(engine, seed, 30)
             for group, kind in enumerate(kinds):
-                places = {(child.member.kind, child.member.group): child for child in tree.children()}
+                places = {(child.member.kind, child.member.group): child for child in engine.children()}
                 places[kind, group].signal(signal.SIGKILL)
             require_equal(requests, want, await asyncio.wait_for(asking, START))
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -375,14 +375,14 @@ def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], see
 def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate: Gate) -> None:
     async def scene() -> None:
         prepare = with_workers(starts_behind_the_gate, (1,))
-        async with migrating(simulated=SIMULATED, data_parallel_size=2, prepare=prepare) as tree:
+        async with migrating(simulated=SIMULATED, data_parallel_size=2, prepare=prepare) as engine:
             gate.close()
-            requests, want, asking = await undisturbed_and_begun(tree, seed, 30)
-            await kill_group(tree, 1)
+            requests, want, asking = await undisturbed_and_begun(engine, seed, 30)
+            await kill_group(engine, 1)
             require_equal(requests, want, await asyncio.wait_for(asking, START))
-            assert tree.serving(1) == 0
+            assert engine.serving(1) == 0
             gate.open()
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -391,17 +391,17 @@ def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate
 @pytest.mark.timeout(180)
 def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> None:
     async def scene() -> None:
-        async with migrating(simulated=told(step_seconds=0.01, vocabulary=1000)) as tree:
+        async with migrating(simulated=told(step_seconds=0.01, vocabulary=1000)) as engine:
             requests = [
                 HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
                 for number in range(200)
             ]
-            want = await ask_all(tree, requests, "undisturbed", Progress())
-            asking, _ = await begun(tree, *requests)
-            assert tree.number(StatusBoard.OPEN) == 200
-            await kill_group(tree)
+            want = await ask_all(engine, requests, "undisturbed", Progress())
+            asking, _ = await begun(engine, *requests)
+            assert engine.number(StatusBoard.OPEN) == 200
+            await kill_group(engine)
             require_equal(requests, want, await asyncio.wait_for(asking, START))
-            await tree.must_be_whole()
+            await engine.must_be_whole()
 
     asyncio.run(scene())
 
@@ -413,11 +413,11 @@ def test_cached_tokens_are_those_of_the_first_run() -> None:
     """The group that takes the request over has none of its blocks."""
 
     async def scene() -> None:
-        async with migrating(simulated=SIMULATED) as tree:
+        async with migrating(simulated=SIMULATED) as engine:
             body = {**over_http(300).body, "prompt": "a long prompt " * 20}
-            await ask_all(tree, [HttpRequest("/v1/completions", {**body, "max_tokens": 1})], "", Progress())
-            asking, _ = await begun(tree, HttpRequest("/v1/completions", body))
-            await kill_group(tree)
+            await ask_all(engine, [HttpRequest("/v1/completions", {**body, "max_tokens": 1})], "", Progress())
+            asking, _ = await begun(engine, HttpRequest("/v1/completions", body))
+            await kill_group(engine)
             (answer,) = await asyncio.wait_for(asking, START)
             assert not answer.error, answer
             assert answer.usage["prompt_tokens_details"]["cached_tokens"] > 200

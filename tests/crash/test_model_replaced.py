@@ -82,7 +82,7 @@ async def serving(path: Path, groups: int = 1) -> AsyncIterator[Engine]:
     try:
         launcher.start()
         await launcher.serving(START)
-        async with Client(launcher.tree, 0) as client:
+        async with Client(launcher.cluster, 0) as client:
             yield Engine(launcher, client, model)
     finally:
         late = await launcher.stop()

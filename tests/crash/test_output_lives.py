@@ -32,8 +32,8 @@ MIGRATED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index(OUTPUT)
 class Answers:
     """Requests that are being answered, each by the ids that the device's rule gives."""
 
-    def __init__(self, tree: Running, client: Client, many: int, tokens: int = TOKENS) -> None:
-        self._tree, self._tokens = tree, tokens
+    def __init__(self, engine: Running, client: Client, many: int, tokens: int = TOKENS) -> None:
+        self._engine, self._tokens = engine, tokens
         self.prompts = [prompt() for _ in range(many)]
         self.tasks = [asyncio.ensure_future(self._ask(client, ids)) for ids in self.prompts]
 
@@ -42,65 +42,65 @@ class Answers:
         return got
 
     async def begun(self) -> None:
-        row = self._tree.launcher.board.row(0)
+        row = self._engine.launcher.board.row(0)
         steps = row[StatusBoard.STEPS]
-        await self._tree.until(lambda: row[StatusBoard.RUNNING] == len(self.prompts))
-        await self._tree.until(lambda: row[StatusBoard.STEPS] > steps + 20)
+        await self._engine.until(lambda: row[StatusBoard.RUNNING] == len(self.prompts))
+        await self._engine.until(lambda: row[StatusBoard.STEPS] > steps + 20)
 
     async def must_be_exact(self) -> None:
         for ids, got in zip(self.prompts, await asyncio.wait_for(asyncio.gather(*self.tasks), PATIENCE), strict=True):
-            assert got == self._tree.rule.answer(ids, self._tokens)
+            assert got == self._engine.rule.answer(ids, self._tokens)
 
 
-def others(tree: Running) -> set[int]:
-    return {child.pid for child in tree.children() if child.member.kind != "output"}
+def others(engine: Running) -> set[int]:
+    return {child.pid for child in engine.children() if child.member.kind != "output"}
 
 
-async def must_begin_life(tree: Running, life: int, index: int = 0) -> None:
+async def must_begin_life(engine: Running, life: int, index: int = 0) -> None:
     def is_there() -> bool:
-        lives = [child.member.life for child in tree.children() if child.member.kind == "output"]
-        return len(lives) > index and lives[index] == life and not tree.number(StatusBoard.ABSENT_OUTPUTS)
+        lives = [child.member.life for child in engine.children() if child.member.kind == "output"]
+        return len(lives) > index and lives[index] == life and not engine.number(StatusBoard.ABSENT_OUTPUTS)
 
-    await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) or is_there())
-    await tree.until(is_there, START)
+    await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) or is_there())
+    await engine.until(is_there, START)
 
 
 def test_output_that_is_killed_twice_is_started_alone_and_every_answer_is_exact() -> None:
     async def scene() -> None:
-        async with running(**SHAPE) as tree, Client(tree.launcher.tree, 0) as client:
-            before = others(tree)
+        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+            before = others(engine)
             for life in (1, 2):
-                answers = Answers(tree, client, 12)
+                answers = Answers(engine, client, 12)
                 await answers.begun()
                 began = time.monotonic()
-                os.kill(tree.child("output").pid, signal.SIGKILL)
+                os.kill(engine.child("output").pid, signal.SIGKILL)
                 await answers.must_be_exact()
                 print(f"life {life}: all answers were there {time.monotonic() - began:.2f} s after the kill")
-                assert tree.child("output").member == ProcessId("output", 0, 0, 1, life)
-            assert others(tree) == before and tree.number(StatusBoard.SERVING) == 1
+                assert engine.child("output").member == ProcessId("output", 0, 0, 1, life)
+            assert others(engine) == before and engine.number(StatusBoard.SERVING) == 1
             assert client.counters[0][MIGRATED] == 24 and client.counters[0][MigrationCounters.GIVEN_UP] == 0
-            entry = tree.launcher.board.members[-2]
-            assert (entry.incarnation, entry.life, entry.pid) == (1, 2, tree.child("output").pid)
-            await tree.must_be_empty()
+            entry = engine.launcher.board.members[-2]
+            assert (entry.incarnation, entry.life, entry.pid) == (1, 2, engine.child("output").pid)
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
 
 def test_requests_of_the_other_output_go_on_undisturbed() -> None:
     async def scene() -> None:
-        async with running(output_processors=2) as tree, Client(tree.launcher.tree, 0) as client:
-            answers = Answers(tree, client, 12, 2000)
+        async with running(output_processors=2) as engine, Client(engine.launcher.cluster, 0) as client:
+            answers = Answers(engine, client, 12, 2000)
             await answers.begun()
             numbers = set(client._streams)
-            os.kill(tree.child("output", 0).pid, signal.SIGKILL)
-            await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) == 1)
-            steps, row = tree.number(StatusBoard.STEPS), tree.launcher.board.row(0)
-            await tree.until(lambda: row[StatusBoard.STEPS] > steps + 50 and row[StatusBoard.ABSENT_OUTPUTS])
+            os.kill(engine.child("output", 0).pid, signal.SIGKILL)
+            await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 1)
+            steps, row = engine.number(StatusBoard.STEPS), engine.launcher.board.row(0)
+            await engine.until(lambda: row[StatusBoard.STEPS] > steps + 50 and row[StatusBoard.ABSENT_OUTPUTS])
             assert {one for one in numbers if one % 2} <= set(client._streams), "one was submitted again"
             assert client.counters[0][MIGRATED] == sum(one % 2 == 0 for one in numbers)
             await answers.must_be_exact()
-            assert tree.number(StatusBoard.SERVING) == 1 and not client.counters[0][MigrationCounters.GIVEN_UP]
-            await tree.must_be_empty()
+            assert engine.number(StatusBoard.SERVING) == 1 and not client.counters[0][MigrationCounters.GIVEN_UP]
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
@@ -115,8 +115,8 @@ class DiesWithTheLastChunk(output_processor.OutputProcessor):
         super()._answer(tokens)
 
 
-def dies_with_the_last_chunk(tree: Cluster, me: ProcessId) -> None:
-    output = DiesWithTheLastChunk(tree, me, load_vocabulary(tree.config))
+def dies_with_the_last_chunk(cluster: Cluster, me: ProcessId) -> None:
+    output = DiesWithTheLastChunk(cluster, me, load_vocabulary(cluster.config))
     while output.process_next():
         pass
     output.close()
@@ -124,18 +124,21 @@ def dies_with_the_last_chunk(tree: Cluster, me: ProcessId) -> None:
 
 def test_request_whose_last_chunk_died_with_the_output_is_answered() -> None:
     async def scene() -> None:
-        async with tree_with("output", dies_with_the_last_chunk) as tree, Client(tree.launcher.tree, 0) as client:
-            answers = Answers(tree, client, 3, 30)
+        async with (
+            tree_with("output", dies_with_the_last_chunk) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
+            answers = Answers(engine, client, 3, 30)
             await answers.must_be_exact()
-            assert tree.number(StatusBoard.SERVING) == 1 and tree.child("output").member.life == 1
-            await tree.must_be_empty()
+            assert engine.number(StatusBoard.SERVING) == 1 and engine.child("output").member.life == 1
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
 
-def hangs(tree: Cluster, me: ProcessId) -> None:
+def hangs(cluster: Cluster, me: ProcessId) -> None:
     """In its first life, after some messages."""
-    output = output_processor.OutputProcessor(tree, me, load_vocabulary(tree.config))
+    output = output_processor.OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     while output.process_next():
         if me.life == 0 and output._received > 10:
             time.sleep(600)
@@ -151,11 +154,11 @@ def test_output_that_makes_no_room_is_killed_by_the_core_and_started_again(monke
     monkeypatch.setattr(penstock, "Ring", small)
 
     async def scene() -> None:
-        async with tree_with("output", hangs) as tree, Client(tree.launcher.tree, 0) as client:
-            before = others(tree)
-            await Answers(tree, client, 4).must_be_exact()
-            assert tree.child("output").member.life == 1 and others(tree) == before
-            await tree.must_be_empty()
+        async with tree_with("output", hangs) as engine, Client(engine.launcher.cluster, 0) as client:
+            before = others(engine)
+            await Answers(engine, client, 4).must_be_exact()
+            assert engine.child("output").member.life == 1 and others(engine) == before
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
@@ -163,25 +166,25 @@ def test_output_that_makes_no_room_is_killed_by_the_core_and_started_again(monke
 @tiers.needs_all
 def test_output_whose_lives_are_short_again_and_again_costs_its_group() -> None:
     async def scene() -> None:
-        async with running() as tree, Client(tree.launcher.tree, 0) as client:
+        async with running() as engine, Client(engine.launcher.cluster, 0) as client:
             for life in range(4):
-                await must_begin_life(tree, life)
-                tree.child("output").signal(signal.SIGKILL)
-            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 2, START)
-            await Answers(tree, client, 2, 20).must_be_exact()
-            assert tree.child("output").member == ProcessId("output", 0, 0, 2)
+                await must_begin_life(engine, life)
+                engine.child("output").signal(signal.SIGKILL)
+            await engine.until(lambda: engine.number(StatusBoard.SERVING) == 2, START)
+            await Answers(engine, client, 2, 20).must_be_exact()
+            assert engine.child("output").member == ProcessId("output", 0, 0, 2)
 
     asyncio.run(scene())
 
 
 def test_tree_that_ends_while_an_output_is_away_leaves_nothing() -> None:
     async def scene() -> None:
-        async with running(output_processors=2) as tree, Client(tree.launcher.tree, 0) as client:
-            answers = Answers(tree, client, 4, 3000)
+        async with running(output_processors=2) as engine, Client(engine.launcher.cluster, 0) as client:
+            answers = Answers(engine, client, 4, 3000)
             await answers.begun()
-            tree.child("output", 1).signal(signal.SIGKILL)
-            await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) == 2)
-            await tree.until(lambda: len(tree.children()) == 4)  # its next life loads
+            engine.child("output", 1).signal(signal.SIGKILL)
+            await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 2)
+            await engine.until(lambda: len(engine.children()) == 4)  # its next life loads
             for task in answers.tasks:
                 task.cancel()
             await asyncio.gather(*answers.tasks, return_exceptions=True)
@@ -191,16 +194,16 @@ def test_tree_that_ends_while_an_output_is_away_leaves_nothing() -> None:
 
 def test_request_that_is_given_up_while_its_output_is_away_leaves_nothing() -> None:
     async def scene() -> None:
-        async with running() as tree, Client(tree.launcher.tree, 0) as client:
-            tree.child("output").signal(signal.SIGKILL)
-            await tree.until(lambda: tree.number(StatusBoard.ABSENT_OUTPUTS) == 1)
+        async with running() as engine, Client(engine.launcher.cluster, 0) as client:
+            engine.child("output").signal(signal.SIGKILL)
+            await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 1)
             streams = [await client.submit(prompt(), SamplingParams(max_tokens=9)) for _ in range(3)]
-            await tree.until(lambda: tree.number(StatusBoard.OPEN) == 3)
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) == 3)
             for stream in streams[:2]:
                 stream.abort()
-            await tree.until(lambda: tree.number(StatusBoard.OPEN) <= 1)
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 1)
             got = [one async for piece in streams[2] for one in piece.ids]
             assert len(got) == 9
-            await tree.must_be_empty()
+            await engine.must_be_empty()
 
     asyncio.run(scene())

@@ -32,15 +32,15 @@ def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: in
         running = asyncio.ensure_future(launcher.run())
         await asyncio.sleep(0)
         await launcher.serving(START)
-        tree = Running(launcher)
-        async with Client(launcher.tree, 0) as client:
-            verdicts = VerdictBoard(launcher.tree.verdicts)
-            pids = {child.pid for child in tree.children()}
-            answers = Answers(tree, client, 12, 2000)
-            await tree.until(lambda: sum(row[StatusBoard.RUNNING] for row in launcher.board.rows) == 12)
+        engine = Running(launcher)
+        async with Client(launcher.cluster, 0) as client:
+            verdicts = VerdictBoard(launcher.cluster.verdicts)
+            pids = {child.pid for child in engine.children()}
+            answers = Answers(engine, client, 12, 2000)
+            await engine.until(lambda: sum(row[StatusBoard.RUNNING] for row in launcher.board.rows) == 12)
             os.kill(os.getpid(), signal.SIGHUP)
             least = groups
-            while not launcher.board.tree[StatusBoard.MIGRATIONS_ENDED]:
+            while not launcher.board.cluster[StatusBoard.MIGRATIONS_ENDED]:
                 least = min(least, sum(row[StatusBoard.SERVING] > 0 for row in launcher.board.rows))
                 await asyncio.sleep(0.002)
             assert least == groups - 1
@@ -49,9 +49,9 @@ def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: in
             assert all(verdicts.verdict(group, 1).cause == Cause.PLANNED for group in range(groups))
             assert sum(counters[PLANNED] for counters in client.counters) >= 12
             assert not any(counters[MigrationCounters.GIVEN_UP] for counters in client.counters)
-            assert not pids & {child.pid for child in tree.children()}
+            assert not pids & {child.pid for child in engine.children()}
             for group in range(groups):
-                await tree.must_be_empty(group)
+                await engine.must_be_empty(group)
             verdicts.close()
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(running, PATIENCE)
@@ -65,15 +65,15 @@ def test_migration_waits_for_a_group_and_one_more_is_queued() -> None:
         running = asyncio.ensure_future(launcher.run())
         await asyncio.sleep(0)
         await launcher.serving(START)
-        tree = Running(launcher)
-        tree.child("worker").signal(signal.SIGKILL)
-        await tree.until(lambda: not tree.number(StatusBoard.SERVING))
+        engine = Running(launcher)
+        engine.child("worker").signal(signal.SIGKILL)
+        await engine.until(lambda: not engine.number(StatusBoard.SERVING))
         for _ in range(20):
             os.kill(os.getpid(), signal.SIGHUP)
             await asyncio.sleep(0.01)
-        await tree.until(lambda: launcher.board.tree[StatusBoard.MIGRATIONS_ENDED] == 2, START)
+        await engine.until(lambda: launcher.board.cluster[StatusBoard.MIGRATIONS_ENDED] == 2, START)
         await asyncio.sleep(0.1)  # for a third one, which must not begin
-        assert launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN] == 2 and tree.number(StatusBoard.SERVING) == 4
+        assert launcher.board.cluster[StatusBoard.MIGRATIONS_BEGUN] == 2 and engine.number(StatusBoard.SERVING) == 4
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(running, PATIENCE)
 
@@ -91,7 +91,7 @@ def test_hangup_that_is_handled_before_a_pending_sigterm_begins_nothing() -> Non
         os.kill(os.getpid(), signal.SIGHUP)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGTERM, signal.SIGHUP})
         await asyncio.sleep(0.005)
-        assert not launcher.board.tree[StatusBoard.MIGRATIONS_BEGUN]
+        assert not launcher.board.cluster[StatusBoard.MIGRATIONS_BEGUN]
         await asyncio.wait_for(running, PATIENCE)
 
     asyncio.run(scene())
@@ -104,8 +104,8 @@ def test_tree_that_ends_during_a_migration_leaves_nothing() -> None:
         await asyncio.sleep(0)
         await launcher.serving(START)
         launcher.migrate()
-        tree = Running(launcher)
-        await tree.until(lambda: not tree.number(StatusBoard.SERVING))
+        engine = Running(launcher)
+        await engine.until(lambda: not engine.number(StatusBoard.SERVING))
         os.kill(os.getpid(), signal.SIGTERM)
         await asyncio.wait_for(running, PATIENCE)
 

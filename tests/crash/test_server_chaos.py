@@ -1,4 +1,4 @@
-"""Processes of a served tree are killed and stopped in turn, under load: whoever is not concerned does not notice."""
+"""Processes of a served server are killed and stopped in turn, under load: whoever is not concerned does not notice."""
 
 import asyncio
 import contextlib
@@ -18,7 +18,7 @@ from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.counters import ProcessCounters
 from tests import tiers
-from tests.e2e.test_server import Served, served
+from tests.e2e.test_server import Served, run_server
 from tests.support.engine import START, told
 from tests.support.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
 
@@ -41,14 +41,14 @@ class Blow:
 
 
 class Chaos:
-    def __init__(self, tree: Served, load: Load, seed: int, again: float) -> None:
+    def __init__(self, served: Served, load: Load, seed: int, again: float) -> None:
         """`again`: seconds until who was struck serves again, on a busy machine."""
-        self.tree, self.load, self.chance, self.again = tree, load, random.Random(seed), again
+        self.served, self.load, self.chance, self.again = served, load, random.Random(seed), again
         self.blows: list[Blow] = []
 
     def _victims(self, kind: str) -> list[ChildProcess]:
         """Those whose like can do their work meanwhile: all units but theirs are whole."""
-        whole = [unit for unit in self.tree.launcher.units if self._is_whole(unit)]
+        whole = [unit for unit in self.served.launcher.units if self._is_whole(unit)]
         alike = {"server": [unit for unit in whole if not unit.is_group]}
         able = alike.get(kind, [unit for unit in whole if unit.is_group])
         if len(able) < 2:
@@ -57,8 +57,8 @@ class Chaos:
 
     def _is_whole(self, unit) -> bool:
         if unit.is_group:
-            return len(unit.children) == len(unit._parts) and self.tree.number(StatusBoard.SERVING, unit._group) > 0
-        return len(unit.children) == 1 and self.tree.launcher.rows[unit._parts[0][1]][ProcessCounters.SERVING] == 1
+            return len(unit.children) == len(unit._parts) and self.served.number(StatusBoard.SERVING, unit._group) > 0
+        return len(unit.children) == 1 and self.served.launcher.rows[unit._parts[0][1]][ProcessCounters.SERVING] == 1
 
     async def strike(self, kind: str, how: str) -> None:
         loop = asyncio.get_running_loop()
@@ -110,20 +110,20 @@ class Chaos:
 
 
 async def in_chaos(
-    tree: Served, seed: int, question: Callable[[random.Random], Question] | None = None, again: float = START
+    served: Served, seed: int, question: Callable[[random.Random], Question] | None = None, again: float = START
 ) -> None:
-    load = Load(tree, seed, question, ANSWERED_WITHIN if question is None else MODEL_WITHIN)
-    chaos = Chaos(tree, load, seed, again)
+    load = Load(served, seed, question, ANSWERED_WITHIN if question is None else MODEL_WITHIN)
+    chaos = Chaos(served, load, seed, again)
     await chaos.rage()
-    await must_be_as_before(tree, again)
+    await must_be_as_before(served, again)
     chaos.judge()
 
 
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 240)
 def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(seed: int) -> None:
     async def scene() -> None:
-        async with served(LIMITS, simulated=told(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE) as tree:
-            await in_chaos(tree, seed)
+        async with run_server(LIMITS, simulated=told(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE) as served:
+            await in_chaos(served, seed)
 
     asyncio.run(scene())
 
@@ -140,12 +140,12 @@ def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
     async def scene() -> None:
         shape = {**SHAPE, "tensor_parallel_size": 1}
         options = {"simulated": None, "model": str(tmp_path), "step_timeout": 5.0, **ENGINE_SIZES, **shape}
-        async with served(LIMITS, MODEL_START, **options) as tree:
+        async with run_server(LIMITS, MODEL_START, **options) as served:
             known = []
             for prompt in ("hello", "a story", "abc abc", "one two three"):
                 asked = {"model": tmp_path.name, "prompt": prompt, "max_tokens": 30, "temperature": 0}
-                done = await tree.client.completions.create(**asked, extra_body={"ignore_eos": True})
+                done = await served.client.completions.create(**asked, extra_body={"ignore_eos": True})
                 known.append(Question(prompt, 30, done.choices[0].text))
-            await in_chaos(tree, seed, lambda chance: chance.choice(known), MODEL_START)
+            await in_chaos(served, seed, lambda chance: chance.choice(known), MODEL_START)
 
     asyncio.run(scene())

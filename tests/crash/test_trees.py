@@ -32,11 +32,11 @@ def shared_nbytes() -> int:
     raise AssertionError("no Shmem in /proc/meminfo")
 
 
-def tree(talk: Connection, depth: int = 2) -> None:
+def cluster(talk: Connection, depth: int = 2) -> None:
     """A parent with segments, and children and grandchildren in its group that use them."""
     os.setpgid(0, 0)
-    pool = lowlevel.Pool.create(BLOCK_NBYTES, name="tree")
-    channel = penstock.Broadcast(receivers=4, name="tree", spill_nbytes=64 << 20)
+    pool = lowlevel.Pool.create(BLOCK_NBYTES, name="cluster")
+    channel = penstock.Broadcast(receivers=4, name="cluster", spill_nbytes=64 << 20)
     warnings.simplefilter("ignore")  # newer Pythons warn of fork() with threads
     for _ in range(3):
         if os.fork() == 0:
@@ -59,7 +59,7 @@ def test_a_tree_that_is_killed_again_and_again_leaves_nothing(zygote: Zygote) ->
     before = [set(os.listdir(place)) for place in places]
     memory = shared_nbytes()
     for _ in range(tiers.TREE_DEATHS):
-        child = zygote.child(tree)
+        child = zygote.child(cluster)
         descendants = [child.hear("child")[1] for _ in range(3)]
         os.killpg(child.pid, signal.SIGKILL)
         child.gone_at()

@@ -144,7 +144,7 @@ def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None
     records = [json.loads(line) for line in run.stdout.splitlines()]
     assert not [record for record in records if record["case"] == "failed"]
     another, only = (record for record in records if record["case"] == "migration")
-    assert another["tree"] == "another group is there" and another["paused"] > 0 < another["restart_ms"]
+    assert another["cluster"] == "another group is there" and another["paused"] > 0 < another["restart_ms"]
     assert only["paused"] == only["streams"] and only["pause_max_ms"] > only["restart_ms"] / 2
     (memory,) = (record for record in records if record["case"] == "migration memory")
     assert {"kept", "not kept", "difference"} <= set(memory)

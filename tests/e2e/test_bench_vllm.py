@@ -1,6 +1,6 @@
 """`scripts/bench vllm`, small: all three ways are measured, and nothing that was started outlives it.
 
-The guard that sees to the latter is tried with a tree of small programs; vLLM itself is found by PENSTOCK_PEER_PYTHON.
+The guard that ends them is tried with a tree of small programs; PENSTOCK_PEER_PYTHON names the interpreter of vLLM.
 """
 
 import json

@@ -1,4 +1,4 @@
-"""The whole engine on a simulated device: the tokens of its rule, whatever the tree looks like."""
+"""The whole engine on a simulated device: the tokens of its rule, whatever the engine looks like."""
 
 import asyncio
 import random
@@ -16,11 +16,11 @@ from tests.support.engine import Running, answered, prompt, running, told
 END = 7
 
 
-async def must_answer_by_the_rule(tree: Running, client: Client, length: int, tokens: int, samples: int = 1) -> None:
+async def must_answer_by_the_rule(engine: Running, client: Client, length: int, tokens: int, samples: int = 1) -> None:
     ids = prompt(length)
     got = await answered(client, ids, max_tokens=tokens, n=samples)
     for sample, (answer, reason) in enumerate(got):
-        assert answer == tree.rule.answer(ids, tokens, sample)
+        assert answer == engine.rule.answer(ids, tokens, sample)
         assert reason == (FinishReason.STOP if answer[-1] == END else FinishReason.LENGTH)
 
 
@@ -32,15 +32,17 @@ def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: 
     async def scene() -> None:
         simulated = told(end_id=END, end_one_in=40)
         options = {"tensor_parallel_size": 2, "api_server_count": 2, "max_num_seqs": 24, "max_num_batched_tokens": 64}
-        async with running(async_scheduling=overlap, output_processors=outputs, simulated=simulated, **options) as tree:
-            async with Client(tree.launcher.tree, 0) as one, Client(tree.launcher.tree, 1) as other:
+        async with running(
+            async_scheduling=overlap, output_processors=outputs, simulated=simulated, **options
+        ) as engine:
+            async with Client(engine.launcher.cluster, 0) as one, Client(engine.launcher.cluster, 1) as other:
                 asked = [
-                    must_answer_by_the_rule(tree, client, 1 + 7 * number, 1 + 5 * number, 1 + number % 3)
+                    must_answer_by_the_rule(engine, client, 1 + 7 * number, 1 + 5 * number, 1 + number % 3)
                     for number in range(20)
                     for client in (one, other)
                 ]
                 await asyncio.gather(*asked)
-            await tree.must_be_empty()
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
@@ -58,7 +60,7 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
             "max_model_len": longest,
             "output_processors": outputs,
         }
-        async with running(simulated=simulated, **options) as tree:
+        async with running(simulated=simulated, **options) as engine:
             beginning = prompt(longest)
 
             async def one(client: Client, length: int, priority: int) -> None:
@@ -69,12 +71,12 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
                 async with await client.submit(ids, params, priority=priority) as stream:
                     async for piece in stream:
                         got[piece.sample] += piece.ids
-                assert got == [tree.rule.answer(ids, length - size, sample) for sample in range(samples)]
+                assert got == [engine.rule.answer(ids, length - size, sample) for sample in range(samples)]
 
             lengths = [size + more for size in (256, 512, 1024, 2048) for more in (0, 1, chance.randint(2, 200))]
             lengths += [longest, longest, chance.randint(2, longest)]
             chance.shuffle(lengths)
-            async with Client(tree.launcher.tree, 0) as client:
+            async with Client(engine.launcher.cluster, 0) as client:
                 everybody = []
                 for number, length in enumerate(lengths):
                     everybody.append(asyncio.ensure_future(one(client, length, -(number % 3))))
@@ -83,34 +85,34 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
                 await asyncio.sleep(0.1)
                 gone.cancel()
                 await asyncio.gather(*everybody)
-            assert tree.number(StatusBoard.PREEMPTIONS) > 0
-            await tree.must_be_empty()
+            assert engine.number(StatusBoard.PREEMPTIONS) > 0
+            await engine.must_be_empty()
 
     asyncio.run(scene())
 
 
 def test_what_a_request_can_meet() -> None:
-    """One tree for all of it: starting one takes longer than any of this."""
+    """One engine for all of it: starting one takes longer than any of this."""
 
     async def scene() -> None:
-        async with running(max_model_len=256) as tree, Client(tree.launcher.tree, 0) as client:
-            await an_aborted_request_ends_and_gives_its_blocks_back(tree, client)
+        async with running(max_model_len=256) as engine, Client(engine.launcher.cluster, 0) as client:
+            await an_aborted_request_ends_and_gives_its_blocks_back(engine, client)
             await one_that_can_never_run_is_refused_with_the_reason(client)
-            await one_that_takes_too_long_ends_with_a_time_out(tree, client)
-            await a_stop_string_ends_it_and_is_not_shown(tree, client)
+            await one_that_takes_too_long_ends_with_a_time_out(engine, client)
+            await a_stop_string_ends_it_and_is_not_shown(engine, client)
             await what_nobody_has_taken_yet_comes_as_one_piece(client)
-            await who_is_cancelled_aborts(tree, client)
+            await who_is_cancelled_aborts(engine, client)
 
     asyncio.run(scene())
 
 
-async def an_aborted_request_ends_and_gives_its_blocks_back(tree: Running, client: Client) -> None:
+async def an_aborted_request_ends_and_gives_its_blocks_back(engine: Running, client: Client) -> None:
     async with await client.submit(prompt(), SamplingParams(max_tokens=200)) as stream:
         async for _ in stream:
             break
     assert stream.is_over and client.open_requests == 0
     assert [piece async for piece in stream] == []
-    await tree.must_be_empty()
+    await engine.must_be_empty()
 
 
 async def one_that_can_never_run_is_refused_with_the_reason(client: Client) -> None:
@@ -120,25 +122,25 @@ async def one_that_can_never_run_is_refused_with_the_reason(client: Client) -> N
     assert caught.value.status == 400
 
 
-async def one_that_takes_too_long_ends_with_a_time_out(tree: Running, client: Client) -> None:
+async def one_that_takes_too_long_ends_with_a_time_out(engine: Running, client: Client) -> None:
     stream = await client.submit(prompt(), SamplingParams(max_tokens=200), timeout=0.05)
     with pytest.raises(EngineError, match=r"not complete within 0\.05 s") as caught:
         async for _ in stream:
             pass
     assert caught.value.status == 504
-    await tree.must_be_empty()
+    await engine.must_be_empty()
 
 
-async def a_stop_string_ends_it_and_is_not_shown(tree: Running, client: Client) -> None:
+async def a_stop_string_ends_it_and_is_not_shown(engine: Running, client: Client) -> None:
     ids = prompt()
-    answer = tree.rule.answer(ids, 50)
+    answer = engine.rule.answer(ids, 50)
     words = "".join(f" {one}" for one in answer)
     stop = f"{str(answer[20])[-1]} {answer[21]}"  # across the border of two tokens
     stream = await client.submit(ids, SamplingParams(max_tokens=50, stop=(stop,)))
     pieces = [piece async for piece in stream]
     assert "".join(piece.text for piece in pieces) == words[: words.index(stop)]
     assert pieces[-1].reason == FinishReason.STOP and pieces[-1].stop == stop
-    await tree.must_be_empty()
+    await engine.must_be_empty()
 
 
 async def what_nobody_has_taken_yet_comes_as_one_piece(client: Client) -> None:
@@ -149,19 +151,22 @@ async def what_nobody_has_taken_yet_comes_as_one_piece(client: Client) -> None:
     assert len(pieces) == 1 and len(pieces[0].ids) == 100 and pieces[0].reason == FinishReason.LENGTH
 
 
-async def who_is_cancelled_aborts(tree: Running, client: Client) -> None:
+async def who_is_cancelled_aborts(engine: Running, client: Client) -> None:
     task = asyncio.ensure_future(answered(client, prompt(), max_tokens=200))
     await asyncio.sleep(0.05)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
         await task
     assert client.open_requests == 0
-    await tree.must_be_empty()
+    await engine.must_be_empty()
 
 
 def test_requests_are_shared_among_the_groups_and_equal_beginnings_meet() -> None:
     async def scene() -> None:
-        async with running(data_parallel_size=2, output_processors=1) as tree, Client(tree.launcher.tree, 0) as client:
+        async with (
+            running(data_parallel_size=2, output_processors=1) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
             ids = prompt(100)
             first = await client.submit(ids, SamplingParams(max_tokens=2))
             streams = [await client.submit(prompt(), SamplingParams(max_tokens=50)) for _ in range(20)]

@@ -50,15 +50,15 @@ async def answer(client: Client, family: Family, asked: Asked, group: int) -> li
 
 
 class Computing(Running):
-    """A tree on a real device."""
+    """A engine on a real device."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
-        self.config = launcher.tree.config
+        self.config = launcher.cluster.config
 
 
-def encoded(tree: Running, word: int = StatusBoard.ENCODINGS) -> int:
-    return sum(tree.number(word, group) for group in range(tree.config.data_parallel_size))
+def encoded(engine: Running, word: int = StatusBoard.ENCODINGS) -> int:
+    return sum(engine.number(word, group) for group in range(engine.config.data_parallel_size))
 
 
 @pytest.mark.parametrize(
@@ -77,21 +77,21 @@ def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mode: st
 
     async def scene() -> None:
         launcher = Launcher(config_of(family, tmp_path, **options))
-        tree = Computing(launcher)
+        engine = Computing(launcher)
         try:
             launcher.start()
             await launcher.serving(2 * START)
-            async with Client(launcher.tree, 0) as client:
+            async with Client(launcher.cluster, 0) as client:
                 together = [answer(client, family, pairs[2][0], group) for group in range(groups)]
                 assert await asyncio.gather(*together) == [pairs[2][1]] * groups
                 for asked, want in pairs:
                     for group in range(groups):
                         assert await answer(client, family, asked, group) == want
-            await tree.until(lambda: encoded(tree) >= len(family.images))
-            assert encoded(tree) == len(family.images)
-            assert encoded(tree, StatusBoard.ENCODINGS_UNSHARED) == 0
+            await engine.until(lambda: encoded(engine) >= len(family.images))
+            assert encoded(engine) == len(family.images)
+            assert encoded(engine, StatusBoard.ENCODINGS_UNSHARED) == 0
             if groups > 1:
-                assert encoded(tree, StatusBoard.ENCODINGS_FOUND) >= len(family.images)
+                assert encoded(engine, StatusBoard.ENCODINGS_FOUND) >= len(family.images)
         finally:
             await launcher.stop()
 
@@ -130,31 +130,31 @@ def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
 
     async def scene() -> None:
         launcher = Launcher(config_of(family, tmp_path, data_parallel_size=2))
-        tree = Computing(launcher)
+        engine = Computing(launcher)
         try:
             launcher.start()
             await launcher.serving(2 * START)
-            store = launcher.tree.encodings
+            store = launcher.cluster.encodings
             assert store is not None
-            async with Client(launcher.tree, 0) as client:
+            async with Client(launcher.cluster, 0) as client:
                 dying = asyncio.ensure_future(answer(client, family, asked, 0))
-                await tree.until(lambda: writers(store))
+                await engine.until(lambda: writers(store))
                 waiting = asyncio.ensure_future(answer(client, family, asked, 1))
-                await tree.until(lambda: store.stats().fills_awaited)
+                await engine.until(lambda: store.stats().fills_awaited)
                 assert writers(store), "the image was encoded too soon for this test"
-                worker = next(one for one in tree.children() if (one.member.kind, one.member.group) == ("worker", 0))
+                worker = next(one for one in engine.children() if (one.member.kind, one.member.group) == ("worker", 0))
                 os.kill(worker.pid, signal.SIGKILL)
                 assert await waiting == want
                 try:
                     assert await dying == want  # a request may have moved to the other engine
                 except EngineError as error:
                     assert error.status == 503
-                await tree.until(lambda: tree.number(StatusBoard.ENCODINGS, 1) == 1)
-                assert tree.number(StatusBoard.ENCODINGS_UNSHARED, 1) == 0
-                await tree.serving_again(client)
+                await engine.until(lambda: engine.number(StatusBoard.ENCODINGS, 1) == 1)
+                assert engine.number(StatusBoard.ENCODINGS_UNSHARED, 1) == 0
+                await engine.serving_again(client)
                 assert await answer(client, family, asked, 0) == want
-                await tree.until(lambda: tree.number(StatusBoard.ENCODINGS_FOUND, 0) == 1)
-                assert tree.number(StatusBoard.ENCODINGS, 0) == 0
+                await engine.until(lambda: engine.number(StatusBoard.ENCODINGS_FOUND, 0) == 1)
+                assert engine.number(StatusBoard.ENCODINGS, 0) == 0
             assert not writers(store)
         finally:
             await launcher.stop()

@@ -37,7 +37,7 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
         try:
             launcher.start()
             await launcher.serving(2 * START)
-            async with Client(launcher.tree, 0) as client:
+            async with Client(launcher.cluster, 0) as client:
                 pairs, began = list(zip(family.asked, family.answers, strict=True)), time.monotonic_ns()
                 got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))
             assert got == [list(want) for _, want in pairs]
@@ -79,7 +79,7 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
         try:
             launcher.start()
             await launcher.serving(2 * START)
-            async with Client(launcher.tree, 0) as client:
+            async with Client(launcher.cluster, 0) as client:
                 alone = [await answer(client, asked) for asked in requests]
                 together = await asyncio.gather(*(answer(client, asked) for asked in requests))
             must_be_greedy(family.path, requests, alone)
@@ -108,7 +108,7 @@ def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) ->
         try:
             launcher.start()
             await launcher.serving(2 * START)
-            async with Client(launcher.tree, 0) as client:
+            async with Client(launcher.cluster, 0) as client:
                 cached = []
                 for asked, want in zip(family.asked, family.answers, strict=True):
                     async with await client.submit(asked.prompt, params, timeout=START) as stream:
@@ -155,8 +155,8 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
         try:
             launcher.start()
             await launcher.serving(START)
-            async with Client(launcher.tree, 0) as client, Client(launcher.tree, 1) as other:
-                store = launcher.tree.store
+            async with Client(launcher.cluster, 0) as client, Client(launcher.cluster, 1) as other:
+                store = launcher.cluster.store
                 assert store is not None
                 pairs = list(zip(family.asked, family.answers, strict=True))
                 for has_key in (True, False):

@@ -110,7 +110,7 @@ def test_videos_are_answered_as_transformers_does(name: str, ranks: int, transpo
         try:
             launcher.start()
             await launcher.serving(2 * START)
-            store = launcher.tree.store
+            store = launcher.cluster.store
             assert (store is not None) == has_store
 
             async def ask(client: Client, seeds: tuple[int, int]) -> tuple[list[int], list[int], int]:
@@ -125,7 +125,7 @@ def test_videos_are_answered_as_transformers_does(name: str, ranks: int, transpo
                     answer = [id_ async for piece in stream for id_ in piece.ids]
                 return answer, want, stream.cached_tokens
 
-            async with Client(launcher.tree, 0) as client:
+            async with Client(launcher.cluster, 0) as client:
                 answer, want, cached = await ask(client, (1, 2))
                 assert answer == want and not cached
                 again, _, cached = await ask(client, (1, 2))

@@ -120,7 +120,7 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
         try:
             launcher.start()
             await launcher.serving(2 * START)
-            async with Client(launcher.tree, 0) as client:
+            async with Client(launcher.cluster, 0) as client:
                 pairs = list(zip(family.asked, family.answers, strict=True))[:3]
                 all_asked = [Expected(client, list(asked.prompt), list(answer)) for asked, answer in pairs]
                 for _ in range(2):  # the second time the cache has them

@@ -13,12 +13,12 @@ pytest.importorskip("openai")
 pytest.importorskip("rich")
 pytest.importorskip("httptools")
 
-from tests.e2e.test_server import KEY, MAX_OPEN, Served, served
+from tests.e2e.test_server import KEY, MAX_OPEN, Served, run_server
 
 
-async def bench(tree: Served, path: Path, *options: object) -> tuple[int, dict[str, Any], str]:
+async def bench(served: Served, path: Path, *options: object) -> tuple[int, dict[str, Any], str]:
     """Exit status, figures, and what was said."""
-    given = ("--base-url", f"http://127.0.0.1:{tree.port}", "--api-key", KEY, "--result-filename", path / "figures")
+    given = ("--base-url", f"http://127.0.0.1:{served.port}", "--api-key", KEY, "--result-filename", path / "figures")
     command = ("-m", "penstock", "bench", "serve", *map(str, (*given, *options)))
     pipes = {"stdout": asyncio.subprocess.PIPE, "stderr": asyncio.subprocess.STDOUT}
     process = await asyncio.create_subprocess_exec(sys.executable, *command, **pipes)
@@ -28,18 +28,18 @@ async def bench(tree: Served, path: Path, *options: object) -> tuple[int, dict[s
 
 def test_every_token_of_our_server_is_counted_and_more_than_may_be_open_are_told(tmp_path: Path) -> None:
     async def scene() -> None:
-        async with served() as tree:
+        async with run_server() as served:
             for backend in ("openai", "openai-chat"):
                 options = ("--backend", backend, "--num-prompts", 30, "--output-len", "10-20", "--input-len", 40)
                 tpots: list[float] = []
                 # A step takes 2 ms. Where a busy machine lets the client read late, tokens come together.
                 while not tpots or tpots[-1] <= 1.9:
                     assert len(tpots) < 5, f"ms per token: {tpots}"
-                    before = await tree.total("vllm:generation_tokens_total")
-                    status, found, said = await bench(tree, tmp_path, *options, "--max-concurrency", MAX_OPEN - 1)
+                    before = await served.total("vllm:generation_tokens_total")
+                    status, found, said = await bench(served, tmp_path, *options, "--max-concurrency", MAX_OPEN - 1)
                     assert status == 0, said
                     assert (found["requests"], found["failed"], found["tokens_per_event"]) == (30, 0, 1)
-                    total = await tree.total("vllm:generation_tokens_total")
+                    total = await served.total("vllm:generation_tokens_total")
                     assert total - before == found["output_tokens"] + 2  # of its two probes
                     assert 30 * 30 < found["prompt_tokens"] < 30 * 50
                     assert "output tokens/s" in said and "TTFT" in said
@@ -47,10 +47,10 @@ def test_every_token_of_our_server_is_counted_and_more_than_may_be_open_are_told
 
             # Fewer than one process takes connections: which of them takes how many is the kernel's affair.
             options = ("--num-prompts", 60, "--max-concurrency", 4 * MAX_OPEN - 2, "--output-len", 400)
-            status, found, said = await bench(tree, tmp_path, *options)
+            status, found, said = await bench(served, tmp_path, *options)
             assert status == 1 and found["requests"] + found["failed"] == 60
             assert found["requests"] >= MAX_OPEN and [one["kind"] for one in found["errors"]] == ["status 429"], said
             assert "requests are open" in said
-            await tree.must_be_empty()
+            await served.must_be_empty()
 
     asyncio.run(asyncio.wait_for(scene(), 100))

@@ -35,11 +35,11 @@ MAX_BODY = 100_000
 
 
 class Served(Running):
-    """A tree with servers, and a client for them."""
+    """A server with servers, and a client for them."""
 
     def __init__(self, launcher: ServerLauncher, port: int) -> None:
         self.launcher = launcher
-        self.config = launcher.tree.config
+        self.config = launcher.cluster.config
         self.rule = TokenRule(self.config.simulated or told())
         self.port = port
         self.client = self.with_key(KEY)
@@ -79,7 +79,9 @@ def posted(path: str, body: dict[str, Any]) -> bytes:
 
 
 @contextlib.asynccontextmanager
-async def served(limits: dict[str, Any] | None = None, start: float = START, **options: Any) -> AsyncIterator[Served]:
+async def run_server(
+    limits: dict[str, Any] | None = None, start: float = START, **options: Any
+) -> AsyncIterator[Served]:
     usual = {"api_keys": (KEY,), "max_open_requests": MAX_OPEN, "max_body_nbytes": MAX_BODY, "client_timeout": 1.0}
     asked = ServerOptions(port=0, **{**usual, **(limits or {})})
     config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_server_count": 2, **options})
@@ -89,9 +91,9 @@ async def served(limits: dict[str, Any] | None = None, start: float = START, **o
         try:
             launcher.start()
             await launcher.serving(start)
-            tree = Served(launcher, port)
-            async with tree.client:
-                yield tree
+            served = Served(launcher, port)
+            async with served.client:
+                yield served
         finally:
             late = await launcher.stop()
         assert not late, f"had to be killed: {late}"
@@ -102,87 +104,87 @@ def refused(kind: str) -> Any:
 
 
 # ── completions and chats ────────────────────────────────────────────────────────────────────────────────────────────
-async def a_completion_is_what_the_rule_says(tree: Served) -> None:
-    done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
+async def a_completion_is_what_the_rule_says(served: Served) -> None:
+    done = await served.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
     (choice,) = done.choices
-    assert (choice.text, choice.finish_reason, choice.index) == (tree.answer("hello", 7), "length", 0)
+    assert (choice.text, choice.finish_reason, choice.index) == (served.answer("hello", 7), "length", 0)
     assert (done.object, done.model) == ("text_completion", "simulated")
     assert (done.usage.prompt_tokens, done.usage.completion_tokens, done.usage.total_tokens) == (5, 7, 12)
 
 
-async def a_stream_says_the_same_and_then_its_usage(tree: Served) -> None:
+async def a_stream_says_the_same_and_then_its_usage(served: Served) -> None:
     asked = {"model": "simulated", "prompt": "hello stream", "max_tokens": 30}
-    stream = await tree.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    stream = await served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     *events, last = [event async for event in stream]
-    assert "".join(event.choices[0].text for event in events) == tree.answer("hello stream", 30)
+    assert "".join(event.choices[0].text for event in events) == served.answer("hello stream", 30)
     assert [event.choices[0].finish_reason for event in events][-1] == "length"
     assert len({event.id for event in (*events, last)}) == 1 and not any(event.usage for event in events)
     assert last.choices == [] and last.usage.completion_tokens == 30 and last.usage.prompt_tokens == 12
 
 
-async def a_chat_is_streamed_with_its_role_first(tree: Served) -> None:
+async def a_chat_is_streamed_with_its_role_first(served: Served) -> None:
     asked = {"model": "simulated", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
     asked["max_completion_tokens"] = 6
-    want = tree.answer("user: hi\nassistant:", 6)
-    whole = await tree.client.chat.completions.create(**asked)
+    want = served.answer("user: hi\nassistant:", 6)
+    whole = await served.client.chat.completions.create(**asked)
     assert whole.choices[0].message.content == want and whole.choices[0].message.role == "assistant"
-    events = [event async for event in await tree.client.chat.completions.create(**asked, stream=True)]
+    events = [event async for event in await served.client.chat.completions.create(**asked, stream=True)]
     assert [event.choices[0].delta.role for event in events] == ["assistant", *[None] * (len(events) - 1)]
     assert "".join(event.choices[0].delta.content or "" for event in events) == want
     assert events[-1].choices[0].finish_reason == "length" and events[0].object == "chat.completion.chunk"
 
 
-async def samples_and_prompts_have_choices_of_their_own(tree: Served) -> None:
+async def samples_and_prompts_have_choices_of_their_own(served: Served) -> None:
     prompts = ["one", "another"]
-    done = await tree.client.completions.create(model="simulated", prompt=prompts, max_tokens=4, n=2)
-    want = [tree.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
+    done = await served.client.completions.create(model="simulated", prompt=prompts, max_tokens=4, n=2)
+    want = [served.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
     assert [choice.text for choice in done.choices] == want
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (10, 16)
     texts = {0: "", 1: ""}
-    stream = await tree.client.completions.create(model="simulated", prompt="one", max_tokens=4, n=2, stream=True)
+    stream = await served.client.completions.create(model="simulated", prompt="one", max_tokens=4, n=2, stream=True)
     async for event in stream:
         texts[event.choices[0].index] += event.choices[0].text
     assert list(texts.values()) == want[:2]
 
 
-async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(tree: Served) -> None:
+async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(served: Served) -> None:
     prompts = ["one", "another", "third"]
     asked = {"model": "simulated", "prompt": prompts, "max_tokens": 4, "n": 2}
-    stream = await tree.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    stream = await served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
     texts, ends = dict.fromkeys(range(6), ""), []
     *events, last = [event async for event in stream]
     for event in events:
         (choice,) = event.choices
         texts[choice.index] += choice.text
         ends += [choice.index] if choice.finish_reason else []
-    assert list(texts.values()) == [tree.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
+    assert list(texts.values()) == [served.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
     assert sorted(ends) == list(range(6)) and len({event.id for event in events}) == 1
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (15, 24)
     with refused("BadRequestError") as caught:
-        await tree.client.completions.create(**{**asked, "prompt": ["one", "x" * 5000]}, stream=True)
+        await served.client.completions.create(**{**asked, "prompt": ["one", "x" * 5000]}, stream=True)
     assert caught.value.param == "prompt"
 
 
-async def ids_are_a_prompt_too(tree: Served) -> None:
-    done = await tree.client.completions.create(model="simulated", prompt=[*b"hello"], max_tokens=3)
-    assert done.choices[0].text == tree.answer("hello", 3)
+async def ids_are_a_prompt_too(served: Served) -> None:
+    done = await served.client.completions.create(model="simulated", prompt=[*b"hello"], max_tokens=3)
+    assert done.choices[0].text == served.answer("hello", 3)
 
 
-async def a_stop_string_across_tokens_is_not_shown(tree: Served) -> None:
-    whole = tree.answer("stop me", 40)
+async def a_stop_string_across_tokens_is_not_shown(served: Served) -> None:
+    whole = served.answer("stop me", 40)
     words = whole.split()
     stop = f"{words[9][-1]} {words[10][0]}"
     shown = whole[: whole.index(stop)]
     asked = {"model": "simulated", "prompt": "stop me", "max_tokens": 40, "stop": ["never", stop]}
-    done = await tree.client.completions.create(**asked)
+    done = await served.client.completions.create(**asked)
     assert (done.choices[0].text, done.choices[0].finish_reason) == (shown, "stop")
-    events = [event async for event in await tree.client.completions.create(**asked, stream=True)]
+    events = [event async for event in await served.client.completions.create(**asked, stream=True)]
     assert "".join(event.choices[0].text for event in events) == shown
     assert events[-1].choices[0].finish_reason == "stop"
 
 
-async def a_truncated_prompt_is_its_end_or_its_beginning(tree: Served) -> None:
+async def a_truncated_prompt_is_its_end_or_its_beginning(served: Served) -> None:
     prompt = "hello world"
     for options, want in (
         ({"truncate_prompt_tokens": 5}, "world"),
@@ -191,25 +193,27 @@ async def a_truncated_prompt_is_its_end_or_its_beginning(tree: Served) -> None:
         ({"truncate_prompt_tokens": -1}, prompt),
         ({"truncate_prompt_tokens": None}, prompt),
     ):
-        done = await tree.client.completions.create(model="simulated", prompt=prompt, max_tokens=3, extra_body=options)
-        assert done.choices[0].text == tree.answer(want, 3), options
+        done = await served.client.completions.create(
+            model="simulated", prompt=prompt, max_tokens=3, extra_body=options
+        )
+        assert done.choices[0].text == served.answer(want, 3), options
         assert done.usage.prompt_tokens == len(want)
     long = "x" * 5000
-    done = await tree.client.completions.create(
+    done = await served.client.completions.create(
         model="simulated", prompt=long, max_tokens=6, extra_body={"truncate_prompt_tokens": -1}
     )
-    assert done.usage.prompt_tokens == 4090 and done.choices[0].text == tree.answer(long[:4090], 6)
+    assert done.usage.prompt_tokens == 4090 and done.choices[0].text == served.answer(long[:4090], 6)
     for tokens, most in ((4096, 16), (4081, 16), (1, 5000), (-1, 4096), (-2, 16)):
         with refused("BadRequestError") as caught:
-            await tree.client.completions.create(
+            await served.client.completions.create(
                 model="simulated", prompt=long, max_tokens=most, extra_body={"truncate_prompt_tokens": tokens}
             )
         assert caught.value.param == "truncate_prompt_tokens", (tokens, most)
 
 
-async def prompts_share_a_cache_only_with_those_of_the_same_salt(tree: Served) -> None:
+async def prompts_share_a_cache_only_with_those_of_the_same_salt(served: Served) -> None:
     async def cached(**options: Any) -> int:
-        done = await tree.client.completions.create(
+        done = await served.client.completions.create(
             model="simulated", prompt="salted " * 20, max_tokens=1, extra_body=options
         )
         found: int = done.usage.prompt_tokens_details.cached_tokens
@@ -224,7 +228,7 @@ async def prompts_share_a_cache_only_with_those_of_the_same_salt(tree: Served) -
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
-async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
+async def what_makes_no_sense_is_refused_with_its_field(served: Served) -> None:
     for options, param in (
         ({"max_tokens": "many"}, "max_tokens"),
         ({"temperature": -1}, "temperature"),
@@ -237,131 +241,131 @@ async def what_makes_no_sense_is_refused_with_its_field(tree: Served) -> None:
         ({"logit_bias": {"a": 1}}, "logit_bias"),
     ):
         with refused("BadRequestError") as caught:
-            await tree.client.completions.create(**{"model": "simulated", "prompt": "x", **options})
+            await served.client.completions.create(**{"model": "simulated", "prompt": "x", **options})
         assert (caught.value.type, caught.value.param) == ("invalid_request_error", param), options
 
 
-async def fields_that_change_the_answer_are_refused_and_unknown_ones_are_named(tree: Served) -> None:
+async def fields_that_change_the_answer_are_refused_and_unknown_ones_are_named(served: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
     for field in ({"regex": "a+"}, {"bad_words": ["a"]}, {"prompt_embeds": "AAAA"}, {"tool_choice": "required"}):
         for create in (
-            lambda field: tree.client.completions.create(model="simulated", prompt="x", extra_body=field),
-            lambda field: tree.client.chat.completions.create(model="simulated", messages=messages, extra_body=field),
+            lambda field: served.client.completions.create(model="simulated", prompt="x", extra_body=field),
+            lambda field: served.client.chat.completions.create(model="simulated", messages=messages, extra_body=field),
         ):
             with refused("BadRequestError") as caught:
                 await create(field)
             assert caught.value.param == next(iter(field))
     for stream in (False, True):
-        raw = await tree.client.chat.completions.with_raw_response.create(
+        raw = await served.client.chat.completions.with_raw_response.create(
             model="simulated", messages=messages, stream=stream, max_tokens=2, extra_body={"bad_word": ["a"], "zz": 1}
         )
         assert raw.headers["x-ignored-fields"] == "bad_word (did you mean bad_words?), zz"
-        raw = await tree.client.chat.completions.with_raw_response.create(
+        raw = await served.client.chat.completions.with_raw_response.create(
             model="simulated", messages=messages, stream=stream, max_tokens=2, tool_choice="none", store=True
         )
         assert "x-ignored-fields" not in raw.headers
 
 
-async def a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(tree: Served) -> None:
+async def a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for(served: Served) -> None:
     for prompt, tokens in (("x" * 4096, "4096"), ("x" * 5000, "at least 5000"), ([1] * 4097, "4097")):
         for stream in (False, True):
             with refused("BadRequestError") as caught:
-                await tree.client.completions.create(model="simulated", prompt=prompt, max_tokens=10, stream=stream)
+                await served.client.completions.create(model="simulated", prompt=prompt, max_tokens=10, stream=stream)
             assert caught.value.code == "context_length_exceeded"
             words = "This model's maximum context length is 4096 tokens. However, you requested"
             assert words in caught.value.message and f"({tokens} in the prompt, 10 in the comp" in caught.value.message
     with refused("BadRequestError") as caught:
         messages = [{"role": "user", "content": "x" * 5000}]
-        await tree.client.chat.completions.create(model="simulated", messages=messages)
+        await served.client.chat.completions.create(model="simulated", messages=messages)
     assert "maximum context length is 4096 tokens" in caught.value.message and caught.value.param == "messages"
 
 
-async def an_image_is_refused_by_a_device_that_sees_nothing(tree: Served) -> None:
+async def an_image_is_refused_by_a_device_that_sees_nothing(served: Served) -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
     with refused("BadRequestError") as caught:
-        await tree.client.chat.completions.create(model="simulated", messages=messages)
+        await served.client.chat.completions.create(model="simulated", messages=messages)
     assert caught.value.param == "messages[0].content[1]"
 
 
-async def another_model_another_key_and_too_much_are_refused(tree: Served) -> None:
+async def another_model_another_key_and_too_much_are_refused(served: Served) -> None:
     with refused("NotFoundError") as caught:
-        await tree.client.completions.create(model="other", prompt="x")
+        await served.client.completions.create(model="other", prompt="x")
     assert caught.value.code == "model_not_found" and caught.value.param == "model"
-    async with tree.with_key("wrong") as stranger:
+    async with served.with_key("wrong") as stranger:
         with refused("AuthenticationError") as caught:
             await stranger.models.list()
         assert caught.value.code == "invalid_api_key"
     with refused("APIStatusError") as caught:
-        await tree.client.completions.create(model="simulated", prompt="x" * MAX_BODY)
+        await served.client.completions.create(model="simulated", prompt="x" * MAX_BODY)
     assert caught.value.status_code == 413
-    assert [model.id for model in (await tree.client.models.list()).data] == ["simulated"]
-    status, body = await tree.get("/v1/nowhere")
+    assert [model.id for model in (await served.client.models.list()).data] == ["simulated"]
+    status, body = await served.get("/v1/nowhere")
     assert status == 404 and json.loads(body)["error"]["type"] == "not_found_error"
 
 
-async def more_than_may_be_open_are_told_to_come_again(tree: Served) -> None:
+async def more_than_may_be_open_are_told_to_come_again(served: Served) -> None:
     asked = {"model": "simulated", "prompt": "x", "max_tokens": 4000, "stream": True}
     streams = []
     with refused("RateLimitError") as caught:
         for _ in range(2 * MAX_OPEN + 1):
-            streams.append(await tree.client.completions.create(**asked))
+            streams.append(await served.client.completions.create(**asked))
     assert int(caught.value.response.headers["retry-after"]) >= 1 and len(streams) >= MAX_OPEN
     for stream in streams:
         await stream.close()
-    await tree.must_be_empty()
+    await served.must_be_empty()
 
 
 # ── clients that go, or do not read ──────────────────────────────────────────────────────────────────────────────────
-async def a_client_that_goes_takes_its_request_with_it(tree: Served) -> None:
+async def a_client_that_goes_takes_its_request_with_it(served: Served) -> None:
     for stream in (True, False):
         asked = {"prompt": "x", "max_tokens": 4000, "stream": stream}
-        reader, writer = await tree.connect("/v1/completions", asked)
-        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
+        reader, writer = await served.connect("/v1/completions", asked)
+        await served.until(lambda: served.number(StatusBoard.OPEN) == 1)
         if stream:
             await reader.readuntil(b"data: ")
         loop = asyncio.get_running_loop()
         began = loop.time()
         writer.transport.abort()
-        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0, within=2.0)
+        await served.until(lambda: served.number(StatusBoard.OPEN) == 0, within=2.0)
         print(f"gone after {(loop.time() - began) * 1e3:.1f} ms")
-    await tree.must_be_empty()
+    await served.must_be_empty()
 
 
-async def a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer(tree: Served) -> None:
+async def a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer(served: Served) -> None:
     async def lost() -> float:
-        return await tree.total("penstock_requests_total", 'status="499"')
+        return await served.total("penstock_requests_total", 'status="499"')
 
     for samples in (16, 64):  # the kernel's patience ends before the stream's room does, and the other way round
         before = await lost()
         with socket.socket() as listless:
             listless.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-            listless.connect(("127.0.0.1", tree.port))
+            listless.connect(("127.0.0.1", served.port))
             listless.sendall(
                 posted("/v1/completions", {"prompt": "x", "max_tokens": 4000, "n": samples, "stream": True})
             )
-            await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
-            done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
-            assert done.choices[0].text == tree.answer("hello", 7)
-            await tree.until(
-                lambda: tree.number(StatusBoard.OPEN) == 0, within=6.0
+            await served.until(lambda: served.number(StatusBoard.OPEN) == 1)
+            done = await served.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
+            assert done.choices[0].text == served.answer("hello", 7)
+            await served.until(
+                lambda: served.number(StatusBoard.OPEN) == 0, within=6.0
             )  # the whole answer takes 8 s and more
             while await lost() == before:
                 await asyncio.sleep(0.05)
-    await tree.must_be_empty()
+    await served.must_be_empty()
 
 
 # ── what is known ────────────────────────────────────────────────────────────────────────────────────────────────────
-async def health_and_metrics_tell_of_all_processes(tree: Served) -> None:
-    status, body = await tree.get("/health")
+async def health_and_metrics_tell_of_all_processes(served: Served) -> None:
+    status, body = await served.get("/health")
     said = json.loads(body)
     assert status == 200 and said["status"] == "ready"
-    assert {one["pid"] for one in said["servers"]} == {tree.child("server", index).pid for index in range(2)}
-    assert (await tree.get("/health/live"))[0] == (await tree.get("/health/ready"))[0] == 200
-    total = tree.total
+    assert {one["pid"] for one in said["servers"]} == {served.child("server", index).pid for index in range(2)}
+    assert (await served.get("/health/live"))[0] == (await served.get("/health/ready"))[0] == 200
+    total = served.total
     before = await total("vllm:generation_tokens_total"), await total("penstock_requests_total")
-    await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
-    await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0)
+    await served.client.completions.create(model="simulated", prompt="hello", max_tokens=7)
+    await served.until(lambda: served.number(StatusBoard.OPEN) == 0)
     assert await total("vllm:generation_tokens_total") == before[0] + 7
     assert await total("penstock_requests_total") == before[1] + 1
     assert await total("penstock_open_requests") == 0 and await total("penstock_engine_incarnation") == 1
@@ -377,8 +381,8 @@ async def health_and_metrics_tell_of_all_processes(tree: Served) -> None:
     assert await total("vllm:kv_cache_usage_perc") == 0
 
 
-async def tokens_of_a_text_and_of_messages(tree: Served) -> None:
-    reader, writer = await tree.connect("/tokenize", {"prompt": "hello"})
+async def tokens_of_a_text_and_of_messages(served: Served) -> None:
+    reader, writer = await served.connect("/tokenize", {"prompt": "hello"})
     head = await reader.readuntil(b"\r\n\r\n")
     said = json.loads(await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1])))
     assert (said["count"], said["tokens"], said["max_model_len"]) == (5, [*b"hello"], 4096)
@@ -386,16 +390,16 @@ async def tokens_of_a_text_and_of_messages(tree: Served) -> None:
     await writer.wait_closed()
 
 
-async def a_server_that_dies_comes_again_and_the_other_one_answers(tree: Served) -> None:
-    dead = tree.child("server", 0).pid
+async def a_server_that_dies_comes_again_and_the_other_one_answers(served: Served) -> None:
+    dead = served.child("server", 0).pid
     os.kill(dead, signal.SIGKILL)
     for _ in range(5):
-        status, _ = await tree.get("/v1/models")
+        status, _ = await served.get("/v1/models")
         assert status == 200
-    await tree.until(lambda: tree.launcher.units and [one for one in tree.children() if one.pid != dead])
+    await served.until(lambda: served.launcher.units and [one for one in served.children() if one.pid != dead])
 
     async def pids() -> set[int]:
-        _, body = await tree.get("/health")
+        _, body = await served.get("/health")
         return {one["pid"] for one in json.loads(body)["servers"] if one["serves"]}
 
     deadline = asyncio.get_running_loop().time() + 2
@@ -433,10 +437,10 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
 
 @pytest.fixture(scope="module")
 def shared(request: pytest.FixtureRequest, warmed_up: None) -> Iterator[Any]:
-    """A tree with so many output processors."""
-    from tests.shared_tree import shared_tree  # which imports this module
+    """A server with so many output processors."""
+    from tests.shared_server import shared_server  # which imports this module
 
-    with shared_tree(served(output_processors=request.param)) as shared:
+    with shared_server(run_server(output_processors=request.param)) as shared:
         yield shared
 
 
@@ -454,8 +458,8 @@ def test_a_served_tree_whose_core_makes_text(shared: Any, scene: Callable[[Serve
 
 def test_a_server_that_dies_comes_again_and_the_other_one_answers() -> None:
     async def scene() -> None:
-        async with served() as tree:
-            await asyncio.wait_for(a_server_that_dies_comes_again_and_the_other_one_answers(tree), 60)
+        async with run_server() as served:
+            await asyncio.wait_for(a_server_that_dies_comes_again_and_the_other_one_answers(served), 60)
 
     asyncio.run(scene())
 

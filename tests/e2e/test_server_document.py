@@ -14,7 +14,7 @@ pytest.importorskip("openai")
 
 from penstock.server.chat import response_schema
 from tests import tiers
-from tests.e2e.test_server import KEY, Served, served
+from tests.e2e.test_server import KEY, Served, run_server
 from tests.support.engine import told
 
 SECONDS = tiers.limit(300, soak=3600)  # then it hangs: ten times what it takes on a machine at rest
@@ -23,8 +23,8 @@ BEYOND_THE_DOCUMENT = "positive_data_acceptance"
 
 
 def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document_says() -> None:
-    async def asked(tree: Served, path: str, body: dict[str, Any]) -> str:
-        reader, writer = await tree.connect(path, body)
+    async def asked(served: Served, path: str, body: dict[str, Any]) -> str:
+        reader, writer = await served.connect(path, body)
         try:
             said = (await reader.readuntil(b"\r\n\r\n")).decode()
             assert " 200 " in said, said
@@ -35,7 +35,7 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
             writer.close()
 
     async def scene() -> None:
-        async with served(simulated=told(step_seconds=0.0), api_server_count=1) as tree:
+        async with run_server(simulated=told(step_seconds=0.0), api_server_count=1) as served:
             chat = {"messages": [{"role": "user", "content": "hi"}]}
             for path, body, whole, chunk in (
                 (
@@ -48,8 +48,8 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
             ):
                 for options in ({}, {"n": 2}, {"stop": [" 1", " 2"]}, {"stream_options": {"include_usage": True}}):
                     asking = {**body, "max_tokens": 30, **options}
-                    msgspec.json.decode(await asked(tree, path, {**asking, "stream": False}), type=whole)
-                    lines = (await asked(tree, path, {**asking, "stream": True})).splitlines()
+                    msgspec.json.decode(await asked(served, path, {**asking, "stream": False}), type=whole)
+                    lines = (await asked(served, path, {**asking, "stream": True})).splitlines()
                     events = [line[6:] for line in lines if line.startswith("data: {")]
                     chunks = [msgspec.json.decode(one, type=chunk) for one in events]
                     ends = [one for part in chunks for one in part.choices if one.finish_reason]
@@ -64,10 +64,10 @@ def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: 
     async def scene() -> None:
         # 413, of which the document cannot say to what it belongs, is no answer to too many messages.
         limits = {"max_body_nbytes": 8 << 20}
-        async with served(limits, simulated=told(step_seconds=0.0), max_model_len=48) as tree:
+        async with run_server(limits, simulated=told(step_seconds=0.0), max_model_len=48) as served:
             process = await asyncio.create_subprocess_exec(
                 *(str(Path(sys.executable).with_name("schemathesis")), "run"),
-                *(f"http://127.0.0.1:{tree.port}/openapi.json", "--header", f"Authorization: Bearer {KEY}"),
+                *(f"http://127.0.0.1:{served.port}/openapi.json", "--header", f"Authorization: Bearer {KEY}"),
                 *("--phases", "coverage,fuzzing", "--exclude-checks", BEYOND_THE_DOCUMENT, "--seed", str(seed)),
                 *("--max-examples", str(tiers.SCHEMA_EXAMPLES), "--request-timeout", "20"),
                 # Two of its threads at a time in `ast.parse` are a SystemError of CPython 3.11.
@@ -85,6 +85,6 @@ def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: 
                 assert f"✅  {phase}" in said, f"{phase} did not run"
             cases = re.search(r"(\d+) generated, (\d+) passed", said)
             assert cases is not None and int(cases[1]) == int(cases[2]) > 300, "too few to tell"
-            await tree.must_be_empty()
+            await served.must_be_empty()
 
     asyncio.run(scene())

@@ -19,7 +19,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 
 from tests import tiers  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
-from tests.e2e.test_server import Served, refused, served  # noqa: E402
+from tests.e2e.test_server import Served, refused, run_server  # noqa: E402
 from tests.support.models import ENGINE_SIZES, Family, families, made  # noqa: E402
 from tests.unit.server.embeds.test_embeds_file import npy_of  # noqa: E402
 
@@ -47,8 +47,8 @@ def save_tokenizer(path: Path) -> None:
 class Embedding:
     """A served model, and the embeddings of ids."""
 
-    def __init__(self, tree: Served, family: Family) -> None:
-        self.tree = tree
+    def __init__(self, served: Served, family: Family) -> None:
+        self.served = served
         self._layer = AutoModelForCausalLM.from_pretrained(family.path, dtype=torch.float32).get_input_embeddings()
         self._name = family.path.name
 
@@ -63,7 +63,7 @@ class Embedding:
         more = {"prompt_embeds": embeds} if embeds is not None else {}
         usual = {"model": self._name, "prompt": prompt, "max_tokens": COUNT, "temperature": 0}
         extra = {"ignore_eos": True, "skip_special_tokens": False, **more, **options.pop("extra_body", {})}
-        return await self.tree.client.completions.create(**usual, extra_body=extra, **options)
+        return await self.served.client.completions.create(**usual, extra_body=extra, **options)
 
     async def texts(self, *given: Any, **options: Any) -> list[str]:
         return [choice.text for choice in (await self.complete(*given, **options)).choices]
@@ -101,17 +101,17 @@ async def choices_are_first_for_embeds_and_then_for_texts(of: Embedding, family:
 
 async def equal_embeds_share_blocks_and_a_place_in_the_store(of: Embedding, family: Family) -> None:
     ids = [7, *family.asked[3].prompt]
-    store = of.tree.launcher.tree.store
+    store = of.served.launcher.cluster.store
     found = [await of.complete(None, of.value(ids)) for _ in range(2)]
     assert found[0].choices[0].text == found[1].choices[0].text == (await of.texts(ids))[0]
     cached = [one.usage.prompt_tokens_details.cached_tokens for one in found]
     assert cached == [0, (len(ids) - 1) // 4 * 4]
     if store is None:
-        assert await of.tree.total("penstock_items_total", 'how="inline_without_store"') > 0
+        assert await of.served.total("penstock_items_total", 'how="inline_without_store"') > 0
     else:
-        assert await of.tree.total("penstock_items_total", 'how="hit"') > 0
-        assert await of.tree.total("penstock_items_total", 'how="put"') == store.stats().puts > 0
-        await of.tree.until(lambda: not held(store))
+        assert await of.served.total("penstock_items_total", 'how="hit"') > 0
+        assert await of.served.total("penstock_items_total", 'how="put"') == store.stats().puts > 0
+        await of.served.until(lambda: not held(store))
 
 
 SCENES = (
@@ -136,8 +136,8 @@ def test_prompt_embeds_are_prompts(name: str, options: dict[str, Any], tmp_path:
 
     async def scenes() -> None:
         given = {**ENGINE_SIZES, "block_size": 4, "api_server_count": 1, "enable_prompt_embeds": True, **options}
-        async with served(simulated=None, model=str(tmp_path), **given) as tree:
-            of = Embedding(tree, family)
+        async with run_server(simulated=None, model=str(tmp_path), **given) as served:
+            of = Embedding(served, family)
             for scene in SCENES:
                 await asyncio.wait_for(scene(of, family), 60)
 
@@ -152,11 +152,13 @@ def zeros(tokens: int, hidden: int = HIDDEN) -> str:
 def test_prompt_embeds_are_refused_in_words(tmp_path: Path) -> None:
     async def scene() -> None:
         limits = {"max_body_nbytes": 1 << 20}
-        async with served(limits, max_model_len=400, enable_prompt_embeds=True, store_nbytes=1 << 22) as tree:
+        async with run_server(limits, max_model_len=400, enable_prompt_embeds=True, store_nbytes=1 << 22) as served:
 
             async def refusal(**body: Any) -> Any:
                 with refused("BadRequestError") as caught:
-                    await tree.client.completions.create(model="simulated", prompt=None, max_tokens=4, extra_body=body)
+                    await served.client.completions.create(
+                        model="simulated", prompt=None, max_tokens=4, extra_body=body
+                    )
                 return caught.value
 
             zipped, value = base64.b64encode(b"PK\3\4" + bytes(100_000)).decode(), zeros(3)
@@ -174,13 +176,13 @@ def test_prompt_embeds_are_refused_in_words(tmp_path: Path) -> None:
             ):
                 error = await refusal(**body)
                 assert error.param == param and words in error.message, error
-            done = await tree.client.completions.create(
+            done = await served.client.completions.create(
                 model="simulated", prompt="", max_tokens=4, extra_body={"prompt_embeds": value}
             )
             assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 4)
-            store = tree.launcher.tree.store
+            store = served.launcher.cluster.store
             assert store is not None
-            await tree.until(lambda: not held(store))
+            await served.until(lambda: not held(store))
 
     asyncio.run(scene())
 
@@ -190,8 +192,8 @@ def test_prompt_embeds_need_their_option_and_may_be_long() -> None:
     large = zeros(2000, 2048)  # 16 MB, of which the decoder of JSON sees nothing
 
     async def ask(limits: dict[str, Any], **options: Any) -> Any:
-        async with served(limits, max_model_len=4096, **options) as tree:
-            return await tree.client.completions.create(
+        async with run_server(limits, max_model_len=4096, **options) as served:
+            return await served.client.completions.create(
                 model="simulated", prompt=None, max_tokens=4, extra_body={"prompt_embeds": large}
             )
 

@@ -15,8 +15,8 @@ pytest.importorskip("httptools")
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.http.connection import MAX_THROWN_NBYTES
-from tests.e2e.test_server import AUTHORIZED, KEY, MAX_BODY, MAX_OPEN, Served, posted, served
-from tests.shared_tree import Scene, SharedTree, shared_tree
+from tests.e2e.test_server import AUTHORIZED, KEY, MAX_BODY, MAX_OPEN, Served, posted, run_server
+from tests.shared_server import Scene, SharedServer, shared_server
 
 PATIENCE = 1.0  # of the server, as `served` says
 WITHIN = 5.0  # seconds; until somebody who waits no longer than PATIENCE has said so, on a busy machine
@@ -54,9 +54,9 @@ async def send(writer: asyncio.StreamWriter, pieces: Any) -> None:
         pass
 
 
-async def answers(tree: Served, *pieces: bytes, within: float = WITHIN) -> list[Answer]:
+async def answers(served: Served, *pieces: bytes, within: float = WITHIN) -> list[Answer]:
     """All that is said until the server ends the connection. Answers are read while the pieces are being sent."""
-    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     sending = asyncio.ensure_future(send(writer, pieces))
     found = []
     try:
@@ -73,8 +73,8 @@ async def answers(tree: Served, *pieces: bytes, within: float = WITHIN) -> list[
         writer.transport.abort()
 
 
-async def answer(tree: Served, *pieces: bytes) -> Answer:
-    found = await answers(tree, *pieces)
+async def answer(served: Served, *pieces: bytes) -> Answer:
+    found = await answers(served, *pieces)
     assert len(found) == 1, [one.status for one in found]
     return found[0]
 
@@ -94,14 +94,14 @@ async def dripping(piece: bytes, times: int = 200) -> AsyncIterator[bytes]:
         await asyncio.sleep(0.05)
 
 
-async def who_says_nothing_or_half_a_head_is_told_that_it_is_too_late(tree: Served) -> None:
+async def who_says_nothing_or_half_a_head_is_told_that_it_is_too_late(served: Served) -> None:
     for pieces in ((), (b"GET /v1/mod",), (b"\r\n\r\n",)):
-        assert (await answer(tree, *pieces)).error and (await answer(tree, *pieces)).status == 408
+        assert (await answer(served, *pieces)).error and (await answer(served, *pieces)).status == 408
 
 
-async def a_head_or_a_body_that_drips_wins_no_time(tree: Served) -> None:
+async def a_head_or_a_body_that_drips_wins_no_time(served: Served) -> None:
     async def drip(before: bytes, piece: bytes) -> Answer:
-        reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(before)
 
         async def go_on() -> None:
@@ -124,11 +124,11 @@ async def a_head_or_a_body_that_drips_wins_no_time(tree: Served) -> None:
         drip(HEAD + b"content-length: 5000\r\n\r\n", b""),
     )
     assert [(one.status, bool(one.error)) for one in found] == [(408, True)] * 5
-    assert await tree.total("penstock_open_requests") == 0
+    assert await served.total("penstock_open_requests") == 0
 
 
-async def a_body_may_take_longer_than_the_patience_if_it_comes(tree: Served) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+async def a_body_may_take_longer_than_the_patience_if_it_comes(served: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     body = b" " * 60_000 + ASKED
     writer.write(HEAD + b"connection: close\r\ncontent-length: %d\r\n\r\n" % len(body))
     for at in range(0, len(body), 6000):
@@ -138,9 +138,9 @@ async def a_body_may_take_longer_than_the_patience_if_it_comes(tree: Served) -> 
     writer.close()
 
 
-async def as_many_as_may_be_connected_are_and_the_others_are_told(tree: Served) -> None:
+async def as_many_as_may_be_connected_are_and_the_others_are_told(served: Served) -> None:
     both = 2 * MAX_CONNECTIONS
-    ends = [await asyncio.open_connection("127.0.0.1", tree.port) for _ in range(both + 20)]
+    ends = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(both + 20)]
     try:
         said = await asyncio.gather(*(asyncio.wait_for(reader.read(), WITHIN) for reader, _ in ends))
     finally:
@@ -151,7 +151,7 @@ async def as_many_as_may_be_connected_are_and_the_others_are_told(tree: Served) 
     refused = next(one for one in said if b" 503 " in one)
     assert b"retry-after: 1" in refused.lower() and b'"type":"server_error"' in refused
     deadline = asyncio.get_running_loop().time() + WITHIN
-    while (await answer(tree, closing(MODELS))).status != 200:  # until the servers have seen them go
+    while (await answer(served, closing(MODELS))).status != 200:  # until the servers have seen them go
         assert asyncio.get_running_loop().time() < deadline, "there is no room again"
         await asyncio.sleep(0.05)
 
@@ -162,7 +162,7 @@ def without_end(before: bytes, piece: bytes) -> list[bytes]:
     return [before, *[piece * (65536 // len(piece))] * 200]
 
 
-async def what_has_no_end_is_cut_off(tree: Served) -> None:
+async def what_has_no_end_is_cut_off(served: Served) -> None:
     for before, piece, status in (
         (HEAD + b"transfer-encoding: chunked\r\n\r\n", b"400\r\n" + b" " * 1024 + b"\r\n", 413),
         (HEAD + b"content-length: 100000000000\r\n\r\n", b" ", 413),
@@ -177,46 +177,46 @@ async def what_has_no_end_is_cut_off(tree: Served) -> None:
         (b"", b"b", 400),
         (HEAD.replace(KEY.encode(), b"wrong") + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n", 401),
     ):
-        refused = await answer(tree, *without_end(before, piece))
+        refused = await answer(served, *without_end(before, piece))
         assert (refused.status, bool(refused.error)) == (status, True), before
 
 
-async def requests_without_end_behind_one_that_is_answered_end_the_connection(tree: Served) -> None:
+async def requests_without_end_behind_one_that_is_answered_end_the_connection(served: Served) -> None:
     stream = posted("/v1/completions", {"prompt": "x", "max_tokens": 4000, "stream": True})
     for more in (
         MODELS,
         HEAD + b"content-length: 90000\r\n\r\n" + b" " * 90000,
         b"GET / HTTP/1.1\r\na: " + b"b" * 70000,
     ):
-        reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
         await send(writer, [stream])
         await reader.readuntil(b"data: ")
         await asyncio.wait_for(send(writer, [more * 20] * 100), 2 * WITHIN)
-        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0, within=WITHIN)
+        await served.until(lambda: served.number(StatusBoard.OPEN) == 0, within=WITHIN)
         writer.transport.abort()
 
 
 # ── requests one after the other ─────────────────────────────────────────────────────────────────────────────────────
-async def pipelined_requests_are_answered_in_their_order(tree: Served) -> None:
-    found = await answers(tree, MODELS + sized(ASKED) + MODELS + sized(b"{}") + closing(MODELS))
+async def pipelined_requests_are_answered_in_their_order(served: Served) -> None:
+    found = await answers(served, MODELS + sized(ASKED) + MODELS + sized(b"{}") + closing(MODELS))
     assert [one.status for one in found] == [200, 200, 200, 400, 200]
     assert [b"text_completion" in one.body for one in found] == [False, True, False, False, False]
 
 
-async def a_client_that_goes_takes_all_its_requests_with_it(tree: Served) -> None:
+async def a_client_that_goes_takes_all_its_requests_with_it(served: Served) -> None:
     long = posted("/v1/completions", {"prompt": "x", "max_tokens": 4000})
     for at_once, later in ((long + long + MODELS, b""), (long, long + MODELS), (long, HEAD + b"content-le")):
-        _, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+        _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(at_once)
-        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 1)
+        await served.until(lambda: served.number(StatusBoard.OPEN) == 1)
         writer.write(later)
         await asyncio.sleep(0.1)
         writer.transport.abort()
-        await tree.until(lambda: tree.number(StatusBoard.OPEN) == 0, within=2.0)  # the answer takes 8 s
-    await tree.must_be_empty()
+        await served.until(lambda: served.number(StatusBoard.OPEN) == 0, within=2.0)  # the answer takes 8 s
+    await served.must_be_empty()
 
 
-async def methods_that_a_route_has_not_are_named_with_those_it_has(tree: Served) -> None:
+async def methods_that_a_route_has_not_are_named_with_those_it_has(served: Served) -> None:
     for method, path, allowed in (
         ("OPTIONS", "/v1/completions", {"POST"}),
         ("GET", "/v1/chat/completions", {"POST"}),
@@ -224,12 +224,12 @@ async def methods_that_a_route_has_not_are_named_with_those_it_has(tree: Served)
         ("POST", "/health", {"GET", "HEAD"}),
         ("TRACE", "/openapi.json", {"GET", "HEAD"}),
     ):
-        refused = await answer(tree, closing(f"{method} {path} HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}\r\n".encode()))
+        refused = await answer(served, closing(f"{method} {path} HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}\r\n".encode()))
         assert refused.status == 405 and refused.error
         assert set(refused.headers["allow"].split(", ")) == allowed, (method, path)
 
 
-async def a_path_without_a_route_is_answered_with_the_nearest(tree: Served) -> None:
+async def a_path_without_a_route_is_answered_with_the_nearest(served: Served) -> None:
     for path, nearest in (
         ("/chat/completions", "/v1/chat/completions"),
         ("/v1/chat/completion", "/v1/chat/completions"),
@@ -241,16 +241,16 @@ async def a_path_without_a_route_is_answered_with_the_nearest(tree: Served) -> N
         ("/v1/embeddings", None),
         ("/" + "x" * 5000, None),
     ):
-        refused = await answer(tree, closing(f"POST {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))
+        refused = await answer(served, closing(f"POST {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))
         assert (refused.status, refused.error["type"]) == (404, "not_found_error")
         message = refused.error["message"]
         way_out = f"the nearest is {nearest}" if nearest else "/openapi.json lists all"
         assert path[:900] in message and message.endswith(f": {way_out}"), message
 
 
-async def an_answer_has_the_id_of_its_request(tree: Served) -> None:
+async def an_answer_has_the_id_of_its_request(served: Served) -> None:
     async def ask(request: bytes, more: bytes) -> Answer:
-        return await answer(tree, closing(request).replace(b"\r\nhost: x\r\n", b"\r\nhost: x\r\n" + more, 1))
+        return await answer(served, closing(request).replace(b"\r\nhost: x\r\n", b"\r\nhost: x\r\n" + more, 1))
 
     for request, status in (
         (MODELS, 200),
@@ -274,15 +274,15 @@ async def an_answer_has_the_id_of_its_request(tree: Served) -> None:
         assert (refused.status, refused.error["param"]) == (400, "request_id")
 
 
-async def a_head_is_told_how_long_the_answer_would_be(tree: Served) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+async def a_head_is_told_how_long_the_answer_would_be(served: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(closing(MODELS.replace(b"GET", b"HEAD")))
     head, _, body = (await asyncio.wait_for(reader.read(), WITHIN)).partition(b"\r\n\r\n")
     assert b"200 OK" in head and int(re.search(rb"content-length: (\d+)", head)[1]) > 50 and body == b""
     writer.close()
 
 
-async def what_is_no_http_is_refused_in_words(tree: Served) -> None:
+async def what_is_no_http_is_refused_in_words(served: Served) -> None:
     for pieces in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 300,  # TLS
         b"SSH-2.0-OpenSSH_9.0\r\n",
@@ -297,11 +297,11 @@ async def what_is_no_http_is_refused_in_words(tree: Served) -> None:
         HEAD + b"transfer-encoding: chunked\r\n\r\nfffffffffffffffff\r\n",
         HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n",
     ):
-        refused = await answer(tree, pieces)
+        refused = await answer(served, pieces)
         assert refused.status == 400 and refused.error["type"] == "invalid_request_error", pieces[:60]
 
 
-async def a_request_names_exactly_one_host_since_http_1_1(tree: Served) -> None:
+async def a_request_names_exactly_one_host_since_http_1_1(served: Served) -> None:
     """Two readers of one request must not disagree about its host."""
     for head in (
         b"GET /health HTTP/1.1\r\n",
@@ -309,36 +309,36 @@ async def a_request_names_exactly_one_host_since_http_1_1(tree: Served) -> None:
         b"GET /health HTTP/1.1\r\nHost: x\r\nhost: y\r\n",
         b"POST /v1/completions HTTP/1.1\r\ncontent-length: 4000\r\n",
     ):
-        refused = await answer(tree, head + b"\r\n" + ASKED + MODELS)
+        refused = await answer(served, head + b"\r\n" + ASKED + MODELS)
         assert refused.status == 400 and "Host" in refused.error["message"], head
-    assert (await answer(tree, b"GET /health HTTP/1.0\r\n\r\n")).status == 200
-    found = await answers(tree, MODELS + b"GET /health HTTP/1.1\r\n\r\n" + MODELS)
+    assert (await answer(served, b"GET /health HTTP/1.0\r\n\r\n")).status == 200
+    found = await answers(served, MODELS + b"GET /health HTTP/1.1\r\n\r\n" + MODELS)
     assert 400 in [one.status for one in found] and len(found) <= 2
 
 
-async def a_length_that_is_not_the_bodys_costs_that_connection_alone(tree: Served) -> None:
-    short = await answer(tree, HEAD + b"content-length: 3\r\n\r\n" + ASKED)  # the rest begins no request
+async def a_length_that_is_not_the_bodys_costs_that_connection_alone(served: Served) -> None:
+    short = await answer(served, HEAD + b"content-length: 3\r\n\r\n" + ASKED)  # the rest begins no request
     assert short.status == 400 and short.error
-    assert (await answer(tree, HEAD + b"content-length: 500\r\n\r\n" + ASKED)).status == 408
+    assert (await answer(served, HEAD + b"content-length: 500\r\n\r\n" + ASKED)).status == 408
 
 
-async def who_is_refused_before_its_body_was_there_hears_of_it(tree: Served) -> None:
+async def who_is_refused_before_its_body_was_there_hears_of_it(served: Served) -> None:
     long = b"content-length: 90000\r\n\r\n" + b" " * 80_000
-    assert (await answer(tree, HEAD.replace(KEY.encode(), b"wrong") + long)).status == 401
+    assert (await answer(served, HEAD.replace(KEY.encode(), b"wrong") + long)).status == 401
     expecting = HEAD + b"expect: 100-continue\r\n" + b"content-length: %d\r\n\r\n" % (2 * MAX_BODY)
-    assert (await answer(tree, expecting)).status == 413
+    assert (await answer(served, expecting)).status == 413
 
 
-def sent_first(tree: Served, request: bytes, nbytes: int) -> bytes:
+def sent_first(served: Served, request: bytes, nbytes: int) -> bytes:
     """What a client hears that listens when it has sent all, as many do."""
-    with socket.create_connection(("127.0.0.1", tree.port), WITHIN) as plain:
+    with socket.create_connection(("127.0.0.1", served.port), WITHIN) as plain:
         plain.sendall(request)
         for _ in range(nbytes >> 16):
             plain.sendall(b" " * 65536)
         return b"".join(iter(lambda: plain.recv(65536), b""))
 
 
-async def who_is_refused_and_wants_an_end_hears_of_it_first(tree: Served) -> None:
+async def who_is_refused_and_wants_an_end_hears_of_it_first(served: Served) -> None:
     nbytes = 80 * MAX_BODY
     length = b"content-length: %d\r\n\r\n" % nbytes
     for head, status in (
@@ -347,21 +347,21 @@ async def who_is_refused_and_wants_an_end_hears_of_it_first(tree: Served) -> Non
         (closing(HEAD).replace(b"/v1/completions", b"/v1/nothing"), 404),
         (HEAD.replace(b"HTTP/1.1", b"HTTP/1.0"), 413),
     ):
-        said = await asyncio.to_thread(sent_first, tree, head + length, nbytes)
+        said = await asyncio.to_thread(sent_first, served, head + length, nbytes)
         assert b" %d " % status in said.partition(b"\r\n")[0] and b"connection: close" in said, head
         assert said.endswith(b"}") and said.count(b"HTTP/1.1") == 1
 
 
-async def nobody_is_listened_to_for_long_after_a_refusal(tree: Served) -> None:
+async def nobody_is_listened_to_for_long_after_a_refusal(served: Served) -> None:
     head = closing(HEAD).replace(KEY.encode(), b"wrong") + b"content-length: 100000000000\r\n\r\n"
 
     def flood() -> None:
         with pytest.raises(ConnectionError):
-            sent_first(tree, head, 4 * MAX_THROWN_NBYTES)
+            sent_first(served, head, 4 * MAX_THROWN_NBYTES)
 
     def drip() -> None:
         began = time.monotonic()
-        with socket.create_connection(("127.0.0.1", tree.port), WITHIN) as plain:
+        with socket.create_connection(("127.0.0.1", served.port), WITHIN) as plain:
             plain.sendall(head)
             with pytest.raises(ConnectionError):
                 while time.monotonic() - began < WITHIN:
@@ -371,17 +371,17 @@ async def nobody_is_listened_to_for_long_after_a_refusal(tree: Served) -> None:
     await asyncio.gather(asyncio.to_thread(flood), asyncio.to_thread(drip))
 
 
-async def who_offers_another_protocol_is_answered_in_this_one(tree: Served) -> None:
+async def who_offers_another_protocol_is_answered_in_this_one(served: Served) -> None:
     upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
     offered = MODELS.replace(b"host: x\r\n", b"host: x\r\n" + upgrade)
-    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(offered)
     assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN)
     writer.close()
 
 
 # ── bodies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def bodies_that_make_no_sense_are_refused(tree: Served) -> None:
+async def bodies_that_make_no_sense_are_refused(served: Served) -> None:
     deep = 40_000
     for said in (
         b"",
@@ -417,19 +417,19 @@ async def bodies_that_make_no_sense_are_refused(tree: Served) -> None:
         json.dumps({"prompt": "x", "logprobs": 21}).encode(),
     ):
         assert len(said) < MAX_BODY
-        refused = await answer(tree, closing(sized(said)))
+        refused = await answer(served, closing(sized(said)))
         assert refused.status == 400 and refused.error, said[:80]
 
 
-async def bodies_that_are_odd_and_make_sense_are_answered(tree: Served) -> None:
+async def bodies_that_are_odd_and_make_sense_are_answered(served: Served) -> None:
     for said in (
         b'{"prompt": "wrong", "prompt": "a\\u0000b", "max_tokens": 3}',
         b' \r\n\t{"prompt":"a\\u0000b","max_tokens":3}\n ',
         b'{"prompt": "a\\u0000b", "max_tokens": 3, "unknown": {"a": [1e300, "\\ud83d\\ude00"]}, "a": 1, "a": 2}',
         b'{"prompt": "a\\u0000b", "max_tokens": 3, "unknown": ' + b"[" * 200 + b"]" * 200 + b"}",
     ):
-        done = await answer(tree, closing(sized(said)))
-        assert json.loads(done.body)["choices"][0]["text"] == tree.answer("a\0b", 3), said[:80]
+        done = await answer(served, closing(sized(said)))
+        assert json.loads(done.body)["choices"][0]["text"] == served.answer("a\0b", 3), said[:80]
 
 
 SCENES: tuple[Callable[[Served], Any], ...] = (
@@ -464,41 +464,41 @@ def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
         return closing(f"{head}{more if method == 'OPTIONS' else AUTHORIZED}\r\n".encode())
 
     async def scene() -> None:
-        async with served({"allowed_origins": ("https://a.example",)}, api_server_count=1) as tree:
+        async with run_server({"allowed_origins": ("https://a.example",)}, api_server_count=1) as served:
             for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
                 for method in ("GET", "OPTIONS"):
-                    found = await answer(tree, asked(origin, method))
+                    found = await answer(served, asked(origin, method))
                     allowed = found.headers.get("access-control-allow-origin")
                     assert allowed == (origin if is_allowed else None), (origin, method)
                     assert found.status == (200 if is_allowed or method == "GET" else 400)
                     assert found.headers["x-request-id"]
-            exposed = (await answer(tree, asked("https://a.example"))).headers["access-control-expose-headers"]
+            exposed = (await answer(served, asked("https://a.example"))).headers["access-control-expose-headers"]
             assert "x-request-id" in exposed
-        async with served(api_server_count=1) as tree:
-            assert (await answer(tree, asked("https://a.example", "OPTIONS"))).status == 405
-            assert "access-control-allow-origin" not in (await answer(tree, asked("https://a.example"))).headers
+        async with run_server(api_server_count=1) as served:
+            assert (await answer(served, asked("https://a.example", "OPTIONS"))).status == 405
+            assert "access-control-allow-origin" not in (await answer(served, asked("https://a.example"))).headers
 
     asyncio.run(scene())
 
 
-# ── on one tree; last, as its tree lives until the module ends ───────────────────────────────────────────────────────
+# ── on one server; last, as its server lives until the module ends ────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
-def shared(warmed_up: None) -> Iterator[SharedTree]:
-    with shared_tree(served()) as shared:
+def shared(warmed_up: None) -> Iterator[SharedServer]:
+    with shared_server(run_server()) as shared:
         yield shared
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
-def test_a_served_tree(shared: SharedTree, scene: Scene) -> None:
+def test_a_served_tree(shared: SharedServer, scene: Scene) -> None:
     """And then it answers as before, with the same processes, holds nothing, and was never at fault."""
-    servers = {child.pid for child in shared.tree.children() if child.member.kind == "server"}
+    servers = {child.pid for child in shared.served.children() if child.member.kind == "server"}
 
-    async def is_as_before(tree: Served) -> None:
-        done = await tree.client.completions.create(model="simulated", prompt="hello", max_tokens=3)
-        assert done.choices[0].text == tree.answer("hello", 3)
-        await tree.must_be_empty()
-        assert await tree.total("penstock_open_requests") == 0
-        assert await tree.total("penstock_requests_total", 'status="500"') == 0
-        assert servers == {child.pid for child in tree.children() if child.member.kind == "server"}
+    async def is_as_before(served: Served) -> None:
+        done = await served.client.completions.create(model="simulated", prompt="hello", max_tokens=3)
+        assert done.choices[0].text == served.answer("hello", 3)
+        await served.must_be_empty()
+        assert await served.total("penstock_open_requests") == 0
+        assert await served.total("penstock_requests_total", 'status="500"') == 0
+        assert servers == {child.pid for child in served.children() if child.member.kind == "server"}
 
     shared.play(scene, is_as_before)

@@ -21,7 +21,7 @@ from penstock import Store  # noqa: E402
 from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
-from tests.e2e.test_server import Served, served  # noqa: E402
+from tests.e2e.test_server import Served, run_server  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.models import families  # noqa: E402
 from tests.support.sights import Sight  # noqa: E402
@@ -50,7 +50,7 @@ class Seeing(Served):
 
     @property
     def store(self) -> Store:
-        store = self.launcher.tree.store
+        store = self.launcher.cluster.store
         assert store is not None
         return store
 
@@ -71,137 +71,137 @@ class Seeing(Served):
 
 
 # ── scenes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def a_conversation_with_images_is_answered_as_transformers_does(tree: Seeing) -> None:
+async def a_conversation_with_images_is_answered_as_transformers_does(engine: Seeing) -> None:
     raws = [picture(50, 30), picture(20, 40, "JPEG", seed=1), picture(16, 16, seed=2)]
     first, second, third = part(raws[0]), part(raws[1], "image/jpeg"), part(raws[2])
     for parts, seen in (
         ([text("what is it?"), first], raws[:1]),
         ([first, text("and this: "), second, third, text("?")], raws),
     ):
-        length, want = tree.want(parts, *seen)
-        whole = await tree.chat(*parts)
+        length, want = engine.want(parts, *seen)
+        whole = await engine.chat(*parts)
         assert whole.choices[0].message.content == want
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (length, COUNT)
-        events = await tree.chat(*parts, stream=True, stream_options={"include_usage": True})
+        events = await engine.chat(*parts, stream=True, stream_options={"include_usage": True})
         *told, last = [event async for event in events]
         assert "".join(event.choices[0].delta.content or "" for event in told) == want
         assert last.usage.prompt_tokens == length
-        samples = await tree.chat(*parts, n=2)
+        samples = await engine.chat(*parts, n=2)
         assert [choice.message.content for choice in samples.choices] == [want, want]
         assert (samples.usage.prompt_tokens, samples.usage.completion_tokens) == (length, 2 * COUNT)
     said = {"messages": [{"role": "user", "content": parts}]}
-    assert (await tree.client.post("/../tokenize", body=said, cast_to=object))["count"] == length
+    assert (await engine.client.post("/../tokenize", body=said, cast_to=object))["count"] == length
 
 
-async def what_is_said_without_images_is_answered_too(tree: Seeing) -> None:
-    _, want = tree.want([text("hello")])
+async def what_is_said_without_images_is_answered_too(engine: Seeing) -> None:
+    _, want = engine.want([text("hello")])
     for content in ("hello", [text("hello")]):
         messages = [{"role": "user", "content": content}]
-        assert (await tree.chat(messages=messages)).choices[0].message.content == want
+        assert (await engine.chat(messages=messages)).choices[0].message.content == want
 
 
-async def the_server_does_without_torch(tree: Seeing) -> None:
-    mapped = {kind: Path(f"/proc/{tree.child(kind).pid}/maps").read_text() for kind in ("server", "worker")}
+async def the_server_does_without_torch(engine: Seeing) -> None:
+    mapped = {kind: Path(f"/proc/{engine.child(kind).pid}/maps").read_text() for kind in ("server", "worker")}
     assert "libtorch" in mapped["worker"] and "libtorch" not in mapped["server"]
 
 
-async def the_same_image_is_found_in_the_store(tree: Seeing) -> None:
+async def the_same_image_is_found_in_the_store(engine: Seeing) -> None:
     image = part(picture(33, 21, seed=9))
-    _, want = tree.want([image, text("a")], picture(33, 21, seed=9))
-    before = tree.store.stats()
-    assert (await tree.chat(image, text("a"))).choices[0].message.content == want
-    first = tree.store.stats()
-    assert (await tree.chat(image, text("a"))).choices[0].message.content == want
-    await tree.chat(image, image, text("another"))
-    last = tree.store.stats()
+    _, want = engine.want([image, text("a")], picture(33, 21, seed=9))
+    before = engine.store.stats()
+    assert (await engine.chat(image, text("a"))).choices[0].message.content == want
+    first = engine.store.stats()
+    assert (await engine.chat(image, text("a"))).choices[0].message.content == want
+    await engine.chat(image, image, text("another"))
+    last = engine.store.stats()
     assert (first.puts, first.hits) == (before.puts + 1, before.hits)
     assert last.puts == first.puts and last.hits > first.hits
 
 
-async def metrics_say_how_images_travel(tree: Seeing) -> None:
-    text = await tree.client.get("/../metrics", cast_to=str)
+async def metrics_say_how_images_travel(engine: Seeing) -> None:
+    text = await engine.client.get("/../metrics", cast_to=str)
     numbers = {line.rpartition(" ")[0]: float(line.rpartition(" ")[2]) for line in text.splitlines() if line[0] != "#"}
     assert numbers['penstock_items_total{how="hit",server="0"}'] > 0
-    assert numbers['penstock_items_total{how="put",server="0"}'] == tree.store.stats().puts
+    assert numbers['penstock_items_total{how="put",server="0"}'] == engine.store.stats().puts
     assert not any(number for name, number in numbers.items() if 'how="inline' in name)
     assert numbers['penstock_channel_records_total{channel="steps 0",end="receiver 0"}'] > 0
-    assert numbers["penstock_store_hits_total"] == tree.store.stats().hits
+    assert numbers["penstock_store_hits_total"] == engine.store.stats().hits
 
 
-async def images_of_any_format_are_seen_wherever_they_lie(tree: Seeing) -> None:
+async def images_of_any_format_are_seen_wherever_they_lie(engine: Seeing) -> None:
     for kind in ("PNG", "JPEG", "WEBP", "GIF"):
         raw = picture(24, 24, kind, seed=4)
-        (tree.sight.path / "open" / f"one.{kind}").write_bytes(raw)
+        (engine.sight.path / "open" / f"one.{kind}").write_bytes(raw)
         parts = [text("a"), part(raw, f"image/{kind.lower()}")]
-        _, want = tree.want(parts, raw)
-        there = named(f"file://{tree.sight.path}/open/one.{kind}")
+        _, want = engine.want(parts, raw)
+        there = named(f"file://{engine.sight.path}/open/one.{kind}")
         for image in (parts[1], there):
-            assert (await tree.chat(text("a"), image)).choices[0].message.content == want, kind
+            assert (await engine.chat(text("a"), image)).choices[0].message.content == want, kind
 
 
-async def what_is_no_image_for_us_is_refused_with_its_place(tree: Seeing) -> None:
+async def what_is_no_image_for_us_is_refused_with_its_place(engine: Seeing) -> None:
     good = part(picture())
     for image, status, words in (
         (named("http://127.0.0.1:1/x.png"), 400, "not fetched from this host"),
         (named("data:image/png;base64,iVBO!"), 400, "not base64"),
         (part(b"hello"), 400, "got something else"),
         (part(picture()[:-500]), 400, "expected an image as PNG"),
-        (named(f"file://{tree.sight.path}/open/../config.json"), 400, "not beneath"),
-        (named(f"file://{tree.sight.path}/open/one.txt"), 400, "expected an image as PNG"),
+        (named(f"file://{engine.sight.path}/open/../config.json"), 400, "not beneath"),
+        (named(f"file://{engine.sight.path}/open/one.txt"), 400, "expected an image as PNG"),
         (part(bytes(300_000)), 413, "at most 200000 bytes"),
         (part(scans_of_nothing(400), "image/jpeg"), 400, "2000 x 2000 has 400 scans, which are 1600000000"),
     ):
         with pytest.raises(openai.APIStatusError, match=words) as caught:
-            await tree.chat(good, text("a"), image)
+            await engine.chat(good, text("a"), image)
         error = caught.value
         assert (error.status_code, error.param) == (status, "messages[0].content[2]")
         assert error.type == "invalid_request_error"
     with pytest.raises(openai.BadRequestError, match="at most 3 images") as caught:
-        await tree.chat(*[good] * 4)
+        await engine.chat(*[good] * 4)
     assert caught.value.param == "messages[0].content[3]"
     with pytest.raises(openai.BadRequestError, match="maximum context length is 480 tokens") as caught:
-        await tree.chat(text("x" * 1000), good)
+        await engine.chat(text("x" * 1000), good)
     assert caught.value.code == "context_length_exceeded"
 
 
-async def a_client_that_goes_while_its_image_is_made_holds_nothing(tree: Seeing) -> None:
+async def a_client_that_goes_while_its_image_is_made_holds_nothing(engine: Seeing) -> None:
     raw = flat(5000)
     for stream in (True, False):
-        seen = await tree.total("penstock_requests_total", 'status="499"')
-        body = tree.asked(part(raw), stream=stream)
-        _, writer = await tree.connect("/v1/chat/completions", body)
-        while await tree.total("penstock_open_requests") < 1:
+        seen = await engine.total("penstock_requests_total", 'status="499"')
+        body = engine.asked(part(raw), stream=stream)
+        _, writer = await engine.connect("/v1/chat/completions", body)
+        while await engine.total("penstock_open_requests") < 1:
             await asyncio.sleep(0.01)
         writer.transport.abort()
         began = time.monotonic()
-        while await tree.total("penstock_requests_total", 'status="499"') == seen:
+        while await engine.total("penstock_requests_total", 'status="499"') == seen:
             await asyncio.sleep(0.005)
         print(f"gone after {(time.monotonic() - began) * 1e3:.0f} ms")
-        assert tree.number(StatusBoard.OPEN) == 0, "it never came to the engine"
+        assert engine.number(StatusBoard.OPEN) == 0, "it never came to the engine"
 
 
-async def an_image_on_a_host_that_is_open_to_clients_is_seen(tree: Seeing) -> None:
+async def an_image_on_a_host_that_is_open_to_clients_is_seen(engine: Seeing) -> None:
     seen = picture(36, 20, seed=13)
-    tree.elsewhere.script = whole(body=seen)
-    there = named(f"http://127.0.0.1:{tree.elsewhere.port}/one.png")
-    _, want = tree.want([text("a"), part(seen)], seen)
-    assert (await tree.chat(text("a"), there)).choices[0].message.content == want
-    tree.elsewhere.script = whole("404 Not Found")
+    engine.elsewhere.script = whole(body=seen)
+    there = named(f"http://127.0.0.1:{engine.elsewhere.port}/one.png")
+    _, want = engine.want([text("a"), part(seen)], seen)
+    assert (await engine.chat(text("a"), there)).choices[0].message.content == want
+    engine.elsewhere.script = whole("404 Not Found")
     with pytest.raises(
         openai.BadRequestError, match=r"could not be fetched from its host: its status is 404"
     ) as caught:
-        await tree.chat(text("a"), there)
+        await engine.chat(text("a"), there)
     assert caught.value.param == "messages[0].content[1]"
 
 
-async def a_client_that_goes_takes_its_fetch_with_it(tree: Seeing) -> None:
-    tree.elsewhere.script = bare(until_gone=True)
-    there = named(f"http://127.0.0.1:{tree.elsewhere.port}/one.png")
-    _, writer = await tree.connect("/v1/chat/completions", tree.asked(there, there))
-    await asyncio.to_thread(tree.elsewhere.until, 2)
+async def a_client_that_goes_takes_its_fetch_with_it(engine: Seeing) -> None:
+    engine.elsewhere.script = bare(until_gone=True)
+    there = named(f"http://127.0.0.1:{engine.elsewhere.port}/one.png")
+    _, writer = await engine.connect("/v1/chat/completions", engine.asked(there, there))
+    await asyncio.to_thread(engine.elsewhere.until, 2)
     writer.transport.abort()
-    await asyncio.to_thread(tree.elsewhere.until, 0)
-    assert await tree.total("penstock_open_requests") == 0
+    await asyncio.to_thread(engine.elsewhere.until, 0)
+    assert await engine.total("penstock_open_requests") == 0
 
 
 def flat(edge: int) -> bytes:
@@ -211,22 +211,22 @@ def flat(edge: int) -> bytes:
     return raw.getvalue()
 
 
-async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(tree: Seeing) -> None:
+async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(engine: Seeing) -> None:
     image = part(picture(40, 40, seed=11))
-    _, want = tree.want([image], picture(40, 40, seed=11))
-    stream = await tree.chat(image, stream=True, max_tokens=400)
+    _, want = engine.want([image], picture(40, 40, seed=11))
+    stream = await engine.chat(image, stream=True, max_tokens=400)
     await anext(aiter(stream))
-    puts = tree.store.stats().puts
-    assert held(tree.store)
-    dead = tree.child("server").pid
+    puts = engine.store.stats().puts
+    assert held(engine.store)
+    dead = engine.child("server").pid
     os.kill(dead, signal.SIGKILL)
     with pytest.raises(openai.APIError):
         async for _ in stream:
             pass
-    await tree.until(lambda: not held(tree.store))
-    await tree.until(lambda: dead not in {one.pid for one in tree.children()}, START)
-    assert (await tree.chat(image, timeout=START)).choices[0].message.content == want
-    assert tree.store.stats().puts == puts
+    await engine.until(lambda: not held(engine.store))
+    await engine.until(lambda: dead not in {one.pid for one in engine.children()}, START)
+    assert (await engine.chat(image, timeout=START)).choices[0].message.content == want
+    assert engine.store.stats().puts == puts
 
 
 SCENES = (
@@ -247,7 +247,7 @@ SCENES = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", families("llava", "qwen2_vl", "idefics3"))
 def test_on_one_tree(name: str, tmp_path: Path) -> None:
-    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+    """All scenes, as a server takes seconds to start; its name stands above a failure."""
     sight = Sight(name, tmp_path)
     (tmp_path / "open").mkdir()
     (tmp_path / "open" / "one.txt").write_text("not an image")
@@ -258,14 +258,14 @@ def test_on_one_tree(name: str, tmp_path: Path) -> None:
         hosts = {"allowed_media_domains": (f"127.0.0.1:{elsewhere.port}",)}
         options = {"simulated": None, "model": str(tmp_path), "api_server_count": 1, "store_nbytes": 16 << 20}
         options["tensor_transport"] = "store" if name == "llava" else "auto"
-        async with served(server | hosts, 3 * START, **options, **SIZES) as tree:
-            tree.__class__ = Seeing
-            tree.elsewhere = elsewhere
-            tree.sight = sight
+        async with run_server(server | hosts, 3 * START, **options, **SIZES) as served:
+            served.__class__ = Seeing
+            served.elsewhere = elsewhere
+            served.sight = sight
             for scene in SCENES if name == "llava" else SCENES[:6]:
                 print(scene.__name__, flush=True)
-                await asyncio.wait_for(scene(tree), 120)
-                await tree.must_hold_nothing()
+                await asyncio.wait_for(scene(served), 120)
+                await served.must_hold_nothing()
 
     with contextlib.closing(Elsewhere()) as elsewhere:
         asyncio.run(all_scenes(elsewhere))

@@ -14,7 +14,7 @@ pytest.importorskip("httptools")
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  # noqa: E402
 from transformers import AutoTokenizer  # noqa: E402
 
-from tests.e2e.test_server import served  # noqa: E402
+from tests.e2e.test_server import run_server  # noqa: E402
 from tests.support.models import ENGINE_SIZES, VOCABULARY, made  # noqa: E402
 
 TEMPLATE = (
@@ -47,8 +47,8 @@ def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path
     tokenizer = save_tokenizer(tmp_path)
 
     async def scene() -> None:
-        async with served(simulated=None, model=str(tmp_path), api_server_count=1, **ENGINE_SIZES) as tree:
-            client, name = tree.client, tmp_path.name
+        async with run_server(simulated=None, model=str(tmp_path), api_server_count=1, **ENGINE_SIZES) as cluster:
+            client, name = cluster.client, tmp_path.name
             for asked, want in list(zip(family.asked, family.answers, strict=True))[-2:]:
                 options = {"model": name, "prompt": asked.prompt, "max_tokens": len(want), "temperature": 0}
                 options |= {"logprobs": 2, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}

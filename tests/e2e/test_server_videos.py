@@ -20,7 +20,7 @@ from penstock import Store  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.server.videos.video_file import VideoLimits  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
-from tests.e2e.test_server import Served, served  # noqa: E402
+from tests.e2e.test_server import Served, run_server  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.sights import Sight  # noqa: E402
 from tests.support.videos import repeated, video  # noqa: E402
@@ -59,7 +59,7 @@ class Watching(Served):
 
     @property
     def store(self) -> Store:
-        store = self.launcher.tree.store
+        store = self.launcher.cluster.store
         assert store is not None
         return store
 
@@ -94,47 +94,47 @@ def descendants(pid: int) -> list[int]:
 
 
 # ── scenes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-async def a_video_is_answered_and_the_same_one_is_not_decoded_again(tree: Watching) -> None:
+async def a_video_is_answered_and_the_same_one_is_not_decoded_again(engine: Watching) -> None:
     raw = video(frames=20)
-    before = tree.store.stats()
-    first = await tree.chat(text("what"), clip(raw))
-    assert tree.store.stats().puts == before.puts + 1
-    again = await tree.chat(text("what"), clip(raw))
+    before = engine.store.stats()
+    first = await engine.chat(text("what"), clip(raw))
+    assert engine.store.stats().puts == before.puts + 1
+    again = await engine.chat(text("what"), clip(raw))
     assert again.choices[0].message.content == first.choices[0].message.content
     assert again.usage.prompt_tokens == first.usage.prompt_tokens > 8
-    assert tree.store.stats().puts == before.puts + 1
-    assert await tree.total("penstock_videos_total", 'end="decoded"') == 1
-    assert await tree.total("penstock_items_total", 'how="put"') == tree.store.stats().puts
-    other = await tree.chat(text("what"), clip(video(frames=60)))
+    assert engine.store.stats().puts == before.puts + 1
+    assert await engine.total("penstock_videos_total", 'end="decoded"') == 1
+    assert await engine.total("penstock_items_total", 'how="put"') == engine.store.stats().puts
+    other = await engine.chat(text("what"), clip(video(frames=60)))
     assert other.usage.prompt_tokens > first.usage.prompt_tokens, "it is longer"
 
 
-async def the_server_does_without_torch(tree: Watching) -> None:
-    maps = Path(f"/proc/{tree.child('server').pid}/maps").read_text()
+async def the_server_does_without_torch(engine: Watching) -> None:
+    maps = Path(f"/proc/{engine.child('server').pid}/maps").read_text()
     assert "libtorch" not in maps and "libavcodec" not in maps
 
 
-async def a_video_is_the_same_wherever_it_lies_and_in_a_stream(tree: Watching) -> None:
+async def a_video_is_the_same_wherever_it_lies_and_in_a_stream(engine: Watching) -> None:
     raw = video(frames=24)
-    want = await tree.answer_to(clip(raw), text("a"))
-    (tree.path / "open" / "a.mp4").write_bytes(raw)
-    tree.elsewhere.script = whole(body=raw)
-    puts = tree.store.stats().puts
-    for url in (f"file://{tree.path}/open/a.mp4", f"http://127.0.0.1:{tree.elsewhere.port}/a.mp4"):
-        assert await tree.answer_to(clip_at(url), text("a")) == want
-    stream = await tree.chat(clip(raw), text("a"), stream=True)
+    want = await engine.answer_to(clip(raw), text("a"))
+    (engine.path / "open" / "a.mp4").write_bytes(raw)
+    engine.elsewhere.script = whole(body=raw)
+    puts = engine.store.stats().puts
+    for url in (f"file://{engine.path}/open/a.mp4", f"http://127.0.0.1:{engine.elsewhere.port}/a.mp4"):
+        assert await engine.answer_to(clip_at(url), text("a")) == want
+    stream = await engine.chat(clip(raw), text("a"), stream=True)
     assert "".join([event.choices[0].delta.content or "" async for event in stream]) == want
-    assert tree.store.stats().puts == puts
+    assert engine.store.stats().puts == puts
 
 
-async def images_and_videos_stand_in_one_conversation(tree: Watching) -> None:
+async def images_and_videos_stand_in_one_conversation(engine: Watching) -> None:
     image, one, other = part(picture(16, 16)), clip(video(frames=20)), clip(video(frames=16))
-    answer = await tree.chat(one, text("then"), image, text("then"), other)
-    alone = [(await tree.chat(text("then"), each)).usage.prompt_tokens for each in (one, image, other)]
+    answer = await engine.chat(one, text("then"), image, text("then"), other)
+    alone = [(await engine.chat(text("then"), each)).usage.prompt_tokens for each in (one, image, other)]
     assert max(alone) < answer.usage.prompt_tokens < sum(alone)
 
 
-async def what_is_no_video_for_us_is_refused_with_its_place(tree: Watching) -> None:
+async def what_is_no_video_for_us_is_refused_with_its_place(engine: Watching) -> None:
     good = clip(video(frames=20))
     for bad, status, words in (
         (clip_at("http://127.0.0.1:1/a.mp4"), 400, "videos are not fetched from this host"),
@@ -148,50 +148,50 @@ async def what_is_no_video_for_us_is_refused_with_its_place(tree: Watching) -> N
         (clip(video(frames=400, fps=1, size=(16, 16))), 413, "a video has at most 200 s, this one has"),
     ):
         if status == 200:
-            await tree.chat(good, text("a"), bad)
+            await engine.chat(good, text("a"), bad)
             continue
         with pytest.raises(openai.APIStatusError, match=words) as caught:
-            await tree.chat(good, text("a"), bad)
+            await engine.chat(good, text("a"), bad)
         assert (caught.value.status_code, caught.value.param) == (status, "messages[0].content[2]")
     with pytest.raises(openai.BadRequestError, match="a request has at most 2 videos, this one has 3") as caught:
-        await tree.chat(good, good, good)
+        await engine.chat(good, good, good)
     assert caught.value.param == "messages[0].content[2]"
 
 
-async def a_video_without_end_ends_with_its_own_request(tree: Watching) -> None:
+async def a_video_without_end_ends_with_its_own_request(engine: Watching) -> None:
     small = clip(video(frames=20))
-    want = await tree.answer_to(small)
-    hostile = asyncio.ensure_future(tree.chat(clip(repeated(ENDLESS), "video/webm")))
-    others = [await tree.answer_to(small) for _ in range(5)]
+    want = await engine.answer_to(small)
+    hostile = asyncio.ensure_future(engine.chat(clip(repeated(ENDLESS), "video/webm")))
+    others = [await engine.answer_to(small) for _ in range(5)]
     with pytest.raises(openai.BadRequestError, match="at most 2 s of a decoder, this one takes longer"):
         await hostile
     assert others == [want] * 5
-    assert await tree.total("penstock_videos_total", 'end="timeout"') == 1
+    assert await engine.total("penstock_videos_total", 'end="timeout"') == 1
 
 
-async def a_client_that_goes_takes_its_decoder_with_it(tree: Watching) -> None:
+async def a_client_that_goes_takes_its_decoder_with_it(engine: Watching) -> None:
     content = [clip(repeated(ENDLESS - 1), "video/webm")]
-    body = {"model": tree.path.name, "messages": [{"role": "user", "content": content}]}
-    before = await tree.total("penstock_videos_total", 'end="cancelled"')
-    _, writer = await tree.connect("/v1/chat/completions", body)
-    while not await tree.total("penstock_videos_decoding"):
+    body = {"model": engine.path.name, "messages": [{"role": "user", "content": content}]}
+    before = await engine.total("penstock_videos_total", 'end="cancelled"')
+    _, writer = await engine.connect("/v1/chat/completions", body)
+    while not await engine.total("penstock_videos_decoding"):
         await asyncio.sleep(0.01)
     writer.transport.abort()
-    while await tree.total("penstock_videos_total", 'end="cancelled"') == before:
+    while await engine.total("penstock_videos_total", 'end="cancelled"') == before:
         await asyncio.sleep(0.01)
 
 
-async def a_server_that_dies_takes_its_decoders_with_it(tree: Watching) -> None:
+async def a_server_that_dies_takes_its_decoders_with_it(engine: Watching) -> None:
     raw = video(frames=28)
-    want = await tree.answer_to(clip(raw))
-    puts = tree.store.stats().puts
-    hosts, dead = tree.decoders(), tree.child("server").pid
+    want = await engine.answer_to(clip(raw))
+    puts = engine.store.stats().puts
+    hosts, dead = engine.decoders(), engine.child("server").pid
     assert hosts
     os.kill(dead, signal.SIGKILL)
-    await tree.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in hosts))
-    await tree.until(lambda: dead not in {child.pid for child in tree.children()}, START)
-    assert await tree.answer_to(clip(raw), timeout=START) == want
-    assert tree.store.stats().puts == puts
+    await engine.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in hosts))
+    await engine.until(lambda: dead not in {child.pid for child in engine.children()}, START)
+    assert await engine.answer_to(clip(raw), timeout=START) == want
+    assert engine.store.stats().puts == puts
 
 
 SCENES = (
@@ -210,7 +210,7 @@ SCENES = (
 @pytest.mark.timeout(300)
 @pytest.mark.parametrize("name", FAMILIES)
 def test_on_one_tree(name: str, tmp_path: Path) -> None:
-    """All scenes, as a tree takes seconds to start; its name stands above a failure."""
+    """All scenes, as a server takes seconds to start; its name stands above a failure."""
     Sight(name, tmp_path)
     (tmp_path / "open").mkdir()
     server = {
@@ -223,13 +223,13 @@ def test_on_one_tree(name: str, tmp_path: Path) -> None:
     async def all_scenes(elsewhere: Elsewhere) -> None:
         hosts = {"allowed_media_domains": (f"127.0.0.1:{elsewhere.port}",)}
         options = {"simulated": None, "model": str(tmp_path), "api_server_count": 1, "store_nbytes": 16 << 20}
-        async with served(server | hosts, 3 * START, **options, **SIZES) as tree:
-            tree.__class__ = Watching
-            tree.path, tree.elsewhere = tmp_path, elsewhere
+        async with run_server(server | hosts, 3 * START, **options, **SIZES) as served:
+            served.__class__ = Watching
+            served.path, served.elsewhere = tmp_path, elsewhere
             for scene in SCENES if name == "qwen2_vl" else SCENES[:4]:
                 print(scene.__name__, flush=True)
-                await asyncio.wait_for(scene(tree), 120)
-                await tree.must_hold_nothing()
+                await asyncio.wait_for(scene(served), 120)
+                await served.must_hold_nothing()
 
     with contextlib.closing(Elsewhere()) as elsewhere:
         asyncio.run(all_scenes(elsewhere))

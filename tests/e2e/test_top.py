@@ -23,8 +23,8 @@ pytest.importorskip("httptools")
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.snapshot_rates import View
-from tests.e2e.test_server import KEY, Served, served
-from tests.shared_tree import Scene, SharedTree, shared_tree
+from tests.e2e.test_server import KEY, Served, run_server
+from tests.shared_server import Scene, SharedServer, shared_server
 from tests.support.engine import told
 
 PROMPT, MOST = "hello there", 40
@@ -47,8 +47,8 @@ async def seen_by_top(*arguments: str, **more: str) -> View:
     return msgspec.json.decode(out, type=View)
 
 
-async def page_data(tree: Served) -> Any:
-    status, body = await tree.get("/dashboard/data")
+async def page_data(served: Served) -> Any:
+    status, body = await served.get("/dashboard/data")
     assert status == 200, body
     return json.loads(body)
 
@@ -57,16 +57,16 @@ def ours() -> str:
     return str(os.getpid())  # the launcher lives in the test's own process
 
 
-async def asked(tree: Served, many: int, tokens: int) -> None:
+async def asked(served: Served, many: int, tokens: int) -> None:
     """So many requests, all answered."""
-    ask = tree.client.completions.create
+    ask = served.client.completions.create
     await asyncio.gather(*(ask(model="simulated", prompt=f"{one} {PROMPT}", max_tokens=tokens) for one in range(many)))
 
 
 # ── scenes, in this order ────────────────────────────────────────────────────────────────────────────────────────────
-async def tokens_are_counted_as_they_were_asked_for(tree: Served) -> None:
+async def tokens_are_counted_as_they_were_asked_for(served: Served) -> None:
     before = await seen_by_top(ours())
-    await asked(tree, 6, MOST)
+    await asked(served, 6, MOST)
     now = await seen_by_top(ours())
     (old,), (new,) = before.moment.groups, now.moment.groups
     assert new.generated_tokens - old.generated_tokens == 6 * MOST
@@ -76,12 +76,12 @@ async def tokens_are_counted_as_they_were_asked_for(tree: Served) -> None:
     assert (new.open, new.blocks - new.free_blocks, new.waiting, new.preemptions) == (0, 0, 0, 0)
 
 
-async def what_is_open_is_shown_alike_by_all_views(tree: Served) -> None:
-    asking = asyncio.ensure_future(asked(tree, 5, LONG))
-    await tree.until(lambda: tree.number(StatusBoard.OPEN) == 5)
+async def what_is_open_is_shown_alike_by_all_views(served: Served) -> None:
+    asking = asyncio.ensure_future(asked(served, 5, LONG))
+    await served.until(lambda: served.number(StatusBoard.OPEN) == 5)
     found = await seen_by_top(ours())
-    elsewhere = await seen_by_top(f"http://127.0.0.1:{tree.port}", "--api-key", KEY)
-    said = await page_data(tree)
+    elsewhere = await seen_by_top(f"http://127.0.0.1:{served.port}", "--api-key", KEY)
+    said = await page_data(served)
     status, out, error = await top(ours(), "--once", "--interval", "0.3")
     assert status == 0, error
     assert not asking.done(), "it has been answered while we looked: ask for more"
@@ -105,10 +105,10 @@ async def what_is_open_is_shown_alike_by_all_views(tree: Served) -> None:
     assert re.search(r"steps 0 +broadcast +[\d.,]+ ", out) and "\x1b" not in out
     asking.cancel()
     await asyncio.gather(asking, return_exceptions=True)
-    await tree.must_be_empty()
+    await served.must_be_empty()
 
 
-async def on_a_terminal_it_has_a_screen_of_its_own_until_q(tree: Served) -> None:
+async def on_a_terminal_it_has_a_screen_of_its_own_until_q(served: Served) -> None:
     ours_end, its_end = pty.openpty()
     try:
         fcntl.ioctl(its_end, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 100, 0, 0))
@@ -122,11 +122,11 @@ async def on_a_terminal_it_has_a_screen_of_its_own_until_q(tree: Served) -> None
         loop = asyncio.get_running_loop()
         loop.add_reader(ours_end, lambda: got.extend(os.read(ours_end, 1 << 16)))
         try:
-            await tree.until(lambda: got.count(b"\x1b[H") > 3)  # drawn anew each time
+            await served.until(lambda: got.count(b"\x1b[H") > 3)  # drawn anew each time
             assert got.count(b"\x1b[?1049h") == 1 and b"\x1b[?1049l" not in got
             os.write(ours_end, b"xq")
             assert await asyncio.wait_for(process.wait(), 30) == 0
-            await tree.until(lambda: b"\x1b[?1049l" in got)
+            await served.until(lambda: b"\x1b[?1049l" in got)
         finally:
             loop.remove_reader(ours_end)
         assert termios.tcgetattr(its_end) == before
@@ -136,7 +136,7 @@ async def on_a_terminal_it_has_a_screen_of_its_own_until_q(tree: Served) -> None
         os.close(its_end)
 
 
-async def a_picture_is_kept_and_fetches_nothing(tree: Served) -> None:
+async def a_picture_is_kept_and_fetches_nothing(served: Served) -> None:
     path = Path(os.environ["TMP_OF_TEST"]) / "top.svg"
     status, _, error = await top(ours(), "--once", "--interval", "0.2", "--svg", str(path))
     assert status == 0, error
@@ -145,42 +145,42 @@ async def a_picture_is_kept_and_fetches_nothing(tree: Served) -> None:
     assert "steps" in drawing and not re.search(r"url\((?!#)|@import|href=\"(?!#)", drawing)
 
 
-async def without_the_key_there_is_nothing_to_see(tree: Served) -> None:
-    url = f"http://127.0.0.1:{tree.port}"
+async def without_the_key_there_is_nothing_to_see(served: Served) -> None:
+    url = f"http://127.0.0.1:{served.port}"
     for arguments in ((), ("--api-key", "wrong")):
         status, out, error = await top(url, "--once", *arguments)
         assert (status, out) == (2, "") and "API key" in error
     found = await seen_by_top(url, PENSTOCK_API_KEY=KEY)
-    assert found.moment.notice.url == url
-    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+    assert found.moment.server_info.url == url
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(b"GET /dashboard HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     said = (await reader.read()).decode()
     writer.close()
     assert " 200 " in said.partition("\r\n")[0] and KEY not in said
 
 
-async def the_root_leads_to_the_page_and_the_page_to_grafana(tree: Served) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", tree.port)
+async def the_root_leads_to_the_page_and_the_page_to_grafana(served: Served) -> None:
+    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
     said = (await reader.read()).decode()
     writer.close()
     assert said.startswith("HTTP/1.1 307 ") and "location: /dashboard\r\n" in said
-    _, page = await tree.get("/dashboard")
+    _, page = await served.get("/dashboard")
     for path in re.findall(r'href="(/[^"]+)"', page):
-        status, body = await tree.get(path)
+        status, body = await served.get(path)
         assert status == 200 and json.loads(body)["panels"], path
     assert "/dashboard/grafana.json" in page
 
 
-async def many_that_look_are_told_of_the_same_moment(tree: Served) -> None:
+async def many_that_look_are_told_of_the_same_moment(served: Served) -> None:
     """Of each server process: which one answers a connection is chance."""
-    said = await asyncio.gather(*(page_data(tree) for _ in range(12)))
+    said = await asyncio.gather(*(page_data(served) for _ in range(12)))
     assert len({one["moment"]["at"] for one in said}) <= 2
-    assert all(one["moment"]["notice"]["pid"] == os.getpid() for one in said)
+    assert all(one["moment"]["server_info"]["pid"] == os.getpid() for one in said)
 
 
-async def a_worker_that_is_killed_shows_as_restarted(tree: Served) -> None:
-    dead = tree.child("worker").pid
+async def a_worker_that_is_killed_shows_as_restarted(served: Served) -> None:
+    dead = served.child("worker").pid
     os.kill(dead, signal.SIGKILL)
 
     async def worker() -> tuple[str, int]:
@@ -193,13 +193,13 @@ async def a_worker_that_is_killed_shows_as_restarted(tree: Served) -> None:
             break
     status, out, _ = await top(ours(), "--once", "--interval", "0.3")
     assert status == 0 and re.search(r"(?m)^worker 0\.0 +\d+ +serves +1 ", out), out
-    await asked(tree, 2, 5)
+    await asked(served, 2, 5)
     (group,) = (await seen_by_top(ours())).moment.groups
     assert (group.incarnation, group.generated_tokens) == (2, 10)
 
 
-async def a_process_that_is_stopped_is_shown_as_stopped(tree: Served) -> None:
-    child = tree.child("output")
+async def a_process_that_is_stopped_is_shown_as_stopped(served: Served) -> None:
+    child = served.child("output")
     os.kill(child.pid, signal.SIGSTOP)
     try:
         states = {one.title: one.state for one in (await seen_by_top(ours())).moment.processes}
@@ -220,14 +220,14 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
 
 
 def watched() -> Any:
-    return served(simulated=told(step_seconds=STEP), max_model_len=LONG + 1000)
+    return run_server(simulated=told(step_seconds=STEP), max_model_len=LONG + 1000)
 
 
 def test_a_process_that_is_stopped_is_shown_as_stopped_and_one_that_is_killed_as_restarted() -> None:
     async def scenes() -> None:
-        async with watched() as tree:
-            await asyncio.wait_for(a_process_that_is_stopped_is_shown_as_stopped(tree), 60)
-            await asyncio.wait_for(a_worker_that_is_killed_shows_as_restarted(tree), 60)
+        async with watched() as served:
+            await asyncio.wait_for(a_process_that_is_stopped_is_shown_as_stopped(served), 60)
+            await asyncio.wait_for(a_worker_that_is_killed_shows_as_restarted(served), 60)
 
     asyncio.run(scenes())
 
@@ -271,16 +271,16 @@ def test_a_view_that_runs_tells_that_its_server_is_gone_and_shows_the_next_one_a
     asyncio.run(one_after_the_other())
 
 
-# ── on one tree; last, as its tree lives until the module ends ───────────────────────────────────────────────────────
+# ── on one server; last, as its server lives until the module ends ────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
-def shared(warmed_up: None) -> Iterator[SharedTree]:
-    with shared_tree(watched()) as shared:
+def shared(warmed_up: None) -> Iterator[SharedServer]:
+    with shared_server(watched()) as shared:
         yield shared
 
 
 @pytest.mark.parametrize("scene", SCENES, ids=lambda scene: scene.__name__)
 def test_a_served_tree_is_seen(
-    shared: SharedTree, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    shared: SharedServer, scene: Scene, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("TMP_OF_TEST", str(tmp_path))
     shared.play(scene, within=60)

@@ -277,7 +277,7 @@ def test_link_waits_for_its_deadline_when_a_replacement_is_forgotten() -> None:
 SENT = [
     (packets.FRAME, 0, 0, b"frame"),
     (packets.LONG, 0, 0, packets.LONG_NBYTES.pack(300_000)),
-    (packets.PIECE, 0, 0, b"piece of 14 b."),
+    (packets.FRAME_PART, 0, 0, b"piece of 14 b."),
     (packets.END, 0, 0, b""),
     (packets.BYE, 0, 0, b"over"),
 ]

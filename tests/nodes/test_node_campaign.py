@@ -32,8 +32,8 @@ BLOWS = (
 
 
 class Campaign:
-    def __init__(self, tree: TwoNodes, client: Client, seed: int) -> None:
-        self.tree, self.client = tree, client
+    def __init__(self, engine: TwoNodes, client: Client, seed: int) -> None:
+        self.engine, self.client = engine, client
         self.chance = random.Random(seed)
         self.answered = 0
         self.is_over = False
@@ -45,35 +45,35 @@ class Campaign:
             params = SamplingParams(max_tokens=tokens, ignore_eos=True)
             reader = Reader(await self.client.submit(ids, params), ids, tokens)
             await reader.done
-            assert reader.ids == self.tree.rule.answer(ids, tokens)
+            assert reader.ids == self.engine.rule.answer(ids, tokens)
             self.answered += 1
 
     async def strike(self, blow: str) -> None:
         """Strikes, and waits until the node serves again."""
-        tree, began = self.tree, time.monotonic()
+        engine, began = self.engine, time.monotonic()
         if blow == "delay":
-            tree.relay.delay = 0.2
+            engine.relay.delay = 0.2
             await asyncio.sleep(self.chance.uniform(0.1, 0.5))
-            tree.relay.delay = 0.0
+            engine.relay.delay = 0.0
             return
         if blow == "reset" or blow.startswith("flip"):
-            resumed = tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE)
+            resumed = engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE)
             if blow == "reset":
-                tree.relay.reset()
+                engine.relay.reset()
             else:
-                tree.relay.flips[blow.split()[1]] = 1
-            await tree.until(lambda: tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) > resumed, NOTICED_WITHIN)
+                engine.relay.flips[blow.split()[1]] = 1
+            await engine.until(lambda: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) > resumed, NOTICED_WITHIN)
             self.noticed.setdefault(blow, []).append(time.monotonic() - began)
             return
-        before = tree.number(StatusBoard.SERVING, REMOTE)
+        before = engine.number(StatusBoard.SERVING, REMOTE)
         async with self._blow(blow):
-            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) != before, NOTICED_WITHIN)
+            await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) != before, NOTICED_WITHIN)
             self.noticed.setdefault(blow, []).append(time.monotonic() - began)
-        await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) > before, START)
+        await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) > before, START)
 
     @contextlib.asynccontextmanager
     async def _blow(self, blow: str) -> AsyncIterator[None]:
-        remote, is_cut = self.tree.remote, self.tree.relay.is_cut
+        remote, is_cut = self.engine.remote, self.engine.relay.is_cut
         if blow == "node":
             remote.kill()
         elif blow == "stop":
@@ -95,8 +95,8 @@ class Campaign:
 def test_streams_stay_exact_whatever_happens_to_a_node(seed: int) -> None:
     async def scene() -> None:
         options = {"migration_limit": 10_000, "max_model_len": 1024}
-        async with two_nodes(**options) as tree, Client(tree.launcher.tree, 0) as client:
-            campaign = Campaign(tree, client, seed)
+        async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
+            campaign = Campaign(engine, client, seed)
             streams = [asyncio.ensure_future(campaign.keep_streaming()) for _ in range(STREAMS)]
             order = [BLOWS[number % len(BLOWS)] for number in range(tiers.NODE_BLOWS)]
             campaign.chance.shuffle(order)
@@ -108,7 +108,7 @@ def test_streams_stay_exact_whatever_happens_to_a_node(seed: int) -> None:
             await asyncio.wait_for(asyncio.gather(*streams), START + PATIENCE)
             assert counted(client, MigrationCounters.GIVEN_UP) == 0
             for group in range(2):
-                await tree.must_be_empty(group)
+                await engine.must_be_empty(group)
             print(f"{campaign.answered} answers, all exact")
             for blow, seconds in sorted(campaign.noticed.items()):
                 print(f"{blow:9} {len(seconds):3} times, noticed after {min(seconds):.3f} to {max(seconds):.3f} s")

@@ -25,37 +25,43 @@ pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is n
 OPEN = 8  # requests, when the blow falls
 
 
-async def require_restarted(tree: TwoNodes, client: Client) -> None:
-    await tree.serving_again(client)
-    await tree.must_be_empty()
-    await require_exact(tree, await readers(client, OPEN, 5))
+async def require_restarted(engine: TwoNodes, client: Client) -> None:
+    await engine.serving_again(client)
+    await engine.must_be_empty()
+    await require_exact(engine, await readers(client, OPEN, 5))
 
 
 def test_a_step_crosses_once_for_all_ranks_of_the_other_node() -> None:
     async def scene() -> None:
-        async with two_nodes(spread=True, tensor_parallel_size=4) as tree, Client(tree.launcher.tree, 0) as client:
-            await require_exact(tree, await readers(client, OPEN))
-            await tree.must_be_empty()
-            steps = tree.number(StatusBoard.STEPS)
-            tree.child("core").signal(signal.SIGKILL)
-            await tree.until(lambda: tree.remote.events("link ended"))
-            ended = tree.remote.events("link ended")[0]
+        async with (
+            two_nodes(spread=True, tensor_parallel_size=4) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
+            await require_exact(engine, await readers(client, OPEN))
+            await engine.must_be_empty()
+            steps = engine.number(StatusBoard.STEPS)
+            engine.child("core").signal(signal.SIGKILL)
+            await engine.until(lambda: engine.remote.events("link ended"))
+            ended = engine.remote.events("link ended")[0]
             assert ended["frames_received"] == steps + 1  # and the first message, Begin
             assert ended["frames_sent"] == 2  # each rank over there is ready
-            await require_restarted(tree, client)
+            await require_restarted(engine, client)
 
     asyncio.run(scene())
 
 
 def test_requests_go_on_in_place_when_connections_are_reset() -> None:
     async def scene() -> None:
-        async with two_nodes(spread=True, tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
-            serving = tree.number(StatusBoard.SERVING)
+        async with (
+            two_nodes(spread=True, tensor_parallel_size=2) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
+            serving = engine.number(StatusBoard.SERVING)
             started = await readers(client, OPEN, 500)
-            tree.relay.reset()
-            await tree.until(lambda: tree.number(StatusBoard.LINK_RESUMPTIONS) > 0)
-            await require_exact(tree, started)
-            assert migrations(client) == {} and tree.number(StatusBoard.SERVING) == serving
+            engine.relay.reset()
+            await engine.until(lambda: engine.number(StatusBoard.LINK_RESUMPTIONS) > 0)
+            await require_exact(engine, started)
+            assert migrations(client) == {} and engine.number(StatusBoard.SERVING) == serving
 
     asyncio.run(scene())
 
@@ -65,29 +71,34 @@ def test_requests_go_on_in_place_when_connections_are_reset() -> None:
 )
 def test_requests_go_on_in_the_restarted_group_when_the_other_node_loses_its_part(blow: str) -> None:
     async def scene() -> None:
-        async with two_nodes(spread=True, tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
+        async with (
+            two_nodes(spread=True, tensor_parallel_size=2) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
             started = await readers(client, OPEN, 2000)  # more than a busy machine computes before it notices
-            processes, began = tree.remote.processes(), time.monotonic()
+            processes, began = engine.remote.processes(), time.monotonic()
             if blow == "node":
-                tree.remote.kill()
+                engine.remote.kill()
             elif blow == "stop":
-                tree.remote.signal(signal.SIGSTOP)
+                engine.remote.signal(signal.SIGSTOP)
             elif blow == "cut":
-                tree.relay.is_cut.update(out=True, back=True)
+                engine.relay.is_cut.update(out=True, back=True)
             else:
-                os.kill(tree.remote.pid_of(blow), signal.SIGKILL)
-            await tree.until(lambda: tree.number(StatusBoard.SERVING) == 0)
+                os.kill(engine.remote.pid_of(blow), signal.SIGKILL)
+            await engine.until(lambda: engine.number(StatusBoard.SERVING) == 0)
             noticed = time.monotonic() - began
             print(f"{blow}: noticed after {noticed:.3f} s")
             assert noticed < 10.0  # of a machine that does much else
             if blow == "node":
-                tree.remote.start()
-            tree.remote.signal(signal.SIGCONT)
-            tree.relay.is_cut.update(out=False, back=False)
-            await require_exact(tree, started)
+                engine.remote.start()
+            engine.remote.signal(signal.SIGCONT)
+            engine.relay.is_cut.update(out=False, back=False)
+            await require_exact(engine, started)
             assert migrations(client) == {"died": OPEN}
-            await require_restarted(tree, client)
-            assert not set(processes[2:]) & set(now := tree.remote.processes()), "all but the launcher and its tracker"
+            await require_restarted(engine, client)
+            assert not set(processes[2:]) & set(now := engine.remote.processes()), (
+                "all but the launcher and its tracker"
+            )
             assert len(now) == len(processes)
             print(f"served again after {time.monotonic() - began:.3f} s")
 
@@ -98,15 +109,18 @@ def test_requests_go_on_in_the_restarted_group_when_the_other_node_loses_its_par
 @pytest.mark.parametrize("kind", ["core", "worker", "remote_ranks"])
 def test_workers_of_the_other_node_end_with_the_group_and_come_again(kind: str) -> None:
     async def scene() -> None:
-        async with two_nodes(spread=True, tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
+        async with (
+            two_nodes(spread=True, tensor_parallel_size=2) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
             started = await readers(client, OPEN, 500)
-            before = tree.remote.pid_of("worker")
-            child = tree.child(kind, 1 if kind == "remote_ranks" else 0)
+            before = engine.remote.pid_of("worker")
+            child = engine.child(kind, 1 if kind == "remote_ranks" else 0)
             child.signal(signal.SIGKILL)
-            await require_exact(tree, started)
+            await require_exact(engine, started)
             assert migrations(client) == {"died": OPEN}
-            await require_restarted(tree, client)
-            assert before not in tree.remote.processes()
+            await require_restarted(engine, client)
+            assert before not in engine.remote.processes()
 
     asyncio.run(scene())
 
@@ -115,16 +129,16 @@ def test_workers_of_the_other_node_end_with_the_group_and_come_again(kind: str) 
 def test_requests_wait_for_a_node_that_drains_and_that_does_not_count() -> None:
     async def scene() -> None:
         options = {"spread": True, "tensor_parallel_size": 2, "migration_limit": 1}
-        async with two_nodes(**options) as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN, 1000)
-            status = await asyncio.to_thread(tree.remote.terminate)
-            tree.remote.start()
-            await require_exact(tree, started)
+            status = await asyncio.to_thread(engine.remote.terminate)
+            engine.remote.start()
+            await require_exact(engine, started)
             assert status == 0 and migrations(client) == {"planned": OPEN}
             assert counted(client, MigrationCounters.GIVEN_UP) == 0
-            tree.launcher.migrate()  # the home node restarts the group
-            await tree.until(lambda: tree.launcher.board.tree[StatusBoard.MIGRATIONS_ENDED] == 1, START)
-            await require_restarted(tree, client)
+            engine.launcher.migrate()  # the home node restarts the group
+            await engine.until(lambda: engine.launcher.board.cluster[StatusBoard.MIGRATIONS_ENDED] == 1, START)
+            await require_restarted(engine, client)
 
     asyncio.run(scene())
 
@@ -133,10 +147,10 @@ def test_requests_wait_for_a_node_that_drains_and_that_does_not_count() -> None:
 def test_a_node_that_computes_another_step_is_refused_in_words() -> None:
     async def scene() -> None:
         options = {"spread": True, "tensor_parallel_size": 2, "joins": False}
-        async with two_nodes({"block_size": 32, "max_num_seqs": 64}, **options) as tree:
-            status = await asyncio.to_thread(tree.remote.process.wait, START)
+        async with two_nodes({"block_size": 32, "max_num_seqs": 64}, **options) as engine:
+            status = await asyncio.to_thread(engine.remote.process.wait, START)
             assert status == 1
             for option in ("block_size", "max_num_seqs"):
-                assert option in tree.remote.log
+                assert option in engine.remote.log
 
     asyncio.run(scene())

@@ -35,28 +35,28 @@ def of_remote(started: list[Reader]) -> int:
     return sum(reader.stream.group == REMOTE for reader in started)
 
 
-async def require_both(tree: TwoNodes, client: Client) -> None:
+async def require_both(engine: TwoNodes, client: Client) -> None:
     """Both nodes serve again, and take requests."""
-    await tree.serving_again(client)
-    await tree.until(lambda: not tree.number(StatusBoard.ABSENT_OUTPUTS, REMOTE), START)  # else it gets no requests
+    await engine.serving_again(client)
+    await engine.until(lambda: not engine.number(StatusBoard.ABSENT_OUTPUTS, REMOTE), START)  # else it gets no requests
     for group in range(2):
-        await tree.must_be_empty(group)
+        await engine.must_be_empty(group)
     again = await readers(client, OPEN, 5)
     assert 0 < of_remote(again) < OPEN
-    await require_exact(tree, again)
+    await require_exact(engine, again)
 
 
 def test_requests_are_divided_among_nodes_and_answered_alike() -> None:
     async def scene() -> None:
-        async with two_nodes(tensor_parallel_size=2) as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes(tensor_parallel_size=2) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN)
             assert 0 < of_remote(started) < OPEN
-            await require_exact(tree, started)
+            await require_exact(engine, started)
             assert migrations(client) == {}
             ids = prompt()
             assert await answered(client, ids, max_tokens=20, n=3, ignore_eos=True)
             for group in range(2):
-                await tree.must_be_empty(group)
+                await engine.must_be_empty(group)
 
     asyncio.run(scene())
 
@@ -66,13 +66,13 @@ def test_requests_are_divided_among_nodes_and_answered_alike() -> None:
 )
 def test_streams_go_on_when_a_process_of_the_other_node_is_killed(kind: str) -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN)
             lost = of_remote(started)
-            os.kill(tree.remote.pid_of(kind), signal.SIGKILL)
-            await require_exact(tree, started)
+            os.kill(engine.remote.pid_of(kind), signal.SIGKILL)
+            await require_exact(engine, started)
             assert migrations(client) == {"output" if kind == "output" else "died": lost}
-            await require_both(tree, client)
+            await require_both(engine, client)
 
     asyncio.run(scene())
 
@@ -80,17 +80,17 @@ def test_streams_go_on_when_a_process_of_the_other_node_is_killed(kind: str) -> 
 @tiers.needs_all
 def test_streams_go_on_when_the_other_node_is_killed_and_it_joins_again() -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN)
             lost, began = of_remote(started), time.monotonic()
-            tree.remote.kill()
-            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) == 0)
+            engine.remote.kill()
+            await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
             noticed = time.monotonic() - began
-            await require_exact(tree, started)
+            await require_exact(engine, started)
             assert noticed < 2.5 and migrations(client) == {"died": lost}
             print(f"noticed after {noticed:.3f} s")
-            tree.remote.start()
-            await require_both(tree, client)
+            engine.remote.start()
+            await require_both(engine, client)
 
     asyncio.run(scene())
 
@@ -99,34 +99,34 @@ def test_streams_go_on_when_the_other_node_is_killed_and_it_joins_again() -> Non
 @pytest.mark.parametrize("directions", [("out", "back"), ("out",), ("back",)], ids="+".join)
 def test_streams_go_on_when_the_link_is_cut_and_the_node_joins_again(directions: tuple[str, ...]) -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN, 2000)
             lost, began = of_remote(started), time.monotonic()
             for direction in directions:
-                tree.relay.is_cut[direction] = True
-            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) == 0)
+                engine.relay.is_cut[direction] = True
+            await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
             print(f"noticed after {time.monotonic() - began:.3f} s")
             for direction in directions:
-                tree.relay.is_cut[direction] = False
-            await require_exact(tree, started)
+                engine.relay.is_cut[direction] = False
+            await require_exact(engine, started)
             assert migrations(client) == {"died": lost}
-            await require_both(tree, client)
+            await require_both(engine, client)
 
     asyncio.run(scene())
 
 
 def test_streams_go_on_in_place_when_connections_are_reset() -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
-            serving = tree.number(StatusBoard.SERVING, REMOTE)
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+            serving = engine.number(StatusBoard.SERVING, REMOTE)
             for number in range(1, tiers.NODE_RESETS + 1):
                 started = await readers(client, OPEN, 300)
                 assert of_remote(started)
-                tree.relay.reset()
-                await tree.until(lambda number=number: tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) >= number)
-                await require_exact(tree, started)
-            assert migrations(client) == {} and tree.number(StatusBoard.SERVING, REMOTE) == serving
-            pauses = [event["pause_ms"] for event in tree.remote.events("link resumed")]
+                engine.relay.reset()
+                await engine.until(lambda number=number: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) >= number)
+                await require_exact(engine, started)
+            assert migrations(client) == {} and engine.number(StatusBoard.SERVING, REMOTE) == serving
+            pauses = [event["pause_ms"] for event in engine.remote.events("link resumed")]
             assert len(pauses) >= tiers.NODE_RESETS
             print(f"pauses of up to {max(pauses)} ms")
 
@@ -136,16 +136,16 @@ def test_streams_go_on_in_place_when_connections_are_reset() -> None:
 @tiers.needs_all
 def test_streams_go_on_when_the_other_node_is_stopped_and_it_joins_again() -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN, 2000)
             lost, began = of_remote(started), time.monotonic()
-            tree.remote.signal(signal.SIGSTOP)
-            await tree.until(lambda: tree.number(StatusBoard.SERVING, REMOTE) == 0)
+            engine.remote.signal(signal.SIGSTOP)
+            await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
             print(f"noticed after {time.monotonic() - began:.3f} s")
-            await require_exact(tree, started)
+            await require_exact(engine, started)
             assert migrations(client) == {"died": lost}
-            tree.remote.signal(signal.SIGCONT)
-            await require_both(tree, client)
+            engine.remote.signal(signal.SIGCONT)
+            await require_both(engine, client)
 
     asyncio.run(scene())
 
@@ -153,14 +153,14 @@ def test_streams_go_on_when_the_other_node_is_stopped_and_it_joins_again() -> No
 @pytest.mark.parametrize("direction", ["out", *tiers.only_in_all("back")])
 def test_answers_stay_exact_when_a_bit_flips_between_nodes(direction: str) -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN)
             assert of_remote(started) > 0
-            tree.relay.flips[direction] = 1
-            await require_exact(tree, started)
-            await tree.until(lambda: tree.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) == 1, START)
+            engine.relay.flips[direction] = 1
+            await require_exact(engine, started)
+            await engine.until(lambda: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) == 1, START)
             assert migrations(client) == {}
-            await require_both(tree, client)
+            await require_both(engine, client)
 
     asyncio.run(scene())
 
@@ -168,11 +168,11 @@ def test_answers_stay_exact_when_a_bit_flips_between_nodes(direction: str) -> No
 @tiers.needs_all
 def test_a_slow_link_delays_answers_and_loses_none() -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
-            tree.relay.delay = 0.2
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+            engine.relay.delay = 0.2
             started = await readers(client, OPEN, 100)
             assert of_remote(started)
-            await require_exact(tree, started)
+            await require_exact(engine, started)
             assert migrations(client) == {}
 
     asyncio.run(scene())
@@ -180,11 +180,11 @@ def test_a_slow_link_delays_answers_and_loses_none() -> None:
 
 def test_requests_migrate_when_the_other_node_drains_and_that_does_not_count() -> None:
     async def scene() -> None:
-        async with two_nodes(migration_limit=1) as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes(migration_limit=1) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN, 2000)
             lost = of_remote(started)
-            status = await asyncio.to_thread(tree.remote.terminate)
-            await require_exact(tree, started)
+            status = await asyncio.to_thread(engine.remote.terminate)
+            await require_exact(engine, started)
             assert status == 0 and migrations(client) == {"planned": lost}
             assert counted(client, MigrationCounters.GIVEN_UP) == 0
             assert all(reader.stream.submitted.migrations == 0 for reader in started if reader.stream.submitted)
@@ -194,15 +194,15 @@ def test_requests_migrate_when_the_other_node_drains_and_that_does_not_count() -
 
 def test_an_aborted_request_of_the_other_node_leaves_nothing_there() -> None:
     async def scene() -> None:
-        async with two_nodes() as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN, 2000)
             assert of_remote(started)
-            await tree.until(lambda: tree.number(StatusBoard.OPEN, REMOTE) > 0)
+            await engine.until(lambda: engine.number(StatusBoard.OPEN, REMOTE) > 0)
             for reader in started:
                 reader.stream.abort()
             await asyncio.gather(*(reader.done for reader in started))
             for group in range(2):
-                await tree.must_be_empty(group)
+                await engine.must_be_empty(group)
 
     asyncio.run(scene())
 
@@ -210,15 +210,15 @@ def test_an_aborted_request_of_the_other_node_leaves_nothing_there() -> None:
 def test_an_image_is_pulled_once_for_all_requests_and_workers_of_the_other_node() -> None:
     async def scene() -> None:
         options = {"tensor_parallel_size": 2, "store_nbytes": 64 << 20}
-        async with two_nodes(**options) as tree, Client(tree.launcher.tree, 0) as client:
+        async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
             image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
-            before = tree.relay.nbytes["out"]
+            before = engine.relay.nbytes["out"]
             started = []
             while of_remote(started) < 3:
                 params, ids = SamplingParams(max_tokens=5, ignore_eos=True), prompt()
                 started.append(Reader(await client.submit(ids, params, values=[image]), ids, 5))
-            await require_exact(tree, started)
-            nbytes = tree.relay.nbytes["out"] - before
+            await require_exact(engine, started)
+            nbytes = engine.relay.nbytes["out"] - before
             assert 4 << 20 < nbytes < 5 << 20
 
     asyncio.run(scene())
@@ -232,13 +232,16 @@ def tls_options(folder: Path) -> dict[str, str]:
 def test_a_link_between_nodes_is_encrypted_when_both_have_certificates(tmp_path: Path) -> None:
     async def scene() -> None:
         both = tls_options(tmp_path)
-        async with two_nodes(tls=(both, both), store_nbytes=64 << 20) as tree, Client(tree.launcher.tree, 0) as client:
+        async with (
+            two_nodes(tls=(both, both), store_nbytes=64 << 20) as engine,
+            Client(engine.launcher.cluster, 0) as client,
+        ):
             image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
             started = []
             while not of_remote(started):
                 params, ids = SamplingParams(max_tokens=50, ignore_eos=True), prompt()
                 started.append(Reader(await client.submit(ids, params, values=[image]), ids, 50))
-            await require_exact(tree, started)
+            await require_exact(engine, started)
             assert migrations(client) == {}
 
     asyncio.run(scene())
@@ -248,11 +251,11 @@ def test_a_link_between_nodes_is_encrypted_when_both_have_certificates(tmp_path:
 def test_a_node_is_refused_in_words_and_ends_when_only_one_side_has_certificates(tmp_path: Path, is_home: bool) -> None:
     async def scene() -> None:
         tls = tls_options(tmp_path)
-        async with two_nodes(tls=(tls, {}) if is_home else ({}, tls), joins=False) as tree:
-            assert await asyncio.to_thread(tree.remote.process.wait, START) == 1
-            (failure,) = tree.remote.events("tree failed")
+        async with two_nodes(tls=(tls, {}) if is_home else ({}, tls), joins=False) as engine:
+            assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
+            (failure,) = engine.remote.events("cluster failed")
             assert "one side speaks TLS and the other one does not" in failure["reason"]
-            assert tree.number(StatusBoard.SERVING, REMOTE) == 0
+            assert engine.number(StatusBoard.SERVING, REMOTE) == 0
 
     asyncio.run(scene())
 
@@ -266,11 +269,11 @@ def test_a_node_is_refused_in_words_and_ends_when_only_one_side_has_certificates
 )
 def test_a_node_with_other_options_is_refused_in_words_and_ends(differing: dict[str, int], named: str) -> None:
     async def scene() -> None:
-        async with two_nodes(remote=differing, joins=False) as tree:
-            assert await asyncio.to_thread(tree.remote.process.wait, START) == 1
-            (failure,) = tree.remote.events("tree failed")
+        async with two_nodes(remote=differing, joins=False) as engine:
+            assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
+            (failure,) = engine.remote.events("cluster failed")
             assert named in failure["reason"]
-            assert tree.number(StatusBoard.SERVING, REMOTE) == 0
+            assert engine.number(StatusBoard.SERVING, REMOTE) == 0
 
     asyncio.run(scene())
 
@@ -282,11 +285,11 @@ def test_a_node_with_another_fine_tune_is_refused_in_words_and_ends(tmp_path: Pa
 
     async def scene() -> None:
         options = {"simulated": None, "model": str(models[0]), "dtype": "float32", "max_model_len": 256, "threads": 1}
-        async with two_nodes(remote={"model": str(models[1])}, joins=False, **options) as tree:
-            assert await asyncio.to_thread(tree.remote.process.wait, START) == 1
-            (failure,) = tree.remote.events("tree failed")
+        async with two_nodes(remote={"model": str(models[1])}, joins=False, **options) as engine:
+            assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
+            (failure,) = engine.remote.events("cluster failed")
             assert re.search("model_fingerprint is [0-9a-f]{16} here, [0-9a-f]{16} there", failure["reason"])
             assert "config.json" not in failure["reason"]
-            assert tree.number(StatusBoard.SERVING, REMOTE) == 0
+            assert engine.number(StatusBoard.SERVING, REMOTE) == 0
 
     asyncio.run(scene())

@@ -215,9 +215,9 @@ class Tree:
 def test_answers_are_the_same_bytes_when_groups_are_lost_on_the_way(seed: int) -> None:
     whole, cut = random_requests(random.Random(seed)), random_requests(random.Random(seed))
     Tree(random.Random(seed), whole, 0).run()
-    tree = Tree(random.Random(1000 + seed), cut, LOSSES)
-    tree.run()
-    assert tree.resumed, "no loss has met an answer"
+    cluster = Tree(random.Random(1000 + seed), cut, LOSSES)
+    cluster.run()
+    assert cluster.resumed, "no loss has met an answer"
     ends = set()
     for alone, asked in zip(whole, cut, strict=True):
         for expected, got in zip(alone.samples, asked.samples, strict=True):

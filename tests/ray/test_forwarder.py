@@ -55,15 +55,15 @@ class Engine:
 class Client:
     """One request, as an ASGI server hands it to the application, and what has been sent to it."""
 
-    def __init__(self, *pieces: bytes, method: str = "POST", path: str = "/v1/completions", **scope: Any) -> None:
+    def __init__(self, *chunks: bytes, method: str = "POST", path: str = "/v1/completions", **scope: Any) -> None:
         self.scope = {"type": "http", "method": method, "path": path, "query_string": b"", "headers": [], **scope}
         self._incoming: asyncio.Queue[dict[str, Any]] = asyncio.Queue()
         self.sent: list[dict[str, Any]] = []
-        for number, piece in enumerate(pieces or (b"",)):
-            self.push(piece, more=number + 1 < len(pieces))
+        for number, chunk in enumerate(chunks or (b"",)):
+            self.push(chunk, more=number + 1 < len(chunks))
 
-    def push(self, piece: bytes, *, more: bool) -> None:
-        self._incoming.put_nowait({"type": "http.request", "body": piece, "more_body": more})
+    def push(self, chunk: bytes, *, more: bool) -> None:
+        self._incoming.put_nowait({"type": "http.request", "body": chunk, "more_body": more})
 
     def leave(self) -> None:
         self._incoming.put_nowait({"type": "http.disconnect"})

@@ -46,8 +46,8 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
 
     async def scene() -> None:
         shape = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "output_processors": outputs}
-        async with running(simulated=told(blocks=200), **shape) as tree:
-            async with Client(tree.launcher.tree, 0) as client:
+        async with running(simulated=told(blocks=200), **shape) as engine:
+            async with Client(engine.launcher.cluster, 0) as client:
                 began, turns = time.monotonic(), asyncio.Semaphore(AT_ONCE)
 
                 async def in_turn() -> None:
@@ -57,10 +57,10 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
                 await asyncio.gather(*(in_turn() for _ in range(tiers.ABORTS)))
                 print(f"{tiers.ABORTS} requests, most of them aborted, in {time.monotonic() - began:.1f} s")
                 assert client.open_requests == 0 and not client._streams
-                await tree.must_be_empty()
+                await engine.must_be_empty()
                 ids = prompt()
-                assert (await answered(client, ids, max_tokens=20))[0][0] == tree.rule.answer(ids, 20)
-                await tree.must_be_empty()
+                assert (await answered(client, ids, max_tokens=20))[0][0] == engine.rule.answer(ids, 20)
+                await engine.must_be_empty()
 
     asyncio.run(scene())
 
@@ -69,8 +69,8 @@ def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int)
     chance = random.Random(seed)
 
     async def scene() -> None:
-        async with running(simulated=told(step_seconds=0.02), max_num_seqs=1024, max_num_batched_tokens=4096) as tree:
-            async with Client(tree.launcher.tree, 0) as client:
+        async with running(simulated=told(step_seconds=0.02), max_num_seqs=1024, max_num_batched_tokens=4096) as engine:
+            async with Client(engine.launcher.cluster, 0) as client:
 
                 async def one() -> None:
                     ids, tokens = prompt(5), chance.randrange(1, 30)
@@ -79,11 +79,11 @@ def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int)
                     async for piece in stream:
                         got += piece.ids
                         await asyncio.sleep(chance.choice([0.0, 0.0, 0.0, 0.3]))
-                    assert got == tree.rule.answer(ids, tokens)
+                    assert got == engine.rule.answer(ids, tokens)
                     assert stream.completion_tokens == len(got)
 
                 await asyncio.gather(*(one() for _ in range(1000)))
                 assert client.open_requests == 0
-            await tree.must_be_empty()
+            await engine.must_be_empty()
 
     asyncio.run(scene())

@@ -27,7 +27,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  
 
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.e2e.test_server import AUTHORIZED, Served, served  # noqa: E402
+from tests.e2e.test_server import AUTHORIZED, Served, run_server  # noqa: E402
 from tests.stress.test_server_soak import looks, must_not_grow  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.models import ENGINE_SIZES, IMAGE, stock_of  # noqa: E402
@@ -130,8 +130,8 @@ class Users:
 class Use:
     """Some clients that ask one thing after the other."""
 
-    def __init__(self, tree: Served, users: Users, count: int) -> None:
-        self._tree = tree
+    def __init__(self, served: Served, users: Users, count: int) -> None:
+        self._tree = served
         self._users = users
         self._left = count
         self.ends: Counter[str] = Counter()
@@ -228,21 +228,22 @@ def run(path: Path, seed: int, count: int, ranks: int) -> None:
     processes = {"api_server_count": 2, "output_processors": 1, "tensor_parallel_size": ranks, "threads": 1}
 
     async def scene() -> None:
-        async with served(
+        async with run_server(
             limits, 3 * START, simulated=None, model=str(path), store_nbytes=1 << 20, **processes, **sizes
-        ) as tree:
-            pids = {child.pid for child in tree.children()}
+        ) as served:
+            pids = {child.pid for child in served.children()}
             users, found = Users(seed, tokenizer), []
             for _ in range(10):
-                use = Use(tree, users, count // 10)
+                use = Use(served, users, count // 10)
                 await use.go()
-                found.append(looks(tree))
-                assert {child.pid for child in tree.children()} == pids, "a process has died"
+                found.append(looks(served))
+                assert {child.pid for child in served.children()} == pids, "a process has died"
                 print(
-                    f"{dict(use.ends)}, up to {use.longest} tokens, {tree.number(StatusBoard.PREEMPTIONS)} preemptions"
+                    f"{dict(use.ends)}, up to {use.longest} tokens, "
+                    f"{served.number(StatusBoard.PREEMPTIONS)} preemptions"
                 )
-            await must_be_as_before(tree, is_keeping=True)
-            assert {child.pid for child in tree.children()} == pids
+            await must_be_as_before(served, is_keeping=True)
+            assert {child.pid for child in served.children()} == pids
             if tiers.TIER == "soak":
                 must_not_grow(found[3:6], found[7:])
 

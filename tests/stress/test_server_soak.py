@@ -1,4 +1,4 @@
-"""Load on a served tree for as long as somebody wants: no process of it grows."""
+"""Load on a served server for as long as somebody wants: no process of it grows."""
 
 import asyncio
 import os
@@ -13,7 +13,7 @@ pytest.importorskip("httptools")
 
 from penstock.tools.inspect import private_nbytes_of  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.e2e.test_server import Served, served  # noqa: E402
+from tests.e2e.test_server import Served, run_server  # noqa: E402
 from tests.support.engine import told  # noqa: E402
 from tests.support.serving import LIMITS, SHAPE, Load, must_be_as_before  # noqa: E402
 
@@ -34,17 +34,17 @@ class Look:
     threads: int
 
 
-def looks(tree: Served) -> dict[str, Look]:
+def looks(served: Served) -> dict[str, Look]:
     found = {}
-    for child in tree.children():
+    for child in served.children():
         process = psutil.Process(child.pid)
         found[str(child.member)] = Look(process.memory_info().rss, process.num_fds(), process.num_threads())
     return found
 
 
-def shared_nbytes(tree: Served) -> tuple[int, int]:
+def shared_nbytes(served: Served) -> tuple[int, int]:
     """Of files with names, which there are none of, and of values in the store."""
-    store = tree.launcher.tree.store
+    store = served.launcher.cluster.store
     assert store is not None
     named = sum(one.stat().st_size for one in Path("/dev/shm").iterdir() if "penstock" in one.name)
     return named, sum(one.nbytes for one in store.stats().items)
@@ -61,8 +61,8 @@ def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -
             assert then <= most + room, f"{name}: {what} has grown from {most:,} to {then:,}"
 
 
-def private_nbytes(tree: Served) -> dict[str, int]:
-    found = {str(child.member): private_nbytes_of(child.pid) for child in tree.children()}
+def private_nbytes(served: Served) -> dict[str, int]:
+    found = {str(child.member): private_nbytes_of(child.pid) for child in served.children()}
     return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
 
 
@@ -70,22 +70,22 @@ def private_nbytes(tree: Served) -> dict[str, int]:
 def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> None:
     warm_up, requests, limit_nbytes = tiers.SOAK_REQUESTS
 
-    async def ask(tree: Served, seed: int, requests: int) -> dict[str, int]:
-        load = Load(tree, seed, within=60)
+    async def ask(served: Served, seed: int, requests: int) -> dict[str, int]:
+        load = Load(served, seed, within=60)
         async with load.running(12) as tasks:
             while len(load.asked) < requests:
                 await asyncio.sleep(0.05)
                 if tasks.done():
                     tasks.result()
-        await must_be_as_before(tree)
+        await must_be_as_before(served)
         assert not [request.error for request in load.asked if request.error]
-        return private_nbytes(tree)
+        return private_nbytes(served)
 
     async def scene() -> None:
         shape = {"api_server_count": 1, "data_parallel_size": 1}
-        async with served(LIMITS, simulated=told(step_seconds=0.001), store_nbytes=STORE_NBYTES, **shape) as tree:
-            before = await ask(tree, seed, warm_up)
-            after = await ask(tree, seed + 1, requests)
+        async with run_server(LIMITS, simulated=told(step_seconds=0.001), store_nbytes=STORE_NBYTES, **shape) as served:
+            before = await ask(served, seed, warm_up)
+            after = await ask(served, seed + 1, requests)
         grown = {name: (after[name] - before[name]) / requests for name in after}
         print("bytes a request:", {name: round(nbytes, 1) for name, nbytes in grown.items()})
         assert sum(grown.values()) <= limit_nbytes, grown
@@ -98,19 +98,19 @@ def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> 
 @pytest.mark.timeout(SECONDS + 240)
 def test_no_process_grows_under_load(seed: int) -> None:
     async def scene() -> None:
-        async with served(LIMITS, simulated=told(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE) as tree:
-            load = Load(tree, seed)
+        async with run_server(LIMITS, simulated=told(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE) as served:
+            load = Load(served, seed)
             found = []
             shared = []
             async with load.running() as tasks:
                 deadline = asyncio.get_running_loop().time() + SECONDS
                 while asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(BETWEEN)
-                    found.append(looks(tree))
-                    shared.append(shared_nbytes(tree))
+                    found.append(looks(served))
+                    shared.append(shared_nbytes(served))
                     if tasks.done():
                         tasks.result()
-            await must_be_as_before(tree)
+            await must_be_as_before(served)
             print(f"{len(load.asked)} answers, {dict(load.gone)}")
             assert not [one.error for one in load.asked if one.error]
             first = max(1, int(SETTLED * len(found)))

@@ -1,4 +1,4 @@
-"""What tests of the whole engine share: a tree on a simulated device, and what its rule says of an answer."""
+"""What tests of the whole engine share: a engine on a simulated device, and what its rule says of an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.worker.simulated_device import TokenRule
 
-START = 60.0  # seconds; until a tree serves on a busy machine
+START = 60.0  # seconds; until a engine serves on a busy machine
 PATIENCE = 30.0  # seconds; for anything else
 SHAPE = {"tensor_parallel_size": 2, "output_processors": 1}  # of a group that has every kind of process
 
@@ -29,11 +29,11 @@ _beginnings = itertools.count()
 
 
 class Running:
-    """A tree that serves."""
+    """A engine that serves."""
 
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
-        self.config = launcher.tree.config
+        self.config = launcher.cluster.config
         self.rule = TokenRule(self.config.simulated or told())
 
     def child(self, kind: str, index: int = 0) -> ChildProcess:
@@ -56,7 +56,7 @@ class Running:
 
     async def serving_again(self, client: Client) -> None:
         """After a death that `client` was told of, which the launcher may see later."""
-        await self.until(lambda: len(client.serving_groups) == len(self.launcher.tree.inboxes), START)
+        await self.until(lambda: len(client.serving_groups) == len(self.launcher.cluster.inboxes), START)
         await self.launcher.serving(START)
 
     async def must_be_empty(self, group: int = 0) -> None:

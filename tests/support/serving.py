@@ -48,12 +48,12 @@ class Question:
 class Load:
     def __init__(
         self,
-        tree: Served,
+        served: Served,
         seed: int,
         question: Callable[[random.Random], Question] | None = None,
         within: float = ANSWERED_WITHIN,
     ) -> None:
-        self.tree = tree
+        self.served = served
         self.chance = random.Random(seed)
         self.asked: list[Asked] = []
         self.gone: Counter[str] = Counter()  # clients of which no answer was expected
@@ -64,7 +64,7 @@ class Load:
     def _of_the_rule(self, chance: random.Random) -> Question:
         prompt = "".join(chance.choices("abcdefgh ", k=chance.randrange(1, 60)))
         tokens = chance.randrange(1, 80)
-        return Question(prompt, tokens, self.tree.answer(prompt, tokens))
+        return Question(prompt, tokens, self.served.answer(prompt, tokens))
 
     @contextlib.asynccontextmanager
     async def running(self, askers: int = 6) -> Any:
@@ -145,7 +145,7 @@ class Load:
         body = {"prompt": prompt, "max_tokens": tokens, "stream": is_streamed, "temperature": 0, "ignore_eos": True}
         said = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}"
-        reader, writer = await asyncio.open_connection("127.0.0.1", self.tree.port, **options)
+        reader, writer = await asyncio.open_connection("127.0.0.1", self.served.port, **options)
         writer.write(f"{head}content-length: {len(said)}\r\n\r\n".encode() + said)
         return reader, writer
 
@@ -171,7 +171,7 @@ class Load:
                 listless.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
                 listless.setblocking(False)
                 loop = asyncio.get_running_loop()
-                await asyncio.wait_for(loop.sock_connect(listless, ("127.0.0.1", self.tree.port)), self._within)
+                await asyncio.wait_for(loop.sock_connect(listless, ("127.0.0.1", self.served.port)), self._within)
                 one = self._question(self.chance)
                 said = json.dumps({"prompt": one.prompt, "max_tokens": 150, "n": 4, "stream": True}).encode()
                 head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(said)}\r\n\r\n"
@@ -180,32 +180,32 @@ class Load:
                 self.gone["did not read"] += 1
 
 
-async def must_be_as_before(tree: Served, within: float = START, *, is_keeping: bool = False) -> None:
+async def must_be_as_before(served: Served, within: float = START, *, is_keeping: bool = False) -> None:
     """All groups and servers serve; nothing is open, all memory is there, but what a store that `is_keeping` has under
     keys, held by none."""
-    await tree.launcher.serving(within)
-    config = tree.config
-    everybody = config.api_server_count + config.data_parallel_size * _of_a_group(tree)
-    await tree.until(lambda: len(tree.children()) == everybody, within)
+    await served.launcher.serving(within)
+    config = served.config
+    everybody = config.api_server_count + config.data_parallel_size * _of_a_group(served)
+    await served.until(lambda: len(served.children()) == everybody, within)
     for _ in range(4 * config.api_server_count):
-        assert (await tree.get("/v1/models"))[0] == 200
+        assert (await served.get("/v1/models"))[0] == 200
     for group in range(config.data_parallel_size):
-        await tree.must_be_empty(group)
-    await until_told(tree, "penstock_open_requests", 0)
-    store = tree.launcher.tree.store
+        await served.must_be_empty(group)
+    await until_told(served, "penstock_open_requests", 0)
+    store = served.launcher.cluster.store
     if store is not None and is_keeping:
-        await tree.until(lambda: not any(one.holders for one in store.stats().items))
+        await served.until(lambda: not any(one.holders for one in store.stats().items))
         assert store.stats().pool.blocks == len(store.stats().items)
     elif store is not None:
         assert store.stats().pool.blocks == 0
 
 
-def _of_a_group(tree: Served) -> int:
-    return 1 + tree.config.tensor_parallel_size + tree.config.output_processors
+def _of_a_group(served: Served) -> int:
+    return 1 + served.config.tensor_parallel_size + served.config.output_processors
 
 
-async def until_told(tree: Served, metric: str, number: float, within: float = 20.0) -> None:
+async def until_told(served: Served, metric: str, number: float, within: float = 20.0) -> None:
     deadline = asyncio.get_running_loop().time() + within
-    while (found := await tree.total(metric)) != number:
+    while (found := await served.total(metric)) != number:
         assert asyncio.get_running_loop().time() < deadline, f"{metric} is {found}"
         await asyncio.sleep(0.05)

@@ -117,7 +117,7 @@ class OutboundLane:
         if not self._queue.has_room:
             return
         piece, self._long = self._long[:MAX_PAYLOAD], self._long[MAX_PAYLOAD:]
-        self._queue.put(packets.PIECE, self.number, self._source, piece)
+        self._queue.put(packets.FRAME_PART, self.number, self._source, piece)
 
     def arm(self, has_room: bool) -> bool:
         """Asks the bell to ring, if the lane may send and there is room. Returns whether frames may be there

@@ -263,7 +263,7 @@ class LinkSession:
             self._mirrors[lane].store(payload)
         elif kind == packets.LONG:
             self._inbound_lane(lane).begin_long(source, *LONG_NBYTES.unpack(payload))
-        elif kind == packets.PIECE:
+        elif kind == packets.FRAME_PART:
             with self._inbound_lane(lane).place(source, len(payload)) as place:
                 place[:] = payload
             self._inbound_lane(lane).placed(source, len(payload))
@@ -287,7 +287,7 @@ class LinkSession:
             values.on_want(bytes(payload))
         elif kind == packets.VALUE:
             values.on_value(payload)
-        elif kind == packets.VALUE_PIECE:
+        elif kind == packets.VALUE_PART:
             values.on_piece(payload)
         elif kind in (packets.TAKE, packets.DECLINE):
             values.on_answer(kind == packets.TAKE)
@@ -295,13 +295,13 @@ class LinkSession:
             values.on_absent(payload)
 
     def place(self, kind: int, lane: int, source: int, nbytes: int) -> memoryview | None:
-        if kind == packets.PIECE:
+        if kind == packets.FRAME_PART:
             return self._inbound_lane(lane).place(source, nbytes)
         return None if self.values is None else self.values.place(nbytes)
 
     def placed(self, kind: int, lane: int, source: int, nbytes: int) -> None:
         self.wants_turn = True
-        if kind == packets.PIECE:
+        if kind == packets.FRAME_PART:
             self._inbound_lane(lane).placed(source, nbytes)
         elif self.values is not None:
             self.values.placed(nbytes)

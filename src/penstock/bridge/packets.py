@@ -5,7 +5,7 @@
 
     FRAME        lane, source   a frame of a channel, as the channel carries it
     LONG         lane, source   nbytes (8) of a frame that follows in pieces
-    PIECE        lane, source   the next bytes of that frame
+    FRAME_PART        lane, source   the next bytes of that frame
     CREDIT       lane           so many more bytes (8) of frames may be sent
     END          lane           the channel has ended: no more frames
     DEATH        lane           a ChannelDeath, in msgpack: of a sender, or (source 1) of a receiver
@@ -16,7 +16,7 @@
     TAKE                        the value that was announced has a place: it follows in pieces
     DECLINE                     it has none, or is there by now
     ACK                         bytes (8) of whole packets that have come since the link began
-    VALUE_PIECE                 the next bytes of that value
+    VALUE_PART                 the next bytes of that value
     ABSENT                      a key (32), and why there is no value, as text
     BYE                         the sender is done, as it says in a text; it sends nothing more
     FATAL                       the link ends: a cause (1: index in CAUSES) and a text
@@ -60,7 +60,7 @@ VALUE_HEAD = struct.Struct(f"<{KEY_NBYTES}sQ")
 
 FRAME: Final = 1
 LONG: Final = 2
-PIECE: Final = 3
+FRAME_PART: Final = 3
 CREDIT: Final = 4
 END: Final = 5
 DEATH: Final = 6
@@ -68,7 +68,7 @@ WORDS: Final = 7
 HEARTBEAT: Final = 8
 WANT: Final = 9
 VALUE: Final = 10
-VALUE_PIECE: Final = 11
+VALUE_PART: Final = 11
 ABSENT: Final = 12
 BYE: Final = 13
 FATAL: Final = 14
@@ -88,7 +88,7 @@ TEXT_NBYTES = 4096  # of a text in BYE, FATAL and ABSENT
 SIZES = {
     FRAME: (0, MAX_PAYLOAD),
     LONG: (LONG_NBYTES.size, LONG_NBYTES.size),
-    PIECE: (1, MAX_PAYLOAD),
+    FRAME_PART: (1, MAX_PAYLOAD),
     CREDIT: (CREDIT_NBYTES.size, CREDIT_NBYTES.size),
     END: (0, 0),
     DEATH: (1, TEXT_NBYTES),
@@ -98,7 +98,7 @@ SIZES = {
     VALUE: (VALUE_HEAD.size, VALUE_HEAD.size),
     TAKE: (0, 0),
     DECLINE: (0, 0),
-    VALUE_PIECE: (1, MAX_PAYLOAD),
+    VALUE_PART: (1, MAX_PAYLOAD),
     ABSENT: (KEY_NBYTES, KEY_NBYTES + TEXT_NBYTES),
     BYE: (0, TEXT_NBYTES),
     FATAL: (1, 1 + TEXT_NBYTES),
@@ -106,7 +106,7 @@ SIZES = {
 }
 _MIN_NBYTES = [SIZES.get(kind, (1, 0))[0] for kind in range(256)]
 _MAX_NBYTES = [SIZES.get(kind, (1, 0))[1] for kind in range(256)]
-IN_PLACE = (PIECE, VALUE_PIECE)
+IN_PLACE = (FRAME_PART, VALUE_PART)
 
 BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD_NBYTES)
 GATHERED = 64  # buffers in one call of the kernel
@@ -223,7 +223,7 @@ class PacketHandler(Protocol):
         """Takes a packet. The payload is gone when this returns."""
 
     def place(self, kind: int, lane: int, source: int, nbytes: int) -> memoryview | None:
-        """Returns where the payload of a PIECE or VALUE_PIECE is to lie; None: it comes to `handle` as any other."""
+        """Returns where the payload of a FRAME_PART or VALUE_PART belongs; None: `handle` receives the packet."""
 
     def placed(self, kind: int, lane: int, source: int, nbytes: int) -> None:
         """The payload lies in its place, and the view of that has been dropped."""

@@ -95,7 +95,7 @@ class ValueExchange:
             return
         if self._rest:
             piece, self._rest = self._rest[:MAX_PAYLOAD], self._rest[MAX_PAYLOAD:]
-            self._queue.put(packets.VALUE_PIECE, payload=piece)
+            self._queue.put(packets.VALUE_PART, payload=piece)
         elif self._announced is None and self._to_send:
             self._announce(self._to_send.popleft())
 

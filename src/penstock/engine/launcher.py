@@ -27,26 +27,26 @@ from penstock.lowlevel import ChannelError
 
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
-LOOK_AGAIN = 0.01  # seconds between two reads of the board, while the tree starts or drains
+BOARD_POLL_S = 0.01  # seconds between two reads of the board, while the cluster starts or drains
 
 
-class TreeFailed(Exception):
-    """The tree cannot go on; the text says which process ended, and how."""
+class ClusterFailed(Exception):
+    """The cluster cannot go on; the text says which process ended, and how."""
 
 
 class Launcher:
-    """Starts and watches the processes of a tree, from the event loop of this process's main thread.
+    """Starts and watches the processes of a cluster, from the event loop of this process's main thread.
 
     `serve` is the main function of each server process. Without it there are no server processes, and clients in this
-    process may stand in for them (`Client(launcher.tree, 0)`).
+    process may stand in for them (`Client(launcher.cluster, 0)`).
     """
 
     def __init__(self, config: EngineConfig, serve: Run | None = None) -> None:
         config = with_model_defaults(config)
-        standard_streams.open_closed_descriptors()  # before the tree's segments take their numbers
-        self.tree = Cluster.open(config)
-        self.board = StatusBoard(self.tree.board, writable=True)
-        self.verdicts = VerdictBoard(self.tree.verdicts, writable=True)
+        standard_streams.open_closed_descriptors()  # before the cluster's segments take their numbers
+        self.cluster = Cluster.open(config)
+        self.board = StatusBoard(self.cluster.board, writable=True)
+        self.verdicts = VerdictBoard(self.cluster.verdicts, writable=True)
         self.is_stopping = False
         local, remote = range(config.data_parallel_size), range(config.data_parallel_size, config.all_groups)
         self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in local]
@@ -59,53 +59,53 @@ class Launcher:
             servers = range(config.api_server_count)
             self._servers = [ProcessGroup(self, 0, [("server", member, serve)]) for member in servers if serve]
         self.units = (*self._groups, *self._bridges, *self._servers)
-        lane = self.tree.launcher_lane
-        groups = self.tree.groups if config.has_cores else ()
+        lane = self.cluster.launcher_lane
+        groups = self.cluster.groups if config.has_cores else ()
         self._inboxes = [group.inbox.open_sender(lane, name="launcher") for group in groups]
-        self._failure: TreeFailed | None = None
+        self._failure: ClusterFailed | None = None
         self._migration: asyncio.Task[None] | None = None  # a planned one
         self._is_migration_due = False  # another one begins when it has ended
-        self._is_over = asyncio.Event()  # the tree has failed, or a signal ends it
+        self._is_over = asyncio.Event()  # the cluster has failed, or a signal ends it
         self._left = asyncio.Event()  # no child process is left
         self._end_requested_at: float | None = None  # time of the first SIGTERM or SIGINT
         self._is_end_urgent = False  # it was repeated
 
     def _parts_of_group(self) -> list[tuple[str, int, Run]]:
-        return [(kind, index, PROGRAMS[kind]) for kind, index in processes_of_group(self.tree.config)]
+        return [(kind, index, PROGRAMS[kind]) for kind, index in processes_of_group(self.cluster.config)]
 
     def publish_pid(self, member: ProcessId, pid: int) -> None:
         """Writes on the board which process has this place; `pid` 0: none now."""
-        self.board.live(self.tree.place_of(member), ProcessEntry(member.incarnation, pid, member.life))
+        self.board.live(self.cluster.place_of(member), ProcessEntry(member.incarnation, pid, member.life))
 
     def start(self) -> None:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._check_stopped)
-        config = self.tree.config
+        config = self.cluster.config
         if config.sampling_defaults.given:
             source, defaults = f"{config.model}/{GENERATION}", config.sampling_defaults.given
             event("default sampling parameters", source=source, **defaults, neutral_ones=NEUTRAL_ONES)
         if config.store_nbytes or config.tensor_transport != "auto":
             by = "store" if config.store_nbytes else "inline"
             event("tensors travel", by=by, store_nbytes=config.store_nbytes, huge_pages=config.huge_pages)
-        if self.tree.encodings is not None:
+        if self.cluster.encodings is not None:
             event("images are encoded once for all engines", store_nbytes=config.encoder_cache_nbytes)
         for unit in self.units:
             unit.start()
 
     async def serving(self, timeout: float | None = None) -> None:
-        """Waits until all groups and servers serve. Raises TreeFailed, and TimeoutError."""
-        timeout = self.tree.config.start_timeout if timeout is None else timeout
+        """Waits until all groups and servers serve. Raises ClusterFailed, and TimeoutError."""
+        timeout = self.cluster.config.start_timeout if timeout is None else timeout
         deadline = time.monotonic() + timeout
         while late := [unit.name for unit in self.units if unit.is_loading]:
             if self._failure is not None:
                 raise self._failure
             if time.monotonic() >= deadline:
                 raise TimeoutError(f"{', '.join(late)}: not serving within {timeout:g} s")
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(BOARD_POLL_S)
 
     async def run(self) -> None:
-        """Runs a tree with servers until SIGTERM or SIGINT, which drain it; a repetition after REPEAT_S stops it at
-        once. SIGHUP begins a migration. Raises TreeFailed."""
+        """Runs a cluster with servers until SIGTERM or SIGINT, which drain it; a repetition after REPEAT_S stops it at
+        once. SIGHUP begins a migration. Raises ClusterFailed."""
         loop = asyncio.get_running_loop()
 
         def deliver(number: int, received_at: float) -> None:
@@ -116,7 +116,7 @@ class Launcher:
                 event("migration is not begun", reason="SIGHUP came before the engine was started")
             self.start()
             await self._is_over.wait()
-            await self.stop(self.tree.config.shutdown_timeout if self._failure is None else 0.0)
+            await self.stop(self.cluster.config.shutdown_timeout if self._failure is None else 0.0)
             if self._failure is not None:
                 raise self._failure
 
@@ -127,7 +127,7 @@ class Launcher:
             self._end_requested_at = received_at
             self._is_over.set()
         elif received_at - self._end_requested_at >= command_signals.REPEAT_S and not self._is_end_urgent:
-            event("tree ends at once", signal=signal.Signals(number).name)
+            event("cluster ends at once", signal=signal.Signals(number).name)
             self._is_end_urgent = True
 
     @property
@@ -136,8 +136,8 @@ class Launcher:
 
     def fail(self, reason: str) -> None:
         if self._failure is None:
-            event("tree failed", logging.ERROR, reason=reason)
-            self._failure = TreeFailed(reason)
+            event("cluster failed", logging.ERROR, reason=reason)
+            self._failure = ClusterFailed(reason)
             self._is_over.set()
 
     # ── migration ──
@@ -145,9 +145,9 @@ class Launcher:
         """Restarts the groups one after the other; their requests go on in another group, or after the restart. While a
         migration runs, one more becomes due: each group restarts after this call."""
         if self.is_stopping or self._is_over.is_set():
-            event("migration is not begun", logging.WARNING, reason="the tree ends")
+            event("migration is not begun", logging.WARNING, reason="the cluster ends")
             return
-        if not self.tree.config.has_cores:
+        if not self.cluster.config.has_cores:
             event("migration is not begun", logging.WARNING, reason="the cores are on the home node: migrate there")
             return
         if self._migration is None or self._migration.done():
@@ -163,7 +163,7 @@ class Launcher:
             await self._migrate()
 
     async def _migrate(self) -> None:
-        self.board.tree[StatusBoard.MIGRATIONS_BEGUN] += 1
+        self.board.cluster[StatusBoard.MIGRATIONS_BEGUN] += 1
         try:
             for group, inbox in zip(self._groups, self._inboxes, strict=True):
                 await self._until_groups_serve()
@@ -171,10 +171,10 @@ class Launcher:
             await self._until_groups_serve()
             event("migration has ended")
         except TimeoutError as error:
-            self.board.tree[StatusBoard.MIGRATIONS_FAILED] += 1
+            self.board.cluster[StatusBoard.MIGRATIONS_FAILED] += 1
             event("migration has failed", logging.ERROR, reason=str(error))
         finally:
-            self.board.tree[StatusBoard.MIGRATIONS_ENDED] += 1
+            self.board.cluster[StatusBoard.MIGRATIONS_ENDED] += 1
 
     async def _restart(self, group: ProcessGroup, inbox: Sender) -> None:
         """Stops a group in peace. It starts again by itself when its processes have ended; those that have not after
@@ -187,22 +187,22 @@ class Launcher:
         while group.incarnation == before:
             if time.monotonic() >= deadline:
                 group.signal(signal.SIGKILL)
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(BOARD_POLL_S)
 
     async def _until_groups_serve(self) -> None:
         """Raises TimeoutError."""
-        deadline = time.monotonic() + self.tree.config.start_timeout
+        deadline = time.monotonic() + self.cluster.config.start_timeout
         while late := [group.name for group in self._groups if group.is_loading]:
             if time.monotonic() >= deadline:
-                raise TimeoutError(f"{', '.join(late)}: not serving within {self.tree.config.start_timeout:g} s")
-            await asyncio.sleep(LOOK_AGAIN)
+                raise TimeoutError(f"{', '.join(late)}: not serving within {self.cluster.config.start_timeout:g} s")
+            await asyncio.sleep(BOARD_POLL_S)
 
     # ── the end ──
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
         """Lets servers accept no more requests, waits up to `shutdown_timeout` seconds for the open ones, and ends all
         processes. Units that do not serve yet are killed at once. Returns the names of processes that had to be killed
         after STOP_TIMEOUT."""
-        event("tree drains", timeout=shutdown_timeout)
+        event("cluster drains", timeout=shutdown_timeout)
         self.is_stopping = True
         if self._migration is not None:
             self._migration.cancel()
@@ -216,9 +216,9 @@ class Launcher:
             server.signal(signal.SIGTERM)
         deadline = time.monotonic() + shutdown_timeout
         while self._has_open() and time.monotonic() < deadline and not self._is_end_urgent:
-            await asyncio.sleep(LOOK_AGAIN)
+            await asyncio.sleep(BOARD_POLL_S)
         for inbox in self._inboxes:
-            _send_stop(inbox, "the tree ends")
+            _send_stop(inbox, "the cluster ends")
         for bridge in self._bridges:  # its node serves on
             bridge.signal(signal.SIGKILL)
         self.check_all_exited()
@@ -233,8 +233,8 @@ class Launcher:
             inbox.close()
         self.board.close()
         self.verdicts.close()
-        self.tree.close()
-        event("tree stopped", killed=",".join(late) or "none")
+        self.cluster.close()
+        event("cluster stopped", killed=",".join(late) or "none")
         return late
 
     def _has_open(self) -> bool:
@@ -250,7 +250,7 @@ class Launcher:
 
     def is_server_loading(self, index: int) -> bool:
         """Returns whether server `index` does not serve yet, as a subclass knows; or uplink `index` has no link yet."""
-        return self.tree.config.is_headless and not self.board.row(index)[StatusBoard.LINKED]
+        return self.cluster.config.is_headless and not self.board.row(index)[StatusBoard.LINKED]
 
     def check_all_exited(self) -> None:
         if not any(unit.children for unit in self.units):
@@ -261,7 +261,7 @@ class Launcher:
         """Handles SIGCHLD: a process that stays stopped for `step_timeout` is killed, as its peers wait for it."""
         for unit in self.units:
             for child in unit.children.values():
-                child.check_stopped(self.tree.config.step_timeout)
+                child.check_stopped(self.cluster.config.step_timeout)
 
 
 def _send_stop(inbox: Sender, reason: str) -> None:
@@ -270,42 +270,42 @@ def _send_stop(inbox: Sender, reason: str) -> None:
             return inbox.send_nowait(Stop(reason))
 
 
-def run_core(tree: Cluster, me: ProcessId) -> object:
-    if tree.config.output_processors > 0:
-        return engine_core.run(tree, me)
+def run_core(cluster: Cluster, me: ProcessId) -> object:
+    if cluster.config.output_processors > 0:
+        return engine_core.run(cluster, me)
     from penstock.engine.output.output_state import OutputState
 
-    return engine_core.run(tree, me, OutputState.of)  # the core imports nothing of output
+    return engine_core.run(cluster, me, OutputState.of)  # the core imports nothing of output
 
 
-def run_bridge(tree: Cluster, me: ProcessId) -> None:
+def run_bridge(cluster: Cluster, me: ProcessId) -> None:
     from penstock.engine.nodes import group_bridge
 
-    group_bridge.run(tree, me)
+    group_bridge.run(cluster, me)
 
 
-def run_uplink(tree: Cluster, me: ProcessId) -> None:
+def run_uplink(cluster: Cluster, me: ProcessId) -> None:
     from penstock.engine.nodes import uplink
 
-    uplink.run(tree, me)
+    uplink.run(cluster, me)
 
 
-def run_remote_ranks(tree: Cluster, me: ProcessId) -> None:
+def run_remote_ranks(cluster: Cluster, me: ProcessId) -> None:
     from penstock.engine.nodes import remote_ranks
 
-    remote_ranks.run(tree, me)
+    remote_ranks.run(cluster, me)
 
 
-def run_remote_core(tree: Cluster, me: ProcessId) -> None:
+def run_remote_core(cluster: Cluster, me: ProcessId) -> None:
     from penstock.engine.nodes import remote_core
 
-    remote_core.run(tree, me)
+    remote_core.run(cluster, me)
 
 
-def run_output(tree: Cluster, me: ProcessId) -> object:
+def run_output(cluster: Cluster, me: ProcessId) -> object:
     from penstock.engine.output import output_processor
 
-    return output_processor.run(tree, me)
+    return output_processor.run(cluster, me)
 
 
 PROGRAMS: dict[str, Run] = {  # of the processes of a group, by kind

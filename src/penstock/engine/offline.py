@@ -14,7 +14,7 @@ import msgspec
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster import logs
-from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.launcher import ClusterFailed, Launcher
 from penstock.engine.model_dir import load_tokenizer, with_model_defaults
 from penstock.engine.preflight import require_startable
 from penstock.engine.protocol.config import EngineConfig
@@ -116,7 +116,7 @@ async def _generate(
         launcher.start()
         await launcher.serving()
         began, tokens = time.monotonic(), 0
-        async with Client(launcher.tree, 0) as client:
+        async with Client(launcher.cluster, 0) as client:
 
             async def answer_in_turn(index: int, request: InputLine) -> Answer:
                 async with turns:
@@ -141,7 +141,7 @@ async def _generate(
     except asyncio.CancelledError:
         logs.event("interrupted", written=written, requests=len(requests))
         raise
-    except TreeFailed as failure:
+    except ClusterFailed as failure:
         raise ValueError(str(failure)) from None
     finally:
         await launcher.stop()
@@ -149,7 +149,7 @@ async def _generate(
 
 
 async def _submit(client: Client, request: InputLine, serving: Callable[[], Awaitable[None]]) -> OutputStream:
-    """Submits a request. Raises EngineError, after at most ATTEMPTS attempts, and TreeFailed if the tree has failed."""
+    """Submits a request. Raises EngineError after ATTEMPTS attempts, and ClusterFailed if the cluster has failed."""
     for _ in range(ATTEMPTS - 1):
         try:
             return await client.submit(request.ids, request.params)
@@ -162,17 +162,17 @@ async def _submit(client: Client, request: InputLine, serving: Callable[[], Awai
 
 
 async def _answer(client: Client, index: int, request: InputLine, serving: Callable[[], Awaitable[None]]) -> Answer:
-    """Returns the answer, or the error of a request without one. Raises TreeFailed if the tree has failed."""
+    """Returns the answer, or the error of a request without one. Raises ClusterFailed if the cluster has failed."""
     answer = Answer(index)
     samples: list[dict[str, Any]] = [{"text": "", "ids": [], "finish_reason": ""} for _ in range(request.params.n)]
     try:
         async with await _submit(client, request, serving) as stream:
-            async for piece in stream:
-                sample = samples[piece.sample]
-                sample["text"] += piece.text
-                sample["ids"] += piece.ids
-                if piece.reason is not None:
-                    sample["finish_reason"] = piece.reason.name.lower()
+            async for chunk in stream:
+                sample = samples[chunk.sample]
+                sample["text"] += chunk.text
+                sample["ids"] += chunk.ids
+                if chunk.reason is not None:
+                    sample["finish_reason"] = chunk.reason.name.lower()
         answer.prompt_tokens, answer.completion_tokens = stream.prompt_tokens, stream.completion_tokens
         answer.cached_tokens = stream.cached_tokens
     except EngineError as error:

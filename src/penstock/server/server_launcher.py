@@ -15,7 +15,7 @@ import socket
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import ProcessId
-from penstock.engine.launcher import Launcher, TreeFailed
+from penstock.engine.launcher import ClusterFailed, Launcher
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.nodes.group_link import node_secret, node_tls
 from penstock.engine.preflight import require_startable, require_tokenizer
@@ -62,7 +62,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
     logging_task = asyncio.ensure_future(_log_when_serving(launcher, name, _address(listener)))
     try:
         await launcher.run()
-    except TreeFailed:  # the process and its end stand in the log
+    except ClusterFailed:  # the process and its end stand in the log
         return 1
     finally:
         logging_task.cancel()
@@ -81,7 +81,7 @@ async def _run_headless(config: EngineConfig) -> int:
     logging_task = asyncio.ensure_future(_log_when_linked(launcher))
     try:
         await launcher.run()
-    except TreeFailed:
+    except ClusterFailed:
         return 1
     finally:
         logging_task.cancel()
@@ -94,10 +94,10 @@ class ServerLauncher(Launcher):
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
         self.tally = ServerCounters.create(config.api_server_count, config.all_groups)
-        self.notice = ServerInfo.publish(config, options, _address(listener))
+        self.server_info = ServerInfo.publish(config, options, _address(listener))
         self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
-        super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.notice)))
+        super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.server_info)))
 
     def reap(self, member: ProcessId) -> None:
         """Marks a server that has ended as not serving: it cannot do so itself."""
@@ -128,7 +128,7 @@ async def _log_when_serving(launcher: Launcher, name: str, url: str) -> None:
 
 
 async def _log_when_linked(launcher: Launcher) -> None:
-    nodes = launcher.tree.config.nodes
+    nodes = launcher.cluster.config.nodes
     assert nodes is not None, "a node without servers is one of several"
     try:
         await launcher.serving()

@@ -49,7 +49,7 @@ class ServerArgs:
     options: ServerOptions
     listener: socket.socket
     tally: lowlevel.Segment
-    notice: lowlevel.Segment  # kept open, as `penstock top` finds the server by it
+    server_info: lowlevel.Segment  # kept open, as `penstock top` finds the server by it
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -89,10 +89,10 @@ def _listener(options: ServerOptions) -> socket.socket:
     return listener
 
 
-def serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
+def serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
     """Runs a server process until SIGTERM; then it answers open requests, for `shutdown_timeout` seconds at most."""
     _do_without_torch()
-    asyncio.run(_serve(shared, tree, me))
+    asyncio.run(_serve(shared, cluster, me))
 
 
 def _do_without_torch() -> None:
@@ -105,12 +105,15 @@ def _do_without_torch() -> None:
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")  # that it was not found
 
 
-async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
+async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
     asyncio.get_running_loop().set_exception_handler(LoopErrors())
     loop_log = logging.getLogger("asyncio")
     loop_log.handlers[:] = LOGGER.handlers
     loop_log.setLevel(logging.ERROR)  # clients cause its warnings, without limit
-    tally, board = ServerCounters(shared.tally, tree.config.api_server_count, writable=True), StatusBoard(tree.board)
+    tally, board = (
+        ServerCounters(shared.tally, cluster.config.api_server_count, writable=True),
+        StatusBoard(cluster.board),
+    )
     row = tally.rows[me.index]
     row[ProcessCounters.PID], row[ProcessCounters.SERVING] = os.getpid(), 0
     row.clear_gauges()
@@ -118,15 +121,15 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
     for number, stage in enumerate(STAGES):
         row[ProcessCounters.MEDIA_LIMITS + number] = getattr(budget, stage).nbytes
     with starting():
-        words = build_tokenizer(tree.config)
-        media = build_media_prompts(tree.config, shared.options, tree.store, words.tokenizer, budget, row)
+        words = build_tokenizer(cluster.config)
+        media = build_media_prompts(cluster.config, shared.options, cluster.store, words.tokenizer, budget, row)
         embeds = None
-        if tree.config.enable_prompt_embeds:
-            embeds = EmbedsPrompts(tree.config, tree.store, words.encode(WORD, False)[-1], row.count_items)
-    with contextlib.closing(PromptBuilder(tree.config, words, media, embeds)) as reader:
-        async with Client(tree, me, [served.migration for served in row.engines], row.queue) as client:
-            segments = SegmentMetrics(tree.channels, tree.store)
-            api = ApiServer(tree.config, shared.options, client, reader, tally, board, me.index, segments, budget)
+        if cluster.config.enable_prompt_embeds:
+            embeds = EmbedsPrompts(cluster.config, cluster.store, words.encode(WORD, False)[-1], row.count_items)
+    with contextlib.closing(PromptBuilder(cluster.config, words, media, embeds)) as reader:
+        async with Client(cluster, me, [served.migration for served in row.engines], row.queue) as client:
+            segments = SegmentMetrics(cluster.channels, cluster.store)
+            api = ApiServer(cluster.config, shared.options, client, reader, tally, board, me.index, segments, budget)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
@@ -135,7 +138,7 @@ async def _serve(shared: ServerArgs, tree: Cluster, me: ProcessId) -> None:
             row[ProcessCounters.SERVING] = 1
             await stopping.wait()
             row[ProcessCounters.SERVING] = 2
-            await server.stop(tree.config.shutdown_timeout)
+            await server.stop(cluster.config.shutdown_timeout)
 
 
 def _max_connections(options: ServerOptions) -> int:

@@ -109,7 +109,7 @@ def test_any_byte_is_a_sign_of_life() -> None:
         (packet(packets.CREDIT, 0, 0, bytes(8)), "a packet for lane 0 came: there are 0"),
         (packet(packets.WORDS, 2, 0, bytes(16)), "words of lane 2 came: there are 0"),
         (packet(packets.WANT, 0, 0, bytes(32)), "no values cross this link"),
-        (packet(packets.VALUE_PIECE, 0, 0, b"x"), "no values cross this link"),
+        (packet(packets.VALUE_PART, 0, 0, b"x"), "no values cross this link"),
         (packet(packets.DEATH, 0, 0, b"xyz"), "a death came that is none"),
         (packet(packets.FATAL, 0, 0, b"\x09x"), "the link ends for a reason 9: there are 4"),
         (
@@ -136,7 +136,7 @@ def test_frames_that_do_not_fit_a_lane_break_the_protocol() -> None:
     long = packets.LONG_NBYTES.pack
     for sent, how in (
         (packet(packets.FRAME, 0, 7, b"x"), "a frame came of sender 7 of 'frames', which has no lane here"),
-        (packet(packets.PIECE, 0, 0, b"x"), "without a frame"),
+        (packet(packets.FRAME_PART, 0, 0, b"x"), "without a frame"),
         (packet(packets.LONG, 0, 0, long(5)), "announced a frame of 5 bytes"),
         (packet(packets.LONG, 0, 0, long(1 << 60)), "announced a frame of"),
         (2 * (packet(packets.LONG, 0, 0, long(300_000))), "within another one"),
@@ -166,9 +166,9 @@ def test_a_connection_that_is_cut_within_a_packet_delivers_nothing_of_it(kind: i
     one = RunningLink(home)
     with target.open_receiver() as receiver:
         connection.sendall(packet(packets.FRAME, 0, 0, b"whole"))
-        if kind == packets.PIECE:
+        if kind == packets.FRAME_PART:
             connection.sendall(packet(packets.LONG, 0, 0, packets.LONG_NBYTES.pack(300_000)))
-        nbytes = 1000 if kind in (packets.PIECE, packets.FRAME) else max(1, SIZES[kind][1])
+        nbytes = 1000 if kind in (packets.FRAME_PART, packets.FRAME) else max(1, SIZES[kind][1])
         connection.sendall(packet(kind, 0, 0, bytes(nbytes))[: HEAD.size + nbytes // 2 - 1])
         assert receiver.receive(5) == b"whole"
         connection.close()

@@ -61,7 +61,7 @@ class Recorder:
 def some_packets(chance: random.Random) -> list[tuple[int, int, int, bytes]]:
     found = []
     for _ in range(40):
-        kind = chance.choice([packets.FRAME, packets.PIECE, packets.VALUE_PIECE, packets.HEARTBEAT, packets.END])
+        kind = chance.choice([packets.FRAME, packets.FRAME_PART, packets.VALUE_PART, packets.HEARTBEAT, packets.END])
         least, most = SIZES[kind]
         nbytes = chance.choice([least, most, min(most, least + chance.randrange(300))])
         found.append((kind, chance.randrange(256), chance.randrange(1 << 16), chance.randbytes(nbytes)))
@@ -90,8 +90,8 @@ def test_pieces_are_read_into_their_places() -> None:
     reader = PacketReader(recorder)
     pieces = [bytes([number]) * MAX_PAYLOAD for number in range(3)]
     for piece in pieces:
-        queue.put(packets.PIECE, payload=piece)
-    queue.put(packets.PIECE, payload=b"short")
+        queue.put(packets.FRAME_PART, payload=piece)
+    queue.put(packets.FRAME_PART, payload=b"short")
     while queue.nbytes or wire.bytes:
         queue.flush(wire)
         reader.read(wire)

@@ -56,16 +56,16 @@ def test_progress_is_that_of_the_board_and_the_status_that_of_the_migration(
 ) -> None:
     for failures, expected in ((0, 0), (1, 1)):
         launcher = Launcher()
-        tree, rows = launcher.board.tree, launcher.board.rows
+        cluster, rows = launcher.board.cluster, launcher.board.rows
 
-        def migrate(tree=tree, rows=rows, failures=failures) -> None:  # type: ignore[no-untyped-def]
-            tree[StatusBoard.MIGRATIONS_BEGUN] = 1
+        def migrate(cluster=cluster, rows=rows, failures=failures) -> None:  # type: ignore[no-untyped-def]
+            cluster[StatusBoard.MIGRATIONS_BEGUN] = 1
             for row in rows:
                 for incarnation in (0, 2):
                     row[StatusBoard.SERVING] = incarnation
                     threading.Event().wait(0.3)
-            tree[StatusBoard.MIGRATIONS_FAILED] = failures
-            tree[StatusBoard.MIGRATIONS_ENDED] = 1
+            cluster[StatusBoard.MIGRATIONS_FAILED] = failures
+            cluster[StatusBoard.MIGRATIONS_ENDED] = 1
 
         timer = threading.Timer(0.5, migrate)
         timer.start()
@@ -81,8 +81,8 @@ def test_progress_is_that_of_the_board_and_the_status_that_of_the_migration(
 @pytest.mark.usefixtures("hangups")
 def test_migration_that_runs_already_is_not_the_one_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
     launcher = Launcher()
-    tree, rows = launcher.board.tree, launcher.board.rows
-    tree[StatusBoard.MIGRATIONS_BEGUN] = 1
+    cluster, rows = launcher.board.cluster, launcher.board.rows
+    cluster[StatusBoard.MIGRATIONS_BEGUN] = 1
     rows[1][StatusBoard.SERVING] = 0
 
     def migrate() -> None:
@@ -91,9 +91,9 @@ def test_migration_that_runs_already_is_not_the_one_that_is_shown(capsys: pytest
                 for incarnation in (0, row[StatusBoard.SERVING] + 2):
                     row[StatusBoard.SERVING] = incarnation
                     threading.Event().wait(0.3)
-            tree[StatusBoard.MIGRATIONS_ENDED] += 1
-            tree[StatusBoard.MIGRATIONS_FAILED] = 1  # the failure of the first one
-            tree[StatusBoard.MIGRATIONS_BEGUN] = 2
+            cluster[StatusBoard.MIGRATIONS_ENDED] += 1
+            cluster[StatusBoard.MIGRATIONS_FAILED] = 1  # the failure of the first one
+            cluster[StatusBoard.MIGRATIONS_BEGUN] = 2
 
     timer = threading.Timer(0.5, migrate)
     timer.start()

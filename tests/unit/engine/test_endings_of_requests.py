@@ -33,11 +33,11 @@ PATIENCE = 10.0
 class Engine:
     """The other ends of a client's channels."""
 
-    def __init__(self, tree: Cluster) -> None:
-        group = tree.groups[0]
+    def __init__(self, cluster: Cluster) -> None:
+        group = cluster.groups[0]
         self.inbox = group.inbox.open_receiver(name="core 0.0 #1")
-        self.core = tree.servers[0].open_sender(tree.delta_lane(0), name="core 0.0 #1")
-        self.output = tree.servers[0].open_sender(tree.delta_lane(0, 0), name="output 0.0 #1")
+        self.core = cluster.servers[0].open_sender(cluster.delta_lane(0), name="core 0.0 #1")
+        self.output = cluster.servers[0].open_sender(cluster.delta_lane(0, 0), name="output 0.0 #1")
 
     def close(self) -> None:
         for end in (self.inbox, self.core, self.output):
@@ -46,17 +46,17 @@ class Engine:
 
 @contextlib.asynccontextmanager
 async def engine() -> AsyncIterator[tuple[Engine, Client]]:
-    tree = Cluster.open(CONFIG)
-    board = StatusBoard(tree.board, writable=True)
+    cluster = Cluster.open(CONFIG)
+    board = StatusBoard(cluster.board, writable=True)
     board.row(0)[StatusBoard.SERVING] = 1
-    other = Engine(tree)
+    other = Engine(cluster)
     try:
-        async with Client(tree, 0) as client:
+        async with Client(cluster, 0) as client:
             yield other, client
     finally:
         other.close()
         board.close()
-        tree.close()
+        cluster.close()
 
 
 def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
@@ -174,9 +174,9 @@ def test_a_time_out_does_not_begin_when_all_is_over() -> None:
 
 
 def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:
-    tree = Cluster.open(CONFIG)
-    receiver = tree.servers[0].open_receiver(name="server 0.0 #1")
-    outbox = Outbox(tree, ProcessId("output", 0, 0, 1))
+    cluster = Cluster.open(CONFIG)
+    receiver = cluster.servers[0].open_receiver(name="server 0.0 #1")
+    outbox = Outbox(cluster, ProcessId("output", 0, 0, 1))
     delta = end_of(1, FinishReason.LENGTH)
     sent = 0
     while outbox.send(0, delta):
@@ -192,5 +192,5 @@ def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:
             outbox.flush()
             last = receiver.receive(timeout=1)
     assert isinstance(last, Failed) and last.request == 5
-    for end in (receiver, outbox, tree):
+    for end in (receiver, outbox, cluster):
         end.close()

@@ -119,36 +119,36 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
                 pass
 
     async def scene() -> None:
-        tree = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
-        assert tree.store is not None
+        cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
+        assert cluster.store is not None
         try:
-            board = StatusBoard(tree.board, writable=True)
+            board = StatusBoard(cluster.board, writable=True)
             board.row(0)[StatusBoard.SERVING] = 1
-            async with Client(tree, 0) as client:
-                reader = asyncio.ensure_future(drain(tree))
+            async with Client(cluster, 0) as client:
+                reader = asyncio.ensure_future(drain(cluster))
                 for begin in range(0, 1000, 20):
                     await asyncio.gather(*(one(client, number) for number in range(begin, begin + 20)))
                 assert client.open_requests > 0, "some are left open until the client closes"
             reader.cancel()
-            stats = tree.store.stats()
+            stats = cluster.store.stats()
             assert stats.hits and stats.puts
             deadline = time.monotonic() + 5
-            while any(one.holders for one in tree.store.stats().items) and time.monotonic() < deadline:
+            while any(one.holders for one in cluster.store.stats().items) and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)  # threads that were putting when their request was cancelled
-            must_be_held_by_nobody(tree.store)
+            must_be_held_by_nobody(cluster.store)
             board.close()
         finally:
-            tree.close()
+            cluster.close()
 
     asyncio.run(scene())
 
 
 def test_a_request_that_nobody_takes_holds_nothing() -> None:
     async def scene() -> None:
-        tree = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
+        cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
         try:
-            async with Client(tree, 0) as client:
-                scope = Scope(tree.store)
+            async with Client(cluster, 0) as client:
+                scope = Scope(cluster.store)
                 item = scope.put(pixels(), key=key(1))
                 for given in (
                     {"items": ((item, 2, LENGTH),), "scope": scope},
@@ -157,17 +157,17 @@ def test_a_request_that_nobody_takes_holds_nothing() -> None:
                     with pytest.raises(EngineError, match="no group of the engine serves now"):
                         await client.submit(range(20), **given)
                 assert scope.is_released
-            assert tree.store is not None
-            must_be_held_by_nobody(tree.store)
+            assert cluster.store is not None
+            must_be_held_by_nobody(cluster.store)
         finally:
-            tree.close()
+            cluster.close()
 
     asyncio.run(scene())
 
 
-async def drain(tree: Cluster) -> None:
+async def drain(cluster: Cluster) -> None:
     """A core that listens and answers nobody."""
-    async with tree.groups[0].inbox.open_async_receiver(name="core 0.0 #1") as inbox:
+    async with cluster.groups[0].inbox.open_async_receiver(name="core 0.0 #1") as inbox:
         while True:
             await inbox.receive()
 

@@ -15,7 +15,7 @@ from penstock.engine.worker.simulated_device import TokenRule
 
 def test_a_simulated_device_alone_speaks_in_the_numbers_of_its_tokens() -> None:
     words = load_vocabulary(EngineConfig(simulated=SimulatedDevice(vocabulary=20)))
-    assert [words.piece(one) for one in (0, 19, 20)] == [b" 0", b" 19", b""]
+    assert [words.token_bytes(one) for one in (0, 19, 20)] == [b" 0", b" 19", b""]
 
 
 def save_tokenizer(folder: Path) -> None:
@@ -29,7 +29,7 @@ def save_tokenizer(folder: Path) -> None:
 def test_a_simulated_device_with_a_models_directory_speaks_in_the_models_words(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     words = load_vocabulary(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice(vocabulary=2)))
-    assert [words.piece(one) for one in (0, 1)] == [b" cat", b"s"]
+    assert [words.token_bytes(one) for one in (0, 1)] == [b" cat", b"s"]
 
 
 def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(tmp_path: Path) -> None:
@@ -39,7 +39,7 @@ def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(t
     answer = TokenRule(config.simulated).answer(np.arange(5, dtype=np.int32), 50)
     assert set(answer) == {0, 1}
     words = load_vocabulary(config)
-    assert all(words.piece(one) for one in answer)
+    assert all(words.token_bytes(one) for one in answer)
 
 
 @pytest.mark.parametrize(

@@ -28,7 +28,7 @@ from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, zero
 def busy(at: float, name: str = "m") -> ServerSnapshot:
     """A server with many processes and channels, further on the later it is."""
     many = int(at * 100)
-    notice = msgspec.structs.replace(NOTICE, name=name)
+    server_info = msgspec.structs.replace(NOTICE, name=name)
     group = zero(
         EngineView, incarnation=1, open=7, running=4, waiting=3, blocks=100, free_blocks=25, steps=many,
         generated_tokens=4 * many, device_ns=8_000_000 * many, idle_ns=2_000_000 * many, core_ns=500_000 * many,
@@ -45,7 +45,7 @@ def busy(at: float, name: str = "m") -> ServerSnapshot:
         channels=tuple(zero(ChannelView, name=f"{name} {one}", kind="inbox", records=many) for one in range(30)),
         stores=(zero(StoreView, name="s", hits=many, misses=many, holders=(HolderView(name, 1, 2048),)),),
     )
-    return msgspec.structs.replace(found, notice=notice)
+    return msgspec.structs.replace(found, server_info=server_info)
 
 
 def seen(name: str = "m") -> tuple[View, History]:

@@ -62,7 +62,7 @@ class Blame:
 
         Suspects are tried in one group, and no other request goes there while another group serves. That group is
         awaited, unless its starts fail. `has_confined`: a request of this client waits for the group."""
-        trial, rows = self._board.tree[StatusBoard.TRIAL_GROUP] - 1, self._board.rows
+        trial, rows = self._board.cluster[StatusBoard.TRIAL_GROUP] - 1, self._board.rows
         if not submitted.is_confined:
             avoided = {group for group in serving if rows[group][StatusBoard.SUSPECTS]}
             avoided |= {trial} if has_confined else set()

@@ -44,7 +44,7 @@ from penstock.engine.protocol.messages import (
 from penstock.tensor import Scope
 
 MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
-LOOK_AGAIN = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
+GROUP_POLL_S = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
 FAILURES = {
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
@@ -64,43 +64,43 @@ FAILURES = {
 class ImageInput(NamedTuple):
     """A processed image or video of a prompt: the tensors that the model's processor returns, and their placeholder."""
 
-    value: Any  # a tree of tensors
+    value: Any  # a cluster of tensors
     position: int  # of the first placeholder token
     length: int  # of the placeholder, in tokens
     key: bytes | None = None  # a hash of the image and of its processing: a value with a known key is not stored again
 
 
 class Client:
-    """Submits requests to the engine. Used as `async with Client(tree, member) as client`, in one event loop."""
+    """Submits requests to the engine. Used as `async with Client(cluster, member) as client`, in one event loop."""
 
     def __init__(
         self,
-        tree: Cluster,
+        cluster: Cluster,
         member: ProcessId | int,
         counters: Sequence[MigrationCounters] | None = None,
         queue_counters: QueueCounters | None = None,
     ) -> None:
-        """`member`: the server process that the client acts for; outside of the tree, the index of a server will do.
+        """`member`: the server process that the client acts for; outside of the cluster, the index of a server will do.
         `counters`: of each group's requests; `queue_counters`: of new requests; None: those of the client itself."""
         self._me = ProcessId("server", 0, member, 1) if isinstance(member, int) else member
-        self._config = tree.config
+        self._config = cluster.config
         index, name = self._me.index, str(self._me)
-        self._deltas = tree.servers[index].open_async_receiver(name=name)
-        self._cores = CoreSenders(tree, self._me)
-        self._board = StatusBoard(tree.board)
+        self._deltas = cluster.servers[index].open_async_receiver(name=name)
+        self._cores = CoreSenders(cluster, self._me)
+        self._board = StatusBoard(cluster.board)
         self._rows = self._board.rows
-        self._verdicts = VerdictBoard(tree.verdicts)
-        self.counters = [MigrationCounters() for _ in tree.inboxes] if counters is None else counters
-        ledger = BlameLedger(tree.blame, tree.config.api_server_count, index)
+        self._verdicts = VerdictBoard(cluster.verdicts)
+        self.counters = [MigrationCounters() for _ in cluster.inboxes] if counters is None else counters
+        ledger = BlameLedger(cluster.blame, cluster.config.api_server_count, index)
         self._blame = Blame(ledger, self._board, self.counters)
         boards = (self._board, self._verdicts)
-        self._migration = Migration(tree.config, index, boards, self.counters, self, self._blame)
+        self._migration = Migration(cluster.config, index, boards, self.counters, self, self._blame)
         self.queue_counters = QueueCounters() if queue_counters is None else queue_counters
-        self._group_return = GroupReturn(tree.config, self._board, self.queue_counters, lambda: self.can_submit)
+        self._group_return = GroupReturn(cluster.config, self._board, self.queue_counters, lambda: self.can_submit)
         self._router = Router()
-        self._store = tree.store
+        self._store = cluster.store
         self._streams: dict[int, OutputStream] = {}
-        self._open = [0] * len(tree.inboxes)  # open requests of this client, by group
+        self._open = [0] * len(cluster.inboxes)  # open requests of this client, by group
         self._next = secrets.randbelow(MAX_REQUESTS)  # random: a restarted server must not reuse its open numbers
         self._receiving: asyncio.Task[None] | None = None
         self._end: EngineError | None = None  # the client is closed, or its receiving task has failed
@@ -311,7 +311,7 @@ class Client:
         self._streams[stream.request] = stream
         self._open[stream.group] += 1
         if self._watch is None:
-            self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
+            self._watch = asyncio.get_running_loop().call_later(GROUP_POLL_S, self._look)
 
     def _drop(self, stream: OutputStream) -> None:
         if self._streams.pop(stream.request, None) is not None:
@@ -338,7 +338,7 @@ class Client:
         for counters, tokens in zip(self.counters, kept_tokens, strict=True):
             counters[MigrationCounters.KEPT_TOKENS] = tokens
         if streams:
-            self._watch = asyncio.get_running_loop().call_later(LOOK_AGAIN, self._look)
+            self._watch = asyncio.get_running_loop().call_later(GROUP_POLL_S, self._look)
 
     def _lose(self, streams: list[OutputStream], why: str) -> None:
         """Takes the group from streams: their requests are submitted again, or end with an error."""
@@ -404,17 +404,17 @@ class Client:
             self._migration.discard(stream)
             return stream.fail(EngineError(message.status, message.reason))
         streams, resuming = self._streams, self._migration.resuming
-        for request, piece in split_delta(message):
+        for request, chunk in split_delta(message):
             stream = streams.get(request)
             if stream is None:  # it was aborted
                 continue
-            if piece.reason in FAILURES:
+            if chunk.reason in FAILURES:
                 self._abort(stream)  # a request with a failed sample ends as a whole
-                stream.fail(EngineError(*FAILURES[piece.reason]))
+                stream.fail(EngineError(*FAILURES[chunk.reason]))
                 continue
             if resuming and request in resuming:
                 self._migration.on_chunk(request)
-            stream.add(piece)
+            stream.add(chunk)
             if stream.is_over:
                 self._drop(stream)
 

@@ -26,10 +26,10 @@ class GroupLost(EngineError):
 
 
 class CoreSenders:
-    def __init__(self, tree: Cluster, me: ProcessId) -> None:
+    def __init__(self, cluster: Cluster, me: ProcessId) -> None:
         self._server = me.index
-        self._senders = [inbox.open_async_sender(me.index, name=str(me)) for inbox in tree.inboxes]
-        self._dead = [0] * len(tree.inboxes)  # the last incarnation of each group that is known to be dead
+        self._senders = [inbox.open_async_sender(me.index, name=str(me)) for inbox in cluster.inboxes]
+        self._dead = [0] * len(cluster.inboxes)  # the last incarnation of each group that is known to be dead
         self._aborting: set[asyncio.Task[None]] = set()
 
     def is_dead(self, group: int, incarnation: int) -> bool:

@@ -31,7 +31,9 @@ class GroupReturn:
         if self._can_submit() or not self._is_awaited or self._board.is_draining:
             return False
         # The launcher writes the one word before it clears the other.
-        return any(row[StatusBoard.SERVING] for row in self._board.rows) or bool(self._board.tree[StatusBoard.SERVED])
+        return any(row[StatusBoard.SERVING] for row in self._board.rows) or bool(
+            self._board.cluster[StatusBoard.SERVED]
+        )
 
     async def wait(self, deadline: float, began: float) -> None:
         """Returns when the return of a group is not due. Both times are on the monotonic clock.

@@ -23,7 +23,7 @@ from penstock.engine.cluster.verdict_board import Cause, Verdict, VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Failed, Resume
 
-LOOK_AGAIN = 0.01  # seconds between two reads of the boards, while requests wait
+BOARD_POLL_S = 0.01  # seconds between two reads of the boards, while requests wait
 NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
 
 
@@ -179,7 +179,7 @@ class Migration:
                 self._judge_all()
                 self._expire()
                 await self._submit_all()
-                await asyncio.sleep(LOOK_AGAIN)
+                await asyncio.sleep(BOARD_POLL_S)
         except Exception as error:
             reason = f"the migration of requests has failed: {type(error).__name__}: {error}"
             event("migration failed", logging.ERROR, reason=reason)

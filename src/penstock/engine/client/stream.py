@@ -18,7 +18,7 @@ from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs
 from penstock.tensor import Scope
 
 MAX_KEPT_NBYTES = 4 << 20  # of unread chunks, above which the request is aborted
-PIECE_NBYTES = 256  # of an empty chunk
+CHUNK_NBYTES = 256  # of an empty chunk
 
 
 class EngineError(Exception):
@@ -48,7 +48,7 @@ class OutputChunk(msgspec.Struct, eq=False):
     @property
     def nbytes(self) -> int:
         likely = 0 if self.logprobs is None else self.logprobs.ids.nbytes + self.logprobs.values.nbytes
-        return PIECE_NBYTES + len(self.utf8) + 4 * len(self.ids) + likely
+        return CHUNK_NBYTES + len(self.utf8) + 4 * len(self.ids) + likely
 
 
 class Placement(NamedTuple):
@@ -86,7 +86,7 @@ class OutputStream:
         self.samples = samples
         self._open_samples = samples
         self._scope = scope
-        self._pieces: deque[OutputChunk] = deque()
+        self._chunks: deque[OutputChunk] = deque()
         self._kept_nbytes = 0
         self._error: EngineError | None = None
         self._is_aborted = False
@@ -127,10 +127,10 @@ class OutputStream:
 
     async def __anext__(self) -> OutputChunk:
         while True:
-            if self._pieces:
-                piece = self._pieces.popleft()
-                self._kept_nbytes -= piece.nbytes
-                return piece
+            if self._chunks:
+                chunk = self._chunks.popleft()
+                self._kept_nbytes -= chunk.nbytes
+                return chunk
             if self._error is not None:
                 raise self._error
             if self.is_over:
@@ -150,29 +150,29 @@ class OutputStream:
         if timeout is not None and not self.is_over:
             self._alarm = asyncio.get_running_loop().call_later(timeout - spent, self._expire, timeout)
 
-    def add(self, piece: OutputChunk) -> None:
+    def add(self, chunk: OutputChunk) -> None:
         if self.is_over:
             return
-        self.completion_tokens += len(piece.ids)
+        self.completion_tokens += len(chunk.ids)
         if self.submitted is not None:
-            self.submitted.add(piece.sample, piece.ids)
-        if piece.reason is not None:
+            self.submitted.add(chunk.sample, chunk.ids)
+        if chunk.reason is not None:
             self._open_samples -= 1
             if self.submitted is not None:
-                self.submitted.finish(piece.sample)
-        if piece.cached:
-            self.cached_tokens = piece.cached
-        last = self._pieces[-1] if self._pieces else None
-        if last is not None and last.sample == piece.sample and last.logprobs is None and piece.logprobs is None:
-            last.utf8 += piece.utf8
-            last.ids += piece.ids
-            self._kept_nbytes += piece.nbytes - PIECE_NBYTES
-            last.reason, last.stop = piece.reason, piece.stop
+                self.submitted.finish(chunk.sample)
+        if chunk.cached:
+            self.cached_tokens = chunk.cached
+        last = self._chunks[-1] if self._chunks else None
+        if last is not None and last.sample == chunk.sample and last.logprobs is None and chunk.logprobs is None:
+            last.utf8 += chunk.utf8
+            last.ids += chunk.ids
+            self._kept_nbytes += chunk.nbytes - CHUNK_NBYTES
+            last.reason, last.stop = chunk.reason, chunk.stop
         else:
-            self._pieces.append(piece)
-            self._kept_nbytes += piece.nbytes
+            self._chunks.append(chunk)
+            self._kept_nbytes += chunk.nbytes
         if self._kept_nbytes > MAX_KEPT_NBYTES:
-            self._pieces.clear()
+            self._chunks.clear()
             self._give_up(EngineError(503, f"the client has not read {MAX_KEPT_NBYTES} bytes of the answer"))
         self._finish_if_over()
 
@@ -217,18 +217,18 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
     splitter = None if delta.logprobs is None else _LogprobsSplitter(delta.logprobs, len(numbers) - at)
     chunks: list[tuple[int, OutputChunk]] = []
     for request, nbytes, count, sample in zip(numbers[:rows], numbers[rows:at], counts, samples, strict=True):
-        piece = OutputChunk(sample, text[text_at : text_at + nbytes], numbers[at : at + count])
+        chunk = OutputChunk(sample, text[text_at : text_at + nbytes], numbers[at : at + count])
         if splitter is not None:
-            piece.logprobs = splitter.next(count)
-        chunks.append((request, piece))
+            chunk.logprobs = splitter.next(count)
+        chunks.append((request, chunk))
         text_at += nbytes
         at += count
     if delta.finished is not None:
         finished = delta.finished
         for end, (row, reason) in enumerate(zip(finished.rows.tolist(), finished.reasons.tolist(), strict=True)):
-            piece = chunks[row][1]
-            piece.reason = FinishReason(reason)
-            piece.stop = None if finished.stops is None else finished.stops[end]
+            chunk = chunks[row][1]
+            chunk.reason = FinishReason(reason)
+            chunk.stop = None if finished.stops is None else finished.stops[end]
     if delta.began is not None:
         for row, cached in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
             chunks[row][1].cached = cached

@@ -25,9 +25,11 @@ Answer: TypeAlias = Delta | Failed
 class Outbox:
     """The messages of one process to all servers."""
 
-    def __init__(self, tree: Cluster, me: ProcessId) -> None:
-        lane = tree.delta_lane(me.group, me.index if me.kind == "output" else None)
-        self._senders: list[Sender] = [channel.open_sender(lane, name=str(me)) for channel in tree.servers_of(me.group)]
+    def __init__(self, cluster: Cluster, me: ProcessId) -> None:
+        lane = cluster.delta_lane(me.group, me.index if me.kind == "output" else None)
+        self._senders: list[Sender] = [
+            channel.open_sender(lane, name=str(me)) for channel in cluster.servers_of(me.group)
+        ]
         self._kept: list[deque[Answer]] = [deque() for _ in self._senders]
 
     @property

@@ -1,4 +1,4 @@
-"""One process of the tree: its start, its main function, and how its end is seen.
+"""One process of the cluster: its start, its main function, and how its end is seen.
 
 `launcher` decides which processes are started and restarted.
 """
@@ -77,10 +77,12 @@ class ChildProcess:
     _end_of_patience: asyncio.TimerHandle | None = None  # set while the process is stopped
 
     @classmethod
-    def start(cls, member: ProcessId, run: Callable[[Cluster, ProcessId], object], tree: Cluster) -> ChildProcess:
+    def start(cls, member: ProcessId, run: Callable[[Cluster, ProcessId], object], cluster: Cluster) -> ChildProcess:
         spawn = multiprocessing.get_context("spawn")
         words_in, words_out = spawn.Pipe(duplex=False)
-        process = spawn.Process(target=child_main, args=(run, words_out, os.getpid(), tree, member), name=str(member))
+        process = spawn.Process(
+            target=child_main, args=(run, words_out, os.getpid(), cluster, member), name=str(member)
+        )
         # Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first
         # instruction on. The tracker ignores the others, and keeps the mask for SIGHUP. It starts first, as starting it
         # resets the mask for the others.
@@ -154,7 +156,11 @@ class ChildProcess:
 
 
 def child_main(
-    run: Callable[[Cluster, ProcessId], object], error_pipe: Connection, parent: int, tree: Cluster, member: ProcessId
+    run: Callable[[Cluster, ProcessId], object],
+    error_pipe: Connection,
+    parent: int,
+    cluster: Cluster,
+    member: ProcessId,
 ) -> None:
     """Runs a child process: does its work, ends with its parent, and reports why if it ends otherwise.
 
@@ -171,12 +177,12 @@ def child_main(
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     standard_streams.guard()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
-    logs.configure(str(member), tree.config.log_format, tree.config.log_level)
-    StatusBoard(tree.board, writable=True).record_fatal_signals(tree.place_of(member))
+    logs.configure(str(member), cluster.config.log_format, cluster.config.log_level)
+    StatusBoard(cluster.board, writable=True).record_fatal_signals(cluster.place_of(member))
     # Peers learn of an error with the end of the process, not before: the launcher must see this process end first.
     _native.leave_abandoned_ends_open()
     try:
-        _ends = run(tree, member)
+        _ends = run(cluster, member)
     except CannotStart as error:
         event("process cannot start", logging.ERROR, error=error)
         event("process cannot start", logging.DEBUG, trace=traceback.format_exc())

@@ -1,4 +1,4 @@
-"""Why one process of the tree has ended: its last words, its exit status, or a signal and the sender of the signal.
+"""Why one process of the cluster has ended: its last words, its exit status, or a signal and the sender of the signal.
 
 The status of a process does not say whether a fault of the process raised a signal, or another process sent it. The
 process itself leaves a record of the sender (`native/engine/fatal_signals.h`). Without a record the sender is unknown,

@@ -41,7 +41,7 @@ Run: TypeAlias = Callable[[Cluster, ProcessId], object]  # what it returns lives
 class Supervisor(Protocol):
     """What a unit needs of its launcher."""
 
-    tree: Cluster
+    cluster: Cluster
     board: StatusBoard
     verdicts: VerdictBoard
     is_stopping: bool
@@ -124,12 +124,12 @@ class ProcessGroup:
 
     def _start_all(self) -> None:
         """Starts all processes of the unit. Raises OSError."""
-        tree = self._launcher.tree
+        cluster = self._launcher.cluster
         has_rank_0 = any(part[:2] == ("worker", 0) for part in self._parts)
         with contextlib.ExitStack() as stack:
             rendezvous = None
-            if has_rank_0 and tree.config.tensor_parallel_size > 1:
-                nodes = tree.config.nodes
+            if has_rank_0 and cluster.config.tensor_parallel_size > 1:
+                nodes = cluster.config.nodes
                 host = nodes.address if nodes is not None and nodes.tensor_parallel_over_nodes else LOOPBACK
                 rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open(host)))
             for kind, index, run in self._parts:
@@ -137,11 +137,11 @@ class ProcessGroup:
                 if rendezvous is not None and kind in ("worker", REMOTE_RANKS):
                     meets = rendezvous.of_rank(index)
                 member = ProcessId(kind, self._group, index, self._incarnation)
-                self._start_process(member, run, replace(tree, rendezvous=meets))
+                self._start_process(member, run, replace(cluster, rendezvous=meets))
 
-    def _start_process(self, member: ProcessId, run: Run, tree: Cluster) -> None:
+    def _start_process(self, member: ProcessId, run: Run, cluster: Cluster) -> None:
         """Raises OSError."""
-        child = ChildProcess.start(member, run, tree)
+        child = ChildProcess.start(member, run, cluster)
         self.children[child.pidfd] = child
         self._launcher.publish_pid(child.member, child.pid)
         asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
@@ -152,7 +152,7 @@ class ProcessGroup:
         run = next(run for kind, place, run in self._parts if (kind, place) == ("output", index))
         member = ProcessId("output", self._group, index, self._incarnation, life)
         try:
-            self._start_process(member, run, self._launcher.tree)
+            self._start_process(member, run, self._launcher.cluster)
         except OSError as error:
             event("process could not be started", logging.ERROR, child=str(member), error=str(error))
             self._first = str(member), ProcessEnd(DeathCause(f"could not be started: {error}"))
@@ -183,7 +183,7 @@ class ProcessGroup:
 
     def _stop_serving(self) -> None:
         board = self._launcher.board
-        board.tree[StatusBoard.SERVED] |= (
+        board.cluster[StatusBoard.SERVED] |= (
             self._has_served
         )  # first: a server that finds no group looks whether one comes
         board.row(self._group)[StatusBoard.SERVING] = 0
@@ -198,7 +198,7 @@ class ProcessGroup:
     def _ended(self, child: ChildProcess) -> None:
         asyncio.get_running_loop().remove_reader(child.pidfd)
         del self.children[child.pidfd]
-        record = self._launcher.board.take_signal_record(self._launcher.tree.place_of(child.member))
+        record = self._launcher.board.take_signal_record(self._launcher.cluster.place_of(child.member))
         end, is_ours, was_loading = child.reap(record), self._is_broken, self.is_loading
         self._launcher.publish_pid(child.member, 0)
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
@@ -240,7 +240,7 @@ class ProcessGroup:
             return
         self._is_cause_due = False
         if cause == Cause.ITSELF:  # before the verdict: a server that reads the verdict finds the group
-            self._launcher.board.tree[StatusBoard.TRIAL_GROUP] = self._group + 1
+            self._launcher.board.cluster[StatusBoard.TRIAL_GROUP] = self._group + 1
         self._launcher.verdicts.write_cause(self._group, self._incarnation, cause)
         doubt = "" if self._loss.is_oom_counted else ", or out of memory: the kernel's counter cannot be read"
         event("group lost", unit=self.name, incarnation=self._incarnation, cause=cause.name.lower() + doubt)

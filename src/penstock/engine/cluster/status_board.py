@@ -29,7 +29,7 @@ Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places:
 class StatusBoard:
     """Reads and, if `writable`, writes the page."""
 
-    # Words of the tree's row.
+    # Words of the cluster's row.
     DRAINING = 0
     GROUPS = 1
     MEMBERS = 2  # places of processes; two words each, behind the groups' rows and those of output processors
@@ -111,8 +111,8 @@ class StatusBoard:
         return [self.row(group) for group in range(self._words[self.GROUPS])]
 
     @property
-    def tree(self) -> Row:
-        """Returns the tree's row."""
+    def cluster(self) -> Row:
+        """Returns the cluster's row."""
         return self._words[:ROW_WORDS]
 
     @property

@@ -1,6 +1,6 @@
 """The channels, status board and store that the processes of an engine share, and the lane of each process in them.
 
-The launcher opens them once, for the life of the tree: a restarted process attaches again to the same channels, and
+The launcher opens them once, for the life of the cluster: a restarted process attaches again to the same channels, and
 takes the ends of the dead one. `launcher` starts and restarts processes.
 """
 
@@ -42,7 +42,7 @@ class EngineChannels:
 
 @dataclass
 class Cluster:
-    """All that the processes of a tree share. The launcher passes it to each process that it spawns."""
+    """All that the processes of a cluster share. The launcher passes it to each process that it spawns."""
 
     config: EngineConfig
     groups: tuple[EngineChannels, ...]  # of this node
@@ -214,7 +214,7 @@ class ProcessId:
     | bridge | in the place of a group on another node |
     | remote_ranks | of a group: in the place of its workers on another node, which is the index |
     | remote_core | in the core's place, on a node that has workers only |
-    | server, uplink | of the tree; an uplink leads to the home node |
+    | server, uplink | of the cluster; an uplink leads to the home node |
     """
 
     kind: str
@@ -229,7 +229,7 @@ class ProcessId:
 
     @classmethod
     def of(cls, name: str) -> ProcessId | None:
-        """Returns the process of this name, as it stands in a PeerDied; None: not one of the tree."""
+        """Returns the process of this name, as it stands in a PeerDied; None: not one of the cluster."""
         try:
             kind, place, incarnation = name.split(" ")
             group, index = place.split(".")
@@ -240,7 +240,7 @@ class ProcessId:
 
 
 def all_processes(config: EngineConfig) -> list[ProcessId]:
-    """Returns all processes of a tree, in their first incarnation: those of each group, then the servers; on a node
+    """Returns all processes of a cluster, in their first incarnation: those of each group, then the servers; on a node
     without servers, then the uplinks: the index is the number of the group."""
     groups = [
         ProcessId(kind, group, index, 1)

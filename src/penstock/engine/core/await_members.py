@@ -10,10 +10,10 @@ from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale
 from penstock.engine.protocol.messages import INBOX, OutputReady, Ready, Stop
 
 
-def await_members(tree: Cluster, me: ProcessId, inbox: penstock.Receiver[INBOX]) -> list[Ready] | None:
+def await_members(cluster: Cluster, me: ProcessId, inbox: penstock.Receiver[INBOX]) -> list[Ready] | None:
     """Waits until all workers have loaded the model and all output processors receive. Returns the Ready messages of
     the workers; None: a Stop has arrived. Raises Timeout, and PeerDied of one of them."""
-    config = tree.config
+    config = cluster.config
     deadline = time.monotonic() + config.start_timeout
     ready: list[Ready] = []
     missing = {f"worker {rank}" for rank in range(config.tensor_parallel_size)}
@@ -52,12 +52,12 @@ def require_one_model(ready: list[Ready]) -> int:
     return first.model
 
 
-def await_receivers(tree: Cluster, me: ProcessId) -> None:
+def await_receivers(cluster: Cluster, me: ProcessId) -> None:
     """Waits until the workers have opened their receivers: they miss no step that is sent from now on. Raises
     Timeout."""
-    steps = tree.groups[me.group].steps
-    deadline = time.monotonic() + tree.config.start_timeout
+    steps = cluster.groups[me.group].steps
+    deadline = time.monotonic() + cluster.config.start_timeout
     while len(live_receivers(steps, me.incarnation)) < steps.receivers:
         if time.monotonic() >= deadline:
-            raise Timeout(f"the workers have not opened their receivers within {tree.config.start_timeout:g} s")
+            raise Timeout(f"the workers have not opened their receivers within {cluster.config.start_timeout:g} s")
         time.sleep(AGAIN)

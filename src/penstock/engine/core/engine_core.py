@@ -70,12 +70,12 @@ class InlineOutput(Protocol):
 
 
 def run(
-    tree: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None
+    cluster: Cluster, me: ProcessId, inline_output: Callable[[EngineConfig], InlineOutput] | None = None
 ) -> EngineCore:
     """Runs a core until a Stop arrives, and returns it: its ends stay open. It uses `inline_output` where the engine
     has no output processors."""
     with starting():
-        core = EngineCore(tree, me, None if inline_output is None else inline_output(tree.config))
+        core = EngineCore(cluster, me, None if inline_output is None else inline_output(cluster.config))
         core.start()
     gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     core.run()
@@ -83,19 +83,19 @@ def run(
 
 
 class EngineCore:
-    def __init__(self, tree: Cluster, me: ProcessId, inline_output: InlineOutput | None = None) -> None:
-        self._config, group = tree.config, tree.groups[me.group]
+    def __init__(self, cluster: Cluster, me: ProcessId, inline_output: InlineOutput | None = None) -> None:
+        self._config, group = cluster.config, cluster.groups[me.group]
         self._me = me
-        self._tree = tree
-        self._row = StatusBoard(tree.board, writable=True).row(me.group)
+        self._cluster = cluster
+        self._row = StatusBoard(cluster.board, writable=True).row(me.group)
         self._queue_times = queue_times_of(self._row)
         name = str(me)
         self._inbox = group.inbox.open_receiver(name=name)
         self._results = group.results.open_receiver(0, name=name)
         self._steps = group.steps.open_sender(name=name)
-        self._outputs = OutputSenders(tree, me, self._waiting)
-        self._gate = AdmissionGate(tree.config.output_processors)
-        self._outbox = Outbox(tree, me)
+        self._outputs = OutputSenders(cluster, me, self._waiting)
+        self._gate = AdmissionGate(cluster.config.output_processors)
+        self._outbox = Outbox(cluster, me)
         self._inline_output = inline_output
         self._is_stopped = False
         self._has_delivered = True  # the output processors had delivered all when requests were admitted last
@@ -105,7 +105,7 @@ class EngineCore:
         """Waits for the workers and the output processors, and then serves. Returns without serving if a Stop arrives
         before the workers are ready. Raises Timeout, PeerDied of one of them, and RuntimeError for different models."""
         config = self._config
-        ready = await_members(self._tree, self._me, self._inbox)
+        ready = await_members(self._cluster, self._me, self._inbox)
         if ready is None:
             self._is_stopped = True
             return
@@ -114,18 +114,18 @@ class EngineCore:
             capacities if config.num_gpu_blocks_override is None else [*capacities, config.num_gpu_blocks_override]
         )
         model = require_one_model(ready)
-        schedule = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
+        batch = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
-        self._scheduler = Scheduler(schedule, SchedulerConfig.of(config, ready))
-        self._schedule = schedule
-        self._in_flight_requests = InFlightRequests(self._tree, self._me, schedule.slots, self._outputs.undelivered)
+        self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready))
+        self._batch = batch
+        self._in_flight_requests = InFlightRequests(self._cluster, self._me, batch.slots, self._outputs.undelivered)
         self._sequence = SequenceSender(self._steps)
-        self._begin(Begin(self._sequence.leader, 0, schedule.slots, schedule.blocks, schedule.block_size))
-        self._plan = StepBuilder(schedule)
-        self._row[StatusBoard.BLOCKS] = schedule.blocks
+        self._begin(Begin(self._sequence.leader, 0, batch.slots, batch.blocks, batch.block_size))
+        self._plan = StepBuilder(batch)
+        self._row[StatusBoard.BLOCKS] = batch.blocks
         self._row[StatusBoard.MODEL] = model  # before SERVING: `Client` reads them in the other order
         self._row[StatusBoard.SERVING] = self._me.incarnation
-        event("core serves", blocks=schedule.blocks, slots=schedule.slots, model=f"{model:016x}")
+        event("core serves", blocks=batch.blocks, slots=batch.slots, model=f"{model:016x}")
 
     def run(self) -> None:
         """Runs steps until the launcher sends a Stop, which is passed on when the last result is in."""
@@ -156,7 +156,7 @@ class EngineCore:
             end.close()
 
     def _await_receivers(self) -> None:
-        await_receivers(self._tree, self._me)
+        await_receivers(self._cluster, self._me)
 
     def _begin(self, begin: Begin) -> None:
         timeout = self._config.step_timeout
@@ -170,7 +170,7 @@ class EngineCore:
         timeout = self._config.step_timeout
         self._in_flight_requests.on_step(step, self._gate.trial is not None)
         retry_past_stale_deaths(self._me, lambda: self._sequence.send(step, timeout), timeout)
-        self._schedule.apply(step)
+        self._batch.apply(step)
         self._outputs.queue(scheduler.on_sent(step), scheduler.closed)
         if scheduler.admitted_ns:
             self._count_queue_times()
@@ -392,7 +392,7 @@ class EngineCore:
         scheduler, row = self._scheduler, self._row
         row[StatusBoard.OPEN] = scheduler.open_requests + self._gate.open_requests
         row[StatusBoard.SUSPECTS] = self._gate.suspects
-        row[StatusBoard.RUNNING] = running = self._schedule.rows.size
+        row[StatusBoard.RUNNING] = running = self._batch.rows.size
         row[StatusBoard.WAITING] = max(0, scheduler.open_samples + self._gate.open_samples - running)
         row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
         row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries

@@ -22,11 +22,11 @@ class InFlightRequests:
     admitted. A steady step writes none."""
 
     def __init__(
-        self, tree: Cluster, me: ProcessId, slots: int, undelivered: Callable[[], Sequence[tuple[int, int]]]
+        self, cluster: Cluster, me: ProcessId, slots: int, undelivered: Callable[[], Sequence[tuple[int, int]]]
     ) -> None:
         """`undelivered` returns the requests (server, number) with ends that are not delivered."""
         self._undelivered = undelivered
-        self._board = VerdictBoard(tree.verdicts, writable=True)
+        self._board = VerdictBoard(cluster.verdicts, writable=True)
         self._me = me
         self._request_of = np.zeros(slots, np.uint64)  # by slot
         self._is_running = np.zeros(slots, np.bool_)

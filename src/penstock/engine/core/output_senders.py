@@ -34,17 +34,17 @@ STOP_TIMEOUT = 3.0  # seconds; for a `Stop` to a receiver that may be stuck
 class OutputSenders:
     """Sends `Tokens` to output processors, and knows which of them receive."""
 
-    def __init__(self, tree: Cluster, me: ProcessId, waiting: Callable[[Callable[[], None]], None]) -> None:
+    def __init__(self, cluster: Cluster, me: ProcessId, waiting: Callable[[Callable[[], None]], None]) -> None:
         """`waiting` calls its argument, which waits: that time is not the core's own."""
         self._me = me
-        self._channels = tree.groups[me.group].tokens
+        self._channels = cluster.groups[me.group].tokens
         self._senders = [channel.open_sender(name=str(me)) for channel in self._channels]
-        self._first_lane = tree.output_lane(0)
-        self._timeout = tree.config.step_timeout
+        self._first_lane = cluster.output_lane(0)
+        self._timeout = cluster.config.step_timeout
         self._waiting = waiting
-        board = StatusBoard(tree.board, writable=True)
+        board = StatusBoard(cluster.board, writable=True)
         self._row = board.row(me.group)
-        self._delivered = [board.output_row(tree.output_place(me.group, output)) for output in self._indices]
+        self._delivered = [board.output_row(cluster.output_place(me.group, output)) for output in self._indices]
         self._lives = [0 for _ in self._indices]
         self.absent: set[int] = set()  # those that have died, until their next life receives
         # The sender to these may have to report the death of a former process. The name of a dead peer may be gone.

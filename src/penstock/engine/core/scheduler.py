@@ -44,7 +44,7 @@ SPARE = 100  # a newcomer leaves one block in so many to running samples; it wou
 
 
 class Scheduler:
-    """For each step: `schedule`, send and apply it, `on_sent`; when it is done, `on_result`. Other calls in between."""
+    """For each step: `batch`, send and apply it, `on_sent`; when it is done, `on_result`. Other calls in between."""
 
     def __init__(self, batch: BatchState, config: SchedulerConfig) -> None:
         """Raises ValueError if one request of the greatest length, or one token for each slot, does not fit."""

@@ -21,8 +21,8 @@ Blocks = Sequence[int] | Ints
 class StepBuilder:
     """Collects the decisions for one step. `build` returns the step and begins the next one."""
 
-    def __init__(self, schedule: BatchState) -> None:
-        self._free: list[int] = np.flatnonzero(schedule.status == FREE).tolist()  # a heap: low slots keep arrays dense
+    def __init__(self, batch: BatchState) -> None:
+        self._free: list[int] = np.flatnonzero(batch.status == FREE).tolist()  # a heap: low slots keep arrays dense
         self._begin()
 
     def _begin(self) -> None:

@@ -47,24 +47,24 @@ from penstock.engine.protocol.messages import LOSSES, LossReport
 ACCEPT_TIMEOUT = 60.0  # seconds; then the log says again which node is missing
 
 
-def run(tree: Cluster, me: ProcessId) -> None:
+def run(cluster: Cluster, me: ProcessId) -> None:
     """Serves a group of another node until that group or the link ends. Raises RemoteLoss."""
-    config = tree.config
+    config = cluster.config
     assert config.nodes is not None, "a group of another node is a group of several nodes"
     with starting():
         port = port_of(config.nodes, config.data_parallel_size, me.group)
-        bridge = GroupBridge(tree, me, config.node_of(me.group), port)
+        bridge = GroupBridge(cluster, me, config.node_of(me.group), port)
     bridge.run()
 
 
 class GroupBridge:
-    def __init__(self, tree: Cluster, me: ProcessId, node: int, port: int) -> None:
-        config = tree.config
+    def __init__(self, cluster: Cluster, me: ProcessId, node: int, port: int) -> None:
+        config = cluster.config
         assert config.nodes is not None, "the other end is on one of several nodes"
-        self._tree = tree
+        self._cluster = cluster
         self._me = me
         self._node = node
-        self._board = StatusBoard(tree.board, writable=True)
+        self._board = StatusBoard(cluster.board, writable=True)
         self._servers = ServerLives(config, self._board)
         self._losses: penstock.Ring[LOSSES] = penstock.Ring(LOSSES, name=f"losses {me.group}")
         self._model = 0  # `StatusBoard.MODEL` of both sides
@@ -111,25 +111,26 @@ class GroupBridge:
         event("link resumed", logging.WARNING, node=self._node, group=group, pause_ms=pause_ms, reason=reason)
 
     def _spec(self) -> LinkSpec:
-        tree, me = self._tree, self._me
-        self._model = model_word(tree.config)
+        cluster, me = self._cluster, self._me
+        self._model = model_word(cluster.config)
         # The label of each lane is this process's name: its death is the group's.
         lanes = [
-            Lane(tree.delta_lane(me.group, output), str(me)) for output in (None, *range(tree.config.output_processors))
+            Lane(cluster.delta_lane(me.group, output), str(me))
+            for output in (None, *range(cluster.config.output_processors))
         ]
         answers = [
             InboundChannel(f"deltas {server}", inbox, lanes, on_death="forward")
-            for server, inbox in enumerate(tree.servers)
+            for server, inbox in enumerate(cluster.servers)
         ]
         return replace(
-            group_link(tree.config, me.group, f"{me} on node 0", self._model),
+            group_link(cluster.config, me.group, f"{me} on node 0", self._model),
             channels=[
-                OutboundChannel("inbox", tree.inboxes[me.group], peer_name=str(me), on_death="forward"),
+                OutboundChannel("inbox", cluster.inboxes[me.group], peer_name=str(me), on_death="forward"),
                 InboundChannel(LOSSES_NAME, self._losses, [Lane(name=str(me))]),
                 *answers,
             ],
             words=[InboundWords(ROW_NAME, self._board.row(me.group), ROW_PLACES)],
-            values=None if tree.store is None else StoreValues(tree.store),
+            values=None if cluster.store is None else StoreValues(cluster.store),
             on_death=self._process_death,
             on_resume=self._on_resume,
         )
@@ -162,7 +163,7 @@ class GroupBridge:
 
     def _write_requests(self, report: LossReport) -> None:
         words = request_words(report.servers, report.requests)
-        board, me = VerdictBoard(self._tree.verdicts, writable=True), self._me
+        board, me = VerdictBoard(self._cluster.verdicts, writable=True), self._me
         board.write_requests(me.group, me.incarnation, me.incarnation, [words], report.is_trial)
 
     def _process_death(self, death: ChannelDeath) -> None:

@@ -20,15 +20,15 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause
 from penstock.engine.nodes.group_link import LOSSES_NAME
 from penstock.engine.nodes.rank_link import INBOX_NAME, SERVING_NAME, STEPS_NAME, rank_link, rank_port
-from penstock.engine.nodes.uplink import LOOK_AGAIN, Uplink
+from penstock.engine.nodes.uplink import BOARD_POLL_S, Uplink
 
 
-def run(tree: Cluster, me: ProcessId) -> None:
+def run(cluster: Cluster, me: ProcessId) -> None:
     """Stands in the core's place until the workers or the link end. Raises RemoteLoss."""
-    nodes = tree.config.nodes
+    nodes = cluster.config.nodes
     assert nodes is not None, "the core is on another node"
     with starting():
-        remote_core = RemoteCore(tree, me, me.group, rank_port(nodes, me.group, nodes.rank))
+        remote_core = RemoteCore(cluster, me, me.group, rank_port(nodes, me.group, nodes.rank))
     remote_core.run()
 
 
@@ -60,18 +60,18 @@ class RemoteCore(Uplink):
         return not self._board.is_draining
 
     def _spec(self) -> LinkSpec:
-        tree, me, nodes = self._tree, self._me, self._tree.config.nodes
+        cluster, me, nodes = self._cluster, self._me, self._cluster.config.nodes
         assert nodes is not None, "the core is on another node"
-        group = tree.groups[me.group]
+        group = cluster.groups[me.group]
         return replace(
-            rank_link(tree.config, me.group, nodes.rank, f"{me} on node {nodes.rank}"),
+            rank_link(cluster.config, me.group, nodes.rank, f"{me} on node {nodes.rank}"),
             channels=[
                 InboundChannel(STEPS_NAME, group.steps, [Lane(name=str(me))], on_death="forward"),
                 OutboundChannel(INBOX_NAME, group.inbox, peer_name=str(me), on_death="forward"),
                 OutboundChannel(LOSSES_NAME, self._losses, peer_name=str(me)),
             ],
             words=[InboundWords(SERVING_NAME, self._home_serving)],
-            values=None if tree.store is None else StoreValues(tree.store, tree.pulls[me.group]),
+            values=None if cluster.store is None else StoreValues(cluster.store, cluster.pulls[me.group]),
             on_death=lambda death: None,  # the launcher restarts the group, here and at home
             on_resume=self._on_resume,
         )
@@ -81,6 +81,6 @@ class RemoteCore(Uplink):
         """Waits until the group serves at home, and then until its workers here end or the node drains. Reports that to
         the home node."""
         while not self._home_serving[0] and not self._board.is_draining:
-            time.sleep(LOOK_AGAIN)
+            time.sleep(BOARD_POLL_S)
         self._row[StatusBoard.SERVING] = incarnation
         super()._watch(link, incarnation)

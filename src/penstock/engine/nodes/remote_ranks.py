@@ -27,12 +27,12 @@ class CoreDied(Exception):
     """The core of the group has died, and the other node has not said why."""
 
 
-def run(tree: Cluster, me: ProcessId) -> None:
+def run(cluster: Cluster, me: ProcessId) -> None:
     """Stands in the place of the ranks of node `me.index` until the core or the link ends. Raises RemoteLoss."""
-    nodes = tree.config.nodes
+    nodes = cluster.config.nodes
     assert nodes is not None, "the other ranks are on another node"
     with starting():
-        remote_ranks = RemoteRanks(tree, me, me.index, rank_port(nodes, me.group, me.index))
+        remote_ranks = RemoteRanks(cluster, me, me.index, rank_port(nodes, me.group, me.index))
     remote_ranks.run()
 
 
@@ -48,26 +48,26 @@ class RemoteRanks(GroupBridge):
 
     def _await_core(self) -> None:
         """Waits until the core receives: it misses no message of the other node."""
-        while not live_receivers(self._tree.inboxes[self._me.group], self._me.incarnation):
+        while not live_receivers(self._cluster.inboxes[self._me.group], self._me.incarnation):
             time.sleep(AGAIN)
 
     def _spec(self) -> LinkSpec:
-        tree, me = self._tree, self._me
-        lanes = [Lane(tree.worker_lane(rank), str(me)) for rank in tree.config.ranks_of(self._node)]
-        receiver = tree.remote_steps_receiver(self._node)
-        rendezvous = tree.rendezvous
+        cluster, me = self._cluster, self._me
+        lanes = [Lane(cluster.worker_lane(rank), str(me)) for rank in cluster.config.ranks_of(self._node)]
+        receiver = cluster.remote_steps_receiver(self._node)
+        rendezvous = cluster.rendezvous
         assert rendezvous is not None, "the launcher opens it for the ranks of several nodes"
         return replace(
-            rank_link(tree.config, me.group, self._node, f"{me} on node 0"),
+            rank_link(cluster.config, me.group, self._node, f"{me} on node 0"),
             channels=[
-                OutboundChannel(STEPS_NAME, tree.groups[me.group].steps, receiver, str(me), on_death="forward"),
-                InboundChannel(INBOX_NAME, tree.inboxes[me.group], lanes, on_death="forward"),
+                OutboundChannel(STEPS_NAME, cluster.groups[me.group].steps, receiver, str(me), on_death="forward"),
+                InboundChannel(INBOX_NAME, cluster.inboxes[me.group], lanes, on_death="forward"),
                 InboundChannel(LOSSES_NAME, self._losses, [Lane(name=str(me))]),
             ],
             words=[
                 OutboundWords(SERVING_NAME, self._board.row(me.group)[StatusBoard.SERVING : StatusBoard.SERVING + 1])
             ],
-            values=None if tree.store is None else StoreValues(tree.store),
+            values=None if cluster.store is None else StoreValues(cluster.store),
             info=str(rendezvous.port).encode(),
             on_death=self._process_death,
             on_resume=self._on_resume,

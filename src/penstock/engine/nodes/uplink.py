@@ -45,35 +45,35 @@ from penstock.engine.nodes.group_link import (
 )
 from penstock.engine.protocol.messages import LOSSES, LossReport
 
-LOOK_AGAIN = 0.02  # seconds between two reads of the board
+BOARD_POLL_S = 0.02  # seconds between two reads of the board
 CONNECT_TIMEOUT = 1.0  # seconds; then the board is read again
 VERDICT_TIMEOUT = 5.0  # seconds; until the launcher has found why the group was lost
 REPORT_TIMEOUT = 1.0  # seconds; until the home node ends the link, because of a report
 NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
 
 
-def run(tree: Cluster, me: ProcessId) -> None:
+def run(cluster: Cluster, me: ProcessId) -> None:
     """Links a group to the home node, until the link or the group ends."""
-    config = tree.config
+    config = cluster.config
     assert config.nodes is not None, "an uplink is on one of several nodes"
     with starting():
         port = port_of(config.nodes, config.data_parallel_size, home_number(config, me.index))
-        uplink = Uplink(tree, me, me.index, port)
+        uplink = Uplink(cluster, me, me.index, port)
     uplink.run()
 
 
 class Uplink:
-    def __init__(self, tree: Cluster, me: ProcessId, group: int, port: int) -> None:
-        self._tree = tree
+    def __init__(self, cluster: Cluster, me: ProcessId, group: int, port: int) -> None:
+        self._cluster = cluster
         self._me = me
         self._group = group
         self._port = port
-        self._board = StatusBoard(tree.board, writable=True)
+        self._board = StatusBoard(cluster.board, writable=True)
         self._row = self._board.row(self._group)
-        self._verdicts = VerdictBoard(tree.verdicts)
+        self._verdicts = VerdictBoard(cluster.verdicts)
         self._losses: penstock.Ring[LOSSES] = penstock.Ring(LOSSES, name=f"losses {self._group}")
-        assert tree.config.nodes is not None, "an uplink is on one of several nodes"
-        self._nodes = tree.config.nodes
+        assert cluster.config.nodes is not None, "an uplink is on one of several nodes"
+        self._nodes = cluster.config.nodes
         self._secret, self._tls = node_secret(), node_tls(self._nodes)
 
     def run(self) -> None:
@@ -93,7 +93,7 @@ class Uplink:
     def _await_group(self) -> int:
         """Waits until the group serves. Returns its incarnation; 0: the node drains."""
         while not (incarnation := self._row[StatusBoard.SERVING]) and not self._board.is_draining:
-            time.sleep(LOOK_AGAIN)
+            time.sleep(BOARD_POLL_S)
         return incarnation
 
     def _is_wanted(self, incarnation: int) -> bool:
@@ -104,11 +104,11 @@ class Uplink:
         return self._row[StatusBoard.SERVING] == incarnation != 0 and not self._board.is_draining
 
     def _spec(self) -> LinkSpec:
-        tree, me, config = self._tree, self._me, self._tree.config
+        cluster, me, config = self._cluster, self._me, self._cluster.config
         lanes = [Lane(server, str(me)) for server in range(config.api_server_count)]
         answers = [
             OutboundChannel(f"deltas {server}", inbox, peer_name=str(me), on_death="forward")
-            for server, inbox in enumerate(tree.servers_of(self._group))
+            for server, inbox in enumerate(cluster.servers_of(self._group))
         ]
         return replace(
             group_link(
@@ -118,12 +118,12 @@ class Uplink:
                 self._row[StatusBoard.MODEL],
             ),
             channels=[
-                InboundChannel("inbox", tree.inboxes[self._group], lanes, on_death="forward"),
+                InboundChannel("inbox", cluster.inboxes[self._group], lanes, on_death="forward"),
                 OutboundChannel(LOSSES_NAME, self._losses, peer_name=str(me)),
                 *answers,
             ],
             words=[OutboundWords(ROW_NAME, self._row)],
-            values=None if tree.store is None else StoreValues(tree.store, tree.pulls[self._group]),
+            values=None if cluster.store is None else StoreValues(cluster.store, cluster.pulls[self._group]),
             on_death=lambda death: None,  # the board says what becomes of the group
             on_resume=self._on_resume,
         )
@@ -151,7 +151,7 @@ class Uplink:
         """Waits until the group ends or the node drains, and reports it to the home node, which ends the link."""
         with self._losses.open_sender(name=str(self._me)) as sender:
             while self._serves(incarnation):
-                time.sleep(LOOK_AGAIN)
+                time.sleep(BOARD_POLL_S)
             report = self._report(incarnation)
             event("group reported lost", group=self._group, cause=Cause(report.cause).name.lower())
             sender.send(report, REPORT_TIMEOUT)
@@ -173,5 +173,5 @@ class Uplink:
             verdict = self._verdicts.verdict(self._group, incarnation)
             if verdict is not None:
                 return verdict
-            time.sleep(LOOK_AGAIN)
+            time.sleep(BOARD_POLL_S)
         return NO_VERDICT

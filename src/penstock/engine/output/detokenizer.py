@@ -82,7 +82,7 @@ class Vocabulary:
         shows: npt.NDArray[np.bool_] = self.is_whole[places] & (firsts & self.masks[places] == 0)
         return shows
 
-    def piece(self, token_id: int) -> bytes:
+    def token_bytes(self, token_id: int) -> bytes:
         """Returns the bytes of one id, which may be a part of a character."""
         return self._pieces[token_id] if 0 <= token_id < self.stride else b""
 
@@ -117,12 +117,12 @@ class ByteDecoder:
     """Decodes ids with texts that are just their bytes, one after the other."""
 
     def __init__(self, vocabulary: Vocabulary, without_text: Collection[int]) -> None:
-        self._piece = vocabulary.piece
+        self._token_bytes = vocabulary.token_bytes
         self._without_text = without_text
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def decode(self, token_id: int) -> str:
-        return "" if token_id in self._without_text else self._decoder.decode(self._piece(token_id))
+        return "" if token_id in self._without_text else self._decoder.decode(self._token_bytes(token_id))
 
     def rest(self) -> str:
         return self._decoder.decode(b"", True)

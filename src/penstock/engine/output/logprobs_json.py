@@ -75,12 +75,12 @@ class LogprobsWriter:
 
     def _make_name(self, token_id: int) -> bytes:
         """Returns the text of an id as a JSON string, within a format string."""
-        name = json_escape(self._vocabulary.piece(token_id).decode(errors="replace"))
+        name = json_escape(self._vocabulary.token_bytes(token_id).decode(errors="replace"))
         return b'"%b"' % name.replace(b"%", b"%%")
 
     def _make_object(self, token_id: int) -> bytes:
         """What an id is and how likely, in a format: an object of JSON without its last brace."""
-        numbers = msgspec.json.encode(list(self._vocabulary.piece(token_id)))
+        numbers = msgspec.json.encode(list(self._vocabulary.token_bytes(token_id)))
         return b'{"token":%b,"bytes":%b,"logprob":%%.6g' % (self._make_name(token_id), numbers)
 
 

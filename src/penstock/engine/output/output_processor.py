@@ -22,10 +22,10 @@ from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import Abort, Failed, OutputReady, Stop, Tokens
 
 
-def run(tree: Cluster, me: ProcessId) -> OutputProcessor:
+def run(cluster: Cluster, me: ProcessId) -> OutputProcessor:
     """Runs an output processor until the core sends Stop. Returns it: its ends stay open."""
     with starting():
-        output = OutputProcessor(tree, me, load_vocabulary(tree.config))
+        output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     while output.process_next():
         pass
@@ -33,15 +33,15 @@ def run(tree: Cluster, me: ProcessId) -> OutputProcessor:
 
 
 class OutputProcessor:
-    def __init__(self, tree: Cluster, me: ProcessId, vocabulary: Vocabulary) -> None:
-        config, group, name = tree.config, tree.groups[me.group], str(me)
+    def __init__(self, cluster: Cluster, me: ProcessId, vocabulary: Vocabulary) -> None:
+        config, group, name = cluster.config, cluster.groups[me.group], str(me)
         self._me = me
         self._state = OutputState(vocabulary, config.max_num_seqs)
-        self._outbox = Outbox(tree, me)
-        self._inbox = group.inbox.open_sender(tree.output_lane(me.index), name=name)
+        self._outbox = Outbox(cluster, me)
+        self._inbox = group.inbox.open_sender(cluster.output_lane(me.index), name=name)
         self._to_core: deque[Abort] = deque()  # that there was no room for yet
         self._start_timeout, self._timeout = config.start_timeout, config.step_timeout
-        self._row = StatusBoard(tree.board, writable=True).output_row(tree.output_place(me.group, me.index))
+        self._row = StatusBoard(cluster.board, writable=True).output_row(cluster.output_place(me.group, me.index))
         self._row[0] = self._received = 0  # messages of this life
         self._tokens = group.tokens[me.index].open_receiver(name=name)
         ready = OutputReady(me.index, me.incarnation, me.life)

@@ -225,7 +225,7 @@ class OutputState:
             if writer is None:
                 rows.texts[row] = shown.encode()
             else:
-                rows.texts[row] = writer.piece(shown, logprobs.get(row), None if end is None else end.reason)
+                rows.texts[row] = writer.chunk(shown, logprobs.get(row), None if end is None else end.reason)
             self._choose_kind(slot)
         return stopped
 

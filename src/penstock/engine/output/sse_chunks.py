@@ -46,7 +46,7 @@ class ChunkWriter:
         self.has_begun = self.has_begun or length > 0 or has_logprobs
         self.offset += length
 
-    def piece(self, text: str, logprobs: bytes | None, reason: FinishReason | None) -> bytes:
+    def chunk(self, text: str, logprobs: bytes | None, reason: FinishReason | None) -> bytes:
         """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities."""
         if not (text or logprobs or reason):
             return b""

@@ -1,4 +1,4 @@
-"""The configuration of a process tree, given once, when it starts: frozen, and checked where it enters.
+"""The configuration of a process cluster, given once, when it starts: frozen, and checked where it enters.
 
 The command line parses its options, and each process reads what it needs.
 """
@@ -68,14 +68,14 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nodes(msgspec.Struct, frozen=True, kw_only=True):
-    """The machines of one server, each with a tree of its own. Node 0, the home node, has the API servers.
+    """The machines of one server, each with a cluster of its own. Node 0, the home node, has the API servers.
 
     Each node has as many groups, and the home node reaches those of the others by bridges. Or, with
     `tensor_parallel_over_nodes`, each node has an equal part of the workers of each group, and all else is at home.
     """
 
     count: int
-    rank: int = 0  # of the node to which this tree belongs
+    rank: int = 0  # of the node to which this cluster belongs
     address: str  # at which the home node listens for the others
     port: int = 29501  # the first of as many ports as there are links: one for each group and other node
     # Paths on each node, of PEM files: this node's certificate and key, and the certificate of the authority of all
@@ -101,7 +101,7 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The tree of processes of one node. Times are in seconds."""
+    """The cluster of processes of one node. Times are in seconds."""
 
     model: str = ""  # a directory; not needed by a simulated device
     simulated: SimulatedDevice | None = None  # None: the model is computed
@@ -143,7 +143,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     start_timeout: float = 600.0  # until a group serves
     step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
-    shutdown_timeout: float = 30.0  # until open requests are answered, when the tree is to end
+    shutdown_timeout: float = 30.0  # until open requests are answered, when the cluster is to end
     migration_limit: int = 3  # how often a request is resumed after the loss of its group; 0: never, and it is not kept
     migration_timeout: float = 600.0  # until another group takes a request that its group has lost; as start_timeout
     queue_timeout: float = 600.0  # until a group takes a new request, while a lost group is started again

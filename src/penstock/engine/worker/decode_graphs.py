@@ -63,7 +63,7 @@ class GraphBuckets:
 
 
 class GraphInputs(NamedTuple):
-    """The inputs of a bucket on the device: views of one memory, with a column for each row of the batch."""
+    """The inputs of a bucket on the device: views of one memory, with a column for each row of the input_batch."""
 
     ids: Tensor
     positions: Tensor  # [rows], or [num_position_axes, rows]
@@ -99,16 +99,16 @@ class DecodeGraphs:
                 return
         event("decode steps recorded", forms=len(self._replays), seconds=time.monotonic() - began)
 
-    def hidden(self, batch: InputBatch, ids: Tensor, positions: Index) -> Tensor | None:
+    def hidden(self, input_batch: InputBatch, ids: Tensor, positions: Index) -> Tensor | None:
         """Returns the hidden states of a step's tokens, valid until the next step; None: the step fits no bucket."""
-        if batch.chunks or not self._is_recording:
+        if input_batch.chunks or not self._is_recording:
             return None
-        form = self.forms.least(batch.lengths.size, -(-int(batch.lengths.max()) // batch.block_size))
+        form = self.forms.least(input_batch.lengths.size, -(-int(input_batch.lengths.max()) // input_batch.block_size))
         if form is None:
             return None
-        self._write_inputs(form, batch, ids, positions)
+        self._write_inputs(form, input_batch, ids, positions)
         replay = self._replay_of(form)
-        return None if replay is None else replay()[: batch.lengths.size]
+        return None if replay is None else replay()[: input_batch.lengths.size]
 
     def _inputs_of(self, form: GraphBucket) -> GraphInputs:
         numbers, num_position_axes = self._in_columns(self._numbers, form), self._planes
@@ -120,7 +120,11 @@ class DecodeGraphs:
         return numbers[: lines * form.rows].view(lines, form.rows)
 
     def _write_inputs(
-        self, form: GraphBucket, batch: InputBatch | None = None, ids: Tensor | None = None, positions: Index | int = 0
+        self,
+        form: GraphBucket,
+        input_batch: InputBatch | None = None,
+        ids: Tensor | None = None,
+        positions: Index | int = 0,
     ) -> None:
         """Writes all inputs of a bucket, padding rows included: nothing of an earlier step is left in them."""
         num_position_axes, on_device = self._planes, self._in_columns(self._numbers, form)
@@ -130,11 +134,11 @@ class DecodeGraphs:
         numbers[: 1 + num_position_axes] = 0
         numbers[1 + num_position_axes] = 1
         numbers[2 + num_position_axes :] = self._padding_block
-        if batch is not None:
-            rows, width = batch.lengths.size, min(form.width, batch.table.shape[1])
+        if input_batch is not None:
+            rows, width = input_batch.lengths.size, min(form.width, input_batch.table.shape[1])
             numbers[1 : 1 + num_position_axes, :rows] = positions
-            numbers[1 + num_position_axes, :rows] = batch.lengths
-            numbers[2 + num_position_axes : 2 + num_position_axes + width, :rows] = batch.table[:, :width].T
+            numbers[1 + num_position_axes, :rows] = input_batch.lengths
+            numbers[2 + num_position_axes : 2 + num_position_axes + width, :rows] = input_batch.table[:, :width].T
         on_device.copy_(here, non_blocking=True)
         if ids is not None:
             on_device[0, : ids.shape[0]] = ids

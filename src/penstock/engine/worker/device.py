@@ -65,5 +65,5 @@ class Device(Protocol):
     @property
     def encodings(self) -> EncodingCounts: ...
 
-    def launch(self, schedule: BatchState, step: Step) -> PendingStep:
-        """Launches a step that `schedule` has just applied. Steps run in the order in which they are launched."""
+    def launch(self, batch: BatchState, step: Step) -> PendingStep:
+        """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""

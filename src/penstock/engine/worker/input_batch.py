@@ -46,22 +46,22 @@ class InputBatch(NamedTuple):
         return np.zeros_like(self.lengths) if window is None else np.maximum(self.lengths - window, 0)
 
 
-def build_batch(schedule: BatchState) -> InputBatch:
-    """Builds the input of the step that the schedule has just applied."""
-    rows = schedule.rows
-    short, long = schedule.counts[rows] == 1, schedule.counts[rows] > 1
+def build_batch(batch: BatchState) -> InputBatch:
+    """Builds the input of the step that `batch` has just applied."""
+    rows = batch.rows
+    short, long = batch.counts[rows] == 1, batch.counts[rows] > 1
     rows = np.concatenate((rows[short], rows[long]))
-    counts = schedule.counts[rows].astype(np.intp)
-    lengths = schedule.computed[rows].astype(np.intp)
+    counts = batch.counts[rows].astype(np.intp)
+    lengths = batch.computed[rows].astype(np.intp)
     singles = int(np.count_nonzero(short))
     ends = np.cumsum(counts)
     starts = ends - counts
     slots = np.repeat(rows, counts)
     positions = np.arange(slots.size) + np.repeat(lengths - ends, counts)
-    block_size = schedule.block_size
-    places = schedule.table[slots, positions // block_size].astype(np.intp) * block_size + positions % block_size
-    width = int(schedule.block_counts[rows[:singles]].max(initial=0))
-    last = np.zeros(schedule.slots, np.intp)
+    block_size = batch.block_size
+    places = batch.table[slots, positions // block_size].astype(np.intp) * block_size + positions % block_size
+    width = int(batch.block_counts[rows[:singles]].max(initial=0))
+    last = np.zeros(batch.slots, np.intp)
     last[rows] = ends - 1
     return InputBatch(
         block_size,
@@ -72,14 +72,12 @@ def build_batch(schedule: BatchState) -> InputBatch:
         starts,
         counts,
         lengths[:singles],
-        schedule.table[rows[:singles], :width],
+        batch.table[rows[:singles], :width],
         tuple(
-            PrefillChunk(
-                int(starts[row]), int(counts[row]), int(lengths[row]), schedule.blocks_of(int(rows[row])).copy()
-            )
+            PrefillChunk(int(starts[row]), int(counts[row]), int(lengths[row]), batch.blocks_of(int(rows[row])).copy())
             for row in range(singles, rows.size)
         ),
-        last[schedule.sampled],
+        last[batch.sampled],
     )
 
 

@@ -116,25 +116,25 @@ class ModelRunner:
             self._decoding.prepare()
 
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
-    def launch(self, schedule: BatchState, step: Step) -> TorchPendingStep:
-        """Launches a step that `schedule` has just applied. Steps run in the order in which they are launched."""
-        self._follow(schedule, step)
-        batch = build_batch(schedule)
-        if not batch.slots.size:
-            return TorchPendingStep(_NO_IDS, schedule.sampled, None, {})
-        use_threads(self._threads, batch.slots.size)
-        hidden, failed = self._compute(batch)
-        if not batch.last.size:
-            return TorchPendingStep(_NO_IDS, schedule.sampled, None, failed)
-        logits = self._model.logits(hidden[moved(batch.last, self._device)])
-        slots = schedule.sampled
+    def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
+        """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
+        self._follow(batch, step)
+        input_batch = build_batch(batch)
+        if not input_batch.slots.size:
+            return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
+        use_threads(self._threads, input_batch.slots.size)
+        hidden, failed = self._compute(input_batch)
+        if not input_batch.last.size:
+            return TorchPendingStep(_NO_IDS, batch.sampled, None, failed)
+        logits = self._model.logits(hidden[moved(input_batch.last, self._device)])
+        slots = batch.sampled
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
-        self._tokens.write(slots, schedule.computed[slots], ids)
+        self._tokens.write(slots, batch.computed[slots], ids)
         return TorchPendingStep(ids, slots, chosen, failed)
 
-    def _follow(self, schedule: BatchState, step: Step) -> None:
+    def _follow(self, batch: BatchState, step: Step) -> None:
         """Applies leaves and joins to what is kept by slot."""
         if step.left is not None:
             for slot in step.left.tolist():
@@ -144,39 +144,41 @@ class ModelRunner:
                     self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
-                prompt, generated = schedule.prompts[slot], schedule.generated[slot]
+                prompt, generated = batch.prompts[slot], batch.generated[slot]
                 text = prompt
                 if self._images is not None:
-                    self._images.join(slot, prompt, schedule.inputs[slot])
+                    self._images.join(slot, prompt, batch.inputs[slot])
                     text = self._images.ids_of_text(slot, prompt)
                 if self._sampler is not None:
                     self._sampler.join(
                         slot,
-                        _params_of(schedule, slot),
+                        _params_of(batch, slot),
                         text,
-                        seed=int(schedule.seeds[slot]),
-                        sample=int(schedule.samples[slot]),
+                        seed=int(batch.seeds[slot]),
+                        sample=int(batch.samples[slot]),
                         generated=generated,
                     )
                 self._tokens.join(slot, np.concatenate((prompt, generated)))
                 self._prompt_lengths[slot] = prompt.size
 
-    def _compute(self, batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
+    def _compute(self, input_batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
         """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""
-        where = moved(np.stack((batch.slots, batch.positions)), self._device)
+        where = moved(np.stack((input_batch.slots, input_batch.positions)), self._device)
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
-        positions, embeds = batch.positions, None
+        positions, embeds = input_batch.positions, None
         failed: dict[int, FinishReason] = {}
         if self._images is not None:
-            positions = self._images.positions(batch)
-            embeds, failed = self._images.embeds(batch, ids)
+            positions = self._images.positions(input_batch)
+            embeds, failed = self._images.embeds(input_batch, ids)
         if self.max_short_prompt is not None:
-            positions = rope.mark_long(positions, batch, self._prompt_lengths[batch.rows], self.max_short_prompt)
+            positions = rope.mark_long(
+                positions, input_batch, self._prompt_lengths[input_batch.rows], self.max_short_prompt
+            )
         if embeds is None and self._decoding is not None:
-            hidden = self._decoding.hidden(batch, ids, positions)
+            hidden = self._decoding.hidden(input_batch, ids, positions)
             if hidden is not None:
                 return hidden, failed
-        paged = PagedAttention(self._memory, batch, self._device)
+        paged = PagedAttention(self._memory, input_batch, self._device)
         return self._model.hidden(paged, ids, moved(positions, self._device), embeds), failed
 
     def _room(self, token_budget: int, spare: int) -> int:
@@ -252,8 +254,8 @@ def use_threads(threads: CpuThreads, tokens: int) -> None:
         torch.set_num_threads(count)
 
 
-def _params_of(schedule: BatchState, slot: int) -> SamplingParams:
-    params = schedule.params[slot]
+def _params_of(batch: BatchState, slot: int) -> SamplingParams:
+    params = batch.params[slot]
     assert params is not None, "a slot has joined without parameters"
     return params
 

@@ -105,11 +105,11 @@ class AttentionStyle(NamedTuple):
 class PagedAttention:
     """Attention of one step: the layers call `attend`."""
 
-    def __init__(self, memory: KVCache, batch: InputBatch, device: torch.device) -> None:
+    def __init__(self, memory: KVCache, input_batch: InputBatch, device: torch.device) -> None:
         self._memory = memory
-        self._batch = batch
+        self._input_batch = input_batch
         self._device = device
-        self._places = moved(batch.places, device)
+        self._places = moved(input_batch.places, device)
         self._decodes: dict[int | None, list[tuple[Tensor, Tensor, Tensor]]] = {}  # by window
         self._chunks: dict[int | None, list[tuple[Tensor, Tensor]]] = {}
         self._rows: dict[int | None, CpuRows] = {}
@@ -135,11 +135,11 @@ class PagedAttention:
         if on_cpu is None:
             for rows, places, mask in self._reach_of_rows(how.window):
                 attended[rows] = attention(query[rows, None], keys[places], values[places], mask[:, None], how)[:, 0]
-        elif (batch := self._batch).lengths.size:
+        elif (input_batch := self._input_batch).lengths.size:
             if how.window not in self._rows:
-                self._rows[how.window] = CpuRows(batch.table, batch.firsts(how.window), batch.lengths)
+                self._rows[how.window] = CpuRows(input_batch.table, input_batch.firsts(how.window), input_batch.lengths)
             on_cpu.attend(layer, query, attended, self._rows[how.window], how)
-        for number, chunk in enumerate(self._batch.chunks):
+        for number, chunk in enumerate(self._input_batch.chunks):
             part = slice(chunk.first, chunk.first + chunk.tokens)
             if on_cpu is not None and on_cpu.has_chunk_kernel:
                 on_cpu.attend_chunk(layer, query[part], attended[part], chunk, how)
@@ -155,14 +155,14 @@ class PagedAttention:
 
     def _reach_of_rows(self, window: int | None) -> list[tuple[Tensor, Tensor, Tensor]]:
         if window not in self._decodes:
-            self._decodes[window] = [self._moved(*piece) for piece in pieces(self._batch, window)]
+            self._decodes[window] = [self._moved(*piece) for piece in pieces(self._input_batch, window)]
         return self._decodes[window]
 
     def _reach_of_chunks(self, window: int | None) -> list[tuple[Tensor, Tensor]]:
         if window not in self._chunks:
             block_size = self._memory.block_size
             self._chunks[window] = [
-                self._moved(*reach_of_chunk(chunk, block_size, window)) for chunk in self._batch.chunks
+                self._moved(*reach_of_chunk(chunk, block_size, window)) for chunk in self._input_batch.chunks
             ]
         return self._chunks[window]
 
@@ -291,12 +291,12 @@ def _numbers(tensor: Tensor) -> npt.NDArray[Any]:
 
 
 # ── the products ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def pieces(batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
+def pieces(input_batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, Any]]:
     """Yields groups of decode rows of similar length: the rows, the cache places that each row attends to (padded), and
     a mask of the places that are not padding."""
-    block_size = batch.block_size
-    lengths = batch.lengths
-    first = batch.firsts(window)
+    block_size = input_batch.block_size
+    lengths = input_batch.lengths
+    first = input_batch.firsts(window)
     first_block = first // block_size
     block_counts = -(-lengths // block_size) - first_block
     order = np.argsort(block_counts, kind="stable")
@@ -305,12 +305,12 @@ def pieces(batch: InputBatch, window: int | None) -> Iterator[tuple[Any, Any, An
         rows = order[-max(1, MAX_GATHERED // (num_blocks * block_size)) :]
         order = order[: -rows.size]
         columns = first_block[rows, None] + np.arange(num_blocks)
-        blocks = batch.table[rows[:, None], np.minimum(columns, batch.table.shape[1] - 1)]
+        blocks = input_batch.table[rows[:, None], np.minimum(columns, input_batch.table.shape[1] - 1)]
         offsets = np.arange(block_size)
         places = (blocks[:, :, None] * block_size + offsets).reshape(rows.size, -1)
         positions = (columns[:, :, None] * block_size + offsets).reshape(rows.size, -1)
         is_seen = (positions >= first[rows, None]) & (positions < lengths[rows, None])
-        own = batch.places[rows, None]  # padding: the rest of a block may hold NaN of another request
+        own = input_batch.places[rows, None]  # padding: the rest of a block may hold NaN of another request
         yield rows, np.where(is_seen, places, own), is_seen
 
 

@@ -44,9 +44,9 @@ def by_row(decoder: nn.Module, config: Any) -> int | None:
     return min(limits, default=None)
 
 
-def mark_long(positions: Index, batch: InputBatch, prompt_lengths: Index, max_short_prompt: int) -> Index:
+def mark_long(positions: Index, input_batch: InputBatch, prompt_lengths: Index, max_short_prompt: int) -> Index:
     """Returns positions [tokens], inverted for tokens with long frequencies. `prompt_lengths`: of the batch's rows."""
-    lengths = np.repeat(prompt_lengths, batch.counts)
+    lengths = np.repeat(prompt_lengths, input_batch.counts)
     return np.where(np.maximum(lengths, positions + 1) > max_short_prompt, ~positions, positions)
 
 

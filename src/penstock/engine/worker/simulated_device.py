@@ -30,7 +30,7 @@ _SHIFTS = tuple(np.uint64(number) for number in (30, 27, 31))
 class TokenRule:
     """The rule of tokens: each token is a function of prompt, sample and position alone.
 
-    So neither the batch, nor preemption, nor overlap, nor other requests change it, and a test can predict it.
+    So neither the input_batch, nor preemption, nor overlap, nor other requests change it, and a test can predict it.
     """
 
     def __init__(self, config: SimulatedDevice) -> None:
@@ -116,16 +116,16 @@ class SimulatedRunner:
         """Returns idle time as a share of the time in which there were requests to compute."""
         return self.idle / (self.idle + self.busy) if self.busy else 0.0
 
-    def launch(self, schedule: BatchState, step: Step) -> SimulatedPendingStep:
+    def launch(self, batch: BatchState, step: Step) -> SimulatedPendingStep:
         if step.joined is not None:
-            samples = schedule.samples
+            samples = batch.samples
             for slot in step.joined.slots.tolist():
-                self._keys[slot] = self._rule.key(schedule.prompts[slot], int(samples[slot]))
-        failed = self._open_images(schedule, step) if self._config.opens_images else {}
+                self._keys[slot] = self._rule.key(batch.prompts[slot], int(samples[slot]))
+        failed = self._open_images(batch, step) if self._config.opens_images else {}
         now = self._clock()
-        tokens = int(schedule.counts.sum())
+        tokens = int(batch.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
-            self._is_awaited = self._is_awaited and schedule.rows.size > 0
+            self._is_awaited = self._is_awaited and batch.rows.size > 0
             return SimulatedPendingStep(max(now, self._free_at), SamplerOutput(NOTHING, None, failed), self._clock)
         if self._is_awaited and now > self._free_at:
             self.idle += now - self._free_at
@@ -133,11 +133,11 @@ class SimulatedRunner:
         duration = self._config.step_seconds + self._config.token_seconds * tokens
         self._free_at = max(now, self._free_at) + duration
         self.busy += duration
-        sampled = schedule.sampled
-        ids = self._rule.tokens(self._keys[sampled], schedule.computed[sampled]) if sampled.size else NOTHING
+        sampled = batch.sampled
+        ids = self._rule.tokens(self._keys[sampled], batch.computed[sampled]) if sampled.size else NOTHING
         return SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, failed), self._clock)
 
-    def _open_images(self, schedule: BatchState, step: Step) -> dict[int, FinishReason]:
+    def _open_images(self, batch: BatchState, step: Step) -> dict[int, FinishReason]:
         """Opens joining requests' images that the cache does not have whole. Returns the slots that fail, and why."""
         joined = step.joined
         if joined is None or joined.inputs is None:
@@ -148,9 +148,9 @@ class SimulatedRunner:
         for slot, parent in zip(slots, parents, strict=True):
             if parent != slot:
                 continue  # the same images: opened for the parent
-            cached = int(schedule.computed[slot] - schedule.counts[slot])
+            cached = int(batch.computed[slot] - batch.counts[slot])
             try:
-                for item, position, length in schedule.inputs[slot]:
+                for item, position, length in batch.inputs[slot]:
                     if position + length > cached:
                         with self._open_handle(item) as held:
                             _touch(held.value())

@@ -196,23 +196,23 @@ class EncoderCache:
             self._grids.move_to_end(name)
         return self._grids[name]
 
-    def positions(self, batch: InputBatch) -> Index:
+    def positions(self, input_batch: InputBatch) -> Index:
         """Returns the positions of tokens: [tokens], or [3, tokens] where a position has three axes."""
         if not self._has_ropes:
-            return batch.positions
-        positions = batch.positions + self._offsets[:, batch.slots]
-        for slot, first, begin, end in _rows_before(self._rope_ends, batch):
+            return input_batch.positions
+        positions = input_batch.positions + self._offsets[:, input_batch.slots]
+        for slot, first, begin, end in _rows_before(self._rope_ends, input_batch):
             there = self._mrope_positions[slot][:, begin:end]
             positions[:, first : first + there.shape[1]] = there
         return positions
 
     # ── what stands there ──
-    def embeds(self, batch: InputBatch, ids: Tensor) -> tuple[InputEmbeds | None, dict[int, FinishReason]]:
+    def embeds(self, input_batch: InputBatch, ids: Tensor) -> tuple[InputEmbeds | None, dict[int, FinishReason]]:
         """Returns the embeddings of the step's tokens, with those of images in their places (None: the step has no
         image tokens); and the slots that fail, as an image is missing or has another length than its placeholder."""
-        failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(batch.rows.tolist())}
+        failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(input_batch.rows.tolist())}
         self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
-        chunks = list(self._chunks(batch))
+        chunks = list(self._chunks(input_batch))
         self._unfinished = {_name(chunk.image) for chunk in chunks if not chunk.is_last}
         self._encode(chunks, failed)
         places: list[Index] = []
@@ -242,9 +242,9 @@ class EncoderCache:
         is_visual[where] = True
         return InputEmbeds(embeds, is_visual, tuple(added)), failed
 
-    def _chunks(self, batch: InputBatch) -> Iterable[ImageChunk]:
+    def _chunks(self, input_batch: InputBatch) -> Iterable[ImageChunk]:
         """Yields what the step computes of each image."""
-        for slot, first, begin, end in _rows_before(self._ends, batch):
+        for slot, first, begin, end in _rows_before(self._ends, input_batch):
             for image, there in self._images[slot]:
                 low, high = (int(found) for found in np.searchsorted(there, (begin, end)))
                 if low < high:
@@ -327,12 +327,17 @@ def _name(image: PromptImage) -> Name:
     return name if image.part is None else (name, image.part)
 
 
-def _rows_before(ends: Index, batch: InputBatch) -> list[tuple[int, int, int, int]]:
+def _rows_before(ends: Index, input_batch: InputBatch) -> list[tuple[int, int, int, int]]:
     """Returns slot, first token in the step, first position and end position of the rows that have not passed the end
     of their slot."""
-    begins = batch.positions[batch.starts]
-    rows = np.flatnonzero(begins < ends[batch.rows])
+    begins = input_batch.positions[input_batch.starts]
+    rows = np.flatnonzero(begins < ends[input_batch.rows])
     return [
-        (int(batch.rows[row]), int(batch.starts[row]), int(begins[row]), int(begins[row] + batch.counts[row]))
+        (
+            int(input_batch.rows[row]),
+            int(input_batch.starts[row]),
+            int(begins[row]),
+            int(begins[row] + input_batch.counts[row]),
+        )
         for row in rows
     ]

@@ -35,14 +35,14 @@ if TYPE_CHECKING:  # these import torch
 MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them
 LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
 PULL_TIMEOUT = 5.0  # seconds; for a value of the home node
-LOOK_AGAIN = 0.0002  # seconds between looks at a flight with unknown end
+FLIGHT_POLL_S = 0.0002  # seconds between looks at a flight with unknown end
 
 
-def run(tree: Cluster, me: ProcessId) -> Worker:
+def run(cluster: Cluster, me: ProcessId) -> Worker:
     """Runs a worker until the core sends Stop. Returns it: its ends stay open."""
     with starting():
-        device = device_of(tree, me)
-    worker = Worker(tree, me, device)
+        device = device_of(cluster, me)
+    worker = Worker(cluster, me, device)
     gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     worker.run()
     if isinstance(device, SimulatedRunner):
@@ -50,22 +50,22 @@ def run(tree: Cluster, me: ProcessId) -> Worker:
     return worker
 
 
-def device_of(tree: Cluster, me: ProcessId) -> Device:
+def device_of(cluster: Cluster, me: ProcessId) -> Device:
     """Creates the worker's device. Blocks until all ranks have joined, and the model is loaded."""
-    config = tree.config
+    config = cluster.config
 
     puller = None
-    if tree.store is not None and tree.pulls:
-        puller = Puller(tree.pulls[me.group], me.index, tree.store, name=str(me))
+    if cluster.store is not None and cluster.pulls:
+        puller = Puller(cluster.pulls[me.group], me.index, cluster.store, name=str(me))
 
     def open_handle(handle: Handle) -> Lease:
         tensor_event("tensors received", handle)
-        if tree.store is None or puller is None:
-            return handle.open(tree.store)
-        return open_or_pull(handle, tree.store, puller)
+        if cluster.store is None or puller is None:
+            return handle.open(cluster.store)
+        return open_or_pull(handle, cluster.store, puller)
 
     if config.simulated is not None:
-        await_rendezvous(tree, me)
+        await_rendezvous(cluster, me)
         return SimulatedRunner(config.simulated, config.max_num_seqs, open_handle=open_handle)
     # Torch reads these when it is loaded. Threads of a product that wait for each other spin for about as long as it
     # takes to wake a thread, then yield their processor to the core and the servers, which prepare the next step.
@@ -76,7 +76,7 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
     from penstock.engine.worker.tensor_parallel import TPGroup
 
     device = config.device_of(me.group, me.index)
-    ranks = TPGroup(me.index, config.tensor_parallel_size, await_rendezvous(tree, me), device)
+    ranks = TPGroup(me.index, config.tensor_parallel_size, await_rendezvous(cluster, me), device)
     return ModelRunner(
         config.model,
         slots=config.max_num_seqs,
@@ -93,19 +93,19 @@ def device_of(tree: Cluster, me: ProcessId) -> Device:
         processes=len(config.ranks) * config.data_parallel_size,
         end_ids=config.end_ids,
         recorder=recorder_of(config),
-        encoder=encoder_options_of(tree),
+        encoder=encoder_options_of(cluster),
         takes_embeds=config.enable_prompt_embeds,
     )
 
 
-def await_rendezvous(tree: Cluster, me: ProcessId) -> Rendezvous | None:
+def await_rendezvous(cluster: Cluster, me: ProcessId) -> Rendezvous | None:
     """Returns where the ranks meet. On a node that has workers only, blocks until the group's link to the home node has
     brought the port."""
-    config = tree.config
+    config = cluster.config
     if config.has_cores:
-        return tree.rendezvous
+        return cluster.rendezvous
     assert config.nodes is not None, "a node without cores is one of several"
-    row = StatusBoard(tree.board).row(me.group)
+    row = StatusBoard(cluster.board).row(me.group)
     while not (port := row[StatusBoard.RENDEZVOUS]):
         time.sleep(AGAIN)
     return Rendezvous(config.nodes.address, port, None)
@@ -131,14 +131,14 @@ def open_or_pull(handle: Handle, store: Store, puller: Puller) -> Lease:
             raise Missing(f"a value of the home node has not come: {error}") from error
 
 
-def encoder_options_of(tree: Cluster) -> EncoderOptions:
+def encoder_options_of(cluster: Cluster) -> EncoderOptions:
     from penstock.engine.worker.encoding_exchange import EncoderOptions
 
-    config = tree.config
+    config = cluster.config
     # Half of a step's time: the other half is left to encode what another engine has not.
     return EncoderOptions(
         config.encoder_tp_mode,
-        tree.encodings,
+        cluster.encodings,
         config.encoder_cache_nbytes,
         timeout=config.step_timeout / 2,
     )
@@ -158,17 +158,17 @@ def recorder_of(config: EngineConfig) -> GraphRecorder | None:
 
 
 class Worker:
-    def __init__(self, tree: Cluster, me: ProcessId, device: Device) -> None:
-        config, group = tree.config, tree.groups[me.group]
+    def __init__(self, cluster: Cluster, me: ProcessId, device: Device) -> None:
+        config, group = cluster.config, cluster.groups[me.group]
         self._me = me
         self._device = device
         self._flights: deque[tuple[Step, PendingStep]] = deque()
         self._timeout = config.step_timeout
-        self._row = StatusBoard(tree.board, writable=True).row(me.group)
+        self._row = StatusBoard(cluster.board, writable=True).row(me.group)
         self._meter = DeviceStats(device) if me.index == 0 else None
         name = str(me)
-        self._steps = group.steps.open_receiver(tree.steps_receiver(me.index), name=name)
-        self._inbox = group.inbox.open_sender(tree.worker_lane(me.index), name=name)
+        self._steps = group.steps.open_receiver(cluster.steps_receiver(me.index), name=name)
+        self._inbox = group.inbox.open_sender(cluster.worker_lane(me.index), name=name)
         self._results = group.results.open_sender(name=name) if me.index == 0 else None
         ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt, device.model)
         retry_past_stale_deaths(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
@@ -179,7 +179,7 @@ class Worker:
             return
         if not isinstance(first, Begin):
             raise RuntimeError(f"expected Begin as the core's first message, got {type(first).__name__}")
-        self._schedule = BatchState(first.slots, first.blocks, first.block_size, config.max_blocks_per_request)
+        self._batch = BatchState(first.slots, first.blocks, first.block_size, config.max_blocks_per_request)
         self._sequence = SequenceCheck()
         self._sequence.begin(first)
 
@@ -206,11 +206,11 @@ class Worker:
             return None
         self._sequence.check(step)  # else the cache would not hold what the core believes
         assert isinstance(step, Step), "Begin is the first message, and has been received"
-        self._schedule.apply(step)
+        self._batch.apply(step)
         began = time.monotonic_ns()
-        self._flights.append((step, self._device.launch(self._schedule, step)))
+        self._flights.append((step, self._device.launch(self._batch, step)))
         if self._meter is not None:
-            self._meter.launched(self._schedule, step, began)
+            self._meter.launched(self._batch, step, began)
         return None
 
     def _patience(self) -> float | None:
@@ -218,7 +218,7 @@ class Worker:
         if not self._flights:
             return None
         done_at = self._flights[0][1].done_at
-        return LOOK_AGAIN if done_at is None else max(0.0, done_at - time.monotonic())
+        return FLIGHT_POLL_S if done_at is None else max(0.0, done_at - time.monotonic())
 
     def _answer(self) -> None:
         step, flight = self._flights.popleft()
@@ -259,19 +259,19 @@ class DeviceStats:
         self.busy_ns = self.idle_ns = 0
         self.computed = self.sampled = 0
 
-    def launched(self, schedule: BatchState, step: Step, began: int) -> None:
-        """`schedule` has just applied the step; at `began` it was handed to the device."""
-        rows = schedule.rows.size
+    def launched(self, batch: BatchState, step: Step, began: int) -> None:
+        """`batch` has just applied the step; at `began` it was handed to the device."""
+        rows = batch.rows.size
         if self._is_awaited and rows and not self._begun:
             self.idle_ns += began - self._free_at
         self._is_awaited = rows > 0
         self._begun.append(began if rows else None)
         joined = 0 if step.joined is None else step.joined.slots.size
         joined += 0 if step.resumed is None else step.resumed.slots.size
-        tokens = rows if step.advances is None else int(schedule.counts.sum())
+        tokens = rows if step.advances is None else int(batch.counts.sum())
         # A row that samples computes one token of its answer, and all other tokens of the step are of prompts. But a
         # row that has joined samples for the first time with the last token of its prompt.
-        self.computed += tokens - schedule.sampled.size + joined
+        self.computed += tokens - batch.sampled.size + joined
 
     def done(self, sampled: SamplerOutput, now: int) -> None:
         """Counts the result of the oldest step in flight."""

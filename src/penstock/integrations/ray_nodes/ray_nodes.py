@@ -23,7 +23,7 @@ from ray.exceptions import RayError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-LOOK_AGAIN = 1.0  # seconds between two looks at all nodes
+NODES_POLL_S = 1.0  # seconds between two looks at all nodes
 RESTART_PAUSE = 2.0  # seconds after the end of a node, before it is started again
 KEEPER = "penstock.integrations.ray_serve.engine_keeper"
 LOGGER = logging.getLogger("penstock.ray_nodes")
@@ -85,7 +85,7 @@ class RayNodes:
             if now >= due:
                 del self._due[index]
                 self._start(index)
-        done, _ = ray.wait(list(self._running), timeout=LOOK_AGAIN) if self._running else ([], [])
+        done, _ = ray.wait(list(self._running), timeout=NODES_POLL_S) if self._running else ([], [])
         for ended in done:
             index = self._running.pop(ended)
             try:

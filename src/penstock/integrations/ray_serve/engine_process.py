@@ -20,7 +20,7 @@ from penstock.server.status.server_info import ServerInfo
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 
 T = TypeVar("T")
-LOOK_AGAIN = 0.05  # seconds between two reads of the board, while the engine starts
+BOARD_POLL_S = 0.05  # seconds between two reads of the board, while the engine starts
 STOP_TIMEOUT = 10.0  # seconds that a launcher takes at most after its open requests, with some to spare
 KILL_TIMEOUT = 5.0  # seconds until a process that gets SIGKILL has ended, with all of its memory
 
@@ -89,7 +89,7 @@ class EngineProcess:
         while not self.ended.done():
             if (url := self._serving_url(self._launcher.result())) is not None:
                 return url
-            await asyncio.wait({self.ended}, timeout=LOOK_AGAIN)
+            await asyncio.wait({self.ended}, timeout=BOARD_POLL_S)
         raise EngineEnded(f"the engine of this replica has not started: {self.ended.result()}")
 
     def _serving_url(self, pid: int) -> str | None:

@@ -23,8 +23,8 @@ class EventStream:
         """Returns whether an event may follow: no event is cut."""
         return self._is_event_stream and self._last == END_OF_EVENT
 
-    def add(self, piece: bytes) -> None:
-        self._last = (self._last + piece)[-len(END_OF_EVENT) :]
+    def add(self, chunk: bytes) -> None:
+        self._last = (self._last + chunk)[-len(END_OF_EVENT) :]
 
     async def fail(self, reason: str, send: Send) -> None:
         """Ends the stream with an event that has the error."""

@@ -100,8 +100,8 @@ class Forwarder:
             response = await self._request(scope, body)
             try:
                 await answer.begin(response, scope)
-                async for piece in response.content.iter_any():
-                    await answer.send(piece)
+                async for chunk in response.content.iter_any():
+                    await answer.send(chunk)
             except BaseException:
                 response.close()  # the engine aborts the request when its connection ends
                 raise
@@ -122,7 +122,7 @@ class Forwarder:
     async def _request(self, scope: Scope, body: _Body) -> aiohttp.ClientResponse:
         first = await body.receive_first()
         is_short = body.is_complete and len(first) <= SHORT_NBYTES
-        data = (first or None) if is_short else body.pieces()
+        data = (first or None) if is_short else body.chunks()
         headers = [(_text(name), _text(value)) for name, value in scope["headers"] if name not in NOT_FORWARDED]
         url = URL(self._url + _target(scope), encoded=True)
         return await self._session.request(scope["method"], url, headers=headers, data=data, allow_redirects=False)
@@ -146,7 +146,7 @@ class _Body:
         self._first = await self._next()
         return self._first
 
-    async def pieces(self) -> AsyncIterator[bytes]:
+    async def chunks(self) -> AsyncIterator[bytes]:
         """Yields the whole body. Raises ClientLeft."""
         yield self._first
         while not self.is_complete:
@@ -160,8 +160,8 @@ class _Body:
             raise ClientLeft
         if not message.get("more_body", False):
             self._complete.set()
-        piece: bytes = message.get("body", b"")
-        return piece
+        chunk: bytes = message.get("body", b"")
+        return chunk
 
     async def drop_rest(self, timeout: float, nbytes: int) -> None:
         """Reads what the engine did not want of a body it has refused, up to so many seconds and bytes."""
@@ -196,10 +196,10 @@ class _Answer:
         self.has_begun, self._stream = True, EventStream(start)
         await self._send(start)
 
-    async def send(self, piece: bytes) -> None:
+    async def send(self, chunk: bytes) -> None:
         assert self._stream is not None, "the answer has begun"
-        self._stream.add(piece)
-        await self._send(_body(piece, more_body=True))
+        self._stream.add(chunk)
+        await self._send(_body(chunk, more_body=True))
 
     async def end(self) -> None:
         await self._send(_body(b"", more_body=False))
@@ -212,8 +212,8 @@ class _Answer:
         return True
 
 
-def _body(piece: bytes, *, more_body: bool) -> Message:
-    return {"type": "http.response.body", "body": piece, "more_body": more_body}
+def _body(chunk: bytes, *, more_body: bool) -> Message:
+    return {"type": "http.response.body", "body": chunk, "more_body": more_body}
 
 
 async def _refuse(reason: str, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 from penstock import Lease, MemoryExhausted, Missing, Store
 
 ROOM_TIMEOUT = 1.0  # seconds
-LOOK_AGAIN = 0.02  # seconds, of a sender that waits for room
+ROOM_POLL_S = 0.02  # seconds, of a sender that waits for room
 LOST_TIMEOUT = 60.0  # seconds from sending until a tensor that no receiver has opened is given up for its room
 
 
@@ -48,7 +48,7 @@ class SentTensors:
         self.release_received()
         while True:
             try:
-                lease = self.store.put([tensor], key=key, timeout=LOOK_AGAIN)
+                lease = self.store.put([tensor], key=key, timeout=ROOM_POLL_S)
                 break
             except MemoryExhausted:
                 if tensor.nbytes > self.store.nbytes or time.monotonic() > deadline:

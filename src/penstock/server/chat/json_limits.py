@@ -12,7 +12,7 @@ from penstock.server.errors import ApiError
 MAX_NBYTES = 8 << 20  # besides long images and embeddings: two million tokens of text
 MAX_THINGS = 1 << 16  # strings (names, too), lists and objects: a message of one text is five of them
 MAX_VALUES = 1 << 19  # of any kind, but for the first of each list or object: ids, mostly
-PIECE = 64 << 10
+CHUNK = 64 << 10
 
 
 def check_json_size(body: bytes | bytearray) -> None:
@@ -22,12 +22,12 @@ def check_json_size(body: bytes | bytearray) -> None:
         raise ApiError(413, f"a body has at most {MAX_NBYTES} bytes besides {besides}, this one has more")
     quotes = opened = commas = at = 0
     while at < len(body):
-        piece = body[at : at + PIECE]
-        if len(piece) == PIECE and (len(piece) - len(piece.rstrip(b"\\"))) % 2:  # what is escaped by it comes next
-            piece = piece[:-1]
-        at += len(piece)
+        chunk = body[at : at + CHUNK]
+        if len(chunk) == CHUNK and (len(chunk) - len(chunk.rstrip(b"\\"))) % 2:  # what is escaped by it comes next
+            chunk = chunk[:-1]
+        at += len(chunk)
         # Without quotation marks that end nothing; a backslash that is left stands before something else.
-        parts = piece.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
+        parts = chunk.replace(b"\\\\", b"").replace(b'\\"', b"").split(b'"')
         outside = b"".join(parts[quotes % 2 :: 2])  # of strings
         quotes += len(parts) - 1
         opened += outside.count(b"[") + outside.count(b"{")

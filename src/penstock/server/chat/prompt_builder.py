@@ -105,13 +105,13 @@ class PromptBuilder:
     def __init__(
         self,
         config: EngineConfig,
-        words: Tokenizer,
+        tokenizer: Tokenizer,
         media: MediaPrompts | None = None,
         embeds: EmbedsPrompts | None = None,
     ) -> None:
         """`media`: None where the model takes text alone; `embeds`: None where prompts may not be embeddings."""
         self._config = config
-        self.words = words
+        self.tokenizer = tokenizer
         self._media = media
         self._embeds = embeds
         self._threads = ThreadPoolExecutor(THREADS, thread_name_prefix="prompts")
@@ -138,7 +138,7 @@ class PromptBuilder:
             where, _, kind = conversation.media[0]
             message = f"expected text, got {kind.described} at $.{where}: this model takes none"
             raise ApiError(400, message, param=where)
-        work = functools.partial(self.words.chat, conversation.messages, is_answered, options)
+        work = functools.partial(self.tokenizer.chat, conversation.messages, is_answered, options)
         text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
         if not conversation.media or self._media is None:
             return Prompt(await self.ids(text, add_special, limit))
@@ -167,22 +167,22 @@ class PromptBuilder:
         if not isinstance(prompt, str):
             # Ids beyond the limit need no check: the prompt is refused for its length.
             looked_at = prompt if limit is None else prompt[: limit.tokens + 1]
-            if looked_at and max(looked_at) >= self.words.vocab_size:
-                message = f"expected ids below {self.words.vocab_size}, got {max(looked_at)} at $.prompt"
+            if looked_at and max(looked_at) >= self.tokenizer.vocab_size:
+                message = f"expected ids below {self.tokenizer.vocab_size}, got {max(looked_at)} at $.prompt"
                 raise ApiError(400, message, param="prompt")
             return prompt
         if len(prompt) <= LONG:
-            return self.words.encode(prompt, add_special)
+            return self.tokenizer.encode(prompt, add_special)
         if limit is not None:
-            tokens = await self.in_a_thread(lambda: self.words.min_tokens(prompt))
+            tokens = await self.in_a_thread(lambda: self.tokenizer.min_tokens(prompt))
             if tokens > limit.tokens:
                 raise context_length_exceeded(self._config.max_model_len, tokens, limit, at_least=True)
-        return await self.in_a_thread(lambda: self.words.encode(prompt, add_special))
+        return await self.in_a_thread(lambda: self.tokenizer.encode(prompt, add_special))
 
     async def vocabulary(self) -> Vocabulary:
         """Returns the texts of all ids, loaded at the first request with log-probabilities."""
         if self._vocabulary is None:
-            make = functools.partial(load_vocabulary, self._config, self.words.tokenizer)
+            make = functools.partial(load_vocabulary, self._config, self.tokenizer.tokenizer)
             self._vocabulary = asyncio.ensure_future(self.in_a_thread(make))
         return await asyncio.shield(self._vocabulary)
 

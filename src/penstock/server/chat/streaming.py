@@ -94,9 +94,9 @@ class LatencyRecorder:
         self._times: dict[tuple[OutputStream, int], _Times] = {}  # by sample of a stream
         self._ended: Counter[OutputStream] = Counter()  # samples of each stream
 
-    def piece(self, stream: OutputStream, piece: OutputChunk) -> None:
-        now, many = time.monotonic(), len(piece.ids)
-        key = stream, piece.sample
+    def chunk(self, stream: OutputStream, chunk: OutputChunk) -> None:
+        now, many = time.monotonic(), len(chunk.ids)
+        key = stream, chunk.sample
         times = self._times.get(key)
         if times is not None and many:
             times.engine.count_tokens(many)
@@ -109,12 +109,12 @@ class LatencyRecorder:
             engine.count_tokens(many)
             engine.first_token.add(now - self._began)
             engine[Served.PROMPT_TOKENS] += stream.prompt_tokens
-        if piece.reason is not None:
+        if chunk.reason is not None:
             engine = self._row.engines[stream.group]
             self._ended[stream] += 1
             engine.request.add(now - self._began)
             engine.per_output_token.add(times.mean if times is not None else 0.0)
-            engine.finish(piece.reason.name.lower())
+            engine.finish(chunk.reason.name.lower())
 
     @contextlib.contextmanager
     def watching(self, batch: RequestStreams) -> Iterator[None]:
@@ -166,16 +166,16 @@ class RequestStreams:
         for scope in self._scopes:
             scope.release()
 
-    async def pieces(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
+    async def chunks(self) -> AsyncGenerator[tuple[int, OutputChunk], None]:
         """Yields the number of a prompt and a chunk of its answer. Aborts all streams when it ends, however it ends.
 
         Raises EngineError.
         """
-        if len(self._submits) == 1:  # as most requests are: each piece goes through one generator less
+        if len(self._submits) == 1:  # as most requests are: each chunk goes through one generator less
             async with await self._submits[0]() as stream:
                 self.streams[0] = stream
-                async for piece in stream:
-                    yield 0, piece
+                async for chunk in stream:
+                    yield 0, chunk
             return
         queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]] = asyncio.Queue(1)
         pumps = [asyncio.ensure_future(self._pump(prompt, queue)) for prompt in range(len(self._submits))]
@@ -197,14 +197,14 @@ class RequestStreams:
     async def _answer(self, prompt: int) -> AsyncGenerator[OutputChunk, None]:
         async with self._room, await self._submits[prompt]() as stream:
             self.streams[prompt] = stream
-            async for piece in stream:
-                yield piece
+            async for chunk in stream:
+                yield chunk
 
     async def _pump(self, prompt: int, queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]]) -> None:
         try:
-            async with contextlib.aclosing(self._answer(prompt)) as pieces:
-                async for piece in pieces:
-                    await queue.put((prompt, piece))
+            async with contextlib.aclosing(self._answer(prompt)) as chunks:
+                async for chunk in chunks:
+                    await queue.put((prompt, chunk))
             await queue.put((prompt, None))
         except Exception as error:
             await queue.put((prompt, error))
@@ -212,19 +212,19 @@ class RequestStreams:
 
 # ── as it comes ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class SSEResponse:
-    """An answer of complete SSE lines. An engine error before the first piece is raised; a later one is an event.
+    """An answer of complete SSE lines. An engine error before the first chunk is raised; a later one is an event.
 
     A client that reads slowly holds up its own answer only: the stream keeps what it has not taken, up to a bound.
     """
 
     def __init__(
-        self, batch: RequestStreams, head: bytes, includes_usage: bool, pace: LatencyRecorder, request_id: str
+        self, batch: RequestStreams, head: bytes, includes_usage: bool, latency: LatencyRecorder, request_id: str
     ) -> None:
         self.status_code = 200  # for the counters: an error after the head was sent changes it
         self._batch = batch
         self._head = head
         self._includes_usage = includes_usage
-        self._pace = pace
+        self._latency = latency
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,15 +238,15 @@ class SSEResponse:
         """Sends all events but the last one, which it returns."""
         has_begun = False
         try:
-            with self._pace.watching(self._batch):
-                async with contextlib.aclosing(self._batch.pieces()) as pieces:
-                    async for prompt, piece in pieces:
-                        self._pace.piece(self._batch.streams[prompt], piece)
+            with self._latency.watching(self._batch):
+                async with contextlib.aclosing(self._batch.chunks()) as chunks:
+                    async for prompt, chunk in chunks:
+                        self._latency.chunk(self._batch.streams[prompt], chunk)
                         if not has_begun:
                             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                             has_begun = True
-                        if piece.utf8:
-                            await send({"type": "http.response.body", "body": piece.utf8, "more_body": True})
+                        if chunk.utf8:
+                            await send({"type": "http.response.body", "body": chunk.utf8, "more_body": True})
         except EngineError as error:
             if not has_begun:
                 raise
@@ -269,14 +269,14 @@ class StreamedChoice:
         self.reason: FinishReason | None = None
         self.stop: int | str | None = None
 
-    def add(self, piece: OutputChunk) -> None:
-        if piece.logprobs is not None:
-            self._logprobs += [(self._length, row) for row in likely(piece.logprobs)]
-        text = piece.text
+    def add(self, chunk: OutputChunk) -> None:
+        if chunk.logprobs is not None:
+            self._logprobs += [(self._length, row) for row in likely(chunk.logprobs)]
+        text = chunk.text
         self._texts.append(text)
         self._length += len(text)
-        if piece.reason is not None:
-            self.reason, self.stop = piece.reason, piece.stop
+        if chunk.reason is not None:
+            self.reason, self.stop = chunk.reason, chunk.stop
 
     def _finish(self) -> dict[str, Any]:
         return {"finish_reason": self.reason and self.reason.name.lower(), "stop_reason": self.stop}
@@ -294,7 +294,11 @@ class StreamedChoice:
         content = []
         for _, row in self._logprobs:
             first, *others = (
-                {"token": _shown(vocabulary, token_id), "logprob": value, "bytes": list(vocabulary.piece(token_id))}
+                {
+                    "token": _shown(vocabulary, token_id),
+                    "logprob": value,
+                    "bytes": list(vocabulary.token_bytes(token_id)),
+                }
                 for token_id, value in row
             )
             content.append({**first, "top_logprobs": others})
@@ -314,7 +318,7 @@ class StreamedChoice:
 
 
 def _shown(vocabulary: Vocabulary, token_id: int) -> str:
-    return vocabulary.piece(token_id).decode(errors="replace")
+    return vocabulary.token_bytes(token_id).decode(errors="replace")
 
 
 def likely(logprobs: Logprobs) -> Iterator[list[tuple[int, float]]]:
@@ -329,12 +333,12 @@ def likely(logprobs: Logprobs) -> Iterator[list[tuple[int, float]]]:
         at += count
 
 
-async def collect(batch: RequestStreams, prompts: int, samples: int, pace: LatencyRecorder) -> list[StreamedChoice]:
+async def collect(batch: RequestStreams, prompts: int, samples: int, latency: LatencyRecorder) -> list[StreamedChoice]:
     """Returns the choices of all prompts, in order. Raises EngineError if one stays incomplete."""
     choices = [StreamedChoice() for _ in range(prompts * samples)]
-    with pace.watching(batch):
-        async with contextlib.aclosing(batch.pieces()) as pieces:
-            async for prompt, piece in pieces:
-                pace.piece(batch.streams[prompt], piece)
-                choices[prompt * samples + piece.sample].add(piece)
+    with latency.watching(batch):
+        async with contextlib.aclosing(batch.chunks()) as chunks:
+            async for prompt, chunk in chunks:
+                latency.chunk(batch.streams[prompt], chunk)
+                choices[prompt * samples + chunk.sample].add(chunk)
     return choices

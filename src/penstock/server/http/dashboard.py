@@ -31,7 +31,7 @@ HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Re
 
 
 class Dashboard:
-    """The dashboard of one server process, which reads its own segments: it has all of the tree open."""
+    """The dashboard of one server process, which reads its own segments: it has all of the cluster open."""
 
     def __init__(self) -> None:
         self._page = PAGE.read_bytes()

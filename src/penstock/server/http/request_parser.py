@@ -47,13 +47,13 @@ class RequestParser:
         """Raises ApiError for what is no request; nothing can be fed after it."""
         self._raw_nbytes += len(data)
         self._fed_nbytes = len(data)
-        pieces: list[bytes | memoryview] = [data]
-        while pieces:
-            piece = pieces.pop()
+        chunks: list[bytes | memoryview] = [data]
+        while chunks:
+            chunk = chunks.pop()
             try:
-                self._parser.feed_data(piece)
+                self._parser.feed_data(chunk)
             except httptools.HttpParserUpgrade as offer:
-                pieces += memoryview(piece)[offer.args[0] :], self._head_without_offer()
+                chunks += memoryview(chunk)[offer.args[0] :], self._head_without_offer()
             except httptools.HttpParserError as error:
                 raise self._refusal or ApiError(400, f"expected a request of HTTP/1.1: {error}") from None
         if self.is_in_message and self._raw_nbytes > MAX_BESIDES_NBYTES + (1 + FRAMING) * self.body_nbytes:

@@ -14,12 +14,12 @@ from typing import BinaryIO
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from penstock.engine.client.image_processor import ImageRefused
-from penstock.server.base64_text import base64_pieces, decode_base64, decoded_nbytes
+from penstock.server.base64_text import base64_chunks, decode_base64, decoded_nbytes
 from penstock.server.media.media_kind import IMAGE, MediaKind
 from penstock.server.videos.video_file import HEAD
 
 LONGEST_HEAD = 256  # characters, before the comma of a data URL
-PIECE = 1 << 20  # bytes of a file that are copied at a time
+CHUNK = 1 << 20  # bytes of a file that are copied at a time
 BAD_BASE64 = "the data of the URL is not base64"
 
 
@@ -36,19 +36,19 @@ def read(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
 
 
 def copy(url: str, max_nbytes: int, folders: Sequence[Path], kind: MediaKind, write: Callable[[bytes], object]) -> None:
-    """Writes what `read` would return for this kind, in pieces, so that only one of them is in memory besides."""
+    """Writes what `read` would return for this kind, in chunks, so that only one of them is in memory besides."""
     if _is_file(url, kind):
         with _open_file(url, max_nbytes, folders, kind) as file:
             left = max_nbytes
-            while piece := file.read(min(PIECE, left)):
-                write(piece)
-                left -= len(piece)
+            while chunk := file.read(min(CHUNK, left)):
+                write(chunk)
+                left -= len(chunk)
         return
     head = b""
     with _base64_errors():
-        for piece in base64_pieces(url, _data_begin(url, max_nbytes, kind)):
-            head = head or piece[:HEAD]
-            write(piece)
+        for chunk in base64_chunks(url, _data_begin(url, max_nbytes, kind)):
+            head = head or chunk[:HEAD]
+            write(chunk)
     _require_format(url, head, kind)
 
 

@@ -10,7 +10,7 @@ import time
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 
-LOOK_AGAIN = 0.05  # seconds between two reads of the board
+BOARD_POLL_S = 0.05  # seconds between two reads of the board
 BEGIN_TIMEOUT = 10.0  # seconds until the launcher has begun
 
 
@@ -82,15 +82,15 @@ def _watch(reader: SnapshotReader, board: StatusBoard, pid: int, timeout: float)
             return _fail(f"process {pid} has begun no migration within {BEGIN_TIMEOUT:g} s", 1)
         if now - start > timeout:
             return _fail(f"not all groups serve again within {timeout:g} s", 1)
-        time.sleep(LOOK_AGAIN)
+        time.sleep(BOARD_POLL_S)
 
 
 def _counts(board: StatusBoard) -> tuple[int, int, int]:
-    tree = board.tree
+    cluster = board.cluster
     return (
-        tree[StatusBoard.MIGRATIONS_BEGUN],
-        tree[StatusBoard.MIGRATIONS_ENDED],
-        tree[StatusBoard.MIGRATIONS_FAILED],
+        cluster[StatusBoard.MIGRATIONS_BEGUN],
+        cluster[StatusBoard.MIGRATIONS_ENDED],
+        cluster[StatusBoard.MIGRATIONS_FAILED],
     )
 
 

@@ -17,7 +17,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
 from penstock.tools.inspect.segments import harmless
 
-NAME = "notice"
+NAME = "server_info"
 
 
 class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,7 +36,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def publish(config: EngineConfig, options: ServerOptions, url: str) -> lowlevel.Segment:
-        notice = ServerInfo(
+        server_info = ServerInfo(
             version=penstock.__version__,
             pid=os.getpid(),
             name=served_name(config, options),
@@ -48,7 +48,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
             is_simulated=config.simulated is not None,
             groups_per_node=config.data_parallel_size,
         )
-        encoded = msgspec.json.encode(notice)
+        encoded = msgspec.json.encode(server_info)
         page = lowlevel.Segment.create(len(encoded), name=NAME)
         page.view(writable=True)[:] = encoded
         return page

@@ -123,7 +123,7 @@ class ServerView(msgspec.Struct, frozen=True):
 class ServerSnapshot(msgspec.Struct, frozen=True):
     at: float  # seconds on the clock of that machine, which only goes forward
     time: float  # seconds since 1970
-    notice: ServerInfo
+    server_info: ServerInfo
     is_draining: bool
     shared_nbytes: int  # memory of all segments, which is there once, however many processes have it
     processes: tuple[ProcessView, ...]

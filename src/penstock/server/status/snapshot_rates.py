@@ -61,7 +61,7 @@ class View(msgspec.Struct, frozen=True):
     @classmethod
     def after(cls, before: ServerSnapshot | None, moment: ServerSnapshot, max_seconds: float) -> View:
         """`max_seconds`: between the two snapshots, above which there are no rates."""
-        if before is None or before.notice != moment.notice or not 0 < moment.at - before.at <= max_seconds:
+        if before is None or before.server_info != moment.server_info or not 0 < moment.at - before.at <= max_seconds:
             return cls(moment, None)
         return cls(moment, rates_of(before, moment))
 

@@ -115,22 +115,22 @@ class SnapshotReader:
             raise NoServer(f"process {self._pid} cannot be looked into: {error}") from None
 
     def _moment(self) -> ServerSnapshot:
-        notice_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
-        notice = ServerInfo.read(notice_page)
-        servers = sum(member.kind == "server" for member in notice.processes)
+        server_info_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
+        server_info = ServerInfo.read(server_info_page)
+        servers = sum(member.kind == "server" for member in server_info.processes)
         board, tally = StatusBoard(board_page), ServerCounters(tally_page, servers)
         segments = [snapshot_of(self._pid, number, place) for number, place in self._others]
         return ServerSnapshot(
             at=time.monotonic(),
             time=time.time(),
-            notice=notice,
+            server_info=server_info,
             is_draining=board.is_draining,
             shared_nbytes=self._raw_nbytes + sum(segment["claimed_nbytes"] for segment in segments),
-            processes=tuple(_processes(notice, board, tally)),
+            processes=tuple(_processes(server_info, board, tally)),
             channels=tuple(_channel(segment) for segment in segments if "senders" in segment),
             stores=tuple(_store(segment) for segment in segments if "store" in segment),
             groups=tuple(
-                _group(notice.node_of(number), row, [server.engines[number].migration for server in tally.rows])
+                _group(server_info.node_of(number), row, [server.engines[number].migration for server in tally.rows])
                 for number, row in enumerate(board.rows)
             ),
             servers=tuple(map(_server, tally.rows)),
@@ -145,12 +145,12 @@ def _start_of(pid: int) -> int:
 
 
 # ── processes ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) -> Iterator[ProcessView]:
+def _processes(server_info: ServerInfo, board: StatusBoard, tally: ServerCounters) -> Iterator[ProcessView]:
     rows, is_draining = board.rows, board.is_draining
     yield _process(
-        ProcessId("launcher", 0, 0, 1), 0, ProcessEntry(1, notice.pid), "draining" if is_draining else "serves"
+        ProcessId("launcher", 0, 0, 1), 0, ProcessEntry(1, server_info.pid), "draining" if is_draining else "serves"
     )
-    for member, life in zip(notice.processes, board.members, strict=True):
+    for member, life in zip(server_info.processes, board.members, strict=True):
         if member.kind == "server":
             row = tally.rows[member.index]
             serves = row[ProcessCounters.SERVING] == 1 and row[ProcessCounters.PID] == life.pid
@@ -158,7 +158,7 @@ def _processes(notice: ServerInfo, board: StatusBoard, tally: ServerCounters) ->
             group = rows[member.group]
             is_absent = member.kind == "output" and group[StatusBoard.ABSENT_OUTPUTS] >> member.index & 1
             serves = group[StatusBoard.SERVING] == life.incarnation and not is_absent
-        node = {"bridge": notice.node_of(member.group), "remote_ranks": member.index}.get(member.kind, 0)
+        node = {"bridge": server_info.node_of(member.group), "remote_ranks": member.index}.get(member.kind, 0)
         yield _process(member, node, life, "draining" if is_draining else "serves" if serves else "starting")
 
 

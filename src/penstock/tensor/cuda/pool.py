@@ -34,7 +34,7 @@ from penstock.memory.segment import Shareable, attached_segment, fitting, short,
 from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, driver_of
 from penstock.tensor.cuda.order import NEVER, wait_for
 
-LOOK_AGAIN = 0.05  # seconds; of a take() that waits for room, and must see to its own slices in flight
+ROOM_POLL_S = 0.05  # seconds; of a take() that waits for room, and must see to its own slices in flight
 SHARE_TIMEOUT = 30.0  # seconds, for the device to finish what it writes
 ALIGN = 512  # of slices: what the device's own allocator gives, and vector loads may rely on
 
@@ -242,7 +242,7 @@ class CudaPool(Shareable):
             driver.in_flight.poll()
             left = None if deadline is None else max(deadline - time.monotonic(), 0.0)
             try:
-                lease = self.books.take(room, LOOK_AGAIN if left is None else min(left, LOOK_AGAIN))
+                lease = self.books.take(room, ROOM_POLL_S if left is None else min(left, ROOM_POLL_S))
             except MemoryExhausted:
                 if room > self.nbytes or left == 0:
                     raise

@@ -42,9 +42,9 @@ def servers_here() -> dict[int, ServerInfo]:
         try:
             for number, place in descriptors_of(pid):
                 if os.readlink(f"/proc/{pid}/fd/{number}").startswith(LINK):
-                    notice = ServerInfo.read(page_at(pid, number, place))
-                    if notice.pid == pid:  # the launcher: its other processes have the page open, too
-                        servers[pid] = notice
+                    server_info = ServerInfo.read(page_at(pid, number, place))
+                    if server_info.pid == pid:  # the launcher: its other processes have the page open, too
+                        servers[pid] = server_info
         except (OSError, PenstockError, msgspec.DecodeError):
             continue  # not ours, gone, or of another version
     return servers
@@ -55,7 +55,7 @@ def choose(target: int | str | None, among: dict[int, ServerInfo]) -> int:
     if isinstance(target, int):
         meant = [pid for pid in among if pid == target]
     else:
-        meant = [pid for pid, notice in among.items() if target in (None, notice.name, notice.url)]
+        meant = [pid for pid, server_info in among.items() if target in (None, server_info.name, server_info.url)]
     if len(meant) == 1:
         return meant[0]
     which = "" if target is None else f" {target!r}"
@@ -89,7 +89,7 @@ class LocalSource:
 
     def _again(self) -> SnapshotReader:
         assert self._before is not None, "a server that is searched again has had a snapshot"
-        url = self._before.notice.url
+        url = self._before.server_info.url
         return SnapshotReader(choose(url, {pid: server for pid, server in servers_here().items() if server.url == url}))
 
 

@@ -79,11 +79,13 @@ def drawn(view: View, history: History, console: Console, gone: str = "", keys: 
 
 # ── above the tables ─────────────────────────────────────────────────────────────────────────────────────────────────
 def head(moment: ServerSnapshot, width: int, gone: str) -> Text:
-    notice = moment.notice
+    server_info = moment.server_info
     line = Text(no_wrap=True, overflow="ellipsis")
-    line.append(f" {notice.name} ", style="bold reverse")
-    line.append(f"  {notice.url}   pid {notice.pid}   up {in_seconds((moment.time - notice.started) * 1e9)}")
-    line.append(f"   penstock {notice.version}", style=DIM)
+    line.append(f" {server_info.name} ", style="bold reverse")
+    line.append(
+        f"  {server_info.url}   pid {server_info.pid}   up {in_seconds((moment.time - server_info.started) * 1e9)}"
+    )
+    line.append(f"   penstock {server_info.version}", style=DIM)
     if gone:
         line.append(f"   GONE: {gone.splitlines()[0]}", style="bold red")
     elif moment.is_draining:

@@ -38,7 +38,7 @@ def submitted(prompt: int = 1, *, failures: int = 0, delivered: int = 0, account
 # ── groups ──
 def test_suspect_runs_in_the_group_that_failed_last_alone() -> None:
     scene = Scene()
-    scene.board.tree[StatusBoard.TRIAL_GROUP] = 1 + 1
+    scene.board.cluster[StatusBoard.TRIAL_GROUP] = 1 + 1
     assert scene.groups(submitted(failures=1, delivered=CONFINED_TOKENS - 1), SERVING) == {1}
     assert scene.groups(submitted(failures=SUSPECT, delivered=CONFINED_TOKENS), SERVING) == {1}
     assert scene.groups(submitted(failures=1, delivered=CONFINED_TOKENS), SERVING) == {0, 1, 2}
@@ -47,7 +47,7 @@ def test_suspect_runs_in_the_group_that_failed_last_alone() -> None:
 def test_suspect_waits_for_its_group_unless_the_starts_of_the_group_fail() -> None:
     scene, suspect, others = Scene(), submitted(failures=1), {0: 1, 2: 1}
     assert scene.groups(suspect, others) == {0, 2}, "no group has failed"
-    scene.board.tree[StatusBoard.TRIAL_GROUP] = 1 + 1
+    scene.board.cluster[StatusBoard.TRIAL_GROUP] = 1 + 1
     assert scene.groups(suspect, others) == set()
     scene.board.row(1)[StatusBoard.FAILED_STARTS] = 1
     assert scene.groups(suspect, others) == {0, 2}
@@ -60,7 +60,7 @@ def test_request_avoids_groups_with_suspects_while_another_serves() -> None:
     scene, request = Scene(), submitted()
     assert scene.groups(request, SERVING) == {0, 1, 2}
     scene.board.row(0)[StatusBoard.SUSPECTS] = 1
-    scene.board.tree[StatusBoard.TRIAL_GROUP] = 1 + 1
+    scene.board.cluster[StatusBoard.TRIAL_GROUP] = 1 + 1
     assert scene.groups(request, SERVING) == {1, 2}
     assert scene.groups(request, SERVING, has_confined=True) == {2}
     assert scene.groups(request, {0: 1}, has_confined=True) == {0}, "no other group serves"

@@ -89,10 +89,10 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
 
 def test_log_probabilities_of_equal_number_are_cut_too() -> None:
     values = np.arange(6, dtype=np.float32)
-    pieces = list(
+    chunks = list(
         split_delta(Delta(2, ints(1, 2, 0, 0, 7, 8), b"", logprobs=Logprobs(ints(*range(6)), values, ints(4, 5))))
     )
-    cut = [piece.logprobs for _, piece in pieces]
+    cut = [chunk.logprobs for _, chunk in chunks]
     assert [one.ids.tolist() for one in cut if one] == [[0, 1, 2], [3, 4, 5]]
     assert [one.ranks.tolist() for one in cut if one] == [[4], [5]]
 
@@ -102,9 +102,9 @@ def test_row_beside_one_with_log_probabilities_has_none() -> None:
     values = np.arange(2, dtype=np.float32)
     numbers = ints(1, 2, 3, 0, 0, 0, 7, 8)
     logprobs = Logprobs(ints(8, 9), values, ints(0, 1), ints(0, 2))
-    pieces = [piece for _, piece in split_delta(Delta(3, numbers, b"", slots(1, 1, 0), logprobs=logprobs))]
-    assert [piece.logprobs is None for piece in pieces] == [True, False, True]
-    assert pieces[1].logprobs is not None and pieces[1].logprobs.ids.tolist() == [8, 9]
+    chunks = [chunk for _, chunk in split_delta(Delta(3, numbers, b"", slots(1, 1, 0), logprobs=logprobs))]
+    assert [chunk.logprobs is None for chunk in chunks] == [True, False, True]
+    assert chunks[1].logprobs is not None and chunks[1].logprobs.ids.tolist() == [8, 9]
 
 
 # ── a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -130,7 +130,7 @@ async def test_pieces_that_nobody_has_taken_become_one_for_each_sample() -> None
         stream.add(OutputChunk(sample, text, [len(text)], end))
     stream.add(OutputChunk(0, b"d", [9], FinishReason.LENGTH, None, 3))
     assert [(one.text, one.ids, one.reason) for one in [await anext(stream)]] == [("ab", [1, 1], None)]
-    rest = [piece async for piece in stream]
+    rest = [chunk async for chunk in stream]
     assert rest[-1].reason == FinishReason.LENGTH and stream.cached_tokens == 3
     assert stream.is_over and stream.completion_tokens == 5
 
@@ -141,7 +141,7 @@ async def test_unread_chunks_are_joined_also_beside_a_request_with_log_probabili
     logprobs = Logprobs(ints(8, 9), np.zeros(2, np.float32), ints(0, 1), ints(0, 2))
     for token in (65, 66):
         delta = Delta(2, ints(1, 2, 1, 1, token, 8), bytes([token, 90]), logprobs=logprobs)
-        stream.add(next(piece for request, piece in split_delta(delta) if request == 1))
+        stream.add(next(chunk for request, chunk in split_delta(delta) if request == 1))
     assert (await anext(stream)).ids == [65, 66]
 
 

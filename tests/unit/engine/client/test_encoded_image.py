@@ -104,8 +104,8 @@ def in_many_chunks(raw: bytes) -> bytes:
     begin = raw.index(b"IDAT") - 4
     (length,) = struct.unpack_from(">I", raw, begin)
     data = raw[begin + 8 : begin + 8 + length]
-    pieces = b"".join(chunk(b"IDAT", data[at : at + 10]) for at in range(0, length, 10))
-    return raw[:begin] + pieces + chunk(b"IEND")
+    chunks = b"".join(chunk(b"IDAT", data[at : at + 10]) for at in range(0, length, 10))
+    return raw[:begin] + chunks + chunk(b"IEND")
 
 
 @pytest.mark.parametrize("name", FILES)

@@ -45,12 +45,12 @@ SILENCE = 0.15  # seconds in which nothing may come; a group that serves no more
 class Group:
     """The other ends of a client's channels: of the group's core, and of its output processor."""
 
-    def __init__(self, tree: Cluster, group: int) -> None:
-        self.inbox = tree.groups[group].inbox.open_receiver(name=f"core {group}.0 #1")
-        self.core = tree.servers[0].open_sender(tree.delta_lane(group), name=f"core {group}.0 #1")
-        self.output = tree.servers[0].open_sender(tree.delta_lane(group, 0), name=f"output {group}.0 #1")
-        self._board = StatusBoard(tree.board, writable=True)
-        self._verdicts = VerdictBoard(tree.verdicts, writable=True)
+    def __init__(self, cluster: Cluster, group: int) -> None:
+        self.inbox = cluster.groups[group].inbox.open_receiver(name=f"core {group}.0 #1")
+        self.core = cluster.servers[0].open_sender(cluster.delta_lane(group), name=f"core {group}.0 #1")
+        self.output = cluster.servers[0].open_sender(cluster.delta_lane(group, 0), name=f"output {group}.0 #1")
+        self._board = StatusBoard(cluster.board, writable=True)
+        self._verdicts = VerdictBoard(cluster.verdicts, writable=True)
         self._group = group
         self._tag = 0
         self.incarnation = 0
@@ -62,7 +62,7 @@ class Group:
         self._board.row(self._group)[StatusBoard.SERVING] = self.incarnation
 
     def stop_serving(self) -> None:
-        self._board.tree[StatusBoard.SERVED] = 1
+        self._board.cluster[StatusBoard.SERVED] = 1
         self._board.row(self._group)[StatusBoard.SERVING] = 0
 
     def judge(self, cause: Cause, in_flight: Sequence[tuple[int, int]] = (), *, is_trial: bool = False) -> None:
@@ -113,18 +113,20 @@ class Group:
 async def engine(groups: int = 1, **options: Any) -> AsyncIterator[tuple[list[Group], Client]]:
     """The groups, all of which serve, and a client of them."""
     config = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=groups, **options)
-    tree = Cluster.open(config)
-    others = [Group(tree, group) for group in range(groups)]
+    cluster = Cluster.open(config)
+    others = [Group(cluster, group) for group in range(groups)]
     try:
-        async with Client(tree, 0) as client:
+        async with Client(cluster, 0) as client:
             yield others, client
     finally:
         for other in others:
             other.close()
-        if tree.store is not None:
-            assert not [item for item in tree.store.stats().items if item.holders], "an image is held after its request"
-            tree.store.close()
-        tree.close()
+        if cluster.store is not None:
+            assert not [item for item in cluster.store.stats().items if item.holders], (
+                "an image is held after its request"
+            )
+            cluster.store.close()
+        cluster.close()
 
 
 def in_a_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -167,7 +169,7 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 async def read(stream: OutputStream) -> list[int]:
-    return [token for piece in [piece async for piece in stream] for token in piece.ids]
+    return [token for chunk in [chunk async for chunk in stream] for token in chunk.ids]
 
 
 async def error_of(stream: OutputStream) -> EngineError:
@@ -208,8 +210,8 @@ async def test_answer_goes_on_after_its_ids_when_the_group_serves_again() -> Non
         assert second.request != first.request
         group.answer(first.request, [90], FinishReason.STOP)  # late, of the group that was lost
         group.answer(second.request, [68], FinishReason.LENGTH)
-        pieces = [piece async for piece in stream]
-        assert b"".join(piece.utf8 for piece in pieces) == b"ABCD" and pieces[-1].reason == FinishReason.LENGTH
+        chunks = [chunk async for chunk in stream]
+        assert b"".join(chunk.utf8 for chunk in chunks) == b"ABCD" and chunks[-1].reason == FinishReason.LENGTH
         assert stream.completion_tokens == 4 and client.open_requests == 0
         assert client.counters[0][MigrationCounters.WAITING] == 0
 
@@ -383,8 +385,8 @@ async def test_samples_that_are_over_are_not_run_again() -> None:
         for sample in (1, 2):
             group.answer(again.request, [70 + sample], FinishReason.STOP, sample=sample)
         answers: list[list[int]] = [[], [], []]
-        async for piece in stream:
-            answers[piece.sample] += piece.ids
+        async for chunk in stream:
+            answers[chunk.sample] += chunk.ids
         assert answers == [[66, 67], [71], [65, 72]]
 
 
@@ -679,7 +681,7 @@ def test_new_request_is_refused_at_once_where_no_request_is_kept_and_while_the_f
     async def scene() -> None:
         async with engine(migration_limit=limit) as ([group], client):
             group.stop_serving()
-            group._board.tree[StatusBoard.SERVED] = int(has_served)
+            group._board.cluster[StatusBoard.SERVED] = int(has_served)
             with pytest.raises(EngineError, match="no group of the engine serves now"):
                 await asyncio.wait_for(client.submit([1]), PATIENCE)
 
@@ -934,7 +936,7 @@ def test_kept_request_of_4000_tokens_takes_less_than_40_kilobytes() -> None:
         stream = OutputStream(1, 0, 1, 2000, 1, None, submitted)
         for token in range(2000):
             stream.add(OutputChunk(0, b"", [1000 + token]))
-            stream._pieces.clear()  # as its reader does
+            stream._chunks.clear()  # as its reader does
         return stream
 
     nbytes = []

@@ -24,7 +24,7 @@ def one_thread() -> Iterator[tuple[FairThreadPool, threading.Event]]:
 
 
 def order(*owners: str) -> list[str]:
-    """In which their pieces are done that all came while the only thread was busy."""
+    """In which their chunks are done that all came while the only thread was busy."""
     done: list[str] = []
 
     async def run() -> None:

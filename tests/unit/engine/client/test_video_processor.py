@@ -79,9 +79,9 @@ def test_a_long_video_is_processed_in_pieces_that_fit_together(tmp_path: Path, m
         whole = processed(CASES[number], tmp_path)
         with monkeypatch.context() as patched:
             patched.setattr(video_processor, "CHUNK_NBYTES", 1)
-            pieces = processed(CASES[number], tmp_path)
-        assert pieces.keys() == whole.keys()
-        assert all(np.array_equal(pieces[name], whole[name]) for name in whole)
+            chunks = processed(CASES[number], tmp_path)
+        assert chunks.keys() == whole.keys()
+        assert all(np.array_equal(chunks[name], whole[name]) for name in whole)
 
 
 @pytest.mark.parametrize("number", [0, 5, 8])

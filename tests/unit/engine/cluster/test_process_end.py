@@ -44,7 +44,7 @@ def fork_and_fault() -> None:
 def run(segment: lowlevel.Segment, end: Callable[[], None] | None) -> None:
     board = StatusBoard(segment, writable=True)
     board.record_fatal_signals(PLACE)
-    board.tree[StatusBoard.DRAINING] = 1  # the test sends its signal
+    board.cluster[StatusBoard.DRAINING] = 1  # the test sends its signal
     if end is not None:
         end()
     while True:

@@ -1,4 +1,4 @@
-"""What the processes of a tree share: who has which end, what their names say, and what their logs do."""
+"""What the processes of a engine share: who has which end, what their names say, and what their logs do."""
 
 import asyncio
 import contextlib
@@ -29,50 +29,50 @@ CONFIG = EngineConfig(
 
 
 def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() -> None:
-    tree = Cluster.open(CONFIG)
-    lanes = [*range(3), *map(tree.worker_lane, range(2)), *map(tree.output_lane, range(2)), tree.launcher_lane]
-    assert lanes == list(range(tree.groups[0].inbox.senders))
-    deltas = [tree.delta_lane(group, output) for group in range(2) for output in (None, 0, 1)]
-    assert deltas == list(range(tree.servers[0].senders - 1))
-    assert tree.groups[1].steps.receivers == 2 and len(tree.groups[1].tokens) == 2
-    tree.close()
+    cluster = Cluster.open(CONFIG)
+    lanes = [*range(3), *map(cluster.worker_lane, range(2)), *map(cluster.output_lane, range(2)), cluster.launcher_lane]
+    assert lanes == list(range(cluster.groups[0].inbox.senders))
+    deltas = [cluster.delta_lane(group, output) for group in range(2) for output in (None, 0, 1)]
+    assert deltas == list(range(cluster.servers[0].senders - 1))
+    assert cluster.groups[1].steps.receivers == 2 and len(cluster.groups[1].tokens) == 2
+    cluster.close()
 
 
 def test_a_home_node_has_an_inbox_for_each_group_of_other_nodes_and_a_lane_for_its_answers() -> None:
     config = replace(CONFIG, nodes=Nodes(count=2, address="10.0.0.1"))
-    tree = Cluster.open(config)
-    assert [inbox.name for inbox in tree.inboxes] == [f"inbox {group}" for group in range(4)]
-    assert tree.inboxes[:2] == tuple(group.inbox for group in tree.groups) and len(tree.groups) == 2
-    deltas = [tree.delta_lane(group, output) for group in range(4) for output in (None, 0, 1)]
-    assert deltas == list(range(tree.servers[0].senders - 1))
+    cluster = Cluster.open(config)
+    assert [inbox.name for inbox in cluster.inboxes] == [f"inbox {group}" for group in range(4)]
+    assert cluster.inboxes[:2] == tuple(group.inbox for group in cluster.groups) and len(cluster.groups) == 2
+    deltas = [cluster.delta_lane(group, output) for group in range(4) for output in (None, 0, 1)]
+    assert deltas == list(range(cluster.servers[0].senders - 1))
     bridges = [member for member in all_processes(config) if member.kind == "bridge"]
     assert bridges == [ProcessId("bridge", group, 0, 1) for group in (2, 3)]
-    assert len(StatusBoard(tree.board).rows) == 4
-    tree.close()
+    assert len(StatusBoard(cluster.board).rows) == 4
+    cluster.close()
 
 
 def test_a_node_without_servers_has_inboxes_for_the_servers_of_each_of_its_groups() -> None:
     config = replace(CONFIG, nodes=Nodes(count=2, rank=1, address="10.0.0.1"))
-    tree = Cluster.open(config)
-    assert tree.inboxes == tuple(group.inbox for group in tree.groups)
-    first, second = tree.servers_of(0), tree.servers_of(1)
+    cluster = Cluster.open(config)
+    assert cluster.inboxes == tuple(group.inbox for group in cluster.groups)
+    first, second = cluster.servers_of(0), cluster.servers_of(1)
     assert len(first) == len(second) == 3 and not set(map(id, first)) & set(map(id, second))
     for group in range(2):
-        lanes = [tree.delta_lane(group, output) for output in (None, 0, 1)]
+        lanes = [cluster.delta_lane(group, output) for output in (None, 0, 1)]
         assert lanes == list(range(first[0].senders - 1))
     kinds = [member.kind for member in all_processes(config)]
     assert kinds.count("uplink") == 2 and "server" not in kinds
-    tree.close()
+    cluster.close()
 
 
 def test_each_rank_over_nodes_has_a_lane_at_home_and_each_other_node_one_receiver_of_steps() -> None:
     at_home = Nodes(count=2, address="10.0.0.1", tensor_parallel_over_nodes=True)
     config = replace(CONFIG, tensor_parallel_size=4, nodes=at_home)
-    tree, other = Cluster.open(config), Cluster.open(replace(config, nodes=replace(at_home, rank=1)))
-    lanes = [*range(3), *map(tree.worker_lane, range(4)), *map(tree.output_lane, range(2)), tree.launcher_lane]
-    assert lanes == list(range(tree.groups[0].inbox.senders))
-    receivers = [*map(tree.steps_receiver, tree.config.ranks), tree.remote_steps_receiver(1)]
-    assert receivers == list(range(tree.groups[0].steps.receivers)) == [0, 1, 2]
+    engine, other = Cluster.open(config), Cluster.open(replace(config, nodes=replace(at_home, rank=1)))
+    lanes = [*range(3), *map(engine.worker_lane, range(4)), *map(engine.output_lane, range(2)), engine.launcher_lane]
+    assert lanes == list(range(engine.groups[0].inbox.senders))
+    receivers = [*map(engine.steps_receiver, engine.config.ranks), engine.remote_steps_receiver(1)]
+    assert receivers == list(range(engine.groups[0].steps.receivers)) == [0, 1, 2]
     assert (
         [other.worker_lane(rank) for rank in other.config.ranks]
         == [0, 1]
@@ -81,8 +81,8 @@ def test_each_rank_over_nodes_has_a_lane_at_home_and_each_other_node_one_receive
     assert [other.steps_receiver(rank) for rank in other.config.ranks] == list(range(other.groups[0].steps.receivers))
     kinds = [(member.kind, member.index) for member in all_processes(other.config) if member.group == 0]
     assert kinds == [("remote_core", 0), ("worker", 2), ("worker", 3)]
-    assert ProcessId("remote_ranks", 0, 1, 1) in all_processes(tree.config) and not other.servers
-    tree.close()
+    assert ProcessId("remote_ranks", 0, 1, 1) in all_processes(engine.config) and not other.servers
+    engine.close()
     other.close()
 
 
@@ -194,24 +194,27 @@ def test_a_model_that_is_not_there_is_refused() -> None:
 
 
 def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_not_fail() -> None:
-    tree = Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
-    with contextlib.closing(tree), tree.groups[0].inbox.open_sender(tree.launcher_lane, name="launcher") as launcher:
-        core = EngineCore(tree, ProcessId("core", 0, 0, 1))
-        launcher.send(Stop("the tree ends"), 1)
+    cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
+    with (
+        contextlib.closing(cluster),
+        cluster.groups[0].inbox.open_sender(cluster.launcher_lane, name="launcher") as launcher,
+    ):
+        core = EngineCore(cluster, ProcessId("core", 0, 0, 1))
+        launcher.send(Stop("the cluster ends"), 1)
         core.start()
         core.run()
-        assert StatusBoard(tree.board).row(0)[StatusBoard.SERVING] == 0
+        assert StatusBoard(cluster.board).row(0)[StatusBoard.SERVING] == 0
         core.close()
 
 
 # ── ended while it loads ─────────────────────────────────────────────────────────────────────────────────────────────
-def load(tree: Cluster, me: ProcessId) -> None:
+def load(cluster: Cluster, me: ProcessId) -> None:
     """A worker whose model takes long."""
     time.sleep(600)
 
 
 class Loading(Launcher):
-    """A tree whose groups do not serve, but for the first `served` of them."""
+    """A engine whose groups do not serve, but for the first `served` of them."""
 
     def __init__(self, config: EngineConfig, served: int = 0) -> None:
         self._to_serve = served

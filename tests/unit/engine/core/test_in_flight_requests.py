@@ -42,10 +42,10 @@ def step(*, left: tuple[int, ...] = (), preempted: tuple[int, ...] = (), resumed
 
 
 class Scene:
-    def __init__(self, tree: Cluster) -> None:
+    def __init__(self, cluster: Cluster) -> None:
         self.undelivered: list[tuple[int, int]] = []
-        self.requests = InFlightRequests(tree, ProcessId("core", 0, 0, 1), 4, lambda: self.undelivered)
-        self.board = VerdictBoard(tree.verdicts, writable=True)
+        self.requests = InFlightRequests(cluster, ProcessId("core", 0, 0, 1), 4, lambda: self.undelivered)
+        self.board = VerdictBoard(cluster.verdicts, writable=True)
         self.board.write_cause(0, 1, Cause.ITSELF)
 
     def listed(self) -> set[tuple[int, int]]:
@@ -56,8 +56,8 @@ class Scene:
 
 @contextmanager
 def playing() -> Iterator[Scene]:
-    with closing(Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_num_seqs=4))) as tree:
-        yield Scene(tree)
+    with closing(Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_num_seqs=4))) as cluster:
+        yield Scene(cluster)
 
 
 def test_list_has_the_requests_of_all_steps_in_flight() -> None:

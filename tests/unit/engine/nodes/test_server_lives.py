@@ -19,35 +19,35 @@ PLACE = next(
 @contextlib.contextmanager
 def status_board(process: ProcessEntry) -> Iterator[tuple[Cluster, StatusBoard]]:
     """`process`: that of server 1, when the link begins."""
-    tree = Cluster.open(CONFIG)
-    board = StatusBoard(tree.board, writable=True)
+    cluster = Cluster.open(CONFIG)
+    board = StatusBoard(cluster.board, writable=True)
     board.live(PLACE, process)
-    yield tree, board
+    yield cluster, board
     board.close()
-    tree.close()
+    cluster.close()
 
 
 @pytest.mark.parametrize(
     ("name", "is_new"), [("server 0.1 #2", True), ("server 0.1 #3", True), ("server 0.1 #1", False)]
 )
 def test_a_death_is_new_if_the_server_has_lived_since(name: str, is_new: bool) -> None:
-    with status_board(ProcessEntry(2, 4711)) as (tree, board):
-        assert ServerLives(tree.config, board).is_new_death(1, name) is is_new
+    with status_board(ProcessEntry(2, 4711)) as (cluster, board):
+        assert ServerLives(cluster.config, board).is_new_death(1, name) is is_new
 
 
 def test_a_death_before_the_link_is_not_new() -> None:
-    with status_board(ProcessEntry(2, 0)) as (tree, board):
-        assert not ServerLives(tree.config, board).is_new_death(1, "server 0.1 #2")
+    with status_board(ProcessEntry(2, 0)) as (cluster, board):
+        assert not ServerLives(cluster.config, board).is_new_death(1, "server 0.1 #2")
 
 
 def test_a_death_without_a_name_is_new_if_the_server_has_a_successor_since() -> None:
-    with status_board(ProcessEntry(2, 4711)) as (tree, board):
-        lives = ServerLives(tree.config, board)
+    with status_board(ProcessEntry(2, 4711)) as (cluster, board):
+        lives = ServerLives(cluster.config, board)
         assert not lives.is_new_death(1, "?")
         board.live(PLACE, ProcessEntry(3, 4712))
         assert lives.is_new_death(1, "?")
 
 
 def test_the_death_of_the_launcher_ends_no_link() -> None:
-    with status_board(ProcessEntry(2, 4711)) as (tree, board):
-        assert not ServerLives(tree.config, board).is_new_death(tree.launcher_lane, "launcher")
+    with status_board(ProcessEntry(2, 4711)) as (cluster, board):
+        assert not ServerLives(cluster.config, board).is_new_death(cluster.launcher_lane, "launcher")

@@ -137,7 +137,7 @@ def test_the_tables_tell_what_an_id_is_alone_and_quoted() -> None:
     assert [vocabulary.texts[row] for row in rows] == [b'"', b"", b"</s>", b"", b"", b""]
     assert vocabulary.quoted[rows[0]] == b'\\"'
     assert vocabulary.is_whole[rows].all()
-    assert vocabulary.piece(1 << 30) == vocabulary.piece(-1) == b""
+    assert vocabulary.token_bytes(1 << 30) == vocabulary.token_bytes(-1) == b""
 
 
 # ── stop strings ──

@@ -29,7 +29,7 @@ VALUES = [0.0, -0.0, -3.0, -0.5, -1e-5, -123456.7, -9999.5, float("-inf"), float
 
 
 def shown(one: int) -> bytes:
-    return VOCABULARY.piece(one)
+    return VOCABULARY.token_bytes(one)
 
 
 def chat_plainly(ids: list[int], values: list[float]) -> bytes:

@@ -42,15 +42,15 @@ WORDS = Vocabulary([b"a", b"b"])
 class Scene:
     """The core sends, and each sample that starts has the next slot."""
 
-    def __init__(self, tree: Cluster, held: contextlib.ExitStack) -> None:
-        group = tree.groups[0]
+    def __init__(self, cluster: Cluster, held: contextlib.ExitStack) -> None:
+        group = cluster.groups[0]
         self.inbox: Receiver = held.enter_context(group.inbox.open_receiver(name="core 0.0 #1"))
         self.tokens: Sender = held.enter_context(group.tokens[0].open_sender(name="core 0.0 #1"))
         self.servers = [
             held.enter_context(one.open_receiver(name=f"server 0.{number} #1"))
-            for number, one in enumerate(tree.servers)
+            for number, one in enumerate(cluster.servers)
         ]
-        self.output = an_output(tree)
+        self.output = an_output(cluster)
         assert self.inbox.receive(1) == OutputReady(0, 1, 0)
         held.callback(self.output.close)
         self.slots = 0
@@ -73,21 +73,21 @@ class Scene:
 
 @contextlib.contextmanager
 def laid() -> Iterator[Cluster]:
-    tree = Cluster.open(
+    cluster = Cluster.open(
         EngineConfig(simulated=SimulatedDevice(), api_server_count=2, max_num_seqs=8, block_size=4, step_timeout=1.0)
     )
-    with contextlib.closing(tree):
-        yield tree
+    with contextlib.closing(cluster):
+        yield cluster
 
 
 @contextlib.contextmanager
 def playing() -> Iterator[Scene]:
-    with laid() as tree, contextlib.ExitStack() as held:
-        yield Scene(tree, held)
+    with laid() as cluster, contextlib.ExitStack() as held:
+        yield Scene(cluster, held)
 
 
-def an_output(tree: Cluster) -> OutputProcessor:
-    return OutputProcessor(tree, ProcessId("output", 0, 0, 1), WORDS)
+def an_output(cluster: Cluster) -> OutputProcessor:
+    return OutputProcessor(cluster, ProcessId("output", 0, 0, 1), WORDS)
 
 
 def turns(of: OutputProcessor) -> None:
@@ -189,9 +189,9 @@ def test_all_that_comes_before_the_stop_of_the_core_is_answered() -> None:
 
 
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def core(tree: Cluster, words: Connection) -> None:
+def core(cluster: Cluster, words: Connection) -> None:
     """Sends a message, and lives on."""
-    with tree.groups[0].tokens[0].open_sender(name="core 0.0 #1") as tokens:
+    with cluster.groups[0].tokens[0].open_sender(name="core 0.0 #1") as tokens:
         tokens.send(Tokens(np.zeros(0, np.int32)), 5)
         words.send("sent")
         words.recv()
@@ -200,9 +200,9 @@ def core(tree: Cluster, words: Connection) -> None:
 def test_the_death_of_the_core_is_told_within_a_tenth_of_a_second() -> None:
     def measure() -> float:
         ours, theirs = multiprocessing.Pipe()
-        with laid() as tree, closing(an_output(tree)) as mine, spawn(core, tree, theirs) as process:
+        with laid() as cluster, closing(an_output(cluster)) as mine, spawn(core, cluster, theirs) as process:
             assert ours.recv() == "sent"
-            channel = tree.groups[0].tokens[0]
+            channel = cluster.groups[0].tokens[0]
             with thread(lambda: turns(mine)) as turning:
                 eventually(lambda: channel.snapshot()["receivers"][0]["waiting_ns"])
                 process.kill()

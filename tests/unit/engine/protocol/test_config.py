@@ -1,4 +1,4 @@
-"""What a tree is told: every option is checked where it enters."""
+"""What a cluster is told: every option is checked where it enters."""
 
 from typing import Any
 

@@ -12,8 +12,8 @@ pytest.importorskip("starlette")
 
 from penstock.server.chat import json_limits, request_schema
 from penstock.server.chat.data_urls import BEGIN_NBYTES, LONG, extract_data_urls
-from penstock.server.chat.data_urls import PIECE as SEARCHED
-from penstock.server.chat.json_limits import MAX_NBYTES, MAX_THINGS, MAX_VALUES, PIECE, check_json_size
+from penstock.server.chat.data_urls import CHUNK as SEARCHED
+from penstock.server.chat.json_limits import CHUNK, MAX_NBYTES, MAX_THINGS, MAX_VALUES, check_json_size
 from penstock.server.chat.request_schema import ChatRequest, CompletionRequest, decoded
 from penstock.server.embeds.embeds_file import NPY, ZIP
 from penstock.server.errors import ApiError
@@ -118,7 +118,7 @@ def test_what_is_counted_is_what_a_decoder_finds(seed: int, monkeypatch: pytest.
     for _ in range(200):
         said = some(4)
         body = json.dumps(said, ensure_ascii=chance.random() < 0.5).encode()
-        monkeypatch.setattr(json_limits, "PIECE", chance.randrange(2, 20))
+        monkeypatch.setattr(json_limits, "CHUNK", chance.randrange(2, 20))
         monkeypatch.setattr(json_limits, "MAX_THINGS", things_in(said))
         monkeypatch.setattr(json_limits, "MAX_VALUES", values_in(said))
         check_json_size(body)
@@ -128,7 +128,7 @@ def test_what_is_counted_is_what_a_decoder_finds(seed: int, monkeypatch: pytest.
                 check_json_size(body)
 
 
-@pytest.mark.parametrize("body", [b"\\" * (3 * PIECE + 1), b'"' + b"\\" * (2 * PIECE), b'{"a":"\\', b"\\"])
+@pytest.mark.parametrize("body", [b"\\" * (3 * CHUNK + 1), b'"' + b"\\" * (2 * CHUNK), b'{"a":"\\', b"\\"])
 def test_what_is_no_json_is_counted_too(body: bytes) -> None:
     check_json_size(body)
 

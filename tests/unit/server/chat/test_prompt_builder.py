@@ -92,7 +92,9 @@ def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeyp
         with contextlib.closing(PromptBuilder(config, build_tokenizer(config))) as reader:
             monkeypatch.setattr(model_dir, "load_tokenizer", pytest.fail)
             found = await reader.vocabulary()
-            assert b"".join(map(found.piece, await reader.ids("a red circle", add_special=False))) == b"a red circle"
+            assert (
+                b"".join(map(found.token_bytes, await reader.ids("a red circle", add_special=False))) == b"a red circle"
+            )
 
     asyncio.run(scene())
 

@@ -60,13 +60,13 @@ class Connection:
 
 
 def answer(
-    *pieces: OutputChunk, error: EngineError | None = None, samples: int = 1
+    *chunks: OutputChunk, error: EngineError | None = None, samples: int = 1
 ) -> tuple[OutputStream, list[OutputStream]]:
     aborted: list[OutputStream] = []
     stream = OutputStream(1, 0, 1, 5, samples)
     stream.begin(aborted.append, None)
-    for piece in pieces:
-        stream.add(piece)
+    for chunk in chunks:
+        stream.add(chunk)
     if error is not None:
         stream.fail(error)
     return stream, aborted
@@ -209,12 +209,12 @@ async def test_when_one_prompt_fails_the_others_are_aborted() -> None:
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @in_a_loop
 async def test_pieces_are_gathered_by_sample() -> None:
-    pieces = (
+    chunks = (
         OutputChunk(1, b"b", [2]),
         OutputChunk(0, "é".encode(), [1], FinishReason.STOP, "x"),
         OutputChunk(1, b"c", [3], FinishReason.LENGTH),
     )
-    stream, _ = answer(*pieces, samples=2)
+    stream, _ = answer(*chunks, samples=2)
     first, second = await collect(batch_of(stream), 1, 2, LatencyRecorder(row(), 0.0))
     said = first.of_chat(0, None)
     assert said["message"] == {"role": "assistant", "content": "é"} and said["logprobs"] is None
@@ -243,12 +243,12 @@ def test_log_probabilities_are_told_in_both_ways() -> None:
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
 def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
-    """One stream of two samples, begun at 0, whose pieces are passed on at these times."""
+    """One stream of two samples, begun at 0, whose chunks are passed on at these times."""
     stream, row_of_it = OutputStream(1, 1, 1, 5, 2), row(engines=2)
-    pace = LatencyRecorder(row_of_it, 0.0)
-    for now, piece in steps:
+    latency = LatencyRecorder(row_of_it, 0.0)
+    for now, chunk in steps:
         with mock.patch("penstock.server.chat.streaming.time.monotonic", lambda now=now: now):
-            pace.piece(stream, piece)
+            latency.chunk(stream, chunk)
     assert sum(row_of_it.engines[0].first_token.counts) == 0, "the other engine has done nothing"
     return row_of_it.engines[1], stream
 
@@ -262,7 +262,7 @@ def test_times_are_counted_for_each_sequence() -> None:
         (2.0, OutputChunk(1, b"", [], FinishReason.LENGTH)),
     )
     assert (sum(engine.first_token.counts), engine.first_token.seconds) == (2, 0.75)
-    assert (sum(engine.inter_token.counts), engine.inter_token.seconds) == (4, 1.0)  # a token has its share of a piece
+    assert (sum(engine.inter_token.counts), engine.inter_token.seconds) == (4, 1.0)  # a token has its share of a chunk
     assert (sum(engine.per_output_token.counts), engine.per_output_token.seconds) == (2, 0.25)  # 0 for a single token
     assert (sum(engine.request.counts), engine.request.seconds) == (2, 3.25)
     assert (engine[Served.PROMPT_TOKENS], engine[Served.GENERATION_TOKENS]) == (10, 6)
@@ -282,11 +282,11 @@ def test_sequences_that_do_not_end_are_counted_by_what_ended_them(error: BaseExc
     stream, its = OutputStream(1, 0, 1, 5, 2), row()
     batch = batch_of(stream)
     batch.streams[0] = stream
-    pace = LatencyRecorder(its, 0.0)
+    latency = LatencyRecorder(its, 0.0)
 
     def scene() -> None:
-        with pace.watching(batch):
-            pace.piece(stream, OutputChunk(1, b"", [1], FinishReason.STOP))
+        with latency.watching(batch):
+            latency.chunk(stream, OutputChunk(1, b"", [1], FinishReason.STOP))
             raise error
 
     with pytest.raises(type(error)):

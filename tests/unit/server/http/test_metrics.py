@@ -77,7 +77,7 @@ OURS = {
 
 
 class Pages:
-    """The tally and the board of a tree that is not there."""
+    """The tally and the board of a server that is not there."""
 
     def __init__(self) -> None:
         self._tally, self._board = ServerCounters.create(SERVERS, ENGINES), StatusBoard.create(ENGINES)

@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.server import base64_text
-from penstock.server.base64_text import PIECE
+from penstock.server.base64_text import CHUNK
 from penstock.server.media import media_urls
 from penstock.server.media.media_kind import IMAGE
 from penstock.server.media.media_urls import file_nbytes, read
@@ -44,8 +44,8 @@ def test_a_data_url_carries_an_image_of_the_type_it_names(kind: str) -> None:
 
 
 def test_a_long_one_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert PIECE % 4 == 0
-    monkeypatch.setattr(base64_text, "PIECE", 8)
+    assert CHUNK % 4 == 0
+    monkeypatch.setattr(base64_text, "CHUNK", 8)
     for nbytes in range(20, 40):
         assert read(data_url(PNG[:nbytes]), MOST, []) == PNG[:nbytes]
     url = data_url(PNG)

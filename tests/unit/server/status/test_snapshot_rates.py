@@ -33,7 +33,7 @@ def zero(kind: type[Any], /, **numbers: Any) -> Any:
 
 
 def moment(at: float, **parts: Any) -> ServerSnapshot:
-    found: ServerSnapshot = zero(ServerSnapshot, at=at, notice=NOTICE, **parts)
+    found: ServerSnapshot = zero(ServerSnapshot, at=at, server_info=NOTICE, **parts)
     return found
 
 
@@ -119,7 +119,7 @@ def test_rates_are_of_the_same_server_and_of_now() -> None:
         (moment(9.0), True),
         (moment(1.0), False),  # too long ago
         (moment(10.0), False),
-        (msgspec.structs.replace(moment(9.0), notice=other), False),
+        (msgspec.structs.replace(moment(9.0), server_info=other), False),
     ):
         assert (View.after(before, moment(10.0), 5.0).rates is not None) == has_rates, before
 

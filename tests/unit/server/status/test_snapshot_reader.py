@@ -1,4 +1,4 @@
-"""Moments of a server, taken by others: of pages, channels and stores that are there, without a tree around them."""
+"""Moments of a server, taken by others: of pages, channels and stores that are there, without a server around them."""
 
 import gc
 import os
@@ -28,14 +28,14 @@ KEY = b"k" * 32
 
 
 class Laid:
-    """What a launcher has open: no process of the tree runs."""
+    """What a launcher has open: no process of the server runs."""
 
     def __init__(self, **options: object) -> None:
         config = EngineConfig(simulated=SimulatedDevice(), store_nbytes=1 << 20, **options)  # type: ignore[arg-type]
-        self.tree = Cluster.open(config)
+        self.cluster = Cluster.open(config)
         self.tally_page = ServerCounters.create(config.api_server_count, 2)
-        self.notice_page = ServerInfo.publish(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
-        self.board = StatusBoard(self.tree.board, writable=True)
+        self.server_info_page = ServerInfo.publish(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
+        self.board = StatusBoard(self.cluster.board, writable=True)
         self.tally = ServerCounters(self.tally_page, config.api_server_count, writable=True)
 
 
@@ -44,7 +44,7 @@ def laid() -> Iterator[Laid]:
     found = Laid(api_server_count=2, tensor_parallel_size=2)
     yield found
     found.board.close()
-    found.tree.close()
+    found.cluster.close()
     vars(found).clear()  # pytest holds the object until it has looked what is left
     gc.collect()
 
@@ -78,7 +78,7 @@ def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: La
     one = moment.servers[1]
     assert (one.open, one.answered, one.refused, one.first_pieces, one.first_seconds) == (5, 9, 2, 2, 0.5)
     assert (one.prompt_tokens, one.completion_tokens) == (30, 2)
-    assert moment.notice.url == URL and not moment.is_draining
+    assert moment.server_info.url == URL and not moment.is_draining
 
 
 def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
@@ -147,12 +147,12 @@ def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
 
 
 def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> None:
-    assert laid.tree.store is not None
+    assert laid.cluster.store is not None
     laid.board.live(1, ProcessEntry(1, os.getpid()))
     moment = SnapshotReader(os.getpid()).take()
     assert moment.processes[2].private_nbytes is not None and moment.processes[1].private_nbytes is None
     assert (
-        laid.tree.store.segment_nbytes + laid.tree.board.nbytes + laid.tally_page.nbytes
+        laid.cluster.store.segment_nbytes + laid.cluster.board.nbytes + laid.tally_page.nbytes
         < moment.shared_nbytes
         < 64 << 20
     )
@@ -175,11 +175,11 @@ def test_private_memory_is_without_what_others_may_map() -> None:
 
 
 def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: Laid) -> None:
-    assert laid.tree.store is not None
+    assert laid.cluster.store is not None
     before = {one.name: one for one in SnapshotReader(os.getpid()).take().channels}
     assert set(before) == {"inbox 0", "steps 0", "results 0", "tokens 0.0", "deltas 0", "deltas 1"}
-    group = laid.tree.groups[0]
-    with laid.tree.store.put({"x": b"y" * 5000}, key=KEY):
+    group = laid.cluster.groups[0]
+    with laid.cluster.store.put({"x": b"y" * 5000}, key=KEY):
         sender, receiver = group.inbox.open_sender(0, name="me"), group.inbox.open_receiver(name="core 0.0 #1")
         sender.send(Stop("x"))
         moment = SnapshotReader(os.getpid()).take()
@@ -195,7 +195,7 @@ def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: L
 
 def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
     def standing() -> tuple[list[str], int, int]:
-        peers = [one.name for group in laid.tree.groups for one in group.steps.peers()]
+        peers = [one.name for group in laid.cluster.groups for one in group.steps.peers()]
         return peers, len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("/memfd:penstock")
 
     watch = SnapshotReader(os.getpid())
@@ -207,7 +207,7 @@ def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
 
 
 def test_what_a_name_holds_is_printable(laid: Laid) -> None:
-    assert SnapshotReader(os.getpid()).take().notice.name == "a?[31mb"
+    assert SnapshotReader(os.getpid()).take().server_info.name == "a?[31mb"
 
 
 def test_the_server_of_this_machine_is_found_by_pid_name_and_url_and_by_nothing(laid: Laid) -> None:
@@ -233,10 +233,10 @@ def test_a_process_that_is_no_server_is_refused() -> None:
 def test_a_server_that_closes_its_pages_is_gone(laid: Laid) -> None:
     local = LocalSource(os.getpid(), 5.0)
     assert local.look().rates is None and local.look().rates is not None
-    del laid.notice_page
+    del laid.server_info_page
     gc.collect()
     for _ in range(2):  # it is looked for again
         with pytest.raises(NoServer):
             local.look()
-    laid.notice_page = ServerInfo.publish(laid.tree.config, ServerOptions(), URL)
+    laid.server_info_page = ServerInfo.publish(laid.cluster.config, ServerOptions(), URL)
     assert local.look().rates is None  # of another server, there are no rates yet
