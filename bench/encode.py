@@ -31,7 +31,7 @@ from bench.harness.targets import Target, conclude
 from bench.harness.turns import Outcome, in_turn
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.launcher import Launcher
+from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.protocol.config import ENCODER_MODES, EngineConfig
 from penstock.engine.protocol.messages import SamplingParams

@@ -16,7 +16,7 @@ from bench.engine_cases.trees import OURS, START, Bench, Way
 from bench.harness.figures import Figures
 from bench.harness.output import short
 from bench.harness.turns import Outcome, Turns
-from penstock.engine.launcher import ClusterFailed
+from penstock.engine.launcher.launcher import ClusterFailed
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import Style
 from penstock.errors import PenstockError

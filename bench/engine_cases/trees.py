@@ -17,7 +17,7 @@ from bench.engine_cases import spent
 from bench.impls import Unavailable
 from penstock.engine.cluster.logs import LOGGER
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import Launcher
+from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 
 OURS, IN_CORE, NO_OVERLAP, NEITHER = "penstock", "outputs-in-core", "no-overlap", "neither"

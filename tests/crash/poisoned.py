@@ -82,8 +82,8 @@ def hangs_late(cluster: Cluster, me: ProcessId) -> None:
 
 def output_raises(cluster: Cluster, me: ProcessId) -> None:
     """An output processor that fails with the first token of the poison."""
-    from penstock.engine.output.detokenizer import load_vocabulary
     from penstock.engine.output.output_processor import OutputProcessor
+    from penstock.engine.text.detokenizer import load_vocabulary
 
     output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     process = output._state.process
@@ -101,8 +101,8 @@ def output_raises(cluster: Cluster, me: ProcessId) -> None:
 
 def output_raises_at_the_end(cluster: Cluster, me: ProcessId) -> None:
     """An output processor that fails with the end of the poison: no step that the core sends from then on has it."""
-    from penstock.engine.output.detokenizer import load_vocabulary
     from penstock.engine.output.output_processor import OutputProcessor
+    from penstock.engine.text.detokenizer import load_vocabulary
 
     output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
     process, poison = output._state.process, set()
@@ -133,7 +133,7 @@ def core_raises_at_once(cluster: Cluster, me: ProcessId) -> None:
         return submit(self, message, *arguments)
 
     Scheduler.submit = submit_or_fail  # type: ignore[method-assign]
-    from penstock.engine.launcher import run_core
+    from penstock.engine.launcher.launcher import run_core
 
     run_core(cluster, me)
 
@@ -151,6 +151,6 @@ def core_raises(cluster: Cluster, me: ProcessId) -> None:
         return on_result(self, *arguments)
 
     Scheduler.on_result = on_result_or_fail  # type: ignore[method-assign]
-    from penstock.engine.launcher import run_core
+    from penstock.engine.launcher.launcher import run_core
 
     run_core(cluster, me)

@@ -19,7 +19,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import ClusterFailed, Launcher
+from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers

@@ -15,14 +15,14 @@ import penstock
 from penstock import Timeout
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
-from penstock.engine.cluster.back_off import BackOff
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import ClusterFailed, Launcher
+from penstock.engine.launcher.back_off import BackOff
+from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.output import output_processor
-from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Abort, SamplingParams, Submit
+from penstock.engine.text.detokenizer import load_vocabulary
 from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
 from tests import tiers

@@ -21,11 +21,11 @@ import pytest
 
 pytest.importorskip("httptools")
 
-from penstock.engine.cluster import back_off
 from penstock.engine.cluster.process import CannotStart, ChildProcess, starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher import ClusterFailed, Launcher
+from penstock.engine.launcher import back_off
+from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.engine.worker import worker
 from penstock.server.chat.response_schema import EngineHealth, HealthResponse

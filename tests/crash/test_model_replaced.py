@@ -18,7 +18,7 @@ pytest.importorskip("transformers")
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.launcher import Launcher
+from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers

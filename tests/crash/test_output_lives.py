@@ -19,8 +19,8 @@ from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, OUTPUT,
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.output import output_processor
-from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.text.detokenizer import load_vocabulary
 from tests import tiers
 from tests.crash.test_engine_failures import tree_with
 from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, prompt, running

@@ -13,7 +13,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
-from penstock.engine.launcher import Launcher
+from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 from penstock.tools.inspect import all_processes
 from tests import tiers

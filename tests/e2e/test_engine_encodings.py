@@ -16,7 +16,7 @@ from penstock import Store  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
 from penstock.engine.client.stream import EngineError  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher import Launcher  # noqa: E402
+from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402

@@ -12,7 +12,7 @@ pytest.importorskip("transformers")
 from penstock import Scope  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher import Launcher  # noqa: E402
+from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402

@@ -18,7 +18,7 @@ from penstock.engine.client.media_placeholders import MediaPlaceholders  # noqa:
 from penstock.engine.client.video_processor import ProcessedVideo, VideoProcessor  # noqa: E402
 from penstock.engine.client.video_settings import VideoInfo, VideoSettings  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher import Launcher  # noqa: E402
+from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from penstock.tensor import Scope  # noqa: E402

@@ -12,7 +12,7 @@ tokenizers = pytest.importorskip("tokenizers")
 from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.client.stream import EngineError  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher import Launcher  # noqa: E402
+from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402

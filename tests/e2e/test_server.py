@@ -20,7 +20,7 @@ openai = pytest.importorskip("openai")
 pytest.importorskip("httptools")
 
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher import STOP_TIMEOUT  # noqa: E402
+from penstock.engine.launcher.launcher import STOP_TIMEOUT  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.worker.simulated_device import TokenRule  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402

@@ -11,7 +11,6 @@ import numpy as np
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
-from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import (
@@ -26,6 +25,7 @@ from penstock.engine.protocol.messages import (
     Submit,
     Tokens,
 )
+from penstock.engine.text.detokenizer import Vocabulary
 
 EOS = 3
 MAX_MODEL_LEN = 64

@@ -3,7 +3,7 @@
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary
+from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary
 from tests import tiers
 
 LETTERS = st.text("abé€", min_size=0, max_size=24)

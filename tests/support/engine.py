@@ -15,8 +15,8 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.launcher import Launcher
-from penstock.engine.launcher import Run as RunServer
+from penstock.engine.launcher.launcher import Launcher
+from penstock.engine.launcher.launcher import Run as RunServer
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.worker.simulated_device import TokenRule

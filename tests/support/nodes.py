@@ -26,7 +26,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.launcher import Launcher
+from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.nodes.group_link import SECRET_VARIABLE
 from penstock.engine.protocol.config import EngineConfig, Nodes
 from penstock.server.server_launcher import run_headless

@@ -14,9 +14,9 @@ import msgspec
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster import logs
-from penstock.engine.launcher import ClusterFailed, Launcher
+from penstock.engine.launcher.launcher import ClusterFailed, Launcher
+from penstock.engine.launcher.preflight import require_startable
 from penstock.engine.model_dir import load_tokenizer, with_model_defaults
-from penstock.engine.preflight import require_startable
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
 

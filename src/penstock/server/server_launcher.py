@@ -1,6 +1,6 @@
 """`penstock serve`: starts the engine's processes and the API servers behind one socket, until a signal drains them.
 
-`engine.launcher` starts and restarts processes, and `server_process` is the main function of a server.
+`engine.launcher.launcher` starts and restarts processes, and `server_process` is the main function of a server.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ import socket
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.topology import ProcessId
-from penstock.engine.launcher import ClusterFailed, Launcher
+from penstock.engine.launcher.launcher import ClusterFailed, Launcher
+from penstock.engine.launcher.preflight import require_startable, require_tokenizer
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.nodes.group_link import node_secret, node_tls
-from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.options import ServerOptions
 from penstock.server.placed_nodes import PlacedNodes

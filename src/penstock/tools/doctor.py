@@ -26,8 +26,8 @@ import penstock
 from penstock import _native, lowlevel
 from penstock.engine.cluster.cuda_devices import cuda_devices, torch_build
 from penstock.engine.cluster.numa import node_of
+from penstock.engine.launcher.preflight import require_model, require_tokenizer
 from penstock.engine.model_dir import read_config, with_model_defaults
-from penstock.engine.preflight import require_model, require_tokenizer
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.installing import how_to_install
 from penstock.tools.format import in_seconds, in_units

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from penstock.engine.model_dir import with_model_defaults
-from penstock.engine.output.detokenizer import load_vocabulary
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.text.detokenizer import load_vocabulary
 from penstock.engine.worker.simulated_device import TokenRule
 
 

@@ -12,10 +12,10 @@ from itertools import chain
 import msgspec
 import numpy as np
 
-from penstock.engine.output.detokenizer import Vocabulary, json_escape
-from penstock.engine.output.sse_chunks import LEAST_LOGPROB, ChunkWriter
 from penstock.engine.protocol.columns import LogprobRows
 from penstock.engine.protocol.messages import Logprobs
+from penstock.engine.text.detokenizer import Vocabulary, json_escape
+from penstock.engine.text.sse_chunks import LEAST_LOGPROB, ChunkWriter
 
 MAX_READY = 1 << 15  # ids for which it stands ready, in some 10 MB: what is likely here is likely elsewhere
 ROW_END = b"\0"  # JSON writes it otherwise

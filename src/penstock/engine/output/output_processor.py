@@ -17,9 +17,9 @@ from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
-from penstock.engine.output.detokenizer import Vocabulary, load_vocabulary
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import Abort, Failed, OutputReady, Stop, Tokens
+from penstock.engine.text.detokenizer import Vocabulary, load_vocabulary
 
 
 def run(cluster: Cluster, me: ProcessId) -> OutputProcessor:

@@ -11,9 +11,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary, char_bloom, load_vocabulary
 from penstock.engine.output.logprobs_json import LogprobsWriter
-from penstock.engine.output.sse_chunks import MIDDLE, ChunkWriter
 from penstock.engine.protocol.columns import Index, LogprobRows
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
@@ -28,6 +26,8 @@ from penstock.engine.protocol.messages import (
     Started,
     Tokens,
 )
+from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, char_bloom, load_vocabulary
+from penstock.engine.text.sse_chunks import MIDDLE, ChunkWriter
 from penstock.errors import DecodeError
 
 NO_SLOTS: Index = np.zeros(0, np.intp)

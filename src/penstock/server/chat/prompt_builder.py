@@ -14,8 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol, TypeVar
 
 from penstock.engine.model_dir import load_tokenizer, read_config
-from penstock.engine.output.detokenizer import Vocabulary, load_vocabulary
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.text.detokenizer import Vocabulary, load_vocabulary
 from penstock.server.chat.chat_template import ChatTemplate, join_texts
 from penstock.server.chat.length_bound import length_bound
 from penstock.server.chat.request_schema import Conversation

@@ -18,9 +18,9 @@ from starlette.types import Receive, Scope, Send
 
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.cluster.logs import event
-from penstock.engine.output.detokenizer import Vocabulary
-from penstock.engine.output.sse_chunks import LEAST_LOGPROB
 from penstock.engine.protocol.messages import FinishReason, Logprobs
+from penstock.engine.text.detokenizer import Vocabulary
+from penstock.engine.text.sse_chunks import LEAST_LOGPROB
 from penstock.server.errors import ApiError, Gone
 from penstock.server.status.counters import ProcessCounters, Served
 from penstock.tensor import Scope as ImageScope

@@ -7,7 +7,7 @@ import pytest
 from penstock.engine import cli_args
 from penstock.engine.cluster import numa
 from penstock.engine.cluster.topology import Cluster
-from penstock.engine.preflight import require_startable
+from penstock.engine.launcher.preflight import require_startable
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 
 

@@ -18,7 +18,7 @@ from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes, retry_past_stale_deaths
 from penstock.engine.core.engine_core import EngineCore
-from penstock.engine.launcher import STOP_TIMEOUT, Launcher, Run
+from penstock.engine.launcher.launcher import STOP_TIMEOUT, Launcher, Run
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 from penstock.engine.protocol.messages import Stop

@@ -8,9 +8,9 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.protocol.messages import Logprobs
+from penstock.engine.text.detokenizer import Vocabulary
 
 PIECES = [
     b"a",

@@ -16,7 +16,6 @@ import pytest
 from penstock import PeerDied, Receiver, Sender, WouldBlock
 from penstock.engine.cluster import outbox
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import (
@@ -32,6 +31,7 @@ from penstock.engine.protocol.messages import (
     Style,
     Tokens,
 )
+from penstock.engine.text.detokenizer import Vocabulary
 from tests.conftest import eventually, spawn
 from tests.support.processes import soon, thread
 

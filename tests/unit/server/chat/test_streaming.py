@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
-from penstock.engine.output.detokenizer import Vocabulary
 from penstock.engine.protocol.messages import FinishReason, Logprobs
+from penstock.engine.text.detokenizer import Vocabulary
 from penstock.server.chat.streaming import (
     LatencyRecorder,
     RequestStreams,

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.output.detokenizer import StopStringFilter, Vocabulary, build_vocabulary
+from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, build_vocabulary
 
 tokenizers = pytest.importorskip("tokenizers")
 

@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.cluster.group_loss import GroupLoss
-from penstock.engine.cluster.oom_kills import count_oom_kills
 from penstock.engine.cluster.process_end import ProcessEnd
 from penstock.engine.cluster.verdict_board import Cause
+from penstock.engine.launcher.group_loss import GroupLoss
+from penstock.engine.launcher.oom_kills import count_oom_kills
 from penstock.errors import DeathCause
 
 

@@ -5,8 +5,8 @@ The server says what each line begins with (`ChunkFormat.head`), and writes the 
 
 from __future__ import annotations
 
-from penstock.engine.output.detokenizer import json_escape
 from penstock.engine.protocol.messages import ChunkFormat, FinishReason, Style
+from penstock.engine.text.detokenizer import json_escape
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
 REASONS = {

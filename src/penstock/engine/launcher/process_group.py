@@ -20,16 +20,16 @@ from dataclasses import replace
 from typing import Protocol, TypeAlias
 
 from penstock import DeathCause
-from penstock.engine.cluster.back_off import BackOff
-from penstock.engine.cluster.group_loss import GroupLoss
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.output_lives import OutputLives
 from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.process_end import ProcessEnd
 from penstock.engine.cluster.rendezvous import LOOPBACK, Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
+from penstock.engine.launcher.back_off import BackOff
+from penstock.engine.launcher.group_loss import GroupLoss
+from penstock.engine.launcher.output_lives import OutputLives
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 REMOTE_RANKS, REMOTE_CORE = LINKS = ("remote_ranks", "remote_core")  # at home, and on a node that has workers only

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection
 
-from penstock.engine.cluster.oom_kills import count_oom_kills
 from penstock.engine.cluster.process_end import ProcessEnd
 from penstock.engine.cluster.verdict_board import Cause
+from penstock.engine.launcher.oom_kills import count_oom_kills
 
 
 class GroupLoss:

@@ -14,11 +14,11 @@ import time
 
 from penstock import PeerDied, Sender, command_signals, standard_streams
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.process_group import ProcessGroup, Run
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, processes_of_group
 from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.core import engine_core
+from penstock.engine.launcher.process_group import ProcessGroup, Run
 from penstock.engine.model_dir import GENERATION, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Stop

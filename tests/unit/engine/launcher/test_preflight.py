@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from penstock.engine import preflight
 from penstock.engine.cluster import cuda_devices
 from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
+from penstock.engine.launcher import preflight
+from penstock.engine.launcher.preflight import require_startable, require_tokenizer
 from penstock.engine.model_dir import FAMILIES, TEXT, VIDEO, VISION, with_model_defaults
-from penstock.engine.preflight import require_startable, require_tokenizer
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from tests.support.documents import ROOT
 

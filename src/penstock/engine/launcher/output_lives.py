@@ -6,9 +6,9 @@ import asyncio
 import time
 from collections.abc import Callable
 
-from penstock.engine.cluster.back_off import MAX_SHORT_LIVES, BackOff
 from penstock.engine.cluster.process_end import KILLS, ProcessEnd
 from penstock.engine.cluster.topology import ProcessId
+from penstock.engine.launcher.back_off import MAX_SHORT_LIVES, BackOff
 
 
 class OutputLives:

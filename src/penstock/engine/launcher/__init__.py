@@ -1,0 +1,1 @@
+"""The process that starts, watches and restarts the others."""

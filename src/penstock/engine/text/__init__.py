@@ -1,0 +1,1 @@
+"""Tokens as text, and text as SSE chunks: for output processors and API servers."""
