@@ -87,6 +87,15 @@ class Channel {
     void let_go() { by.reset(); }
     // The process is ending: the end stays open, so that peers see its death. The kernel takes the memory.
     void leave_open() { (void)new std::shared_ptr<Attachment>(std::move(by)); }
+    // The destructor of a Sender or a Receiver: `on_abandoned` decides about an end that is still open.
+    template <class End>
+    void abandon(End& end) {
+        Abandonment abandonment = on_abandoned == nullptr || end.is_closed() ? Abandonment{} : on_abandoned();
+        if (abandonment.what == Abandoned::leave_open)
+            leave_open();
+        else
+            end.close(abandonment.what == Abandoned::fail ? &abandonment.failure : nullptr);
+    }
 
     Lane& lane(u32 index) const { return segment->at<Lane>(g.lanes)[index]; }
     ReceiverSlot& receiver(u32 index) const { return segment->at<ReceiverSlot>(g.receivers)[index]; }

@@ -79,13 +79,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         channel_.changed();
         for (u32 i = 0; i < channel_.g.shape.lanes; ++i) channel_.ring_room(i, nullptr);
     }
-    ~Receiver() {
-        Abandonment abandonment = on_abandoned == nullptr || is_closed() ? Abandonment{} : on_abandoned();
-        if (abandonment.what == Abandoned::leave_open)
-            channel_.leave_open();
-        else
-            close(abandonment.what == Abandoned::fail ? &abandonment.failure : nullptr);
-    }
+    ~Receiver() { channel_.abandon(*this); }
 
     const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }

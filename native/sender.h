@@ -68,13 +68,7 @@ class Sender {
             told_.push_back(has_died(end.state) || end.epoch == 0 ? end.epoch : end.epoch - 1);
         }
     }
-    ~Sender() {
-        Abandonment abandonment = on_abandoned == nullptr || is_closed() ? Abandonment{} : on_abandoned();
-        if (abandonment.what == Abandoned::leave_open)
-            channel_.leave_open();
-        else
-            close(abandonment.what == Abandoned::fail ? &abandonment.failure : nullptr);
-    }
+    ~Sender() { channel_.abandon(*this); }
 
     const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }

@@ -2,6 +2,7 @@
 #include <stdexcept>
 
 #include "bindings_engine.h"
+#include "cpu_features.h"
 #include "gil.h"
 #include "rms_norm.h"
 #include "thread_team.h"
@@ -12,8 +13,7 @@ using namespace nb::literals;
 
 void rms_norm(const RmsNorm& norm, u64 first, u64 last) {
 #if defined(__x86_64__)
-    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (has_avx2) return rms_norm_avx2(norm, first, last);
+    if (has_avx2()) return rms_norm_avx2(norm, first, last);
 #endif
     rms_norm_portable(norm, first, last);
 }

@@ -5,6 +5,7 @@
 #include <stdexcept>
 
 #include "bindings_engine.h"
+#include "cpu_features.h"
 #include "gil.h"
 #include "rotary.h"
 #include "thread_team.h"
@@ -15,8 +16,7 @@ using namespace nb::literals;
 
 void rotary(const Rotary& problem, u64 first, u64 last) {
 #if defined(__x86_64__)
-    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (has_avx2) return rotary_avx2(problem, first, last);
+    if (has_avx2()) return rotary_avx2(problem, first, last);
 #endif
     rotary_portable(problem, first, last);
 }

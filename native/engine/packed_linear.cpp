@@ -4,6 +4,7 @@
 #include <cstring>
 
 #include "atomic.h"
+#include "cpu_features.h"
 #include "thread_team.h"
 
 #if defined(__aarch64__)
@@ -22,13 +23,8 @@ LinearKernels find_kernels() {
         found.kernels[found.count++] = {name, kernel, sums};
     };
 #if defined(__x86_64__)
-    // All extensions that CMakeLists.txt compiles for: a hypervisor may mask each. The built-in function also asks
-    // whether the system saves the registers.
-    bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    bool has_avx512 = has_avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-                      __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
 #if defined(PENSTOCK_COMPILES_BF16)
-    if (has_avx512 && __builtin_cpu_supports("avx512bf16")) {
+    if (has_avx512() && __builtin_cpu_supports("avx512bf16")) {
         u32 a = 7, b = 0, c = 0, d = 0;  // CPUID 7.0: bits 22 and 24 of EDX are AMX-BF16 and AMX-TILE
         asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
         if ((d >> 22 & 1) != 0 && (d >> 24 & 1) != 0 && allow_amx())
@@ -36,8 +32,8 @@ LinearKernels find_kernels() {
         add("avx512_bf16", packed_linear_avx512_bf16, packed_linear_avx512_bf16_sums);
     }
 #endif
-    if (has_avx512) add("avx512", packed_linear_avx512, packed_linear_avx512_sums);
-    if (has_avx2) add("avx2", packed_linear_avx2, packed_linear_avx2_sums);
+    if (has_avx512()) add("avx512", packed_linear_avx512, packed_linear_avx512_sums);
+    if (has_avx2()) add("avx2", packed_linear_avx2, packed_linear_avx2_sums);
 #elif defined(__aarch64__)
 #if defined(HWCAP2_BF16)
     if ((getauxval(AT_HWCAP2) & HWCAP2_BF16) != 0) add("bfdot", packed_linear_bfdot, packed_linear_bfdot_sums);

@@ -3,14 +3,14 @@
 
 #include <stdexcept>
 
+#include "cpu_features.h"
 #include "errors.h"
 
 namespace penstock::engine {
 
 void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* scratch) {
 #if defined(__x86_64__)
-    static const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    if (has_avx2) return paged_attention_avx2(problem, first, last, scratch);
+    if (has_avx2()) return paged_attention_avx2(problem, first, last, scratch);
 #endif
     paged_attention_portable(problem, first, last, scratch);
 }

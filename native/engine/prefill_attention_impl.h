@@ -10,7 +10,6 @@ namespace {
 constexpr u64 ROWS = PrefillAttention::ROWS, POSITIONS = PrefillAttention::POSITIONS, PANEL = PackedLinear::PANEL,
               TILE = PackedLinear::TILE, TILE_INPUTS = PackedLinear::TILE_INPUTS, TILE_ROWS = PackedLinear::TILE_ROWS,
               MAX_PANELS = PackedLinear::MAX_PANELS, HALF = MAX_PANELS * PANEL;  // positions of one product
-typedef u16 Halves __attribute__((vector_size(2 * PENSTOCK_LANES)));
 
 // Keys as a layer [elements][positions]: pairs of elements. Values as a layer [positions][elements]: pairs of
 // positions. Positions beyond the sequence become zeros: their memory may hold NaN of another request.

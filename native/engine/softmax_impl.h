@@ -1,14 +1,11 @@
 // softmax_impl.h: the parts of a softmax that runs over tiles of scores. Included by kernels that are compiled once per
 // instruction set, after the file that defines PENSTOCK_LANES, the floats in a vector register.
 #pragma once
-#include "vector_math.h"
+#include "vector_elements.h"
 
 namespace penstock::engine {
 namespace {
 
-constexpr u64 LANES = PENSTOCK_LANES;
-typedef float Floats __attribute__((vector_size(4 * PENSTOCK_LANES)));
-typedef u32 Bits __attribute__((vector_size(4 * PENSTOCK_LANES)));
 constexpr float NO_SCORE = -__builtin_inff();
 
 inline Floats load(const float* at) {
