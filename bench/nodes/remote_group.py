@@ -28,7 +28,8 @@ from bench.harness.turns import in_turn
 from bench.nodes import ray_client
 from bench.nodes.run import Run
 from bench.serve_cases.servers import END, START, Ours, free_port
-from penstock.engine.nodes.group_link import SECRET_NBYTES, SECRET_VARIABLE
+from penstock.engine.nodes.group_link import SECRET_NBYTES
+from penstock.environment import NODE_SECRET
 
 HOME, REMOTE = 0, 1  # groups
 NAMES = {HOME: "engine at home", REMOTE: "engine of the other node"}
@@ -42,7 +43,7 @@ GENERATED = re.compile(r'^vllm:generation_tokens_total\{.*engine="(\d+)".*\} (\S
 @contextlib.contextmanager
 def two_nodes(run: Run) -> Iterator[Ours]:
     """A server of two nodes that both serve."""
-    os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(SECRET_NBYTES))
+    os.environ.setdefault(NODE_SECRET.name, secrets.token_hex(SECRET_NBYTES))
     options = ["--device-model", "simulated", "--step-ms", str(STEP_MS), "--nnodes", "2"]
     options += ["--master-port", str(free_port())]
     with (run.scratch / "node.log").open("wb") as log:

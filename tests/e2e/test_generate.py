@@ -52,7 +52,7 @@ def test_what_is_no_prompt_and_what_is_no_model_is_said_before_anything_starts()
         (
             "[1]\n",
             ("--device-model", "simulated", "--data-parallel-size", "0"),
-            "data_parallel_size is between 1 and 16, not 0",
+            "expected data_parallel_size to be a whole number from 1 to 16, got 0",
         ),
     ):
         status, answers, err = generate(lines, *options)

@@ -27,8 +27,8 @@ from typing import Any
 import msgspec
 
 from penstock.engine.launcher.launcher import Launcher
-from penstock.engine.nodes.group_link import SECRET_VARIABLE
 from penstock.engine.protocol.config import EngineConfig, Nodes
+from penstock.environment import NODE_SECRET
 from penstock.server.server_launcher import run_headless
 from tests.support.engine import START, Running, told
 
@@ -229,15 +229,15 @@ class TwoNodes(Running):
 
 @contextlib.contextmanager
 def secret_in_environment() -> Iterator[None]:
-    before = os.environ.get(SECRET_VARIABLE)
-    os.environ[SECRET_VARIABLE] = secrets.token_hex(32)
+    before = os.environ.get(NODE_SECRET.name)
+    os.environ[NODE_SECRET.name] = secrets.token_hex(32)
     try:
         yield
     finally:
         if before is None:
-            del os.environ[SECRET_VARIABLE]
+            del os.environ[NODE_SECRET.name]
         else:
-            os.environ[SECRET_VARIABLE] = before
+            os.environ[NODE_SECRET.name] = before
 
 
 @contextlib.asynccontextmanager

@@ -14,9 +14,9 @@ SAMPLING = ("max_tokens", "temperature", "seed")  # options that each request wi
 
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("generate", help="answer the prompts of a file, with a model or a simulated device")
-    engine_args.add(parser)
+    engine_args.add(parser, *engine_args.GROUPS)
     _add_requests(parser)
-    engine_args.add_logging(parser)
+    engine_args.add(parser, "logging")
     parser.set_defaults(run=run)
 
 

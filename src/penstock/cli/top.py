@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import os
 import sys
 from pathlib import Path
 
 from penstock.cli.argument_parser import Commands
+from penstock.environment import API_KEY
 from penstock.installing import how_to_install
-from penstock.server.cli_args import KEY_VARIABLE
 from penstock.tools.load.arguments import above_0
 
 
@@ -34,7 +33,7 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument("--once", action="store_true", help="Print one view after one interval (default: off)")
     parser.add_argument("--json", action="store_true", help="Print one view as a JSON document (default: off)")
     parser.add_argument("--svg", metavar="FILE", type=Path, help="File for a picture of the last view (default: none)")
-    parser.add_argument("--api-key", metavar="KEY", help=f"Key for a URL (default: {KEY_VARIABLE}, or none is sent)")
+    parser.add_argument("--api-key", metavar="KEY", help=f"Key for a URL (default: {API_KEY.name}, or none is sent)")
     parser.set_defaults(run=run)
 
 
@@ -47,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
     return command.run(
         command.Options(
             target=int(options.target) if options.target and options.target.isdecimal() else options.target,
-            key=options.api_key or os.environ.get(KEY_VARIABLE, ""),
+            key=options.api_key or API_KEY.read(),
             interval=options.interval,
             seconds=options.seconds,
             is_once=options.once,

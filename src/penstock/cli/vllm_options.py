@@ -1,6 +1,6 @@
-"""Options of `vllm serve` that `penstock serve` does not have, each with what there is instead.
+"""Options of `vllm serve`: how those that `penstock serve` has, too, differ, and what replaces the others.
 
-The tables of docs/howto/from-vllm.md show these rows. An option that both have needs no row.
+The tables of docs/howto/from-vllm.md are made of these, by docs/making/tables.py. Texts are in Markdown.
 """
 
 from __future__ import annotations
@@ -9,21 +9,67 @@ from typing import NamedTuple
 
 MANUAL = "docs/howto/from-vllm.md"
 
+DIFFERENCES = {
+    "MODEL": "a directory; nothing is downloaded. It comes before the options. Without it a bundled model is served",
+    "--dtype": "`auto` is the type that `config.json` names, also where that is float32",
+    "--max-model-len": "at most 4,096 unless it is given; `auto` and -1 are refused",
+    "--generation-config": "`auto` or `vllm`, no path",
+    "--enforce-eager": "has an effect on a CUDA device only, and Penstock has never run on one",
+    "--tensor-parallel-size": "N need not divide the number of attention heads; above `num_key_value_heads` it must be "
+    "a multiple of it. Only `--tensor-parallel-over-nodes` spreads it over nodes",
+    "--data-parallel-size": "of all nodes, equally many on each; one on each node unless it is given. "
+    "Mixture-of-experts layers are not split over engines",
+    "--max-num-seqs": "256 unless it is given; preempted sequences count, too",
+    "--max-num-batched-tokens": "2,048 unless it is given",
+    "--block-size": "any number from 1 to 4,096",
+    "--num-gpu-blocks-override": "also for the cache of a CPU",
+    "--enable-prefix-caching": "",
+    "--nnodes": "engines are whole on each node ([how](many-nodes.md)); all nodes need `PENSTOCK_NODE_SECRET`",
+    "--node-rank": "",
+    "--master-addr": "",
+    "--master-port": "the first of as many ports as other nodes have engines",
+    "--headless": "",
+    "--api-server-count": "1 unless it is given, whatever the number of engines",
+    "--shutdown-timeout": "30 s unless it is given; vLLM has 0",
+    "--host": "127.0.0.1 unless it is given; vLLM listens on all addresses",
+    "--port": "0 takes a free one",
+    "--served-model-name": "",
+    "--api-key": "one key each, the option is repeated; the variable is `PENSTOCK_API_KEY`. `/metrics` needs it, too",
+    "--allowed-origins": "no origin is allowed unless it is given; commas will do instead of JSON",
+    "--allowed-methods": "commas will do instead of JSON",
+    "--allowed-headers": "commas will do instead of JSON",
+    "--allow-credentials": "refused together with the origin `*`",
+    "--mm-processor-cache-gb": "one store in shared memory for all processes; 0.25 unless it is given",
+    "--mm-encoder-tp-mode": "`store` is one more value, and the default on a CPU. `weights` slices what the model's "
+    "plan slices; for the families served here that leaves the vision encoder whole, so each worker encodes all images",
+    "--enable-prompt-embeds": "`prompt_embeds` are safetensors or npy in base64; what `torch.save` writes is refused "
+    "([how](serve.md#embeddings-instead-of-text)). In completions only",
+    "--allowed-local-media-path": "the option may be repeated",
+    "--allowed-media-domains": "no host is allowed unless it is given, where vLLM allows all. A host may have a port. "
+    "Redirects are never followed",
+    "--limit-mm-per-prompt": "`image` (16 unless it is given) and `video` (4); no sizes",
+}
+
 
 class Absent(NamedTuple):
     """Options, as words of the command line, and one text for all of them. It may have a backtick pair and no link."""
 
     options: str
     instead: str
+    difference: str = ""
 
 
 ALWAYS_ON = (
     Absent("--async-scheduling", "always on"),
     Absent("--enable-chunked-prefill", "always on"),
-    Absent("--scheduling-policy", "always on"),
+    Absent(
+        "--scheduling-policy",
+        "always on",
+        "`priority` of a request counts, and within one priority clients are served fairly by tokens",
+    ),
     Absent("--enable-request-id-headers --enable-prompt-tokens-details", "always on"),
-    Absent("--disable-uvicorn-access-log", "always on"),
-    Absent("--uvicorn-log-level", "`--log-level`"),
+    Absent("--disable-uvicorn-access-log", "always on", "requests that fail are logged, others are not"),
+    Absent("--uvicorn-log-level", "`--log-level`", "for all processes; `VLLM_LOGGING_LEVEL` is not read"),
     Absent("--model", "`MODEL`"),
 )
 UNSUPPORTED = (

@@ -2,62 +2,100 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import re
+from typing import Annotated
 
 import msgspec
 
 from penstock.engine.client.image_processor import ImageLimits
+from penstock.engine.protocol.option import MAX_SECONDS, MIB, Option, check_options
+from penstock.environment import API_KEY
 from penstock.server.media.media_fetcher import AllowedHost
 from penstock.server.videos.video_file import VideoLimits
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
+def parse_names(text: str) -> list[str]:
+    """Returns names with commas between them, or a list in JSON as vLLM has it."""
+    if not text.startswith("["):
+        return [name.strip() for name in text.split(",")]
+    try:
+        return msgspec.json.decode(text, type=list[str])
+    except msgspec.DecodeError as error:
+        message = f"expected a list in JSON, or names with commas between them: {error}"
+        raise argparse.ArgumentTypeError(message) from None
+
+
+def _names(if_absent: str) -> Option:
+    return Option("server", metavar="NAME,…", parse=parse_names, action="extend", if_absent=if_absent)
+
+
 class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Options of `penstock serve` that concern HTTP, media and limits."""
 
-    host: str = "127.0.0.1"
-    port: int = 8000  # 0: a free one
-    api_keys: tuple[str, ...] = ()  # a request must carry one of them; none: no key is needed
-    served_model_name: tuple[str, ...] = ()  # the first is a label of metrics; none: the name of the model's directory
-    max_open_requests: int = 1024  # of one server process, those included that are being read
-    max_body_nbytes: int = 64 << 20
-    client_timeout: float = 30.0  # seconds for which a client may read nothing, or pause while it sends
+    host: Annotated[str, Option("server", metavar="HOST")] = "127.0.0.1"
+    """Address to listen on; 0.0.0.0 is every IPv4 address of this machine"""
+    port: Annotated[int, Option("server", ge=0, le=65535)] = 8000
+    """Port to listen on; 0 takes a free one"""
+    served_model_name: Annotated[
+        tuple[str, ...], Option("server", metavar="NAME", nargs="+", if_absent="the directory's name")
+    ] = ()
+    """Names by which clients may call the model; the first is the label model_name of metrics"""
+    api_keys: Annotated[
+        tuple[str, ...],
+        Option(
+            "server", name="api-key", metavar="KEY", action="append", if_absent=f"{API_KEY.name}, or none is needed"
+        ),
+    ] = ()
+    """Key that requests must carry, any one where the option is repeated"""
+    allowed_origins: Annotated[tuple[str, ...], _names("none")] = ()
+    """Origins with pages that may send requests from a browser, or *: a list in JSON, or names with commas between
+    them"""
+    allowed_methods: Annotated[tuple[str, ...], _names("*")] = ("*",)
+    """Methods that pages of these origins may use: a list in JSON, or names with commas between them"""
+    allowed_headers: Annotated[tuple[str, ...], _names("*")] = ("*",)
+    """Headers that pages of these origins may send: a list in JSON, or names with commas between them"""
+    allow_credentials: Annotated[bool, Option("server")] = False
+    """Let pages of these origins send credentials"""
+    media_nbytes_in_flight: Annotated[
+        int,
+        Option("multimodal", name="media-mb-in-flight", unit=MIB, ge=16 << 20, le=1 << 44),
+    ] = 2 << 30
+    """Maximum size of the images, videos and long bodies that an API server holds at a time, from the first byte
+    to the store; requests wait for it, and clients take turns"""
+    allowed_local_media_path: Annotated[
+        tuple[str, ...], Option("multimodal", metavar="DIR", action="append", if_absent="none")
+    ] = ()
+    """Directory beneath which requests may name images and videos by file:// URLs"""
+    allowed_media_domains: Annotated[
+        tuple[str, ...],
+        Option("multimodal", metavar="HOST", nargs="+", action="extend", parse=parse_names, if_absent="none"),
+    ] = ()
+    """Hosts on which requests may name images and videos by http:// and https:// URLs"""
+    max_open_requests: Annotated[int, Option("limits", ge=1, le=1 << 20)] = 1024
+    """Maximum number of open requests of an API server process"""
+    max_body_nbytes: Annotated[int, Option("limits", name="max-body-mb", unit=MIB, ge=1, le=1 << 40)] = 64 << 20
+    """Maximum size of a request's body"""
+    client_timeout: Annotated[float, Option("limits", metavar="SECONDS", ge=0.1, le=MAX_SECONDS)] = 30.0
+    """Seconds after which a client that neither reads nor sends is cut off"""
     image_limits: ImageLimits = ImageLimits()
     video_limits: VideoLimits = VideoLimits()
-    media_nbytes_in_flight: int = 2 << 30  # of images, videos and long bodies: `MediaBudget`
-    allowed_local_media_path: tuple[
-        str, ...
-    ] = ()  # clients may name media beneath them by file:// URLs; none: no files
-    allowed_media_domains: tuple[
-        str, ...
-    ] = ()  # clients may name media on them by http:// and https:// URLs; none: on no host
-    allowed_origins: tuple[str, ...] = ()  # of pages that may ask from a browser, or "*"; none: only this server's own
-    allowed_methods: tuple[str, ...] = ("*",)
-    allowed_headers: tuple[str, ...] = ("*",)
-    allow_credentials: bool = False
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("port", 0, 65535),
-            ("max_open_requests", 1, 1 << 20),
-            ("max_body_nbytes", 1, 1 << 40),
-            ("client_timeout", 0.1, 1e6),
-            ("media_nbytes_in_flight", 16 << 20, 1 << 44),
-        ):
-            if not low <= getattr(self, name) <= high:
-                raise ValueError(f"{name} is between {low} and {high}, not {getattr(self, name)}")
+        check_options(self)
         if not all(self.api_keys):
             raise ValueError("expected api_keys that are not empty, got an empty one")
         for folder in self.allowed_local_media_path:
             if not os.path.isdir(folder):
-                raise ValueError(f"allowed_local_media_path is a folder, not {folder!r}")
+                raise ValueError(f"expected allowed_local_media_path to be a folder, got {folder!r}")
         for host in self.allowed_media_domains:
             AllowedHost.of(host)
         for origin in self.allowed_origins:
             if origin != "*" and not _ORIGIN.fullmatch(origin):
-                raise ValueError(f"allowed_origins are as in https://example.org:8443, or '*', not {origin!r}")
+                raise ValueError(f"expected allowed_origins as in https://example.org:8443, or '*', got {origin!r}")
         if self.allow_credentials and "*" in self.allowed_origins:
             raise ValueError(
                 "allow_credentials needs allowed_origins by name: with '*' any page could use its reader's credentials"

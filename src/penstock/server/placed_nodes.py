@@ -21,8 +21,9 @@ from msgspec.structs import replace
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import PR_SET_PDEATHSIG
-from penstock.engine.nodes.group_link import SECRET_NBYTES, SECRET_VARIABLE
+from penstock.engine.nodes.group_link import SECRET_NBYTES
 from penstock.engine.protocol.config import EngineConfig
+from penstock.environment import NODE_SECRET
 
 STOP_TIMEOUT = 10.0  # seconds that a launcher takes at most after its open requests, with some to spare
 RESTART_PAUSE = 5.0  # seconds
@@ -34,7 +35,7 @@ class PlacedNodes:
 
     def __init__(self, ray_address: str, config: EngineConfig) -> None:
         """Starts the program, and waits until it is connected to the cluster. Raises OSError."""
-        os.environ.setdefault(SECRET_VARIABLE, secrets.token_hex(SECRET_NBYTES))
+        os.environ.setdefault(NODE_SECRET.name, secrets.token_hex(SECRET_NBYTES))
         self._ray_address = ray_address
         self._is_stopping = threading.Event()
         self._program = self._start()
@@ -88,7 +89,7 @@ class PlacedNodes:
             commands.append(["-m", "penstock.server.headless_node", msgspec.json.encode(remote).decode()])
         plan = {
             "commands": commands,
-            "environment": {SECRET_VARIABLE: os.environ[SECRET_VARIABLE]},
+            "environment": {NODE_SECRET.name: NODE_SECRET.read()},
             "bundle": {"CPU": float(workers), **({"GPU": float(workers)} if config.device.startswith("cuda") else {})},
             "grace": config.shutdown_timeout + STOP_TIMEOUT,
             "timeout": config.start_timeout,

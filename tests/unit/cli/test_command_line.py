@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from penstock import Ring, cli
-from penstock.cli.vllm_options import ALWAYS_ON, UNSUPPORTED
+from penstock.cli.vllm_options import ALWAYS_ON, DIFFERENCES, UNSUPPORTED
 from penstock.engine import cli_args
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server import cli_args as server_args
@@ -72,6 +72,7 @@ def test_table_of_vllm_names_no_option_that_serve_has() -> None:
     ours = {name for action in parser.arguments for name in action.option_strings}
     names = [name for row in (*ALWAYS_ON, *UNSUPPORTED) for name in row.options.split()]
     assert len(names) == len(set(names)) > 100 and not ours & set(names)
+    assert DIFFERENCES.keys() - {"MODEL"} == set(VLLM_SERVE)
 
 
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -240,7 +241,7 @@ def test_queue_timeout_beyond_its_limits_is_refused_in_one_line(text: str, capsy
     except SystemExit as end:
         status = end.code
     lines = capsys.readouterr().err.splitlines()
-    assert status == 2 and len(lines) == 1 and "between 0 and 1000000" in lines[0], lines
+    assert status == 2 and len(lines) == 1 and "a number from 0 to 1000000" in lines[0], lines
 
 
 @pytest.mark.parametrize("text", ["", "-1", "4.5", "4.5K", "k", "4x", "auto"])
@@ -263,7 +264,7 @@ def test_limits_of_images_and_videos_are_written_as_for_vllm(text: str, images: 
 def test_a_limit_that_is_of_neither_images_nor_videos_is_refused(text: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", "--limit-mm-per-prompt", text])
-    assert "argument --limit-mm-per-prompt: numbers" in capsys.readouterr().err
+    assert "argument --limit-mm-per-prompt: expected numbers" in capsys.readouterr().err
 
 
 def test_synonyms_of_types_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:

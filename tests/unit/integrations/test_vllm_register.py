@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.environment import VLLM, VLLM_STRICT, VLLM_VIEWS
 from penstock.integrations import vllm
 from penstock.integrations.vllm import seams, settings
 from penstock.integrations.vllm.settings import Settings
@@ -24,8 +25,8 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Settings]]:
     monkeypatch.setattr(vllm, "MODULES", {part: f"stand_in_{part}" for part in vllm.MODULES})
     monkeypatch.setattr(seams, "misfit", lambda part: None)
     monkeypatch.setattr(settings, "fall_backs", type(settings.fall_backs)())
-    for variable in (settings.SWITCH, settings.STRICT, settings.VIEWS):
-        monkeypatch.delenv(variable, raising=False)
+    for variable in (VLLM, VLLM_STRICT, VLLM_VIEWS):
+        monkeypatch.delenv(variable.name, raising=False)
     yield given
 
 
@@ -85,7 +86,9 @@ def test_register_runs_vllm_as_it_is_when_a_value_is_wrong(
     monkeypatch.setenv("PENSTOCK_VLLM_VIEWS", "sometimes")
     vllm.register()
     assert not replaced
-    assert lines(caplog) == ["PENSTOCK_VLLM_VIEWS is one of arena, always, never, not 'sometimes'; vLLM runs as it is"]
+    assert lines(caplog) == [
+        "expected PENSTOCK_VLLM_VIEWS to be arena, always or never, got 'sometimes'; vLLM runs as it is"
+    ]
 
 
 @pytest.mark.parametrize("wrong", ["value", "misfit"])

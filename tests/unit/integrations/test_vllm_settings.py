@@ -51,7 +51,7 @@ def test_settings_take_every_variable() -> None:
     ],
 )
 def test_settings_say_which_variable_has_a_wrong_value(variable: str, value: str) -> None:
-    with pytest.raises(ValueError, match=rf"^{variable} is .*{value}"):
+    with pytest.raises(ValueError, match=rf"^expected {variable} to .*, got '{value}'$"):
         read({variable: value})
 
 

@@ -12,7 +12,7 @@ from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, 
 
 from penstock.integrations.vllm import images, settings
 from penstock.integrations.vllm.image_values import ImageValues
-from penstock.integrations.vllm.signed_store import SignedStore
+from penstock.integrations.vllm.signed_store import SignedStore, store_variable
 
 MIB = 1 << 20
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "fall_backs", type(settings.fall_backs)())
     monkeypatch.setenv("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "penstock_test")
-    monkeypatch.delenv(images.VARIABLE.format(name="penstock_test"), raising=False)
+    monkeypatch.delenv(store_variable("penstock_test"), raising=False)
     for module in (theirs, shm):  # as replace() does it
         monkeypatch.setattr(module, "SingleWriterShmRingBuffer", images.SingleWriterShmRingBuffer)
         monkeypatch.setattr(module, "SingleWriterShmObjectStorage", images.SingleWriterShmObjectStorage)
@@ -124,6 +124,6 @@ def test_a_fork_server_leaves_vllms_cache_alone(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_reader_that_cannot_attach_says_how_to_go_on() -> None:
-    os.environ[images.VARIABLE.format(name="penstock_test")] = "penstock:1:1:1:1:1/1.1.1.0.64"
+    os.environ[store_variable("penstock_test")] = "penstock:1:1:1:1:1/1.1.1.0.64"
     with pytest.raises(RuntimeError, match=r"vllm worker .* cannot attach .*PENSTOCK_VLLM=0"):
         theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test")

@@ -21,7 +21,7 @@ import warnings
 from collections.abc import Awaitable, Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
@@ -31,6 +31,7 @@ from penstock.engine.client.encoded_image import UPRIGHT, EncodedImage
 from penstock.engine.client.patches import PatchProcessor
 from penstock.engine.client.turns import FairThreadPool
 from penstock.engine.model_dir import VISION
+from penstock.engine.protocol.option import MEGAPIXELS, MIB, Option, check_options
 from penstock.errors import PenstockError
 from penstock.tensor import Handle, Scope, Store, content_key
 
@@ -47,14 +48,15 @@ Admission: TypeAlias = AbstractContextManager[object]
 class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the images of one request."""
 
-    count: int = 16
-    nbytes: int = 20 << 20  # of each image, as it was sent
-    pixels: int = 40_000_000  # of each image: a file of a few bytes can decode to many
+    count: Annotated[int, Option(name="limit-mm-per-prompt", ge=0)] = 16
+    """Maximum number of images in a prompt"""
+    nbytes: Annotated[int, Option("limits", name="max-image-mb", unit=MIB, ge=1)] = 20 << 20
+    """Maximum size of an image, as it is sent"""
+    pixels: Annotated[int, Option("limits", name="max-image-megapixels", unit=MEGAPIXELS, ge=1)] = 40_000_000
+    """Maximum size of a decoded image"""  # a file of a few bytes can decode to many
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 0), ("nbytes", 1), ("pixels", 1)):
-            if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                raise ValueError(f"expected {name} of {least} or more, got {getattr(self, name)!r}")
+        check_options(self)
 
 
 class ImageRefused(PenstockError):

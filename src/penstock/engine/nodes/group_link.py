@@ -11,7 +11,6 @@ Frames pass as they are. The home node listens, and the others connect.
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 
 import msgspec
@@ -20,8 +19,8 @@ from penstock.bridge import LinkSpec, Tls
 from penstock.engine.cluster.model_fingerprint import WHOLE_FILES, file_hash, model_fingerprint
 from penstock.engine.cluster.status_board import ROW_WORDS, StatusBoard
 from penstock.engine.protocol.config import EngineConfig, Nodes
+from penstock.environment import NODE_SECRET
 
-SECRET_VARIABLE = "PENSTOCK_NODE_SECRET"  # seen by fewer than a command line
 SECRET_NBYTES = 32
 HEARTBEAT_S, SILENCE_S = 0.5, 2.0
 ROW_NAME, LOSSES_NAME = "row", "losses"  # in the link
@@ -40,14 +39,14 @@ ROW_PLACES = [place for place in range(ROW_WORDS) if place not in HOME_WORDS]
 
 def node_secret() -> bytes:
     """Returns the secret that all nodes share. Raises ValueError."""
-    text = os.environ.get(SECRET_VARIABLE, "")
+    text = NODE_SECRET.read()
     try:
         secret = bytes.fromhex(text)
     except ValueError:
         secret = b""
     if len(secret) != SECRET_NBYTES:
         raise ValueError(
-            f"expected {SECRET_NBYTES} bytes as {2 * SECRET_NBYTES} hexadecimal digits in {SECRET_VARIABLE}, the same "
+            f"expected {SECRET_NBYTES} bytes as {2 * SECRET_NBYTES} hexadecimal digits in {NODE_SECRET.name}, the same "
             f"on all nodes, got {len(text)} characters: openssl rand -hex {SECRET_NBYTES} draws them"
         )
     return secret

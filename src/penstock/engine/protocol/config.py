@@ -1,51 +1,63 @@
-"""The configuration of a process cluster, given once, when it starts: frozen, and checked where it enters.
+"""The configuration of an engine on one node: frozen, and checked when it is created.
 
-The command line parses its options, and each process reads what it needs.
+Each field that a user may set declares its option: the parsers of `penstock serve` and `penstock generate`, the checks
+and the tables of the documents are made of these declarations.
 """
 
 from __future__ import annotations
 
+import argparse
 import re
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
 from penstock.engine.protocol.messages import MAX_SLOTS, SamplingParams
+from penstock.engine.protocol.option import (
+    GIB,
+    MAX_SECONDS,
+    MS,
+    Option,
+    check_options,
+    option_field,
+    parse_human_int,
+)
+from penstock.environment import TENSOR_TRANSPORT
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
 SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # so that there is always a model to serve
-DTYPES = ("auto", "float32", "bfloat16", "float16")
+DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 ENCODER_MODES = ("weights", "data", "store")  # the first two are vLLM's
-TRANSPORTS = ("auto", "store", "inline")
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
 MAX_LANES = 64  # of an inbox; native/layout.h
 MAX_MODEL_LEN = 4096
-_MANY = (1 << 31) - 1
+MAX_INT = (1 << 31) - 1
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True):
     """A simulated device: it computes nothing, a step takes its time on a clock, and tokens follow a rule."""
 
-    step_seconds: float = 0.005
-    token_seconds: float = 0.0  # more for each token that the step computes
-    blocks: int = 65_536
-    vocabulary: int = 32_000
-    seed: int = 0
-    end_id: int | None = None  # the token that ends a sample; None: the rule never gives one
-    end_one_in: int = 64  # one token in so many is the end
-    opens_images: bool = True  # and reads a byte of each page of theirs, when their request joins
+    step_seconds: Annotated[float, Option("model", name="step-ms", unit=MS, ge=0, le=3600)] = 0.005
+    """Time that a step of the simulated device takes"""
+    token_seconds: Annotated[float, Option(ge=0, le=60)] = 0.0
+    """Seconds by which each token that a step computes prolongs it"""
+    blocks: Annotated[int, Option(ge=1, le=MAX_INT)] = 65_536
+    """Number of blocks of the KV cache"""
+    vocabulary: Annotated[int, Option(ge=1, le=MAX_INT)] = 32_000
+    """Number of token ids"""
+    seed: Annotated[int, Option(ge=0, le=(1 << 64) - 1)] = 0
+    """Seed of the rule"""
+    end_id: Annotated[int | None, Option(ge=0)] = None
+    """Token that ends a sample; None: the rule never gives one"""
+    end_one_in: Annotated[int, Option(ge=1, le=MAX_INT)] = 64
+    """Number of tokens of which one is the end"""
+    opens_images: Annotated[bool, Option()] = True
+    """Read a byte of each page of an image when its request joins"""
 
     def __post_init__(self) -> None:
-        _within(self, "step_seconds", float, 0, 3600)
-        _within(self, "token_seconds", float, 0, 60)
-        _within(self, "blocks", int, 1, _MANY)
-        _within(self, "vocabulary", int, 1, _MANY)
-        _within(self, "seed", int, 0, (1 << 64) - 1)
-        _within(self, "end_one_in", int, 1, _MANY)
-        _require_bool(self, "opens_images")
-        if self.end_id is not None:
-            _within(self, "end_id", int, 0, self.vocabulary - 1)
+        check_options(self)
+        if self.end_id is not None and self.end_id >= self.vocabulary:
+            raise ValueError(f"expected end_id to be below vocabulary ({self.vocabulary}), got {self.end_id}")
 
 
 class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
@@ -68,28 +80,37 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Nodes(msgspec.Struct, frozen=True, kw_only=True):
-    """The machines of one server, each with a cluster of its own. Node 0, the home node, has the API servers.
+    """The machines of one server, each with an engine of its own. Node 0, the home node, has the API servers.
 
     Each node has as many groups, and the home node reaches those of the others by bridges. Or, with
     `tensor_parallel_over_nodes`, each node has an equal part of the workers of each group, and all else is at home.
     """
 
-    count: int
-    rank: int = 0  # of the node to which this cluster belongs
-    address: str  # at which the home node listens for the others
-    port: int = 29501  # the first of as many ports as there are links: one for each group and other node
-    # Paths on each node, of PEM files: this node's certificate and key, and the certificate of the authority of all
-    # nodes. Empty: links are not encrypted.
-    tls_cert: str = ""
-    tls_key: str = ""
-    tls_ca: str = ""
-    tensor_parallel_over_nodes: bool = False
+    count: Annotated[int, Option("nodes", name="nnodes", short="-n", default=1, ge=2, le=16)]
+    """Number of nodes (machines) with engines, which divide --data-parallel-size evenly; this command runs on each of
+    them, with the same options"""
+    rank: Annotated[int, Option("nodes", name="node-rank", short="-r", ge=0)] = 0
+    """Rank of this node; the node of rank 0 has the API servers"""
+    address: Annotated[str, Option("nodes", name="master-addr", metavar="HOST", default="127.0.0.1")]
+    """Address at which the node of rank 0 listens for the others"""
+    port: Annotated[int, Option("nodes", name="master-port", ge=1, le=65535)] = 29501
+    """First of its ports, one for each engine of other nodes, or for each engine and other node with
+    --tensor-parallel-over-nodes"""
+    tls_cert: Annotated[str, Option("nodes", name="nodes-tls-cert", metavar="PATH", if_absent="not encrypted")] = ""
+    """PEM file of the certificate of this node; links between nodes are TLS 1.3 then"""
+    tls_key: Annotated[str, Option("nodes", name="nodes-tls-key", metavar="PATH", if_absent="not encrypted")] = ""
+    """PEM file of the private key of that certificate, without a passphrase; links between nodes are TLS 1.3 then"""
+    tls_ca: Annotated[str, Option("nodes", name="nodes-tls-ca", metavar="PATH", if_absent="not encrypted")] = ""
+    """PEM file of the certificate of the authority that has signed those of all nodes; links between nodes are TLS 1.3
+    then"""
+    tensor_parallel_over_nodes: Annotated[bool, Option("nodes", action="store_true")] = False
+    """Divide the workers of each engine (--tensor-parallel-size) among the nodes, for a model that fits on no single
+    one: not over Ethernet, where the all-reduces of each layer take longer than its arithmetic"""
 
     def __post_init__(self) -> None:
-        _within(self, "count", int, 2, 16)
-        _within(self, "rank", int, 0, self.count - 1)
-        _within(self, "port", int, 1, 65535)
-        _require_bool(self, "tensor_parallel_over_nodes")
+        check_options(self)
+        if self.rank >= self.count:
+            raise ValueError(f"expected rank (--node-rank) from 0 to {self.count - 1}, got {self.rank}")
         if not self.address:
             raise ValueError("expected address (--master-addr) of the home node, got none")
         given = [bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)]
@@ -100,127 +121,192 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
             )
 
 
+def parse_numa_node(text: str) -> int | str:
+    """Returns the number, or `auto` for the node of this process's processors, which `engine_config` finds."""
+    if text != "auto" and not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"expected a number, or auto, got {text!r}")
+    return text if text == "auto" else int(text)
+
+
+def parse_dtype(text: str) -> str:
+    return DTYPE_SYNONYMS.get(text, text)
+
+
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
-    """The cluster of processes of one node. Times are in seconds."""
+    """The processes of an engine on one node."""
 
-    model: str = ""  # a directory; not needed by a simulated device
-    simulated: SimulatedDevice | None = None  # None: the model is computed
-    device: str = "cpu"
-    dtype: str = "auto"
-    threads: int | None = None  # of each worker, that compute on a CPU; None: what proves best when the model is loaded
-    enforce_eager: bool = False  # on a device of CUDA: decode steps are not recorded as graphs and replayed
+    model: Annotated[str, Option("model", metavar="MODEL", nargs="?", if_absent="the bundled model")] = ""
+    """Directory of the model: configuration, weights in safetensors, tokenizer"""
+    simulated: SimulatedDevice | None = None
+    """The device that simulates the model; None: the model is computed"""
+    dtype: Annotated[
+        str, Option("model", choices=("auto", "float32", "bfloat16", "float16"), metavar="TYPE", parse=parse_dtype)
+    ] = "auto"
+    """Type of weights and activations: auto, float32, bfloat16, float16, half, float; auto is that in config.json"""
+    max_model_len: Annotated[
+        int, Option("model", ge=1, le=1 << 30, parse=parse_human_int, if_absent=f"the model's, at most {MAX_MODEL_LEN}")
+    ] = MAX_MODEL_LEN
+    """Maximum number of tokens of a prompt and its answer; 1k is 1,000 and 1K is 1,024"""
+    generation_config: Annotated[str, Option("model", choices=("auto", "vllm"))] = "auto"
+    """Source of sampling defaults: auto reads generation_config.json of the model, vllm uses OpenAI's"""
+    enforce_eager: Annotated[bool, Option("model")] = False
+    """Run every step eagerly on a CUDA device; decode steps are not replayed from CUDA graphs"""
+    device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"
+    """Device that computes: cpu, or cuda, which has never run on a device"""
 
-    api_server_count: int = 1  # processes that submit requests
-    data_parallel_size: int = 1  # groups of this node: each a core, its workers and its output processors
-    tensor_parallel_size: int = 1  # workers of each core
-    output_processors: int = 1  # of each core; 0: their work is done in the core
-    nodes: Nodes | None = None  # None: this node is the only one
-    async_scheduling: bool = True  # a step is sent before the result of the one before it is in
+    tensor_parallel_size: Annotated[int, Option("parallelism", short="-tp", ge=1, le=16)] = 1
+    """Number of workers that share the model of each engine"""
+    data_parallel_size: Annotated[
+        int, Option("parallelism", short="-dp", ge=1, le=16, if_absent="one on each node")
+    ] = 1
+    """Number of engines, each with the whole model; for a command, of all nodes together"""
+    output_processors: Annotated[int, Option("parallelism", ge=0, le=8)] = 1
+    """Number of detokenizer processes per engine; 0 runs detokenization in the core"""
+    threads: Annotated[
+        int | None, Option("parallelism", ge=1, le=MAX_INT, if_absent="the fastest, measured at the start")
+    ] = None
+    """Number of threads with which each worker computes on a CPU"""
+    numa_node: Annotated[int | None, Option("parallelism", ge=0, le=1023, parse=parse_numa_node, default="auto")] = None
+    """NUMA node on which shared memory lies: a number, or auto, which is the node of this process's processors if they
+    are all of one node"""
+    api_server_count: Annotated[int, Option("server", short="-asc", ge=1, le=32)] = 1
+    """Number of API server processes, which share the port"""
+    nodes: Nodes | None = None
+    """The machines of the server; None: this node is the only one"""
 
-    max_num_seqs: int = 256  # sequences that run, or are preempted, at a time: slots
-    block_size: int = 16  # tokens
-    num_gpu_blocks_override: int | None = (
-        None  # of the cache; None: as many as can be filled and the device has room for
-    )
-    max_num_batched_tokens: int = 2048  # tokens that one step computes, at most
-    max_model_len: int = MAX_MODEL_LEN  # tokens of a prompt and its answer; never more than the model has positions for
-    enable_prefix_caching: bool = True
-    end_ids: tuple[int, ...] = ()  # besides those that the model's own files name
-    generation_config: str = "auto"  # sampling defaults are those of generation_config.json; "vllm": neutral ones
-    sampling_defaults: SamplingDefaults = SamplingDefaults()  # of requests; from the model by `with_model_defaults`
-    store_nbytes: int = 0  # of the store for images and videos; 0: there is none
-    # How tensors of requests travel: in the store, all of them; inline, in messages; or auto: in the store if there is
-    # one, and inline where it has no room.
-    tensor_transport: str = "auto"
-    huge_pages: bool = False  # of 2 MiB for that store, where there are any
-    # How images are encoded: by every rank for itself (weights), divided among the ranks (data), or once for all
-    # engines, in a store of encodings (store); None: see `encoder_tp_mode`.
-    mm_encoder_tp_mode: str | None = None
-    encoder_cache_nbytes: int = 1 << 28  # of that store; in the other modes, of each worker's cache of encodings
-    numa_node: int | None = None  # where shared memory lies; None: near the process that touches it first
-    max_concurrent_videos: int = 2  # that a server decodes at a time, each in a process that uses the store
-    enable_prompt_embeds: bool = False  # completions may have embeddings instead of text
+    max_num_seqs: Annotated[int, Option("scheduling", ge=1, le=MAX_SLOTS - 1)] = 256
+    """Maximum number of sequences in a batch"""
+    max_num_batched_tokens: Annotated[int, Option("scheduling", ge=1, le=MAX_INT, parse=parse_human_int)] = 2048
+    """Maximum number of tokens that one step computes; 2k is 2,000 and 2K is 2,048"""
+    async_scheduling: Annotated[bool, Option()] = True
+    """Send a step before the result of the step before it is in"""
 
-    start_timeout: float = 600.0  # until a group serves
-    step_timeout: float = 30.0  # until a step's result is in, or a receiver takes what is sent to it
-    shutdown_timeout: float = 30.0  # until open requests are answered, when the cluster is to end
-    migration_limit: int = 3  # how often a request is resumed after the loss of its group; 0: never, and it is not kept
-    migration_timeout: float = 600.0  # until another group takes a request that its group has lost; as start_timeout
-    queue_timeout: float = 600.0  # until a group takes a new request, while a lost group is started again
-    migration_max_seq_len: int | None = None  # tokens up to which a request is kept to be resumed; None: any number
-    log_format: str = "text"  # or "json"
-    log_level: str = "info"  # events below it are not logged; "debug" has the trace of what could not start
+    block_size: Annotated[int, Option("cache", ge=1, le=4096)] = 16
+    """Number of tokens in a block of the KV cache"""
+    num_gpu_blocks_override: Annotated[
+        int | None,
+        Option("cache", ge=1, le=MAX_INT, if_absent="as many as can be filled and the device has room for"),
+    ] = None
+    """Number of blocks of each engine's KV cache, on a CPU too"""
+    enable_prefix_caching: Annotated[bool, Option("cache")] = True
+    """Share KV cache blocks between requests with the same beginning of a prompt"""
+
+    end_ids: tuple[int, ...] = ()
+    """Tokens that end a sample, besides those that the model's own files name"""
+    sampling_defaults: SamplingDefaults = SamplingDefaults()
+    """Sampling defaults of requests, which `with_model_defaults` reads from the model"""
+    store_nbytes: Annotated[
+        int,
+        Option(
+            "multimodal",
+            ge=0,
+            le=1 << 44,
+            name="mm-processor-cache-gb",
+            unit=GIB,
+            parse=float,
+            if_absent="0.25 GiB if the model takes images or --enable-prompt-embeds is given, else 0",
+        ),
+    ] = 0
+    """Size of the store for processed images, videos and prompt embeddings, which all processes share; 0 disables
+    it"""
+    mm_encoder_tp_mode: Annotated[
+        str | None,
+        Option(
+            "multimodal", choices=ENCODER_MODES, if_absent="store on a CPU where images are in a store, else weights"
+        ),
+    ] = None
+    """How images are encoded: weights (each worker of an engine encodes all images), data (the workers of an engine
+    divide the images among them), or store (as data, and once for all engines)"""
+    encoder_cache_nbytes: Annotated[
+        int, Option("multimodal", ge=0, le=1 << 44, name="encoder-cache-gb", unit=GIB, parse=float)
+    ] = 1 << 28
+    """Size of the store for encodings, which all workers share; with weights and data, of each worker's own cache
+    of encodings"""
+    huge_pages: Annotated[bool, Option("multimodal")] = False
+    """Use pages of 2 MiB for that store, all of which are claimed at the start"""
+    enable_prompt_embeds: Annotated[bool, Option("multimodal")] = False
+    """Take embeddings instead of text in completions, as safetensors or npy in base64"""
+    tensor_transport: Annotated[
+        str,
+        Option(
+            "multimodal",
+            choices=("auto", "store", "inline"),
+            metavar="WAY",
+            if_absent=f"{TENSOR_TRANSPORT.name}, or auto",
+        ),
+    ] = "auto"
+    """How media and prompt embeddings travel: store, inline (in messages), or auto, which is in the store if there is
+    one, and inline where it has no room"""
+    max_concurrent_videos: Annotated[int, Option("multimodal", ge=1, le=32)] = 2
+    """Maximum number of videos that an API server process decodes at a time, each in a process of its own"""
+
+    start_timeout: Annotated[float, Option(ge=0, le=MAX_SECONDS)] = 600.0
+    """Seconds until a group serves"""
+    step_timeout: Annotated[float, Option(ge=0, le=MAX_SECONDS)] = 30.0
+    """Seconds until a step's result is in, or a receiver takes a message"""
+    shutdown_timeout: Annotated[float, Option("server", ge=0, le=MAX_SECONDS, metavar="SECONDS")] = 30.0
+    """Seconds to wait at shutdown for open requests to be answered"""
+    migration_limit: Annotated[int, Option("migration", ge=0, le=MAX_INT)] = 3
+    """Maximum number of times that a request is resumed after the loss of its engine; 0 fails it at the first"""
+    migration_timeout: Annotated[float, Option("migration", ge=0, le=MAX_SECONDS, metavar="SECONDS")] = 600.0
+    """Seconds for which such a request waits for an engine that serves"""
+    queue_timeout: Annotated[float, Option("migration", ge=0, le=MAX_SECONDS, metavar="SECONDS")] = 600.0
+    """Seconds for which a new request waits while a lost engine is started again, before 503 with Retry-After; 0
+    refuses it at once, and a replica of Ray Serve has 1 as its default"""
+    migration_max_seq_len: Annotated[
+        int | None, Option("migration", ge=1, le=MAX_INT, parse=parse_human_int, if_absent="no limit")
+    ] = None
+    """Maximum number of tokens, prompt and answers, of a request that is kept to be resumed; a longer one fails with
+    its engine"""
+    log_format: Annotated[str, Option("logging", choices=("text", "json"))] = "text"
+    """Form of log lines"""
+    log_level: Annotated[str, Option("logging", choices=("debug", "info", "warning", "error"))] = "info"
+    """Lowest level that is logged"""
 
     def __post_init__(self) -> None:
-        for name, low, high in (
-            ("api_server_count", 1, 32),
-            ("data_parallel_size", 1, 16),
-            ("tensor_parallel_size", 1, 16),
-            ("output_processors", 0, 8),
-            ("max_num_seqs", 1, MAX_SLOTS - 1),
-            ("block_size", 1, 4096),
-            ("max_num_batched_tokens", 1, _MANY),
-            ("max_model_len", 1, 1 << 30),
-            ("store_nbytes", 0, 1 << 44),
-            ("migration_limit", 0, _MANY),
-            ("encoder_cache_nbytes", 0, 1 << 44),
-            ("max_concurrent_videos", 1, 32),
-        ):
-            _within(self, name, int, low, high)
-        for name in ("start_timeout", "step_timeout", "shutdown_timeout", "migration_timeout", "queue_timeout"):
-            _within(self, name, float, 0, 1e6)
-        for name in (
-            "async_scheduling",
-            "enable_prefix_caching",
-            "enforce_eager",
-            "huge_pages",
-            "enable_prompt_embeds",
-        ):
-            _require_bool(self, name)
-        for name in ("num_gpu_blocks_override", "threads", "migration_max_seq_len"):
-            if getattr(self, name) is not None:
-                _within(self, name, int, 1, _MANY)
-        if self.numa_node is not None:
-            _within(self, "numa_node", int, 0, 1023)
-        if self.huge_pages and not self.store_nbytes:
-            raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
-        for end_id in self.end_ids:
-            if end_id < 0:
-                raise ValueError(f"end_ids are numbers of tokens, not {end_id!r}")
-        require_dtype(self.dtype)
-        if not DEVICES.fullmatch(self.device):
-            raise ValueError(f"device is cpu, cuda, or cuda:N for the device of that number, not {self.device!r}")
-        _require_transport(self.tensor_transport, self.store_nbytes)
-        _require_encoder_mode(self.mm_encoder_tp_mode, self.encoder_cache_nbytes)
-        if self.generation_config not in ("auto", "vllm"):
-            raise ValueError(f"generation_config is 'auto' or 'vllm', not {self.generation_config!r}")
-        if self.log_format not in ("text", "json"):
-            raise ValueError(f"log_format is 'text' or 'json', not {self.log_format!r}")
-        if self.log_level not in LOG_LEVELS:
-            raise ValueError(f"log_level is {', '.join(LOG_LEVELS)}, not {self.log_level!r}")
+        check_options(self)
         if self.simulated is None and not self.model:
             raise ValueError("expected model, a directory, or simulated, got neither")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
-                f"max_num_batched_tokens is at least max_num_seqs ({self.max_num_seqs}), "
-                f"not {self.max_num_batched_tokens}"
+                f"expected max_num_batched_tokens of max_num_seqs ({self.max_num_seqs}) or more, "
+                f"got {self.max_num_batched_tokens}"
             )
-        self._require_divided_ranks()
+        if not DEVICES.fullmatch(self.device):
+            raise ValueError(f"expected device to be cpu, cuda, or cuda:N for device number N, got {self.device!r}")
+        if any(end_id < 0 for end_id in self.end_ids):
+            raise ValueError(f"expected end_ids of 0 or more, got {self.end_ids}")
+        self._check_stores()
+        self._check_nodes()
+
+    def _check_stores(self) -> None:
+        if self.tensor_transport == "store" and not self.store_nbytes:
+            raise ValueError("tensor_transport 'store' needs a store: store_nbytes (--mm-processor-cache-gb) is 0")
+        if self.tensor_transport == "inline" and self.store_nbytes:
+            raise ValueError(
+                "tensor_transport 'inline' uses no store: expected store_nbytes (--mm-processor-cache-gb) of 0, "
+                f"got {self.store_nbytes}"
+            )
+        if self.huge_pages and not self.store_nbytes:
+            raise ValueError("huge_pages are for the store: store_nbytes (--mm-processor-cache-gb) is 0")
+        if self.mm_encoder_tp_mode == "store" and not self.encoder_cache_nbytes:
+            raise ValueError(
+                "mm_encoder_tp_mode 'store' needs a store of encodings: encoder_cache_nbytes (--encoder-cache-gb) is 0"
+            )
+
+    def _check_nodes(self) -> None:
         lanes = self.all_groups * (1 + self.output_processors) + 1
         if lanes > MAX_LANES:
             raise ValueError(
-                f"data_parallel_size of all nodes x (1 + output_processors) is at most {MAX_LANES - 1}, as each of "
-                f"them answers each server: not {lanes - 1}"
+                f"expected data_parallel_size of all nodes x (1 + output_processors) of at most {MAX_LANES - 1}, as "
+                f"each of them answers each server, got {lanes - 1}"
             )
-
-    def _require_divided_ranks(self) -> None:
-        """Raises ValueError unless the ranks can be divided among the nodes, if they are to be."""
         if self.nodes is None or not self.has_spread_ranks:
             return
         if self.tensor_parallel_size % self.nodes.count:
             raise ValueError(
-                f"tensor_parallel_size is a multiple of the number of nodes ({self.nodes.count}) with "
-                f"tensor_parallel_over_nodes, not {self.tensor_parallel_size}"
+                f"expected tensor_parallel_size to be a multiple of the number of nodes ({self.nodes.count}) with "
+                f"tensor_parallel_over_nodes, got {self.tensor_parallel_size}"
             )
         if self.mm_encoder_tp_mode == "store":
             raise ValueError(
@@ -301,43 +387,4 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
 def require_dtype(name: str) -> None:
     """Raises ValueError."""
-    if name not in DTYPES:
-        raise ValueError(f"dtype is {', '.join(DTYPES)}, not {name!r}")
-
-
-def _require_encoder_mode(mode: str | None, cache_nbytes: int) -> None:
-    """Raises ValueError unless images can be encoded so."""
-    if mode not in (None, *ENCODER_MODES):
-        raise ValueError(f"mm_encoder_tp_mode is {', '.join(ENCODER_MODES)}, not {mode!r}")
-    if mode == "store" and not cache_nbytes:
-        raise ValueError(
-            "mm_encoder_tp_mode 'store' needs a store of encodings: encoder_cache_nbytes (--encoder-cache-gb) is 0"
-        )
-
-
-def _require_transport(transport: str, store_nbytes: int) -> None:
-    """Raises ValueError unless tensors can travel so."""
-    if transport not in TRANSPORTS:
-        raise ValueError(f"tensor_transport is {', '.join(TRANSPORTS)}, not {transport!r}")
-    if transport == "store" and not store_nbytes:
-        raise ValueError("tensor_transport 'store' needs a store: store_nbytes (--mm-processor-cache-gb) is 0")
-    if transport == "inline" and store_nbytes:
-        raise ValueError(
-            f"tensor_transport 'inline' uses no store: expected store_nbytes (--mm-processor-cache-gb) of 0, "
-            f"not {store_nbytes}"
-        )
-
-
-def _require_bool(struct: Any, name: str) -> None:
-    """Raises TypeError."""
-    if not isinstance(getattr(struct, name), bool):
-        raise TypeError(f"{name} is True or False, not {getattr(struct, name)!r}")
-
-
-def _within(struct: Any, name: str, kind: type, low: float, high: float) -> None:
-    value: Any = getattr(struct, name)
-    is_number = isinstance(value, (int, float) if kind is float else int) and not isinstance(value, bool)
-    if not is_number:
-        raise TypeError(f"{name} is a {'whole ' if kind is int else ''}number, not {value!r}")
-    if not low <= value <= high:
-        raise ValueError(f"{name} is between {low} and {high}, not {value}")
+    option_field(EngineConfig, "dtype").check(name)

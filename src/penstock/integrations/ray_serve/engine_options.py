@@ -14,15 +14,14 @@ from typing import NoReturn, TypeAlias
 
 from penstock.cli.argument_parser import ArgumentParser
 from penstock.cli.vllm_options import explain
+from penstock.engine.protocol.config import Nodes
+from penstock.engine.protocol.option import option_fields
 from penstock.server import cli_args as server_args
 from penstock.server import node_args
 
 OptionValue: TypeAlias = "str | int | float | Sequence[str] | Mapping[str, int] | None"
 OF_SERVE = ("host", "port")  # a replica's engine listens on a free port of the loopback address
-OF_NODES = (
-    *("nnodes", "node_rank", "master_addr", "master_port", "headless", "ray_address"),
-    *("nodes_tls_cert", "nodes_tls_key", "nodes_tls_ca", "tensor_parallel_over_nodes"),
-)
+OF_NODES = {field.dest for config in (Nodes, node_args.NodeRole) for field in option_fields(config)}
 # A new request that finds no group is refused after so many seconds: another replica may serve it.
 DEFAULTS: dict[str, OptionValue] = {"queue_timeout": 1}
 SWITCHES: dict[object, bool] = {True: True, False: False, "true": True, "false": False}  # text: of `serve run … x=true`

@@ -11,7 +11,7 @@ import importlib
 import os
 
 from penstock.integrations.vllm import seams
-from penstock.integrations.vllm.settings import LOGGER, STRICT, Settings, fall_back, read
+from penstock.integrations.vllm.settings import LOGGER, Settings, fall_back, is_strict, read
 
 # Where each part is replaced. Steps travel through the queue, which asks for them.
 MODULES = {
@@ -32,7 +32,7 @@ def register() -> None:
     try:
         settings = read(os.environ)
     except ValueError as error:
-        if os.environ.get(STRICT) == "1":
+        if is_strict():
             raise
         LOGGER.error("%s; vLLM runs as it is", error)
         return

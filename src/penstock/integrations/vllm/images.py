@@ -25,10 +25,9 @@ from penstock import Lease, MemoryExhausted, Missing
 from penstock.integrations.vllm import image_caches
 from penstock.integrations.vllm.image_values import ImageValues, are_views_safe
 from penstock.integrations.vllm.settings import Settings, fall_back
-from penstock.integrations.vllm.signed_store import SignedStore
+from penstock.integrations.vllm.signed_store import SignedStore, store_variable
 
 PART = "images"
-VARIABLE = "PENSTOCK_STORE_{name}"  # of the environment; the name is that which vLLM gives its ring buffer
 SLACK_NBYTES = 64 << 10  # beside vLLM's size: values begin at multiples of 64 bytes, and have a layout
 MAX_ITEMS = 2048
 MAX_PEERS = 32
@@ -45,7 +44,7 @@ class SingleWriterShmRingBuffer:
     def __new__(cls, data_buffer_size: int, name: str | None = None, create: bool = False) -> Any:
         made = super().__new__(cls)
         made.name = name or secrets.token_hex(8)
-        variable = VARIABLE.format(name=made.name)
+        variable = store_variable(made.name)
         if create:
             os.environ.pop(variable, None)  # of an earlier cache of this process
             if image_caches.is_refused:

@@ -22,9 +22,10 @@ from vllm.distributed.device_communicators import shm_broadcast
 
 import penstock
 from penstock.channel import Latency
+from penstock.environment import VLLM
 from penstock.errors import ClosedError, EndOfChannel, PeerDied, PenstockError, Timeout
 from penstock.integrations.vllm import records
-from penstock.integrations.vllm.settings import LOGGER, SWITCH, Settings, fall_back
+from penstock.integrations.vllm.settings import LOGGER, Settings, fall_back
 from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 
 VllmQueue: Any = shm_broadcast.MessageQueue  # as it was before replace()
@@ -135,7 +136,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         except (PenstockError, OSError) as error:
             raise RuntimeError(
                 f"reader {rank} of a queue of vLLM cannot attach to its writer's memory: {error}. Processes of one user"
-                f" and one pid namespace can; where there are others, run vLLM with {SWITCH}=0"
+                f" and one pid namespace can; where there are others, run vLLM with {VLLM.name}=0"
             ) from error
         queue._channel = channel
         queue._receiver = channel.open_receiver(queue.local_reader_rank, name=_process_name())

@@ -13,10 +13,18 @@ import os
 import secrets
 
 from penstock import Handle, Lease, PenstockError, Store
+from penstock.environment import VLLM, VLLM_STORE
 from penstock.lowlevel import Ref, Ticket
 
 SECRET_NBYTES = 32
-SHARED_IMAGES = "PENSTOCK_STORE_VLLM_IMAGES"  # the variable of the store that all processes of one server share
+
+
+def store_variable(name: str) -> str:
+    """Returns the environment variable by which processes find the store of this name."""
+    return VLLM_STORE.name.replace("*", name)
+
+
+SHARED_IMAGES = store_variable("VLLM_IMAGES")  # of the store that all processes of one server share
 
 
 def ticket_of(variable: str) -> Ticket | None:
@@ -68,7 +76,7 @@ class SignedStore:
         except (PenstockError, OSError, ValueError, TypeError) as error:
             raise RuntimeError(
                 f"{peer_name} (pid {os.getpid()}) cannot attach to the store of pid {Ticket.parse(ticket).pid}: "
-                f"{error}. Both must run as one user in one pid namespace; PENSTOCK_VLLM=0 switches penstock off"
+                f"{error}. Both must run as one user in one pid namespace; {VLLM.name}=0 switches penstock off"
             ) from error
         return cls(store, secret)
 

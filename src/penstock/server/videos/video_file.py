@@ -15,11 +15,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Sequence
-from typing import Any, BinaryIO, NamedTuple, TypeAlias
+from typing import Annotated, Any, BinaryIO, NamedTuple, TypeAlias
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
+
+from penstock.engine.protocol.option import MAX_SECONDS, MEGAPIXELS, MIB, Option, check_options
 
 MP4, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as FFmpeg names their readers
 HEAD = 16  # bytes of a file that show its format
@@ -36,20 +38,25 @@ Picture: TypeAlias = npt.NDArray[np.uint8]
 class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Limits of the videos of one request."""
 
-    count: int = 4
-    nbytes: int = 64 << 20  # of each video, as it was sent
-    pixels: int = 9_000_000  # of a frame: 4096 x 2160 and less
-    seconds: float = 600.0  # of its duration
-    frames: int = 768  # that the model gets of a video
-    decoder_seconds: float = 30.0  # from the first byte that a decoder gets of a video to its tensors
+    count: Annotated[int, Option(name="limit-mm-per-prompt", ge=0)] = 4
+    """Maximum number of videos in a prompt"""
+    nbytes: Annotated[int, Option("limits", name="max-video-mb", unit=MIB, ge=1)] = 64 << 20
+    """Maximum size of a video, as it is sent"""
+    pixels: Annotated[int, Option("limits", name="max-video-megapixels", unit=MEGAPIXELS, ge=1)] = 9_000_000
+    """Maximum size of a frame of a video"""  # 4096 x 2160 and less
+    seconds: Annotated[float, Option("limits", name="max-video-seconds", metavar="SECONDS", gt=0, le=MAX_SECONDS)] = (
+        600.0
+    )
+    """Maximum duration of a video in seconds"""
+    frames: Annotated[int, Option("limits", name="max-video-frames", ge=1)] = 768
+    """Maximum number of frames that the model gets of a video"""
+    decoder_seconds: Annotated[
+        float, Option("limits", name="video-decode-timeout", metavar="SECONDS", gt=0, le=MAX_SECONDS)
+    ] = 30.0
+    """Seconds after which the process that decodes a video is killed"""
 
     def __post_init__(self) -> None:
-        for name, least in (("count", 0), ("nbytes", 1), ("pixels", 1), ("frames", 1)):
-            if type(getattr(self, name)) is not int or getattr(self, name) < least:
-                raise ValueError(f"expected {name} of {least} or more, got {getattr(self, name)!r}")
-        for name in ("seconds", "decoder_seconds"):
-            if not 0 < getattr(self, name) <= 1e6:
-                raise ValueError(f"expected {name} above 0 and up to 1e6, got {getattr(self, name)!r}")
+        check_options(self)
 
 
 class VideoRejected(Exception):

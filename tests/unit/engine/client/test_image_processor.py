@@ -275,7 +275,9 @@ def test_a_model_without_images_and_a_folder_without_a_processor_are_refused(tmp
     stock_of("llava").config.save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="expected the image processor of a model"):
         ImageProcessor(tmp_path, None)
-    with pytest.raises(ValueError, match="expected pixels of 1 or more, got 0"):
+    with pytest.raises(
+        ValueError, match=r"expected pixels \(--max-image-megapixels\) to be a whole number of 1 or more, got 0"
+    ):
         ImageLimits(pixels=0)
 
 

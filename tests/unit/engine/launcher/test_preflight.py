@@ -213,8 +213,8 @@ def test_ranks_blocks_types_and_devices_are_held_against_the_model(model: Path) 
         model, num_gpu_blocks_override=63
     ) and "--num-gpu-blocks-override 64 or more" in refusal(model, num_gpu_blocks_override=63)
     require_startable(with_model_defaults(EngineConfig(model=str(model), num_gpu_blocks_override=64)))
-    assert "dtype is auto, float32, bfloat16, float16, not 'int8'" in refusal(model, dtype="int8")
-    assert "device is cpu, cuda, or cuda:N" in refusal(model, device="tpu")
+    assert "expected dtype to be auto, float32, bfloat16 or float16, got 'int8'" in refusal(model, dtype="int8")
+    assert "expected device to be cpu, cuda, or cuda:N" in refusal(model, device="tpu")
     with pytest.raises(ValueError, match=r"stored in KV cache \(16\)"):
         require_startable(with_model_defaults(EngineConfig(simulated=SimulatedDevice(blocks=1))))
 
@@ -325,10 +325,10 @@ NOT_IMPORTED = {"torch", "transformers"}
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        (("--dtype", "int8"), "dtype is"),
+        (("--dtype", "int8"), "expected dtype to be"),
         (("--tensor-parallel-size", "7"), "num_attention_heads"),
         (("--max-model-len", "2048"), "User-specified max_model_len (2048) is greater than the model's (max_position"),
-        (("--device", "tpu"), "device is cpu, cuda"),
+        (("--device", "tpu"), "expected device to be cpu, cuda"),
     ],
 )
 def test_a_mistake_is_one_line_and_status_2_without_torch(command: str, options: tuple[str, ...], text: str) -> None:

@@ -8,7 +8,6 @@ from msgspec.structs import replace
 
 from penstock.bridge.link_offer import LinkOffer, differences
 from penstock.engine.nodes.group_link import (
-    SECRET_VARIABLE,
     group_link,
     home_number,
     model_facts,
@@ -18,6 +17,7 @@ from penstock.engine.nodes.group_link import (
 )
 from penstock.engine.nodes.rank_link import rank_link
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
+from penstock.environment import NODE_SECRET
 
 HOME = EngineConfig(
     simulated=SimulatedDevice(), data_parallel_size=2, nodes=Nodes(count=3, address="10.0.0.1", port=500)
@@ -48,13 +48,13 @@ def test_options_that_nodes_have_in_common_are_facts_of_the_link(option: str) ->
 
 
 def test_a_secret_has_32_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, "0f" * 32)
+    monkeypatch.setenv(NODE_SECRET.name, "0f" * 32)
     assert node_secret() == b"\x0f" * 32
 
 
 @pytest.mark.parametrize("text", ["", "0f" * 31, "0f" * 33, "xy" * 32])
 def test_another_secret_is_refused_and_not_repeated(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(SECRET_VARIABLE, text)
+    monkeypatch.setenv(NODE_SECRET.name, text)
     with pytest.raises(ValueError, match="64 hexadecimal digits in PENSTOCK_NODE_SECRET") as caught:
         node_secret()
     assert not text or text not in str(caught.value)

@@ -24,44 +24,47 @@ def test_what_is_said_stays_as_it_is() -> None:
     ("options", "text"),
     [
         ({}, "expected model, a directory, or simulated"),
-        ({"max_num_seqs": 0, "model": "m"}, "max_num_seqs is between 1 and 65535, not 0"),
-        ({"max_num_seqs": 2.5, "model": "m"}, "max_num_seqs is a whole number, not 2.5"),
-        ({"max_num_seqs": True, "model": "m"}, "max_num_seqs is a whole number, not True"),
-        ({"api_server_count": 33, "model": "m"}, "api_server_count is between 1 and 32, not 33"),
-        ({"output_processors": -1, "model": "m"}, "output_processors is between 0 and 8, not -1"),
+        ({"max_num_seqs": 0, "model": "m"}, "expected max_num_seqs to be a whole number from 1 to 65535, got 0"),
+        ({"max_num_seqs": 2.5, "model": "m"}, "expected max_num_seqs to be a whole number from 1 to 65535, got 2.5"),
+        ({"max_num_seqs": True, "model": "m"}, "expected max_num_seqs to be a whole number from 1 to 65535, got True"),
+        ({"api_server_count": 33, "model": "m"}, "expected api_server_count to be a whole number from 1 to 32, got 33"),
+        ({"output_processors": -1, "model": "m"}, "output_processors to be a whole number from 0 to 8, got -1"),
         (
             {"data_parallel_size": 16, "output_processors": 3, "model": "m"},
-            "at most 63, as each .*: not 64",
+            "at most 63, as each .*, got 64",
         ),
-        ({"step_timeout": "1", "model": "m"}, "step_timeout is a number, not '1'"),
-        ({"step_timeout": float("nan"), "model": "m"}, "step_timeout is between 0 and 1000000.0, not nan"),
-        ({"async_scheduling": 1, "model": "m"}, "async_scheduling is True or False, not 1"),
-        ({"enforce_eager": "no", "model": "m"}, "enforce_eager is True or False, not 'no'"),
+        ({"step_timeout": "1", "model": "m"}, "expected step_timeout to be a number from 0 to 1000000, got '1'"),
+        ({"step_timeout": float("nan"), "model": "m"}, "step_timeout to be a number from 0 to 1000000, got nan"),
+        ({"async_scheduling": 1, "model": "m"}, "expected async_scheduling to be True or False, got 1"),
+        ({"enforce_eager": "no", "model": "m"}, "expected enforce_eager to be True or False, got 'no'"),
         (
             {"max_num_seqs": 64, "max_num_batched_tokens": 63, "model": "m"},
-            r"max_num_batched_tokens is at least max_num_seqs \(64\), not 63",
+            r"expected max_num_batched_tokens of max_num_seqs \(64\) or more, got 63",
         ),
-        ({"num_gpu_blocks_override": 0, "model": "m"}, "num_gpu_blocks_override is between 1 and"),
-        ({"threads": 0, "model": "m"}, "threads is between 1 and"),
-        ({"migration_limit": -1, "model": "m"}, "migration_limit is between 0 and"),
-        ({"migration_timeout": "x", "model": "m"}, "migration_timeout is a number, not 'x'"),
-        ({"queue_timeout": -0.1, "model": "m"}, "queue_timeout is between 0 and 1000000.0, not -0.1"),
-        ({"queue_timeout": float("nan"), "model": "m"}, "queue_timeout is between 0 and 1000000.0, not nan"),
-        ({"queue_timeout": float("inf"), "model": "m"}, "queue_timeout is between 0 and 1000000.0, not inf"),
-        ({"queue_timeout": 1000000.1, "model": "m"}, "queue_timeout is between 0 and 1000000.0, not 1000000.1"),
-        ({"migration_max_seq_len": 0, "model": "m"}, "migration_max_seq_len is between 1 and"),
-        ({"end_ids": (3, -1), "model": "m"}, "end_ids are numbers of tokens, not -1"),
-        ({"generation_config": "hf", "model": "m"}, "generation_config is 'auto' or 'vllm', not 'hf'"),
-        ({"log_format": "xml", "model": "m"}, "log_format is 'text' or 'json', not 'xml'"),
-        ({"log_level": "trace", "model": "m"}, "log_level is debug, info, warning, error, not 'trace'"),
-        ({"dtype": "int8", "model": "m"}, "dtype is auto, float32, bfloat16, float16, not 'int8'"),
-        ({"device": "cuda:x", "model": "m"}, "device is cpu, cuda, or cuda:N"),
-        ({"mm_encoder_tp_mode": "rank", "model": "m"}, "mm_encoder_tp_mode is weights, data, store, not 'rank'"),
+        ({"num_gpu_blocks_override": 0, "model": "m"}, "num_gpu_blocks_override to be a whole number from 1 to"),
+        ({"threads": 0, "model": "m"}, "expected threads to be a whole number from 1 to"),
+        ({"migration_limit": -1, "model": "m"}, "expected migration_limit to be a whole number from 0 to"),
+        ({"migration_timeout": "x", "model": "m"}, "migration_timeout to be a number from 0 to 1000000, got 'x'"),
+        ({"queue_timeout": -0.1, "model": "m"}, "expected queue_timeout to be a number from 0 to 1000000, got -0.1"),
+        ({"queue_timeout": float("nan"), "model": "m"}, "queue_timeout to be a number from 0 to 1000000, got nan"),
+        ({"queue_timeout": float("inf"), "model": "m"}, "queue_timeout to be a number from 0 to 1000000, got inf"),
+        ({"queue_timeout": 1000000.1, "model": "m"}, "queue_timeout to be a number from 0 to 1000000, got 1000000.1"),
+        ({"migration_max_seq_len": 0, "model": "m"}, "expected migration_max_seq_len to be a whole number from 1 to"),
+        ({"end_ids": (3, -1), "model": "m"}, r"expected end_ids of 0 or more, got \(3, -1\)"),
+        ({"generation_config": "hf", "model": "m"}, "expected generation_config to be auto or vllm, got 'hf'"),
+        ({"log_format": "xml", "model": "m"}, "expected log_format to be text or json, got 'xml'"),
+        ({"log_level": "trace", "model": "m"}, "expected log_level to be debug, info, warning or error, got 'trace'"),
+        ({"dtype": "int8", "model": "m"}, "expected dtype to be auto, float32, bfloat16 or float16, got 'int8'"),
+        ({"device": "cuda:x", "model": "m"}, "expected device to be cpu, cuda, or cuda:N"),
+        ({"mm_encoder_tp_mode": "rank", "model": "m"}, "mm_encoder_tp_mode to be weights, data or store, got 'rank'"),
         (
             {"mm_encoder_tp_mode": "store", "encoder_cache_nbytes": 0, "model": "m"},
             "needs a store of encodings: .* is 0",
         ),
-        ({"encoder_cache_nbytes": -1, "model": "m"}, "encoder_cache_nbytes is between 0 and"),
+        (
+            {"encoder_cache_nbytes": -1, "model": "m"},
+            r"encoder_cache_nbytes \(--encoder-cache-gb\) to be a whole number from 0 to",
+        ),
         ({"speed": 1, "model": "m"}, "speed"),
     ],
 )
@@ -73,10 +76,10 @@ def test_what_cannot_be_is_refused_with_its_name(options: dict[str, Any], text: 
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"step_seconds": -1}, "step_seconds is between 0 and 3600, not -1"),
-        ({"vocabulary": 0}, "vocabulary is between 1 and"),
-        ({"end_id": 32_000}, "end_id is between 0 and 31999, not 32000"),
-        ({"end_one_in": 0}, "end_one_in is between 1 and"),
+        ({"step_seconds": -1}, r"expected step_seconds \(--step-ms\) to be a number from 0 to 3600, got -1"),
+        ({"vocabulary": 0}, "expected vocabulary to be a whole number from 1 to"),
+        ({"end_id": 32_000}, r"expected end_id to be below vocabulary \(32000\), got 32000"),
+        ({"end_one_in": 0}, "expected end_one_in to be a whole number from 1 to"),
     ],
 )
 def test_a_simulated_device_that_cannot_be_is_refused(options: dict[str, Any], text: str) -> None:
@@ -111,9 +114,9 @@ def test_a_node_without_servers_reaches_no_groups_but_its_own() -> None:
 @pytest.mark.parametrize(
     ("options", "text"),
     [
-        ({"count": 1}, "count is between 2 and 16, not 1"),
-        ({"rank": 3}, "rank is between 0 and 2, not 3"),
-        ({"port": 0}, "port is between 1 and 65535, not 0"),
+        ({"count": 1}, r"expected count \(--nnodes\) to be a whole number from 2 to 16, got 1"),
+        ({"rank": 3}, r"expected rank \(--node-rank\) from 0 to 2, got 3"),
+        ({"port": 0}, r"expected port \(--master-port\) to be a whole number from 1 to 65535, got 0"),
         ({"address": ""}, "expected address"),
         (
             {"tls_cert": "a.pem", "tls_ca": "ca.pem"},
@@ -127,7 +130,7 @@ def test_nodes_that_cannot_be_are_refused(options: dict[str, Any], text: str) ->
 
 
 def test_groups_of_all_nodes_count_against_the_lanes_of_a_server() -> None:
-    with pytest.raises(ValueError, match=r"at most 63, as each .*: not 64"):
+    with pytest.raises(ValueError, match=r"at most 63, as each .*, got 64"):
         EngineConfig(simulated=SIMULATED, data_parallel_size=16, output_processors=1, nodes=nodes(count=2))
 
 
@@ -159,7 +162,7 @@ def test_ranks_over_nodes_share_no_store_of_encodings() -> None:
 
 
 def test_ranks_that_cannot_be_divided_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"a multiple of the number of nodes \(3\) .*, not 4"):
+    with pytest.raises(ValueError, match=r"a multiple of the number of nodes \(3\) .*, got 4"):
         spread(0, tensor_parallel_size=4)
-    with pytest.raises(TypeError, match="tensor_parallel_over_nodes is True or False"):
+    with pytest.raises(TypeError, match="tensor_parallel_over_nodes to be True or False"):
         nodes(tensor_parallel_over_nodes=1)

@@ -192,7 +192,7 @@ def test_a_model_has_the_type_that_is_wanted_or_that_of_its_configuration(llama:
     narrow = load(llama, TPGroup(), CPU, torch.bfloat16)
     assert {one.dtype for one in narrow.stock.parameters()} == {torch.bfloat16}
     assert narrow.stock.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
-    with pytest.raises(ValueError, match="dtype is auto, float32, bfloat16, float16, not 'int8'"):
+    with pytest.raises(ValueError, match="expected dtype to be auto, float32, bfloat16 or float16, got 'int8'"):
         ModelRunner(llama, slots=1, dtype="int8")
 
 

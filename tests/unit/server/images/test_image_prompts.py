@@ -266,7 +266,7 @@ def test_a_model_that_lacks_what_images_take_answers_text(missing: str, tmp_path
 
 
 def test_folders_that_are_not_there_are_refused_at_once(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="allowed_local_media_path is a folder, not "):
+    with pytest.raises(ValueError, match="expected allowed_local_media_path to be a folder, got "):
         ServerOptions(allowed_local_media_path=(f"{tmp_path}/nowhere",))
 
 

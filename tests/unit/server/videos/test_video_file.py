@@ -160,7 +160,7 @@ def test_a_size_that_only_the_stream_has_is_refused_before_its_frame_is_allocate
     "bad", [{"count": -1}, {"pixels": 0}, {"nbytes": 1.5}, {"seconds": 0}, {"decoder_seconds": 1e9}]
 )
 def test_limits_that_are_none_are_refused_by_name(bad: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"expected {next(iter(bad))}"):
+    with pytest.raises(TypeError if "nbytes" in bad else ValueError, match=f"expected {next(iter(bad))}"):
         VideoLimits(**bad)
 
 
