@@ -13,7 +13,9 @@ import os
 import re
 import shlex
 import textwrap
+from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 from packaging.requirements import Requirement
@@ -154,3 +156,12 @@ def environment(document: Path) -> dict[str, str]:
     """In which only that can be imported which the document says is installed."""
     paths = [str(ROOT / "tests" / "hiding"), *filter(None, [os.environ.get("PYTHONPATH")])]
     return {"PYTHONPATH": os.pathsep.join(paths), "PENSTOCK_HIDDEN": ",".join(sorted(hidden(stated(document))))}
+
+
+def load_making(name: str) -> ModuleType:
+    """Loads a program of docs/making as a module."""
+    spec = spec_from_file_location(name, ROOT / "docs" / "making" / f"{name}.py")
+    assert spec is not None and spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module

@@ -18,16 +18,18 @@ import penstock
 from penstock import lowlevel
 from penstock.cli import parser
 from penstock.cli.argument_parser import ArgumentParser
-from penstock.cli.vllm_options import ALWAYS_ON, UNSUPPORTED
+from penstock.environment import VARIABLES
 from penstock.memory import Holder, PoolStats
 from penstock.tensor import ScopeStats, StoreStats
 from penstock.tools import inspect
-from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences, normalized, sessions
+from tests.support.documents import EXAMPLES, NEEDS, PAGES, ROOT, RUN, SHOWN, fences, load_making, normalized, sessions
 
 DOCS = ROOT / "docs"
 MAKING = DOCS / "making"
 COUNTERS = DOCS / "operations" / "counters.md"
 VLLM = DOCS / "howto" / "from-vllm.md"
+
+tables = load_making("tables")
 
 
 # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -171,35 +173,38 @@ def test_every_command_and_option_is_on_the_page_that_is_made_of_them() -> None:
 
 
 def test_options_beside_those_of_vllm_are_the_ones_there_are() -> None:
-    sections = dict(one.split("\n", 1) for one in re.split(r"^## ", VLLM.read_text(), flags=re.MULTILINE)[1:])
-    commands = dict(leaves(parser(), "penstock"))
-    options = {
-        name: {option for action in command.arguments for option in action.option_strings}
-        for name, command in commands.items()
-    }
-
-    def named(section: str, column: int) -> set[str]:
-        rows = [row.split("|")[column] for row in sections[section].splitlines() if row.startswith("| ")]
-        return set(re.findall(r"--[\w-]+", "".join(rows)))
-
-    for name in ("serve", "bench serve"):
-        section = f"Options of `vllm {name}`"
-        ours = named(section, 2) | set(re.findall(r"--[\w-]+", sections[section].partition("Only Penstock has:")[2]))
-        there = {one for one in options[f"penstock {name}"] if one.startswith("--") and not one.startswith("--no-")}
-        assert ours == there - {"--help"}
+    """The table of `vllm serve` is made of the parser."""
+    section = re.split(r"^## Options of `vllm bench serve`$", VLLM.read_text(), flags=re.MULTILINE)[1]
+    table, _, alone = section.partition("Only Penstock has:")
+    rows = [row.split("|")[2] for row in table.splitlines() if row.startswith("| ")]
+    arguments = dict(leaves(parser(), "penstock"))["penstock bench serve"].arguments
+    there = {name for action in arguments for name in action.option_strings if name.startswith("--")}
+    assert set(re.findall(r"--[\w-]+", "".join(rows) + alone)) == there - {"--help"}
 
 
-def test_page_for_vllm_shows_the_answers_of_the_program() -> None:
-    rows = [line.strip("| ").split(" | ") for line in VLLM.read_text().splitlines() if line.startswith("| `-")]
-    shown = [(frozenset(re.findall(r"--[\w-]+", row[0])), row[1]) for row in rows]
-    for row in UNSUPPORTED:
-        assert shown.count((frozenset(row.options.split()), row.instead)) == 1, row
-    answers = {option: text for options, text in shown for option in options}
-    assert {option: answers[option] for row in ALWAYS_ON[:-1] for option in row.options.split()} == {
-        option: row.instead for row in ALWAYS_ON[:-1] for option in row.options.split()
-    }
-    section = VLLM.read_text().partition("## What is not supported")[2].partition("\n## ")[0]
-    assert section.count("\n| `") == len(UNSUPPORTED)
+def test_tables_of_pages_are_made_of_the_declarations() -> None:
+    shown = []
+    for page in DOCS.rglob("*.md"):
+        shown += re.findall(r"<!-- table (\w+) -->", page.read_text())
+        assert tables.with_tables(page.read_text()) == page.read_text(), f"{page}: python {MAKING}/tables.py writes it"
+    assert sorted(shown) == sorted(tables.TABLES)
+
+
+# ── environment variables ────────────────────────────────────────────────────────────────────────────────────────────
+def test_environment_variables_of_the_code_are_declared() -> None:
+    declared = {variable.name for variable in VARIABLES}
+    assert len(declared) == len(VARIABLES) > 10
+    python = "".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    native = "".join(path.read_text() for path in (ROOT / "native").glob("**/*.[hc]*") if path.parent.name != "tests")
+    names = {*re.findall(r"PENSTOCK_[A-Z_*]+", python), *re.findall(r'getenv\("(\w+)"', native)}
+    assert names == declared
+
+
+def test_environment_variables_are_read_where_they_are_declared() -> None:
+    """A name in another module is a name in prose: code reads `Variable.name` or calls `Variable.read`."""
+    for path in (ROOT / "src").rglob("*.py"):
+        if path.name != "environment.py":
+            assert not re.findall(r"""["']PENSTOCK_\w+["']""", path.read_text()), path
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
