@@ -1,0 +1,23 @@
+"""Scripts print help, and do nothing else, for `--help`."""
+
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+from tests.test_architecture import ROOT
+
+SCRIPTS = [path for path in sorted((ROOT / "scripts").iterdir()) if os.access(path, os.X_OK) and path.name != "prose"]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda script: script.name)
+def test_script_prints_only_help_for_help(script: Path, tmp_path: Path) -> None:
+    """`make`, which would install packages, is a program that fails."""
+    make = tmp_path / "make"
+    make.write_text("#!/bin/sh\necho make ran >&2\nexit 1\n")
+    make.chmod(0o755)
+    environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
+    done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout
+    assert len(SCRIPTS) >= 10 and not done.stdout.startswith("#") and len(done.stdout.split()) > 10
