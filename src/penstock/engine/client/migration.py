@@ -154,7 +154,7 @@ class Migration:
     def on_chunk(self, request: int) -> None:
         """Counts the pause of a request that goes on."""
         loss = self.resuming.pop(request)
-        self._counters[loss.group].pause.add(time.monotonic() - loss.since)
+        MigrationCounters.PAUSE.observe(self._counters[loss.group].words, time.monotonic() - loss.since)
 
     def fail_all(self, error: EngineError) -> None:
         """Ends all waiting requests with an error."""
@@ -294,7 +294,7 @@ class Migration:
             )
             return
         loss.is_judged = True
-        self._counters[loss.group].count(cause)
+        self._counters[loss.group][MigrationCounters.MIGRATIONS.at(cause)] += 1
 
 
 def _submitted(stream: OutputStream) -> SubmittedRequest:

@@ -1,14 +1,12 @@
 """Counters of a client in words of shared memory: of requests resumed after the loss of a group, and of new requests.
 
 One client writes them: `MigrationCounters` for each group, `QueueCounters` for all groups together.
-`server.status.counters` has a place for them, and `server.http.metrics` writes them for Prometheus.
+`server.status.counters` has a place for them.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
-from penstock.engine.cluster.histogram import Bounds, Histogram, words_of
+from penstock.engine.cluster.counter import Bounds, CounterRow, counter, gauge, histogram
 from penstock.engine.cluster.verdict_board import Cause
 
 PAUSE_SECONDS: Bounds = (
@@ -25,52 +23,77 @@ CAUSES = {
 MIGRATION_CAUSES = (*CAUSES.values(), OUTPUT)
 
 
-class MigrationCounters:
-    WAITING = 0  # requests that the group has lost and that no group has taken yet
-    KEPT_TOKENS = 1  # of open requests: prompts, and generated ids
-    GIVEN_UP = 2  # requests that were answered with an error, as they could not be resumed
-    TRIALS = 3  # failures of a group while one request ran alone
-    TRIALS_REFUSED = 4  # suspects of an account that had had all of its trials
-    CONVICTIONS = 5  # requests that have made a group fail twice so
-    QUARANTINED = 6  # requests that were refused as their prompt was in quarantine
-    MIGRATIONS = 7  # by MIGRATION_CAUSES
-    _PAUSE = MIGRATIONS + len(MIGRATION_CAUSES)
-    WORDS = _PAUSE + words_of(PAUSE_SECONDS)
-
-    def __init__(self, words: Any = None) -> None:
-        """`words`: where to count; None: in memory of this process."""
-        self._words = [0] * self.WORDS if words is None else words
-        self.pause = Histogram(self._words, self._PAUSE, PAUSE_SECONDS)  # from the loss to the next chunk
-
-    def __getitem__(self, word: int) -> int:
-        number: int = self._words[word]
-        return number
-
-    def __setitem__(self, word: int, number: int) -> None:
-        self._words[word] = number
-
-    def count(self, cause: str) -> None:
-        self._words[self.MIGRATIONS + MIGRATION_CAUSES.index(cause)] += 1
-
-    def clear_gauges(self) -> None:
-        """Forgets what was open in a client that has ended."""
-        self._words[self.WAITING] = self._words[self.KEPT_TOKENS] = 0
+LOST = "requests that the engine has lost"  # begins the text of several counters
 
 
-class QueueCounters:
+class MigrationCounters(CounterRow, scope="engine"):
+    WAITING = gauge(
+        "penstock_requests_waiting_to_resume",
+        f"{LOST} and that no engine runs yet",
+        "above 0 for long: the engine does not come back; its log says why",
+    )
+    KEPT_TOKENS = gauge(
+        "penstock_kept_tokens",
+        "tokens of open requests, prompts and answers, that servers keep to resume them, 4 bytes each",
+        "memory of servers",
+    )
+    MIGRATIONS = counter(
+        "penstock_migrations",
+        f"{LOST} and that were resumed, by `cause`: `died` (a process was killed from outside), `failed` (it failed by "
+        "itself), `output` (an output processor ended), `planned`, `unknown` (the server was stopped for so long, or "
+        "is shutting down, that no cause was found)",
+        "`failed` grows: the log names the process and the error",
+        labels={"cause": MIGRATION_CAUSES},
+    )
+    GIVEN_UP = counter(
+        "penstock_requests_given_up",
+        f"{LOST} and that ended with an error: a limit of migration, 500 for a request that made it fail, or a "
+        "shutdown",
+        "errors",
+    )
+    PAUSE = histogram(
+        "penstock_migration_pause_seconds",
+        "from the loss of the engine to the next token of each resumed request; its `_count` is the number of requests "
+        "that went on",
+        "about the time of a restart with one engine, less than a second with two",
+        bounds=PAUSE_SECONDS,
+    )
+    TRIALS = counter(
+        "penstock_trials",
+        "failures of an engine while one request ran alone",
+        "requests of one client make engines fail: the log names them",
+        is_total=True,
+    )
+    TRIALS_REFUSED = counter(
+        "penstock_trials_refused",
+        "suspects that got 503, as their client had had all of its trials",
+        "the same",
+        is_total=True,
+    )
+    CONVICTIONS = counter(
+        "penstock_convictions",
+        "requests that were answered with 500, as an engine failed twice while they ran alone",
+        "the same",
+        is_total=True,
+    )
+    QUARANTINED = counter(
+        "penstock_quarantined_requests",
+        "requests that were refused as they equal one of these",
+        "the same",
+        is_total=True,
+    )
+
+
+class QueueCounters(CounterRow, scope="server"):
     """Counters of the new requests of one client: requests that no group has taken yet."""
 
-    WAITING = 0  # requests that wait while a lost group is started again
-    TIMEOUTS = 1  # requests that were refused because no group has served within `queue_timeout`
-    WORDS = 2
-
-    def __init__(self, words: Any = None) -> None:
-        """`words`: where to count; None: in memory of this process."""
-        self._words = [0] * self.WORDS if words is None else words
-
-    def __getitem__(self, word: int) -> int:
-        number: int = self._words[word]
-        return number
-
-    def __setitem__(self, word: int, number: int) -> None:
-        self._words[word] = number
+    WAITING = gauge(
+        "penstock_new_requests_waiting",
+        "new requests in a `server` process that no engine has taken yet, while a lost engine is started again",
+        "above 0 for long: the engine does not come back; its log says why",
+    )
+    TIMEOUTS = counter(
+        "penstock_queue_timeouts",
+        "new requests that a `server` process refused with 503, as no engine served within `--queue-timeout`",
+        "it grows: a restart takes longer than clients may wait",
+    )

@@ -2,31 +2,46 @@
 
 Cores and workers of rank 0 write load, the launcher writes processes. Servers and tools from outside read the page.
 
-Each number is one aligned word of 8 bytes with one writer, and no two words are read as one. So there is nothing to
-lock: a process that dies while writing has written its word, or has not. `Segment` keeps the page nameless, and the
-client interprets the numbers.
+There is nothing to lock: a process that dies while writing has written its word, or has not. `Segment` keeps the page
+nameless, and the client interprets the numbers.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple, TypeAlias
+from typing import NamedTuple
 
 import numpy as np
 
 from penstock import lowlevel
 from penstock.engine._native import record_fatal_signals
-from penstock.engine.cluster.histogram import REQUEST_SECONDS, Histogram, words_of
+from penstock.engine.cluster.counter import (
+    LINE_WORDS,
+    REQUEST_SECONDS,
+    WORD_NBYTES,
+    CounterSet,
+    Row,
+    counter,
+    gauge,
+    histogram,
+    state,
+)
 from penstock.engine.cluster.process_end import SignalRecord
 
-WORD_NBYTES = 8
-ROW_WORDS = 48  # six cache lines: rank 0 and the launcher (FAILED_STARTS) write the second, the core the others
 LIFE_SHIFT = 22  # of a process's word: incarnation (32 bits), life (10), pid (22, as Linux gives)
 MAX_PID, MAX_LIFE = (1 << LIFE_SHIFT) - 1, (1 << 10) - 1
-OUTPUT_WORDS = 8  # a cache line for each output processor, which writes the number of messages that it has delivered
-Row: TypeAlias = "memoryview[int]"  # the numbers of one group, by their places: `row[StatusBoard.OPEN]`
+OUTPUT_WORDS = LINE_WORDS  # of an output processor, which writes the number of messages that it has delivered
+# Owners of words in a group's row. PLACE: the core; on a node without it, or beside it, the process of its link.
+CORE, PLACE, RANK_0, LAUNCHER = "core", "place", "rank 0", "launcher"
+SINCE_START = "since the engine was started"
 
 
-class StatusBoard:
+def _share_in_use(row: Row) -> float:
+    """Returns 0 if the engine does not serve, as it has no cache then."""
+    blocks = row[StatusBoard.BLOCKS]
+    return 1 - row[StatusBoard.FREE_BLOCKS] / blocks if blocks else 0.0
+
+
+class StatusBoard(CounterSet, scope="engine"):
     """Reads and, if `writable`, writes the page."""
 
     # Words of the cluster's row.
@@ -39,49 +54,125 @@ class StatusBoard:
     MIGRATIONS_FAILED = 6  # those of them that did not bring all groups back
     SERVED = 7  # 1: a group has served, and was lost or restarted; it is started again however often that fails
     TRIAL_GROUP = 8  # the group that failed by itself last: suspects are tried in it. Its number + 1; 0: none has
-    # Words of a group's row, the core's.
-    SERVING = 0  # the incarnation of the group that takes requests; 0: none. Cleared by the launcher when it has died
-    OPEN = 1  # requests
-    WAITING = 2  # sequences that do not run: queued, or preempted
-    FREE_BLOCKS = 3
-    STEPS = 4  # sent, in this incarnation
-    OWN_NS = 5  # what the core spent on them, not counting where it waited
-    BLOCKS = 6  # of the cache
-    PREEMPTIONS = 7  # in this incarnation
-    # Words of a group's row, rank 0's.
-    BUSY_NS = 8  # time in which the device ran a step: as a simulated device says, else as rank 0 sees it
-    IDLE_NS = 9  # time in which it ran none, though there were requests to be continued
-    COMPUTED = 10  # tokens of prompts
-    SAMPLED = 11  # tokens of answers
-    # The launcher's, which writes it when all of the group have ended.
-    FAILED_STARTS = 12  # in a row: how often the group has ended before it served
-    # Rank 0's again, of all ranks, in this incarnation.
-    ENCODINGS = 13  # images that the vision encoder has encoded, on each rank that did
-    ENCODINGS_FOUND = 14  # of images, in the store
-    ENCODINGS_UNSHARED = 15  # that are not in the store, as it had no room, or another engine took too long
-    # The core's again.
-    RUNNING = 16  # sequences in the batch
-    PREFIX_QUERIES = 17  # tokens of prompts that were looked up in the prefix cache, in this incarnation
-    PREFIX_HITS = 18  # those of them that it had
-    # The core's, or that of the bridge to it, written before SERVING: requests go on in a group of the same model only.
-    MODEL = 22  # `ModelFingerprint.word`; 0: of a simulated device
-    # The uplink's, on a node without servers.
-    LINKED = 20  # 1: the group is linked to the home node. Cleared by the launcher when the uplink has ended
-    # On a node that has workers only: of the process in the core's place.
-    RENDEZVOUS = 21  # the port at which the ranks of this incarnation meet; 0: not linked to the home node yet
-    # On the home node, of the process that has the link of the group.
-    LINK_RESUMPTIONS = 23  # connections to other nodes that were lost and made again, in this incarnation
-    # The core's again.
-    ABSENT_OUTPUTS = 19  # a bit for each output processor that has died, until its next life receives
-    SUSPECTS = 24  # requests that may have made a group fail, and are not cleared
-    QUEUE_TIMES = 25  # from here on: a histogram of how long sequences waited, from their arrival in the core
+    # Words of a group's row. Each node has its own of these, as a number of another node means something else here.
+    SERVING = gauge(  # the incarnation that takes requests. Cleared by the launcher when it has died
+        "penstock_engine_incarnation",
+        "how often the engine was started; 0: it does not serve",
+        "it grew: a process died; the log names it, and how it ended",
+        owner=PLACE,
+    )
+    # `ModelFingerprint.word`; 0: of a simulated device. Written before SERVING: requests go on in a group of the same
+    # model only.
+    MODEL = state(owner=PLACE)
+    LINKED = state(owner=PLACE)  # 1: the group of a node without servers is linked. Cleared when the uplink has ended
+    RENDEZVOUS = state(owner=PLACE)  # the port at which the ranks of a node without cores meet; 0: not linked yet
+    LINK_RESUMPTIONS = counter(
+        "penstock_engine_link_resumptions",
+        f"lost connections to other nodes that were made again, {SINCE_START}; no request migrates for it",
+        "it grows: something between the nodes resets connections or damages packets; the log has `link resumed` with "
+        "the pause and the reason",
+        owner=PLACE,
+    )
+    FAILED_STARTS = state(owner=LAUNCHER)  # in a row: how often the group has ended before it served
+    OPEN = gauge("open_in_engine", "open requests", owner=CORE)
+    RUNNING = gauge(
+        "vllm:num_requests_running", "sequences in the batch", "at `--max-num-seqs`: the batch is full", owner=CORE
+    )
+    WAITING = gauge(
+        "vllm:num_requests_waiting",
+        "sequences that wait for the batch, or were preempted",
+        "above 0 for long: more `--max-num-seqs`, or blocks, or engines",
+        owner=CORE,
+    )
+    BLOCKS = gauge("blocks", "blocks of the KV cache", owner=CORE)
+    FREE_BLOCKS = gauge("free_blocks", "blocks of the KV cache that no sequence holds", owner=CORE)
+    USAGE = gauge(
+        "vllm:kv_cache_usage_perc",
+        "share of the KV cache's blocks that sequences hold; 1 is all",
+        "near 1: requests are preempted, and computed again",
+        owner=CORE,
+        value=_share_in_use,
+    )
+    PREFIX_QUERIES = counter(
+        "vllm:prefix_cache_queries",
+        "prompt tokens that were looked up in the prefix cache, when a sequence was first admitted",
+        owner=CORE,
+    )
+    PREFIX_HITS = counter(
+        "vllm:prefix_cache_hits",
+        "prompt tokens that were found there",
+        "divided by `vllm:prefix_cache_queries_total`: the hit rate",
+        owner=CORE,
+    )
+    PREEMPTIONS = counter(
+        "vllm:num_preemptions", "sequences that lost their blocks to others", "it grows: too few blocks", owner=CORE
+    )
+    STEPS = counter(
+        "penstock_engine_steps",
+        f"steps {SINCE_START}",
+        "it stands still with running requests: [stuck](stuck.md)",
+        owner=CORE,
+    )
+    OWN_NS = counter(
+        "penstock_engine_core_seconds",
+        "seconds that the core itself spent on these steps, waits excluded",
+        "divided by the steps: the core's share of a step",
+        owner=CORE,
+        unit=1e9,
+    )
+    SUSPECTS = gauge(
+        "penstock_suspects",
+        "open requests that may have made the engine fail, and are not cleared",
+        "above 0 for long: an engine fails again and again",
+        owner=CORE,
+    )
+    ABSENT_OUTPUTS = state(owner=CORE)  # a bit for each output processor that has died, until its next life receives
+    QUEUE_TIMES = histogram(
+        "vllm:request_queue_time_seconds",
+        "from a request's arrival in the core to its place in a batch",
+        "above a step's time: the batch or the cache is full",
+        owner=CORE,
+        bounds=REQUEST_SECONDS,
+    )
+    BUSY_NS = counter(
+        "penstock_engine_busy_seconds",
+        "seconds in which the device ran a step, as rank 0 sees it; a simulated device reports it exactly",
+        owner=RANK_0,
+        unit=1e9,
+    )
+    IDLE_NS = counter(
+        "penstock_engine_idle_seconds",
+        "seconds in which the device ran no step, though a request was open",
+        "it grows with open requests: the overhead around the device",
+        owner=RANK_0,
+        unit=1e9,
+    )
+    COMPUTED = counter("computed_tokens", "tokens of prompts that were computed", owner=RANK_0)
+    SAMPLED = counter("sampled_tokens", "tokens of answers", owner=RANK_0)
+    ENCODINGS = counter(  # of all ranks
+        "penstock_encodings",
+        f"images that the vision encoder has encoded, {SINCE_START}; an image that several workers encode counts for "
+        "each",
+        "divided by images: 1 is best; more with `--mm-encoder-tp-mode weights`, or where the prefix cache and the "
+        "store of encodings have evicted",
+        owner=RANK_0,
+    )
+    ENCODINGS_FOUND = counter(
+        "penstock_encodings_found", "encodings that were found in the store of encodings", owner=RANK_0
+    )
+    ENCODINGS_UNSHARED = counter(
+        "penstock_encodings_unshared",
+        "encodings that could not be put into it: no room, or another engine took half a `step_timeout` to write it",
+        "it grows: more `--encoder-cache-gb`",
+        owner=RANK_0,
+    )
 
     def __init__(self, segment: lowlevel.Segment, *, writable: bool = False) -> None:
         self._words: memoryview[int] = segment.view(writable=writable).cast("Q")
 
     @staticmethod
     def create(groups: int, members: int = 0, outputs: int = 0) -> lowlevel.Segment:
-        words_of_rows = (1 + groups) * ROW_WORDS + outputs * OUTPUT_WORDS
+        words_of_rows = (1 + groups) * StatusBoard.WORDS + outputs * OUTPUT_WORDS
         page = lowlevel.Segment.create((words_of_rows + 2 * members) * WORD_NBYTES, name="board")
         words = page.view(writable=True).cast("Q")
         words[StatusBoard.GROUPS], words[StatusBoard.MEMBERS], words[StatusBoard.OUTPUTS] = groups, members, outputs
@@ -96,13 +187,13 @@ class StatusBoard:
         self._words[self.DRAINING] = 1
 
     def row(self, group: int) -> Row:
-        begin = (1 + group) * ROW_WORDS
-        return self._words[begin : begin + ROW_WORDS]
+        begin = (1 + group) * self.WORDS
+        return self._words[begin : begin + self.WORDS]
 
     def begin(self, group: int) -> None:
         """Clears the row of a group that restarts, or has ended."""
         row = self.row(group)
-        for word in range(ROW_WORDS):
+        for word in range(self.WORDS):
             row[word] = 0
 
     @property
@@ -113,11 +204,11 @@ class StatusBoard:
     @property
     def cluster(self) -> Row:
         """Returns the cluster's row."""
-        return self._words[:ROW_WORDS]
+        return self._words[: self.WORDS]
 
     @property
     def _outputs_at(self) -> int:
-        return (1 + self._words[self.GROUPS]) * ROW_WORDS
+        return (1 + self._words[self.GROUPS]) * self.WORDS
 
     def output_row(self, place: int) -> Row:
         """Returns the row of an output processor: its first word is the number of messages that it has answered."""
@@ -153,13 +244,6 @@ class StatusBoard:
 
     def close(self) -> None:
         self._words.release()
-
-
-def queue_times_of(row: Row) -> Histogram:
-    return Histogram(row, StatusBoard.QUEUE_TIMES, REQUEST_SECONDS)
-
-
-assert StatusBoard.QUEUE_TIMES + words_of(REQUEST_SECONDS) <= ROW_WORDS
 
 
 class ProcessEntry(NamedTuple):

@@ -20,7 +20,7 @@ from penstock.codec.sequence import SequenceSender
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
-from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, retry_past_stale_deaths
 from penstock.engine.core.admission_gate import AdmissionGate
 from penstock.engine.core.await_members import await_members, await_receivers, require_one_model
@@ -88,7 +88,6 @@ class EngineCore:
         self._me = me
         self._cluster = cluster
         self._row = StatusBoard(cluster.board, writable=True).row(me.group)
-        self._queue_times = queue_times_of(self._row)
         name = str(me)
         self._inbox = group.inbox.open_receiver(name=name)
         self._results = group.results.open_receiver(0, name=name)
@@ -179,7 +178,7 @@ class EngineCore:
     def _count_queue_times(self) -> None:
         now = time.monotonic_ns()
         for queued_ns in self._scheduler.admitted_ns:
-            self._queue_times.add((now - queued_ns) / 1e9)
+            StatusBoard.QUEUE_TIMES.observe(self._row, (now - queued_ns) / 1e9)
         self._scheduler.admitted_ns.clear()
 
     def _receive_requests(self) -> None:

@@ -17,7 +17,7 @@ import msgspec
 
 from penstock.bridge import LinkSpec, Tls
 from penstock.engine.cluster.model_fingerprint import WHOLE_FILES, file_hash, model_fingerprint
-from penstock.engine.cluster.status_board import ROW_WORDS, StatusBoard
+from penstock.engine.cluster.status_board import CORE, RANK_0, StatusBoard
 from penstock.engine.protocol.config import EngineConfig, Nodes
 from penstock.environment import NODE_SECRET
 
@@ -29,12 +29,13 @@ COMMON_OPTIONS = (
     *("api_server_count", "data_parallel_size", "output_processors", "max_model_len", "max_num_seqs"),
     *("dtype", "end_ids", "enable_prompt_embeds", "simulated"),
 )
-# Words of a row that the home node writes itself, or that mean another incarnation there.
-HOME_WORDS = (
-    *(StatusBoard.SERVING, StatusBoard.FAILED_STARTS, StatusBoard.LINKED, StatusBoard.LINK_RESUMPTIONS),
-    StatusBoard.MODEL,
-)
-ROW_PLACES = [place for place in range(ROW_WORDS) if place not in HOME_WORDS]
+# Words of a row that pass to the home node, which writes the others itself.
+ROW_PLACES = [
+    word
+    for counter in StatusBoard.DECLARED
+    if counter.spec.owner in (CORE, RANK_0)
+    for word in range(counter, counter + counter.spec.words)
+]
 
 
 def node_secret() -> bytes:

@@ -17,10 +17,11 @@ import numpy as np
 from penstock import EndOfChannel, Handle, Lease, MemoryExhausted, Missing, PeerDied, Store, Timeout
 from penstock.bridge import Puller
 from penstock.codec.sequence import SequenceCheck
+from penstock.engine.cluster.counter import Row
 from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
-from penstock.engine.cluster.status_board import Row, StatusBoard
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig

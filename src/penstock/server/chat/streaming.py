@@ -99,21 +99,21 @@ class LatencyRecorder:
         key = stream, chunk.sample
         times = self._times.get(key)
         if times is not None and many:
-            times.engine.count_tokens(many)
-            times.engine.inter_token.add((now - times.last) / many, many)
+            times.engine.words[Served.GENERATION_TOKENS] += many
+            Served.INTER_TOKEN.observe(times.engine.words, (now - times.last) / many, many)
             times.last = now
             times.later_tokens += many
         elif many:
             engine = self._row.engines[stream.group]
             times = self._times[key] = _Times(engine, now)
-            engine.count_tokens(many)
-            engine.first_token.add(now - self._began)
+            engine.words[Served.GENERATION_TOKENS] += many
+            Served.FIRST_TOKEN.observe(engine.words, now - self._began)
             engine[Served.PROMPT_TOKENS] += stream.prompt_tokens
         if chunk.reason is not None:
             engine = self._row.engines[stream.group]
             self._ended[stream] += 1
-            engine.request.add(now - self._began)
-            engine.per_output_token.add(times.mean if times is not None else 0.0)
+            Served.REQUEST.observe(engine.words, now - self._began)
+            Served.PER_OUTPUT_TOKEN.observe(engine.words, times.mean if times is not None else 0.0)
             engine.finish(chunk.reason.name.lower())
 
     @contextlib.contextmanager

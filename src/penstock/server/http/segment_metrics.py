@@ -7,37 +7,102 @@ costs no more for being reported.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from prometheus_client.registry import Collector
 
 from penstock.codec import Channel
+from penstock.engine.cluster.counter import CounterSpec
+from penstock.server.http.metrics import Family, family_of
 from penstock.tensor import Store
 
-LABELS = ("channel", "end")
 BOTH, SENDERS, RECEIVERS = ("senders", "receivers"), ("senders",), ("receivers",)
-# Name, text, the ends that have it, and their field in a snapshot.
-COUNTERS = (
-    ("records", "Records sent, or received", BOTH, "records"),
-    ("bytes", "Bytes sent, or received", BOTH, "nbytes"),
-    ("parks", "How often the end slept", BOTH, "parks"),
-    ("spills", "Records too long for the ring, which went by the pool", SENDERS, "spills"),
-    ("exhaustions", "Times the pool had no room for a record", SENDERS, "exhaustions"),
-)
-GAUGES = (
-    ("behind_records", "Records sent and not yet received", RECEIVERS, "records_behind", 1.0),
-    ("longest_wait_seconds", "Longest wait of the end", BOTH, "longest_wait_ns", 1e9),
-)
-STORE_COUNTERS = (
-    ("hits", "Values found under their key", "hits"),
-    ("misses", "Values that were looked up, and had to be made", "misses"),
-    ("puts", "Values written", "puts"),
-    ("evictions", "Values evicted", "evictions"),
-    ("fills_awaited", "Waits for another process that wrote the same key", "fills_awaited"),
-)
+BY_END: dict[str, tuple[str, ...]] = {"channel": (), "end": ()}
 
-Family = CounterMetricFamily | GaugeMetricFamily
+
+class ChannelCounter(NamedTuple):
+    spec: CounterSpec
+    ends: tuple[str, ...]  # that have it
+    field: str  # of an end, in the snapshot of its channel
+
+
+CHANNEL_COUNTERS = (
+    ChannelCounter(
+        CounterSpec(
+            "penstock_channel_records",
+            "records that an `end` of a `channel` sent or received; ends are `sender N` and `receiver N`",
+            labels=BY_END,
+        ),
+        BOTH,
+        "records",
+    ),
+    ChannelCounter(CounterSpec("penstock_channel_bytes", "bytes of these records", labels=BY_END), BOTH, "nbytes"),
+    ChannelCounter(
+        CounterSpec(
+            "penstock_channel_behind_records",
+            "records sent that a receiver has not received",
+            "it stays above 0: that process is slow, or [stuck](stuck.md)",
+            "gauge",
+            labels=BY_END,
+        ),
+        RECEIVERS,
+        "records_behind",
+    ),
+    ChannelCounter(
+        CounterSpec(
+            "penstock_channel_longest_wait_seconds",
+            "the longest wait of an end",
+            "of a sender: a receiver held it up for so long",
+            "gauge",
+            labels=BY_END,
+            unit=1e9,
+        ),
+        BOTH,
+        "longest_wait_ns",
+    ),
+    ChannelCounter(CounterSpec("penstock_channel_parks", "how often an end slept", labels=BY_END), BOTH, "parks"),
+    ChannelCounter(
+        CounterSpec("penstock_channel_spills", "records too long for the ring, which went by the pool", labels=BY_END),
+        SENDERS,
+        "spills",
+    ),
+    ChannelCounter(
+        CounterSpec(
+            "penstock_channel_exhaustions",
+            "times the pool had no room for a record",
+            "it grows: receivers hold long records",
+            labels=BY_END,
+        ),
+        SENDERS,
+        "exhaustions",
+    ),
+)
+STORE_BYTES = CounterSpec(
+    "penstock_store_bytes",
+    "bytes of the store for images, by `kind`: `size`, `claimed` (memory), `taken` (by values)",
+    kind="gauge",
+    labels={"kind": ("size", "claimed", "taken")},
+)
+STORE_VALUES = CounterSpec("penstock_store_values", "values kept under a key", kind="gauge")
+STORE_LEASES = CounterSpec(
+    "penstock_store_leases", "leases that processes hold", "leases without open requests: a leak", "gauge"
+)
+STORE_COUNTERS = {  # by the field of `StoreStats`
+    "hits": CounterSpec("penstock_store_hits", "values that were found under their key"),
+    "misses": CounterSpec(
+        "penstock_store_misses",
+        "values that had to be made: each value of a request is a hit or a miss, also where it travels inline for want "
+        "of room",
+        "hits divided by both: the hit rate",
+    ),
+    "puts": CounterSpec("penstock_store_puts", "values written"),
+    "evictions": CounterSpec("penstock_store_evictions", "values evicted", "near puts: the store is too small"),
+    "fills_awaited": CounterSpec("penstock_store_fills_awaited", "waits for another process that wrote the same key"),
+}
+SPECS = (
+    *(counter.spec for counter in CHANNEL_COUNTERS),
+    *(STORE_BYTES, STORE_VALUES, STORE_LEASES, *STORE_COUNTERS.values()),
+)
 
 
 class SegmentMetrics(Collector):
@@ -52,16 +117,8 @@ class SegmentMetrics(Collector):
 
 
 def _of_channels(snapshots: Sequence[dict[str, Any]]) -> Iterator[Family]:
-    for name, text, kinds, field in COUNTERS:
-        counter = CounterMetricFamily(f"penstock_channel_{name}", text, labels=LABELS)
-        for labels, end in _ends(snapshots, kinds):
-            counter.add_metric(labels, end[field])
-        yield counter
-    for name, text, kinds, field, unit in GAUGES:
-        gauge = GaugeMetricFamily(f"penstock_channel_{name}", text, labels=LABELS)
-        for labels, end in _ends(snapshots, kinds):
-            gauge.add_metric(labels, end[field] / unit)
-        yield gauge
+    for spec, kinds, field in CHANNEL_COUNTERS:
+        yield family_of(spec, (), ((labels, end[field] / spec.unit) for labels, end in _ends(snapshots, kinds)))
 
 
 def _ends(snapshots: Iterable[dict[str, Any]], kinds: Sequence[str]) -> Iterator[tuple[list[str], dict[str, Any]]]:
@@ -76,12 +133,9 @@ def _ends(snapshots: Iterable[dict[str, Any]], kinds: Sequence[str]) -> Iterator
 def _of_store(store: Store) -> Iterator[Family]:
     stats = store.stats()
     pool = stats.pool
-    nbytes = GaugeMetricFamily("penstock_store_bytes", "Bytes of the store by kind", labels=["kind"])
-    for kind, number in (("size", pool.nbytes), ("claimed", pool.claimed_nbytes), ("taken", pool.taken_nbytes)):
-        nbytes.add_metric([kind], number)
-    yield nbytes
-    yield GaugeMetricFamily("penstock_store_values", "Values that are kept under a key", len(stats.items))
-    held = sum(holder.blocks for holder in pool.holders)
-    yield GaugeMetricFamily("penstock_store_leases", "Leases that processes hold", held)
-    for name, text, field in STORE_COUNTERS:
-        yield CounterMetricFamily(f"penstock_store_{name}", text, getattr(stats, field))
+    nbytes = (("size", pool.nbytes), ("claimed", pool.claimed_nbytes), ("taken", pool.taken_nbytes))
+    yield family_of(STORE_BYTES, (), (([kind], number) for kind, number in nbytes))
+    yield family_of(STORE_VALUES, (), [([], len(stats.items))])
+    yield family_of(STORE_LEASES, (), [([], sum(holder.blocks for holder in pool.holders))])
+    for field, spec in STORE_COUNTERS.items():
+        yield family_of(spec, (), [([], getattr(stats, field))])

@@ -1,16 +1,26 @@
 """Counters of the server processes: a row of shared memory for each, so any process can report those of all.
 
-Each number is one word with one writer, as on the status board; a restarted server continues with its row. `metrics`
-writes them for Prometheus.
+A restarted server continues with its row.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 from penstock import lowlevel
-from penstock.engine.cluster.histogram import FIRST_TOKEN_SECONDS, REQUEST_SECONDS, TOKEN_SECONDS, Histogram, words_of
+from penstock.engine.cluster.counter import (
+    FIRST_TOKEN_SECONDS,
+    REQUEST_SECONDS,
+    TOKEN_SECONDS,
+    WORD_NBYTES,
+    CounterRow,
+    CounterSet,
+    Row,
+    counter,
+    gauge,
+    histogram,
+    state,
+)
 from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.media.media_budget import STAGES
 from penstock.tensor import ScopeStats
 
@@ -24,119 +34,186 @@ ITEM_FIELDS = {
     **{how: how for how in ("inline_small", "inline_full", "inline_without_store", "inline_too_large")},
 }
 VIDEO_ENDS = ("decoded", "refused", "timeout", "died", "cancelled")  # of a decoder's process
-WORD_NBYTES = 8
+BY_STAGE = {"stage": STAGES}
 
 
-class Served:
+class Served(CounterRow, scope="engine"):
     """Counters of one engine's work for one server process. A sequence is one of the n samples of a prompt."""
 
-    PROMPT_TOKENS = 0  # of sequences that have their first token
-    GENERATION_TOKENS = 1
-    FINISHED = 2  # sequences, by FINISHED_REASONS
-    _HISTOGRAMS = FINISHED + len(FINISHED_REASONS)
-    _BOUNDS = (FIRST_TOKEN_SECONDS, TOKEN_SECONDS, TOKEN_SECONDS, REQUEST_SECONDS)
-    _MIGRATION = _HISTOGRAMS + sum(map(words_of, _BOUNDS))
-    WORDS = _MIGRATION + MigrationCounters.WORDS
+    PROMPT_TOKENS = counter(
+        "vllm:prompt_tokens", "prompt tokens of sequences that have their first token, cached ones included", "load"
+    )
+    GENERATION_TOKENS = counter("vllm:generation_tokens", "generated tokens", "its rate is the throughput")
+    FINISHED = counter(
+        "vllm:request_success",
+        "sequences that have ended, by `finished_reason`: `stop`, `length`, `abort` (the client disconnected), `error` "
+        "(an engine gave up, or the request could not be resumed)",
+        "errors",
+        labels={"finished_reason": FINISHED_REASONS},
+    )
+    FIRST_TOKEN = histogram(
+        "vllm:time_to_first_token_seconds",
+        "from a request's arrival in the server to the first token",
+        "grows with `vllm:request_queue_time_seconds`: queueing; without: long prompts",
+        bounds=FIRST_TOKEN_SECONDS,
+    )
+    INTER_TOKEN = histogram(
+        "vllm:inter_token_latency_seconds",
+        "from one token of a sequence to the next",
+        "about the time of a step",
+        bounds=TOKEN_SECONDS,
+    )
+    PER_OUTPUT_TOKEN = histogram(
+        "vllm:request_time_per_output_token_seconds",
+        "the mean time between tokens of each sequence that has ended; 0 for a sequence of one token",
+        bounds=TOKEN_SECONDS,
+    )
+    REQUEST = histogram(
+        "vllm:e2e_request_latency_seconds",
+        "from a request's arrival in the server to its last token",
+        bounds=REQUEST_SECONDS,
+    )
 
-    def __init__(self, words: Any) -> None:
-        self._words = words
-        histograms, begin = [], self._HISTOGRAMS
-        for bounds in self._BOUNDS:
-            histograms.append(Histogram(words, begin, bounds))
-            begin += words_of(bounds)
-        self.first_token, self.inter_token, self.per_output_token, self.request = histograms
-        self.migration = MigrationCounters(words[self._MIGRATION : self.WORDS])
-
-    def __getitem__(self, word: int) -> int:
-        number: int = self._words[word]
-        return number
-
-    def __setitem__(self, word: int, number: int) -> None:
-        self._words[word] = number
-
-    def count_tokens(self, tokens: int) -> None:
-        self._words[self.GENERATION_TOKENS] += tokens
+    def __init__(self, words: Row) -> None:
+        super().__init__(words[: self.WORDS])
+        self.migration = MigrationCounters(words[self.WORDS :])
 
     def finish(self, reason: str, sequences: int = 1) -> None:
-        self._words[self.FINISHED + FINISHED_REASONS.index(reason)] += sequences
+        self.words[self.FINISHED.at(reason)] += sequences
 
 
-class ProcessCounters:
+ENGINE_WORDS = Served.WORDS + MigrationCounters.WORDS  # of each engine, in the row of a server process
+
+
+class ProcessCounters(CounterRow, scope="server"):
     """The row of one server process, as in `row[ProcessCounters.OPEN] += 1`."""
 
-    PID = 0
-    SERVING = 1  # 1: it accepts connections; 2: it drains, and answers only open requests
-    OPEN = 2  # requests
-    FAILED_STARTS = 3  # in a row: how often this server has ended before it served. Written by the launcher
-    MEDIA_NBYTES = 4  # from here on: bytes that are held, by STAGES of the media budget
-    MEDIA_WAITING = MEDIA_NBYTES + len(STAGES)  # from here on: waits for bytes
-    MEDIA_LIMITS = MEDIA_WAITING + len(STAGES)  # from here on: bytes that may be held
-    DECODING = MEDIA_LIMITS + len(STAGES)  # videos, each in a process
-    DECODER_WAITING = DECODING + 1  # videos that wait for a process
-    VIDEO_NS = DECODER_WAITING + 1  # of these processes
-    VIDEOS = VIDEO_NS + 1  # from here on: by VIDEO_ENDS
-    ANSWERED = VIDEOS + len(VIDEO_ENDS)  # from here on: answers by route and status
-    ITEMS = ANSWERED + len(ROUTES) * len(STATUSES)  # from here on: values of prompts, by ITEM_FIELDS
-    _QUEUE = ITEMS + len(ITEM_FIELDS)  # from here on: new requests
-    ENGINES = _QUEUE + QueueCounters.WORDS  # from here on: `Served` of each engine
+    PID = state()
+    SERVING = state()  # 1: it accepts connections; 2: it drains, and answers only open requests
+    FAILED_STARTS = state()  # in a row: how often this server has ended before it served. Written by the launcher
+    OPEN = gauge(
+        "penstock_open_requests",
+        "HTTP requests that a `server` process is answering",
+        "near `--max-open-requests`: clients are being refused",
+    )
+    ANSWERED = counter(
+        "penstock_requests",
+        "HTTP answers, by `server`, `route` and `status`; 499: the client had gone",
+        "errors: 429 too many open, 503 no engine or a request that could not be resumed, 500 a bug, or a request that "
+        "made its engine fail",
+        labels={"route": ROUTES, "status": tuple(map(str, STATUSES))},
+    )
+    ITEMS = counter(
+        "penstock_items",
+        "images, videos and embeddings of prompts, by `server` and `how`: `hit` (the store had it), `put`, or inline: "
+        "`inline_small`, `inline_without_store`, `inline_full` (no room in time), `inline_too_large`",
+        "`inline_full` grows: more `--mm-processor-cache-gb`",
+        labels={"how": tuple(ITEM_FIELDS)},
+    )
+    MEDIA_NBYTES = gauge(
+        "penstock_media_bytes",
+        "bytes of images, videos and long bodies that a `server` holds, by `stage`: `bodies` (as they are received, "
+        "twice their length), `files` (read or fetched), `decoded` (pixels and tensors, while they are made)",
+        "at `penstock_media_limit_bytes`: others wait",
+        labels=BY_STAGE,
+    )
+    MEDIA_LIMITS = gauge(
+        "penstock_media_limit_bytes",
+        "the maximum of each `stage`: a quarter, a quarter and half of `--media-mb-in-flight`",
+        labels=BY_STAGE,
+        is_kept=True,
+    )
+    MEDIA_WAITING = gauge(
+        "penstock_media_waiting",
+        "bodies, images and videos that wait for these bytes, by `stage`",
+        "above 0 for long: more `--media-mb-in-flight`",
+        labels=BY_STAGE,
+    )
+    DECODING = gauge(
+        "penstock_videos_decoding",
+        "videos that a `server` is decoding, each in a process of its own, those included that wait for bytes",
+        "at `--max-concurrent-videos`: others wait",
+    )
+    DECODER_WAITING = gauge(
+        "penstock_videos_waiting",
+        "videos that wait for such a process",
+        "above 0 for long: more `--max-concurrent-videos`, where processors are idle",
+    )
+    VIDEOS = counter(
+        "penstock_videos",
+        "videos that had a decoder, by its `end`: `decoded`, `refused` (a limit, or a file that cannot be read), "
+        "`timeout` (killed after `--video-decode-timeout`), `died`, `cancelled` (the client had gone)",
+        "`died`, `timeout`: damaged or hostile files, or too little memory",
+        labels={"end": VIDEO_ENDS},
+    )
+    VIDEO_NS = counter(
+        "penstock_video_decoder_seconds",
+        "seconds of these processes, waits for bytes included",
+        "divided by the videos: what one takes",
+        unit=1e9,
+    )
 
-    def __init__(self, words: Any) -> None:
-        self._words = words
-        self.queue = QueueCounters(words[self._QUEUE : self.ENGINES])
-        begins = range(self.ENGINES, len(words), Served.WORDS)
-        self.engines = [Served(words[begin : begin + Served.WORDS]) for begin in begins]
+    def __init__(self, words: Row) -> None:
+        super().__init__(words[: self.WORDS])
+        engines = self.WORDS + QueueCounters.WORDS
+        self.queue = QueueCounters(words[self.WORDS : engines])
+        begins = range(engines, len(words), ENGINE_WORDS)
+        self.engines = [Served(words[begin : begin + ENGINE_WORDS]) for begin in begins]
 
-    @staticmethod
-    def words(engines: int) -> int:
-        return ProcessCounters.ENGINES + engines * Served.WORDS
-
-    def __getitem__(self, word: int) -> int:
-        number: int = self._words[word]
-        return number
-
-    def __setitem__(self, word: int, number: int) -> None:
-        self._words[word] = number
+    @classmethod
+    def total_words(cls, engines: int) -> int:
+        return cls.WORDS + QueueCounters.WORDS + engines * ENGINE_WORDS
 
     def count_items(self, stats: ScopeStats, put: int = 0) -> None:
         """Counts how the values of a prompt travel. `put`: hits of values that decoders put there for it."""
         stats.hits -= put
         stats.puts += put
-        for number, field in enumerate(ITEM_FIELDS.values()):
-            self._words[self.ITEMS + number] += getattr(stats, field)
+        for how, field in ITEM_FIELDS.items():
+            self.words[self.ITEMS.at(how)] += getattr(stats, field)
 
     def set_media(self, stage: int, held: int, waiting: int) -> None:
-        self._words[self.MEDIA_NBYTES + stage] = held
-        self._words[self.MEDIA_WAITING + stage] = waiting
+        self.words[self.MEDIA_NBYTES + stage] = held
+        self.words[self.MEDIA_WAITING + stage] = waiting
 
     def set_decoders(self, busy: int, waiting: int) -> None:
-        self._words[self.DECODING] = busy
-        self._words[self.DECODER_WAITING] = waiting
+        self.words[self.DECODING] = busy
+        self.words[self.DECODER_WAITING] = waiting
 
     def count_video(self, end: str, seconds: float) -> None:
-        self._words[self.VIDEOS + VIDEO_ENDS.index(end)] += 1
-        self._words[self.VIDEO_NS] += round(seconds * 1e9)
+        self.words[self.VIDEOS.at(end)] += 1
+        self.words[self.VIDEO_NS] += round(seconds * 1e9)
 
     def clear_gauges(self) -> None:
         """Forgets what was open in a process that has ended."""
-        self[self.OPEN] = self.queue[QueueCounters.WAITING] = 0
-        self.set_decoders(0, 0)
-        for stage in range(len(STAGES)):
-            self.set_media(stage, 0, 0)
+        super().clear_gauges()
+        self.queue.clear_gauges()
         for served in self.engines:
             served.migration.clear_gauges()
 
     def answered(self, route: str, status: int) -> int:
         """Returns the word that counts answers of this route and status."""
         known = status if status in STATUSES else 500 if status >= 500 else 400
-        return self.ANSWERED + ROUTES.index(route) * len(STATUSES) + STATUSES.index(known)
+        return self.ANSWERED.at(route, str(known))
 
 
 class ServerCounters:
     def __init__(self, segment: lowlevel.Segment, servers: int, *, writable: bool = False) -> None:
-        words: Any = segment.view(writable=writable).cast("Q")
+        words: Row = segment.view(writable=writable).cast("Q")
         size = len(words) // servers
         self.rows = [ProcessCounters(words[begin : begin + size]) for begin in range(0, servers * size, size)]
 
     @staticmethod
     def create(servers: int, engines: int = 1) -> lowlevel.Segment:
-        return lowlevel.Segment.create(servers * ProcessCounters.words(engines) * WORD_NBYTES, name="tally")
+        return lowlevel.Segment.create(servers * ProcessCounters.total_words(engines) * WORD_NBYTES, name="tally")
+
+
+def counter_rows(board: StatusBoard, tally: ServerCounters) -> dict[type[CounterSet], list[list[Row]]]:
+    """Returns the rows of each kind, by engine or by server process. Numbers of rows that stand together add up."""
+    engines, servers = range(len(board.rows)), tally.rows
+    return {
+        StatusBoard: [[row] for row in board.rows],
+        Served: [[server.engines[engine].words for server in servers] for engine in engines],
+        MigrationCounters: [[server.engines[engine].migration.words for server in servers] for engine in engines],
+        ProcessCounters: [[server.words] for server in servers],
+        QueueCounters: [[server.queue.words] for server in servers],
+    }

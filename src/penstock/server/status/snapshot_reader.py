@@ -12,9 +12,9 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock import PenstockError
+from penstock.engine.cluster.counter import Row
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
-from penstock.engine.cluster.status_board import Row as GroupRow
 from penstock.engine.cluster.topology import ProcessId
 from penstock.server.status.counters import ITEM_FIELDS, ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
 from penstock.server.status.server_info import NAME, ServerInfo
@@ -213,7 +213,7 @@ def _store(segment: Json) -> StoreView:
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _group(node: int, row: GroupRow, migration: list[MigrationCounters]) -> EngineView:
+def _group(node: int, row: Row, migration: list[MigrationCounters]) -> EngineView:
     """`node`: that has the group; `migration`: what each server process counts of the group."""
     causes = range(MigrationCounters.MIGRATIONS, MigrationCounters.MIGRATIONS + len(MIGRATION_CAUSES))
     return EngineView(
@@ -249,9 +249,9 @@ def _server(row: ProcessCounters) -> ServerView:
         refused=sum(many for status, many in by_status.items() if status >= 400),
         prompt_tokens=sum(served[Served.PROMPT_TOKENS] for served in row.engines),
         completion_tokens=sum(served[Served.GENERATION_TOKENS] for served in row.engines),
-        first_pieces=sum(sum(served.first_token.counts) for served in row.engines),
-        first_seconds=sum(served.first_token.seconds for served in row.engines),
-        gaps=sum(sum(served.inter_token.counts) for served in row.engines),
-        gap_seconds=sum(served.inter_token.seconds for served in row.engines),
+        first_pieces=sum(sum(Served.FIRST_TOKEN.counts(served.words)) for served in row.engines),
+        first_seconds=sum(Served.FIRST_TOKEN.seconds(served.words) for served in row.engines),
+        gaps=sum(sum(Served.INTER_TOKEN.counts(served.words)) for served in row.engines),
+        gap_seconds=sum(Served.INTER_TOKEN.seconds(served.words) for served in row.engines),
         items=tuple(ItemCount(how, row[ProcessCounters.ITEMS + number]) for number, how in enumerate(ITEM_FIELDS)),
     )

@@ -420,7 +420,7 @@ async def test_request_is_submitted_again_each_time_its_group_is_lost() -> None:
         submit = await group.submitted()
         group.answer(submit.request, [70], FinishReason.STOP)
         assert await read(stream) == [65, 67, 70]
-        assert migrations(client) == {"died": 3} and sum(client.counters[0].pause.counts) == 2
+        assert migrations(client) == {"died": 3} and sum(MigrationCounters.PAUSE.counts(client.counters[0].words)) == 2
 
 
 @in_a_loop

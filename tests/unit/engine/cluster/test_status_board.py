@@ -3,7 +3,8 @@
 import itertools
 
 from penstock import lowlevel
-from penstock.engine.cluster.status_board import ROW_WORDS, WORD_NBYTES, ProcessEntry, StatusBoard
+from penstock.engine.cluster.counter import LINE_WORDS
+from penstock.engine.cluster.status_board import LAUNCHER, PLACE, RANK_0, ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import all_processes
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from tests.conftest import eventually, spawn
@@ -15,24 +16,32 @@ def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> N
     page = StatusBoard.create(3)
     writing, reading = StatusBoard(page, writable=True), StatusBoard(page)
     row = writing.row(1)
-    for word in range(ROW_WORDS):
+    for word in range(StatusBoard.WORDS):
         row[word] = (1 << 63) + word
-    assert [reading.row(1)[word] for word in range(ROW_WORDS)] == [(1 << 63) + word for word in range(ROW_WORDS)]
-    assert not any(reading.row(group)[word] for group in (0, 2) for word in range(ROW_WORDS))
+    assert [reading.row(1)[word] for word in range(StatusBoard.WORDS)] == [
+        (1 << 63) + word for word in range(StatusBoard.WORDS)
+    ]
+    assert not any(reading.row(group)[word] for group in (0, 2) for word in range(StatusBoard.WORDS))
     assert not reading.is_draining
     writing.drain()
     assert reading.is_draining
     writing.begin(1)
-    assert not any(reading.row(1)[word] for word in range(ROW_WORDS))
+    assert not any(reading.row(1))
 
 
-def test_each_number_is_an_aligned_word_and_the_core_and_rank_0_write_to_different_cache_lines() -> None:
+def test_owners_write_to_different_cache_lines_of_a_row() -> None:
     page = StatusBoard.create(2)
     StatusBoard(page, writable=True).row(0)[StatusBoard.SERVING] = 7
     StatusBoard(page, writable=True).row(0)[StatusBoard.BUSY_NS] = 9
     words = page.view().cast("Q")
-    assert words[ROW_WORDS] == 7 and words[ROW_WORDS + StatusBoard.BUSY_NS] == 9
-    assert StatusBoard.BUSY_NS * WORD_NBYTES == 64 and page.nbytes == 3 * 384
+    assert words[StatusBoard.WORDS] == 7 and words[StatusBoard.WORDS + StatusBoard.BUSY_NS] == 9
+    assert StatusBoard.WORDS % LINE_WORDS == 0 and page.nbytes == 3 * StatusBoard.WORDS * 8
+    owners: dict[int, set[str]] = {}
+    for counter in StatusBoard.DECLARED:
+        for word in range(counter, counter + counter.spec.words):
+            owners.setdefault(word // LINE_WORDS, set()).add(counter.spec.owner)
+    assert {PLACE, LAUNCHER, RANK_0} < set().union(*owners.values())
+    assert all(len(writers) == 1 for writers in owners.values())
 
 
 def test_who_only_reads_cannot_write() -> None:
@@ -69,7 +78,7 @@ def test_who_has_a_place_is_one_word_and_lies_behind_the_groups() -> None:
     writing.live(1, ProcessEntry(7, 4711))
     writing.live(2, ProcessEntry((1 << 32) - 1, (1 << 22) - 1))
     assert reading.members == [ProcessEntry(0, 0), ProcessEntry(7, 4711), ProcessEntry((1 << 32) - 1, (1 << 22) - 1)]
-    assert len(reading.rows) == 2 and not any(row[word] for row in reading.rows for word in range(ROW_WORDS))
+    assert len(reading.rows) == 2 and not any(map(any, reading.rows))
 
 
 def test_places_are_those_that_the_tree_starts() -> None:
@@ -86,11 +95,8 @@ def test_places_are_those_that_the_tree_starts() -> None:
     ]
 
 
-def test_words_of_a_row_are_distinct_and_lie_before_the_histogram() -> None:
-    of_the_tree = {"DRAINING", "GROUPS", "MEMBERS", "OUTPUTS", "SERVED", "TRIAL_GROUP"}
-    of_the_tree |= {"MIGRATIONS_BEGUN", "MIGRATIONS_ENDED", "MIGRATIONS_FAILED"}
-    words = {name: word for name, word in vars(StatusBoard).items() if name.isupper()}
-    of_a_row = {name: word for name, word in words.items() if name not in of_the_tree}
-    for named in (of_the_tree, of_a_row):
-        assert len({words[name] for name in named}) == len(named)
-    assert max(of_a_row.values()) == StatusBoard.QUEUE_TIMES
+def test_words_of_a_row_are_distinct() -> None:
+    words = [word for counter in StatusBoard.DECLARED for word in range(counter, counter + counter.spec.words)]
+    assert len(words) == len(set(words)) and max(words) < StatusBoard.WORDS
+    named = {name: word for name, word in vars(StatusBoard).items() if type(word) is int and name != "WORDS"}
+    assert len(named) == len(set(named.values())) == 9, "words of the cluster's row"

@@ -13,6 +13,7 @@ import pytest
 pytest.importorskip("starlette")
 
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
+from penstock.engine.cluster.counter import Counter
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.server.chat.streaming import (
@@ -37,7 +38,7 @@ def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
 
 
 def row(engines: int = 1) -> ProcessCounters:
-    return ProcessCounters(memoryview(bytearray(8 * ProcessCounters.words(engines))).cast("Q"))
+    return ProcessCounters(memoryview(bytearray(8 * ProcessCounters.total_words(engines))).cast("Q"))
 
 
 class Connection:
@@ -242,6 +243,10 @@ def test_log_probabilities_are_told_in_both_ways() -> None:
 
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
+def total(histogram: Counter, engine: Served) -> tuple[int, float]:
+    return sum(histogram.counts(engine.words)), histogram.seconds(engine.words)
+
+
 def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
     """One stream of two samples, begun at 0, whose chunks are passed on at these times."""
     stream, row_of_it = OutputStream(1, 1, 1, 5, 2), row(engines=2)
@@ -249,7 +254,7 @@ def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
     for now, chunk in steps:
         with mock.patch("penstock.server.chat.streaming.time.monotonic", lambda now=now: now):
             latency.chunk(stream, chunk)
-    assert sum(row_of_it.engines[0].first_token.counts) == 0, "the other engine has done nothing"
+    assert sum(Served.FIRST_TOKEN.counts(row_of_it.engines[0].words)) == 0, "the other engine has done nothing"
     return row_of_it.engines[1], stream
 
 
@@ -261,10 +266,16 @@ def test_times_are_counted_for_each_sequence() -> None:
         (1.25, OutputChunk(0, b"", [2, 3, 4, 5], FinishReason.STOP)),
         (2.0, OutputChunk(1, b"", [], FinishReason.LENGTH)),
     )
-    assert (sum(engine.first_token.counts), engine.first_token.seconds) == (2, 0.75)
-    assert (sum(engine.inter_token.counts), engine.inter_token.seconds) == (4, 1.0)  # a token has its share of a chunk
-    assert (sum(engine.per_output_token.counts), engine.per_output_token.seconds) == (2, 0.25)  # 0 for a single token
-    assert (sum(engine.request.counts), engine.request.seconds) == (2, 3.25)
+    assert total(Served.FIRST_TOKEN, engine) == (2, 0.75)
+    assert total(Served.INTER_TOKEN, engine) == (
+        4,
+        1.0,
+    )  # a token has its share of a chunk
+    assert total(Served.PER_OUTPUT_TOKEN, engine) == (
+        2,
+        0.25,
+    )  # 0 for a single token
+    assert total(Served.REQUEST, engine) == (2, 3.25)
     assert (engine[Served.PROMPT_TOKENS], engine[Served.GENERATION_TOKENS]) == (10, 6)
     assert [engine[Served.FINISHED + one] for one in range(4)] == [1, 1, 0, 0]
 

@@ -12,9 +12,9 @@ from prometheus_client import CollectorRegistry, Metric
 from prometheus_client.parser import text_string_to_metric_families
 
 from penstock import Inbox, Missing, Ring, Scope, Store, content_key
-from penstock.engine.cluster.histogram import Histogram, words_of
+from penstock.engine.cluster.counter import CounterRow, histogram
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
-from penstock.engine.cluster.status_board import StatusBoard, queue_times_of
+from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.http.dashboard import GRAFANA
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
@@ -164,9 +164,9 @@ def test_what_servers_count_is_added_up_for_each_engine(pages: Pages) -> None:
         served[Served.PROMPT_TOKENS] += number
         served[Served.GENERATION_TOKENS] += 10 * number
         served.finish("length", number)
-        served.first_token.add(0.003)
-        served.inter_token.add(1000.0, number)
-        served.request.add(0.3)  # a bound belongs to its own bucket
+        Served.FIRST_TOKEN.observe(served.words, 0.003)
+        Served.INTER_TOKEN.observe(served.words, 1000.0, number)
+        Served.REQUEST.observe(served.words, 0.3)  # a bound belongs to its own bucket
     where = {"model_name": NAME, "engine": 1}
     assert pages.number("vllm:prompt_tokens_total", **where) == 6
     assert pages.number("vllm:generation_tokens_total", **where) == 60
@@ -192,7 +192,7 @@ def test_what_cores_write_is_shown_for_each_engine(pages: Pages) -> None:
     }  # fmt: skip
     for word, number in words.items():
         row[word] = number
-    queue_times_of(row).add(0.4, 2)
+    StatusBoard.QUEUE_TIMES.observe(row, 0.4, 2)
     where = {"model_name": NAME, "engine": 1}
     for name, number in (
         ("num_requests_running", 5), ("num_requests_waiting", 3), ("kv_cache_usage_perc", 0.25),
@@ -243,9 +243,9 @@ def test_migrations_are_added_up_for_the_engine_that_lost_the_requests(pages: Pa
         counters[MigrationCounters.WAITING] = number
         counters[MigrationCounters.KEPT_TOKENS] = 100 * number
         counters[MigrationCounters.GIVEN_UP] += 1
-        counters.count("failed")
-        counters.count("output")
-        counters.pause.add(0.25)
+        counters[MigrationCounters.MIGRATIONS.at("failed")] += 1
+        counters[MigrationCounters.MIGRATIONS.at("output")] += 1
+        MigrationCounters.PAUSE.observe(counters.words, 0.25)
     assert pages.number("penstock_requests_waiting_to_resume", engine=1) == 6
     assert pages.number("penstock_kept_tokens", engine=1) == 600
     assert pages.number("penstock_requests_given_up_total", engine=1) == 3
@@ -274,12 +274,13 @@ def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
 
 
 def test_a_histogram_counts_what_is_more_than_its_last_bound() -> None:
-    words = memoryview(bytearray(8 * (words_of((1.0, 2.0)) + 2))).cast("Q")
-    found = Histogram(words, 1, (1.0, 2.0))
+    class Waits(CounterRow, scope="server"):
+        WAITS = histogram("waits", "", bounds=(1.0, 2.0))
+
+    row = Waits(memoryview(bytearray(8 * 6)).cast("Q")[1:5])
     for seconds in (0.0, 1.0, 1.5, 2.5, 9.0):
-        found.add(seconds)
-    assert found.counts == [2, 1, 2] and found.seconds == 14.0
-    assert words[0] == words[-1] == 0
+        Waits.WAITS.observe(row.words, seconds)
+    assert Waits.WORDS == 4 and Waits.WAITS.counts(row.words) == [2, 1, 2] and Waits.WAITS.seconds(row.words) == 14.0
 
 
 # ── channels and store ───────────────────────────────────────────────────────────────────────────────────────────────

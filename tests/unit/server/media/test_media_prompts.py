@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 
 pytest.importorskip("torch")
@@ -138,7 +137,8 @@ def test_media_of_more_tokens_than_the_model_takes_are_refused(qwen: Path) -> No
 
 def test_media_are_counted_by_how_they_travel(qwen: Path) -> None:
     async def look() -> None:
-        config, row = EngineConfig(model=str(qwen)), ProcessCounters(np.zeros(ProcessCounters.words(1), np.int64))
+        config = EngineConfig(model=str(qwen))
+        row = ProcessCounters(memoryview(bytearray(8 * ProcessCounters.total_words(1))).cast("Q"))
         media = build_media_prompts(config, ServerOptions(), None, row=row)
         with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
             conversation = Conversation.of(asked(part(picture(16, 16)), part(picture(16, 16, seed=1))).messages)

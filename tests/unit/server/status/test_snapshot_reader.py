@@ -68,7 +68,7 @@ def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: La
     server[server.answered("chat", 200)] += 7
     server[server.answered("chat", 429)] += 2
     for engine, tokens in zip(server.engines, (10, 20), strict=True):
-        engine.first_token.add(0.25)
+        Served.FIRST_TOKEN.observe(engine.words, 0.25)
         engine[Served.PROMPT_TOKENS] += tokens
         engine[Served.GENERATION_TOKENS] += 1
     moment = SnapshotReader(os.getpid()).take()
@@ -124,7 +124,7 @@ def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
     laid.board.row(0)[StatusBoard.SERVING] = 1
     for row, waiting in zip(laid.tally.rows, (3, 4), strict=True):
         row.engines[0].migration[MigrationCounters.WAITING] = waiting
-        row.engines[0].migration.count("failed")
+        row.engines[0].migration[MigrationCounters.MIGRATIONS.at("failed")] += 1
         row.engines[0].migration[MigrationCounters.GIVEN_UP] += 2
         row.engines[0].migration[MigrationCounters.KEPT_TOKENS] = 50
     moment = watch.take()
