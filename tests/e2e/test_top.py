@@ -68,12 +68,11 @@ async def tokens_are_counted_as_they_were_asked_for(served: Served) -> None:
     before = await seen_by_top(ours())
     await asked(served, 6, MOST)
     now = await seen_by_top(ours())
-    (old,), (new,) = before.moment.groups, now.moment.groups
-    assert new.generated_tokens - old.generated_tokens == 6 * MOST
-    assert new.prompt_tokens - old.prompt_tokens == 6 * len(f"0 {PROMPT}")
-    told = [sum(one.completion_tokens for one in seen.moment.servers) for seen in (before, now)]
-    assert told[1] - told[0] == 6 * MOST
-    assert (new.open, new.blocks - new.free_blocks, new.waiting, new.preemptions) == (0, 0, 0, 0)
+    old, new = before.moment, now.moment
+    expected = {"sampled_tokens": 6 * MOST, "generation_tokens": 6 * MOST, "computed_tokens": 6 * len(f"0 {PROMPT}")}
+    assert {key: new.total(key) - old.total(key) for key in expected} == expected
+    assert new.total("blocks") == new.total("free_blocks")
+    assert not any(map(new.total, ("open_in_engine", "num_requests_waiting", "num_preemptions")))
 
 
 async def what_is_open_is_shown_alike_by_all_views(served: Served) -> None:
@@ -86,19 +85,19 @@ async def what_is_open_is_shown_alike_by_all_views(served: Served) -> None:
     assert status == 0, error
     assert not asking.done(), "it has been answered while we looked: ask for more"
     for one in (found, elsewhere, msgspec.convert(said, View)):
-        assert sum(server.open for server in one.moment.servers) == 5
-        (group,) = one.moment.groups
-        assert (group.open, group.running, group.waiting) == (5, 5, 0)
-        assert 0 < group.blocks - group.free_blocks <= group.blocks == 4096
+        (engine,) = one.moment.engines
+        open_requests = [one.moment.total("open_requests"), engine["open_in_engine"]]
+        assert [*open_requests, engine["num_requests_running"], engine["num_requests_waiting"]] == [5, 5, 5, 0]
+        assert 0 <= engine["free_blocks"] < engine["blocks"] == 4096
         names = [channel.name for channel in one.moment.channels]
         assert sorted(names) == ["deltas 0", "deltas 1", "inbox 0", "results 0", "steps 0", "tokens 0.0"]
         assert [process.state for process in one.moment.processes] == ["serves"] * 6
     for rates in (found.rates, elsewhere.rates):
-        assert rates is not None and rates.generated_tokens > 0
+        assert rates is not None and rates.total("sampled_tokens") > 0
         # What the device was told; a step more or less is counted, as not all is read at one time.
-        assert rates.groups[0].device == pytest.approx(STEP, rel=0.5)
+        assert rates.steps[0].device == pytest.approx(STEP, rel=0.5)
         steps = next(rate for rate, name in zip(rates.channels, names, strict=True) if name == "steps 0")
-        assert steps.records == pytest.approx(rates.groups[0].steps, rel=0.5)
+        assert steps.records == pytest.approx(rates.engines[0]["engine_steps"], rel=0.5)
     assert re.search(r"requests +5 open +5 running +0 waiting", out), out
     for process in found.moment.processes:
         assert re.search(rf"(?m)^{process.title} +{process.pid} +serves +0 ", out), out
@@ -194,8 +193,8 @@ async def a_worker_that_is_killed_shows_as_restarted(served: Served) -> None:
     status, out, _ = await top(ours(), "--once", "--interval", "0.3")
     assert status == 0 and re.search(r"(?m)^worker 0\.0 +\d+ +serves +1 ", out), out
     await asked(served, 2, 5)
-    (group,) = (await seen_by_top(ours())).moment.groups
-    assert (group.incarnation, group.generated_tokens) == (2, 10)
+    (engine,) = (await seen_by_top(ours())).moment.engines
+    assert (engine["engine_incarnation"], engine["sampled_tokens"]) == (2, 10)
 
 
 async def a_process_that_is_stopped_is_shown_as_stopped(served: Served) -> None:

@@ -10,34 +10,34 @@ pytest.importorskip("rich")
 
 from rich.console import Console
 
+from penstock.server.status.counters import ITEM_FIELDS
 from penstock.server.status.snapshot import (
     ChannelView,
-    EngineView,
     HolderView,
-    ItemCount,
     ProcessView,
     ServerSnapshot,
-    ServerView,
     StoreView,
 )
 from penstock.server.status.snapshot_rates import View
 from penstock.tools.top.view import BARS, History, amount, drawn, sparkline
-from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, zero
+from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, view, zero
 
 
 def busy(at: float, name: str = "m") -> ServerSnapshot:
     """A server with many processes and channels, further on the later it is."""
     many = int(at * 100)
     server_info = msgspec.structs.replace(NOTICE, name=name)
-    group = zero(
-        EngineView, incarnation=1, open=7, running=4, waiting=3, blocks=100, free_blocks=25, steps=many,
-        generated_tokens=4 * many, device_ns=8_000_000 * many, idle_ns=2_000_000 * many, core_ns=500_000 * many,
+    engine = view(
+        "engines", engine_incarnation=1, num_requests_running=4, num_requests_waiting=3, blocks=100, free_blocks=25,
+        engine_steps=many, sampled_tokens=4 * many, engine_busy_seconds=0.008 * many, engine_idle_seconds=0.002 * many,
+        engine_core_seconds=0.0005 * many,
     )  # fmt: skip
     found = moment(
         at,
         time=at,
-        groups=(group, group),
-        servers=(zero(ServerView, open=7),),
+        engines=(engine, engine),
+        served=(view("served"), view("served")),
+        servers=(view("servers", open_requests=7),),
         processes=tuple(
             zero(ProcessView, role="worker", index=one, pid=one + 1, incarnation=1 + (one == 3), state="serves")
             for one in range(12)
@@ -112,10 +112,10 @@ def shown_moment(**parts: Any) -> list[str]:
 
 
 def test_prefix_hits_are_those_of_all_groups() -> None:
-    group = zero(EngineView, prefix_queries=300, prefix_hits=30)
-    text = "\n".join(shown_moment(groups=(group, msgspec.structs.replace(group, prefix_queries=100, prefix_hits=70))))
+    engines = [view("engines", prefix_cache_queries=count, prefix_cache_hits=50) for count in (300, 100)]
+    text = "\n".join(shown_moment(engines=engines, served=[view("served")] * 2))
     assert "25% prefix hits" in text
-    assert "– prefix hits" in "\n".join(shown_moment(groups=(zero(EngineView),)))
+    assert "– prefix hits" in "\n".join(shown_moment(engines=[view("engines")], served=[view("served")]))
 
 
 def test_a_group_that_restarted_counts_once_and_a_process_that_is_gone_is_counted() -> None:
@@ -142,13 +142,19 @@ def test_spills_of_channels_are_shown_where_there_are_any() -> None:
 
 def test_the_ways_of_values_are_shown_where_there_is_a_store_or_a_value() -> None:
     def lines(values: int, *stores: Any) -> list[list[str]]:
-        items = (ItemCount("hit", values), ItemCount("put", 2 * values))
-        servers = tuple(zero(ServerView, items=items) for _ in range(2))
+        servers = (view("servers", **{"items.hit": values, "items.put": 2 * values}),) * 2
         return [line.split() for line in shown_moment(servers=servers, stores=stores)]
 
-    head, row = ["images", "and", "embeddings", "hit", "put"], ["all", "servers"]
-    assert head not in lines(0) and [*row, "0", "0"] in lines(0, zero(StoreView, name="s"))
-    assert head in lines(3) and [*row, "6", "12"] in lines(3)
+    head, row = ["images", "and", "embeddings", *ITEM_FIELDS], ["all", "servers"]
+    assert head not in lines(0) and [*row, *"000000"] in lines(0, zero(StoreView, name="s"))
+    assert head in lines(3) and [*row, "6", "12", *"0000"] in lines(3)
+
+
+def test_counters_that_are_not_0_are_listed() -> None:
+    rows = [line.split() for line in shown(160, 100)]
+    assert ["counter", "number", "per", "second"] in rows
+    assert ["engine_steps", "2,400", "200"] in rows and ["num_requests_running", "8"] in rows
+    assert not any(row[:1] == ["encodings"] for row in rows)
 
 
 def test_keys_are_named_where_they_have_an_effect() -> None:
@@ -165,9 +171,11 @@ def test_before_there_are_rates_nothing_is_made_up() -> None:
 
 def test_group_that_is_coming_back_has_a_line_with_the_requests_that_wait() -> None:
     found = busy(10.0)
-    lost = msgspec.structs.replace(found.groups[0], incarnation=0, waiting_to_resume=5)
+    engines = (found.engines[0], view("engines"))
+    served = (found.served[0], view("served", requests_waiting_to_resume=5))
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    console.print(drawn(View(msgspec.structs.replace(found, groups=(found.groups[0], lost)), None), History(), console))
+    lost = msgspec.structs.replace(found, engines=engines, served=served)
+    console.print(drawn(View(lost, None), History(), console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "5 waiting to resume" in text and "group 1     is coming back, 5 requests to resume" in text
     assert "group 0" not in text and "to resume" not in "\n".join(shown(120, 100))

@@ -207,6 +207,13 @@ class ServerCounters:
         return lowlevel.Segment.create(servers * ProcessCounters.total_words(engines) * WORD_NBYTES, name="tally")
 
 
+PARTS: dict[str, tuple[type[CounterSet], ...]] = {  # of reports: what an engine counts, servers of it, and each server
+    "engines": (StatusBoard,),
+    "served": (Served, MigrationCounters),
+    "servers": (ProcessCounters, QueueCounters),
+}
+
+
 def counter_rows(board: StatusBoard, tally: ServerCounters) -> dict[type[CounterSet], list[list[Row]]]:
     """Returns the rows of each kind, by engine or by server process. Numbers of rows that stand together add up."""
     engines, servers = range(len(board.rows)), tally.rows

@@ -5,9 +5,16 @@ Counters begin at 0 when the process that counts starts. `snapshot_reader` reads
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
+from typing import TypeAlias
+
 import msgspec
 
+from penstock.engine.cluster.counter import Counter, Row
+from penstock.server.status.counters import ITEM_FIELDS, PARTS
 from penstock.server.status.server_info import ServerInfo
+
+Number: TypeAlias = "int | float"
 
 
 class ProcessView(msgspec.Struct, frozen=True):
@@ -78,46 +85,42 @@ class StoreView(msgspec.Struct, frozen=True):
     holders: tuple[HolderView, ...]
 
 
-class EngineView(msgspec.Struct, frozen=True):
-    incarnation: int  # of its core; 0: it does not serve
-    open: int  # requests
-    running: int  # sequences in the batch
-    waiting: int  # sequences that do not run: queued, or preempted
-    blocks: int
-    free_blocks: int
-    steps: int
-    core_ns: int  # the core's own time
-    device_ns: int  # in which a step ran
-    idle_ns: int  # in which none ran, though requests were to be continued
-    prompt_tokens: int  # computed
-    generated_tokens: int
-    preemptions: int
-    waiting_to_resume: int  # requests that it has lost, and that no group runs yet
-    migrations: int  # requests that it has lost, and that were or are to be resumed
-    given_up: int  # requests that it has lost, and that were answered with an error
-    kept_tokens: int  # of its open requests, which servers keep to resume them
-    prefix_queries: int = 0  # tokens of prompts that were looked up in the prefix cache
-    prefix_hits: int = 0  # those of them that it had
-    node: int = 0  # that has it; 0: the node of the servers
+class CounterView(msgspec.Struct, frozen=True):
+    """The declared counters of an engine, or of a server process, by `CounterSpec.key`.
+
+    With labels, `requests` is the sum and `requests.chat.200` the number for these values. A histogram has `…_count`
+    and `…_sum`.
+    """
+
+    gauges: dict[str, Number]
+    counters: dict[str, Number]
+
+    @classmethod
+    def of(cls, declared: Iterable[tuple[Counter, Sequence[Row]]]) -> CounterView:
+        """Returns what the rows of each counter have, added up."""
+        view = cls({}, {})
+        for counter, rows in declared:
+            key, kind = counter.spec.key, counter.spec.kind
+            if kind == "histogram":
+                view.counters[f"{key}_count"] = sum(counter.counts(*rows))
+                view.counters[f"{key}_sum"] = counter.seconds(*rows)
+            elif kind != "state":
+                numbers = view.counters if kind == "counter" else view.gauges
+                samples = dict(counter.samples(*rows))
+                numbers[key] = sum(samples.values())
+                numbers.update({".".join((key, *values)): number for values, number in samples.items() if values})
+        return view
+
+    def __getitem__(self, key: str) -> Number:
+        return self.gauges[key] if key in self.gauges else self.counters[key]
+
+    def __contains__(self, key: str) -> bool:
+        return key in self.gauges or key in self.counters
 
 
-class ItemCount(msgspec.Struct, frozen=True):
-    how: str  # the tensors of prompts travel: `ITEM_FIELDS`
-    values: int
-
-
-class ServerView(msgspec.Struct, frozen=True):
-    open: int  # requests
-    answered: int
-    refused: int  # of these: with an error, or without a response because the client had gone
-    prompt_tokens: int  # of sequences that have their first token
-    completion_tokens: int
-    first_pieces: int  # sequences that have their first token
-    first_seconds: float  # all together, from the request to that
-    gaps: int  # between two tokens
-    gap_seconds: float  # all together
-    items: tuple[ItemCount, ...] = ()  # since the server was started
-    waiting: int = 0  # new requests that no group has taken yet, while a lost group is started again
+ZERO = {  # views of rows in which nothing has been counted
+    part: CounterView.of((counter, ()) for kind in kinds for counter in kind.DECLARED) for part, kinds in PARTS.items()
+}
 
 
 class ServerSnapshot(msgspec.Struct, frozen=True):
@@ -129,14 +132,26 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
     processes: tuple[ProcessView, ...]
     channels: tuple[ChannelView, ...]
     stores: tuple[StoreView, ...]
-    groups: tuple[EngineView, ...]
-    servers: tuple[ServerView, ...]
+    engines: tuple[CounterView, ...]
+    served: tuple[CounterView, ...]  # what all servers count of each engine
+    servers: tuple[CounterView, ...]
+
+    def __post_init__(self) -> None:
+        for part, zero in ZERO.items():
+            for view in getattr(self, part):
+                missing = {*zero.gauges, *zero.counters} - {*view.gauges, *view.counters}
+                if missing:
+                    raise ValueError(f"expected the counters {', '.join(sorted(missing))} at $.{part}")
+
+    def total(self, key: str) -> Number:
+        """Returns a counter of all engines or servers."""
+        return sum(view[key] for view in (*self.engines, *self.served, *self.servers) if key in view)
 
     @property
     def prefix_hit_share(self) -> float | None:
         """Returns the share of prompts' tokens that the prefix caches had; None: none was looked up."""
-        queries = sum(group.prefix_queries for group in self.groups)
-        return sum(group.prefix_hits for group in self.groups) / queries if queries else None
+        queries = self.total("prefix_cache_queries")
+        return self.total("prefix_cache_hits") / queries if queries else None
 
     @property
     def restarts(self) -> int:
@@ -153,19 +168,18 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
         return sum(process.state == "gone" for process in self.processes)
 
     @property
-    def items(self) -> dict[str, int]:
+    def items(self) -> dict[str, Number]:
         """Returns the counts of all servers; empty without a store and without tensors."""
-        counts: dict[str, int] = {}
-        for item in (item for server in self.servers for item in server.items):
-            counts[item.how] = counts.get(item.how, 0) + item.values
+        counts = {how: self.total(f"items.{how}") for how in ITEM_FIELDS}
         return counts if self.stores or any(counts.values()) else {}
 
     @property
     def coming_back(self) -> dict[int, int]:
         """Returns the groups that were lost and do not serve yet, and how many of their requests wait."""
         restarted = {process.group for process in self.processes if process.is_of_group and process.incarnation > 1}
+        waiting = [int(served["requests_waiting_to_resume"]) for served in self.served]
         return {
-            number: group.waiting_to_resume
-            for number, group in enumerate(self.groups)
-            if group.incarnation == 0 and (group.waiting_to_resume or number in restarted)
+            group: waiting[group]
+            for group, engine in enumerate(self.engines)
+            if engine["engine_incarnation"] == 0 and (waiting[group] or group in restarted)
         }

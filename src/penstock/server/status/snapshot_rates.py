@@ -9,7 +9,7 @@ from collections.abc import Iterable
 
 import msgspec
 
-from penstock.server.status.snapshot import ChannelView, EngineView, ServerSnapshot, StoreView
+from penstock.server.status.snapshot import ChannelView, CounterView, ServerSnapshot, StoreView
 
 
 class ChannelRates(msgspec.Struct, frozen=True):
@@ -25,15 +25,13 @@ class StoreRates(msgspec.Struct, frozen=True):
     hit_share: float | None  # of all lookups; None: there was none
 
 
-class GroupRates(msgspec.Struct, frozen=True):
-    steps: float  # per second
-    step: float | None  # seconds from the beginning of a step to that of the next; None: there was no step
-    device: float | None  # seconds per step in which the device ran
-    waiting: float | None  # seconds per step in which the device did not run
-    core: float | None  # the core's own seconds per step, most of them while the device ran
-    prompt_tokens: float  # per second
-    generated_tokens: float
-    preemptions: float
+class StepTimes(msgspec.Struct, frozen=True):
+    """Means of an engine's steps, in seconds; None: there was no step."""
+
+    step: float | None  # from the beginning of a step to that of the next
+    device: float | None  # in which the device ran
+    waiting: float | None  # in which the device did not run
+    core: float | None  # the core's own, most of them while the device ran
 
 
 class Rates(msgspec.Struct, frozen=True):
@@ -43,13 +41,18 @@ class Rates(msgspec.Struct, frozen=True):
     cpu: tuple[float, ...]  # processors used by each process
     channels: tuple[ChannelRates, ...]
     stores: tuple[StoreRates, ...]
-    groups: tuple[GroupRates, ...]
-    prompt_tokens: float  # per second, of all groups
-    generated_tokens: float
-    answered: float  # requests per second
-    refused: float
+    steps: tuple[StepTimes, ...]  # of each engine
+    # Each counter per second, and seconds of a histogram per second.
+    engines: tuple[dict[str, float], ...]
+    served: tuple[dict[str, float], ...]
+    servers: tuple[dict[str, float], ...]
+    refused: float  # answers per second with an error, or without a response because the client had gone
     first_piece: float | None  # seconds, the mean; None: no answer has begun
     gap: float | None  # seconds from token to token, the mean
+
+    def total(self, key: str) -> float:
+        """Returns the rate of a counter of all engines or servers."""
+        return _total((*self.engines, *self.served, *self.servers), key)
 
 
 class View(msgspec.Struct, frozen=True):
@@ -69,14 +72,14 @@ class View(msgspec.Struct, frozen=True):
 def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
     """Returns the rates between two snapshots of the same server; `now` is later."""
     seconds = now.at - before.at
-    groups = [_of_group(old, new, seconds) for old, new in zip(before.groups, now.groups, strict=True)]
+    engines = tuple(_of_engine(old, new, seconds) for old, new in zip(before.engines, now.engines, strict=True))
+    served, servers = (
+        tuple(_grown_counters(old, new, seconds) for old, new in zip(old_views, new_views, strict=True))
+        for old_views, new_views in ((before.served, now.served), (before.servers, now.servers))
+    )
     used = {(process.key, process.incarnation, process.life): process.cpu_seconds for process in before.processes}
     channels = {channel.name: channel for channel in before.channels}
     stores = {store.name: store for store in before.stores}
-    answered, refused, begun, first_seconds, gaps, gap_seconds = (
-        _all(now.servers, name) - _all(before.servers, name)
-        for name in ("answered", "refused", "first_pieces", "first_seconds", "gaps", "gap_seconds")
-    )
     return Rates(
         seconds=seconds,
         cpu=tuple(
@@ -85,35 +88,48 @@ def rates_of(before: ServerSnapshot, now: ServerSnapshot) -> Rates:
         ),
         channels=tuple(_of_channel(channels.get(channel.name), channel, seconds) for channel in now.channels),
         stores=tuple(_of_store(stores.get(store.name), store, seconds) for store in now.stores),
-        groups=tuple(groups),
-        prompt_tokens=sum(group.prompt_tokens for group in groups),
-        generated_tokens=sum(group.generated_tokens for group in groups),
-        answered=answered / seconds,
-        refused=refused / seconds,
-        first_piece=_mean(first_seconds, begun),
-        gap=_mean(gap_seconds, gaps),
+        steps=tuple(map(_step_times, engines)),
+        engines=engines,
+        served=served,
+        servers=servers,
+        refused=sum(rate for server in servers for key, rate in server.items() if _is_refusal(key)),
+        first_piece=_mean_of(served, "time_to_first_token_seconds"),
+        gap=_mean_of(served, "inter_token_latency_seconds"),
     )
 
 
-def _of_group(old: EngineView, new: EngineView, seconds: float) -> GroupRates:
-    """Returns the rates of a group. Its counters begin at 0 with each incarnation; a group that has ended has none."""
-    is_same = old.incarnation == new.incarnation
+def _of_engine(old: CounterView, new: CounterView, seconds: float) -> dict[str, float]:
+    """Returns the rates of an engine. Its counters begin at 0 with each incarnation; one that has ended has none."""
+    if old["engine_incarnation"] == new["engine_incarnation"]:
+        return _grown_counters(old, new, seconds)
+    return {key: number / seconds for key, number in new.counters.items()}
 
-    def since(name: str) -> int:
-        many: int = getattr(new, name) - (getattr(old, name) if is_same else 0)
-        return max(many, 0)
 
-    steps, device, idle, core = since("steps"), since("device_ns"), since("idle_ns"), since("core_ns")
-    return GroupRates(
-        steps=steps / seconds,
-        step=_mean((device + idle) / 1e9, steps),
-        device=_mean(device / 1e9, steps),
-        waiting=_mean(idle / 1e9, steps),
-        core=_mean(core / 1e9, steps),
-        prompt_tokens=since("prompt_tokens") / seconds,
-        generated_tokens=since("generated_tokens") / seconds,
-        preemptions=since("preemptions") / seconds,
+def _grown_counters(old: CounterView, new: CounterView, seconds: float) -> dict[str, float]:
+    before = old.counters
+    return {key: _growth(before.get(key, 0), number) / seconds for key, number in new.counters.items()}
+
+
+def _step_times(rates: dict[str, float]) -> StepTimes:
+    steps, busy, idle, core = (
+        rates[f"engine_{name}"] for name in ("steps", "busy_seconds", "idle_seconds", "core_seconds")
     )
+    return StepTimes(
+        step=_mean(busy + idle, steps), device=_mean(busy, steps), waiting=_mean(idle, steps), core=_mean(core, steps)
+    )
+
+
+def _is_refusal(key: str) -> bool:
+    name, _, status = key.rpartition(".")
+    return name.startswith("requests.") and int(status) >= 400
+
+
+def _total(rates: Iterable[dict[str, float]], key: str) -> float:
+    return sum(part.get(key, 0.0) for part in rates)
+
+
+def _mean_of(rates: Iterable[dict[str, float]], histogram: str) -> float | None:
+    return _mean(_total(rates, f"{histogram}_sum"), _total(rates, f"{histogram}_count"))
 
 
 def _of_channel(old: ChannelView | None, new: ChannelView, seconds: float) -> ChannelRates:
@@ -125,15 +141,13 @@ def _of_store(old: StoreView | None, new: StoreView, seconds: float) -> StoreRat
     return StoreRates(hits / seconds, misses / seconds, evictions / seconds, _mean(hits, hits + misses))
 
 
-def _grown(old: object, new: object, name: str) -> int:
+def _grown(old: object, new: object, name: str) -> float:
+    return _growth(0 if old is None else getattr(old, name), getattr(new, name))
+
+
+def _growth(before: float, now: float) -> float:
     """Returns the increase of a counter; one that is lower than before has begun again at 0."""
-    before: int = 0 if old is None else getattr(old, name)
-    now: int = getattr(new, name)
     return now - before if now >= before else now
-
-
-def _all(rows: Iterable[object], name: str) -> float:
-    return sum(float(getattr(row, name)) for row in rows)
 
 
 def _mean(whole: float, many: float) -> float | None:

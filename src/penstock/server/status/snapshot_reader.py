@@ -12,20 +12,17 @@ from collections.abc import Iterator
 import msgspec
 
 from penstock import PenstockError
-from penstock.engine.cluster.counter import Row
-from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
+from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import ProcessId
-from penstock.server.status.counters import ITEM_FIELDS, ROUTES, STATUSES, ProcessCounters, Served, ServerCounters
+from penstock.server.status.counters import PARTS, ProcessCounters, ServerCounters, counter_rows
 from penstock.server.status.server_info import NAME, ServerInfo
 from penstock.server.status.snapshot import (
     ChannelView,
-    EngineView,
+    CounterView,
     HolderView,
-    ItemCount,
     ProcessView,
     ServerSnapshot,
-    ServerView,
     StoreView,
 )
 from penstock.tools.inspect import Json, private_nbytes_of, process_of
@@ -129,11 +126,7 @@ class SnapshotReader:
             processes=tuple(_processes(server_info, board, tally)),
             channels=tuple(_channel(segment) for segment in segments if "senders" in segment),
             stores=tuple(_store(segment) for segment in segments if "store" in segment),
-            groups=tuple(
-                _group(server_info.node_of(number), row, [server.engines[number].migration for server in tally.rows])
-                for number, row in enumerate(board.rows)
-            ),
-            servers=tuple(map(_server, tally.rows)),
+            **_counters(board, tally),
         )
 
 
@@ -213,45 +206,12 @@ def _store(segment: Json) -> StoreView:
 
 
 # ── pages ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _group(node: int, row: Row, migration: list[MigrationCounters]) -> EngineView:
-    """`node`: that has the group; `migration`: what each server process counts of the group."""
-    causes = range(MigrationCounters.MIGRATIONS, MigrationCounters.MIGRATIONS + len(MIGRATION_CAUSES))
-    return EngineView(
-        incarnation=row[StatusBoard.SERVING],
-        open=row[StatusBoard.OPEN],
-        running=row[StatusBoard.RUNNING],
-        waiting=row[StatusBoard.WAITING],
-        blocks=row[StatusBoard.BLOCKS],
-        free_blocks=row[StatusBoard.FREE_BLOCKS],
-        steps=row[StatusBoard.STEPS],
-        core_ns=row[StatusBoard.OWN_NS],
-        device_ns=row[StatusBoard.BUSY_NS],
-        idle_ns=row[StatusBoard.IDLE_NS],
-        prompt_tokens=row[StatusBoard.COMPUTED],
-        generated_tokens=row[StatusBoard.SAMPLED],
-        preemptions=row[StatusBoard.PREEMPTIONS],
-        prefix_queries=row[StatusBoard.PREFIX_QUERIES],
-        prefix_hits=row[StatusBoard.PREFIX_HITS],
-        waiting_to_resume=sum(part[MigrationCounters.WAITING] for part in migration),
-        migrations=sum(part[word] for part in migration for word in causes),
-        given_up=sum(part[MigrationCounters.GIVEN_UP] for part in migration),
-        node=node,
-        kept_tokens=sum(part[MigrationCounters.KEPT_TOKENS] for part in migration),
-    )
-
-
-def _server(row: ProcessCounters) -> ServerView:
-    by_status = {status: sum(row[row.answered(route, status)] for route in ROUTES) for status in STATUSES}
-    return ServerView(
-        open=row[ProcessCounters.OPEN],
-        waiting=row.queue[QueueCounters.WAITING],
-        answered=sum(by_status.values()),
-        refused=sum(many for status, many in by_status.items() if status >= 400),
-        prompt_tokens=sum(served[Served.PROMPT_TOKENS] for served in row.engines),
-        completion_tokens=sum(served[Served.GENERATION_TOKENS] for served in row.engines),
-        first_pieces=sum(sum(Served.FIRST_TOKEN.counts(served.words)) for served in row.engines),
-        first_seconds=sum(Served.FIRST_TOKEN.seconds(served.words) for served in row.engines),
-        gaps=sum(sum(Served.INTER_TOKEN.counts(served.words)) for served in row.engines),
-        gap_seconds=sum(Served.INTER_TOKEN.seconds(served.words) for served in row.engines),
-        items=tuple(ItemCount(how, row[ProcessCounters.ITEMS + number]) for number, how in enumerate(ITEM_FIELDS)),
-    )
+def _counters(board: StatusBoard, tally: ServerCounters) -> dict[str, tuple[CounterView, ...]]:
+    rows = counter_rows(board, tally)
+    return {
+        part: tuple(
+            CounterView.of((counter, rows[kind][number]) for kind in kinds for counter in kind.DECLARED)
+            for number in range(len(rows[kinds[0]]))
+        )
+        for part, kinds in PARTS.items()
+    }

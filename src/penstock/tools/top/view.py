@@ -26,7 +26,8 @@ DEVICE, WAITING, CORE, DIM = "green", "red", "cyan", "dim"
 STATES = {"serves": "green", "starting": "yellow", "draining": "yellow", "stopped": "bold red", "gone": "bold red"}
 UNKNOWN = "–"
 POOL_COLUMNS = ("spills", "no room")  # shown if one of them is not 0 everywhere
-TEXT_COLUMNS = ("process", "state", "channel", "kind", "slowest", "store", "held by", "images and embeddings")
+ITEMS = "images and embeddings"
+TEXT_COLUMNS = ("process", "state", "channel", "kind", "slowest", "store", "held by", ITEMS, "counter")
 
 
 class History:
@@ -38,8 +39,8 @@ class History:
 
     def add(self, rates: Rates | None) -> None:
         if rates is not None:
-            self.tokens.append(rates.generated_tokens)
-            self.steps.append(max((group.step or 0.0 for group in rates.groups), default=0.0))
+            self.tokens.append(rates.total("sampled_tokens"))
+            self.steps.append(max((times.step or 0.0 for times in rates.steps), default=0.0))
 
 
 def drawn(view: View, history: History, console: Console, gone: str = "", keys: str = "") -> RenderableType:
@@ -54,7 +55,8 @@ def drawn(view: View, history: History, console: Console, gone: str = "", keys: 
         (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(view)),
         ((*ways, *POOL_COLUMNS) if has_pool_counts(moment) else ways, channels(view)),
         (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(view)),
-        (("images and embeddings", *moment.items), items(moment)),
+        ((ITEMS, *moment.items), items(moment)),
+        (("counter", "number", "per second"), counters(view)),
     ]
     shown: list[RenderableType] = []
     for columns, rows in tables:
@@ -95,20 +97,19 @@ def head(moment: ServerSnapshot, width: int, gone: str) -> Text:
 
 
 def requests(moment: ServerSnapshot, rates: Rates | None) -> Text:
-    groups = moment.groups
     line = label("requests")
-    running, waiting = sum(entry.running for entry in groups), sum(entry.waiting for entry in groups)
-    figure(line, str(sum(entry.open for entry in moment.servers)), "open")
+    running, waiting = moment.total("num_requests_running"), moment.total("num_requests_waiting")
+    figure(line, str(moment.total("open_requests")), "open")
     figure(line, str(running), "running")
     figure(line, str(waiting), "waiting", "yellow" if waiting else "")
-    to_resume = sum(entry.waiting_to_resume for entry in groups)
+    to_resume = moment.total("requests_waiting_to_resume")
     if to_resume:
         figure(line, str(to_resume), "waiting to resume", "yellow")
-    new = sum(entry.waiting for entry in moment.servers)
+    new = moment.total("new_requests_waiting")
     if new:
         figure(line, str(new), "new waiting", "yellow")
     if rates is not None:
-        figure(line, f"{rates.answered:.1f}", "answered/s")
+        figure(line, f"{rates.total('requests'):.1f}", "answered/s")
         figure(line, f"{rates.refused:.1f}", "refused/s", "red" if rates.refused else "")
     deaths(line, moment)
     return line
@@ -130,17 +131,16 @@ def latency(rates: Rates | None) -> Text:
 
 
 def tokens(moment: ServerSnapshot, rates: Rates | None) -> Text:
-    groups = moment.groups
-    blocks = sum(group.blocks for group in groups)
-    used = sum(group.blocks - group.free_blocks for group in groups)
+    blocks = moment.total("blocks")
+    used = blocks - moment.total("free_blocks")
     line = label("tokens")
-    figure(line, UNKNOWN if rates is None else amount(rates.prompt_tokens), "prompt/s")
-    figure(line, UNKNOWN if rates is None else amount(rates.generated_tokens), "generated/s")
+    figure(line, UNKNOWN if rates is None else amount(rates.total("computed_tokens")), "prompt/s")
+    figure(line, UNKNOWN if rates is None else amount(rates.total("sampled_tokens")), "generated/s")
     share = f" ({used / blocks:.0%})" if blocks else ""
     figure(line, f"{used} of {blocks}{share}", "KV blocks", "yellow" if blocks and used > 0.95 * blocks else "")
     hits = moment.prefix_hit_share
     figure(line, UNKNOWN if hits is None else f"{hits:.0%}", "prefix hits")
-    preemptions = sum(group.preemptions for group in groups)
+    preemptions = moment.total("num_preemptions")
     figure(line, str(preemptions), "preemption" if preemptions == 1 else "preemptions", "red" if preemptions else "")
     return line
 
@@ -171,19 +171,19 @@ def sparkline(values: Sequence[float], width: int) -> str:
 def steps(rates: Rates | None, width: int) -> list[RenderableType]:
     """Draws a bar for each group: the device's share of a step and its idle time, with the core's own time beside."""
     lines: list[RenderableType] = []
-    groups = () if rates is None else rates.groups
-    for number, group in enumerate(groups):
-        line = label(f"step {number}" if len(groups) > 1 else "a step")
-        if group.step is None or group.device is None or group.waiting is None or group.core is None:
+    engines = [] if rates is None else list(zip(rates.steps, rates.engines, strict=True))
+    for number, (times, counters) in enumerate(engines):
+        line = label(f"step {number}" if len(engines) > 1 else "a step")
+        if times.step is None or times.device is None or times.waiting is None or times.core is None:
             line.append("none", style=DIM)
             lines.append(line)
             continue
         room = max(10, min(40, width - LABEL - 70))
-        part = round(room * group.waiting / group.step) if group.step else 0
+        part = round(room * times.waiting / times.step) if times.step else 0
         line.append("█" * (room - part), style=DEVICE).append("█" * part, style=WAITING)
-        line.append(f"  {seconds(group.step)}: ").append(f"device {seconds(group.device)}", style=DEVICE)
-        line.append(" + ").append(f"waiting {seconds(group.waiting)}", style=WAITING)
-        line.append("; core ").append(seconds(group.core), style=CORE).append(f"; {group.steps:.0f}/s")
+        line.append(f"  {seconds(times.step)}: ").append(f"device {seconds(times.device)}", style=DEVICE)
+        line.append(" + ").append(f"waiting {seconds(times.waiting)}", style=WAITING)
+        line.append("; core ").append(seconds(times.core), style=CORE).append(f"; {counters['engine_steps']:.0f}/s")
         lines.append(line)
     return lines
 
@@ -268,6 +268,22 @@ def items(moment: ServerSnapshot) -> list[tuple[Text, ...]]:
     """Returns one row: how many of all servers' values travel in which way; none without a store."""
     counts = moment.items
     return [(Text("all servers", style=DIM), *(Text(f"{many:,}") for many in counts.values()))] if counts else []
+
+
+def counters(view: View) -> list[tuple[Text, ...]]:
+    """Returns a row for each declared counter that is not 0: of all engines, or of all servers."""
+    moment, rates = view.moment, view.rates
+    views = [view for views in (moment.engines, moment.served, moment.servers) for view in views[:1]]
+    rows = [(key, key in part.counters) for part in views for key in (*part.gauges, *part.counters) if "." not in key]
+    return [
+        (
+            Text(key),
+            Text(f"{total:,}" if isinstance(total, int) else amount(total)),
+            Text(UNKNOWN if rates is None else amount(rates.total(key))) if is_counted else Text(),
+        )
+        for key, is_counted in rows
+        if (total := moment.total(key))
+    ]
 
 
 def stores(view: View) -> list[tuple[Text, ...]]:

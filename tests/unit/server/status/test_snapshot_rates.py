@@ -8,12 +8,12 @@ import pytest
 from penstock.engine.cluster.topology import ProcessId
 from penstock.server.status.server_info import ServerInfo
 from penstock.server.status.snapshot import (
+    ZERO,
     ChannelView,
-    EngineView,
+    CounterView,
     HolderView,
     ProcessView,
     ServerSnapshot,
-    ServerView,
     StoreView,
 )
 from penstock.server.status.snapshot_rates import View, rates_of
@@ -32,6 +32,15 @@ def zero(kind: type[Any], /, **numbers: Any) -> Any:
     return kind(**{**found, **numbers})
 
 
+def view(part: str, /, **numbers: float) -> CounterView:
+    """All numbers of the part are 0, but those that are given."""
+    empty = ZERO[part]
+    assert numbers.keys() <= {*empty.gauges, *empty.counters} or "requests.chat.429" in numbers
+    gauges = {key: number for key, number in numbers.items() if key in empty.gauges}
+    counters = {key: number for key, number in numbers.items() if key not in gauges}
+    return CounterView({**empty.gauges, **gauges}, {**empty.counters, **counters})
+
+
 def moment(at: float, **parts: Any) -> ServerSnapshot:
     found: ServerSnapshot = zero(ServerSnapshot, at=at, server_info=NOTICE, **parts)
     return found
@@ -42,28 +51,28 @@ def between(seconds: float, before: dict[str, Any], after: dict[str, Any]) -> An
 
 
 def test_counts_become_rates_and_times_become_means() -> None:
-    group = {"incarnation": 1}
-    old = zero(
-        EngineView, **group, steps=100, core_ns=5, device_ns=10**9, idle_ns=0, generated_tokens=50, prompt_tokens=7
-    )
-    new = zero(
-        EngineView, **group, steps=300, core_ns=20_000_005, device_ns=2 * 10**9, idle_ns=10**8, generated_tokens=250,
-        prompt_tokens=27, preemptions=4,
+    old = view(
+        "engines", engine_incarnation=1, engine_steps=100, engine_core_seconds=5e-9, engine_busy_seconds=1.0,
+        sampled_tokens=50, computed_tokens=7,
     )  # fmt: skip
-    rates = between(2.0, {"groups": (old,)}, {"groups": (new,)})
-    (one,) = rates.groups
-    assert (one.steps, one.generated_tokens, one.prompt_tokens, one.preemptions) == (100.0, 100.0, 10.0, 2.0)
-    assert (one.device, one.waiting, one.core) == pytest.approx((0.005, 0.0005, 0.0001))
-    assert one.step == pytest.approx(one.device + one.waiting)
-    assert (rates.generated_tokens, rates.prompt_tokens, rates.seconds) == (100.0, 10.0, 2.0)
+    new = view(
+        "engines", engine_incarnation=1, engine_steps=300, engine_core_seconds=0.020000005, engine_busy_seconds=2.0,
+        engine_idle_seconds=0.1, sampled_tokens=250, computed_tokens=27, num_preemptions=4,
+    )  # fmt: skip
+    rates = between(2.0, {"engines": (old,)}, {"engines": (new,)})
+    (engine,), (times,) = rates.engines, rates.steps
+    assert (engine["engine_steps"], engine["num_preemptions"]) == (100.0, 2.0)
+    assert (times.device, times.waiting, times.core) == pytest.approx((0.005, 0.0005, 0.0001))
+    assert times.step == pytest.approx(times.device + times.waiting)
+    assert (rates.total("sampled_tokens"), rates.total("computed_tokens"), rates.seconds) == (100.0, 10.0, 2.0)
 
 
-def test_a_group_that_began_anew_counts_from_nothing_and_one_that_has_ended_gives_nothing() -> None:
-    old = zero(EngineView, incarnation=1, steps=1000, generated_tokens=9000)
-    new = zero(EngineView, incarnation=2, steps=1500, generated_tokens=30)
-    rates = between(1.0, {"groups": (old, old)}, {"groups": (new, zero(EngineView))})
-    assert [(one.steps, one.generated_tokens) for one in rates.groups] == [(1500.0, 30.0), (0.0, 0.0)]
-    assert rates.groups[1].step is None and rates.groups[1].core is None
+def test_engine_that_restarted_counts_from_0_and_one_that_ended_has_no_rate() -> None:
+    old = view("engines", engine_incarnation=1, engine_steps=1000, sampled_tokens=9000)
+    new = view("engines", engine_incarnation=2, engine_steps=1500, sampled_tokens=30)
+    rates = between(1.0, {"engines": (old, old)}, {"engines": (new, view("engines"))})
+    assert [(each["engine_steps"], each["sampled_tokens"]) for each in rates.engines] == [(1500.0, 30.0), (0.0, 0.0)]
+    assert rates.steps[1].step is None and rates.steps[1].core is None
 
 
 def test_the_processors_of_a_process_are_those_of_this_incarnation() -> None:
@@ -96,19 +105,24 @@ def test_channels_and_stores_are_told_apart_by_name_and_a_new_one_counts_from_no
 
 
 def test_of_what_did_not_happen_there_is_no_mean() -> None:
-    quiet = {"servers": (zero(ServerView, answered=3),), "stores": (zero(StoreView, name="s", hits=3),)}
+    quiet = {
+        "servers": (view("servers", requests=3),),
+        "served": (view("served"),),
+        "stores": (zero(StoreView, name="s", hits=3),),
+    }
     rates = between(1.0, quiet, quiet)
-    assert (rates.first_piece, rates.gap, rates.answered, rates.stores[0].hit_share) == (None, None, 0.0, None)
+    means = (rates.first_piece, rates.gap, rates.stores[0].hit_share)
+    assert means == (None, None, None) and rates.total("requests") == 0.0
 
 
 def test_answers_are_added_up_over_all_servers() -> None:
-    old = (zero(ServerView, answered=1), zero(ServerView, answered=1))
-    new = (
-        zero(ServerView, answered=4, refused=1, first_pieces=2, first_seconds=0.5, gaps=10, gap_seconds=0.1),
-        zero(ServerView, answered=2, first_pieces=2, first_seconds=0.1),
-    )
-    rates = between(2.0, {"servers": old}, {"servers": new})
-    assert (rates.answered, rates.refused) == (2.0, 0.5)
+    old = view("servers", requests=1)
+    new = (view("servers", **{"requests": 4, "requests.chat.429": 1}), view("servers", requests=2))
+    first = {"time_to_first_token_seconds_count": 4, "time_to_first_token_seconds_sum": 0.6}
+    gaps = {"inter_token_latency_seconds_count": 10, "inter_token_latency_seconds_sum": 0.1}
+    before = {"servers": (old, old), "served": (view("served"), view("served"))}
+    rates = between(2.0, before, {"servers": new, "served": (view("served", **first), view("served", **gaps))})
+    assert (rates.total("requests"), rates.refused) == (2.0, 0.5)
     assert (rates.first_piece, rates.gap) == pytest.approx((0.15, 0.01))
 
 
@@ -128,10 +142,14 @@ def test_what_is_seen_travels_as_json() -> None:
     now = moment(
         10.0,
         processes=(zero(ProcessView, role="core"),),
-        groups=(zero(EngineView),),
-        servers=(zero(ServerView),),
+        engines=(view("engines"),),
+        served=(view("served"),),
+        servers=(view("servers"),),
         stores=(zero(StoreView, name="s", holders=(HolderView("x", 1, 2),)),),
     )
     seen = View.after(now, msgspec.structs.replace(now, at=11.0), 5.0)
     assert seen.rates is not None
-    assert msgspec.json.decode(msgspec.json.encode(seen), type=View) == seen
+    encoded = msgspec.json.encode(seen)
+    assert msgspec.json.decode(encoded, type=View) == seen
+    with pytest.raises(msgspec.ValidationError, match=r"expected the counters engine_steps at \$\.engines"):
+        msgspec.json.decode(encoded.replace(b"engine_steps", b"engine_stops"), type=View)

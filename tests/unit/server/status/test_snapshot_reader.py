@@ -72,12 +72,18 @@ def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: La
         engine[Served.PROMPT_TOKENS] += tokens
         engine[Served.GENERATION_TOKENS] += 1
     moment = SnapshotReader(os.getpid()).take()
-    (group,) = moment.groups
-    assert (group.open, group.waiting, group.running, group.blocks, group.free_blocks) == (9, 4, 6, 100, 60)
-    assert (group.generated_tokens, group.prompt_tokens, group.preemptions) == (1000, 2000, 3)
-    one = moment.servers[1]
-    assert (one.open, one.answered, one.refused, one.first_pieces, one.first_seconds) == (5, 9, 2, 2, 0.5)
-    assert (one.prompt_tokens, one.completion_tokens) == (30, 2)
+    (engine,) = moment.engines
+    load = ("open_in_engine", "num_requests_waiting", "num_requests_running", "blocks", "free_blocks")
+    assert [engine[key] for key in load] == [9, 4, 6, 100, 60]
+    tokens = ("sampled_tokens", "computed_tokens", "num_preemptions", "kv_cache_usage_perc")
+    assert [engine[key] for key in tokens] == [1000, 2000, 3, 0.4]
+    answered = {key: number for key, number in moment.servers[1].counters.items() if key.startswith("requests")}
+    assert answered == {"requests": 9, "requests.chat.200": 7, "requests.chat.429": 2}
+    assert (moment.servers[1]["open_requests"], moment.total("open_requests")) == (5, 5)
+    (served,) = moment.served
+    first = "time_to_first_token_seconds"
+    counts = (f"{first}_count", f"{first}_sum", "prompt_tokens", "generation_tokens")
+    assert [served[key] for key in counts] == [1, 0.25, 10, 1]
     assert moment.server_info.url == URL and not moment.is_draining
 
 
@@ -115,7 +121,7 @@ def test_waiting_requests_are_new_ones_and_those_of_a_lost_group(laid: Laid) -> 
         row.queue[QueueCounters.WAITING] = new
         row.engines[0].migration[MigrationCounters.WAITING] = 10
     assert watch.waiting_requests() == 23
-    assert [server.waiting for server in watch.take().servers] == [1, 2]
+    assert [server["new_requests_waiting"] for server in watch.take().servers] == [1, 2]
 
 
 def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
@@ -129,8 +135,8 @@ def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
         row.engines[0].migration[MigrationCounters.KEPT_TOKENS] = 50
     moment = watch.take()
     assert moment.coming_back == {}
-    group = moment.groups[0]
-    assert (group.waiting_to_resume, group.migrations, group.given_up, group.kept_tokens) == (7, 2, 4, 100)
+    counts = ("requests_waiting_to_resume", "migrations", "migrations.failed", "requests_given_up", "kept_tokens")
+    assert [moment.served[0][key] for key in counts] == [7, 2, 2, 4, 100]
     laid.board.row(0)[StatusBoard.SERVING] = 0
     assert watch.take().coming_back == {0: 7}
     for row in laid.tally.rows:
