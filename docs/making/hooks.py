@@ -1,6 +1,6 @@
 """What MkDocs asks while it builds: adds what is made of the tree itself to pages, and pictures.
 
-Leaves to `commands` and `charts` what stands in them.
+Leaves to `charts`, `commands` and `metrics` what stands in them.
 """
 
 import sys
@@ -15,9 +15,11 @@ sys.path.insert(0, str(HERE))
 
 import charts  # noqa: E402
 import commands  # noqa: E402
+import metrics  # noqa: E402
 
 HEADLINES = "<!-- headlines -->"  # where a page wants the charts
 COMMANDS = "<!-- commands -->"
+METRICS = "<!-- metrics -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -27,7 +29,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    for mark, content in ((HEADLINES, charts.page), (COMMANDS, commands.page)):
+    for mark, content in ((HEADLINES, charts.page), (COMMANDS, commands.page), (METRICS, metrics.page)):
         if mark in markdown:
             markdown = markdown.replace(mark, content())
     return markdown

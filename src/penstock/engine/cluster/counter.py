@@ -39,7 +39,7 @@ REQUEST_SECONDS: Bounds = (
 )
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class CounterSpec:
     """The declaration of a counter, whatever counts it."""
 

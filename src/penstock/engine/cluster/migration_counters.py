@@ -23,6 +23,7 @@ CAUSES = {
 MIGRATION_CAUSES = (*CAUSES.values(), OUTPUT)
 
 
+FAILURES = "requests of one client make engines fail: the log names them"
 LOST = "requests that the engine has lost"  # begins the text of several counters
 
 
@@ -61,25 +62,25 @@ class MigrationCounters(CounterRow, scope="engine"):
     TRIALS = counter(
         "penstock_trials",
         "failures of an engine while one request ran alone",
-        "requests of one client make engines fail: the log names them",
+        FAILURES,
         is_total=True,
     )
     TRIALS_REFUSED = counter(
         "penstock_trials_refused",
         "suspects that got 503, as their client had had all of its trials",
-        "the same",
+        FAILURES,
         is_total=True,
     )
     CONVICTIONS = counter(
         "penstock_convictions",
         "requests that were answered with 500, as an engine failed twice while they ran alone",
-        "the same",
+        FAILURES,
         is_total=True,
     )
     QUARANTINED = counter(
         "penstock_quarantined_requests",
-        "requests that were refused as they equal one of these",
-        "the same",
+        "requests that were refused as they equal a convicted request",
+        FAILURES,
         is_total=True,
     )
 

@@ -100,7 +100,7 @@ class StatusBoard(CounterSet, scope="engine"):
     )
     PREFIX_HITS = counter(
         "vllm:prefix_cache_hits",
-        "prompt tokens that were found there",
+        "prompt tokens that the prefix cache had",
         "divided by `vllm:prefix_cache_queries_total`: the hit rate",
         owner=CORE,
     )
@@ -115,7 +115,7 @@ class StatusBoard(CounterSet, scope="engine"):
     )
     OWN_NS = counter(
         "penstock_engine_core_seconds",
-        "seconds that the core itself spent on these steps, waits excluded",
+        "seconds that the core itself spent on steps, waits excluded",
         "divided by the steps: the core's share of a step",
         owner=CORE,
         unit=1e9,
@@ -162,7 +162,8 @@ class StatusBoard(CounterSet, scope="engine"):
     )
     ENCODINGS_UNSHARED = counter(
         "penstock_encodings_unshared",
-        "encodings that could not be put into it: no room, or another engine took half a `step_timeout` to write it",
+        "encodings that could not be put into the store of encodings: no room, or another engine took half a "
+        "`step_timeout` to write it",
         "it grows: more `--encoder-cache-gb`",
         owner=RANK_0,
     )

@@ -19,12 +19,12 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.server.errors import ApiError
+from penstock.server.http import grafana
 from penstock.server.status.snapshot import ServerSnapshot
 from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 
 PAGE = Path(__file__).with_name("dashboard.html")
-GRAFANA = Path(__file__).with_name("grafana.json")
 FRESH = 0.95  # seconds for which a snapshot is sent again: pages request one each second
 LONGEST = 10.0  # seconds between two snapshots, above which there are no rates
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
@@ -47,7 +47,7 @@ class Dashboard:
 
     async def grafana(self, request: Request) -> Response:
         """Returns the dashboard that Grafana imports, for what lies longer ago than the page remembers."""
-        return Response(GRAFANA.read_bytes(), media_type="application/json", headers=HEADERS)
+        return Response(grafana.encoded(), media_type="application/json", headers=HEADERS)
 
     async def data(self, request: Request) -> Response:
         """Returns the last snapshot with its rates. Raises ApiError if none can be read."""

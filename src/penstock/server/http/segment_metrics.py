@@ -13,7 +13,8 @@ from prometheus_client.registry import Collector
 
 from penstock.codec import Channel
 from penstock.engine.cluster.counter import CounterSpec
-from penstock.server.http.metrics import Family, family_of
+from penstock.server.http.metrics import Family, family_of, labels_of
+from penstock.server.status.counters import PARTS
 from penstock.tensor import Store
 
 BOTH, SENDERS, RECEIVERS = ("senders", "receivers"), ("senders",), ("receivers",)
@@ -36,7 +37,15 @@ CHANNEL_COUNTERS = (
         BOTH,
         "records",
     ),
-    ChannelCounter(CounterSpec("penstock_channel_bytes", "bytes of these records", labels=BY_END), BOTH, "nbytes"),
+    ChannelCounter(
+        CounterSpec(
+            "penstock_channel_bytes",
+            "bytes of the records that an `end` of a `channel` sent or received",
+            labels=BY_END,
+        ),
+        BOTH,
+        "nbytes",
+    ),
     ChannelCounter(
         CounterSpec(
             "penstock_channel_behind_records",
@@ -99,10 +108,20 @@ STORE_COUNTERS = {  # by the field of `StoreStats`
     "evictions": CounterSpec("penstock_store_evictions", "values evicted", "near puts: the store is too small"),
     "fills_awaited": CounterSpec("penstock_store_fills_awaited", "waits for another process that wrote the same key"),
 }
-SPECS = (
-    *(counter.spec for counter in CHANNEL_COUNTERS),
-    *(STORE_BYTES, STORE_VALUES, STORE_LEASES, *STORE_COUNTERS.values()),
-)
+
+
+def declared_metrics() -> dict[CounterSpec, tuple[str, ...]]:
+    """Returns the labels of each metric, in the order in which documents show them."""
+    counted = {
+        counter.spec: (*labels_of(counter.spec, kind.SCOPE), *counter.spec.labels)
+        for kinds in PARTS.values()
+        for kind in kinds
+        for counter in kind.DECLARED
+        if counter.spec.is_metric
+    }
+    of_store = (STORE_BYTES, STORE_VALUES, STORE_LEASES, *STORE_COUNTERS.values())
+    of_segments = (*(counter.spec for counter in CHANNEL_COUNTERS), *of_store)
+    return {**counted, **{spec: tuple(spec.labels) for spec in of_segments}}
 
 
 class SegmentMetrics(Collector):

@@ -125,7 +125,7 @@ class ProcessCounters(CounterRow, scope="server"):
     )
     MEDIA_WAITING = gauge(
         "penstock_media_waiting",
-        "bodies, images and videos that wait for these bytes, by `stage`",
+        "bodies, images and videos that wait for room in `penstock_media_bytes`, by `stage`",
         "above 0 for long: more `--media-mb-in-flight`",
         labels=BY_STAGE,
     )
@@ -136,7 +136,7 @@ class ProcessCounters(CounterRow, scope="server"):
     )
     DECODER_WAITING = gauge(
         "penstock_videos_waiting",
-        "videos that wait for such a process",
+        "videos that wait for a decoder process",
         "above 0 for long: more `--max-concurrent-videos`, where processors are idle",
     )
     VIDEOS = counter(
@@ -148,7 +148,7 @@ class ProcessCounters(CounterRow, scope="server"):
     )
     VIDEO_NS = counter(
         "penstock_video_decoder_seconds",
-        "seconds of these processes, waits for bytes included",
+        "seconds of decoder processes, waits for bytes included",
         "divided by the videos: what one takes",
         unit=1e9,
     )

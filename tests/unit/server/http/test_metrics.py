@@ -15,7 +15,7 @@ from penstock import Inbox, Missing, Ring, Scope, Store, content_key
 from penstock.engine.cluster.counter import CounterRow, histogram
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.server.http.dashboard import GRAFANA
+from penstock.server.http import grafana
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
@@ -143,7 +143,7 @@ def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages
     row[row.answered("chat", 200)] += 1
     families = {**pages.families(), **families_of_segments()}
     there = {sample.name for family in families.values() for sample in family.samples}
-    dashboard = json.loads(GRAFANA.read_text())
+    dashboard = json.loads(grafana.encoded())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
     queries = [*expressions, *(one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query")]
     assert len(expressions) > 12
