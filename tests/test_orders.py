@@ -1,4 +1,4 @@
-"""Every atomic operation of the native core states its order, and every order has two halves and a row in DESIGN.md.
+"""Every atomic operation of the native core states its order, and every order has two halves and a row in its table.
 
 `Atomic` (native/atomic.h) has no default orders, so the compiler refuses most of what is looked for here; this test
 finds what goes around it, and that a name has a partner. That each half is needed is for tests/model/test_orders.py.
@@ -70,8 +70,7 @@ def has_both_halves(halves: list[str]) -> bool:
 
 
 def rows_of_design() -> list[str]:
-    section = (ROOT / "DESIGN.md").read_text().split("## Orders, by name")[1].split("\n## ")[0]
-    return re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    return re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "design" / "orders.md").read_text(), re.MULTILINE)
 
 
 def test_every_atomic_operation_states_its_order() -> None:

@@ -20,6 +20,7 @@ import metrics  # noqa: E402
 HEADLINES = "<!-- headlines -->"  # where a page wants the charts
 COMMANDS = "<!-- commands -->"
 METRICS = "<!-- metrics -->"
+DESIGN = "<!-- design -->"
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
@@ -28,8 +29,15 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     return files
 
 
+def design() -> str:
+    """Returns DESIGN.md with links that start in docs/design instead of the root."""
+    text = (HERE.parent.parent / "DESIGN.md").read_text()
+    return text.replace("](docs/design/", "](").replace("](docs/", "](../")
+
+
 def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
-    for mark, content in ((HEADLINES, charts.page), (COMMANDS, commands.page), (METRICS, metrics.page)):
+    marks = ((HEADLINES, charts.page), (COMMANDS, commands.page), (METRICS, metrics.page), (DESIGN, design))
+    for mark, content in marks:
         if mark in markdown:
             markdown = markdown.replace(mark, content())
     return markdown

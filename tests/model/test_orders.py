@@ -1,4 +1,4 @@
-"""Each half of each order (native/atomic.h, DESIGN.md) is needed: a scene that holds breaks where that half is relaxed.
+"""Each half of each order (native/atomic.h) is needed: a scene that holds breaks where the half is relaxed.
 
 Where the protocol has a model of its own, that is the scene. The others are the two lines that the order joins, here:
 
@@ -30,7 +30,7 @@ from tests.model.test_thread_team import claimed
 from tests.model.test_trace import traced
 from tests.test_orders import declared
 
-DESIGN = Path(__file__).parent.parent.parent / "DESIGN.md"
+TABLE = Path(__file__).parents[2] / "docs" / "design" / "orders.md"
 
 
 def announced(order: Order) -> Scene:
@@ -127,7 +127,7 @@ MESSAGES = [
     "watcher",  # the robust list · the thread
     "point",  # the name · that it is armed
 ]
-Case = tuple[str, Callable[[], Scene], str]  # what DESIGN.md calls it, the scene, how it fails
+Case = tuple[str, Callable[[], Scene], str]  # its name in the table, the scene, how it fails
 channel = partial(test_ring.channel, 3, (2, 2))
 admitted = test_ring.joining
 opened = test_blocks.opening_what_is_gone
@@ -199,9 +199,7 @@ def test_every_order_has_a_model_or_a_reason() -> None:
 
 
 def test_design_names_the_model_of_each_half() -> None:
-    rows = re.findall(
-        r"^\| `(\w+)` \|.*\| ([^|]*) \|$", DESIGN.read_text().split("## Orders, by name")[1], re.MULTILINE
-    )
+    rows = re.findall(r"^\| `(\w+)` \|.*\| ([^|]*) \|$", TABLE.read_text(), re.MULTILINE)
     expected = {
         name: "none: see below"
         if name in UNFOUND
