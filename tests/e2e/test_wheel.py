@@ -174,7 +174,7 @@ def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Pat
     doctor = run(penstock, "doctor", folder=tmp_path)
     assert doctor.returncode == 0 and "missing" not in doctor.stdout, doctor.stdout + doctor.stderr
     example = run(python, ROOT / "examples" / "data_plane.py", folder=tmp_path)
-    assert example.returncode == 0 and example.stdout.count("100352.0") == 2, example.stderr
+    assert example.returncode == 0 and example.stdout.startswith("200704.0\nPeerDied: "), example.stderr
     where = run(python, "-c", "import penstock; print(penstock.__file__)", folder=tmp_path).stdout
     assert where.startswith(str(tmp_path)), where
 
