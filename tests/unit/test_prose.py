@@ -1,6 +1,10 @@
-"""scripts/prose, which counts words for people in comments, docstrings and documents, and the lines of each file."""
+"""scripts/prose, which measures the prose of each folder and the lines of each file."""
 
 import importlib.util
+import os
+import signal
+import subprocess
+import sys
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from typing import Any
@@ -11,20 +15,24 @@ from tests.support.documents import ROOT
 
 PYTHON = '''"""Nobody reads this module."""
 
+from hypothesis import given
+
 nobody = "whoever asks"  # whose block it is
 
 
 class Request:
     """A request, and who sent it."""
 
-    def text(self) -> str:
-        """Somebody's text."""
-        return """everybody"""
+    def text(self, one: str) -> str:
+        """Somebody's text, which that process asked for."""
+        found = given(one)
+        return """everybody found it"""
 '''
 NATIVE = """// whose turn it is
 const char* url = "http://whom";  /* everybody
     waits */
 char nobody = '"';  // who"
+auto found = told.kept;
 """
 PAGE = """Whoever waits, and whom it waits for; `who` is code.
 
@@ -34,6 +42,11 @@ PAGE = """Whoever waits, and whom it waits for; `who` is code.
 nobody  # who
 ```
 """
+SHELL = """#!/usr/bin/env bash
+# For whoever reads this.
+echo "${1#who}" # who it was
+"""
+TEST = f"def test_{'x' * 65}(): ...\n\n\ndef test_{'x' * 66}(): ...\n"
 
 
 @pytest.fixture
@@ -46,20 +59,45 @@ def prose(monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.parametrize(
-    ("name", "text", "words"),
+    ("name", "text", "people", "anaphora"),
     [
-        ("request.py", PYTHON, ["nobody", "who", "whose", "somebody"]),
-        ("request.h", NATIVE, ["whose", "everybody", "who"]),
-        ("page.md", PAGE, ["whoever", "whom", "who"]),
+        ("request.py", PYTHON, ["nobody", "who", "whose", "somebody"], ["this", "it", "it", "that", "which"]),
+        ("request.h", NATIVE, ["whose", "everybody", "who"], ["it"]),
+        ("page.md", PAGE, ["whoever", "whom", "who"], ["it"]),
+        ("script", SHELL, ["whoever", "who"], ["this", "it"]),
     ],
 )
 def test_words_are_counted_in_prose_and_not_in_code(
-    prose: Any, tmp_path: Path, name: str, text: str, words: list[str]
+    prose: Any, tmp_path: Path, name: str, text: str, people: list[str], anaphora: list[str]
 ) -> None:
     path = tmp_path / name
     path.write_text(text)
-    found = prose.FOR_PEOPLE.findall("\n".join(prose.prose(path)))
-    assert sorted(word.lower() for word in found) == sorted(words)
+    words = "\n".join(prose.prose(path)).lower()
+    assert sorted(prose.PEOPLE.findall(words)) == sorted(people)
+    assert sorted(prose.ANAPHORA.findall(words)) == sorted(anaphora)
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "names"),
+    [
+        ("request.py", PYTHON, ["found", "one", "one"]),
+        ("request.h", NATIVE, ["found", "kept", "told"]),
+        ("page.md", PAGE, []),
+    ],
+)
+def test_names_are_counted_unless_they_are_imported(
+    prose: Any, tmp_path: Path, name: str, text: str, names: list[str]
+) -> None:
+    path = tmp_path / name
+    path.write_text(text)
+    assert sorted(set(prose.NAMES) & set(prose.identifiers(path))) == sorted(set(names))
+    assert prose.measure([path]).figures.names == len(names)
+
+
+def test_test_names_of_over_70_characters_are_counted(prose: Any, tmp_path: Path) -> None:
+    path = tmp_path / "test_request.py"
+    path.write_text(TEST)
+    assert prose.measure([path]).figures.long == 1
 
 
 def test_native_tests_have_no_prose(prose: Any, tmp_path: Path) -> None:
@@ -69,21 +107,45 @@ def test_native_tests_have_no_prose(prose: Any, tmp_path: Path) -> None:
     assert not list(prose.prose(path))
 
 
-def test_every_file_of_the_source_is_in_one_room(prose: Any) -> None:
-    files = [path for paths in prose.rooms().values() for path in paths]
+def test_every_source_is_in_one_folder(prose: Any) -> None:
+    files = [path for paths in prose.folders().values() for path in paths]
     assert len(files) == len(set(files))
-    assert set((ROOT / "src").rglob("*.py")) | set((ROOT / "native").rglob("*.h")) <= set(files)
+    sources = [path for top in ("src", "tests", "bench", "examples") for path in (ROOT / top).rglob("*.py")]
+    assert set(sources) | set((ROOT / "native").rglob("*.h")) <= set(files)
 
 
-def test_a_room_over_its_limit_is_found(prose: Any) -> None:
-    assert not prose.too_many(prose.LIMITS)
-    for room, limit in prose.LIMITS.items():
-        assert room in prose.too_many({**prose.LIMITS, room: limit + 0.1})[0]
-    assert len(prose.too_many({**prose.LIMITS, "elsewhere": 0.0})) == 1
+def test_folder_over_its_limit_is_an_error(prose: Any) -> None:
+    reached = {folder: prose.limit(folder) for folder in prose.folders()}
+    assert not prose.too_many(reached)
+    for folder, figures in reached.items():
+        for column in figures._fields:
+            higher = figures._replace(**{column: getattr(figures, column) + 1})
+            (complaint,) = prose.too_many({**reached, folder: higher})
+            assert complaint.startswith(f"{folder}: {column} ")
+    for folder in prose.LIMITS:
+        assert len(prose.too_many({**reached, folder: prose.TARGET})) == 1, "the entry can go"
     assert len(prose.too_many({})) == len(prose.LIMITS)
 
 
-def test_a_file_over_its_length_is_found(prose: Any) -> None:
+@pytest.mark.parametrize("option", ["--help", "--size"])
+def test_prose_ends_quietly_when_its_output_is_closed(option: str) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, ROOT / "scripts" / "prose", option]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (-signal.SIGPIPE, b"")
+
+
+@pytest.mark.parametrize(("option", "line"), [("--help", "usage: "), ("--size", "src ")])
+def test_prose_has_help_and_sizes(option: str, line: str) -> None:
+    command = [sys.executable, ROOT / "scripts" / "prose", option]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout.startswith(line)
+
+
+def test_file_over_its_length_is_an_error(prose: Any) -> None:
     named = {path: lines for path, (lines, _) in prose.LONGER.items()}
     assert not prose.too_long(named)
     for path, lines in named.items():
