@@ -13,7 +13,7 @@ from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
 from penstock.server.server_process import listen
 from tests.e2e.test_server import KEY, Served
-from tests.support.engine import START, told
+from tests.support.engine import START, simulated_device
 from tests.support.serving import until_told
 
 IN_PROCESS = 1  # index of the server whose place the test's own client takes
@@ -55,7 +55,7 @@ async def migrating(
     for open requests at the end."""
     usual = {"api_keys": (KEY,), "max_open_requests": 512, "client_timeout": 5.0}
     server_options = ServerOptions(port=0, **{**usual, **(server or {})})
-    config = EngineConfig(**{"simulated": told(), "max_model_len": 2048, "api_server_count": 2, **options})
+    config = EngineConfig(**{"simulated": simulated_device(), "max_model_len": 2048, "api_server_count": 2, **options})
     with contextlib.closing(listen(server_options)) as listener:
         port = listener.getsockname()[1]
         launcher = ServerLauncher(config, server_options, listener)

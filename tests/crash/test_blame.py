@@ -43,7 +43,7 @@ from tests.crash.poisoned import (
     segfaults_late,
 )
 from tests.crash.request_mix import Mix, Shape
-from tests.support.engine import START, told
+from tests.support.engine import START, simulated_device
 
 BESIDE = tiers.choose(32, 64, 64)  # requests
 STEP_TIMEOUT = 2.0  # seconds: of a worker that hangs
@@ -57,7 +57,7 @@ async def with_lives(life: Life, kind: str = "worker", **options: Any) -> AsyncI
         for unit in launcher.units:
             unit._parts = [(part, index, life if part == kind else run) for part, index, run in unit._parts]
 
-    simulated = told(step_seconds=0.01, vocabulary=1000)
+    simulated = simulated_device(step_seconds=0.01, vocabulary=1000)
     async with migrating(prepare=prepare, simulated=simulated, step_timeout=STEP_TIMEOUT, **options) as engine:
         yield engine
 
@@ -192,7 +192,7 @@ def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> Non
     """The only request in all steps in flight is answered."""
 
     async def scene() -> None:
-        async with migrating(simulated=told(step_seconds=0.003, vocabulary=1000)) as engine:
+        async with migrating(simulated=simulated_device(step_seconds=0.003, vocabulary=1000)) as engine:
             request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=1500, n=2, ignore_eos=True))
             (want,) = await ask_all(engine, [request], "undisturbed", Progress())
             progress = Progress()

@@ -25,7 +25,7 @@ from tests import tiers
 from tests.crash.migrating import Migrating, migrating
 from tests.crash.poisoned import OTHERS, POISON, raises_early, raises_late
 from tests.crash.test_blame import STEP_TIMEOUT, Life, with_lives
-from tests.support.engine import START, told
+from tests.support.engine import START, simulated_device
 
 ENGINES = 2
 TOKENS = (150, 400)  # of a stream
@@ -122,7 +122,7 @@ def test_signals_from_outside_convict_no_request(seed: int) -> None:
     rng = random.Random(seed)
 
     async def scene() -> None:
-        simulated = told(step_seconds=STEP_SECONDS, vocabulary=1000)
+        simulated = simulated_device(step_seconds=STEP_SECONDS, vocabulary=1000)
         async with migrating(simulated=simulated, data_parallel_size=ENGINES, output_processors=1) as engine:
             async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
                 for _ in range(tiers.BLAME_SIGNALS):

@@ -24,7 +24,7 @@ from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.conftest import eventually
-from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, told
+from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, simulated_device
 
 TOLD_WITHIN = 2.0  # seconds; the goal is 0.1 on a machine that has nothing else to do
 OPEN = 12  # requests, when the blow falls
@@ -144,7 +144,9 @@ def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
 # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
 async def live(shutdown_timeout: float) -> None:
     logs.configure("launcher", "text")
-    config = EngineConfig(simulated=told(step_seconds=0.01), shutdown_timeout=shutdown_timeout, api_server_count=2)
+    config = EngineConfig(
+        simulated=simulated_device(step_seconds=0.01), shutdown_timeout=shutdown_timeout, api_server_count=2
+    )
     launcher = Launcher(config, serve)
     running = asyncio.ensure_future(launcher.run())
     await asyncio.sleep(0)

@@ -27,7 +27,7 @@ from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
 from tests import tiers
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
-from tests.support.engine import START, Running, answered, prompt, told
+from tests.support.engine import START, Running, answered, prompt, simulated_device
 
 Life = Callable[[Cluster, ProcessId], None]
 STEP_TIMEOUT = 3.0
@@ -87,7 +87,7 @@ def cannot_load(cluster: Cluster, me: ProcessId) -> None:
 @contextlib.asynccontextmanager
 async def tree_with(kind: str, life: Life, **options: Any) -> AsyncIterator[Running]:
     """In which one process of that kind lives this life."""
-    launcher = Launcher(EngineConfig(simulated=told(), step_timeout=STEP_TIMEOUT, **options))
+    launcher = Launcher(EngineConfig(simulated=simulated_device(), step_timeout=STEP_TIMEOUT, **options))
     unit = launcher.units[0]
     at = next(at for at, part in enumerate(unit._parts) if part[0] == kind)
     unit._parts[at] = (*unit._parts[at][:2], life)

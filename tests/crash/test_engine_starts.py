@@ -35,7 +35,7 @@ from penstock.server.server_process import listen
 from tests import tiers
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving
-from tests.support.engine import START, Running, told
+from tests.support.engine import START, Running, simulated_device
 
 Life = Callable[[Cluster, ProcessId], None]
 FAILED = 5  # starts in a row, which is more than a unit has that has never served
@@ -67,7 +67,7 @@ def wait_for_the_end(cluster: Cluster, me: ProcessId) -> None:
 @contextlib.asynccontextmanager
 async def tree_with(unit: int, kind: str, life: Life, **options: Any) -> AsyncIterator[Served]:
     """Groups and servers, of which processes of that kind in that unit live this life. Started, and may not serve."""
-    config = EngineConfig(simulated=told(), max_model_len=4096, **options)
+    config = EngineConfig(simulated=simulated_device(), max_model_len=4096, **options)
     asked = ServerOptions(port=0)
     with contextlib.closing(listen(asked)) as listener:
         port = listener.getsockname()[1]
@@ -170,7 +170,7 @@ def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
         return start(member, run, cluster)
 
     async def scene() -> None:
-        launcher = Launcher(EngineConfig(simulated=told()))
+        launcher = Launcher(EngineConfig(simulated=simulated_device()))
         try:
             if has_served:
                 launcher.start()
@@ -200,7 +200,7 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
         raise OSError(errno.EMFILE, "Too many open files")
 
     monkeypatch.setattr(os, "pidfd_open", fail)
-    cluster = Cluster.open(EngineConfig(simulated=told()))
+    cluster = Cluster.open(EngineConfig(simulated=simulated_device()))
     with contextlib.closing(cluster), pytest.raises(OSError, match="Too many open files"):
         ChildProcess.start(ProcessId("worker", 0, 0, 1), wait_for_the_end, cluster)
     (pid,) = pids

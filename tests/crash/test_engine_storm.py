@@ -14,7 +14,7 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
-from tests.support.engine import PATIENCE, Running, prompt, running, told
+from tests.support.engine import PATIENCE, Running, prompt, running, simulated_device
 
 TOKENS = 60
 ASKING = 12  # tasks, each with one request after the other
@@ -112,7 +112,7 @@ def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int
             "api_server_count": 1,
             "migration_limit": limit,
         }
-        simulated = told(step_seconds=0.003)
+        simulated = simulated_device(step_seconds=0.003)
         async with running(simulated=simulated, step_timeout=STEP_TIMEOUT, **shape) as engine:
             async with Client(engine.launcher.cluster, 0) as client:
                 storm = Storm(engine, client, seed)

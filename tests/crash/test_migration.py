@@ -27,7 +27,7 @@ from tests.crash.migrating import Migrating, migrating  # noqa: E402
 from tests.crash.request_mix import Mix, Shape  # noqa: E402
 from tests.crash.strikes import compare, shuffled_kinds  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
-from tests.support.engine import told  # noqa: E402
+from tests.support.engine import simulated_device  # noqa: E402
 
 MODEL_START = 240.0  # seconds; each worker imports torch
 VOCABULARY = 1000  # of the simulated device
@@ -57,7 +57,7 @@ class Configuration:
 
 
 def simulated(**options: Any) -> dict[str, Any]:
-    return {**PRESSED, "simulated": told(step_seconds=0.004, vocabulary=VOCABULARY, blocks=300), **options}
+    return {**PRESSED, "simulated": simulated_device(step_seconds=0.004, vocabulary=VOCABULARY, blocks=300), **options}
 
 
 def shape(model: str, vocabulary: int, **more: Any) -> Shape:

@@ -35,13 +35,13 @@ from tests.crash.comparable_requests import (
 from tests.crash.gated import GATE, fails_when_restarted, starts_behind_the_gate
 from tests.crash.migrating import Migrating, migrating
 from tests.crash.request_mix import Mix, Shape
-from tests.support.engine import START, told
+from tests.support.engine import START, simulated_device
 
 SHAPE = Shape("simulated", 1000, tuple(range(40, 62)))
 LONG = 1500  # tokens: 4 s and more
 WITHIN = 20.0  # seconds, on a busy machine, for what takes a moment
 ENDS_WITHIN = 12.0  # seconds: a engine with waiting requests; less than its shutdown_timeout
-SIMULATED = told(step_seconds=0.003, vocabulary=1000)
+SIMULATED = simulated_device(step_seconds=0.003, vocabulary=1000)
 
 
 class Gate:
@@ -391,7 +391,7 @@ def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate
 @pytest.mark.timeout(180)
 def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> None:
     async def scene() -> None:
-        async with migrating(simulated=told(step_seconds=0.01, vocabulary=1000)) as engine:
+        async with migrating(simulated=simulated_device(step_seconds=0.01, vocabulary=1000)) as engine:
             requests = [
                 HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
                 for number in range(200)

@@ -19,7 +19,7 @@ from penstock.tools.inspect import all_processes
 from tests import tiers
 from tests.crash.test_output_lives import Answers
 from tests.support.command import serving
-from tests.support.engine import PATIENCE, START, Running, told
+from tests.support.engine import PATIENCE, START, Running, simulated_device
 
 PLANNED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index("planned")
 
@@ -27,7 +27,7 @@ PLANNED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index("planned")
 @pytest.mark.parametrize("groups", [pytest.param(1, marks=tiers.needs_all), 2])
 def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: int) -> None:
     async def scene() -> None:
-        config = EngineConfig(simulated=told(), max_model_len=4096, data_parallel_size=groups)
+        config = EngineConfig(simulated=simulated_device(), max_model_len=4096, data_parallel_size=groups)
         launcher = Launcher(config)
         running = asyncio.ensure_future(launcher.run())
         await asyncio.sleep(0)
@@ -61,7 +61,7 @@ def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: in
 
 def test_migration_waits_for_a_group_and_one_more_is_queued() -> None:
     async def scene() -> None:
-        launcher = Launcher(EngineConfig(simulated=told(), max_model_len=4096))
+        launcher = Launcher(EngineConfig(simulated=simulated_device(), max_model_len=4096))
         running = asyncio.ensure_future(launcher.run())
         await asyncio.sleep(0)
         await launcher.serving(START)
@@ -82,7 +82,7 @@ def test_migration_waits_for_a_group_and_one_more_is_queued() -> None:
 
 def test_hangup_that_is_handled_before_a_pending_sigterm_begins_nothing() -> None:
     async def scene() -> None:
-        launcher = Launcher(EngineConfig(simulated=told(), max_model_len=4096))
+        launcher = Launcher(EngineConfig(simulated=simulated_device(), max_model_len=4096))
         running = asyncio.ensure_future(launcher.run())
         await asyncio.sleep(0)
         await launcher.serving(START)
@@ -99,7 +99,7 @@ def test_hangup_that_is_handled_before_a_pending_sigterm_begins_nothing() -> Non
 
 def test_tree_that_ends_during_a_migration_leaves_nothing() -> None:
     async def scene() -> None:
-        launcher = Launcher(EngineConfig(simulated=told(), max_model_len=4096))
+        launcher = Launcher(EngineConfig(simulated=simulated_device(), max_model_len=4096))
         running = asyncio.ensure_future(launcher.run())
         await asyncio.sleep(0)
         await launcher.serving(START)

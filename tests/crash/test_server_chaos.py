@@ -19,7 +19,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.counters import ProcessCounters
 from tests import tiers
 from tests.e2e.test_server import Served, run_server
-from tests.support.engine import START, told
+from tests.support.engine import START, simulated_device
 from tests.support.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
 
 STEP_TIMEOUT = 2.0  # seconds; who is stopped for longer is killed
@@ -95,7 +95,7 @@ class Chaos:
         return any(one.began - NOTICED <= blow.until and blow.at <= one.ended for blow in self.blows)
 
     def judge(self) -> None:
-        asked = self.load.asked
+        asked = self.load.requests
         unconcerned = [one for one in asked if not self.is_concerned(one)]
         lost = [one for one in unconcerned if one.error]
         well = sum(not one.error for one in asked)
@@ -122,7 +122,9 @@ async def in_chaos(
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 240)
 def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(seed: int) -> None:
     async def scene() -> None:
-        async with run_server(LIMITS, simulated=told(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE) as served:
+        async with run_server(
+            LIMITS, simulated=simulated_device(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE
+        ) as served:
             await in_chaos(served, seed)
 
     asyncio.run(scene())
@@ -132,9 +134,9 @@ def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(se
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 1500)
 def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
     from tests.e2e.test_server_models import save_tokenizer
-    from tests.support.models import ENGINE_SIZES, made
+    from tests.support.models import ENGINE_SIZES, build_family
 
-    made("llama", tmp_path)
+    build_family("llama", tmp_path)
     save_tokenizer(tmp_path)
 
     async def scene() -> None:

@@ -11,7 +11,7 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from tests import tiers
-from tests.support.engine import Running, answered, prompt, running, told
+from tests.support.engine import Running, answered, prompt, running, simulated_device
 
 END = 7
 
@@ -30,7 +30,7 @@ async def must_answer_by_the_rule(engine: Running, client: Client, length: int, 
 )
 def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: int) -> None:
     async def scene() -> None:
-        simulated = told(end_id=END, end_one_in=40)
+        simulated = simulated_device(end_id=END, end_one_in=40)
         options = {"tensor_parallel_size": 2, "api_server_count": 2, "max_num_seqs": 24, "max_num_batched_tokens": 64}
         async with running(
             async_scheduling=overlap, output_processors=outputs, simulated=simulated, **options
@@ -53,7 +53,7 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
 
     async def scene() -> None:
         chance, longest = random.Random(seed), 4096
-        simulated = told(step_seconds=0.0002, blocks=longest // 16 + 60)
+        simulated = simulated_device(step_seconds=0.0002, blocks=longest // 16 + 60)
         options = {
             "tensor_parallel_size": 2,
             "max_num_seqs": 12,

@@ -22,7 +22,7 @@ from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.engine import START, Running  # noqa: E402
-from tests.support.models import BLOCK_SIZE, Asked, Family, made  # noqa: E402
+from tests.support.models import BLOCK_SIZE, Asked, Family, build_family  # noqa: E402
 
 
 def config_of(family: Family, path: Path, **options: Any) -> EngineConfig:
@@ -71,9 +71,9 @@ def encoded(engine: Running, word: int = StatusBoard.ENCODINGS) -> int:
 )
 def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mode: str | None, tmp_path: Path) -> None:
     """In each group, one after the other and at the same time; without a mode, there is a store of encodings."""
-    family = made(name, tmp_path)
+    family = build_family(name, tmp_path)
     options = {"tensor_parallel_size": ranks, "data_parallel_size": groups, "mm_encoder_tp_mode": mode}
-    pairs = list(zip(family.asked, family.answers, strict=True))
+    pairs = list(zip(family.requests, family.answers, strict=True))
 
     async def scene() -> None:
         launcher = Launcher(config_of(family, tmp_path, **options))
@@ -109,12 +109,12 @@ def slow(path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     monkeypatch.setitem(models.VISION, "idefics3", shape)
     monkeypatch.setattr(models, "image", lambda name, chance: (image, [models.IMAGE] * 16))
     prompt = [5, 6, *[models.IMAGE] * 16, 7]
-    family = made("idefics3", path, asked=[Asked([5], [])])
+    family = build_family("idefics3", path, requests=[Asked([5], [])])
     key = random.Random(1).randbytes(32)
     asked = Asked(prompt, [(key, 2, 16)])
     stock = models.transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
     images = {key: image}
-    return family._replace(asked=[asked], images=images, answers=[models._answer(stock, asked, images)])
+    return family._replace(requests=[asked], images=images, answers=[models._answer(stock, asked, images)])
 
 
 def writers(store: Store) -> list[int]:
@@ -126,7 +126,7 @@ def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = slow(tmp_path, monkeypatch)
-    asked, want = family.asked[0], family.answers[0]
+    asked, want = family.requests[0], family.answers[0]
 
     async def scene() -> None:
         launcher = Launcher(config_of(family, tmp_path, data_parallel_size=2))

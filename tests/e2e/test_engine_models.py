@@ -17,14 +17,14 @@ from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, made, must_be_greedy  # noqa: E402
+from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, build_family, must_be_greedy  # noqa: E402
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
 @tiers.needs_all  # test_engine_ways has these answers, too
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
-    family = made("llama", tmp_path)
+    family = build_family("llama", tmp_path)
     config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, **ENGINE_SIZES)
 
     async def answer(client: Client, prompt: object, tokens: int) -> list[int]:
@@ -38,7 +38,7 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
             launcher.start()
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
-                pairs, began = list(zip(family.asked, family.answers, strict=True)), time.monotonic_ns()
+                pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
                 got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))
             assert got == [list(want) for _, want in pairs]
             row = launcher.board.row(0)
@@ -64,7 +64,7 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path: Path) -> None:
     """One request after the other, and then all at once, with room for two of the longest."""
-    family = made("llama", tmp_path)
+    family = build_family("llama", tmp_path)
     requests = [Asked([5] * 200, [], 100), Asked([6, 7], [], 5), Asked([8] * 200, [], 312), Asked([9] * 5, [], 258)]
     sizes = {"num_gpu_blocks_override": 64, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, dtype="float32", **sizes)
@@ -92,7 +92,7 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
 
 def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) -> None:
     """What the workers say of longrope reaches the scheduler: one long prompt begins as a short one before it."""
-    family = made("llama", tmp_path, **changes("llama", "longrope"))
+    family = build_family("llama", tmp_path, **changes("llama", "longrope"))
     sizes = {
         "num_gpu_blocks_override": 64,
         "max_model_len": 64,
@@ -110,11 +110,11 @@ def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) ->
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
                 cached = []
-                for asked, want in zip(family.asked, family.answers, strict=True):
+                for asked, want in zip(family.requests, family.answers, strict=True):
                     async with await client.submit(asked.prompt, params, timeout=START) as stream:
                         assert [one async for piece in stream for one in piece.ids] == want
                     cached.append(stream.cached_tokens)
-            lengths = [len(asked.prompt) for asked in family.asked]
+            lengths = [len(asked.prompt) for asked in family.requests]
             assert dict(zip(lengths, cached, strict=True)) == {1: 0, 2: 0, 5: 0, 23: 0, 14: 0, 17: 12, 22: 0}
         finally:
             assert await launcher.stop() == []
@@ -125,7 +125,7 @@ def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) ->
 @pytest.mark.parametrize(("name", "ranks"), [pytest.param("llava", 2, marks=tiers.needs_all), ("qwen2_vl", 1)])
 def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path) -> None:
     """With a key and without, in the store and inline; across chunks, and after preemption."""
-    family = made(name, tmp_path)
+    family = build_family(name, tmp_path)
     longest = family.blocks * BLOCK_SIZE
     sizes = {
         "block_size": BLOCK_SIZE,
@@ -158,7 +158,7 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
             async with Client(launcher.cluster, 0) as client, Client(launcher.cluster, 1) as other:
                 store = launcher.cluster.store
                 assert store is not None
-                pairs = list(zip(family.asked, family.answers, strict=True))
+                pairs = list(zip(family.requests, family.answers, strict=True))
                 for has_key in (True, False):
                     scopes = [Scope(store, inline_nbytes=0) for _ in pairs]
                     for one, held in (

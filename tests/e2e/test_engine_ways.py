@@ -17,7 +17,7 @@ from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.engine import START  # noqa: E402
-from tests.support.models import VOCABULARY, made  # noqa: E402
+from tests.support.models import VOCABULARY, build_family  # noqa: E402
 
 WAYS = [  # overlap, output processors, ranks, prefix cache
     (overlap, outputs, ranks, caching)
@@ -97,7 +97,7 @@ class Expected:
 def test_every_way_leads_to_the_same_answers_ends_and_counts(
     overlap: bool, outputs: int, ranks: int, caching: bool, tmp_path: Path
 ) -> None:
-    family = made("llama", tmp_path)
+    family = build_family("llama", tmp_path)
     write_tokenizer(tmp_path)
     end_id = family.answers[0][2]
     sizes = {
@@ -121,7 +121,7 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
             launcher.start()
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
-                pairs = list(zip(family.asked, family.answers, strict=True))[:3]
+                pairs = list(zip(family.requests, family.answers, strict=True))[:3]
                 all_asked = [Expected(client, list(asked.prompt), list(answer)) for asked, answer in pairs]
                 for _ in range(2):  # the second time the cache has them
                     await asyncio.gather(

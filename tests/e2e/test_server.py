@@ -27,7 +27,7 @@ from penstock.server.options import ServerOptions  # noqa: E402
 from penstock.server.server_launcher import ServerLauncher  # noqa: E402
 from penstock.server.server_process import listen  # noqa: E402
 from tests.support.command import serving  # noqa: E402
-from tests.support.engine import START, Running, told  # noqa: E402
+from tests.support.engine import START, Running, simulated_device  # noqa: E402
 
 KEY = "sesame"
 MAX_OPEN = 8
@@ -40,7 +40,7 @@ class Served(Running):
     def __init__(self, launcher: ServerLauncher, port: int) -> None:
         self.launcher = launcher
         self.config = launcher.cluster.config
-        self.rule = TokenRule(self.config.simulated or told())
+        self.rule = TokenRule(self.config.simulated or simulated_device())
         self.port = port
         self.client = self.with_key(KEY)
 
@@ -84,7 +84,7 @@ async def run_server(
 ) -> AsyncIterator[Served]:
     usual = {"api_keys": (KEY,), "max_open_requests": MAX_OPEN, "max_body_nbytes": MAX_BODY, "client_timeout": 1.0}
     asked = ServerOptions(port=0, **{**usual, **(limits or {})})
-    config = EngineConfig(**{"simulated": told(), "max_model_len": 4096, "api_server_count": 2, **options})
+    config = EngineConfig(**{"simulated": simulated_device(), "max_model_len": 4096, "api_server_count": 2, **options})
     with contextlib.closing(listen(asked)) as listener:
         port = listener.getsockname()[1]
         launcher = ServerLauncher(config, asked, listener)

@@ -15,7 +15,7 @@ pytest.importorskip("openai")
 from penstock.server.chat import response_schema
 from tests import tiers
 from tests.e2e.test_server import KEY, Served, run_server
-from tests.support.engine import told
+from tests.support.engine import simulated_device
 
 SECONDS = tiers.limit(300, soak=3600)  # then it hangs: ten times what it takes on a machine at rest
 # What a document cannot say is refused too: a prompt that is too long, another model's name.
@@ -35,7 +35,7 @@ def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document
             writer.close()
 
     async def scene() -> None:
-        async with run_server(simulated=told(step_seconds=0.0), api_server_count=1) as served:
+        async with run_server(simulated=simulated_device(step_seconds=0.0), api_server_count=1) as served:
             chat = {"messages": [{"role": "user", "content": "hi"}]}
             for path, body, whole, chunk in (
                 (
@@ -64,7 +64,7 @@ def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: 
     async def scene() -> None:
         # 413, of which the document cannot say to what it belongs, is no answer to too many messages.
         limits = {"max_body_nbytes": 8 << 20}
-        async with run_server(limits, simulated=told(step_seconds=0.0), max_model_len=48) as served:
+        async with run_server(limits, simulated=simulated_device(step_seconds=0.0), max_model_len=48) as served:
             process = await asyncio.create_subprocess_exec(
                 *(str(Path(sys.executable).with_name("schemathesis")), "run"),
                 *(f"http://127.0.0.1:{served.port}/openapi.json", "--header", f"Authorization: Bearer {KEY}"),

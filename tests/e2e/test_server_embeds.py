@@ -20,7 +20,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, refused, run_server  # noqa: E402
-from tests.support.models import ENGINE_SIZES, Family, families, made  # noqa: E402
+from tests.support.models import ENGINE_SIZES, Family, build_family, families  # noqa: E402
 from tests.unit.server.embeds.test_embeds_file import npy_of  # noqa: E402
 
 COUNT = 10
@@ -72,7 +72,7 @@ class Embedding:
 # ── scenes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def embeds_are_answered_as_their_ids_are(of: Embedding, family: Family) -> None:
     begins = []
-    for asked in family.asked:
+    for asked in family.requests:
         whole = await of.complete(asked.prompt, logprobs=2)
         for value in (of.value(asked.prompt), base64.b64encode(npy_of(of.rows(asked.prompt).numpy())).decode()):
             ours = await of.complete(None, value, logprobs=2)
@@ -89,7 +89,7 @@ async def embeds_are_answered_as_their_ids_are(of: Embedding, family: Family) ->
 
 
 async def choices_are_first_for_embeds_and_then_for_texts(of: Embedding, family: Family) -> None:
-    one, two = family.asked[3].prompt, family.asked[4].prompt
+    one, two = family.requests[3].prompt, family.requests[4].prompt
     (first,), (second,) = [await of.texts(ids) for ids in (one, two)]
     assert first != second
     assert await of.texts(two, of.value(one)) == [first, second]
@@ -100,7 +100,7 @@ async def choices_are_first_for_embeds_and_then_for_texts(of: Embedding, family:
 
 
 async def equal_embeds_share_blocks_and_a_place_in_the_store(of: Embedding, family: Family) -> None:
-    ids = [7, *family.asked[3].prompt]
+    ids = [7, *family.requests[3].prompt]
     store = of.served.launcher.cluster.store
     found = [await of.complete(None, of.value(ids)) for _ in range(2)]
     assert found[0].choices[0].text == found[1].choices[0].text == (await of.texts(ids))[0]
@@ -131,7 +131,7 @@ SCENES = (
     ids=str,
 )
 def test_prompt_embeds_are_prompts(name: str, options: dict[str, Any], tmp_path: Path) -> None:
-    family = made(name, tmp_path)
+    family = build_family(name, tmp_path)
     save_tokenizer(tmp_path)
 
     async def scenes() -> None:

@@ -54,13 +54,13 @@ class Seeing(Served):
         assert store is not None
         return store
 
-    def asked(self, *parts: dict[str, Any], **options: Any) -> dict[str, Any]:
+    def body(self, *parts: dict[str, Any], **options: Any) -> dict[str, Any]:
         extra = {"ignore_eos": True, "skip_special_tokens": False}
         usual = {"model": self.sight.path.name, "max_tokens": COUNT, "temperature": 0, "extra_body": extra}
         return {**usual, "messages": [{"role": "user", "content": list(parts)}], **options}
 
     async def chat(self, *parts: dict[str, Any], **options: Any) -> Any:
-        return await self.client.chat.completions.create(**self.asked(*parts, **options))
+        return await self.client.chat.completions.create(**self.body(*parts, **options))
 
     def want(self, parts: list[dict[str, Any]], *raws: bytes) -> tuple[int, str]:
         return self.sight.answer([{"role": "user", "content": plain(parts)}], raws, COUNT)
@@ -168,7 +168,7 @@ async def a_client_that_goes_while_its_image_is_made_holds_nothing(engine: Seein
     raw = flat(5000)
     for stream in (True, False):
         seen = await engine.total("penstock_requests_total", 'status="499"')
-        body = engine.asked(part(raw), stream=stream)
+        body = engine.body(part(raw), stream=stream)
         _, writer = await engine.connect("/v1/chat/completions", body)
         while await engine.total("penstock_open_requests") < 1:
             await asyncio.sleep(0.01)
@@ -197,7 +197,7 @@ async def an_image_on_a_host_that_is_open_to_clients_is_seen(engine: Seeing) -> 
 async def a_client_that_goes_takes_its_fetch_with_it(engine: Seeing) -> None:
     engine.elsewhere.script = bare(until_gone=True)
     there = named(f"http://127.0.0.1:{engine.elsewhere.port}/one.png")
-    _, writer = await engine.connect("/v1/chat/completions", engine.asked(there, there))
+    _, writer = await engine.connect("/v1/chat/completions", engine.body(there, there))
     await asyncio.to_thread(engine.elsewhere.until, 2)
     writer.transport.abort()
     await asyncio.to_thread(engine.elsewhere.until, 0)

@@ -15,7 +15,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers  
 from transformers import AutoTokenizer  # noqa: E402
 
 from tests.e2e.test_server import run_server  # noqa: E402
-from tests.support.models import ENGINE_SIZES, VOCABULARY, made  # noqa: E402
+from tests.support.models import ENGINE_SIZES, VOCABULARY, build_family  # noqa: E402
 
 TEMPLATE = (
     "{{ bos_token }}{% for one in messages %}{{ one['role'][0] }}:{{ one['content'] }};{% endfor %}"
@@ -43,13 +43,13 @@ def save_tokenizer(path: Path) -> Tokenizer:
 
 
 def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path: Path) -> None:
-    family = made("llama", tmp_path)
+    family = build_family("llama", tmp_path)
     tokenizer = save_tokenizer(tmp_path)
 
     async def scene() -> None:
         async with run_server(simulated=None, model=str(tmp_path), api_server_count=1, **ENGINE_SIZES) as cluster:
             client, name = cluster.client, tmp_path.name
-            for asked, want in list(zip(family.asked, family.answers, strict=True))[-2:]:
+            for asked, want in list(zip(family.requests, family.answers, strict=True))[-2:]:
                 options = {"model": name, "prompt": asked.prompt, "max_tokens": len(want), "temperature": 0}
                 options |= {"logprobs": 2, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
                 done = await client.completions.create(**options)

@@ -25,7 +25,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.snapshot_rates import View
 from tests.e2e.test_server import KEY, Served, run_server
 from tests.shared_server import Scene, SharedServer, shared_server
-from tests.support.engine import told
+from tests.support.engine import simulated_device
 
 PROMPT, MOST = "hello there", 40
 STEP = 0.005  # seconds
@@ -219,7 +219,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
 
 
 def watched() -> Any:
-    return run_server(simulated=told(step_seconds=STEP), max_model_len=LONG + 1000)
+    return run_server(simulated=simulated_device(step_seconds=STEP), max_model_len=LONG + 1000)
 
 
 def test_a_process_that_is_stopped_is_shown_as_stopped_and_one_that_is_killed_as_restarted() -> None:

@@ -91,9 +91,9 @@ def store(at: Hashable, value: Hashable, order: int = RELAXED) -> Op:
     return Op("store", at, value, order=order)
 
 
-def cas(at: Hashable, expected: Hashable, wanted: Hashable, order: int = ACQ_REL) -> Op:
+def cas(at: Hashable, expected: Hashable, desired: Hashable, order: int = ACQ_REL) -> Op:
     """Gives back what was found; it was exchanged if that is `expected`."""
-    return Op("cas", at, expected, wanted, order)
+    return Op("cas", at, expected, desired, order)
 
 
 def exchange(at: Hashable, value: Hashable, order: int = SEQ_CST) -> Op:
@@ -117,9 +117,9 @@ def fence(order: int = SEQ_CST) -> Op:
     return Op("fence", order=order)
 
 
-def futex_wait(at: Hashable, seen: Hashable, may_time_out: bool = False, mask: int = -1) -> Op:
+def futex_wait(at: Hashable, expected: Hashable, may_time_out: bool = False, mask: int = -1) -> Op:
     """0: woken. EAGAIN: the word is not what was seen. ETIMEDOUT, at any time, if that may happen."""
-    return Op("wait", at, seen, may_time_out, mask)
+    return Op("wait", at, expected, may_time_out, mask)
 
 
 def futex_wake(at: Hashable, most: int, mask: int = -1) -> Op:
@@ -217,23 +217,23 @@ class Table:
         self.body, self.index, self.without = body, index, without
         self.ops: list[tuple[str, Any, Any, Any, int]] = []  # of each node; "done" and "violated" have no next
         self.edges: list[dict[Any, int]] = []
-        self.said: list[str] = []
+        self.labels: list[str] = []
         self._histories: list[tuple[Any, ...]] = []
         self._waiting: list[Step | None] = []  # a generator that stands there, until somebody goes on with it
         self._known: dict[Hashable, int] = {}
         self.first = self._arrive(body(), None, ())
 
     def next(self, node: int, result: Any) -> int:
-        found = self.edges[node].get(result)
-        if found is None:
+        target = self.edges[node].get(result)
+        if target is None:
             process, self._waiting[node] = self._waiting[node], None
             if process is None:
                 process = self.body()
                 next(process)
                 for each in self._histories[node]:
                     process.send(each)
-            found = self.edges[node][result] = self._arrive(process, result, (*self._histories[node], result))
-        return found
+            target = self.edges[node][result] = self._arrive(process, result, (*self._histories[node], result))
+        return target
 
     def _arrive(self, process: Step, result: Any, history: tuple[Any, ...]) -> int:
         try:
@@ -258,13 +258,13 @@ class Table:
         order = op.order if op.kind in ("wait", "wake") else weakened(op.order, self.without)
         return self._node(tuple(key), (op.kind, place, op.a, op.b, order), f"{op.kind}({shown})", history, process)
 
-    def _node(self, key: Hashable, op: Any, said: str, history: tuple[Any, ...], process: Step | None) -> int:
+    def _node(self, key: Hashable, op: Any, label: str, history: tuple[Any, ...], process: Step | None) -> int:
         known = self._known.get(key)
         if known is None:
             known = self._known[key] = len(self.ops)
             self.ops.append(op)
             self.edges.append({})
-            self.said.append(said)
+            self.labels.append(label)
             self._histories.append(history)
             self._waiting.append(process)
         return known
@@ -419,7 +419,7 @@ class Walk:
     def _run(self) -> Explored:
         self.states, self.parents = [self.start], [(-1, 0, "")]
         states, parents = self.states, self.parents
-        seen: dict[Any, int] = {self.start: 0}
+        numbers: dict[Any, int] = {self.start: 0}
         transitions = ends = at = 0
         into: list[list[int]] = [[]]  # who leads here without a fault
         terminal: list[int] = []
@@ -428,14 +428,14 @@ class Walk:
             if self.invariant is not None:
                 self._check(at, self.invariant)
             is_end = True
-            for p, said, after, is_fault in self._moves(state):
+            for p, label, after, is_fault in self._moves(state):
                 transitions += 1
                 is_end &= is_fault
-                known = seen.get(after)
+                known = numbers.get(after)
                 if known is None:
-                    known = seen[after] = len(states)
+                    known = numbers[after] = len(states)
                     states.append(after)
-                    parents.append((at, p, said))
+                    parents.append((at, p, label))
                     into.append([])
                     for table, node in zip(self.tables, after[1]):
                         if table.ops[node][0] == "violated":
@@ -457,30 +457,30 @@ class Walk:
     def _moves(self, state: Any) -> Iterator[tuple[int, str, Any, bool]]:
         """Who did what, the state after it, and whether it was a fault."""
         mem, nodes, _, _, _, early = state
-        for p, said, after, is_fault, has_done in self._moves_in_order(state):
+        for p, label, after, is_fault, has_done in self._moves_in_order(state):
             if self.loads_later is None:
-                yield p, said, (*after, early), is_fault
+                yield p, label, (*after, early), is_fault
                 continue
             mine = early[p]
             if has_done and mine and ends_early(self.tables[p].ops[nodes[p]], mine[0]):
-                kept = put(early, p, ())
+                early_writes = put(early, p, ())
             else:
-                kept = early
-            yield p, said, (*after, kept), is_fault
+                early_writes = early
+            yield p, label, (*after, early_writes), is_fault
             if after[0] is mem:
                 continue
             for place, (old, new) in enumerate(zip(mem, after[0])):
                 if old is new:
                     continue
                 for q, s in enumerate(after[2]):  # has it loaded this word before it changed?
-                    if q == p or s != RUNS or kept[q] or any(each[0] == place for each in after[3][q]):
+                    if q == p or s != RUNS or early_writes[q] or any(each[0] == place for each in after[3][q]):
                         continue
                     node = after[1][q]
                     if not may_pass(self.tables[q].ops[node], place):
                         continue
                     if node >= len(self.loads_later[q]) or place in self.loads_later[q][node]:
-                        how = f"{said} ({self.processes[q].name} has loaded {self.places[place]} early)"
-                        yield p, how, (*after, put(kept, q, (place, old))), is_fault
+                        how = f"{label} ({self.processes[q].name} has loaded {self.places[place]} early)"
+                        yield p, how, (*after, put(early_writes, q, (place, old))), is_fault
 
     def _moves_in_order(self, state: Any) -> Iterator[tuple[int, str, Any, bool, bool]]:
         mem, nodes, stat, bufs, left, _ = state
@@ -606,7 +606,7 @@ class Walk:
         for p, s in enumerate(stat):
             if s in (RUNS, SLEEPS) and not self.processes[p].is_daemon:
                 how = "sleeps and nobody will wake it" if s == SLEEPS else "waits for ever"
-                text = f"{self.processes[p].name} {how}: {self.tables[p].said[nodes[p]]}"
+                text = f"{self.processes[p].name} {how}: {self.tables[p].labels[nodes[p]]}"
                 raise Violation(self._story(at, text))
         if self.at_end is not None:
             self._check(at, self.at_end)
@@ -630,12 +630,12 @@ class Walk:
         """The steps that led here, one a line."""
         lines: list[str] = []
         while at > 0:
-            before, p, said = self.parents[at]
+            before, p, label = self.parents[at]
             node = self.states[before][1][p]
             table = self.tables[p]
             now = self.states[at][1][p]
-            got = [str(r) for r, to in table.edges[node].items() if to == now] if not said else []
-            step = table.said[node] + said if said.startswith(" (") else said or table.said[node]
+            got = [str(r) for r, to in table.edges[node].items() if to == now] if not label else []
+            step = table.labels[node] + label if label.startswith(" (") else label or table.labels[node]
             lines.append(f"  {self.processes[p].name}: {step}{' -> ' + ' or '.join(got) if got else ''}")
             at = before
         return "\n".join([fault, *reversed(lines)])

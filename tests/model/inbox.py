@@ -85,16 +85,16 @@ class Sender:
                 return
             yield until(("mode", self.lane), is_in)  # the caller tries again
 
-    def send_to(self, who: str) -> Step:
+    def send_to(self, peer: str) -> Step:
         """Reserves, and aborts while it is not that receiver, which says its epoch there, that is counted."""
         while True:
             yield from self.try_reserve()
             mode, counted = yield load(("mode", self.lane), orders.mode.acquire)
-            wanted = yield load(who)
-            if mode == "counted" and counted == wanted:
+            needed = yield load(peer)
+            if mode == "counted" and counted == needed:
                 yield from self.commit()
                 return
-            del mode, counted, wanted
+            del mode, counted, needed
 
     def try_send(self) -> Step:
         yield from self.try_reserve()
@@ -282,33 +282,33 @@ class Receiver:
         yield fetch_add("changes", 1, orders.changes.acq_rel)
 
 
-def reap_sender(who: str, lane: int, mutation: str = "", epoch: int = FIRST, is_followed: bool = True) -> Step:
-    yield until_gone(who)
-    found = yield cas(("word", lane), ("live", epoch), ("dead", epoch), orders.end.acq_rel)
-    if found == ("live", epoch) and "the reaper says nothing" not in mutation:
+def reap_sender(peer: str, lane: int, mutation: str = "", epoch: int = FIRST, is_followed: bool = True) -> Step:
+    yield until_gone(peer)
+    actual = yield cas(("word", lane), ("live", epoch), ("dead", epoch), orders.end.acq_rel)
+    if actual == ("live", epoch) and "the reaper says nothing" not in mutation:
         yield fetch_or("ready", 1 << lane, orders.ready.release)  # it may have died between committing and saying so
-    del found
+    del actual
     if is_followed:
-        yield from bury(who)
+        yield from bury(peer)
     yield from tell_of_a_death(mutation)
 
 
-def reap_receiver(who: str, mutation: str = "", epoch: int = FIRST) -> Step:
-    yield until_gone(who)
-    found = yield cas("receiver", ("live", epoch), ("dead", epoch), orders.end.acq_rel)
-    if found == ("live", epoch):
+def reap_receiver(peer: str, mutation: str = "", epoch: int = FIRST) -> Step:
+    yield until_gone(peer)
+    actual = yield cas("receiver", ("live", epoch), ("dead", epoch), orders.end.acq_rel)
+    if actual == ("live", epoch):
         for i in range(LANES):
             yield from put_out(("mode", i), epoch, mutation)
         yield fetch_and("parked", 0, orders.bell.seq_cst_then)
-    del found
-    yield from bury(who)
+    del actual
+    yield from bury(peer)
     yield from tell_of_a_death(mutation)
 
 
-def bury(who: str) -> Step:
+def bury(peer: str) -> Step:
     """From then on its places may be had: its identity says dead. Left out where nobody follows."""
     yield fetch_add("changes", 1, orders.changes.acq_rel)
-    yield store(("is buried", who), True, orders.identity.release)
+    yield store(("is buried", peer), True, orders.identity.release)
 
 
 def tell_of_a_death(mutation: str) -> Step:
@@ -325,8 +325,8 @@ def is_true(word: object) -> bool:
     return bool(word)
 
 
-def follows(who: str, at: tuple[str, int] | str, come: Callable[[tuple[str, int]], Step]) -> Step:
+def follows(peer: str, at: tuple[str, int] | str, come: Callable[[tuple[str, int]], Step]) -> Step:
     """Takes the place of one who died, when it is buried."""
-    yield until(("is buried", who), is_true)
+    yield until(("is buried", peer), is_true)
     before = yield load(at, orders.end.acquire)
     yield from come(before)

@@ -48,20 +48,20 @@ def wait(
 ) -> Step:
     while True:
         if without != "rings read first":
-            seen = yield load(
+            rings = yield load(
                 bell + "rings", orders.bell.seq_cst_then
             )  # first: a ringer that takes our bit moves rings after
         yield fetch_or(bell + "parked", bit, orders.bell.seq_cst_then)  # before the second look
         if without == "rings read first":
-            seen = yield load(bell + "rings", orders.bell.seq_cst_then)
+            rings = yield load(bell + "rings", orders.bell.seq_cst_then)
         yield fence(orders.bell.seq_cst_then)
         is_ready = False
         if without != "second look":
             is_ready = yield from ready()
         got = 0
         if not is_ready:
-            got = yield futex_wait(bell + "rings", seen, mask=bit)
-        del seen
+            got = yield futex_wait(bell + "rings", rings, mask=bit)
+        del rings
         others = 0
         if clears:
             others = yield fetch_and(bell + "parked", ~bit, orders.bell.seq_cst_then)
@@ -101,23 +101,23 @@ def put_out(at: tuple[str, int], end_epoch: int, mutation: str = "") -> Step:
     while epoch <= end_epoch and (mode, epoch) != ("out", end_epoch):
         if mutation == "only its own epoch" and epoch != end_epoch:
             break
-        found = yield cas(at, (mode, epoch), ("out", end_epoch), orders.mode.acq_rel)
-        if found == (mode, epoch) or mutation == "one try":
+        actual = yield cas(at, (mode, epoch), ("out", end_epoch), orders.mode.acq_rel)
+        if actual == (mode, epoch) or mutation == "one try":
             break
-        mode, epoch = found
+        mode, epoch = actual
     yield fence(orders.pend.seq_cst_first)  # out, then look for what is still pending
 
 
-def reap(who: str, slot: int, holdings: Callable[[tuple[str, str]], Step]) -> Step:
+def reap(peer: str, slot: int, holdings: Callable[[tuple[str, str]], Step]) -> Step:
     """Gives back the holdings of one that died; several may, and the slot may be another's by then."""
-    state, found = yield load(("identity", slot), orders.identity.acquire)
-    if found != who:
+    state, owner = yield load(("identity", slot), orders.identity.acquire)
+    if owner != peer:
         return
     if state == "live":
-        yield cas(("identity", slot), ("live", who), ("dying", who), orders.identity.acq_rel)
-    del state, found
+        yield cas(("identity", slot), ("live", peer), ("dying", peer), orders.identity.acq_rel)
+    del state, owner
     identity = yield load(("identity", slot), orders.identity.acquire)
-    if identity != ("dying", who):
+    if identity != ("dying", peer):
         return
     yield from holdings(identity)
-    yield cas(("identity", slot), identity, ("dead", who), orders.identity.acq_rel)
+    yield cas(("identity", slot), identity, ("dead", peer), orders.identity.acq_rel)

@@ -110,8 +110,8 @@ def bell(
 ) -> Scene:
     def at_end(view: View) -> None:
         for i in range(waiters):
-            told = view.result(f"waiter {i}")
-            must(told != "told of a death" or view.is_dead("ringer"), "a waiter gave up though nobody died")
+            outcome = view.result(f"waiter {i}")
+            must(outcome != "told of a death" or view.is_dead("ringer"), "a waiter gave up though nobody died")
 
     processes = [
         Process("ringer", partial(ringer, records, **(ringing or {})), may_die=dies),
@@ -220,27 +220,27 @@ def give_back(order: str = "take, ring") -> Step:
     yield from announce_return(order)
 
 
-def has_returned(seen: int) -> Step:
+def has_returned(before: int) -> Step:
     returns = yield load("returns", orders.returns.acquire)
     changes = yield load("changes", orders.changes.acquire)
-    return returns != seen or changes != 0
+    return returns != before or changes != 0
 
 
 def taker(bit: int, without: str) -> Step:
     while True:
         changes = yield load("changes", orders.changes.acquire)
-        seen = yield load("returns", orders.returns.acquire)
+        before = yield load("returns", orders.returns.acquire)
         free = yield load("free", orders.block.acquire)
         if free > 0:
-            found = yield cas("free", free, free - 1)
-            if found == free:
+            actual = yield cas("free", free, free - 1)
+            if actual == free:
                 return "has it"
-            del found
+            del actual
             continue
         if changes != 0:
             return "told of a death"
         del changes, free
-        yield from wait(bit, partial_of(has_returned, seen), clears=False, without=without)
+        yield from wait(bit, partial_of(has_returned, before), clears=False, without=without)
 
 
 def memory_bell(

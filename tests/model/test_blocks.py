@@ -68,16 +68,16 @@ class Peer:
     # ── LOCK pool, LOCK block ──
     def lock(self, word: str) -> Step:
         while True:
-            found = yield cas(word, 0, (self.slot, self.epoch), orders.lock.acquire)
-            if found == 0:
+            actual = yield cas(word, 0, (self.slot, self.epoch), orders.lock.acquire)
+            if actual == 0:
                 return False
-            state, who = yield load(("identity", found[0]), orders.identity.acquire)
+            state, peer = yield load(("identity", actual[0]), orders.identity.acquire)
             gone = state not in ("live", "dying")
             if not gone:
-                gone = yield is_gone(who)
+                gone = yield is_gone(peer)
             if gone:
-                again = yield cas(word, found, (self.slot, self.epoch), orders.lock.acquire)
-                if again == found:
+                again = yield cas(word, actual, (self.slot, self.epoch), orders.lock.acquire)
+                if again == actual:
                     return True
                 del again
 
@@ -85,11 +85,11 @@ class Peer:
         yield exchange(word, 0, orders.lock.release)
 
     def take_over(self, word: str, slot: int, epoch: int) -> Step:
-        found = yield load(word, orders.lock.acquire)
-        if found != (slot, epoch):
+        actual = yield load(word, orders.lock.acquire)
+        if actual != (slot, epoch):
             return False
-        again = yield cas(word, found, (self.slot, self.epoch), orders.lock.acquire)
-        return again == found
+        again = yield cas(word, actual, (self.slot, self.epoch), orders.lock.acquire)
+        return again == actual
 
     def lock_block(self) -> Step:
         has_died = yield from self.lock("lock")
@@ -128,8 +128,8 @@ class Peer:
 
     def is_current(self, generation: int) -> Step:
         state = yield load("state", orders.block.acquire)
-        found = yield load("generation")
-        return state == LIVE and found == generation
+        current = yield load("generation")
+        return state == LIVE and current == generation
 
     # ── take, grant, open, release ──
     def take(self) -> Step:
@@ -296,8 +296,8 @@ class Peer:
             if peer_state == "dying":
                 return False
             del peer_state
-        found = yield cas(("word", r), (state, owner, epoch), ("live", self.slot, self.epoch), orders.end.acq_rel)
-        return found == (state, owner, epoch)
+        actual = yield cas(("word", r), (state, owner, epoch), ("live", self.slot, self.epoch), orders.end.acq_rel)
+        return actual == (state, owner, epoch)
 
     def let_go(self, r: int) -> Step:
         """The word is closed last: from then on the place may be somebody else's."""
@@ -310,8 +310,8 @@ class Peer:
         yield cas(("word", r), ("live", self.slot, self.epoch), ("closed", self.slot, self.epoch), orders.end.acq_rel)
 
     # ── reaping ──
-    def reap(self, who: str, slot: int, receivers: int = 0) -> Step:
-        yield from reap(who, slot, lambda identity: self.reap_all(slot, identity, receivers))
+    def reap(self, peer: str, slot: int, receivers: int = 0) -> Step:
+        yield from reap(peer, slot, lambda identity: self.reap_all(slot, identity, receivers))
 
     def reap_all(self, slot: int, identity: Any, receivers: int) -> Step:
         yield from self.reap_holdings(slot, identity, receivers)
@@ -408,9 +408,9 @@ class Peer:
             yield store("pending", pending)
 
 
-def reaper(slot: int, peers: int, who: str, mutation: str, receivers: int = 0) -> Step:
-    yield until_gone(who)
-    yield from Peer(slot, peers, mutation).reap(who, 0, receivers)
+def reaper(slot: int, peers: int, peer: str, mutation: str, receivers: int = 0) -> Step:
+    yield until_gone(peer)
+    yield from Peer(slot, peers, mutation).reap(peer, 0, receivers)
 
 
 def nothing_is_left(view: View) -> None:
@@ -551,11 +551,11 @@ def taking(mutation: str = "") -> Scene:
         me = Peer(1, peers, mutation)
         generation = None
         while generation is None:
-            seen = yield load("returns", orders.returns.acquire)
+            before = yield load("returns", orders.returns.acquire)
             generation = yield from me.take()
             if generation is None:
-                yield until("returns", differs_from(seen))
-            del seen
+                yield until("returns", differs_from(before))
+            del before
         yield from me.hold(generation)
         yield from me.release(generation)
 
@@ -569,8 +569,8 @@ def taking(mutation: str = "") -> Scene:
     return Scene(words, processes, at_end=nothing_is_left, must_end=True)
 
 
-def differs_from(seen: int) -> Callable[[int], bool]:
-    return DIFFERS.setdefault(seen, lambda value: value != seen)
+def differs_from(before: int) -> Callable[[int], bool]:
+    return DIFFERS.setdefault(before, lambda value: value != before)
 
 
 DIFFERS: dict[int, Callable[[int], bool]] = {}

@@ -39,15 +39,15 @@ Outcomes = set[tuple[Hashable, ...]]
 
 def outcomes(model: str, words: str, *bodies: Callable[[], Step]) -> Outcomes:
     """What the processes returned, in all the ways it can go."""
-    found: Outcomes = set()
+    outcomes_of_runs: Outcomes = set()
     names = [str(i) for i in range(len(bodies))]
 
     def at_end(view: View) -> None:
-        found.add(tuple(view.result(name) for name in names))
+        outcomes_of_runs.add(tuple(view.result(name) for name in names))
 
     processes = [Process(name, body) for name, body in zip(names, bodies)]
     explore(dict.fromkeys(words, 0), processes, model=model, at_end=at_end)
-    return found
+    return outcomes_of_runs
 
 
 def stores_and_looks(mine: str, other: str, is_fenced: bool) -> Callable[[], Step]:
@@ -55,8 +55,8 @@ def stores_and_looks(mine: str, other: str, is_fenced: bool) -> Callable[[], Ste
         yield store(mine, 1)
         if is_fenced:
             yield fence()
-        seen = yield load(other)
-        return seen
+        value = yield load(other)
+        return value
 
     return run
 
@@ -75,9 +75,9 @@ def stores_and_looks(mine: str, other: str, is_fenced: bool) -> Callable[[], Ste
     ],
 )
 def test_two_miss_what_the_other_stored_only_without_a_fence(model: str, is_fenced: bool, is_allowed: bool) -> None:
-    found = outcomes(model, "xy", stores_and_looks("x", "y", is_fenced), stores_and_looks("y", "x", is_fenced))
-    assert ((0, 0) in found) == is_allowed
-    assert {(0, 1), (1, 0), (1, 1)} <= found
+    results = outcomes(model, "xy", stores_and_looks("x", "y", is_fenced), stores_and_looks("y", "x", is_fenced))
+    assert ((0, 0) in results) == is_allowed
+    assert {(0, 1), (1, 0), (1, 1)} <= results
 
 
 @pytest.mark.parametrize(
@@ -109,9 +109,9 @@ def test_a_message_is_announced_too_early_unless_both_halves_are_there(
         message = yield load("x")
         return is_announced, message
 
-    found = {each[1] for each in outcomes(model, "xy", tells, asks)}
-    assert ((1, 0) in found) == is_allowed
-    assert {(0, 0), (0, 1), (1, 1)} <= found
+    results = {each[1] for each in outcomes(model, "xy", tells, asks)}
+    assert ((1, 0) in results) == is_allowed
+    assert {(0, 0), (0, 1), (1, 1)} <= results
 
 
 def test_one_word_never_goes_back() -> None:
@@ -125,8 +125,8 @@ def test_one_word_never_goes_back() -> None:
         second = yield load("x")
         return first, second
 
-    found = {each[1] for each in outcomes("weaker", "xy", writes, reads)}
-    assert found == {(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}
+    results = {each[1] for each in outcomes("weaker", "xy", writes, reads)}
+    assert results == {(0, 0), (0, 1), (0, 2), (1, 1), (1, 2), (2, 2)}
 
 
 @pytest.mark.parametrize("model", ["sc", "tso", "weak", "weaker"])
@@ -163,13 +163,13 @@ def test_a_sleeper_that_nobody_wakes_is_noticed_and_one_that_is_woken_is_not() -
 
 def test_who_goes_round_for_ever_is_noticed() -> None:
     def spins() -> Step:
-        found = 1
-        while found != 0:
-            found = yield cas("x", 0, 1)
+        actual = 1
+        while actual != 0:
+            actual = yield cas("x", 0, 1)
 
     def takes() -> Step:
-        found = yield cas("x", 0, 1)
-        if found == 0:
+        actual = yield cas("x", 0, 1)
+        if actual == 0:
             yield store("x", 0)
 
     processes = [Process("spins", spins), Process("takes", takes)]
@@ -188,15 +188,15 @@ def test_what_the_dead_had_stored_still_arrives_before_its_death_is_known() -> N
         before = yield load("x")
         return gone, before
 
-    found: Outcomes = set()
+    results: Outcomes = set()
 
     def at_end(view: View) -> None:
-        found.add((view.is_dead("dies"), view.result("looks"), view["x"]))
+        results.add((view.is_dead("dies"), view.result("looks"), view["x"]))
 
     explore({"x": 0}, [Process("dies", dies, may_die=True), Process("looks", looks)], model="weak", at_end=at_end)
-    assert (True, (True, 1), 1) in found
-    assert (True, (True, 0), 0) in found  # it died before it stored
-    assert (True, (True, 0), 1) not in found  # nothing arrives afterwards
+    assert (True, (True, 1), 1) in results
+    assert (True, (True, 0), 0) in results  # it died before it stored
+    assert (True, (True, 0), 1) not in results  # nothing arrives afterwards
 
 
 def test_a_process_that_loops_is_told_apart_by_what_it_still_reads() -> None:
@@ -216,8 +216,8 @@ def test_the_story_names_every_step() -> None:
         yield store("x", 1)
 
     def second() -> Step:
-        seen = yield load("x")
-        must(seen == 0, "it came too late")
+        value = yield load("x")
+        must(value == 0, "it came too late")
 
     with pytest.raises(Violation) as caught:
         explore({"x": 0}, [Process("first", first), Process("second", second)])

@@ -83,27 +83,27 @@ class Peer:
     # ── LOCK store, LOCK pool, LOCK block ──
     def lock(self, word: Any) -> Step:
         while True:
-            found = yield cas(word, 0, self.slot + 1, orders.lock.acquire)
-            if found == 0:
+            actual = yield cas(word, 0, self.slot + 1, orders.lock.acquire)
+            if actual == 0:
                 return False
-            _, who = yield load(("identity", found - 1), orders.identity.acquire)
-            gone = yield is_gone(who)
+            _, peer = yield load(("identity", actual - 1), orders.identity.acquire)
+            gone = yield is_gone(peer)
             if gone:
-                again = yield cas(word, found, self.slot + 1, orders.lock.acquire)
-                if again == found:
+                again = yield cas(word, actual, self.slot + 1, orders.lock.acquire)
+                if again == actual:
                     return True
                 del again
-            del found, who, gone
+            del actual, peer, gone
 
     def unlock(self, word: Any) -> Step:
         yield exchange(word, 0, orders.lock.release)
 
     def take_over(self, word: Any, slot: int) -> Step:
-        found = yield load(word, orders.lock.acquire)
-        if found != slot + 1:
+        actual = yield load(word, orders.lock.acquire)
+        if actual != slot + 1:
             return False
-        again = yield cas(word, found, self.slot + 1, orders.lock.acquire)
-        return again == found
+        again = yield cas(word, actual, self.slot + 1, orders.lock.acquire)
+        return again == actual
 
     def lock_store(self) -> Step:
         has_died = yield from self.lock("store lock")
@@ -116,10 +116,10 @@ class Peer:
         for b in range(self.blocks):
             state = yield load(("state", b), orders.block.acquire)
             if state == LIVE:
-                kept = yield load(("kept", b))
-                if kept != NONE:
+                kept_state = yield load(("kept", b))
+                if kept_state != NONE:
                     yield from self.link(b)
-                del kept
+                del kept_state
             del state
 
     def link(self, b: int) -> Step:
@@ -145,13 +145,13 @@ class Peer:
         for _ in range(self.blocks + 1):
             if link == 0:
                 return None
-            kept = yield load(("kept", link - 1))
-            if kept != NONE:
-                found = yield load(("key", link - 1))
-                if found == key:
+            kept_state = yield load(("kept", link - 1))
+            if kept_state != NONE:
+                key_there = yield load(("key", link - 1))
+                if key_there == key:
                     return link - 1
-                del found
-            del kept
+                del key_there
+            del kept_state
             link = yield load(("next", link - 1))
         return None
 
@@ -164,8 +164,8 @@ class Peer:
         is_unheld = yield from self.is_unheld(b)
         if not is_unheld:
             return False
-        kept = yield load(("kept", b))
-        if kept != NONE:
+        kept_state = yield load(("kept", b))
+        if kept_state != NONE:
             return self.mutation != "no return of what is kept"
         yield store(("state", b), RETURNED, orders.block.release)
         return True
@@ -202,8 +202,8 @@ class Peer:
     def open_by_ref(self, b: int, generation: int) -> Step:
         yield from self.lock(("lock", b))
         state = yield load(("state", b), orders.block.acquire)
-        found = yield load(("generation", b))
-        is_there = state == LIVE and found == generation
+        current = yield load(("generation", b))
+        is_there = state == LIVE and current == generation
         if is_there:
             held = yield load(("held", b))
             yield store(("held", b), with_one_more(held, self.slot, 1))
@@ -242,9 +242,9 @@ class Peer:
     # ── store ──
     def is_given_up(self, b: int) -> Step:
         taker = yield load(("taker", b))
-        kept = yield load(("kept", b))
+        kept_state = yield load(("kept", b))
         held = yield load(("held", b))
-        return kept == FILLING and held[taker] == 0 and self.mutation != "only a commit ends it"
+        return kept_state == FILLING and held[taker] == 0 and self.mutation != "only a commit ends it"
 
     def look(self, key: str) -> Step:
         """The block and whether it is ready, or None."""
@@ -255,10 +255,10 @@ class Peer:
         if is_over:
             yield from self.let_go(b)
             return None
-        kept = yield load(("kept", b))
-        if kept == READY:
+        kept_state = yield load(("kept", b))
+        if kept_state == READY:
             yield from self.open_kept(b)
-        return b, kept == READY
+        return b, kept_state == READY
 
     def begin(self, key: str) -> Step:
         """("hit", block), ("fill", block), ("wait", fills) or ("full", returns)."""
@@ -266,12 +266,12 @@ class Peer:
         ours, is_full = None, False
         for attempts in range(MAX_ATTEMPTS + 1):
             yield from self.lock_store()
-            seen = yield load("fills", orders.fills.acquire)
-            found = yield from self.look(key)
+            fills = yield load("fills", orders.fills.acquire)
+            entry = yield from self.look(key)
             yield from self.unlock("store lock")
-            if found is not None:
-                return ("hit", found[0]) if found[1] else ("wait", seen)
-            del seen, found
+            if entry is not None:
+                return ("hit", entry[0]) if entry[1] else ("wait", fills)
+            del fills, entry
             if is_full:
                 return FULL, returns
             ours = yield from self.try_take()
@@ -281,11 +281,11 @@ class Peer:
             is_full = not has_room or attempts + 1 == MAX_ATTEMPTS
             del has_room
         yield from self.lock_store()
-        seen = yield load("fills", orders.fills.acquire)
-        found = None
+        fills = yield load("fills", orders.fills.acquire)
+        entry = None
         if self.mutation != "one look":
-            found = yield from self.look(key)
-        if found is None:
+            entry = yield from self.look(key)
+        if entry is None:
             yield store(("key", ours), key)
             yield store(("kept", ours), FILLING)
             yield from self.link(ours)
@@ -293,7 +293,7 @@ class Peer:
             return "fill", ours
         yield from self.unlock("store lock")
         yield from self.release(ours)
-        return ("hit", found[0]) if found[1] else ("wait", seen)
+        return ("hit", entry[0]) if entry[1] else ("wait", fills)
 
     def commit(self, b: int) -> Step:
         yield from self.lock_store()
@@ -349,15 +349,15 @@ class Peer:
 
     def may_go(self, b: int, generation: int) -> Step:
         state = yield load(("state", b), orders.block.acquire)
-        found = yield load(("generation", b))
-        if state != LIVE or found != generation:
+        current = yield load(("generation", b))
+        if state != LIVE or current != generation:
             return False
-        del state, found, generation
-        kept = yield load(("kept", b))
-        may_go = kept == READY
-        if kept == FILLING:
+        del state, current, generation
+        kept_state = yield load(("kept", b))
+        may_go = kept_state == READY
+        if kept_state == FILLING:
             may_go = yield from self.is_given_up(b)
-        del kept
+        del kept_state
         if may_go:
             may_go = yield from self.is_unheld(b)
         return may_go
@@ -394,8 +394,8 @@ class Peer:
         yield from self.release(b)
 
     # ── reaping ──
-    def reap(self, who: str, slot: int) -> Step:
-        yield from reap(who, slot, lambda identity: self.reap_holdings(slot, identity))
+    def reap(self, peer: str, slot: int) -> Step:
+        yield from reap(peer, slot, lambda identity: self.reap_holdings(slot, identity))
         yield fetch_add("returns", 1, orders.returns.release)
 
     def reap_holdings(self, slot: int, identity: Any) -> Step:
@@ -421,12 +421,12 @@ class Peer:
             if now != identity:
                 break
             del now
-            kept = yield load(("kept", b))
+            kept_state = yield load(("kept", b))
             taker = yield load(("taker", b))
-            if kept == FILLING and taker == slot:
+            if kept_state == FILLING and taker == slot:
                 yield from self.let_go(b)
                 is_any = True
-            del kept, taker
+            del kept_state, taker
         yield from self.unlock("store lock")
         if is_any or self.mutation != "announced only what it dropped":
             yield from self.announce_fill()
@@ -455,13 +455,13 @@ class Peer:
 DIFFERS: dict[int, Callable[[int], bool]] = {}
 
 
-def differs_from(seen: int) -> Callable[[int], bool]:
-    return DIFFERS.setdefault(seen, lambda value: value != seen)
+def differs_from(before: int) -> Callable[[int], bool]:
+    return DIFFERS.setdefault(before, lambda value: value != before)
 
 
-def reaper(slot: int, peers: int, blocks: int, who: str, mutation: str) -> Step:
-    yield until_gone(who)
-    yield from Peer(slot, peers, blocks, mutation).reap(who, 0)
+def reaper(slot: int, peers: int, blocks: int, peer: str, mutation: str) -> Step:
+    yield until_gone(peer)
+    yield from Peer(slot, peers, blocks, mutation).reap(peer, 0)
 
 
 # ── what must be true ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -46,19 +46,19 @@ NOBODY = -1
 def is_abandoned(owner: int) -> Step:
     if owner == NOBODY:
         return True
-    state, who = yield load(("identity", owner), orders.identity.acquire)
+    state, peer = yield load(("identity", owner), orders.identity.acquire)
     if state in ("live", "dying"):  # dying may be leaving
-        gone = yield is_gone(who)
+        gone = yield is_gone(peer)
         return gone
     return True
 
 
 def lock(slot: int, epoch: int, may_time_out: bool = True, without: str = "") -> Step:
     """True: the holder died holding it."""
-    found = yield cas("lock", 0, (slot, epoch, False), orders.lock.acquire)
-    if found == 0:
+    actual = yield cas("lock", 0, (slot, epoch, False), orders.lock.acquire)
+    if actual == 0:
         return False
-    del found
+    del actual
     while True:
         got = yield from try_lock_or_sleep((slot, epoch, True), may_time_out, without)
         if got is not None:
@@ -66,25 +66,25 @@ def lock(slot: int, epoch: int, may_time_out: bool = True, without: str = "") ->
 
 
 def try_lock_or_sleep(mine: tuple[int, int, bool], may_time_out: bool, without: str) -> Step:
-    seen = yield load("lock", RELAXED)
-    if seen == 0:
-        wanted = (*mine[:2], False) if without == "keeping the bit" else mine
-        found = yield cas("lock", 0, wanted, orders.lock.acquire)
-        return False if found == 0 else None
-    abandoned = yield from is_abandoned(seen[0])
+    before = yield load("lock", RELAXED)
+    if before == 0:
+        desired = (*mine[:2], False) if without == "keeping the bit" else mine
+        actual = yield cas("lock", 0, desired, orders.lock.acquire)
+        return False if actual == 0 else None
+    abandoned = yield from is_abandoned(before[0])
     if abandoned and without != "looking at the holder":
-        found = yield cas("lock", seen, mine, orders.lock.acquire)
-        if found == seen:
+        actual = yield cas("lock", before, mine, orders.lock.acquire)
+        if actual == before:
             return True
-        seen = found or (NOBODY, 0, False)  # compare_exchange says what it found
-        del found
+        before = actual or (NOBODY, 0, False)  # compare_exchange says what it found
+        del actual
     del abandoned
-    if not seen[2]:
-        expected = 0 if seen[0] == NOBODY else seen
-        found = yield cas("lock", expected, (*seen[:2], True), RELAXED)
-        if found != expected:
+    if not before[2]:
+        expected = 0 if before[0] == NOBODY else before
+        actual = yield cas("lock", expected, (*before[:2], True), RELAXED)
+        if actual != expected:
             return None
-    yield futex_wait("lock", (*seen[:2], True), may_time_out)
+    yield futex_wait("lock", (*before[:2], True), may_time_out)
     return None
 
 
@@ -95,11 +95,11 @@ def unlock() -> Step:
 
 
 def take_over(mine: tuple[int, int], slot: int, epoch: int, looks_at: str = "slot and epoch") -> Step:
-    seen = yield load("lock", orders.lock.acquire)
-    if seen == 0 or seen[0] != slot or (seen[1] != epoch and looks_at == "slot and epoch"):
+    before = yield load("lock", orders.lock.acquire)
+    if before == 0 or before[0] != slot or (before[1] != epoch and looks_at == "slot and epoch"):
         return False
-    found = yield cas("lock", seen, (*mine, True), orders.lock.acquire)
-    return found == seen
+    actual = yield cas("lock", before, (*mine, True), orders.lock.acquire)
+    return actual == before
 
 
 def inside(me: str, has_recovered: bool) -> Step:

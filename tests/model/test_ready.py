@@ -17,12 +17,15 @@ def sending(records: tuple[int, int] = (2, 1), *, dies: bool = False, mutation: 
     """Each sends so many and closes; the first may die anywhere. The receiver reads until the end."""
 
     def at_end(view: View) -> None:
-        read, told = view.result("receiver")
+        read, deaths = view.result("receiver")
         for lane in range(LANES):
             committed = len(view["committed", lane])
             must(read[lane] == committed, f"{read[lane]} records of lane {lane} were read and {committed} committed")
             has_died = view["word", lane] == ("dead", FIRST)
-            must((told[lane] == FIRST) == has_died, f"of a death of sender {lane} the receiver was told: {told[lane]}")
+            must(
+                (deaths[lane] == FIRST) == has_died,
+                f"of a death of sender {lane} the receiver was told: {deaths[lane]}",
+            )
 
     processes = [
         *(

@@ -153,8 +153,8 @@ def admits(number: int, mutation: str) -> Step:
         yield until(("go", number), bool)
     if mutation == "a connection of an earlier loss is taken":
         seat = yield until("seat", lambda seat: seat[1] == "suspended")
-    found = yield cas("seat", seat, (seat[0], "runs", number))
-    if found != seat and mutation != "a connection that is not taken is left open":
+    actual = yield cas("seat", seat, (seat[0], "runs", number))
+    if actual != seat and mutation != "a connection that is not taken is left open":
         yield exchange(("a", number), "lost")
 
 

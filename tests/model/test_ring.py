@@ -118,8 +118,8 @@ class Sender:
                 least = min(least, released)
         keeper = yield load("keeper", orders.room.acquire)
         if keeper != "":
-            kept = yield load("kept")
-            least = min(least, kept)
+            kept_state = yield load("kept")
+            least = min(least, kept_state)
         self.least = least
 
     def commit(self, n: int) -> Step:
@@ -254,8 +254,8 @@ class Receiver:
         since = yield load("since", RELAXED)
         is_waited_for = is_late or (since == "waits for long" and self.mutation != "no patience")
         del since
-        wanted = yield load("wanted", RELAXED)
-        if is_waited_for or end - wanted >= 0:
+        expected = yield load("wanted", RELAXED)
+        if is_waited_for or end - expected >= 0:
             yield from ring(1, bell=ROOM)
 
     def was_admitted(self) -> Step:

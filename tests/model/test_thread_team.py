@@ -30,8 +30,8 @@ def claimed() -> Scene:
             claims = yield load("claims", orders.work.acquire)
             if claims[1] == 0:
                 continue
-            found = yield cas("claims", claims, (claims[0], 0), orders.work.acq_rel)
-            if found != claims:
+            actual = yield cas("claims", claims, (claims[0], 0), orders.work.acq_rel)
+            if actual != claims:
                 continue
             job = yield load("job")
             must(job == claims[0], "the chunk is of another job")

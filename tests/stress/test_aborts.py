@@ -10,7 +10,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
 from tests import tiers
-from tests.support.engine import PATIENCE, answered, prompt, running, told
+from tests.support.engine import PATIENCE, answered, prompt, running, simulated_device
 
 AT_ONCE = 200
 
@@ -46,7 +46,7 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
 
     async def scene() -> None:
         shape = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "output_processors": outputs}
-        async with running(simulated=told(blocks=200), **shape) as engine:
+        async with running(simulated=simulated_device(blocks=200), **shape) as engine:
             async with Client(engine.launcher.cluster, 0) as client:
                 began, turns = time.monotonic(), asyncio.Semaphore(AT_ONCE)
 
@@ -69,7 +69,9 @@ def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int)
     chance = random.Random(seed)
 
     async def scene() -> None:
-        async with running(simulated=told(step_seconds=0.02), max_num_seqs=1024, max_num_batched_tokens=4096) as engine:
+        async with running(
+            simulated=simulated_device(step_seconds=0.02), max_num_seqs=1024, max_num_batched_tokens=4096
+        ) as engine:
             async with Client(engine.launcher.cluster, 0) as client:
 
                 async def one() -> None:

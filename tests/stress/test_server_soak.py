@@ -14,7 +14,7 @@ pytest.importorskip("httptools")
 from penstock.tools.inspect import private_nbytes_of  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.e2e.test_server import Served, run_server  # noqa: E402
-from tests.support.engine import told  # noqa: E402
+from tests.support.engine import simulated_device  # noqa: E402
 from tests.support.serving import LIMITS, SHAPE, Load, must_be_as_before  # noqa: E402
 
 SECONDS = float(os.environ.get("PENSTOCK_SOAK_SECONDS", "0"))
@@ -73,17 +73,19 @@ def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> 
     async def ask(served: Served, seed: int, requests: int) -> dict[str, int]:
         load = Load(served, seed, within=60)
         async with load.running(12) as tasks:
-            while len(load.asked) < requests:
+            while len(load.requests) < requests:
                 await asyncio.sleep(0.05)
                 if tasks.done():
                     tasks.result()
         await must_be_as_before(served)
-        assert not [request.error for request in load.asked if request.error]
+        assert not [request.error for request in load.requests if request.error]
         return private_nbytes(served)
 
     async def scene() -> None:
         shape = {"api_server_count": 1, "data_parallel_size": 1}
-        async with run_server(LIMITS, simulated=told(step_seconds=0.001), store_nbytes=STORE_NBYTES, **shape) as served:
+        async with run_server(
+            LIMITS, simulated=simulated_device(step_seconds=0.001), store_nbytes=STORE_NBYTES, **shape
+        ) as served:
             before = await ask(served, seed, warm_up)
             after = await ask(served, seed + 1, requests)
         grown = {name: (after[name] - before[name]) / requests for name in after}
@@ -98,7 +100,9 @@ def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> 
 @pytest.mark.timeout(SECONDS + 240)
 def test_no_process_grows_under_load(seed: int) -> None:
     async def scene() -> None:
-        async with run_server(LIMITS, simulated=told(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE) as served:
+        async with run_server(
+            LIMITS, simulated=simulated_device(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE
+        ) as served:
             load = Load(served, seed)
             found = []
             shared = []
@@ -111,8 +115,8 @@ def test_no_process_grows_under_load(seed: int) -> None:
                     if tasks.done():
                         tasks.result()
             await must_be_as_before(served)
-            print(f"{len(load.asked)} answers, {dict(load.gone)}")
-            assert not [one.error for one in load.asked if one.error]
+            print(f"{len(load.requests)} answers, {dict(load.gone)}")
+            assert not [one.error for one in load.requests if one.error]
             first = max(1, int(SETTLED * len(found)))
             part = (len(found) - first) // 3
             assert part > 0, "too short to tell"

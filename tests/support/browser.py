@@ -88,9 +88,9 @@ class Browser:
         self._ask("Emulation.setEmulatedMedia", features=features)
 
     def evaluate(self, expression: str) -> Any:
-        found = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in found, found["exceptionDetails"]
-        return found["result"].get("value")
+        result = self._ask("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in result, result["exceptionDetails"]
+        return result["result"].get("value")
 
     def until(self, expression: str) -> Any:
         """Asks until it is true, and returns it."""
@@ -111,14 +111,14 @@ class Browser:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
         while True:
-            said = self._hear()
-            if said.get("id") == self._number:
-                assert "error" not in said, said["error"]
-                return said["result"]
-            if said.get("method") == "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(said["params"]["exceptionDetails"]))
-            elif said.get("method") == "Log.entryAdded" and said["params"]["entry"]["level"] == "error":
-                self.complaints.append(said["params"]["entry"]["text"])
+            answer = self._hear()
+            if answer.get("id") == self._number:
+                assert "error" not in answer, answer["error"]
+                return answer["result"]
+            if answer.get("method") == "Runtime.exceptionThrown":
+                self.complaints.append(json.dumps(answer["params"]["exceptionDetails"]))
+            elif answer.get("method") == "Log.entryAdded" and answer["params"]["entry"]["level"] == "error":
+                self.complaints.append(answer["params"]["entry"]["text"])
 
     def _hear(self) -> Any:
         while b"\0" not in self._got:
@@ -126,8 +126,8 @@ class Browser:
             more = os.read(self._in, 1 << 20)
             assert more, "the browser has ended"
             self._got += more
-        one, _, self._got = self._got.partition(b"\0")
-        return json.loads(one)
+        message, _, self._got = self._got.partition(b"\0")
+        return json.loads(message)
 
 
 BODY = "document.body ? document.body.innerText.slice(0, 2000) : ''"

@@ -39,12 +39,12 @@ def serving(*options: str) -> Iterator[tuple["subprocess.Popen[str]", int]]:
 
 def _port(process: "subprocess.Popen[str]") -> int:
     assert process.stderr is not None
-    said = ""
+    output = ""
     for line in process.stderr:
-        said += line
-        if found := re.search(r"event=serving .*url=\S+:(\d+)", line):
-            return int(found[1])
-    raise AssertionError(f"it does not serve: {said}")
+        output += line
+        if match := re.search(r"event=serving .*url=\S+:(\d+)", line):
+            return int(match[1])
+    raise AssertionError(f"it does not serve: {output}")
 
 
 @contextlib.contextmanager

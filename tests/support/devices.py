@@ -53,8 +53,8 @@ class Stream:
     def go_on(self) -> None:
         self.is_stopped = False
         work, self.work = self.work, []
-        for one in work:
-            one()
+        for task in work:
+            task()
 
 
 class DeviceArray(np.ndarray[Any, Any]):
@@ -138,9 +138,9 @@ class FakeDriver:
         return self.current
 
     def record(self, stream: Stream) -> Passed:
-        made = Passed()
-        stream.put(lambda: setattr(made, "is_passed", True))
-        return made
+        event = Passed()
+        stream.put(lambda: setattr(event, "is_passed", True))
+        return event
 
     @contextlib.contextmanager
     def _on(self, stream: Stream) -> Iterator[None]:
@@ -164,9 +164,9 @@ class FakeDriver:
 
     def made(self, array: Any) -> Any:
         """The array, as one of this device."""
-        made = array.view(DeviceArray)
-        made.uuid = self.uuid
-        return made
+        view = array.view(DeviceArray)
+        view.uuid = self.uuid
+        return view
 
     def array(self, address: int, kind: Kind, shape: tuple[int, ...], holder: object) -> Any:
         nbytes = int(np.prod(shape, dtype=np.int64)) * kind.itemsize
@@ -180,8 +180,8 @@ class FakeDriver:
         return self.made(np.empty(shape, kind.numpy or kind.bits))
 
     def copy(self, to: Any, source: Any) -> None:
-        target, given = self._bare(to), self._bare(source)
-        self.current.put(lambda: np.copyto(target, given))
+        target, values = self._bare(to), self._bare(source)
+        self.current.put(lambda: np.copyto(target, values))
 
     def _bare(self, array: Any) -> Any:
         """The same without what keeps shared memory: work on a stream does not know who lets go of that meanwhile."""

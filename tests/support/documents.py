@@ -51,17 +51,17 @@ class Fence(NamedTuple):
 
     @property
     def printed_by(self) -> str | None:
-        found = re.fullmatch(r"printed by (.+)", self.comment)
-        return found[1] if found else None
+        match = re.fullmatch(r"printed by (.+)", self.comment)
+        return match[1] if match else None
 
     @property
     def needs(self) -> str | None:
-        found = re.fullmatch(r"needs ([^:]+?)(?:: .*)?", self.comment)
-        return found[1] if found else None
+        match = re.fullmatch(r"needs ([^:]+?)(?:: .*)?", self.comment)
+        return match[1] if match else None
 
 
 def fences(page: Path) -> list[Fence]:
-    found: list[Fence] = []
+    blocks: list[Fence] = []
     begun, lines = 0, page.read_text().splitlines()
     for number, line in enumerate(lines, 1):
         if not line.lstrip().startswith("```"):
@@ -70,10 +70,10 @@ def fences(page: Path) -> list[Fence]:
             text = textwrap.dedent("\n".join(lines[begun : number - 1])) + "\n"
             comment = re.fullmatch(r"<!-- (.*) -->", lines[begun - 2].strip()) if begun > 1 else None
             language = lines[begun - 1].strip()[3:].strip()
-            found.append(Fence(page, begun, language, text, comment[1] if comment else ""))
+            blocks.append(Fence(page, begun, language, text, comment[1] if comment else ""))
         begun = 0 if begun else number
     assert not begun, f"{page.name}:{begun}: a block that nobody has ended"
-    return found
+    return blocks
 
 
 class Session(NamedTuple):
@@ -85,22 +85,22 @@ class Session(NamedTuple):
 
 def sessions() -> dict[Path, Session]:
     """Returns the session of each page that has one; JSON that is shown is compared within it."""
-    found = {}
+    sessions_of_pages = {}
     for page in PAGES:
         blocks: list[str] = []
         shown: dict[str, Fence] = {}
-        for one in fences(page):
-            if one.language == "bash" and one.needs is None:
-                blocks.append(one.text)
-            elif one.language == "json":
-                blocks.append(f'test "$({_one_command(blocks, one)})" = {shlex.quote(one.text.rstrip())}\n')
-            elif one.language == "text" and not one.comment:
+        for fence in fences(page):
+            if fence.language == "bash" and fence.needs is None:
+                blocks.append(fence.text)
+            elif fence.language == "json":
+                blocks.append(f'test "$({_one_command(blocks, fence)})" = {shlex.quote(fence.text.rstrip())}\n')
+            elif fence.language == "text" and not fence.comment:
                 name = f"shown-{len(shown)}"
-                blocks.append(f"{{ {_one_command(blocks, one)}; }} >{name}\n")
-                shown[name] = one
+                blocks.append(f"{{ {_one_command(blocks, fence)}; }} >{name}\n")
+                shown[name] = fence
         if blocks:
-            found[page] = Session("\n".join(blocks), shown)
-    return found
+            sessions_of_pages[page] = Session("\n".join(blocks), shown)
+    return sessions_of_pages
 
 
 def _one_command(blocks: list[str], fence: Fence) -> str:
@@ -121,21 +121,24 @@ def normalized(text: str) -> str:
 # ── what is installed ────────────────────────────────────────────────────────────────────────────────────────────────
 def stated(document: Path) -> list[str]:
     """What a page or an example says is to be installed, as in `pip install '.[engine]' openai`."""
-    found = re.search(r"`pip install (\S+(?: [\w-]+)*)`", document.read_text())
-    if found is None:  # an example that says nothing needs nothing
+    match = re.search(r"`pip install (\S+(?: [\w-]+)*)`", document.read_text())
+    if match is None:  # an example that says nothing needs nothing
         assert document.suffix == ".py", f"{document.name} has commands, and does not say what they need"
         return ["penstock"]
-    return [one.replace(".", "penstock", 1) if one.startswith(".") else one for one in shlex.split(found[1])]
+    return [
+        requirement.replace(".", "penstock", 1) if requirement.startswith(".") else requirement
+        for requirement in shlex.split(match[1])
+    ]
 
 
 def hidden(requirements: list[str]) -> set[str]:
     """Modules that are installed here, and would not be by these."""
     allowed: set[str] = set()
-    waiting = [Requirement(one) for one in requirements]
+    waiting = [Requirement(text) for text in requirements]
     known: set[tuple[str, frozenset[str]]] = set()
     while waiting:
-        one = waiting.pop()
-        name, extras = re.sub(r"[-_.]+", "-", one.name).lower(), frozenset(one.extras)
+        requirement = waiting.pop()
+        name, extras = re.sub(r"[-_.]+", "-", requirement.name).lower(), frozenset(requirement.extras)
         if (name, extras) in known:
             continue
         known.add((name, extras))
@@ -148,7 +151,7 @@ def hidden(requirements: list[str]) -> set[str]:
             if need.marker is None or any(need.marker.evaluate({"extra": extra}) for extra in extras or {""}):
                 waiting.append(need)
     modules = importlib.metadata.packages_distributions()
-    named = {module: {re.sub(r"[-_.]+", "-", one).lower() for one in owners} for module, owners in modules.items()}
+    named = {module: {re.sub(r"[-_.]+", "-", owner).lower() for owner in owners} for module, owners in modules.items()}
     return {module for module, owners in named.items() if not owners & allowed}
 
 

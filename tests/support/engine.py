@@ -34,12 +34,12 @@ class Running:
     def __init__(self, launcher: Launcher) -> None:
         self.launcher = launcher
         self.config = launcher.cluster.config
-        self.rule = TokenRule(self.config.simulated or told())
+        self.rule = TokenRule(self.config.simulated or simulated_device())
 
     def child(self, kind: str, index: int = 0) -> ChildProcess:
-        found = [one for one in self.children() if (one.member.kind, one.member.index) == (kind, index)]
-        assert len(found) == 1, f"{kind} {index}: {found}"
-        return found[0]
+        matches = [child for child in self.children() if (child.member.kind, child.member.index) == (kind, index)]
+        assert len(matches) == 1, f"{kind} {index}: {matches}"
+        return matches[0]
 
     def children(self) -> list[ChildProcess]:
         return [child for unit in self.launcher.units for child in unit.children.values()]
@@ -66,13 +66,13 @@ class Running:
         await self.until(lambda: self.number(StatusBoard.FREE_BLOCKS, group) == blocks)
 
 
-def told(**options: Any) -> SimulatedDevice:
+def simulated_device(**options: Any) -> SimulatedDevice:
     return SimulatedDevice(**{"step_seconds": 0.002, "vocabulary": 1000, "blocks": 4096, **options})
 
 
 @contextlib.asynccontextmanager
 async def running(serve: RunServer | None = None, **options: Any) -> AsyncIterator[Running]:
-    launcher = Launcher(EngineConfig(**{"simulated": told(), "max_model_len": 4096, **options}), serve)
+    launcher = Launcher(EngineConfig(**{"simulated": simulated_device(), "max_model_len": 4096, **options}), serve)
     try:
         launcher.start()
         await launcher.serving(START)
@@ -89,17 +89,17 @@ def prompt(length: int = 12) -> npt.NDArray[np.int32]:
 
 async def answered(client: Client, ids: npt.NDArray[np.int32], **params: Any) -> list[tuple[list[int], FinishReason]]:
     """Ids and reason of each sample."""
-    asked = SamplingParams(**params)
-    got: list[list[int]] = [[] for _ in range(asked.n)]
+    sampling = SamplingParams(**params)
+    got: list[list[int]] = [[] for _ in range(sampling.n)]
     reasons: dict[int, FinishReason] = {}
-    async with await client.submit(ids, asked, timeout=PATIENCE) as stream:
+    async with await client.submit(ids, sampling, timeout=PATIENCE) as stream:
         async for piece in stream:
             assert piece.sample not in reasons, "more came after the end"
             got[piece.sample] += piece.ids
             if piece.reason is not None:
                 reasons[piece.sample] = piece.reason
     assert stream.completion_tokens == sum(map(len, got))
-    return [(one, reasons[sample]) for sample, one in enumerate(got)]
+    return [(ids, reasons[sample]) for sample, ids in enumerate(got)]
 
 
 async def fate(client: Client, ids: npt.NDArray[np.int32], tokens: int) -> tuple[float, EngineError | None]:
@@ -107,6 +107,6 @@ async def fate(client: Client, ids: npt.NDArray[np.int32], tokens: int) -> tuple
     error = None
     try:
         await answered(client, ids, max_tokens=tokens, ignore_eos=True)
-    except EngineError as found:
-        error = found
+    except EngineError as failure:
+        error = failure
     return asyncio.get_running_loop().time(), error

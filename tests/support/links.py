@@ -80,10 +80,10 @@ def running(home: LinkSpec, away: LinkSpec) -> Iterator[tuple[RunningLink, Runni
     try:
         yield links[0], links[1]
     finally:
-        for one in links:
-            one.link.stop("the test is over")
-        for one in links:
-            one.end()
+        for side in links:
+            side.link.stop("the test is over")
+        for side in links:
+            side.end()
 
 
 def named(spec: LinkSpec, name: str) -> LinkSpec:

@@ -23,12 +23,12 @@ def chunk(data: bytes) -> bytes:
     return b"%x\r\n%b\r\n" % (len(data), data)
 
 
-def event(**said: Any) -> bytes:
-    return chunk(b"data: " + json.dumps(said).encode() + b"\n\n")
+def event(**fields: Any) -> bytes:
+    return chunk(b"data: " + json.dumps(fields).encode() + b"\n\n")
 
 
-def text(said: str = " word", reason: str | None = None, **more: Any) -> bytes:
-    return event(choices=[{"index": 0, "text": said, "finish_reason": reason}], **more)
+def text(content: str = " word", reason: str | None = None, **more: Any) -> bytes:
+    return event(choices=[{"index": 0, "text": content, "finish_reason": reason}], **more)
 
 
 def usage(output: int, prompt: int = 5) -> dict[str, int]:
@@ -37,12 +37,12 @@ def usage(output: int, prompt: int = 5) -> dict[str, int]:
 
 def ending(output: int | None, reason: str = "length") -> bytes:
     """The end of a stream, with its usage, if there is one."""
-    told = b"" if output is None else event(choices=[], usage=usage(output))
-    return text("", reason) + told + chunk(b"data: [DONE]\n\n") + END
+    last = b"" if output is None else event(choices=[], usage=usage(output))
+    return text("", reason) + last + chunk(b"data: [DONE]\n\n") + END
 
 
 def refusal(status: str, body: bytes, *headers: bytes) -> bytes:
-    head = b"".join(b"\r\n" + one for one in headers)
+    head = b"".join(b"\r\n" + header for header in headers)
     return b"HTTP/1.1 %b%b\r\ncontent-length: %d\r\n\r\n%b" % (status.encode(), head, len(body), body)
 
 
@@ -103,11 +103,11 @@ async def faked(script: Callable[[int, dict[str, Any]], Script]) -> AsyncIterato
 def faked_in_a_thread(script: Callable[[int, dict[str, Any]], Script]) -> Iterator[tuple[Fake, str]]:
     """The same, for what has a loop of its own."""
     up, down = threading.Event(), asyncio.Event()
-    found: list[Any] = []
+    resolved: list[Any] = []
 
     async def serve() -> None:
         async with faked(script) as pair:
-            found.extend((asyncio.get_running_loop(), pair))
+            resolved.extend((asyncio.get_running_loop(), pair))
             up.set()
             await down.wait()
 
@@ -115,9 +115,9 @@ def faked_in_a_thread(script: Callable[[int, dict[str, Any]], Script]) -> Iterat
     thread.start()
     assert up.wait(10)
     try:
-        yield found[1]
+        yield resolved[1]
     finally:
-        found[0].call_soon_threadsafe(down.set)
+        resolved[0].call_soon_threadsafe(down.set)
         thread.join(10)
     assert not thread.is_alive()
 
@@ -125,7 +125,16 @@ def faked_in_a_thread(script: Callable[[int, dict[str, Any]], Script]) -> Iterat
 def bench(url: str, path: Path, *options: object) -> tuple[int, dict[str, Any]]:
     """The exit status, and what stands in the file of --json. Prompts are given, so that nothing is asked before."""
     (path / "prompts.jsonl").write_text('"hello"\n')
-    said = path / "figures.json"
-    given = ("--base-url", url, "--model", "m", "--dataset-path", path / "prompts.jsonl", "--result-filename", said)
-    status = cli.main(["bench", "serve", *map(str, (*given, *options))])
-    return status, json.loads(said.read_text())
+    figures = path / "figures.json"
+    arguments = (
+        "--base-url",
+        url,
+        "--model",
+        "m",
+        "--dataset-path",
+        path / "prompts.jsonl",
+        "--result-filename",
+        figures,
+    )
+    status = cli.main(["bench", "serve", *map(str, (*arguments, *options))])
+    return status, json.loads(figures.read_text())

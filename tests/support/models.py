@@ -131,22 +131,22 @@ class Family(NamedTuple):
 
     name: str
     path: Path
-    asked: list[Asked]
+    requests: list[Asked]
     images: dict[bytes, dict[str, Any]]  # and videos
     answers: list[list[int]]
 
     @property
     def blocks(self) -> int:
         """As many as the longest one needs, so that no two of them run for long."""
-        return -(-longest(self.asked) // BLOCK_SIZE)
+        return -(-longest(self.requests) // BLOCK_SIZE)
 
 
-def longest(asked: Sequence[Asked]) -> int:
-    return max(len(one.prompt) + one.tokens for one in asked)
+def longest(requests: Sequence[Asked]) -> int:
+    return max(len(request.prompt) + request.tokens for request in requests)
 
 
-def made(
-    name: str, path: Path, *, asked: Sequence[Asked] = (), dtype: torch.dtype = torch.float32, **changes: Any
+def build_family(
+    name: str, path: Path, *, requests: Sequence[Asked] = (), dtype: torch.dtype = torch.float32, **changes: Any
 ) -> Family:
     """A model with random parameters, in `path`, and the answers to requests that begin alike, and differ.
 
@@ -162,17 +162,17 @@ def made(
         stock = type(stock).from_pretrained(path, dtype=dtype).eval()
     chance = random.Random(7)
     images: dict[bytes, dict[str, Any]] = {}
-    if asked:
-        asked = list(asked)
+    if requests:
+        requests = list(requests)
     elif name in VISION:
-        asked = [_with_media(name, chance, images, "i" * count) for count in (0, 1, 2, 1, 2)]
-        prompt, inputs, _ = asked[2]
-        asked.append(Asked([*prompt, 9, 10], inputs))
+        requests = [_with_media(name, chance, images, "i" * count) for count in (0, 1, 2, 1, 2)]
+        prompt, inputs, _ = requests[2]
+        requests.append(Asked([*prompt, 9, 10], inputs))
     else:
         same = _words(chance, 13)
-        asked = [Asked(_words(chance, length), []) for length in (1, 2, 5, 23)]
-        asked += [Asked(same + _words(chance, length), []) for length in (1, 4, 9)]
-    return Family(name, path, asked, images, [_answer(stock, one, images) for one in asked])
+        requests = [Asked(_words(chance, length), []) for length in (1, 2, 5, 23)]
+        requests += [Asked(same + _words(chance, length), []) for length in (1, 4, 9)]
+    return Family(name, path, requests, images, [_answer(stock, request, images) for request in requests])
 
 
 def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) -> InputBatch:
@@ -181,15 +181,21 @@ def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) 
     plan, free = StepBuilder(schedule), random.Random(seed).sample(range(blocks), blocks)
     params = SamplingParams()
     for number, (length, count) in enumerate(rows):
-        given = [free.pop() for _ in range(-(-length // BLOCK_SIZE) + number % 2)]  # some have one in advance
-        plan.join(number, np.zeros(length, np.int32), params, given, computed=length - count, chunk=count)
+        taken = [free.pop() for _ in range(-(-length // BLOCK_SIZE) + number % 2)]  # some have one in advance
+        plan.join(number, np.zeros(length, np.int32), params, taken, computed=length - count, chunk=count)
     schedule.apply(plan.build(1, 1))
     return build_batch(schedule)
 
 
 def device(of: Family, **options: Any) -> ModelRunner:
-    given = {"slots": 4, "block_size": BLOCK_SIZE, "blocks": of.blocks, "threads": 1, "open_handle": opener(of.images)}
-    return ModelRunner(of.path, **(given | options))
+    defaults = {
+        "slots": 4,
+        "block_size": BLOCK_SIZE,
+        "blocks": of.blocks,
+        "threads": 1,
+        "open_handle": opener(of.images),
+    }
+    return ModelRunner(of.path, **(defaults | options))
 
 
 def stock_of(name: str, **changes: Any) -> Any:
@@ -224,11 +230,13 @@ def made_with_videos(name: str, path: Path) -> Family:
     """A model, and requests with videos, alone and beside images."""
     torch.manual_seed(1)
     chance, media = random.Random(8), dict[bytes, dict[str, Any]]()
-    asked = [_with_media(name, chance, media, kinds) for kinds in ("v", "iv", "vv", "viv", "i")]
-    asked.append(Asked([*asked[1].prompt, 9, 10], asked[1].inputs))
-    family = made(name, path, asked=[Asked([5], [])])
+    requests = [_with_media(name, chance, media, kinds) for kinds in ("v", "iv", "vv", "viv", "i")]
+    requests.append(Asked([*requests[1].prompt, 9, 10], requests[1].inputs))
+    family = build_family(name, path, requests=[Asked([5], [])])
     stock = transformers.AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float32).eval()
-    return family._replace(asked=asked, images=media, answers=[_answer(stock, one, media) for one in asked])
+    return family._replace(
+        requests=requests, images=media, answers=[_answer(stock, request, media) for request in requests]
+    )
 
 
 def _with_media(name: str, chance: random.Random, images: dict[bytes, dict[str, Any]], kinds: str) -> Asked:
@@ -276,45 +284,47 @@ def video(name: str, chance: random.Random) -> tuple[dict[str, Any], list[int]]:
     return {"pixel_values_videos": torch.randn(times * height * width, 3 * 2 * 4 * 4), **about}, ids
 
 
-def _answer(stock: Any, asked: Asked, images: dict[bytes, dict[str, Any]]) -> list[int]:
-    found = [images[key] for key, _, _ in asked.inputs]
-    given: dict[str, torch.Tensor] = {}
-    for name in dict.fromkeys(name for one in found for name in one if isinstance(one[name], torch.Tensor)):
-        own = [one[name] for one in found if name in one]
-        given[name] = torch.cat(own, dim=1 if stock.config.model_type in ("idefics3", "smolvlm") else 0)
-    ids = torch.tensor([asked.prompt])
-    if "image_grid_thw" in given or "video_grid_thw" in given:
-        given["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
-    if stock.config.model_type == "qwen2_5_vl" and "video_grid_thw" in given:
-        given["second_per_grid_ts"] = torch.tensor(
-            [one["second_per_grid_ts"] for one in found if "video_grid_thw" in one]
+def _answer(stock: Any, request: Asked, images: dict[bytes, dict[str, Any]]) -> list[int]:
+    inputs = [images[key] for key, _, _ in request.inputs]
+    arguments: dict[str, torch.Tensor] = {}
+    for name in dict.fromkeys(
+        name for tensors in inputs for name in tensors if isinstance(tensors[name], torch.Tensor)
+    ):
+        own = [tensors[name] for tensors in inputs if name in tensors]
+        arguments[name] = torch.cat(own, dim=1 if stock.config.model_type in ("idefics3", "smolvlm") else 0)
+    ids = torch.tensor([request.prompt])
+    if "image_grid_thw" in arguments or "video_grid_thw" in arguments:
+        arguments["mm_token_type_ids"] = (ids == IMAGE).int() + 2 * (ids == VIDEO).int()
+    if stock.config.model_type == "qwen2_5_vl" and "video_grid_thw" in arguments:
+        arguments["second_per_grid_ts"] = torch.tensor(
+            [tensors["second_per_grid_ts"] for tensors in inputs if "video_grid_thw" in tensors]
         )
-    if "pixel_attention_mask" in given and any("pixel_attention_mask" not in one for one in found):
-        del given["pixel_attention_mask"]  # of ones: there is none for a video
+    if "pixel_attention_mask" in arguments and any("pixel_attention_mask" not in tensors for tensors in inputs):
+        del arguments["pixel_attention_mask"]  # of ones: there is none for a video
     whole = stock.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        max_new_tokens=asked.tokens,
+        max_new_tokens=request.tokens,
         do_sample=False,
         eos_token_id=None,
         pad_token_id=0,
-        **given,
+        **arguments,
     )
     answer: list[int] = whole[0, ids.shape[1] :].tolist()
     return answer
 
 
-def must_be_greedy(path: Path, asked: Sequence[Asked], answers: Sequence[Sequence[int]]) -> None:
+def must_be_greedy(path: Path, requests: Sequence[Asked], answers: Sequence[Sequence[int]]) -> None:
     """Each id is the likeliest of all after what came before it, as transformers computes it in one call for each
     request: but for rounding, it is what `generate` would answer, and found in less time."""
     stock = transformers.AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    for number, (one, answer) in enumerate(zip(asked, answers, strict=True)):
-        assert len(answer) == one.tokens, f"request {number}: {len(answer)} of {one.tokens} tokens"
+    for number, (request, answer) in enumerate(zip(requests, answers, strict=True)):
+        assert len(answer) == request.tokens, f"request {number}: {len(answer)} of {request.tokens} tokens"
         with torch.inference_mode():
-            logits = stock(torch.tensor([[*one.prompt, *answer[:-1]]])).logits[0, len(one.prompt) - 1 :]
+            logits = stock(torch.tensor([[*request.prompt, *answer[:-1]]])).logits[0, len(request.prompt) - 1 :]
         less = logits.max(dim=-1).values - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
         wrong = (less > ROUNDING * logits.std()).nonzero()[:, 0].tolist()
-        assert not wrong, f"request {number}: prompt of {len(one.prompt)}, wrong ids at {wrong[:5]} of its answer"
+        assert not wrong, f"request {number}: prompt of {len(request.prompt)}, wrong ids at {wrong[:5]} of its answer"
 
 
 class Shown:
@@ -355,11 +365,11 @@ def ask(
     depth: int = 2,
     seed: int | None = None,
     logprobs: int | None = None,
-    said: Sequence[list[int]] = (),
+    resumed: Sequence[list[int]] = (),
 ) -> Told:
     """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended.
 
-    `said`: the ids of each request before it was resumed; the answers are the ids after these.
+    `resumed`: the ids of each request before it was resumed; the answers are the ids after these.
     """
     schedule = BatchState(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
@@ -378,7 +388,7 @@ def ask(
     number, steps, cached_tokens = 0, itertools.count(1), 0
     while number < len(asked) or scheduler.open_requests or flights:
         if number < len(asked):
-            scheduler.submit(_submit(number, asked[number], params, seed or 0, said[number] if said else []))
+            scheduler.submit(_submit(number, asked[number], params, seed or 0, resumed[number] if resumed else []))
             number += 1
         while len(flights) < depth and scheduler.schedule(plan):
             step = plan.build(1, next(steps))
@@ -398,7 +408,7 @@ def ask(
                 likely[requests[slot]].append(value)
             scheduler.on_result(done)
     # One more was computed before its end was seen.
-    ends = [one.tokens - (len(said[at]) if said else 0) for at, one in enumerate(asked)]
+    ends = [request.tokens - (len(resumed[at]) if resumed else 0) for at, request in enumerate(asked)]
     answers = [answer[:end] for end, answer in zip(ends, answers, strict=True)]
     likely = [values[:end] for end, values in zip(ends, likely, strict=True)]
     return Told(answers, reasons, cached_tokens, scheduler.preemptions, likely)
@@ -413,16 +423,16 @@ def _sampled_logprobs(sampled: Any, rows: int) -> list[float]:
     return values
 
 
-def _submit(number: int, asked: Asked, params: SamplingParams, seed: int, said: list[int]) -> Submit:
+def _submit(number: int, request: Asked, params: SamplingParams, seed: int, resumed: list[int]) -> Submit:
     inputs = None
-    if asked.inputs:
-        keys, positions, lengths = zip(*asked.inputs, strict=True)
+    if request.inputs:
+        keys, positions, lengths = zip(*request.inputs, strict=True)
         counts = np.array([len(keys)], np.int32)
         items = tuple(Handle(key, b"", Buffer(b"")) for key in keys)
         inputs = Inputs(counts, items, np.array(positions, np.int32), np.array(lengths, np.int32))
-    progress = Progress(np.array([len(said)], np.int32), np.array(said, np.int32)) if said else None
+    progress = Progress(np.array([len(resumed)], np.int32), np.array(resumed, np.int32)) if resumed else None
     priority = -(number % 3)  # so that some are put aside for others
-    own = msgspec.structs.replace(params, max_tokens=asked.tokens)
+    own = msgspec.structs.replace(params, max_tokens=request.tokens)
     return Submit(
-        0, number, np.array(asked.prompt, np.int32), own, priority, inputs=inputs, seed=seed, progress=progress
+        0, number, np.array(request.prompt, np.int32), own, priority, inputs=inputs, seed=seed, progress=progress
     )

@@ -30,7 +30,7 @@ from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig, Nodes
 from penstock.environment import NODE_SECRET
 from penstock.server.server_launcher import run_headless
-from tests.support.engine import START, Running, told
+from tests.support.engine import START, Running, simulated_device
 
 HOST = "127.0.0.1"
 REMOTE = 1  # number of the other node's group on the home node
@@ -177,13 +177,13 @@ class RemoteNode:
 
     def processes(self) -> list[int]:
         """Returns the pids of all its processes, as this namespace knows them: the launcher first."""
-        found: list[int] = []
+        pids: list[int] = []
         left = _children_of(self.process.pid)
         while left:
             pid = left.pop(0)
-            found.append(pid)
+            pids.append(pid)
             left += _children_of(pid)
-        return found
+        return pids
 
     def pid_of(self, name: str) -> int:
         """Returns the last process of that kind in the log, such as `worker`, as this namespace knows it."""
@@ -207,11 +207,11 @@ class RemoteNode:
 
 
 def _children_of(pid: int) -> list[int]:
-    found: list[int] = []
+    pids: list[int] = []
     with contextlib.suppress(OSError):
         for task in Path(f"/proc/{pid}/task").iterdir():
-            found += map(int, (task / "children").read_text().split())
-    return found
+            pids += map(int, (task / "children").read_text().split())
+    return pids
 
 
 def _pid_in_its_namespace(pid: int) -> int:
@@ -255,7 +255,7 @@ async def two_nodes(
     port = free_port()
     home = EngineConfig(
         **{
-            "simulated": told(),
+            "simulated": simulated_device(),
             "max_model_len": 4096,
             "nodes": Nodes(count=2, address=HOST, port=port, tensor_parallel_over_nodes=spread, **tls[0]),
             **options,

@@ -28,14 +28,17 @@ def ranks_must_answer(
     work = {}
     for of in families:
         torch.save(of.images, of.path / "images.pt")
-        asked = [(one.prompt, [(key.decode(), *place) for key, *place in one.inputs]) for one in of.asked[some]]
-        work[str(of.path)] = asked
+        requests = [
+            (request.prompt, [(key.decode(), *place) for key, *place in request.inputs])
+            for request in of.requests[some]
+        ]
+        work[str(of.path)] = requests
     (folder / "work").write_text(json.dumps(work))
     with contextlib.ExitStack() as stack:
-        given = (size, str(folder), is_recording)
+        arguments = (size, str(folder), is_recording)
         rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open()))
         ranks = [
-            stack.enter_context(spawn(_one_of_them, rank, rendezvous.of_rank(rank), *given, within=110))
+            stack.enter_context(spawn(_one_of_them, rank, rendezvous.of_rank(rank), *arguments, within=110))
             for rank in range(size)
         ]
         for process in ranks:
@@ -50,31 +53,31 @@ def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, is_r
     """Answers, and writes down what."""
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous)
-    found = {}
+    answers = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
-        asked = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
+        requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
         ours = ModelRunner(
             path,
             slots=4,
             ranks=ranks,
             block_size=BLOCK_SIZE,
-            blocks=-(-longest(asked) // BLOCK_SIZE),
+            blocks=-(-longest(requests) // BLOCK_SIZE),
             open_handle=opener(torch.load(Path(path) / "images.pt")),
             threads=1,
             recorder=Eager() if is_recording else None,
         )
-        found[path] = ask(ours, asked, budget=10).answers
-    Path(folder, str(rank)).write_text(json.dumps(found))
+        answers[path] = ask(ours, requests, budget=10).answers
+    Path(folder, str(rank)).write_text(json.dumps(answers))
     ranks.close()
 
 
 class Threads(TPGroup):
     """Ranks of one process, each with a thread: they start at once, and add up without asking the kernel."""
 
-    def __init__(self, rank: int, said: list[Any], barrier: threading.Barrier) -> None:
+    def __init__(self, rank: int, shared: list[Any], barrier: threading.Barrier) -> None:
         super().__init__()
-        self.rank, self.size = rank, len(said)
-        self._said, self._barrier = said, barrier
+        self.rank, self.size = rank, len(shared)
+        self._said, self._barrier = shared, barrier
         self.is_running = False  # while a model is loaded, nobody else is there
 
     def _all(self, own: Any) -> list[Any]:
@@ -101,20 +104,20 @@ class Threads(TPGroup):
 
 def threads_must_answer(size: int, of: Family) -> None:
     """As transformers did, each of them, to the first requests."""
-    assert answers_of_threads(size, of, of.asked[:4]) == [of.answers[:4]] * size
+    assert answers_of_threads(size, of, of.requests[:4]) == [of.answers[:4]] * size
 
 
-def answers_of_threads(size: int, of: Family, asked: Sequence[Asked], **options: Any) -> list[list[list[int]]]:
+def answers_of_threads(size: int, of: Family, requests: Sequence[Asked], **options: Any) -> list[list[list[int]]]:
     """Of each rank. `options` are the device's, and the budget of a step."""
     budget = options.pop("budget", 6)
-    said, barrier = [None] * size, threading.Barrier(size, timeout=60)
-    ranks = [Threads(rank, said, barrier) for rank in range(size)]
-    devices = [device(of, ranks=one, **options) for one in ranks]
+    shared, barrier = [None] * size, threading.Barrier(size, timeout=60)
+    ranks = [Threads(rank, shared, barrier) for rank in range(size)]
+    devices = [device(of, ranks=group, **options) for group in ranks]
 
     def answers(rank: int) -> list[list[int]]:
         ranks[rank].is_running = True
         try:
-            return ask(devices[rank], asked, budget=budget).answers
+            return ask(devices[rank], requests, budget=budget).answers
         except Exception:
             barrier.abort()
             raise

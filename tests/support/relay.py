@@ -123,8 +123,8 @@ class Relay:
 
 @contextlib.contextmanager
 def relay(target: tuple[str, int]) -> Iterator[Relay]:
-    one = Relay(target)
+    relay = Relay(target)
     try:
-        yield one
+        yield relay
     finally:
-        one.close()
+        relay.close()

@@ -55,7 +55,7 @@ class Load:
     ) -> None:
         self.served = served
         self.chance = random.Random(seed)
-        self.asked: list[Asked] = []
+        self.requests: list[Asked] = []
         self.gone: Counter[str] = Counter()  # clients of which no answer was expected
         self.is_over = False
         self._question = question or self._of_the_rule
@@ -84,18 +84,18 @@ class Load:
     async def ask(self, kind: str) -> None:
         loop = asyncio.get_running_loop()
         while not self.is_over:
-            asked = Asked(kind, loop.time())
-            one = self._question(self.chance)
-            asked.error = await asyncio.wait_for(self._fate(one, kind == "stream"), self._within)
-            asked.ended = loop.time()
-            self.asked.append(asked)
-            if asked.error:
+            request = Asked(kind, loop.time())
+            question = self._question(self.chance)
+            request.error = await asyncio.wait_for(self._fate(question, kind == "stream"), self._within)
+            request.ended = loop.time()
+            self.requests.append(request)
+            if request.error:
                 await asyncio.sleep(PAUSE)
 
-    async def _fate(self, one: Question, is_streamed: bool) -> str:
+    async def _fate(self, question: Question, is_streamed: bool) -> str:
         """Empty: the answer came, as a whole. Raises AssertionError for a wrong one."""
         try:
-            reader, writer = await self._connect(one.prompt, one.tokens, is_streamed)
+            reader, writer = await self._connect(question.prompt, question.tokens, is_streamed)
         except ENDED as error:
             return f"not connected: {error!r}"
         try:
@@ -105,17 +105,17 @@ class Load:
                 body = await reader.read()
                 if not body.endswith(b"}}"):
                     return "cut off"
-                said = json.loads(body)
-                assert status in (429, 500, 503, 504) and said["error"]["message"], (status, said)
-                assert status != 500, said
+                answer = json.loads(body)
+                assert status in (429, 500, 503, 504) and answer["error"]["message"], (status, answer)
+                assert status != 500, answer
                 return f"status {status}"
             if is_streamed:
-                return await self._events(reader, one.answer)
+                return await self._events(reader, question.answer)
             body = await reader.read()
             length = next(line for line in head.split(b"\r\n") if line.startswith(b"content-length"))
             if len(body) < int(length.split()[1]):
                 return "cut off"
-            assert json.loads(body)["choices"][0]["text"] == one.answer, one
+            assert json.loads(body)["choices"][0]["text"] == question.answer, question
             return ""
         except ENDED as error:
             return f"cut off: {error!r}"
@@ -133,20 +133,20 @@ class Load:
                 return ""
             if not line.startswith(b"data: "):
                 continue
-            said = json.loads(line[6:])
-            if "error" in said:
-                return f"told: {said['error']['message']}"
-            text += said["choices"][0]["text"]
+            chunk = json.loads(line[6:])
+            if "error" in chunk:
+                return f"told: {chunk['error']['message']}"
+            text += chunk["choices"][0]["text"]
             assert answer.startswith(text), f"{text!r} for {answer!r}"
 
     async def _connect(
         self, prompt: str, tokens: int, is_streamed: bool, **options: Any
     ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         body = {"prompt": prompt, "max_tokens": tokens, "stream": is_streamed, "temperature": 0, "ignore_eos": True}
-        said = json.dumps(body).encode()
+        payload = json.dumps(body).encode()
         head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}"
         reader, writer = await asyncio.open_connection("127.0.0.1", self.served.port, **options)
-        writer.write(f"{head}content-length: {len(said)}\r\n\r\n".encode() + said)
+        writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
         return reader, writer
 
     # ── who does not ──
@@ -154,9 +154,9 @@ class Load:
         """Goes after it has read something, or before."""
         while not self.is_over:
             await asyncio.sleep(self.chance.uniform(0, 0.1))
-            one = self._question(self.chance)
+            question = self._question(self.chance)
             with contextlib.suppress(*ENDED, asyncio.TimeoutError):
-                reader, writer = await self._connect(one.prompt, 150, self.chance.random() < 0.7)
+                reader, writer = await self._connect(question.prompt, 150, self.chance.random() < 0.7)
                 try:
                     if self.chance.random() < 0.7:
                         await asyncio.wait_for(reader.read(self.chance.randrange(1, 4000)), 2.0)
@@ -172,10 +172,10 @@ class Load:
                 listless.setblocking(False)
                 loop = asyncio.get_running_loop()
                 await asyncio.wait_for(loop.sock_connect(listless, ("127.0.0.1", self.served.port)), self._within)
-                one = self._question(self.chance)
-                said = json.dumps({"prompt": one.prompt, "max_tokens": 150, "n": 4, "stream": True}).encode()
-                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(said)}\r\n\r\n"
-                await loop.sock_sendall(listless, head.encode() + said)
+                question = self._question(self.chance)
+                payload = json.dumps({"prompt": question.prompt, "max_tokens": 150, "n": 4, "stream": True}).encode()
+                head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(payload)}\r\n\r\n"
+                await loop.sock_sendall(listless, head.encode() + payload)
                 await asyncio.sleep(self.chance.uniform(0.2, 2.0))
                 self.gone["did not read"] += 1
 
@@ -194,7 +194,7 @@ async def must_be_as_before(served: Served, within: float = START, *, is_keeping
     await until_told(served, "penstock_open_requests", 0)
     store = served.launcher.cluster.store
     if store is not None and is_keeping:
-        await served.until(lambda: not any(one.holders for one in store.stats().items))
+        await served.until(lambda: not any(item.holders for item in store.stats().items))
         assert store.stats().pool.blocks == len(store.stats().items)
     elif store is not None:
         assert store.stats().pool.blocks == 0
@@ -206,6 +206,6 @@ def _of_a_group(served: Served) -> int:
 
 async def until_told(served: Served, metric: str, number: float, within: float = 20.0) -> None:
     deadline = asyncio.get_running_loop().time() + within
-    while (found := await served.total(metric)) != number:
-        assert asyncio.get_running_loop().time() < deadline, f"{metric} is {found}"
+    while (figure := await served.total(metric)) != number:
+        assert asyncio.get_running_loop().time() < deadline, f"{metric} is {figure}"
         await asyncio.sleep(0.05)

@@ -79,7 +79,7 @@ def placeholder(name: str) -> str:
 
 def tokenizer_in(path: Path, name: str) -> Tokenizer:
     """One id for each character that can be printed and a line's end, then pairs, then what is special."""
-    ids = {one: id for one, id in SPECIAL.items() if id < 3}
+    ids = {token: id for token, id in SPECIAL.items() if id < 3}
     for character in ["Ġ", "Ċ", *map(chr, range(0x21, 0x7F))]:
         ids[character] = len(ids)
     pairs = [("a", character) for character in "abcdefghijklmnopqrst"]
@@ -94,7 +94,7 @@ def tokenizer_in(path: Path, name: str) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ids, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     assert tokenizer.token_to_id(placeholder(name)) == IMAGE and tokenizer.get_vocab_size() == VOCABULARY
     tokenizer.save(str(path / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
@@ -140,17 +140,17 @@ class Sight:
             return transformers.Idefics3Processor(images, fast, image_seq_len=4, chat_template=fast.chat_template)
         return OfImages(images, fast, chat_template=fast.chat_template)
 
-    def asked(self, messages: Sequence[dict[str, Any]], raws: Sequence[bytes]) -> dict[str, Any]:
+    def inputs(self, messages: Sequence[dict[str, Any]], raws: Sequence[bytes]) -> dict[str, Any]:
         """What transformers makes of a conversation and its images. Contents are lists of parts."""
         pictures = [Image.open(io.BytesIO(raw)).convert("RGB") for raw in raws]
-        said = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
-        return dict(self.processor(text=said, images=pictures or None, add_special_tokens=False, return_tensors="pt"))
+        prompt = self.processor.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+        return dict(self.processor(text=prompt, images=pictures or None, add_special_tokens=False, return_tensors="pt"))
 
     def answer(self, messages: Sequence[dict[str, Any]], raws: Sequence[bytes], count: int) -> tuple[int, str]:
         """Greedy: the length of the prompt, and the text."""
-        given = self.asked(messages, raws)
-        given.pop("rows", None), given.pop("cols", None)
+        arguments = self.inputs(messages, raws)
+        arguments.pop("rows", None), arguments.pop("cols", None)
         options = {"do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-        whole = self.stock.generate(**given, max_new_tokens=count, **options)
-        length = given["input_ids"].shape[1]
+        whole = self.stock.generate(**arguments, max_new_tokens=count, **options)
+        length = arguments["input_ids"].shape[1]
         return length, self.tokenizer.decode(whole[0, length:].tolist(), skip_special_tokens=False)

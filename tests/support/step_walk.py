@@ -191,38 +191,39 @@ class Walk:
                 yield SUCCESS, output
                 self.scheduler.update_from_output(step, output)
                 if self.choices["has_drafts"]:
-                    ids = [one for one in output.req_ids if one in self.scheduler.requests]
+                    ids = [request for request in output.req_ids if request in self.scheduler.requests]
                     drafts = [[draw.randrange(VOCABULARY) for _ in range(draw.randrange(DRAFTS + 1))] for _ in ids]
                     self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def _count(self, step: Any) -> None:
-        cached, seen = step.scheduled_cached_reqs, self.seen
-        seen["steps"] += 1
-        seen["new requests"] += len(step.scheduled_new_reqs)
-        seen["prefix hits"] += sum(request.num_computed_tokens > 0 for request in step.scheduled_new_reqs)
-        seen["chunks"] += sum(
-            n > 1 and not step.scheduled_spec_decode_tokens.get(one) for one, n in step.num_scheduled_tokens.items()
+        cached, counts = step.scheduled_cached_reqs, self.seen
+        counts["steps"] += 1
+        counts["new requests"] += len(step.scheduled_new_reqs)
+        counts["prefix hits"] += sum(request.num_computed_tokens > 0 for request in step.scheduled_new_reqs)
+        counts["chunks"] += sum(
+            n > 1 and not step.scheduled_spec_decode_tokens.get(request)
+            for request, n in step.num_scheduled_tokens.items()
         )
-        seen["resumed"] += len(cached.resumed_req_ids)
-        seen["preempted"] += len(step.preempted_req_ids or ())
-        seen["finished"] += len(step.finished_req_ids)
-        seen["drafts"] += len(step.scheduled_spec_decode_tokens)
-        seen["encoder inputs"] += len(step.scheduled_encoder_inputs)
-        seen["masks"] += step.has_structured_output_requests
+        counts["resumed"] += len(cached.resumed_req_ids)
+        counts["preempted"] += len(step.preempted_req_ids or ())
+        counts["finished"] += len(step.finished_req_ids)
+        counts["drafts"] += len(step.scheduled_spec_decode_tokens)
+        counts["encoder inputs"] += len(step.scheduled_encoder_inputs)
+        counts["masks"] += step.has_structured_output_requests
 
     def _output(self, step: Any) -> Any:
         draw, scheduled = self.random, step.num_scheduled_tokens
-        self.batch = [one for one in self.batch if one in scheduled] + [
-            one for one in scheduled if one not in self.batch
+        self.batch = [name for name in self.batch if name in scheduled] + [
+            name for name in scheduled if name not in self.batch
         ]
         if len(self.batch) > 2 and draw.random() < 0.1:
             hole = draw.randrange(len(self.batch) - 1)
             self.batch[hole], self.batch[-1] = self.batch[-1], self.batch[hole]
         tokens: list[list[int]] = []
-        for one in self.batch:
-            request = self.scheduler.requests.get(one)
+        for name in self.batch:
+            request = self.scheduler.requests.get(name)
             is_prefill = request is None or request.is_prefill_chunk
-            drafts = step.scheduled_spec_decode_tokens.get(one, ())
+            drafts = step.scheduled_spec_decode_tokens.get(name, ())
             count = 0 if is_prefill else 1 + (draw.randrange(len(drafts) + 1) if drafts else 0)
             tokens.append([draw.randrange(VOCABULARY) for _ in range(count)])
         keys = list(self.batch)
@@ -293,7 +294,7 @@ def compare(walk: Walk, steps: int, *, is_checked: bool, has_faults: bool = True
     wire = Wire()
     writer = StepWriter(wire.send, codecs, is_checked=is_checked)
     reader, late = StepReader(codecs), StepReader(codecs)
-    seen = walk.seen
+    counts = walk.seen
     lost: set[type] = set()  # of which kind the late reader has missed a message
     for message in walk.messages(steps):
         original = pickled(message)
@@ -307,10 +308,10 @@ def compare(walk: Walk, steps: int, *, is_checked: bool, has_faults: bool = True
             before = writer.num_whole
             assert writer.send(message)
             assert writer.num_whole == before + 1, "a step after a failed send was not sent whole"
-            seen["failed sends"] += 1
+            counts["failed sends"] += 1
         elif not writer.send(message):
             assert kind is type(None), f"{kind} was not sent as a step"
-            seen["other messages"] += 1
+            counts["other messages"] += 1
             continue
         is_whole = wire.sent[0][1] == 0
         received = receive(reader, wire.sent)
@@ -319,10 +320,10 @@ def compare(walk: Walk, steps: int, *, is_checked: bool, has_faults: bool = True
         difference = find_difference(pickled(message), original)
         assert difference is None, f"the writer changed what it was given: {difference}"
         overwrite(received)
-        seen["wholes" if is_whole else "changes"] += 1
+        counts["wholes" if is_whole else "changes"] += 1
         if has_faults and draw.random() < 0.01:
             lost.add(kind)
-            seen["lost"] += 1
+            counts["lost"] += 1
             continue
         try:
             received = receive(late, wire.sent)
@@ -331,8 +332,8 @@ def compare(walk: Walk, steps: int, *, is_checked: bool, has_faults: bool = True
             assert find_difference(received, original) is None
         except OutOfStep:
             assert not is_whole and kind in lost, "a reader that missed nothing was out of step"
-            seen["out of step"] += 1
-    return {"choices": walk.choices, **seen}
+            counts["out of step"] += 1
+    return {"choices": walk.choices, **counts}
 
 
 if __name__ == "__main__":

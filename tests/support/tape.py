@@ -49,25 +49,25 @@ class _Recording(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.overloadpacket.__name__
         if name.startswith(ASKING) or (
-            name == "index" and any(one.dtype == torch.bool for one in args[1] if one is not None)
+            name == "index" and any(arg.dtype == torch.bool for arg in args[1] if arg is not None)
         ):
             raise RuntimeError(f"called a synchronizing operation: {name}")
         outcome = func(*args, **(kwargs or {}))
         self._done.append((func, args, kwargs or {}, outcome))
         return outcome
 
-    def replay(self, wanted: torch.Tensor) -> torch.Tensor:
-        made: dict[int, torch.Tensor] = {}  # in place of those that were made while this was recorded
+    def replay(self, tensor: torch.Tensor) -> torch.Tensor:
+        replayed: dict[int, torch.Tensor] = {}  # in place of those that were made while this was recorded
 
         def now(value: Any) -> Any:
-            return tree_map_only(torch.Tensor, lambda one: made.get(id(one), one), value)
+            return tree_map_only(torch.Tensor, lambda tensor: replayed.get(id(tensor), tensor), value)
 
         for func, args, kwargs, before in self._done:
             after = func(*now(args), **now(kwargs))
             if isinstance(before, torch.Tensor):
-                made[id(before)] = after
+                replayed[id(before)] = after
             elif isinstance(before, (tuple, list)):
-                made.update(
-                    {id(one): two for one, two in zip(before, after, strict=True) if isinstance(one, torch.Tensor)}
+                replayed.update(
+                    {id(old): two for old, two in zip(before, after, strict=True) if isinstance(old, torch.Tensor)}
                 )
-        return made[id(wanted)]
+        return replayed[id(tensor)]

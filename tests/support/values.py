@@ -41,14 +41,14 @@ def blocks(store: Store) -> int:
 def is_not_held(store: Store) -> bool:
     """No process holds a value: there is nothing but what is kept under keys."""
     stats = store.stats()
-    return not any(one.holders for one in stats.items) and stats.pool.blocks == len(stats.items)
+    return not any(item.holders for item in stats.items) and stats.pool.blocks == len(stats.items)
 
 
-def through(store: Store | None, given: Any, as_: Any = "numpy", *, writable: bool = False) -> Any:
+def through(store: Store | None, value: Any, as_: Any = "numpy", *, writable: bool = False) -> Any:
     """The value as a receiver sees it: by way of the store, or, without one, inline."""
     if store is not None:
-        return store.put(given).value(as_, writable=writable)
-    return Scope().put(given).open().value(as_, writable=writable)
+        return store.put(value).value(as_, writable=writable)
+    return Scope().put(value).open().value(as_, writable=writable)
 
 
 def frame_of(*handles: Handle) -> bytes:

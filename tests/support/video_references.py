@@ -93,34 +93,34 @@ def record() -> None:
     answers: dict[str, Any] = {}
     for number, case in enumerate(CASES):
         with tempfile.TemporaryDirectory() as folder:
-            theirs = classes.get(case.family, of_qwen2).from_pretrained(model_in(Path(folder), case))
-        if case.family.startswith("qwen2") and theirs.num_frames is None and theirs.fps is None:
-            theirs.fps = 2.0
-        theirs.fps = None if theirs.num_frames and case.family.startswith("qwen") else theirs.fps
+            processor = classes.get(case.family, of_qwen2).from_pretrained(model_in(Path(folder), case))
+        if case.family.startswith("qwen2") and processor.num_frames is None and processor.fps is None:
+            processor.fps = 2.0
+        processor.fps = None if processor.num_frames and case.family.startswith("qwen") else processor.fps
 
         def metadata(frames: int, fps: float) -> VideoMetadata:
             return VideoMetadata(total_num_frames=frames, fps=fps, duration=frames / fps)
 
-        told = theirs(
+        inputs = processor(
             videos=[case.video],
             video_metadata=[metadata(case.frames, case.fps)],
             do_sample_frames=True,
             return_metadata=True,
             return_tensors="pt",
         )
-        (about,) = told.pop("video_metadata")
+        (about,) = inputs.pop("video_metadata")
         name = "pixel_values" if case.family == "smolvlm" else "pixel_values_videos"
-        answers[f"{number} pixels"] = told[name].numpy()
+        answers[f"{number} pixels"] = inputs[name].numpy()
         answers[f"{number} indices"] = np.asarray(list(about.frames_indices), int)
         if case.family == "qwen2_5_vl":  # as its processor does
-            answers[f"{number} seconds"] = np.array(theirs.temporal_patch_size / about.sampled_fps)
-        if "video_grid_thw" in told:
-            answers[f"{number} grid"] = told["video_grid_thw"].numpy()
+            answers[f"{number} seconds"] = np.array(processor.temporal_patch_size / about.sampled_fps)
+        if "video_grid_thw" in inputs:
+            answers[f"{number} grid"] = inputs["video_grid_thw"].numpy()
         else:
-            assert bool(told["pixel_attention_mask"].all()), "ours has no mask"
+            assert bool(inputs["pixel_attention_mask"].all()), "ours has no mask"
         lengths = LENGTHS if case.family == "smolvlm" or "num_frames" not in case.file else [(9, 1.0), (64, 2.0)]
         for frames, fps in lengths:
-            sampled = theirs.sample_frames(metadata(frames, fps), num_frames=theirs.num_frames, fps=theirs.fps)
+            sampled = processor.sample_frames(metadata(frames, fps), num_frames=processor.num_frames, fps=processor.fps)
             answers[f"{number} of {frames} at {fps}"] = np.asarray(list(sampled), int)
     np.savez_compressed(FILE, **answers)
     print(f"{FILE}: {FILE.stat().st_size} bytes")

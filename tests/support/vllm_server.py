@@ -42,13 +42,13 @@ class VllmServer:
 
     def pids(self) -> list[int]:
         """All its processes: it began a session of its own."""
-        found = []
+        pids = []
         for path in Path("/proc").glob("[0-9]*/stat"):
             with contextlib.suppress(OSError):
                 fields = path.read_text().rpartition(")")[2].split()
                 if int(fields[3]) == self.process.pid and fields[0] != "Z":
-                    found.append(int(path.parent.name))
-        return found
+                    pids.append(int(path.parent.name))
+        return pids
 
     def workers(self) -> list[int]:
         return self._pids_of("Worker")

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 @pytest.fixture(scope="session")
 def family(tmp_path_factory: pytest.TempPathFactory) -> "Callable[..., Family]":
     """A tiny model by its name, and by what is other than usual, made once, in a folder of its own."""
-    from tests.support.models import made  # here, because it needs torch
+    from tests.support.models import build_family  # here, because it needs torch
 
     folder, number = tmp_path_factory.mktemp("models"), itertools.count()
-    return functools.cache(lambda name, **changes: made(name, folder / f"{name} {next(number)}", **changes))
+    return functools.cache(lambda name, **changes: build_family(name, folder / f"{name} {next(number)}", **changes))

@@ -164,10 +164,10 @@ def test_a_lease_in_a_cycle_is_given_back_by_the_collector() -> None:
 def test_release_with_live_views_is_refused_and_says_how_many() -> None:
     pool = new_pool()
     lease = pool.take(10)
-    one, other = memoryview(lease), np.frombuffer(lease, np.uint8)
+    view, other = memoryview(lease), np.frombuffer(lease, np.uint8)
     with pytest.raises(BufferError, match="the lease has 2 views: drop them first"):
         lease.release()
-    one.release()
+    view.release()
     with pytest.raises(BufferError, match="the lease has 1 views"):
         lease.release()
     assert not lease.is_released

@@ -81,8 +81,8 @@ def test_a_pool_of_a_device_costs_no_host_memory_and_is_told_in_its_own_sizes() 
     assert pool.segment_nbytes < 8 << 20
     part = pool.take(3 << 30)
     status = os.fstat(pool.fd)
-    seen = snapshot_of(os.getpid(), pool.fd, (status.st_dev, status.st_ino))
-    assert seen["name"] == "gpu" and seen["pool"][0]["taken_nbytes"] == 3 << 30
+    snapshot = snapshot_of(os.getpid(), pool.fd, (status.st_dev, status.st_ino))
+    assert snapshot["name"] == "gpu" and snapshot["pool"][0]["taken_nbytes"] == 3 << 30
     with pytest.raises(MemoryExhausted, match=r"80\.0 GiB"):
         pool.take(78 << 30)
     part.release()
@@ -91,9 +91,9 @@ def test_a_pool_of_a_device_costs_no_host_memory_and_is_told_in_its_own_sizes() 
 
 def test_a_pool_of_a_device_is_known_as_one_by_whoever_attaches_or_looks() -> None:
     pool, _ = new_pool(name="gpu")
-    found = penstock.attach(pool.ticket)
-    assert isinstance(found, CudaPool) and found.about == pool.about
-    found.close()
+    attached = penstock.attach(pool.ticket)
+    assert isinstance(attached, CudaPool) and attached.about == pool.about
+    attached.close()
     with pytest.raises(LayoutMismatch, match="'gpu' is a pool of device memory"):
         Pool.attach(pool.ticket)
     status = os.fstat(pool.fd)
@@ -240,11 +240,11 @@ def test_a_marker_that_cannot_be_asked_keeps_what_it_is_for() -> None:
     part = pool.take(KIB)
     part.release()
     ((markers, _),) = driver.in_flight._entries
-    asked = [DeviceError("lost")]
+    errors = [DeviceError("lost")]
 
     def query() -> bool:
-        if asked:
-            raise asked.pop()
+        if errors:
+            raise errors.pop()
         return True
 
     markers[0].query = query  # type: ignore[method-assign]
@@ -388,9 +388,9 @@ def test_within_one_process_no_handle_is_opened() -> None:
     assert second.is_producer
     second.books.join()
     ref = pool.share(filled(pool, KIB, 7), [second.peer])
-    seen = array_of(second, second.open(ref))
-    assert (seen == 7).all() and driver.opens == 0
-    del seen
+    array = array_of(second, second.open(ref))
+    assert (array == 7).all() and driver.opens == 0
+    del array
     second.close()
     closed(pool)
 
@@ -440,14 +440,14 @@ def test_a_producer_that_is_killed_is_told_and_its_memory_closed_with_the_last_v
         pool.books.join()
         producer.say(pool.peer.index)
         first, second = (Ref(*map(int, producer.hear().split())) for _ in range(2))
-        seen = array_of(pool, pool.open(first))
+        array = array_of(pool, pool.open(first))
         producer.kill()
         producer.process.wait()
         assert len(driver.mapped) == 1
         with pytest.raises(penstock.PeerDied, match=rf"pid {producer.pid}, died"):
             pool.open(second)
-        assert (seen == 1).all() and len(driver.mapped) == 1
-        del seen
+        assert (array == 1).all() and len(driver.mapped) == 1
+        del array
         assert pool.flush() and not driver.mapped
         eventually(lambda: pool.stats().blocks == 0)
         pool.close()

@@ -109,10 +109,10 @@ def test_a_closed_asynchronous_end_has_left() -> None:
 
 def test_a_ring_can_be_opened_and_closed_more_often_than_it_has_places() -> None:
     channel = penstock.Inbox(senders=1)
-    kept = []
+    senders = []
     for _ in range(50):
-        kept.append(channel.open_sender())
-        kept[-1].close()
+        senders.append(channel.open_sender())
+        senders[-1].close()
 
 
 @pytest.mark.parametrize(

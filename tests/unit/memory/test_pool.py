@@ -87,9 +87,9 @@ def test_what_stats_calls_the_largest_free_block_can_be_taken(seed: int) -> None
         largest = pool.stats().largest_free_nbytes
         with pool.take(largest) as lease:
             assert len(lease) == largest
-        with pytest.raises(MemoryExhausted) as told:
+        with pytest.raises(MemoryExhausted) as raised:
             pool.take(largest + 1)
-        assert told.value.largest == largest
+        assert raised.value.largest == largest
 
 
 def test_blocks_do_not_overlap(seed: int) -> None:
@@ -160,9 +160,9 @@ def test_exhaustion_names_what_was_asked_what_is_free_the_largest_gap_and_the_ho
         assert other.hear() == "ready 1"
         other.say("take", 300_000)
         assert other.hear() == "done"
-        with pool.take(500_000), pool.take(100_000), pytest.raises(MemoryExhausted) as told:
+        with pool.take(500_000), pool.take(100_000), pytest.raises(MemoryExhausted) as raised:
             pool.take(400_000)
-        error = told.value
+        error = raised.value
         free = (1 << 20) - 300_032 - 500_032 - 100_032
         assert (error.asked, error.free) == (400_000, free)
         assert 0 < error.largest <= free
@@ -175,9 +175,9 @@ def test_exhaustion_names_what_was_asked_what_is_free_the_largest_gap_and_the_ho
 def test_more_than_the_pool_has_is_refused_at_once_with_advice() -> None:
     pool = Pool.create(1 << 16)
     for nbytes in ((1 << 16) + 1, 1 << 40, 1 << 63, 1 << 64, 1 << 100):
-        with pytest.raises(MemoryExhausted, match="raise the pool's nbytes") as told:
+        with pytest.raises(MemoryExhausted, match="raise the pool's nbytes") as raised:
             pool.take(nbytes, timeout=None)
-        assert told.value.free == told.value.largest == 1 << 16
+        assert raised.value.free == raised.value.largest == 1 << 16
 
 
 def test_a_pool_may_run_out_of_blocks_and_says_so() -> None:
@@ -361,10 +361,10 @@ def test_a_hundred_threads_take_and_release() -> None:
                 memoryview(lease)[:] = bytes(3000)
 
     threads = [thread(work) for _ in range(30)]
-    for one in threads:
-        one.__enter__()
-    for one in threads:
-        one.__exit__(None, None, None)
+    for worker in threads:
+        worker.__enter__()
+    for worker in threads:
+        worker.__exit__(None, None, None)
     stats = pool.stats()
     assert (stats.blocks, stats.takes, stats.largest_free_nbytes) == (0, 1500, 1 << 16)
 

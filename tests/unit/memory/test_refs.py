@@ -70,10 +70,10 @@ def test_a_reference_to_what_is_gone_is_stale_and_says_both_generations() -> Non
     later = []
     while not later or pool.share(later[-1]).block != ref.block:
         later.append(pool.take(10))
-    with pytest.raises(StaleRef) as told:
+    with pytest.raises(StaleRef) as raised:
         pool.open(ref)
-    assert (told.value.expected, told.value.found) == (ref.generation, pool.share(later[-1]).generation)
-    assert f"block {ref.block}, generation {ref.generation}, of pool 'refs' is gone" in str(told.value)
+    assert (raised.value.expected, raised.value.found) == (ref.generation, pool.share(later[-1]).generation)
+    assert f"block {ref.block}, generation {ref.generation}, of pool 'refs' is gone" in str(raised.value)
     assert pool.stats().stale_refs >= 2
 
 

@@ -74,9 +74,9 @@ def test_the_size_is_sealed() -> None:
     seals = fcntl.fcntl(segment.fd, F_GET_SEALS)
     assert seals & (SEAL_SEAL | SEAL_SHRINK | SEAL_GROW) == SEAL_SEAL | SEAL_SHRINK | SEAL_GROW
     size = os.fstat(segment.fd).st_size
-    for wanted in (0, 1, size - 4096, size + 4096):
+    for nbytes in (0, 1, size - 4096, size + 4096):
         with pytest.raises(PermissionError):
-            os.ftruncate(segment.fd, wanted)
+            os.ftruncate(segment.fd, nbytes)
     with pytest.raises(OSError):
         os.posix_fallocate(segment.fd, size, 4096)
     with pytest.raises(PermissionError):
@@ -91,11 +91,11 @@ def test_only_the_owner_may_open_the_file_and_programs_that_are_started_do_not_i
 
 
 def names_in(*folders: str) -> set[str]:
-    found = set()
+    names = set()
     for folder in folders:
         for base, below, files in os.walk(folder, onerror=lambda _: None):
-            found |= {os.path.join(base, name) for name in (*below, *files)}
-    return found
+            names |= {os.path.join(base, name) for name in (*below, *files)}
+    return names
 
 
 def test_nothing_has_a_name_and_nobody_listens() -> None:
@@ -270,9 +270,9 @@ def test_another_user_is_refused() -> None:
     def attach_as_nobody() -> None:
         os.setgid(NOBODY)
         os.setuid(NOBODY)
-        with pytest.raises((LayoutMismatch, OSError)) as told:
+        with pytest.raises((LayoutMismatch, OSError)) as raised:
             penstock.attach(ticket)
-        assert "only its own user can attach" in str(told.value)
+        assert "only its own user can attach" in str(raised.value)
         with pytest.raises(LayoutMismatch, match=f"it belongs to user 0, this process is user {NOBODY}"):
             penstock.attach(fd)
 
@@ -344,9 +344,9 @@ def test_a_ticket_is_stale_when_its_segment_has_gone_though_its_number_was_given
 
 
 def test_a_ticket_with_the_nonce_of_another_is_refused() -> None:
-    one, other = Segment.create(4096), Segment.create(4096)
+    first, other = Segment.create(4096), Segment.create(4096)
     with pytest.raises(LayoutMismatch, match="the ticket is for another segment: nonce"):
-        penstock.attach(msgspec.structs.replace(one.ticket, nonce=other.ticket.nonce))
+        penstock.attach(msgspec.structs.replace(first.ticket, nonce=other.ticket.nonce))
 
 
 def test_a_ticket_of_a_reused_pid_is_refused() -> None:
@@ -516,10 +516,10 @@ def test_required_huge_pages_are_there_or_it_is_an_error_that_says_what_to_do() 
     if free_huge_pages() >= 4:
         assert Segment.create(3 * MIB, huge_pages="require").page_nbytes == 2 * MIB
     else:
-        with pytest.raises(MemoryExhausted, match=r"raise vm.nr_hugepages or leave huge_pages out") as told:
+        with pytest.raises(MemoryExhausted, match=r"raise vm.nr_hugepages or leave huge_pages out") as raised:
             Segment.create(3 * MIB, name="huge", huge_pages="require")
-        assert told.value.asked >= 3 * MIB
-        assert told.value.free < 3 * MIB
+        assert raised.value.asked >= 3 * MIB
+        assert raised.value.free < 3 * MIB
         with pytest.raises(MemoryExhausted):
             penstock.Ring(huge_pages="require", spill_nbytes=MIB)
         with pytest.raises(MemoryExhausted):
@@ -550,10 +550,10 @@ def test_a_required_numa_node_that_is_not_there_is_an_error() -> None:
 def test_more_than_the_machine_has_is_an_error_with_both_numbers() -> None:
     total = _native.total_memory()
     for create in (Segment.create, lowlevel.Pool.create):
-        with pytest.raises(MemoryExhausted, match=r"does not fit: .* has .* left") as told:
+        with pytest.raises(MemoryExhausted, match=r"does not fit: .* has .* left") as raised:
             create(2 * total, name="greedy")
-        assert told.value.asked >= 2 * total
-        assert 0 < told.value.free < total
+        assert raised.value.asked >= 2 * total
+        assert 0 < raised.value.free < total
 
 
 @pytest.mark.skipif(IS_SANITIZED, reason="a sanitizer's own memory counts against the limit")
@@ -564,10 +564,10 @@ def test_a_limit_on_address_space_is_an_error_with_both_numbers() -> None:
         limit = mapped + room
         resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
         for _ in range(2):
-            with pytest.raises(MemoryExhausted, match="RLIMIT_AS is ") as told:
+            with pytest.raises(MemoryExhausted, match="RLIMIT_AS is ") as raised:
                 Segment.create(room + 44 * MIB)
-            assert told.value.asked >= room + 44 * MIB
-            assert told.value.free <= limit
+            assert raised.value.asked >= room + 44 * MIB
+            assert raised.value.free <= limit
         write(Segment.create(MIB), b"still works")
         with penstock.Ring() as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
             sender.send(bytes(200_000))
@@ -593,10 +593,10 @@ def test_a_writable_view_that_cannot_be_mapped_is_an_error() -> None:
 def test_a_limit_on_file_size_is_an_error_with_both_numbers() -> None:
     def create() -> None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (MIB, MIB))
-        with pytest.raises(MemoryExhausted, match="RLIMIT_FSIZE is 1048576") as told:
+        with pytest.raises(MemoryExhausted, match="RLIMIT_FSIZE is 1048576") as raised:
             Segment.create(2 * MIB, name="long")
-        assert told.value.asked >= 2 * MIB
-        assert told.value.free == MIB
+        assert raised.value.asked >= 2 * MIB
+        assert raised.value.free == MIB
         Segment.create(MIB // 2)
 
     assert forked(create) == 0

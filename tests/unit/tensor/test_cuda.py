@@ -73,9 +73,9 @@ def consumer(source: str, pool: CudaPool, host: Store, device: int = 0) -> Any:
     return program(CONSUMER + textwrap.dedent(source), pool.ticket, host.ticket, device, within=90)
 
 
-def place_of(said: str) -> Place:
+def place_of(text: str) -> Place:
     # uuids are bytes, which JSON has in base64
-    return msgspec.json.decode(bytes.fromhex(said), type=Place)
+    return msgspec.json.decode(bytes.fromhex(text), type=Place)
 
 
 def sent(ref: Reference) -> str:
@@ -115,28 +115,28 @@ class Result(int):
     name = "CUDA_ERROR_OUT_OF_MEMORY"
 
 
-def asking(asked: Asked) -> TorchDriver:
+def asking(cuda: Asked) -> TorchDriver:
     driver = object.__new__(TorchDriver)
-    driver._cuda, driver._context, driver._device = asked, "context", SimpleNamespace(index=0)
+    driver._cuda, driver._context, driver._device = cuda, "context", SimpleNamespace(index=0)
     return driver
 
 
 def test_memory_is_asked_for_in_the_context_of_the_device_whether_it_is_given_or_not() -> None:
-    asked = Asked(cuMemAlloc=(0, 4096))
-    assert asking(asked).allocate(100) == 4096
-    assert asked.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuCtxPopCurrent"]
-    asked = Asked(cuMemAlloc=(Result(2), None), cuMemGetInfo=(0, 10, 80))
+    cuda = Asked(cuMemAlloc=(0, 4096))
+    assert asking(cuda).allocate(100) == 4096
+    assert cuda.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuCtxPopCurrent"]
+    cuda = Asked(cuMemAlloc=(Result(2), None), cuMemGetInfo=(0, 10, 80))
     with pytest.raises(MemoryExhausted, match="10 of its 80 bytes are free") as caught:
-        asking(asked).allocate(100)
+        asking(cuda).allocate(100)
     assert (caught.value.asked, caught.value.free) == (100, 10)
-    assert asked.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuMemGetInfo", "cuCtxPopCurrent"]
+    assert cuda.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuMemGetInfo", "cuCtxPopCurrent"]
 
 
 def test_a_handle_that_leads_to_less_memory_than_was_said_is_closed_again() -> None:
-    asked = Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 511))
+    cuda = Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 511))
     with pytest.raises(DeviceError, match="of 512 bytes has 511"):
-        asking(asked).open(bytes(64), 512)
-    assert asked.asked[-2:] == ["cuIpcCloseMemHandle", "cuCtxPopCurrent"]
+        asking(cuda).open(bytes(64), 512)
+    assert cuda.asked[-2:] == ["cuIpcCloseMemHandle", "cuCtxPopCurrent"]
     assert asking(Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 512))).open(bytes(64), 512) == 4096
     with pytest.raises(DeviceError, match="64 bytes"):
         asking(Asked()).open(b"short", 512)
@@ -172,8 +172,8 @@ def test_every_dtype_is_seen_bit_by_bit_in_another_process_and_its_memory_opened
                 if dtype is None or kind.name == "bool" or (kind.name.startswith(("int", "uint")) and kind.code > 22):
                     continue
                 raw = torch.randint(0, 256, (6, 10 * kind.itemsize), dtype=torch.uint8, device="cuda")
-                given = raw.view(dtype)
-                ref = tensors.put(given, [place])
+                source = raw.view(dtype)
+                ref = tensors.put(source, [place])
                 assert isinstance(ref, CudaRef)
                 other.say(sent(ref))
                 assert other.hear() == f"{dtype} (6, 10) {bytes_of(raw).hex()} 1"
@@ -226,12 +226,12 @@ def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> Non
 def test_within_one_process_the_tensor_is_the_same_memory() -> None:
     with CudaPool.create(8 * MIB) as pool, Store(MIB) as host:
         tensors = CudaTensors(pool, host)
-        made = tensors.empty((100, 100), torch.bfloat16)
-        made.copy_(torch.randn(100, 100))
-        seen = tensors.view(tensors.share(made, [tensors.place]))
-        assert seen.data_ptr() == made.data_ptr() and torch.equal(seen, made)
-        part = seen[1:]
-        del made, seen
+        tensor = tensors.empty((100, 100), torch.bfloat16)
+        tensor.copy_(torch.randn(100, 100))
+        shared = tensors.view(tensors.share(tensor, [tensors.place]))
+        assert shared.data_ptr() == tensor.data_ptr() and torch.equal(shared, tensor)
+        part = shared[1:]
+        del tensor, shared
         gc.collect()
         assert tensors.flush(5) and pool.stats().blocks == 1  # a view of a view holds it
         del part
@@ -263,13 +263,13 @@ def test_a_producer_that_dies_while_its_memory_is_mapped_is_reported_and_harms_n
             tensors = CudaTensors(pool, host)
             producer.say(msgspec.json.encode(tensors.place).hex())
             first, second = (msgspec.msgpack.decode(bytes.fromhex(producer.hear()), type=Reference) for _ in range(2))
-            seen = tensors.view(first)
+            shared = tensors.view(first)
             producer.kill()
             producer.process.wait()
             with pytest.raises(penstock.PeerDied):
                 tensors.view(second)
-            assert int(seen.sum().item()) == MIB  # the driver keeps memory that is mapped
-            del seen
+            assert int(shared.sum().item()) == MIB  # the driver keeps memory that is mapped
+            del shared
             assert tensors.flush(5)
             torch.zeros(1000, device="cuda").sum().item()  # our context is whole
         tensors.close()
@@ -313,30 +313,30 @@ def test_a_view_is_copied_from_registered_memory_and_held_until_that_is_done() -
         stream = torch.cuda.Stream()
         with torch.cuda.stream(stream):
             torch.cuda._sleep(CYCLES)
-        made = uploads.copy_to_device(view, stream=stream)
+        copy = uploads.copy_to_device(view, stream=stream)
         del view
         assert uploads.stats.pageable == 0, uploads.refusals()
         with pytest.raises(MemoryExhausted):
             pool.take(1)
         assert uploads.flush(10)
         pool.take(8 * MIB).release()
-        assert bytes_of(made) == np.arange(8 * MIB, dtype=np.uint8).tobytes()
+        assert bytes_of(copy) == np.arange(8 * MIB, dtype=np.uint8).tobytes()
 
 
 @on_a_device
 def test_memory_that_is_registered_already_is_copied_as_it_is_and_torch_does_not_mind() -> None:
     driver = driver_of()
     with Pool.create(MIB) as pool:
-        found = pool._segment.mapping(True, True)
-        assert found is not None
-        driver.register(*found)
+        mapped = pool._segment.mapping(True, True)
+        assert mapped is not None
+        driver.register(*mapped)
         with Uploads(pool) as uploads:
             lease = pool.take(1000)
             np.frombuffer(lease, np.uint8)[:] = 5
             assert (uploads.copy_to_device(np.frombuffer(lease, np.uint8)).cpu() == 5).all()
             assert (uploads.stats.refusals, uploads.stats.pageable) == (1, 1)
         torch.zeros(10, device="cuda").sum().item()  # would raise what a runtime call had left behind
-        driver.unregister(found[0])
+        driver.unregister(mapped[0])
 
 
 # ── two devices ──

@@ -45,8 +45,8 @@ class Ends:
 
     def close(self) -> None:
         assert self.blocks() == (0, 0)
-        for one in (self.producer, self.consumer):
-            assert one.close()
+        for tensors in (self.producer, self.consumer):
+            assert tensors.close()
         self.theirs.close()
         assert self.pool.close()
         for store in (self.their_host, self.host):
@@ -63,12 +63,12 @@ def on_device(driver: FakeDriver, array: Any) -> Any:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1000,), (7, 11, 13)], ids=str)
 def test_what_is_put_is_seen_bit_by_bit(dtype: str, shape: tuple[int, ...]) -> None:
     ends = Ends()
-    given = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
-    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    source = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
     assert isinstance(ref, CudaRef)
-    seen = ends.consumer.view(ref)
-    assert seen.dtype == given.dtype and seen.shape == given.shape and seen.tobytes() == given.tobytes()
-    del seen
+    view = ends.consumer.view(ref)
+    assert view.dtype == source.dtype and view.shape == source.shape and view.tobytes() == source.tobytes()
+    del view
     ends.close()
 
 
@@ -83,9 +83,9 @@ def test_a_tensor_that_is_not_contiguous_is_compacted() -> None:
 
 def test_a_sender_that_writes_to_its_tensor_after_putting_it_changes_nothing() -> None:
     ends = Ends()
-    given = on_device(ends.device, np.full(1000, 1, np.uint8))
-    ref = ends.producer.put(given, [ends.consumer.place])
-    given[:] = 2
+    source = on_device(ends.device, np.full(1000, 1, np.uint8))
+    ref = ends.producer.put(source, [ends.consumer.place])
+    source[:] = 2
     assert (ends.consumer.view(ref) == 1).all()
     ends.close()
 
@@ -94,10 +94,10 @@ def test_references_travel_in_messages_and_are_checked_there() -> None:
     ends = Ends(nbytes=KIB)
     with penstock.Ring(Image) as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
         for number, size in enumerate((512, 5000)):  # in a slice; too large for the pool
-            given = np.full(size, number, np.uint8)
-            sender.send(Image(number, ends.producer.put(on_device(ends.device, given), [ends.consumer.place])))
+            source = np.full(size, number, np.uint8)
+            sender.send(Image(number, ends.producer.put(on_device(ends.device, source), [ends.consumer.place])))
             received = receiver.receive(timeout=5)
-            assert (ends.consumer.view(received.pixels) == given).all()
+            assert (ends.consumer.view(received.pixels) == source).all()
             assert type(received.pixels) is (CudaRef, HostRef)[number]
     good = CudaRef(1, (4,), bytes(16), Ref(1, 1, 1, 0, 4))
     for wrong in ({"code": 99}, {"shape": (5,)}, {"shape": (-4,)}, {"device": b"short"}):
@@ -109,22 +109,22 @@ def test_references_travel_in_messages_and_are_checked_there() -> None:
 
 def test_a_tensor_made_in_a_slice_is_shared_without_a_copy() -> None:
     ends = Ends()
-    made = ends.producer.empty((10, 100), "float32")
-    made[:] = np.arange(1000).reshape(10, 100)
-    whole, part = (ends.producer.share(one, [ends.consumer.place]) for one in (made, made[3:5]))
+    memory = ends.producer.empty((10, 100), "float32")
+    memory[:] = np.arange(1000).reshape(10, 100)
+    whole, part = (ends.producer.share(array, [ends.consumer.place]) for array in (memory, memory[3:5]))
     assert part.where.offset == whole.where.offset + 3 * 400
-    assert (ends.consumer.view(part) == made[3:5]).all()
-    assert np.shares_memory(ends.consumer.view(whole), made)
+    assert (ends.consumer.view(part) == memory[3:5]).all()
+    assert np.shares_memory(ends.consumer.view(whole), memory)
     assert ends.producer.stats.shares == 2 and ends.producer.stats.puts == 0
     with pytest.raises(ValueError, match="not contiguous"):
-        ends.producer.share(made[:, 1], [ends.consumer.place])
+        ends.producer.share(memory[:, 1], [ends.consumer.place])
     with pytest.raises(ValueError, match="does not lie in this pool"):
         ends.producer.share(on_device(ends.device, np.zeros(5)), [ends.consumer.place])
     with pytest.raises(ValueError, match="put\\(\\) goes by host memory"):
-        ends.producer.share(made, [Place(b"x" * 16, None, 1)])
+        ends.producer.share(memory, [Place(b"x" * 16, None, 1)])
     with pytest.raises(UnsupportedTensor):
         ends.producer.put(np.zeros(5), [ends.consumer.place])
-    del made
+    del memory
     ends.close()
 
 
@@ -132,12 +132,12 @@ def test_a_tensor_made_in_a_slice_is_shared_without_a_copy() -> None:
 def test_a_stream_that_uses_a_slice_is_said_of_that_slice_and_not_of_the_one_before_it(which: int) -> None:
     """Slices lie next to each other: where one ends, the next one begins."""
     ends = Ends()
-    made = [ends.producer.empty((512,), "uint8") for _ in range(4)]
+    buffers = [ends.producer.empty((512,), "uint8") for _ in range(4)]
     second = Stream("second")
     second.stop()
-    ends.producer.used_on(made[which], second)
+    ends.producer.used_on(buffers[which], second)
     for index in range(4):
-        del made[0]
+        del buffers[0]
         ends.producer.flush()
         left = 3 - index + (index >= which)
         assert ends.pool.stats().blocks == left, f"slice {index} of 4, and {which} was in use"
@@ -171,11 +171,11 @@ def test_a_tensor_for_no_receiver_is_refused_and_holds_nothing(nbytes: int) -> N
 def test_a_pool_that_is_full_falls_back_to_host_memory_and_counts() -> None:
     ends = Ends(nbytes=2 * KIB)
     held = ends.producer.empty(2 * KIB, "uint8")
-    given = np.arange(1500, dtype=np.uint8)
-    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    source = np.arange(1500, dtype=np.uint8)
+    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
     assert isinstance(ref, HostRef) and not ref.handle.is_inline and ref.nbytes == ref.handle.nbytes > 1500
-    seen = ends.consumer.view(ref)
-    assert (seen == given).all() and seen.uuid == ends.device.uuid
+    view = ends.consumer.view(ref)
+    assert (view == source).all() and view.uuid == ends.device.uuid
     assert (ends.producer.stats.overflowed, ends.producer.stats.foreign) == (1, 0)
     with pytest.raises(MemoryExhausted):
         ends.producer.empty(1, "uint8")
@@ -187,13 +187,13 @@ def test_a_pool_that_is_full_falls_back_to_host_memory_and_counts() -> None:
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1000,), (7, 11, 13)], ids=str)
 def test_a_tensor_by_host_memory_is_seen_bit_by_bit(dtype: str, shape: tuple[int, ...]) -> None:
     ends = Ends(consumer_device=3)
-    given = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
-    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
-    assert isinstance(ref, HostRef) and ref.handle.is_inline == (given.nbytes <= 64)
-    seen = ends.consumer.view(ref)
-    assert seen.dtype == given.dtype and seen.shape == given.shape and seen.tobytes() == given.tobytes()
-    assert seen.uuid == ends.other.uuid
-    del seen
+    source = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
+    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
+    assert isinstance(ref, HostRef) and ref.handle.is_inline == (source.nbytes <= 64)
+    view = ends.consumer.view(ref)
+    assert view.dtype == source.dtype and view.shape == source.shape and view.tobytes() == source.tobytes()
+    assert view.uuid == ends.other.uuid
+    del view
     ends.close()
 
 
@@ -201,12 +201,12 @@ def test_each_receiver_of_a_tensor_by_host_memory_has_it_once() -> None:
     ends = Ends(consumer_device=3)
     with Store.attach(ends.host.ticket) as third_host:
         third = CudaTensors(None, third_host, driver=FakeDriver(4))
-        given = np.arange(5000, dtype=np.uint8)
-        ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place, third.place])
+        source = np.arange(5000, dtype=np.uint8)
+        ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place, third.place])
         assert isinstance(ref, HostRef) and ends.blocks() == (0, 1)
-        assert (ends.consumer.view(ref) == given).all()
+        assert (ends.consumer.view(ref) == source).all()
         assert ends.blocks() == (0, 1), "the other receiver has not opened it"
-        assert (third.view(ref) == given).all()
+        assert (third.view(ref) == source).all()
         gc.collect()
         assert third.flush() and ends.blocks() == (0, 0)
         for tensors in (ends.consumer, third):
@@ -219,26 +219,26 @@ def test_each_receiver_of_a_tensor_by_host_memory_has_it_once() -> None:
 def test_a_tensor_by_host_memory_takes_the_room_of_values_that_are_not_held() -> None:
     ends = Ends(consumer_device=3)
     ends.host.put(np.zeros(900_000, np.uint8), key=bytes(32)).release()
-    given = np.arange(100_000, dtype=np.uint32)
-    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    source = np.arange(100_000, dtype=np.uint32)
+    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
     assert isinstance(ref, HostRef) and not ref.handle.is_inline
     assert ends.host.stats().items == () and ends.host.stats().evictions == 1
-    assert (ends.consumer.view(ref) == given).all()
+    assert (ends.consumer.view(ref) == source).all()
     ends.close()
 
 
 def test_without_room_anywhere_a_tensor_travels_in_its_reference() -> None:
     ends = Ends(nbytes=512)
     taken = ends.host.pool.take((1 << 20) - 4096)
-    given = np.arange(50_000, dtype=np.uint16)
-    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    source = np.arange(50_000, dtype=np.uint16)
+    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
     assert isinstance(ref, HostRef) and ref.handle.is_inline
     assert ends.producer.stats.overflowed == 1
-    assert (ends.consumer.view(ref) == given).all()
+    assert (ends.consumer.view(ref) == source).all()
     assert ends.consumer.uploads.stats.pageable == 1, "bytes of a message are in no segment"
     ends.consumer.drop(ref)
     ends.producer.revoke(ref, [ends.consumer.place])
-    assert (ends.consumer.view(ref) == given).all(), "there is nothing to be given back"
+    assert (ends.consumer.view(ref) == source).all(), "there is nothing to be given back"
     taken.release()
     ends.close()
 
@@ -250,10 +250,10 @@ def test_without_a_store_on_either_side_a_tensor_travels_in_its_reference(withou
         producer = CudaTensors(None, None if without == "producer" else store, driver=here)
         consumer = CudaTensors(None, None if without == "consumer" else store, driver=there)
         assert (consumer.place.store is None) == (without == "consumer") and consumer.place.slices is None
-        given = np.arange(50_000, dtype=np.uint16)
-        ref = producer.put(on_device(here, given), [consumer.place])
+        source = np.arange(50_000, dtype=np.uint16)
+        ref = producer.put(on_device(here, source), [consumer.place])
         assert isinstance(ref, HostRef) and ref.handle.is_inline and blocks(store) == 0
-        assert (consumer.view(ref) == given).all()
+        assert (consumer.view(ref) == source).all()
         with pytest.raises(MemoryExhausted, match="no pool"):
             producer.empty(10, "uint8")
         assert producer.close() and consumer.close()
@@ -300,22 +300,22 @@ def test_a_reference_to_a_value_that_is_no_tensor_is_refused() -> None:
 
 def test_a_receiver_on_another_device_gets_host_memory_and_touches_no_slice() -> None:
     ends = Ends(consumer_device=3)
-    given = np.arange(5000, dtype=np.float32)
-    near = ends.producer.put(on_device(ends.device, given), [ends.producer.place])
+    source = np.arange(5000, dtype=np.float32)
+    near = ends.producer.put(on_device(ends.device, source), [ends.producer.place])
     assert isinstance(near, CudaRef)
     with pytest.raises(ForeignDevice):
         ends.consumer.view(near)
     ends.producer.drop(near)
     assert ends.consumer.place.slices is None
-    ref = ends.producer.put(on_device(ends.device, given), [ends.consumer.place])
+    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
     assert isinstance(ref, HostRef) and ends.producer.stats.foreign == 1
     assert ends.pool.stats().takes == 1, "a slice was taken for a receiver that cannot have it"
-    seen = ends.consumer.view(ref)
-    assert (seen == given).all() and seen.uuid == ends.other.uuid
+    view = ends.consumer.view(ref)
+    assert (view == source).all() and view.uuid == ends.other.uuid
     assert ends.other.opens == 0 and not ends.other.mapped
     with pytest.raises(ForeignDevice):  # nor is a tensor of theirs put by us
-        ends.producer.put(on_device(ends.other, given), [ends.producer.place])
-    del seen
+        ends.producer.put(on_device(ends.other, source), [ends.producer.place])
+    del view
     ends.close()
 
 
@@ -345,7 +345,7 @@ def test_a_view_that_is_dropped_while_it_is_being_copied_is_held_until_the_copy_
     with Pool.create(4096) as pool, Uploads(pool, driver=device) as uploads:
         view = lent(pool, 1)
         device.current.stop()
-        made = uploads.copy_to_device(view)
+        copy = uploads.copy_to_device(view)
         del view
         gc.collect()
         with pytest.raises(MemoryExhausted):  # the only block there is
@@ -355,7 +355,7 @@ def test_a_view_that_is_dropped_while_it_is_being_copied_is_held_until_the_copy_
             uploads.copy_to_device(np.zeros(4))
         device.current.go_on()
         assert uploads.flush()
-        assert (lent(pool, 2) == 2).all() and (made == 1).all()
+        assert (lent(pool, 2) == 2).all() and (copy == 1).all()
 
 
 def test_uploads_that_are_not_closed_hold_what_is_being_copied_and_unregister_when_it_is_done() -> None:
@@ -363,7 +363,7 @@ def test_uploads_that_are_not_closed_hold_what_is_being_copied_and_unregister_wh
     with Pool.create(4096) as pool:
         uploads = Uploads(pool, driver=device)
         device.current.stop()
-        made = uploads.copy_to_device(lent(pool, 1))
+        copy = uploads.copy_to_device(lent(pool, 1))
         del uploads
         gc.collect()
         with pytest.raises(MemoryExhausted):  # the only block there is
@@ -371,7 +371,7 @@ def test_uploads_that_are_not_closed_hold_what_is_being_copied_and_unregister_wh
         assert device.registered and len(device.in_flight) == 1
         device.current.go_on()
         assert device.in_flight.poll() == 0
-        assert not device.registered and (made == 1).all()
+        assert not device.registered and (copy == 1).all()
         pool.take(1).release()
         idle = Uploads(pool, driver=device)
         idle.copy_to_device(lent(pool, 2))
@@ -389,13 +389,13 @@ def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() 
             assert (uploads.copy_to_device(lent(pool, value)) == value).all()
         assert len(device.registered) == 1
         key = b"k" * 32
-        kept = store.put({"pixels": np.full(500, 9, np.int16)}, key=key)
-        assert (uploads.copy_to_device(kept.value()["pixels"]) == 9).all()
+        stored = store.put({"pixels": np.full(500, 9, np.int16)}, key=key)
+        assert (uploads.copy_to_device(stored.value()["pixels"]) == 9).all()
         assert len(device.registered) == 2
         assert all(map(device.is_registered, device.uploaded_from))
         assert (uploads.stats.copies, uploads.stats.pageable, uploads.stats.refusals) == (4, 0, 0)
         assert uploads.stats.registered_nbytes == sum(device.registered.values()) >= 2 << 16
-        kept.release()
+        stored.release()
         assert uploads.close() and uploads.close()
         assert not device.registered and uploads.stats.registered_nbytes == 0
 
@@ -438,8 +438,8 @@ def test_a_copy_goes_to_the_stream_that_was_asked_for() -> None:
     device, stream = FakeDriver(), Stream("copies")
     stream.stop()
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
-        made = uploads.copy_to_device(lent(pool, 6), stream=stream)
+        copy = uploads.copy_to_device(lent(pool, 6), stream=stream)
         assert not uploads.flush()
         stream.go_on()
         eventually(uploads.flush)
-        assert (made == 6).all()
+        assert (copy == 6).all()

@@ -20,7 +20,7 @@ from penstock.tensor import plan
 from tests.support.processes import program
 from tests.support.values import CATALOGUE, MB, blocks, frame_of, image, is_not_held, key, shows, travelled
 
-WAYS = pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
+WAYS = pytest.mark.parametrize("value_key", [key(1), None], ids=["with a key", "without a key"])
 
 
 def images() -> Store:
@@ -39,28 +39,28 @@ def test_a_handle_of_the_store_takes_at_most_200_bytes_of_a_message() -> None:
 
 
 @WAYS
-def test_a_handle_of_the_store_is_the_same_after_bytes(its: bytes | None) -> None:
+def test_a_handle_of_the_store_is_the_same_after_bytes(value_key: bytes | None) -> None:
     with images() as store, Scope(store) as scope:
-        handle = scope.put(image(1), key=its)
+        handle = scope.put(image(1), key=value_key)
         back = Handle.from_bytes(bytes(handle))
-        assert back == handle and back.key == its and not back.is_inline
+        assert back == handle and back.key == value_key and not back.is_inline
         assert shows(back.open(store).value(), 1)
         assert Handle.from_bytes(memoryview(bytes(handle))) == handle
 
 
 @WAYS
 @pytest.mark.parametrize("value", [image(1), {"nothing": np.zeros((0, 3)), "grid": [1, 2, 1]}, None, b"text"])
-def test_a_handle_of_an_inline_value_is_the_same_after_bytes(its: bytes | None, value: Any) -> None:
-    handle = Scope().put(value, key=its)
+def test_a_handle_of_an_inline_value_is_the_same_after_bytes(value_key: bytes | None, value: Any) -> None:
+    handle = Scope().put(value, key=value_key)
     back = Handle.from_bytes(bytes(handle))
-    assert back == handle and back.key == its and back.is_inline and back.nbytes == handle.nbytes
-    found = back.open().value()
+    assert back == handle and back.key == value_key and back.is_inline and back.nbytes == handle.nbytes
+    value_back = back.open().value()
     if not isinstance(value, dict):
-        assert found == value
+        assert value_back == value
     else:
-        assert list(found) == list(value) and found["grid"] == [1, 2, 1]
+        assert list(value_back) == list(value) and value_back["grid"] == [1, 2, 1]
         for name in set(value) - {"grid"}:
-            assert np.array_equal(found[name], value[name]) and not found[name].flags.writeable
+            assert np.array_equal(value_back[name], value[name]) and not value_back[name].flags.writeable
 
 
 def test_a_handle_that_came_in_a_message_can_go_on_as_bytes() -> None:
@@ -75,7 +75,7 @@ def hostile() -> dict[str, bytes]:
     block = (1 << 40, 5, 7, 0, 4096)
     stored, inline = encode((b"k" * 32, block, None)), bytes(Scope().put(image(1, 400)))
     deep = b"\x91" * 100_000 + b"\xc0"
-    said = {
+    fields = {
         "nothing": b"",
         "no msgpack": b"\xc1",
         "another value": encode({"key": None}),
@@ -106,7 +106,7 @@ def hostile() -> dict[str, bytes]:
         "a reference without end": b"\x93\xc0\x96" + b"".join(map(encode, block)) + deep + b"\xc0",
         "a key without end": b"\x93" + deep + b"\xc0\xc0",
     }
-    return said | {
+    return fields | {
         f"{what} cut to {end}": whole[:end]
         for what, whole in (("stored", stored), ("inline", inline))
         for end in range(1, len(whole), 1 + len(whole) // 20)
@@ -153,11 +153,11 @@ def opened(encoded: bytes, store: Store) -> str:
 
 # ── what is gone, and what never was ──
 @WAYS
-def test_a_handle_opened_too_late_misses_that_one_value_and_it_can_be_put_again(its: bytes | None) -> None:
+def test_a_handle_opened_too_late_misses_that_one_value_and_it_can_be_put_again(value_key: bytes | None) -> None:
     """Evicted, or the store was cleared, between the server and the worker."""
     with images() as store:
         scope, other = Scope(store), Scope(store)
-        handle, fine = scope.put(image(1), key=its), other.put(image(2), key=key(2))
+        handle, fine = scope.put(image(1), key=value_key), other.put(image(2), key=key(2))
         store.clear()
         assert shows(handle.open(store).value(), 1), "what a request holds is neither evicted nor cleared"
         scope.release()
@@ -166,8 +166,8 @@ def test_a_handle_opened_too_late_misses_that_one_value_and_it_can_be_put_again(
         assert isinstance(missed.value.__cause__, StaleRef)
         assert shows(fine.open(store).value(), 2), "another request has suffered"
         with Scope(store) as again:
-            assert shows(again.put(image(1), key=its).open(store).value(), 1)
-            if its is not None:
+            assert shows(again.put(image(1), key=value_key).open(store).value(), 1)
+            if value_key is not None:
                 assert shows(handle.open(store).value(), 1), "it is there again, under its key"
             else:
                 with pytest.raises(Missing):

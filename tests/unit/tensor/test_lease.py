@@ -58,9 +58,9 @@ def shown(value: Any, inline: bool = False) -> Any:
         flags = value.flags.writeable, value.flags.c_contiguous, value.flags.aligned, inline or value.flags.owndata
         return "array", value.dtype.str, value.shape, value.strides, value.tobytes(), flags if value.size else None
     if isinstance(value, dict):
-        return "dict", [(type(name), name, shown(one, inline)) for name, one in value.items()]
+        return "dict", [(type(name), name, shown(item, inline)) for name, item in value.items()]
     if isinstance(value, (list, tuple)):
-        return type(value), [shown(one, inline) for one in value]
+        return type(value), [shown(item, inline) for item in value]
     return type(value), repr(value)
 
 
@@ -124,16 +124,16 @@ def test_a_block_that_does_not_begin_at_a_multiple_of_64_is_read_too() -> None:
                 with memoryview(lease) as room:
                     room[:] = block
                 ref = Ref(*lease.ref_numbers()).slice(shift, len(block) - shift)
-                seen = Lease(store.pool.open(ref)).value()["x"]
-                assert seen.tolist() == list(range(8))
-                assert seen.flags.aligned and not seen.flags.writeable
+                view = Lease(store.pool.open(ref)).value()["x"]
+                assert view.tolist() == list(range(8))
+                assert view.flags.aligned and not view.flags.writeable
 
 
 def test_arrays_hold_a_value_that_was_released_and_none_can_write_it() -> None:
     with Store(MB) as store:
         store.put({"x": np.arange(1000)}, key=key(0))
         lease = store.get(key(0))
-        seen = lease.value()["x"]
+        view = lease.value()["x"]
         ref = lease.ref
         lease.release()
         lease.release()
@@ -145,11 +145,11 @@ def test_arrays_hold_a_value_that_was_released_and_none_can_write_it() -> None:
         (item,) = store.stats().items
         assert item.holders == 1
         with pytest.raises(ValueError, match="WRITEABLE"):
-            seen.flags.writeable = True
+            view.flags.writeable = True
         with pytest.raises(BufferError, match="views"):
-            seen.base.release()
-        part = seen[10:20]
-        del seen
+            view.base.release()
+        part = view[10:20]
+        del view
         assert part.tolist() == list(range(10, 20))
         (item,) = store.stats().items
         assert item.holders == 1
@@ -185,12 +185,12 @@ def test_a_value_whose_block_has_been_released_is_not_shown() -> None:
 def test_a_failure_is_raised_though_arrays_still_hold_the_lease() -> None:
     with Store(MB) as store:
         first = store.put(np.arange(9))
-        seen = []
+        values = []
         with pytest.raises(KeyError), store.pool.open(first.ref) as block:
-            seen.append(Lease(block).value())
+            values.append(Lease(block).value())
             raise KeyError("of the code that reads it")
         first.release()
-        assert seen[0].tolist() == list(range(9))
+        assert values[0].tolist() == list(range(9))
 
 
 def test_a_value_without_arrays_leaves_its_block_free_to_be_released() -> None:
@@ -225,8 +225,8 @@ def test_a_put_counts_as_an_exhaustion_when_it_fails_and_not_when_it_evicts() ->
 
 
 # ── of a value that travels inline ──
-def inline(value: Any, its: bytes | None = None) -> Handle:
-    return Handle.from_bytes(bytes(Scope().put(value, key=its)))
+def inline(value: Any, value_key: bytes | None = None) -> Handle:
+    return Handle.from_bytes(bytes(Scope().put(value, key=value_key)))
 
 
 @pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
@@ -243,16 +243,16 @@ def test_a_lease_of_an_inline_value_shows_it_until_it_is_released_and_no_array_c
     handle = inline({"x": np.arange(1000), "size": 3}, key(1))
     lease = handle.open()
     assert lease.ref is handle and lease.nbytes == handle.nbytes
-    seen = lease.value()["x"]
-    assert not seen.flags.writeable
+    view = lease.value()["x"]
+    assert not view.flags.writeable
     with pytest.raises(ValueError, match="WRITEABLE"):
-        seen.flags.writeable = True
+        view.flags.writeable = True
     own = lease.value(writable=True)["x"]
     own[:] = 0
     with lease.hold() as held:
         lease.release()
         lease.release()
-        for use in (Lease.value, Lease.hold, lambda one: one.ref):
+        for use in (Lease.value, Lease.hold, lambda lease: lease.ref):
             with pytest.raises(ClosedError):
                 use(lease)
         assert lease.nbytes == handle.nbytes, "it can still be counted"
@@ -261,7 +261,7 @@ def test_a_lease_of_an_inline_value_shows_it_until_it_is_released_and_no_array_c
         held.value()
     del handle, lease, held
     gc.collect()
-    assert seen.tolist() == list(range(1000)) and not own.any()
+    assert view.tolist() == list(range(1000)) and not own.any()
 
 
 def test_a_lease_of_an_inline_value_holds_its_message() -> None:

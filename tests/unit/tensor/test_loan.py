@@ -51,7 +51,7 @@ def lent(store: Store, key: bytes | None, layout: Any = None, timeout: float | N
     return loan
 
 
-WAYS = pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
+WAYS = pytest.mark.parametrize("value_key", [key(1), None], ids=["with a key", "without a key"])
 
 
 def test_a_value_made_in_place_is_got_by_all_where_it_was_written() -> None:
@@ -64,13 +64,13 @@ def test_a_value_made_in_place_is_got_by_all_where_it_was_written() -> None:
             with pytest.raises(Missing):
                 other.get(key(1))
             del value
-            made = loan.commit()
-        assert is_whole(made.value(), 7) and is_whole(other.get(key(1)).value(), 7)
-        assert made.value()["pixels"].ctypes.data - store.pool._segment.mapping(False)[0] == address  # type: ignore[index]
-        assert not made.value()["pixels"].flags.writeable
+            committed = loan.commit()
+        assert is_whole(committed.value(), 7) and is_whole(other.get(key(1)).value(), 7)
+        assert committed.value()["pixels"].ctypes.data - store.pool._segment.mapping(False)[0] == address  # type: ignore[index]
+        assert not committed.value()["pixels"].flags.writeable
         with pytest.raises(ValueError, match="read-only"):
-            made.value()["pixels"][0] = 1
-        made.release()
+            committed.value()["pixels"][0] = 1
+        committed.release()
         assert blocks(store) == 1 and store.stats().puts == 1
         assert is_whole(store.put({"other": 1}, key=key(1)).value(), 7), "a put of what was made copies nothing"
 
@@ -80,14 +80,14 @@ def test_a_value_without_a_key_is_made_in_place_and_is_gone_with_its_last_lease(
         with lent(store, None) as loan:
             fill(loan.value(), 7)
             takes = store.stats().pool.takes
-            made = loan.commit()
+            committed = loan.commit()
         assert store.stats().pool.takes == takes == 1, "it was copied"
-        there = Handle(None, made.ref).open(other)
-        for lease in (made, there):
+        there = Handle(None, committed.ref).open(other)
+        for lease in (committed, there):
             assert is_whole(lease.value(), 7)
             with pytest.raises(ValueError, match="read-only"):
                 lease.value()["pixels"][0] = 1
-        made.release()
+        committed.release()
         assert is_whole(there.value(), 7) and blocks(store) == 1
         there.release()
         assert blocks(store) == 0 and store.stats().items == () and store.stats().puts == 0
@@ -110,9 +110,9 @@ def test_a_value_that_is_there_is_not_made_again() -> None:
 
 @WAYS
 @pytest.mark.parametrize("how", ["left", "raised", "abandoned", "dropped"])
-def test_a_value_without_a_commit_was_never_there(how: str, its: bytes | None) -> None:
+def test_a_value_without_a_commit_was_never_there(how: str, value_key: bytes | None) -> None:
     with Store(MB) as store:
-        loan = lent(store, its)
+        loan = lent(store, value_key)
         assert blocks(store) == 1
         if how == "left":
             with loan:
@@ -130,16 +130,16 @@ def test_a_value_without_a_commit_was_never_there(how: str, its: bytes | None) -
                 with pytest.raises(ClosedError, match="committed or abandoned"):
                     use()
         del loan
-        assert blocks(store) == 0 and store.stats().abandoned == (its is not None)
-        lent(store, its, timeout=0).abandon()
+        assert blocks(store) == 0 and store.stats().abandoned == (value_key is not None)
+        lent(store, value_key, timeout=0).abandon()
 
 
 @WAYS
-def test_an_array_that_outlives_its_abandoned_value_writes_where_no_reader_looks(its: bytes | None) -> None:
+def test_an_array_that_outlives_its_abandoned_value_writes_where_no_reader_looks(value_key: bytes | None) -> None:
     with Store(MB) as store:
-        with lent(store, its) as loan:
+        with lent(store, value_key) as loan:
             pixels = loan.value()["pixels"]
-        second = store.put({"pixels": np.full(1000, 5, np.int32)}, key=its, timeout=0)
+        second = store.put({"pixels": np.full(1000, 5, np.int32)}, key=value_key, timeout=0)
         pixels[:] = 9
         assert (second.value()["pixels"] == 5).all()
         assert blocks(store) == 2
@@ -162,17 +162,17 @@ def test_an_array_that_outlives_its_abandoned_value_writes_where_no_reader_looks
     ids=["whole", "part", "subclass", "memoryview", "broadcast", "dlpack", "iterator"],
 )
 def test_a_commit_is_refused_while_an_array_could_still_write_and_works_once_it_is_gone(
-    way: Any, its: bytes | None
+    way: Any, value_key: bytes | None
 ) -> None:
-    with Store(MB) as store, lent(store, its) as loan:
+    with Store(MB) as store, lent(store, value_key) as loan:
         fill(loan.value(), 3)
         left = way(loan.value()["pixels"])
         for _ in range(2):
             with pytest.raises(BufferError, match="drop them first"):
                 loan.commit()
-        if its is not None:
+        if value_key is not None:
             with pytest.raises(Missing):
-                store.get(its)
+                store.get(value_key)
         assert blocks(store) == 1
         del left
         assert is_whole(loan.commit().value(), 3)
@@ -202,22 +202,22 @@ def test_a_loan_without_a_key_waits_for_room_and_takes_that_of_values_without_a_
 
 
 @WAYS
-def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int, its: bytes | None) -> None:
+def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int, value_key: bytes | None) -> None:
     chance = np.random.default_rng(seed)
     shapes = [(), (0, 3), 7, (2, 3, 5), np.int64(4)]
     specs = [Empty(shapes[index % len(shapes)], kind.name) for index, kind in enumerate(KINDS)]
     with Store(MB) as store:
-        with lent(store, its, specs) as loan:
+        with lent(store, value_key, specs) as loan:
             written = []
             for array in loan.value("bits"):
                 content = chance.integers(0, 2, array.shape, np.uint8).astype(array.dtype)
                 array[...] = content
                 written.append(content)
             del array
-            made = loan.commit()
-        found = made.value("bits")
-        assert [array.shape for array in found] == [one.shape for one in specs]
-        for kind, array, content in zip(KINDS, found, written):
+            committed = loan.commit()
+        arrays = committed.value("bits")
+        assert [array.shape for array in arrays] == [empty.shape for empty in specs]
+        for kind, array, content in zip(KINDS, arrays, written):
             assert array.dtype == (kind.numpy or kind.bits) and np.array_equal(array, content), kind.name
 
 
@@ -234,11 +234,11 @@ def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int, its: 
     ],
 )
 def test_a_layout_that_cannot_be_made_is_refused_with_its_path_and_takes_nothing(
-    wrong: Any, words: str, its: bytes | None
+    wrong: Any, words: str, value_key: bytes | None
 ) -> None:
     with Store(MB) as store:
         with pytest.raises(UnsupportedTensor, match=words):
-            store.loan(its, wrong)
+            store.loan(value_key, wrong)
         assert blocks(store) == 0
 
 
@@ -272,25 +272,25 @@ def test_a_process_that_wants_what_is_being_made_waits_and_has_it() -> None:
             with pytest.raises(Timeout, match="is being written by"):
                 other.loan(key(1), spec(), timeout=0.01)
             fill(loan.value(), 6)
-            made = loan.commit()
+            committed = loan.commit()
         for thread in threads:
             thread.join(20)
-        assert [one.ref for one in got] == [made.ref] * 4
-        assert all(is_whole(one.value(), 6) for one in got)
+        assert [lease.ref for lease in got] == [committed.ref] * 4
+        assert all(is_whole(lease.value(), 6) for lease in got)
         assert store.stats().puts == 1
 
 
 def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as other:
-        made: list[bool] = []
+        are_loans: list[bool] = []
 
         def want() -> None:
-            with other.loan(key(1), spec(), timeout=20) as found:
-                made.append(isinstance(found, Loan))
-                if isinstance(found, Loan):
-                    fill(found.value(), 2)
-                    found = found.commit()
-                assert is_whole(found.value(), 2)
+            with other.loan(key(1), spec(), timeout=20) as loaned:
+                are_loans.append(isinstance(loaned, Loan))
+                if isinstance(loaned, Loan):
+                    fill(loaned.value(), 2)
+                    loaned = loaned.commit()
+                assert is_whole(loaned.value(), 2)
 
         threads = [threading.Thread(target=want) for _ in range(4)]
         with lent(store, key(1)):
@@ -299,7 +299,7 @@ def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
             eventually(lambda: store.stats().fills_awaited >= 4)
         for thread in threads:
             thread.join(20)
-        assert sorted(made) == [False, False, False, True]
+        assert sorted(are_loans) == [False, False, False, True]
 
 
 MAKING = """
@@ -332,9 +332,9 @@ def test_what_a_dead_process_was_making_is_made_by_one_that_waits_for_it(by: str
         with thread(lambda: make(20)) as waiting:
             eventually(lambda: store.stats().fills_awaited >= 2)
             os.kill(other.pid, signal.SIGKILL)
-            made = waiting.ended().value
-        assert isinstance(made, Lease)
-        assert (made.value()["pixels"] == 4).all() and made.value()["grid"] == [1, 2, 3]
+            lease = waiting.ended().value
+        assert isinstance(lease, Lease)
+        assert (lease.value()["pixels"] == 4).all() and lease.value()["grid"] == [1, 2, 3]
         assert (store.stats().abandoned, store.stats().puts) == (1, 2)
         eventually(lambda: blocks(store) == 1)
 
@@ -352,24 +352,24 @@ def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
         with lent(store, key(1)) as loan:
             assert store.clear() == 1
             fill(loan.value(), 8)
-            made = loan.commit()
-        assert is_whole(made.value(), 8)
+            committed = loan.commit()
+        assert is_whole(committed.value(), 8)
         with pytest.raises(Missing):
             store.get(key(1))
-        made.release()
+        committed.release()
         assert blocks(store) == 0
 
 
 @WAYS
-def test_torch_fills_what_is_made_and_must_drop_it_before_the_commit(its: bytes | None) -> None:
+def test_torch_fills_what_is_made_and_must_drop_it_before_the_commit(value_key: bytes | None) -> None:
     with Store(MB) as store:
-        given = torch.arange(600, dtype=torch.bfloat16).reshape(20, 30)
-        with lent(store, its, {"pixels": Empty((20, 30), torch.bfloat16), "grid": (1, 2)}) as loan:
+        numbers = torch.arange(600, dtype=torch.bfloat16).reshape(20, 30)
+        with lent(store, value_key, {"pixels": Empty((20, 30), torch.bfloat16), "grid": (1, 2)}) as loan:
             pixels = loan.value("torch")["pixels"]
             assert pixels.dtype is torch.bfloat16
-            pixels.copy_(given)
+            pixels.copy_(numbers)
             with pytest.raises(BufferError):
                 loan.commit()
             del pixels
-            made = loan.commit()
-        assert torch.equal(made.value("torch")["pixels"], given)
+            committed = loan.commit()
+        assert torch.equal(committed.value("torch")["pixels"], numbers)

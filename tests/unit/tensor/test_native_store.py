@@ -77,9 +77,9 @@ class Kept:
         return tuple(stats[each] for each in which)
 
 
-def other_of(kept: Kept) -> Kept:
+def other_of(peer: Kept) -> Kept:
     """Another peer in the same store, with mappings of its own."""
-    return Kept(segment=_native.Segment.adopt(os.dup(kept.segment.fd)))
+    return Kept(segment=_native.Segment.adopt(os.dup(peer.segment.fd)))
 
 
 # A process in the store of sys.argv[1]; it does what it hears.
@@ -125,78 +125,78 @@ while True:
 """
 
 
-def stranger(kept: Kept) -> Any:
-    return program(STRANGER, *kept.segment.ticket())
+def stranger(peer: Kept) -> Any:
+    return program(STRANGER, *peer.segment.ticket())
 
 
 # ── found, or not ────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_was_put_is_found_and_what_was_not_is_missed() -> None:
-    kept = Kept()
-    assert kept.read("a") is None
-    assert kept.put("a", b"content of a")
-    assert kept.read("a") == b"content of a"
-    assert kept.read("b") is None
-    assert other_of(kept).read("a") == b"content of a"
-    assert kept.numbers("hits", "misses", "puts") == (2, 1, 1)  # a lookup that no put follows is no miss
+    peer = Kept()
+    assert peer.read("a") is None
+    assert peer.put("a", b"content of a")
+    assert peer.read("a") == b"content of a"
+    assert peer.read("b") is None
+    assert other_of(peer).read("a") == b"content of a"
+    assert peer.numbers("hits", "misses", "puts") == (2, 1, 1)  # a lookup that no put follows is no miss
 
 
 def test_what_is_there_is_not_written_again() -> None:
-    kept = Kept()
-    assert kept.put("a", b"first")
-    assert not kept.put("a", b"again")
-    assert kept.read("a") == b"first"
-    assert kept.blocks() == 1
+    peer = Kept()
+    assert peer.put("a", b"first")
+    assert not peer.put("a", b"again")
+    assert peer.read("a") == b"first"
+    assert peer.blocks() == 1
 
 
 def test_a_hit_has_the_size_that_was_put_and_cannot_be_written() -> None:
-    kept = Kept()
-    kept.put("a", b"12345")
-    is_new, lease = kept.store.begin(key("a"), 99, 0)
+    peer = Kept()
+    peer.put("a", b"12345")
+    is_new, lease = peer.store.begin(key("a"), 99, 0)
     assert (is_new, lease.nbytes, lease.is_writable) == (False, 5, False)
     assert memoryview(lease).readonly
 
 
 @pytest.mark.parametrize("nbytes", [0, 1, 63, 64, 65, 4095, NBYTES - 64, NBYTES - 1, NBYTES])
 def test_every_size_from_nothing_to_the_whole_store_is_kept(nbytes: int) -> None:
-    kept = Kept()
+    peer = Kept()
     content = os.urandom(nbytes)
-    assert kept.put("a", content)
-    assert kept.read("a") == content
-    assert kept.put("b", content), "there is room for one of them: the other goes"
-    assert kept.read("b") == content
+    assert peer.put("a", content)
+    assert peer.read("a") == content
+    assert peer.put("b", content), "there is room for one of them: the other goes"
+    assert peer.read("b") == content
 
 
 def test_keys_that_share_a_bucket_are_told_apart() -> None:
-    kept = Kept(buckets=1)
+    peer = Kept(buckets=1)
     for i in range(40):
-        kept.put(i, b"%d" % i)
+        peer.put(i, b"%d" % i)
     for i in range(0, 40, 3):
-        assert kept.store.remove(key(i)) == 1
-    assert [kept.read(i) for i in range(40)] == [None if i % 3 == 0 else b"%d" % i for i in range(40)]
+        assert peer.store.remove(key(i)) == 1
+    assert [peer.read(i) for i in range(40)] == [None if i % 3 == 0 else b"%d" % i for i in range(40)]
 
 
 def test_keys_that_differ_in_one_bit_are_told_apart() -> None:
-    kept = Kept(max_blocks=257, buckets=2, nbytes=NBYTES)
+    peer = Kept(max_blocks=257, buckets=2, nbytes=NBYTES)
     keys = [bytes(32), *((1 << bit).to_bytes(32, "little") for bit in range(256))]
     for i, each in enumerate(keys):
-        is_new, lease = kept.store.begin(each, 2, 0)
+        is_new, lease = peer.store.begin(each, 2, 0)
         assert is_new
         with memoryview(lease) as view:
             view[:] = i.to_bytes(2, "little")
-        kept.store.commit(lease)
+        peer.store.commit(lease)
         lease.release()
     for i, each in enumerate(keys):
-        lease = kept.store.get(each)
+        lease = peer.store.get(each)
         assert lease is not None and bytes(lease) == i.to_bytes(2, "little")
 
 
 @pytest.mark.parametrize("nbytes", [0, 31, 33, 64])
 def test_a_key_of_another_size_is_refused(nbytes: int) -> None:
-    kept = Kept()
-    for call in (kept.store.get, kept.store.remove, lambda name: kept.store.begin(name, 1, 0)):
+    peer = Kept()
+    for call in (peer.store.get, peer.store.remove, lambda name: peer.store.begin(name, 1, 0)):
         with pytest.raises(ValueError, match="a key is 32 bytes"):
             call(bytes(nbytes))
-    assert kept.blocks() == 0
+    assert peer.blocks() == 0
 
 
 def test_a_pool_without_buckets_keeps_nothing() -> None:
@@ -207,39 +207,39 @@ def test_a_pool_without_buckets_keeps_nothing() -> None:
 
 # ── written once ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_is_being_written_is_not_found_yet() -> None:
-    kept = Kept()
-    is_new, lease = kept.store.begin(key("a"), 5, 0)
+    peer = Kept()
+    is_new, lease = peer.store.begin(key("a"), 5, 0)
     assert is_new and lease.is_writable
-    assert kept.store.get(key("a")) is None
+    assert peer.store.get(key("a")) is None
     with pytest.raises(Timeout, match=r"is being written by 'me' \(pid"):
-        kept.store.begin(key("a"), 5, 0)
-    kept.store.commit(lease)
-    assert kept.store.get(key("a")) is not None
+        peer.store.begin(key("a"), 5, 0)
+    peer.store.commit(lease)
+    assert peer.store.get(key("a")) is not None
 
 
 def test_whoever_puts_the_same_key_meanwhile_waits_and_gets_a_lease_of_it() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
-    with thread(lambda: other_of(kept).store.begin(key("a"), 5, 20)) as waiter:
-        eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
+    with thread(lambda: other_of(peer).store.begin(key("a"), 5, 20)) as waiter:
+        eventually(lambda: peer.numbers("fills_awaited")[0] > 0)
         assert waiter.is_alive()
         with memoryview(lease) as view:
             view[:] = b"bytes"
-        kept.store.commit(lease)
+        peer.store.commit(lease)
         is_new, other = waiter.ended().value  # type: ignore[misc]
     assert not is_new
     assert bytes(other) == b"bytes"
-    assert kept.blocks() == 1
+    assert peer.blocks() == 1
 
 
 def test_what_another_process_writes_is_awaited_and_had() -> None:
-    kept = Kept()
-    with stranger(kept) as other:
+    peer = Kept()
+    with stranger(peer) as other:
         assert other.hear() == "ready"
         other.say("begin", "a", 5)
         assert other.hear() == "new"
-        with thread(lambda: kept.store.begin(key("a"), 5, 20)) as waiter:
-            eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
+        with thread(lambda: peer.store.begin(key("a"), 5, 20)) as waiter:
+            eventually(lambda: peer.numbers("fills_awaited")[0] > 0)
             other.say("write", "a", "bytes")
             assert other.hear() == "written"
             other.say("commit", "a")
@@ -249,39 +249,39 @@ def test_what_another_process_writes_is_awaited_and_had() -> None:
 
 
 def test_one_of_many_that_wait_writes_what_the_first_abandoned() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
     outcomes: list[bool] = []
 
     def put() -> None:
-        outcomes.append(kept.put("a", b"other", 20))
+        outcomes.append(peer.put("a", b"other", 20))
 
     threads = [threading.Thread(target=put) for _ in range(4)]
     for each in threads:
         each.start()
-    eventually(lambda: kept.numbers("fills_awaited")[0] >= 4)
-    kept.store.abandon(lease)
+    eventually(lambda: peer.numbers("fills_awaited")[0] >= 4)
+    peer.store.abandon(lease)
     for each in threads:
         each.join(10)
     assert sorted(outcomes) == [False, False, False, True]
     lease.release()
-    assert kept.read("a") == b"other"
-    assert kept.blocks() == 1
-    assert kept.numbers("abandoned") == (1,)
+    assert peer.read("a") == b"other"
+    assert peer.blocks() == 1
+    assert peer.numbers("abandoned") == (1,)
 
 
 def test_a_waiter_is_woken_by_the_commit_within_what_is_promised() -> None:
-    kept = Kept()
+    peer = Kept()
 
     def wakes() -> float:
         name = time.monotonic()
-        _, lease = kept.store.begin(key(name), 5, 0)
-        before = kept.numbers("fills_awaited")[0]
-        with thread(lambda: kept.store.begin(key(name), 5, 20)) as waiter:
-            eventually(lambda: kept.numbers("fills_awaited")[0] > before)
+        _, lease = peer.store.begin(key(name), 5, 0)
+        before = peer.numbers("fills_awaited")[0]
+        with thread(lambda: peer.store.begin(key(name), 5, 20)) as waiter:
+            eventually(lambda: peer.numbers("fills_awaited")[0] > before)
             time.sleep(0.3)  # past the first looks of a sleeper: what wakes it now is the bell
             at = time.monotonic()
-            kept.store.commit(lease)
+            peer.store.commit(lease)
             waiter.ended()
             return waiter.ended_at - at
 
@@ -289,34 +289,34 @@ def test_a_waiter_is_woken_by_the_commit_within_what_is_promised() -> None:
 
 
 def test_what_was_abandoned_comes_back_with_its_lease() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
-    kept.store.abandon(lease)
-    assert kept.blocks() == 1
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
+    peer.store.abandon(lease)
+    assert peer.blocks() == 1
     lease.release()
-    assert kept.blocks() == 0
-    assert kept.numbers("abandoned") == (1,)
+    assert peer.blocks() == 0
+    assert peer.numbers("abandoned") == (1,)
 
 
 def test_a_lease_that_goes_without_a_commit_has_abandoned_what_it_wrote() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
-    with thread(lambda: kept.put("a", b"other", 20)) as waiter:
-        eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
+    with thread(lambda: peer.put("a", b"other", 20)) as waiter:
+        eventually(lambda: peer.numbers("fills_awaited")[0] > 0)
         at = time.monotonic()
         lease.release()
         waiter.ended()
         assert waiter.value is True
         assert waiter.ended_at - at < 5
-    assert kept.read("a") == b"other"
-    assert kept.blocks() == 1
+    assert peer.read("a") == b"other"
+    assert peer.blocks() == 1
 
 
 def test_a_writer_that_fails_halfway_leaves_nothing() -> None:
-    kept = Kept()
+    peer = Kept()
 
     def write() -> None:
-        _, lease = kept.store.begin(key("a"), 5, 0)
+        _, lease = peer.store.begin(key("a"), 5, 0)
         with memoryview(lease) as view:
             view[:2] = b"by"
             raise RuntimeError
@@ -324,16 +324,16 @@ def test_a_writer_that_fails_halfway_leaves_nothing() -> None:
     with pytest.raises(RuntimeError):
         write()
     gc.collect()
-    assert kept.blocks() == 0
-    assert kept.put("a", b"whole")
+    assert peer.blocks() == 0
+    assert peer.put("a", b"whole")
 
 
 def test_what_was_committed_cannot_be_written_through_the_lease_of_its_writer() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
     with memoryview(lease) as view:
         view[:] = b"bytes"
-    assert kept.store.commit(lease)
+    assert peer.store.commit(lease)
     assert not lease.is_writable
     with memoryview(lease) as view:
         assert view.readonly
@@ -341,30 +341,30 @@ def test_what_was_committed_cannot_be_written_through_the_lease_of_its_writer() 
 
 
 def test_a_commit_is_refused_while_something_can_still_write() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
     view = memoryview(lease)
     with pytest.raises(BufferError, match="1 views"):
-        kept.store.commit(lease)
-    assert kept.store.get(key("a")) is None, "it is not there"
+        peer.store.commit(lease)
+    assert peer.store.get(key("a")) is None, "it is not there"
     view[:] = b"bytes"
     view.release()
-    assert kept.store.commit(lease)
-    assert kept.read("a") == b"bytes"
+    assert peer.store.commit(lease)
+    assert peer.read("a") == b"bytes"
 
 
 def test_only_what_begin_gave_to_write_can_be_committed_and_once() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
-    kept.store.commit(lease)
-    for wrong in (lease, kept.store.get(key("a")), kept.by.take(5), other_of(kept).by.take(5)):
-        for call in (kept.store.commit, kept.store.abandon):
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
+    peer.store.commit(lease)
+    for wrong in (lease, peer.store.get(key("a")), peer.by.take(5), other_of(peer).by.take(5)):
+        for call in (peer.store.commit, peer.store.abandon):
             with pytest.raises(ValueError, match=r"not given by begin\(\) of this store"):
                 call(wrong)
     lease.release()
     with pytest.raises(ClosedError):
-        kept.store.commit(lease)
-    assert kept.names("a") == {"a"}
+        peer.store.commit(lease)
+    assert peer.names("a") == {"a"}
 
 
 # ── the death of a writer ────────────────────────────────────────────────────────────────────────────────────────────
@@ -373,13 +373,13 @@ def test_what_a_dead_process_was_writing_is_written_or_had_by_one_that_waits(poi
     """It dies as it writes, or at a point of its commit."""
 
     def took() -> float:
-        kept = Kept()
-        with stranger(kept) as other:
+        peer = Kept()
+        with stranger(peer) as other:
             other.hear()
             other.say("begin", "a", 5)
             assert other.hear() == "new"
-            with thread(lambda: kept.store.begin(key("a"), 5, 20)) as waiter:
-                eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
+            with thread(lambda: peer.store.begin(key("a"), 5, 20)) as waiter:
+                eventually(lambda: peer.numbers("fills_awaited")[0] > 0)
                 if point:
                     other.say("die", "a", point)
                     other.hear()
@@ -391,28 +391,28 @@ def test_what_a_dead_process_was_writing_is_written_or_had_by_one_that_waits(poi
                 is_new, lease = waiter.ended().value  # type: ignore[misc]
             assert is_new == lease.is_writable == (point != "store.committed")
             if is_new:
-                assert kept.store.commit(lease)
+                assert peer.store.commit(lease)
             assert other.process.wait() == -signal.SIGKILL
-        assert kept.names("a") == {"a"}
-        eventually(lambda: kept.blocks() == 1)
+        assert peer.names("a") == {"a"}
+        eventually(lambda: peer.blocks() == 1)
         return waiter.ended_at - at
 
     soon(took)
 
 
 def test_what_a_peer_was_writing_when_it_left_is_nobodys() -> None:
-    kept = Kept()
-    other = other_of(kept)
+    peer = Kept()
+    other = other_of(peer)
     _, lease = other.store.begin(key("a"), 5, 0)
     del other, lease
     gc.collect()
-    assert kept.put("a", b"bytes")
-    assert kept.blocks() == 1
+    assert peer.put("a", b"bytes")
+    assert peer.blocks() == 1
 
 
 def test_what_a_dead_process_had_put_stays() -> None:
-    kept = Kept()
-    with stranger(kept) as other:
+    peer = Kept()
+    with stranger(peer) as other:
         other.hear()
         other.say("begin", "a", 5)
         other.hear()
@@ -422,194 +422,194 @@ def test_what_a_dead_process_had_put_stays() -> None:
         assert other.hear() == "True"
         other.kill()
         other.process.wait()
-    eventually(lambda: kept.held() == 0)
-    assert kept.read("a") == b"bytes"
+    eventually(lambda: peer.held() == 0)
+    assert peer.read("a") == b"bytes"
 
 
 def test_one_that_died_with_the_lock_is_in_nobodys_way() -> None:
-    kept = Kept()
-    kept.put("a", b"bytes")
-    with stranger(kept) as other:
+    peer = Kept()
+    peer.put("a", b"bytes")
+    with stranger(peer) as other:
         other.hear()
         other.say("die", "a", "store.locked")
         other.hear()
         other.say("get", "a")
         assert other.process.wait() == -signal.SIGKILL
-    assert kept.read("a") == b"bytes"
-    assert kept.put("b", b"bytes")
+    assert peer.read("a") == b"bytes"
+    assert peer.put("b", b"bytes")
 
 
 @pytest.mark.parametrize("point", ["store.unlinked", "store.half"])
 def test_what_was_half_taken_out_is_either_found_or_gone(point: str) -> None:
-    kept = Kept(buckets=1)
+    peer = Kept(buckets=1)
     for name in "abc":
-        kept.put(name, b"bytes")
-    with stranger(kept) as other:
+        peer.put(name, b"bytes")
+    with stranger(peer) as other:
         other.hear()
         other.say("die", "b", point)
         other.hear()
         other.say("remove", "b")
         assert other.process.wait() == -signal.SIGKILL
-    assert kept.put("b", b"other") == (point == "store.half")
-    assert [kept.read(name) for name in "ac"] == [b"bytes", b"bytes"]
-    eventually(lambda: kept.blocks() == 3)
-    assert len(kept.store.stats()["items"]) == 3
+    assert peer.put("b", b"other") == (point == "store.half")
+    assert [peer.read(name) for name in "ac"] == [b"bytes", b"bytes"]
+    eventually(lambda: peer.blocks() == 3)
+    assert len(peer.store.stats()["items"]) == 3
 
 
 # ── taken out ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_what_is_taken_out_while_somebody_holds_it_lives_as_long_as_it_is_held() -> None:
-    kept = Kept()
-    kept.put("a", b"bytes")
-    lease = kept.store.get(key("a"))
+    peer = Kept()
+    peer.put("a", b"bytes")
+    lease = peer.store.get(key("a"))
     assert lease is not None
-    assert kept.store.remove(key("a")) == 1
-    assert kept.read("a") is None
+    assert peer.store.remove(key("a")) == 1
+    assert peer.read("a") is None
     assert bytes(lease) == b"bytes"
-    assert kept.put("a", b"other"), "the key can be written again meanwhile"
+    assert peer.put("a", b"other"), "the key can be written again meanwhile"
     assert bytes(lease) == b"bytes"
-    assert kept.blocks() == 2
+    assert peer.blocks() == 2
     lease.release()
-    assert kept.blocks() == 1
-    assert kept.read("a") == b"other"
+    assert peer.blocks() == 1
+    assert peer.read("a") == b"other"
 
 
 def test_all_is_taken_out_at_once() -> None:
-    kept = Kept()
+    peer = Kept()
     for i in range(10):
-        kept.put(i, b"bytes")
-    assert kept.store.clear() == 10
-    assert kept.store.clear() == 0
-    assert kept.blocks() == 0
-    assert kept.store.stats()["items"] == []
+        peer.put(i, b"bytes")
+    assert peer.store.clear() == 10
+    assert peer.store.clear() == 0
+    assert peer.blocks() == 0
+    assert peer.store.stats()["items"] == []
 
 
 def test_what_is_taken_out_while_it_is_being_written_is_not_there_after() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
-    with thread(lambda: kept.put("a", b"other", 20)) as waiter:
-        eventually(lambda: kept.numbers("fills_awaited")[0] > 0)
-        assert kept.store.clear() == 1
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
+    with thread(lambda: peer.put("a", b"other", 20)) as waiter:
+        eventually(lambda: peer.numbers("fills_awaited")[0] > 0)
+        assert peer.store.clear() == 1
         assert waiter.ended().value is True, "the waiter writes it now"
-    assert not kept.store.commit(lease)
-    assert kept.read("a") == b"other"
+    assert not peer.store.commit(lease)
+    assert peer.read("a") == b"other"
     lease.release()
-    assert kept.blocks() == 1
+    assert peer.blocks() == 1
 
 
 def test_a_key_that_is_not_there_cannot_be_taken_out() -> None:
-    kept = Kept()
-    kept.put("a", b"bytes")
-    assert kept.store.remove(key("b")) == 0
-    assert kept.read("a") == b"bytes"
+    peer = Kept()
+    peer.put("a", b"bytes")
+    assert peer.store.remove(key("b")) == 0
+    assert peer.read("a") == b"bytes"
 
 
 # ── given up for room ────────────────────────────────────────────────────────────────────────────────────────────────
-def fill_with(kept: Kept, nbytes: int, many: int, between: float = 0.002) -> None:
+def fill_with(peer: Kept, nbytes: int, many: int, between: float = 0.002) -> None:
     for i in range(many):
-        kept.put(i, bytes([i]) * nbytes)
+        peer.put(i, bytes([i]) * nbytes)
         time.sleep(between)
 
 
 def test_what_was_unused_longest_goes_first() -> None:
-    kept = Kept()
-    fill_with(kept, NBYTES // 4, 4)
-    assert kept.read(0) is not None  # used now
+    peer = Kept()
+    fill_with(peer, NBYTES // 4, 4)
+    assert peer.read(0) is not None  # used now
     for new in (10, 11, 12):
-        assert kept.put(new, bytes(NBYTES // 4))
+        assert peer.put(new, bytes(NBYTES // 4))
         time.sleep(0.002)
-    assert kept.names(0, 1, 2, 3) == {0}
-    assert kept.numbers("evictions", "evicted_nbytes") == (3, 3 * NBYTES // 4)
+    assert peer.names(0, 1, 2, 3) == {0}
+    assert peer.numbers("evictions", "evicted_nbytes") == (3, 3 * NBYTES // 4)
 
 
 def test_of_those_unused_equally_long_a_small_one_goes_for_a_small_need() -> None:
-    kept = Kept()
-    kept.put("large", bytes(NBYTES - 2048))
-    kept.put("small", bytes(2048))
+    peer = Kept()
+    peer.put("large", bytes(NBYTES - 2048))
+    peer.put("small", bytes(2048))
     time.sleep(0.05)
-    assert kept.put("new", bytes(1024))
-    assert kept.names("large", "small") == {"large"}
+    assert peer.put("new", bytes(1024))
+    assert peer.names("large", "small") == {"large"}
 
 
 def test_a_large_one_that_nobody_has_used_for_long_goes_before_small_ones_in_use() -> None:
-    kept = Kept()
-    kept.put("large", bytes(NBYTES // 2))
+    peer = Kept()
+    peer.put("large", bytes(NBYTES // 2))
     for i in range(8):
-        kept.put(i, bytes(NBYTES // 16))
+        peer.put(i, bytes(NBYTES // 16))
     time.sleep(0.2)
     for i in range(8):
-        assert kept.read(i) is not None
-    assert kept.put("new", bytes(NBYTES // 4))
-    assert kept.names("large", *range(8)) == set(range(8))
+        assert peer.read(i) is not None
+    assert peer.put("new", bytes(NBYTES // 4))
+    assert peer.names("large", *range(8)) == set(range(8))
 
 
 def test_for_a_large_one_neighbours_go_together_and_no_more_than_must() -> None:
-    kept = Kept()
-    fill_with(kept, NBYTES // 32, 32, between=0)
-    assert kept.put("large", bytes(NBYTES // 4))
-    assert len(kept.names(*range(32))) == 24
-    assert kept.numbers("evictions") == (8,)
-    for i in kept.names(*range(32)):
+    peer = Kept()
+    fill_with(peer, NBYTES // 32, 32, between=0)
+    assert peer.put("large", bytes(NBYTES // 4))
+    assert len(peer.names(*range(32))) == 24
+    assert peer.numbers("evictions") == (8,)
+    for i in peer.names(*range(32)):
         assert isinstance(i, int)
-        assert kept.read(i) == bytes([i]) * (NBYTES // 32)
+        assert peer.read(i) == bytes([i]) * (NBYTES // 32)
 
 
 def test_what_somebody_holds_is_never_given_up() -> None:
-    kept = Kept()
-    fill_with(kept, NBYTES // 4, 4)
-    leases = [kept.store.get(key(i)) for i in (0, 2)]
-    assert kept.put("one", bytes(NBYTES // 4))
+    peer = Kept()
+    fill_with(peer, NBYTES // 4, 4)
+    leases = [peer.store.get(key(i)) for i in (0, 2)]
+    assert peer.put("one", bytes(NBYTES // 4))
     with pytest.raises(MemoryExhausted, match=r"'me' \(pid \d+\) holds 32"):
-        kept.put("two", bytes(NBYTES // 2))
-    assert kept.names(0, 1, 2, 3, "one") in ({0, 2, 3, "one"}, {0, 2, "one", 1})
+        peer.put("two", bytes(NBYTES // 2))
+    assert peer.names(0, 1, 2, 3, "one") in ({0, 2, 3, "one"}, {0, 2, "one", 1})
     for i, lease in zip((0, 2), leases):
         assert lease is not None and bytes(lease) == bytes([i]) * (NBYTES // 4)
 
 
 def test_what_is_being_written_is_never_given_up() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), NBYTES // 2, 0)
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), NBYTES // 2, 0)
     with pytest.raises(MemoryExhausted):
-        kept.put("b", bytes(NBYTES // 2 + 64))
-    assert kept.put("b", bytes(NBYTES // 2))
-    assert kept.store.commit(lease)
+        peer.put("b", bytes(NBYTES // 2 + 64))
+    assert peer.put("b", bytes(NBYTES // 2))
+    assert peer.store.commit(lease)
 
 
 def test_what_was_granted_to_somebody_is_not_given_up_before_it_is_opened() -> None:
-    kept = Kept()
-    other = other_of(kept)
-    kept.put("a", bytes(NBYTES))
-    lease = kept.store.get(key("a"))
+    peer = Kept()
+    other = other_of(peer)
+    peer.put("a", bytes(NBYTES))
+    lease = peer.store.get(key("a"))
     assert lease is not None
     numbers = lease.ref_numbers()
     lease.grant(other.by.slot)
     lease.release()
     with pytest.raises(MemoryExhausted):
-        kept.put("b", bytes(64))
+        peer.put("b", bytes(64))
     opened = other.by.open(*numbers)
     opened.release()
-    assert kept.put("b", bytes(64))
+    assert peer.put("b", bytes(64))
 
 
 def test_whoever_has_a_reference_can_open_it_until_it_is_given_up_and_not_after() -> None:
-    kept = Kept()
-    kept.put("a", b"x" * NBYTES)
-    lease = kept.store.get(key("a"))
+    peer = Kept()
+    peer.put("a", b"x" * NBYTES)
+    lease = peer.store.get(key("a"))
     assert lease is not None
     numbers = lease.ref_numbers()
     lease.release()
-    other = other_of(kept)
+    other = other_of(peer)
     with other.by.open(*numbers) as opened:
         with pytest.raises(MemoryExhausted):
-            kept.put("b", b"y" * NBYTES)
+            peer.put("b", b"y" * NBYTES)
         assert bytes(opened) == b"x" * NBYTES
-    assert kept.put("b", b"y" * NBYTES)
+    assert peer.put("b", b"y" * NBYTES)
     with pytest.raises(StaleRef):
         other.by.open(*numbers)
 
 
 def test_opening_by_reference_while_others_want_the_room_gives_the_whole_or_a_stale_ref() -> None:
-    kept = Kept(nbytes=8 << 10)
-    other = other_of(kept)
+    peer = Kept(nbytes=8 << 10)
+    other = other_of(peer)
     over = time.monotonic() + 1.0
     counts = {"opened": 0, "stale": 0}
 
@@ -618,7 +618,7 @@ def test_opening_by_reference_while_others_want_the_room_gives_the_whole_or_a_st
         while time.monotonic() < over:
             i += 1
             try:
-                kept.put(i, bytes([i % 256]) * 4096, 1)
+                peer.put(i, bytes([i % 256]) * 4096, 1)
             except MemoryExhausted:  # both are open just now
                 continue
 
@@ -638,46 +638,46 @@ def test_opening_by_reference_while_others_want_the_room_gives_the_whole_or_a_st
                 except StaleRef:
                     counts["stale"] += 1
     assert counts["opened"] > 0
-    eventually(lambda: kept.held() == 0)
+    eventually(lambda: peer.held() == 0)
 
 
 def test_when_there_are_no_more_block_numbers_one_is_given_up_though_there_is_room() -> None:
-    kept = Kept(max_blocks=4)
+    peer = Kept(max_blocks=4)
     for i in range(4):
-        kept.put(i, bytes(64))
+        peer.put(i, bytes(64))
         time.sleep(0.002)
-    assert kept.put("new", bytes(1024))
-    assert len(kept.names(*range(4))) == 3
+    assert peer.put("new", bytes(1024))
+    assert len(peer.names(*range(4))) == 3
 
 
 def test_a_number_is_given_up_for_a_gap_that_lies_elsewhere() -> None:
-    kept = Kept(max_blocks=3)
-    kept.put("free", bytes(64))
-    kept.put("held", bytes(64))
-    lease = kept.store.get(key("held"))
-    high = kept.by.take(NBYTES // 2)
-    assert kept.put("new", bytes(NBYTES // 4)), "the gap is between two that are held"
-    assert kept.names("free", "held", "new") == {"held", "new"}
+    peer = Kept(max_blocks=3)
+    peer.put("free", bytes(64))
+    peer.put("held", bytes(64))
+    lease = peer.store.get(key("held"))
+    high = peer.by.take(NBYTES // 2)
+    assert peer.put("new", bytes(NBYTES // 4)), "the gap is between two that are held"
+    assert peer.names("free", "held", "new") == {"held", "new"}
     del lease, high
 
 
 def test_what_is_larger_than_the_store_is_refused_at_once_and_nothing_is_given_up_for_it() -> None:
-    kept = Kept()
-    kept.put("a", b"bytes")
+    peer = Kept()
+    peer.put("a", b"bytes")
     with pytest.raises(MemoryExhausted, match="raise the pool's nbytes"):
-        kept.store.begin(key("b"), NBYTES + 1, None)
-    assert kept.read("a") == b"bytes"
+        peer.store.begin(key("b"), NBYTES + 1, None)
+    assert peer.read("a") == b"bytes"
 
 
 def test_who_waits_for_room_has_it_when_a_lease_of_what_is_kept_is_given_back() -> None:
-    kept = Kept()
+    peer = Kept()
 
     def took(name: object) -> float:
-        kept.store.clear()
-        kept.put("held", bytes(NBYTES))
-        lease = kept.store.get(key("held"))
+        peer.store.clear()
+        peer.put("held", bytes(NBYTES))
+        lease = peer.store.get(key("held"))
         assert lease is not None
-        with thread(lambda: kept.put(name, bytes(NBYTES), 20)) as waiter:
+        with thread(lambda: peer.put(name, bytes(NBYTES), 20)) as waiter:
             time.sleep(0.5)  # its own looks are far apart by now
             assert waiter.is_alive()
             at = time.monotonic()
@@ -690,13 +690,13 @@ def test_who_waits_for_room_has_it_when_a_lease_of_what_is_kept_is_given_back() 
 
 def test_who_waits_for_room_has_it_when_a_process_that_held_what_is_kept_dies() -> None:
     def took() -> float:
-        kept = Kept()
-        kept.put("held", b"x" * NBYTES)
-        with stranger(kept) as other:
+        peer = Kept()
+        peer.put("held", b"x" * NBYTES)
+        with stranger(peer) as other:
             other.hear()
             other.say("get", "held")
             other.hear()
-            with thread(lambda: kept.put("next", bytes(NBYTES), 20)) as waiter:
+            with thread(lambda: peer.put("next", bytes(NBYTES), 20)) as waiter:
                 time.sleep(0.5)
                 assert waiter.is_alive()
                 at = other.kill()
@@ -708,17 +708,17 @@ def test_who_waits_for_room_has_it_when_a_process_that_held_what_is_kept_dies() 
 
 # ── forks, statistics ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_store_is_refused_after_a_fork_and_what_the_parent_writes_stays_its_own() -> None:
-    kept = Kept()
-    _, lease = kept.store.begin(key("a"), 5, 0)
+    peer = Kept()
+    _, lease = peer.store.begin(key("a"), 5, 0)
 
     def child() -> None:
         calls: list[Callable[[], object]] = [
-            lambda: kept.store.get(key("a")),
-            lambda: kept.store.begin(key("b"), 1, 0),
-            lambda: kept.store.commit(lease),
-            lambda: kept.store.abandon(lease),
-            lambda: kept.store.clear(),
-            kept.store.stats,
+            lambda: peer.store.get(key("a")),
+            lambda: peer.store.begin(key("b"), 1, 0),
+            lambda: peer.store.commit(lease),
+            lambda: peer.store.abandon(lease),
+            lambda: peer.store.clear(),
+            peer.store.stats,
         ]
         for call in calls:
             with pytest.raises(ClosedError, match="before fork"):
@@ -726,22 +726,22 @@ def test_a_store_is_refused_after_a_fork_and_what_the_parent_writes_stays_its_ow
         lease.release()
 
     assert forked(child) == 0
-    assert kept.store.commit(lease)
-    assert kept.read("a") == bytes(5)
+    assert peer.store.commit(lease)
+    assert peer.read("a") == bytes(5)
 
 
 def test_the_statistics_say_what_is_there_how_old_it_is_and_who_holds_it() -> None:
-    kept = Kept()
-    other = other_of(kept)
-    kept.put("a", b"bytes")
-    leases = [kept.store.get(key("a")), other.store.get(key("a")), other.store.get(key("a"))]
-    _, writing = kept.store.begin(key("b"), 7, 0)
-    items = {item[0]: item[1:] for item in kept.store.stats()["items"]}
+    peer = Kept()
+    other = other_of(peer)
+    peer.put("a", b"bytes")
+    leases = [peer.store.get(key("a")), other.store.get(key("a")), other.store.get(key("a"))]
+    _, writing = peer.store.begin(key("b"), 7, 0)
+    items = {item[0]: item[1:] for item in peer.store.stats()["items"]}
     assert set(items) == {key("a"), key("b")}
     nbytes, hits, holders, age, idle, is_filling = items[key("a")]
     assert (nbytes, hits, holders, is_filling) == (5, 3, 2, False)
     assert 0 <= idle <= age < 30
     nbytes, hits, holders, age, _, is_filling = items[key("b")]
     assert (nbytes, hits, holders, is_filling) == (7, 0, 1, True)
-    assert kept.numbers("hits", "misses", "puts", "evictions", "abandoned") == (3, 2, 2, 0, 0)
+    assert peer.numbers("hits", "misses", "puts", "evictions", "abandoned") == (3, 2, 2, 0, 0)
     del leases, writing

@@ -21,7 +21,7 @@ from tests.conftest import eventually
 from tests.support.processes import program
 from tests.support.values import MB, Request, blocks, image, is_not_held, key, shows, travelled
 
-WAYS = pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
+WAYS = pytest.mark.parametrize("value_key", [key(1), None], ids=["with a key", "without a key"])
 
 
 def images() -> Store:
@@ -30,11 +30,11 @@ def images() -> Store:
 
 # ── what is sent ──
 @WAYS
-def test_a_value_is_copied_once_and_seen_where_it_lies(its: bytes | None) -> None:
+def test_a_value_is_copied_once_and_seen_where_it_lies(value_key: bytes | None) -> None:
     with images() as store:
         with Store.attach(store.ticket) as other, Scope(store) as scope:
-            handle = travelled(scope.put(image(1, MB), key=its))
-            assert handle.key == its and not handle.is_inline and handle.nbytes > MB
+            handle = travelled(scope.put(image(1, MB), key=value_key))
+            assert handle.key == value_key and not handle.is_inline and handle.nbytes > MB
             with handle.open(other) as lease:
                 pixels = lease.value()["pixels"]
                 assert shows(lease.value(), 1)
@@ -43,7 +43,7 @@ def test_a_value_is_copied_once_and_seen_where_it_lies(its: bytes | None) -> Non
             scope.release()
             assert (pixels == 1).all(), "gone while it is looked at"
             del pixels
-            assert blocks(store) == (1 if its else 0), "a value without a key goes with its last lease"
+            assert blocks(store) == (1 if value_key else 0), "a value without a key goes with its last lease"
         assert scope.stats() == ScopeStats(handles=1, nbytes=handle.nbytes, puts=1)
 
 
@@ -67,14 +67,14 @@ def test_what_was_found_in_the_store_is_added_and_held_by_the_scope() -> None:
     with images() as store:
         store.put(image(1), key=key(1)).release()
         scope = Scope(store)
-        with store.get(key(1)) as found:
-            handle = scope.add(found, key=key(1))
+        with store.get(key(1)) as stored:
+            handle = scope.add(stored, key=key(1))
         store.clear()
         assert shows(handle.open(store).value(), 1), "the scope did not hold it by itself"
         scope.release()
         assert blocks(store) == 0
         with pytest.raises(ClosedError):
-            Scope(store).add(found)
+            Scope(store).add(stored)
         assert scope.stats() == ScopeStats(handles=1, nbytes=handle.nbytes, hits=1)
 
 
@@ -129,9 +129,9 @@ def test_a_value_of_just_the_limit_travels_inline_and_of_a_byte_more_in_the_stor
 
 def test_without_a_store_every_value_travels_inline_and_a_key_once_for_each_scope() -> None:
     with Scope() as scope:
-        made = scope.put(image(1), key=key(1))
-        assert scope.put(object(), key=key(1)) is made, "it was looked at again"
-        handle = travelled(made)
+        handle_of_store = scope.put(image(1), key=key(1))
+        assert scope.put(object(), key=key(1)) is handle_of_store, "it was looked at again"
+        handle = travelled(handle_of_store)
     with handle.open() as lease:
         assert shows(lease.value(), 1) and lease.nbytes == handle.nbytes
         pixels = lease.value()["pixels"]
@@ -149,20 +149,20 @@ def test_a_value_of_no_bytes_travels_too() -> None:
     with images() as store:
         for value in (None, 5, {"nothing": np.zeros((0, 3))}, []):
             with Scope() as scope:
-                seen = travelled(scope.put(value)).open().value()
-                assert seen["nothing"].shape == (0, 3) if isinstance(value, dict) else seen == value
+                value_back = travelled(scope.put(value)).open().value()
+                assert value_back["nothing"].shape == (0, 3) if isinstance(value, dict) else value_back == value
             with Scope(store, inline_nbytes=0) as scope:
-                seen = travelled(scope.put(value, key=key(1))).open(store).value()
-                assert seen["nothing"].shape == (0, 3) if isinstance(value, dict) else seen == value
+                value_back = travelled(scope.put(value, key=key(1))).open(store).value()
+                assert value_back["nothing"].shape == (0, 3) if isinstance(value, dict) else value_back == value
             store.clear()
 
 
-@pytest.mark.parametrize("its", [key(9), None], ids=["with a key", "without a key"])
-def test_a_value_for_which_there_is_no_room_travels_inline(its: bytes | None) -> None:
+@pytest.mark.parametrize("value_key", [key(9), None], ids=["with a key", "without a key"])
+def test_a_value_for_which_there_is_no_room_travels_inline(value_key: bytes | None) -> None:
     with images() as store:
         with Scope(store, timeout=0.01) as holds, Scope(store, timeout=0.01) as scope:
             holds.put(image(1, 3 * MB), key=key(1))
-            handle = travelled(scope.put(image(2, 2 * MB), key=its))
+            handle = travelled(scope.put(image(2, 2 * MB), key=value_key))
             assert handle.is_inline and shows(handle.open().value(), 2)
             assert scope.stats().inline_full == 1
             holds.release()
@@ -251,7 +251,7 @@ def test_a_scope_that_is_forgotten_holds_nothing() -> None:
 def test_an_abort_while_a_value_is_being_copied_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     with images() as store:
         write = Plan.write
-        for its in (key(1), None):
+        for value_key in (key(1), None):
             scope = Scope(store)
 
             def released_meanwhile(planned: Plan, *where: Any, scope: Scope = scope) -> None:
@@ -260,9 +260,9 @@ def test_an_abort_while_a_value_is_being_copied_leaves_nothing(monkeypatch: pyte
 
             with monkeypatch.context() as patch:
                 patch.setattr(Plan, "write", released_meanwhile)
-                with pytest.raises(ClosedError) as kept:
-                    scope.put(image(1), key=its)
-            assert is_not_held(store), f"held for as long as there is {kept!r}"
+                with pytest.raises(ClosedError) as raised:
+                    scope.put(image(1), key=value_key)
+            assert is_not_held(store), f"held for as long as there is {raised!r}"
 
 
 def test_the_same_handle_delivered_twice_is_one_value_held_until_its_last_lease_ends() -> None:
@@ -449,7 +449,7 @@ def test_a_server_that_dies_gives_up_what_its_requests_held() -> None:
             held = unkeyed.open(store)
             server.kill()
             server.process.wait()
-            eventually(lambda: [one.name for one in store.stats().pool.holders if one.name == "server"] == [])
+            eventually(lambda: [holder.name for holder in store.stats().pool.holders if holder.name == "server"] == [])
             assert (held.value() == 2).all(), "what a worker had opened is its own"
             held.release()
             assert (keyed.open(store).value() == 1).all(), "the key outlives the process that put it"

@@ -46,8 +46,8 @@ def opened(store: Store, ref: lowlevel.Ref) -> Lease:
 def test_what_was_put_is_got_by_all_without_a_copy() -> None:
     with Store(4 * MB) as store, Store.attach(store.ticket) as other:
         put = store.put(tree(1, MB), key=key(1))
-        for one in (store, other):
-            with one.get(key(1)) as got:
+        for peer in (store, other):
+            with peer.get(key(1)) as got:
                 value = got.value()
                 assert holds(value, 1)
                 assert not value["pixels"].flags.writeable and not value["pixels"].flags.owndata
@@ -181,9 +181,9 @@ def test_a_value_that_cannot_be_kept_leaves_nothing() -> None:
         assert np.array_equal(holds_on.value()["x"], np.zeros(10))
 
 
-@pytest.mark.parametrize("its", [key(1), None], ids=["with a key", "without a key"])
+@pytest.mark.parametrize("value_key", [key(1), None], ids=["with a key", "without a key"])
 def test_a_writer_that_fails_half_way_leaves_the_key_to_others(
-    monkeypatch: pytest.MonkeyPatch, its: bytes | None
+    monkeypatch: pytest.MonkeyPatch, value_key: bytes | None
 ) -> None:
     from penstock.tensor import tree as trees
 
@@ -194,10 +194,10 @@ def test_a_writer_that_fails_half_way_leaves_the_key_to_others(
         with monkeypatch.context() as patch:
             patch.setattr(trees.Plan, "write", fail)
             with pytest.raises(OSError, match="half-way"):
-                store.put(tree(1), key=its)
+                store.put(tree(1), key=value_key)
         assert blocks(store) == 0
-        assert holds(store.put(tree(1), key=its, timeout=0.1).value(), 1)
-        assert store.stats().abandoned == (its is not None)
+        assert holds(store.put(tree(1), key=value_key, timeout=0.1).value(), 1)
+        assert store.stats().abandoned == (value_key is not None)
 
 
 def test_a_reference_opens_the_value_elsewhere_and_is_stale_when_it_is_gone() -> None:
@@ -341,7 +341,7 @@ def test_keys_tell_contents_apart() -> None:
         (np.zeros(0),),
     ]
     keys = [content_key(*content) for content in contents]
-    assert len(set(keys)) == len(keys) and {len(one) for one in keys} == {32}
+    assert len(set(keys)) == len(keys) and {len(digest) for digest in keys} == {32}
     assert content_key(array) == content_key(array.copy()) == content_key(np.arange(24, dtype=np.int32)[:12])
     assert content_key(np.asfortranarray(array.reshape(3, 4))) == content_key(array.reshape(3, 4))
     assert content_key(array, salt=b"tenant a") != content_key(array, salt=b"tenant b") != content_key(array)
@@ -363,12 +363,12 @@ def test_one_of_many_that_put_the_same_key_writes_and_all_get_it() -> None:
     """
     with Store(32 * MB) as store:
         with program(source, store.ticket) as a, program(source, store.ticket) as b, program(source, store.ticket) as c:
-            for one in (a, b, c):
-                assert one.hear() == "ready"
-            for one in (a, b, c):
-                one.say("go")
-            for one in (a, b, c):
-                assert one.hear() == "done"
+            for worker in (a, b, c):
+                assert worker.hear() == "ready"
+            for worker in (a, b, c):
+                worker.say("go")
+            for worker in (a, b, c):
+                assert worker.hear() == "done"
         stats = store.stats()
         assert stats.puts == 40 and stats.hits == 80
         assert blocks(store) == 40

@@ -102,12 +102,12 @@ def test_two_processes_that_fill_a_store_at_once_lose_nothing() -> None:
     """
     with Store(256 * MIB, max_items=256) as store:
         empty = claimed(store)
-        with program(source, store.ticket, 0) as one, program(source, store.ticket, 100) as other:
-            for each in (one, other):
+        with program(source, store.ticket, 0) as first, program(source, store.ticket, 100) as other:
+            for each in (first, other):
                 assert each.hear() == "there"
-            for each in (one, other):
+            for each in (first, other):
                 each.say("go")
-            for each in (one, other):
+            for each in (first, other):
                 assert each.hear() == "True"
         assert claimed(store) - empty <= 200 * 700_001 + 3 * MIB
         assert store.segment_nbytes == claimed(store)

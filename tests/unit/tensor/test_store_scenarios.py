@@ -16,23 +16,23 @@ from tests.support.values import MB, blocks, image, key, shows
 
 def test_what_a_server_writes_into_its_own_array_after_a_put_is_not_seen() -> None:
     with Store(4 * MB) as store:
-        given = image(1)
-        stored = store.put(given, key=key(1))
-        given["pixels"][:] = 9
-        given["grid"][2] = 9
+        source = image(1)
+        stored = store.put(source, key=key(1))
+        source["pixels"][:] = 9
+        source["grid"][2] = 9
         assert shows(stored.value(), 1) and shows(store.get(key(1)).value(), 1)
 
 
 def test_a_client_that_retries_the_same_request_makes_no_second_copy_and_ends_no_first_one() -> None:
     with Store(4 * MB) as server, Store.attach(server.ticket) as worker:
         first = server.put(image(1), key=key(1))
-        seen = Handle(None, first.ref).open(worker).value()["pixels"]
+        pixels = Handle(None, first.ref).open(worker).value()["pixels"]
         retried = server.put(image(1), key=key(1))
         assert retried.ref == first.ref and blocks(server) == 1
         first.release()  # the first attempt was aborted
         again = Handle(None, retried.ref).open(worker)
         retried.release()
-        assert shows(again.value(), 1) and (seen == 1).all()
+        assert shows(again.value(), 1) and (pixels == 1).all()
         assert server.stats().puts == 1
 
 
@@ -87,12 +87,12 @@ def test_a_get_while_another_process_clears_has_the_whole_or_misses() -> None:
     with Store(MB) as store, program(source, store.ticket) as other:
         assert other.hear() == "ready"
         with thread(other.hear) as end:
-            found = missed = 0
+            hits = missed = 0
             while end.is_alive():
                 for number in range(1, 5):
                     try:
                         assert shows(store.get(key(number)).value(), number)
-                        found += 1
+                        hits += 1
                     except Missing:
                         missed += 1
         assert end.value == "done" and missed
@@ -155,8 +155,8 @@ def test_old_values_that_are_held_leave_room_for_others(seed: int) -> None:
             for number in chance.sample(range(400), 400):
                 with store.put(image(number, sizes[number]), key=key(number), timeout=0) as stored:
                     assert shows(stored.value(), number)
-        for number, one in enumerate(held):
-            assert shows(one.value(), number)
+        for number, lease in enumerate(held):
+            assert shows(lease.value(), number)
         assert store.stats().evictions > 100
-        kept = sum(item.nbytes for item in store.stats().items)
-        assert kept > capacity // 2, f"{kept} bytes are kept where {capacity} fit: the rest is gaps"
+        nbytes = sum(item.nbytes for item in store.stats().items)
+        assert nbytes > capacity // 2, f"{nbytes} bytes are kept where {capacity} fit: the rest is gaps"

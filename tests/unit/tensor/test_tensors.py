@@ -70,11 +70,11 @@ def shapes() -> dict[str, NDArray[Any]]:
 @pytest.mark.parametrize("name", shapes())
 def test_an_array_of_any_shape_comes_back_equal_and_contiguous(name: str, new_store: NewStore) -> None:
     store = new_store()
-    given = shapes()[name]
-    before = given.copy()
-    back = through(store, given)
-    assert back.shape == given.shape
-    assert back.dtype == given.dtype.newbyteorder("=")
+    source = shapes()[name]
+    before = source.copy()
+    back = through(store, source)
+    assert back.shape == source.shape
+    assert back.dtype == source.dtype.newbyteorder("=")
     assert np.array_equal(back, before)
     assert back.flags.c_contiguous
     assert not back.flags.writeable
@@ -83,11 +83,11 @@ def test_an_array_of_any_shape_comes_back_equal_and_contiguous(name: str, new_st
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind.numpy is not None], ids=lambda kind: kind.name)
 def test_every_kind_of_number_that_numpy_has_comes_back_as_it_was(seed: int, kind: Any) -> None:
     raw = np.random.default_rng(seed).integers(0, 2 if kind.name == "bool" else 256, 24 * kind.itemsize, np.uint8)
-    given = raw.view(kind.numpy).reshape(2, 3, 4)
+    source = raw.view(kind.numpy).reshape(2, 3, 4)
     for store in (Store(MB), None):
-        back = through(store, given)
-        assert back.dtype == given.dtype
-        assert back.tobytes() == given.tobytes()
+        back = through(store, source)
+        assert back.dtype == source.dtype
+        assert back.tobytes() == source.tobytes()
 
 
 def test_the_number_of_a_kind_on_the_wire_is_never_another() -> None:
@@ -108,16 +108,16 @@ def test_a_kind_that_numpy_has_no_word_for_is_seen_as_unsigned_integers_of_the_s
         raw = bytes(range(12))
         with store.loan(None, Empty((12 // width,), name)) as loan:
             loan.value("bits").view(np.uint8)[:] = np.frombuffer(raw, np.uint8)
-            seen = loan.commit().value("bits")
-        assert seen.dtype == np.dtype(f"u{width}")
-        assert seen.tobytes() == raw
+            bits = loan.commit().value("bits")
+        assert bits.dtype == np.dtype(f"u{width}")
+        assert bits.tobytes() == raw
 
 
 def test_anything_with_a_buffer_goes_in_as_the_numbers_it_says_it_has() -> None:
     store = Store(MB)
     with mmap.mmap(-1, 4096) as mapped:
         mapped[:3] = b"abc"
-        for given, expected in (
+        for source, expected in (
             (memoryview(b"abc"), np.array([97, 98, 99], np.uint8)),
             (bytearray(b"ab"), np.array([97, 98], np.uint8)),
             (memoryview(b"abcdef")[::2], np.array([97, 99, 101], np.uint8)),
@@ -128,10 +128,10 @@ def test_anything_with_a_buffer_goes_in_as_the_numbers_it_says_it_has() -> None:
             (np.float32(2.5), np.array(2.5, np.float32)),
             (bytearray(), np.empty(0, np.uint8)),
         ):
-            back = through(store, given)
+            back = through(store, source)
             assert back.dtype == expected.dtype
             assert np.array_equal(back, expected)
-            del given
+            del source
 
 
 class Foreign:
@@ -156,18 +156,18 @@ class OnDevice:
 
 def test_an_array_of_another_library_goes_in_by_dlpack() -> None:
     for store in (Store(MB), None):
-        for given in (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.array(5j), np.empty((0, 2))):
-            assert np.array_equal(through(store, Foreign(given)), given)
+        for numbers in (np.arange(6).reshape(2, 3), np.arange(6).reshape(2, 3).T, np.array(5j), np.empty((0, 2))):
+            assert np.array_equal(through(store, Foreign(numbers)), numbers)
 
 
 def test_numbers_of_ml_dtypes_go_in_as_what_torch_calls_them_and_come_out_as_they_were() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     store = Store(MB)
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int4"):
-        given = np.arange(8).astype(getattr(ml_dtypes, name))[::2]
-        back = through(store, given)
-        assert back.dtype == given.dtype
-        assert np.array_equal(back.view("u1"), np.ascontiguousarray(given).view("u1"))
+        source = np.arange(8).astype(getattr(ml_dtypes, name))[::2]
+        back = through(store, source)
+        assert back.dtype == source.dtype
+        assert np.array_equal(back.view("u1"), np.ascontiguousarray(source).view("u1"))
     with pytest.raises(UnsupportedTensor, match="no other process would know it"):
         store.put(np.zeros(3, ml_dtypes.float8_e3m4))
 
@@ -179,9 +179,9 @@ def test_arrays_and_buffers_of_arrow_go_in_as_numbers_or_say_why_not() -> None:
     assert through(store, arrow.array([1.5, 2.5])).tolist() == [1.5, 2.5]
     assert through(store, arrow.array([1, 2, 3], arrow.int16())[1:]).tolist() == [2, 3]
     assert through(store, arrow.py_buffer(b"ab")).tobytes() == b"ab"
-    for given in (arrow.array([1, None]), arrow.array(["x"]), arrow.array([True])):
+    for numbers in (arrow.array([1, None]), arrow.array(["x"]), arrow.array([True])):
         with pytest.raises(UnsupportedTensor, match="does not show its numbers"):
-            store.put(given)
+            store.put(numbers)
 
 
 @IN_A_STORE_AND_INLINE
@@ -199,22 +199,22 @@ def test_what_comes_out_offers_dlpack_and_says_that_it_is_read_only(new_store: N
         def __dlpack_device__(self) -> Any:
             return self.inner.__dlpack_device__()
 
-    seen = through(store, np.arange(6).reshape(2, 3))
-    taken = np.from_dlpack(Through(seen))
-    assert taken.ctypes.data == seen.ctypes.data
-    assert np.array_equal(taken, seen)
+    array = through(store, np.arange(6).reshape(2, 3))
+    taken = np.from_dlpack(Through(array))
+    assert taken.ctypes.data == array.ctypes.data
+    assert np.array_equal(taken, array)
     assert not taken.flags.writeable
     with pytest.raises(BufferError):  # a consumer that asks for DLPack before 1.0 could not know
-        seen.__dlpack__()
+        array.__dlpack__()
     if store is not None:
-        del seen
+        del array
         assert blocks(store) == 1
         del taken
         assert blocks(store) == 0
 
 
 @pytest.mark.parametrize(
-    ("given", "words"),
+    ("source", "words"),
     [
         (np.array([object()]), "addresses of this process"),
         (np.array(["x"]), "text or its fields by themselves"),
@@ -231,13 +231,13 @@ def test_what_comes_out_offers_dlpack_and_says_that_it_is_read_only(new_store: N
         (OnDevice(), "a OnDevice lies on its device, not in host memory"),
         ((ctypes.c_void_p * 2)(), "a c_void_p_Array_2 of format '<P': '<P' is not a valid PEP 3118 buffer format"),
     ],
-    ids=lambda given: None if isinstance(given, str) else type(given).__name__,
+    ids=lambda parameter: None if isinstance(parameter, str) else type(parameter).__name__,
 )
-def test_what_cannot_be_sent_is_refused_and_the_error_says_what_to_do(given: Any, words: str) -> None:
+def test_what_cannot_be_sent_is_refused_and_the_error_says_what_to_do(source: Any, words: str) -> None:
     with Store(MB) as store:
         for put in (store.put, Scope(store).put, Scope().put):
             with pytest.raises(UnsupportedTensor, match=words):
-                put(given)
+                put(source)
         assert blocks(store) == 0
 
 
@@ -252,10 +252,10 @@ def test_more_dimensions_than_every_numpy_has_are_refused() -> None:
 def test_what_the_sender_writes_afterwards_is_not_seen() -> None:
     for store in (Store(MB), None):
         for nbytes in (8, 80_000):
-            given = np.zeros(nbytes // 8)
+            source = np.zeros(nbytes // 8)
             with Scope(store, inline_nbytes=0) as scope:
-                handle = scope.put(given)
-                given[:] = 1
+                handle = scope.put(source)
+                source[:] = 1
                 assert not handle.open(store).value().any()
 
 
@@ -290,25 +290,25 @@ def test_a_library_that_there_is_no_view_for_is_refused() -> None:
 
 
 # ── leases ──
-def views(seen: NDArray[Any]) -> Iterator[Any]:
-    yield seen
-    yield seen[10:20]
-    yield seen.reshape(10, -1)[::2]
-    yield seen.T
-    yield seen.view(np.uint8)[3:]
-    yield memoryview(seen)[1:]
-    yield np.from_dlpack(seen)
-    yield iter(seen)
-    yield seen.flat
-    yield np.broadcast_to(seen[:1], (5, 5))
+def views(array: NDArray[Any]) -> Iterator[Any]:
+    yield array
+    yield array[10:20]
+    yield array.reshape(10, -1)[::2]
+    yield array.T
+    yield array.view(np.uint8)[3:]
+    yield memoryview(array)[1:]
+    yield np.from_dlpack(array)
+    yield iter(array)
+    yield array.flat
+    yield np.broadcast_to(array[:1], (5, 5))
 
 
 def test_the_block_is_free_with_the_last_view_of_it() -> None:
     store = Store(MB)
     for index in range(10):
-        seen = through(store, np.arange(100))
-        view = next(one for number, one in enumerate(views(seen)) if number == index)
-        del seen
+        array = through(store, np.arange(100))
+        view = next(view for number, view in enumerate(views(array)) if number == index)
+        del array
         assert blocks(store) == 1
         del view
         assert blocks(store) == 0, index
@@ -336,10 +336,10 @@ def test_views_in_many_threads_each_hold_the_block() -> None:
         lambda: lease.value(writable=True),
     ]
     threads = [threading.Thread(target=look, args=(way,)) for way in ways]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(SECONDS)
+    for worker in threads:
+        worker.start()
+    for worker in threads:
+        worker.join(SECONDS)
     assert not failures
     assert blocks(store) == 1
     lease.release()
@@ -358,11 +358,11 @@ def test_a_writable_view_is_a_copy_and_holds_nothing() -> None:
 
 def test_pickling_a_view_sends_its_bytes_and_never_the_lease() -> None:
     store = Store(MB)
-    seen = through(store, np.arange(1000))
-    part = pickle.loads(pickle.dumps(seen[5:7]))
-    copied = copy.deepcopy(seen)
-    assert len(pickle.dumps(seen[5:7])) < 500
-    del seen
+    array = through(store, np.arange(1000))
+    part = pickle.loads(pickle.dumps(array[5:7]))
+    copied = copy.deepcopy(array)
+    assert len(pickle.dumps(array[5:7])) < 500
+    del array
     assert blocks(store) == 0
     assert part.tolist() == [5, 6]
     assert copied[999] == 999
@@ -374,10 +374,10 @@ def test_pickling_a_view_sends_its_bytes_and_never_the_lease() -> None:
 @IN_A_STORE_AND_INLINE
 def test_bytes_that_are_neither_false_nor_true_are_shown_as_they_lie_and_count_as_true(new_store: NewStore) -> None:
     store = new_store()
-    given = np.array([0, 1, 2, 255], np.uint8).view(np.bool_)
-    seen = through(store, given)
-    assert seen.view(np.uint8).tolist() == [0, 1, 2, 255]
-    assert np.flatnonzero(seen).tolist() == [1, 2, 3] and np.arange(4)[seen].tolist() == [1, 2, 3]
+    source = np.array([0, 1, 2, 255], np.uint8).view(np.bool_)
+    array = through(store, source)
+    assert array.view(np.uint8).tolist() == [0, 1, 2, 255]
+    assert np.flatnonzero(array).tolist() == [1, 2, 3] and np.arange(4)[array].tolist() == [1, 2, 3]
 
 
 # ── between processes ──
@@ -394,7 +394,7 @@ def sum_up(images: str, answers: str, store: Store) -> None:
                 sender.send(Seen(image.number, float(len(held))), timeout=SECONDS)
                 continue
             pixels = image.pixels.open(store).value()
-            total = pixels.sum() + sum(one.open(store).value().sum() for one in image.more)
+            total = pixels.sum() + sum(handle.open(store).value().sum() for handle in image.more)
             del pixels
             sender.send(Seen(image.number, float(total)), timeout=SECONDS)
 
@@ -406,12 +406,12 @@ def test_a_message_with_handles_is_an_ordinary_message() -> None:
         with spawn(sum_up, str(images.ticket), str(answers.ticket), store):
             for number in range(50):
                 with Scope(store, inline_nbytes=200) as scope:
-                    given = np.full((number * 10, 7), number, np.float32)
+                    source = np.full((number * 10, 7), number, np.float32)
                     with store.loan(None, Empty((300, 10), np.int64)) as loan:
                         loan.value()[:] = number
-                        with loan.commit() as made:
-                            more = [scope.add(made), scope.put(np.arange(number))]
-                    sender.send(Image(number, scope.put(given), more), timeout=SECONDS)
+                        with loan.commit() as lease:
+                            more = [scope.add(lease), scope.put(np.arange(number))]
+                    sender.send(Image(number, scope.put(source), more), timeout=SECONDS)
                     answer = receiver.receive(timeout=SECONDS)
                 assert answer == Seen(number, number * number * 70 + 3000 * number + number * (number - 1) / 2)
                 assert blocks(store) == 0
@@ -442,5 +442,5 @@ def test_a_kind_that_numpy_lacks_is_shown_as_ml_dtypes_has_it(monkeypatch: pytes
 
 def test_an_array_of_a_dtype_that_numpy_lacks_goes_in_as_its_bits(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(source, "kind_of_numpy", lambda dtype: KIND_OF_NAME["bfloat16"])
-    given = np.array([0x3F80, 0x4000], np.uint16)
-    assert through(Store(MB), given, as_="bits").tolist() == given.tolist()
+    bits = np.array([0x3F80, 0x4000], np.uint16)
+    assert through(Store(MB), bits, as_="bits").tolist() == bits.tolist()

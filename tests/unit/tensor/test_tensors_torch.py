@@ -29,8 +29,8 @@ def bytes_of(tensor: Any) -> bytes:
 
 
 def test_every_dtype_of_torch_has_a_kind_of_number_or_is_refused_with_advice() -> None:
-    dtypes = {one for name in dir(torch) if isinstance(one := getattr(torch, name), torch.dtype)}
-    refused = {str(one) for one in dtypes if str(one).removeprefix("torch.") not in {kind.name for kind in KINDS}}
+    dtypes = {value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
+    refused = {str(dtype) for dtype in dtypes if str(dtype).removeprefix("torch.") not in {kind.name for kind in KINDS}}
     assert refused == {
         f"torch.{name}" for name in ("quint8", "qint8", "qint32", "quint4x2", "quint2x4", "bits8", "bits16")
     } | {"torch.bits1x8", "torch.bits2x4", "torch.bits4x2"}
@@ -52,37 +52,37 @@ def test_a_tensor_of_any_dtype_comes_back_bit_by_bit(kind: Any, seed: int) -> No
     whole = raw.view(dtype).reshape(4, 4, 6)
     views = whole, whole[1], whole[::2, 1:3, ::3], whole.permute(2, 0, 1), whole[0, 0, 0], whole[:, :0]
     store = Store(MB)
-    for given, where in itertools.product(views, (store, None)):
-        back = through(where, given, "torch")
+    for source, where in itertools.product(views, (store, None)):
+        back = through(where, source, "torch")
         assert back.dtype == dtype
-        assert back.shape == given.shape
+        assert back.shape == source.shape
         assert back.is_contiguous()
-        assert bytes_of(back) == bytes_of(given)
-        own = through(where, given, "torch", writable=True)
-        assert bytes_of(own) == bytes_of(given)
-        seen = through(where, given)
-        assert seen.shape == tuple(given.shape)
-        assert seen.tobytes() == bytes_of(given)
-        assert not seen.flags.writeable
-        del back, own, seen
+        assert bytes_of(back) == bytes_of(source)
+        own = through(where, source, "torch", writable=True)
+        assert bytes_of(own) == bytes_of(source)
+        array = through(where, source)
+        assert array.shape == tuple(source.shape)
+        assert array.tobytes() == bytes_of(source)
+        assert not array.flags.writeable
+        del back, own, array
     assert blocks(store) == 0
 
 
 def test_numbers_that_are_only_promised_are_made_before_they_are_sent() -> None:
     store = Store(MB)
     numbers = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
-    for given in (
+    for source in (
         numbers.conj(),
         numbers.conj().t(),
         numbers.conj().imag,
         numbers.conj().imag[:, 1:],
         numbers.conj()[0],
     ):
-        assert given.is_conj() or given.is_neg()
-        back = through(store, given, "torch")
+        assert source.is_conj() or source.is_neg()
+        back = through(store, source, "torch")
         assert not back.is_conj()
         assert not back.is_neg()
-        assert torch.equal(back, given)
+        assert torch.equal(back, source)
     half = numbers.to(torch.complex32).conj()
     assert torch.equal(through(store, half, "torch").to(torch.complex64), numbers.conj())
 
@@ -100,13 +100,13 @@ def test_a_tensor_that_requires_grad_is_refused_and_can_be_detached() -> None:
     store = Store(MB)
     parameter = torch.nn.Parameter(torch.ones(3))
     result = torch.ones(3, requires_grad=True) * 2
-    for given in (parameter, result, result[1:]):
+    for source in (parameter, result, result[1:]):
         with pytest.raises(
             UnsupportedTensor, match=r"requires grad, which no other process .*: send \.detach\(\) of it"
         ):
-            store.put(given)
-        back = through(store, given.detach(), "torch")
-        assert torch.equal(back, given.detach())
+            store.put(source)
+        back = through(store, source.detach(), "torch")
+        assert torch.equal(back, source.detach())
         assert not back.requires_grad
         assert type(back) is torch.Tensor
     with pytest.raises(UnsupportedTensor, match=r"\.detach\(\) of it at \$\['w'\]"):
@@ -161,11 +161,11 @@ def test_a_tensor_of_a_device_is_refused_with_the_name_of_what_sends_it() -> Non
 
 
 WRITING: list[Callable[[Any], Any]] = [
-    lambda made: made,
-    lambda made: made.t(),
-    lambda made: made[3:5],
-    lambda made: made.view(torch.uint8).numpy()[3],
-    lambda made: made.untyped_storage(),
+    lambda tensor: tensor,
+    lambda tensor: tensor.t(),
+    lambda tensor: tensor[3:5],
+    lambda tensor: tensor.view(torch.uint8).numpy()[3],
+    lambda tensor: tensor.untyped_storage(),
 ]
 
 
@@ -173,21 +173,21 @@ def test_a_tensor_of_any_dtype_is_made_in_the_store_without_a_copy() -> None:
     store = Store(MB)
     for dtype in (torch.float32, torch.bfloat16, torch.float8_e5m2, torch.complex32, torch.bool):
         with store.loan(None, Empty((20, 30), dtype)) as loan:
-            made = loan.value("torch")
-            assert (made.dtype, made.shape) == (dtype, (20, 30))
-            made.zero_()
-            made[3].view(torch.uint8).fill_(1)
+            tensor = loan.value("torch")
+            assert (tensor.dtype, tensor.shape) == (dtype, (20, 30))
+            tensor.zero_()
+            tensor[3].view(torch.uint8).fill_(1)
             takes = store.stats().pool.takes
-            expected, address = bytes_of(made), made.data_ptr()
+            expected, address = bytes_of(tensor), tensor.data_ptr()
             for way in WRITING:
-                left = way(made)
-                del made
+                left = way(tensor)
+                del tensor
                 with pytest.raises(BufferError, match="drop them"):
                     loan.commit()
                 del left
-                made = loan.value("torch")
-                assert made.data_ptr() == address
-            del made
+                tensor = loan.value("torch")
+                assert tensor.data_ptr() == address
+            del tensor
             lease = loan.commit()
         assert bytes_of(lease.value("torch")) == expected
         row = dtype.itemsize * 30
@@ -203,18 +203,18 @@ def test_the_block_is_free_with_the_last_view_of_it() -> None:
         return torch.nn.Parameter(tensor, requires_grad=False)
 
     ways: list[Callable[[Any], Any]] = [
-        lambda seen: seen,
-        lambda seen: seen[10:20],
-        lambda seen: seen.reshape(10, -1).t()[::2],
-        lambda seen: seen.view(torch.int32)[5:],
-        lambda seen: seen.numpy()[3:],
-        lambda seen: torch.from_dlpack(seen.numpy()),
-        lambda seen: np.from_dlpack(seen),
-        lambda seen: seen.detach().expand(3, 100),
-        lambda seen: seen.untyped_storage(),
-        lambda seen: list(seen.unbind())[7],
+        lambda tensor: tensor,
+        lambda tensor: tensor[10:20],
+        lambda tensor: tensor.reshape(10, -1).t()[::2],
+        lambda tensor: tensor.view(torch.int32)[5:],
+        lambda tensor: tensor.numpy()[3:],
+        lambda tensor: torch.from_dlpack(tensor.numpy()),
+        lambda tensor: np.from_dlpack(tensor),
+        lambda tensor: tensor.detach().expand(3, 100),
+        lambda tensor: tensor.untyped_storage(),
+        lambda tensor: list(tensor.unbind())[7],
         bound,
-        lambda seen: memoryview(seen.numpy()),
+        lambda tensor: memoryview(tensor.numpy()),
     ]
     store = Store(MB)
     for index, way in enumerate(ways):
@@ -237,8 +237,8 @@ def test_what_no_mapping_guards_is_copied_for_torch() -> None:
     planned = plan([torch.arange(8)])
     with pool.take(planned.nbytes) as lease:
         planned.write(lease)
-        (seen,) = read(planned.layout, lease, as_="torch")
-        seen.fill_(0)
+        (tensor,) = read(planned.layout, lease, as_="torch")
+        tensor.fill_(0)
         assert read(planned.layout, lease)[0].tolist() == list(range(8))
         opened = pool.open(pool.share(lease))
         (guarded,) = read(planned.layout, opened, as_="torch")
@@ -294,8 +294,8 @@ def test_a_stray_write_ends_the_process_that_writes_and_no_other_sees_it() -> No
 
 
 def test_numbers_that_only_torch_has_come_by_dlpack_of_another_library() -> None:
-    given = torch.arange(4, dtype=torch.bfloat16)
-    assert torch.equal(through(Store(MB), Foreign(given), as_="torch"), given)
+    source = torch.arange(4, dtype=torch.bfloat16)
+    assert torch.equal(through(Store(MB), Foreign(source), as_="torch"), source)
 
 
 def test_an_inline_tensor_reaches_torch_where_numpy_cannot_say_read_only(monkeypatch: pytest.MonkeyPatch) -> None:

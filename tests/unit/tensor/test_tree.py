@@ -36,7 +36,7 @@ def test_a_tree_comes_back_as_it_was_its_containers_and_small_values_too() -> No
     assert type(back["sizes"][1]) is tuple
     assert back["sizes"][1][0].shape == ()
     assert back["sizes"][1][0] == 1.5
-    assert [(type(one), one) for one in back["kept"]] == [(type(one), one) for one in KEPT]
+    assert [(type(leaf), leaf) for leaf in back["kept"]] == [(type(leaf), leaf) for leaf in KEPT]
     assert back[3] == {"empty": {}, "list": [], "tuple": ()}
 
 
@@ -55,7 +55,7 @@ def test_every_tensor_lies_at_a_multiple_of_64_and_is_compacted() -> None:
     planned.write(buffer)
     first, second, third, fourth = read(planned.layout, buffer)
     start = first.ctypes.data
-    assert [(one.ctypes.data - start) % 64 for one in (first, second, third)] == [0, 0, 0]
+    assert [(array.ctypes.data - start) % 64 for array in (first, second, third)] == [0, 0, 0]
     assert first.tolist() == large[::100].tolist()
     assert third.tolist() == list(range(5000, 5010))
     assert fourth.size == 0
@@ -65,17 +65,17 @@ def test_views_of_a_tree_are_read_only_and_keep_the_buffer_and_copies_are_neithe
     planned = plan({"a": np.arange(4)})
     buffer = bytearray(planned.nbytes + 64)
     planned.write(buffer, 64)
-    seen = read(planned.layout, buffer, 64)["a"]
+    array = read(planned.layout, buffer, 64)["a"]
     with pytest.raises(ValueError, match="read-only"):
-        seen[0] = 9
+        array[0] = 9
     with pytest.raises(ValueError):
-        seen.flags.writeable = True
+        array.flags.writeable = True
     with pytest.raises(BufferError):
         buffer.clear()
     own = read(planned.layout, buffer, 64, writable=True)["a"]
     own[0] = 9
-    assert seen.tolist() == [0, 1, 2, 3]
-    del seen
+    assert array.tolist() == [0, 1, 2, 3]
+    del array
     buffer.clear()
     assert own.tolist() == [9, 1, 2, 3]
 
@@ -157,8 +157,8 @@ def test_a_layout_with_bytes_changed_at_random_is_read_within_the_buffer_or_not_
         if isinstance(node, np.ndarray):
             assert node.nbytes == 0 or first <= node.ctypes.data <= last - node.nbytes
             node.sum()
-        for one in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
-            look(one)
+        for child in node.values() if isinstance(node, dict) else node if isinstance(node, (list, tuple)) else ():
+            look(child)
 
     for _ in range(20_000):
         layout = bytearray(planned.layout)

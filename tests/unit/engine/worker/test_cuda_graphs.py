@@ -112,7 +112,7 @@ def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Ca
     """Mixtures in float32 are computed one expert after the other: they are not recorded, and answered all the same."""
     of = family(name)
     ours = device(of, device="cuda", recorder=CudaGraphs())
-    assert ask(ours, of.asked).answers == ask(device(of, device="cuda"), of.asked).answers
+    assert ask(ours, of.requests).answers == ask(device(of, device="cuda"), of.requests).answers
     assert ours._decoding._is_recording or name == "qwen3_moe"
 
 

@@ -44,7 +44,7 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def test_recorded_steps_answer_what_transformers_answers(name: str, family: Callable[[str], Family]) -> None:
     """With all that is in between: chunks, preemption, blocks of others, and images."""
     of, tape = family(name), Tape()
-    told = ask(device(of, recorder=tape), of.asked)
+    told = ask(device(of, recorder=tape), of.requests)
     assert told.answers == of.answers
     assert told.preemptions > 0 and told.cached_tokens > 0
     assert len(tape.replays) == 3 and sum(tape.replays) > 30
@@ -60,7 +60,7 @@ def test_tables_that_grow_wider_are_answered_alike(
     of, tape = family("gemma2"), Tape()
     ours = device(of, blocks=64, recorder=tape)
     unrecorded = counting_eager(monkeypatch)
-    assert ask(ours, of.asked).answers == of.answers
+    assert ask(ours, of.requests).answers == of.answers
     assert {form.width for form in ours._decoding._replays} == {1, 8, 16}
     assert {form.rows for form in ours._decoding._replays} == {1, 2, 4}
     assert any(not batch.chunks for batch in unrecorded), "all steps of decoding were recorded"
@@ -80,7 +80,7 @@ def counting_eager(monkeypatch: pytest.MonkeyPatch) -> list[InputBatch]:
 
 def test_recorded_steps_know_the_random_tokens_of_others(family: Callable[[str], Family]) -> None:
     of = family("mistral")
-    assert ask(device(of, recorder=Tape()), of.asked, seed=5).answers == ask(device(of), of.asked, seed=5).answers
+    assert ask(device(of, recorder=Tape()), of.requests, seed=5).answers == ask(device(of), of.requests, seed=5).answers
 
 
 @tiers.needs_all  # each rank imports torch; test_rope has ranks of threads
@@ -206,7 +206,7 @@ def test_a_model_that_waits_for_the_device_is_answered_without_recording(
     monkeypatch.setattr(model_runner.models, "load", one_by_one)
     with caplog.at_level(logging.INFO, "penstock.engine"):
         ours = device(of, recorder=tape)
-        assert ask(ours, of.asked).answers == of.answers
+        assert ask(ours, of.requests).answers == of.answers
     assert not sum(tape.replays)
     told = [record for record in caplog.records if record.message == "decode steps are not recorded"]
     assert len(told) == 1 and "called a synchronizing operation: nonzero" in told[0].fields["why"]  # type: ignore[attr-defined]
@@ -227,9 +227,9 @@ def test_a_form_that_fails_later_ends_all_recording(
     tape = Narrow()
     ours = device(of, recorder=tape)
     with caplog.at_level(logging.INFO, "penstock.engine"):
-        assert ask(ours, of.asked).answers == of.answers
+        assert ask(ours, of.requests).answers == of.answers
         replayed = list(tape.replays)
-        assert ask(ours, of.asked).answers == of.answers
+        assert ask(ours, of.requests).answers == of.answers
     assert 0 < sum(replayed) and tape.replays == replayed
     assert [record.message for record in caplog.records].count("decode steps are not recorded") == 1
 
@@ -241,7 +241,7 @@ def test_what_another_rank_cannot_record_no_rank_replays(
     ours = device(of, recorder=tape)
     ours._decoding._replays.clear()
     monkeypatch.setattr(ours._model.ranks, "least", lambda _: 0)
-    assert ask(ours, of.asked).answers == of.answers
+    assert ask(ours, of.requests).answers == of.answers
     assert not sum(tape.replays)
 
 

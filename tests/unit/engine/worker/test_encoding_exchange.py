@@ -83,8 +83,8 @@ def test_two_ranks_answer_as_transformers_does(
     """In chunks that cut images, with two images in a request, and images that several requests have."""
     store = encodings_store()
     of, encoder = family(name), counted(monkeypatch)
-    assert answers_of_threads(2, of, of.asked, encoder=options(mode, store)) == [of.answers] * 2
-    assert sorted(encoder.keys) == sorted([*keys_of(of.asked)] * times)
+    assert answers_of_threads(2, of, of.requests, encoder=options(mode, store)) == [of.answers] * 2
+    assert sorted(encoder.keys) == sorted([*keys_of(of.requests)] * times)
     must_be_written_by_nobody(store)
 
 
@@ -96,7 +96,7 @@ def test_images_of_a_step_are_divided_among_ranks(
     of, both = family("llava"), threading.Barrier(2, timeout=30)
     counted(monkeypatch, lambda item: both.wait())
     for mode in ("data", "store"):
-        asked = [of.asked[2]]
+        asked = [of.requests[2]]
         assert answers_of_threads(2, of, asked, budget=64, encoder=options(mode, store)) == [[of.answers[2]]] * 2
 
 
@@ -106,14 +106,14 @@ def test_an_image_that_one_rank_cannot_encode_fails_on_all(
 ) -> None:
     store = encodings_store()
     of = family("llava")
-    bad = of.asked[1].inputs[0][0]
+    bad = of.requests[1].inputs[0][0]
 
     def fail(item: Handle) -> None:
         if item.key == bad:
             raise encoding_exchange.Unusable(FinishReason.MISFIT)
 
     counted(monkeypatch, fail)
-    told = answers_of_threads(2, of, of.asked[:4], encoder=options(mode, store))
+    told = answers_of_threads(2, of, of.requests[:4], encoder=options(mode, store))
     assert told[0] == told[1]
     assert [told[0][number] for number in (0, 2, 3)] == [of.answers[number] for number in (0, 2, 3)]
     must_be_written_by_nobody(store)
@@ -136,8 +136,8 @@ def test_an_encoding_is_held_while_a_chunk_of_its_image_is_left(
     monkeypatch.setattr(encoding_exchange.EncodingExchange, "run", run)
     encoder = counted(monkeypatch)
     ours = device(of, blocks=64, encoder=options("store", store))
-    assert ask(ours, [of.asked[1]], budget=2, slots=1).answers == [of.answers[1]]
-    assert encoder.keys == [of.asked[1].inputs[0][0]] and evicted == [False]
+    assert ask(ours, [of.requests[1]], budget=2, slots=1).answers == [of.answers[1]]
+    assert encoder.keys == [of.requests[1].inputs[0][0]] and evicted == [False]
     assert store.evict(chunks[0][0].key), "the steps after the last chunk hold nothing"
 
 
@@ -164,8 +164,8 @@ def test_an_engine_encodes_nothing_that_another_has_encoded(
     of, encoder = family(name), counted(monkeypatch)
     engines = [device(of, blocks=64, encoder=options("store", store)) for _ in range(2)]
     for engine in engines:
-        assert ask(engine, of.asked).answers == of.answers
-    assert sorted(encoder.keys) == sorted(keys_of(of.asked))
+        assert ask(engine, of.requests).answers == of.answers
+    assert sorted(encoder.keys) == sorted(keys_of(of.requests))
     first, second = (engine.encodings for engine in engines)
     assert (first.encoded, first.unshared) == (len(encoder.keys), 0)
     assert (second.encoded, second.unshared) == (0, 0) and second.found >= len(encoder.keys)
@@ -180,9 +180,9 @@ def test_engines_that_need_the_same_images_at_once_encode_each_once(
     encoder = counted(monkeypatch, lambda item: both.wait())
     engines = [device(of, blocks=64, encoder=options("store", store, timeout=30.0)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(lambda engine: ask(engine, [of.asked[2]], budget=64).answers, engines))
+        told = list(pool.map(lambda engine: ask(engine, [of.requests[2]], budget=64).answers, engines))
     assert told == [[of.answers[2]]] * 2
-    assert sorted(encoder.keys) == sorted(keys_of([of.asked[2]]))
+    assert sorted(encoder.keys) == sorted(keys_of([of.requests[2]]))
     assert [engine.encodings.encoded for engine in engines] == [1, 1]
     assert [engine.encodings.found for engine in engines] == [1, 1]
 
@@ -204,9 +204,9 @@ def test_an_image_that_another_engine_cannot_encode_is_tried_again(
     counted(monkeypatch, fail_first)
     engines = [device(of, blocks=64, encoder=options("store", store, timeout=30.0)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        failing = pool.submit(ask, engines[0], [of.asked[1]])
+        failing = pool.submit(ask, engines[0], [of.requests[1]])
         assert has_begun.wait(30)
-        assert ask(engines[1], [of.asked[1]]).answers == [of.answers[1]]
+        assert ask(engines[1], [of.requests[1]]).answers == [of.answers[1]]
         assert failing.result().reasons == {0: FinishReason.MISSING}
 
 
@@ -217,13 +217,13 @@ def test_an_image_is_encoded_once_more_when_its_writer_takes_too_long(
     of, encoder = family("llava"), counted(monkeypatch)
     ours = device(of, blocks=64, encoder=options("store", store, timeout=0.1))
     assert ours._images is not None
-    ask(ours, [of.asked[1]])
+    ask(ours, [of.requests[1]])
     key = store.stats().items[0].key
     store.clear()
     with store.loan(key, b""):
         began = time.monotonic()
         again = device(of, blocks=64, encoder=options("store", store, timeout=0.1))
-        assert ask(again, [of.asked[1]]).answers == [of.answers[1]]
+        assert ask(again, [of.requests[1]]).answers == [of.answers[1]]
         assert time.monotonic() - began >= 0.1
     assert len(encoder.keys) == 2 and again.encodings.unshared == 1
 
@@ -235,8 +235,8 @@ def test_encodings_without_room_in_the_store_stay_with_their_engine(
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
     with store.pool.take(store.nbytes):
-        assert answers_of_threads(size, of, of.asked, encoder=options("store", store)) == [of.answers] * size
-    assert sorted(encoder.keys) == sorted(keys_of(of.asked)) and not store.stats().items
+        assert answers_of_threads(size, of, of.requests, encoder=options("store", store)) == [of.answers] * size
+    assert sorted(encoder.keys) == sorted(keys_of(of.requests)) and not store.stats().items
 
 
 def test_an_encoding_of_another_model_has_another_key(
@@ -257,7 +257,7 @@ def test_an_encoding_of_another_model_has_another_key(
         ("copy", "bfloat16", 3),
     ):
         other = of._replace(path=tmp_path / name)
-        ask(device(other, blocks=64, dtype=dtype, encoder=options("store", store)), [of.asked[1]])
+        ask(device(other, blocks=64, dtype=dtype, encoder=options("store", store)), [of.requests[1]])
         assert len(encoder.keys) == len(store.stats().items) == number
     assert (store.stats().misses, store.stats().hits) == (3, 1)
 
@@ -269,10 +269,10 @@ def test_an_encoding_counts_once_as_a_hit_or_a_miss(
     """However many ranks view it. The second engine finds all; the cache of prefixes needs some images never again."""
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
-    needed = sum(len(asked.inputs) for asked in of.asked * 2)
-    new, hits = len(keys_of(of.asked)), 0
+    needed = sum(len(asked.inputs) for asked in of.requests * 2)
+    new, hits = len(keys_of(of.requests)), 0
     for least, most in ((0, needed - new), (new, needed)):
-        answers_of_threads(size, of, of.asked * 2, encoder=options("store", store))
+        answers_of_threads(size, of, of.requests * 2, encoder=options("store", store))
         stats = store.stats()
         assert stats.misses == len(encoder.keys) == new
         assert least <= stats.hits - hits <= most
@@ -282,7 +282,7 @@ def test_an_encoding_counts_once_as_a_hit_or_a_miss(
 def test_an_image_without_a_key_is_broadcast(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> None:
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
-    prompt, inputs, tokens = of.asked[1]
+    prompt, inputs, tokens = of.requests[1]
     keyless = Asked(prompt, [(None, *place) for _, *place in inputs], tokens)
     shown = opener({None: of.images[inputs[0][0]]})  # type: ignore[dict-item]
     told = answers_of_threads(2, of, [keyless], open_handle=shown, encoder=options("store", store))
@@ -295,13 +295,13 @@ def test_an_encoding_in_the_store_needs_no_image(
 ) -> None:
     store = encodings_store()
     of = family("llava")
-    ask(device(of, blocks=64, encoder=options("store", store)), [of.asked[1]])
+    ask(device(of, blocks=64, encoder=options("store", store)), [of.requests[1]])
 
     def open_handle(item: Handle) -> Any:
         raise Missing("it went")
 
     ours = device(of, blocks=64, open_handle=open_handle, encoder=options("store", store))
-    assert ask(ours, [of.asked[1]]).answers == [of.answers[1]]
+    assert ask(ours, [of.requests[1]]).answers == [of.answers[1]]
 
 
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,13 +332,13 @@ def test_an_engine_that_waits_for_a_dead_one_encodes_by_itself(
 ) -> None:
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
-    prompt, inputs, _ = of.asked[1]
+    prompt, inputs, _ = of.requests[1]
     torch.save(of.images, tmp_path / "images.pt")
     ours = device(of, blocks=64, encoder=options("store", store, timeout=60.0))
     given = (str(of.path), str(tmp_path / "images.pt"), str(store.ticket), prompt, inputs)
     with spawn(_die_while_encoding, *given, within=60.0) as dying:
         eventually(lambda: any(item.is_being_written for item in store.stats().items), within=60.0)
-        assert ask(ours, [of.asked[1]]).answers == [of.answers[1]]
+        assert ask(ours, [of.requests[1]]).answers == [of.answers[1]]
         dying.join()
         assert dying.exitcode == -signal.SIGKILL
     assert ours.encodings.encoded == 1 and ours.encodings.unshared == 0 and len(encoder.keys) == 1

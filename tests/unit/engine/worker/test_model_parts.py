@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import batch_of_rows, made
+from tests.support.models import batch_of_rows, build_family
 
 # isort: split
 import torch
@@ -123,7 +123,7 @@ def test_every_style_of_the_plans_of_these_families_is_known() -> None:
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return made("llama", tmp_path_factory.mktemp("llama")).path
+    return build_family("llama", tmp_path_factory.mktemp("llama")).path
 
 
 @pytest.fixture

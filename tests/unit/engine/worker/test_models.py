@@ -22,7 +22,7 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import TEXT, Asked, Family, Shown, ask, device, families, made, opener
+from tests.support.models import TEXT, Asked, Family, Shown, ask, build_family, device, families, opener
 
 # isort: split
 import torch
@@ -43,7 +43,7 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
     of = family(name)
     assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
-    told = ask(device(of), of.asked)
+    told = ask(device(of), of.requests)
     assert told.answers == of.answers
     assert told.preemptions > 0
     assert told.cached_tokens > 0
@@ -56,16 +56,16 @@ def test_rows_that_are_gathered_answer_alike(
     """As other devices do it, and types that the native core does not know."""
     monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
     of = family(name)
-    assert ask(device(of), of.asked).answers == of.answers
+    assert ask(device(of), of.requests).answers == of.answers
 
 
 def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callable[[str], Family]) -> None:
     of = family("mistral")
-    together = ask(device(of), of.asked, seed=5)
+    together = ask(device(of), of.requests, seed=5)
     assert together.preemptions > 0
     assert together.answers != of.answers
     for number in (1, 3, 6):
-        alone = ask(device(of), [of.asked[number]], depth=1, seed=5)
+        alone = ask(device(of), [of.requests[number]], depth=1, seed=5)
         assert alone.answers[0] == together.answers[number]
 
 
@@ -75,10 +75,10 @@ def test_a_resumed_answer_goes_on_as_if_it_had_stayed(
     name: str, seed: int | None, family: Callable[[str], Family]
 ) -> None:
     of = family(name)
-    whole = ask(device(of), of.asked, seed=seed, logprobs=2)
-    counts = [at % (one.tokens - 1) for at, one in enumerate(of.asked)]
+    whole = ask(device(of), of.requests, seed=seed, logprobs=2)
+    counts = [at % (one.tokens - 1) for at, one in enumerate(of.requests)]
     said = [answer[:count] for answer, count in zip(whole.answers, counts, strict=True)]
-    rest = ask(device(of), of.asked, seed=seed, logprobs=2, said=said)
+    rest = ask(device(of), of.requests, seed=seed, logprobs=2, resumed=said)
     for answer, before, after in zip(whole.answers, said, rest.answers, strict=True):
         assert answer == [*before, *after]
     for values, count, after in zip(whole.logprobs, counts, rest.logprobs, strict=True):
@@ -91,15 +91,15 @@ def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Fam
     of = family(name)
     theirs = transformers.AutoModelForCausalLM.from_pretrained(of.path)
     with torch.inference_mode():
-        found = theirs(torch.tensor([of.asked[3].prompt]), output_hidden_states=True)
+        found = theirs(torch.tensor([of.requests[3].prompt]), output_hidden_states=True)
     ours = load(of.path, TPGroup(), torch.device("cpu"))
     torch.testing.assert_close(ours.logits(found.hidden_states[-1][0]), found.logits[0])
 
 
 @pytest.mark.parametrize("text", [text for text in TEXT if text != "llama"])
 def test_a_model_that_sees_may_have_the_text_of_each_family(text: str, tmp_path: Path) -> None:
-    of = made("llava", tmp_path, model_type=text, **TEXT[text])
-    assert ask(device(of), of.asked).answers == of.answers
+    of = build_family("llava", tmp_path, model_type=text, **TEXT[text])
+    assert ask(device(of), of.requests).answers == of.answers
 
 
 # ── images ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -110,7 +110,7 @@ def test_an_image_is_encoded_once_and_is_seen(
     of = family(name)
     fetched: list[bytes] = []
     monkeypatch.setattr(ImageEncoder, "encode", _counting(ImageEncoder.encode, fetched))
-    with_image = of.asked[1]
+    with_image = of.requests[1]
     changed = {key: {**one, "pixel_values": -one["pixel_values"]} for key, one in of.images.items()}
     ours = device(of, blocks=64)
     asked = [with_image, Asked([5, *with_image.prompt], [(key, at + 1, size) for key, at, size in with_image.inputs])]
@@ -131,20 +131,20 @@ def _counting(encode: Any, calls: list[Any]) -> Any:
 def test_what_was_encoded_makes_room_for_what_is_needed(family: Callable[[str], Family]) -> None:
     of = family("llava")
     ours = device(of, encoder=EncoderOptions(cache_nbytes=1))
-    assert ask(ours, of.asked).answers == of.answers
+    assert ask(ours, of.requests).answers == of.answers
     assert ours._images is not None and len(ours._images._encoded) == 1
 
 
 def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str], Family]) -> None:
     of = family("qwen2_vl")
-    gone = of.asked[1].inputs[0][0]
+    gone = of.requests[1].inputs[0][0]
 
     def open_handle(item: Handle) -> Any:
         if item.key == gone:
             raise Missing("it went")
         return opener(of.images)(item)
 
-    told = ask(device(of, open_handle=open_handle), of.asked[:4])
+    told = ask(device(of, open_handle=open_handle), of.requests[:4])
     assert told.failed == {1}
     assert [told.answers[0], *told.answers[2:]] == [of.answers[0], *of.answers[2:4]]
 
@@ -159,18 +159,18 @@ def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family
         return opener(of.images)(item)
 
     ours = device(of, blocks=64, open_handle=open_handle)
-    told = ask(ours, [of.asked[1], of.asked[1]], slots=1)
+    told = ask(ours, [of.requests[1], of.requests[1]], slots=1)
     assert told.answers == [of.answers[1]] * 2 and told.cached_tokens > 0
-    key = of.asked[1].inputs[0][0]
+    key = of.requests[1].inputs[0][0]
     assert opened == [key] * (2 if name == "qwen2_vl" else 1)  # there, for its shape too
     del ours._images._encoded[key]  # somebody else needed the room
-    again = ask(ours, [of.asked[1]], slots=1)
+    again = ask(ours, [of.requests[1]], slots=1)
     assert again.answers == [of.answers[1]] and len(opened) == (3 if name == "qwen2_vl" else 2)
 
 
 def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[str], Family]) -> None:
     of = family("llava")
-    prompt, inputs, _ = of.asked[2]
+    prompt, inputs, _ = of.requests[2]
     value = of.images[inputs[0][0]]
     opened: list[Handle] = []
 
@@ -197,14 +197,14 @@ def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
         of = family(name)
         ours = device(of, blocks=64)
         monkeypatch.setattr(ours._model.ranks, "least_of_each", lambda states: [MISSING] * len(states))
-        told = ask(ours, of.asked[:3])
+        told = ask(ours, of.requests[:3])
         assert told.reasons == {1: FinishReason.MISSING, 2: FinishReason.MISSING}
         assert told.answers[0] == of.answers[0]
 
 
 def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], Family]) -> None:
     of = family("qwen2_vl")
-    key = of.asked[1].inputs[0][0]
+    key = of.requests[1].inputs[0][0]
     right = of.images[key]
     for wrong in (
         5,
@@ -215,14 +215,14 @@ def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], F
         {**right, "pixel_values": right["pixel_values"][:, :-1]},
         {**right, "image_grid_thw": right["image_grid_thw"] + 2},
     ):
-        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), of.asked[:2])
+        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), of.requests[:2])
         assert told.reasons == {1: FinishReason.MISFIT}, wrong
         assert told.answers[0] == of.answers[0]
 
 
 def test_who_sends_another_image_than_there_is_room_for_fails(family: Callable[[str], Family]) -> None:
     of = family("llava")
-    prompt, inputs, _ = of.asked[1]
+    prompt, inputs, _ = of.requests[1]
     key, position, length = inputs[0]
     less = Asked(prompt[: position + 1] + prompt[position + 2 :], [(key, position, length - 1)])
-    assert ask(device(of), [less, of.asked[0]]).failed == {0}
+    assert ask(device(of), [less, of.requests[0]]).failed == {0}

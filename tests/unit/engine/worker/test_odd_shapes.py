@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import TEXT, WORDS, Asked, Family, ask, device, made
+from tests.support.models import TEXT, WORDS, Asked, Family, ask, build_family, device
 
 # isort: split
 import torch
@@ -100,8 +100,8 @@ def requests_of(number: int) -> list[Asked]:
 
 def odd(number: int, path: Path, **options: Any) -> Family:
     name, shape = odd_shape(number)
-    of = made(name, path, **{"asked": requests_of(number), **options}, **shape)
-    assert len({tuple(answer) for answer in of.answers}) > len(of.asked) / 2, "these prompts show nothing"
+    of = build_family(name, path, **{"requests": requests_of(number), **options}, **shape)
+    assert len({tuple(answer) for answer in of.answers}) > len(of.requests) / 2, "these prompts show nothing"
     return of
 
 
@@ -112,15 +112,15 @@ def test_a_model_of_any_shape_answers_as_transformers_does(
     """In company and alone, in chunks, after preemption, from blocks of others; on two ranks, recorded, gathered."""
     of, chance = odd(number, tmp_path), random.Random(number)
     for budget in (chance.randint(4, 12), 64):
-        told = ask(device(of), of.asked, budget=budget)
+        told = ask(device(of), of.requests, budget=budget)
         assert told.answers == of.answers
         assert told.preemptions > 0 and told.cached_tokens > 0
     roomy = device(of, blocks=64, block_size=chance.choice((3, 8, 16)))
-    assert [ask(roomy, [one], slots=1, budget=16).answers[0] for one in of.asked] == of.answers
-    assert answers_of_threads(2, of, of.asked, budget=16) == [of.answers] * 2
-    assert ask(device(of, recorder=Tape()), of.asked).answers == of.answers
+    assert [ask(roomy, [one], slots=1, budget=16).answers[0] for one in of.requests] == of.answers
+    assert answers_of_threads(2, of, of.requests, budget=16) == [of.answers] * 2
+    assert ask(device(of, recorder=Tape()), of.requests).answers == of.answers
     monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
-    assert ask(device(of), of.asked).answers == of.answers
+    assert ask(device(of), of.requests).answers == of.answers
 
 
 def test_all_kinds_of_positions_and_all_families_are_among_the_odd_shapes() -> None:
@@ -135,7 +135,7 @@ def test_answers_in_bfloat16_differ_where_two_ids_are_nearly_as_likely(tmp_path:
     count, gaps = 0, []
     for number in NUMBERS:
         asked = requests_of(number)[:4]
-        of = odd(number, tmp_path / str(number), asked=asked, dtype=torch.bfloat16)
+        of = odd(number, tmp_path / str(number), requests=asked, dtype=torch.bfloat16)
         stock = transformers.AutoModelForCausalLM.from_pretrained(of.path, dtype=torch.bfloat16).eval()
         got = ask(device(of, dtype="bfloat16"), asked).answers
         count += len(asked)

@@ -27,7 +27,7 @@ def embedded(of: Family, dtype: torch.dtype = torch.float32) -> Family:
     kind: Any = transformers.AutoModelForImageTextToText if of.images else transformers.AutoModelForCausalLM
     layer = kind.from_pretrained(of.path, dtype=dtype).get_input_embeddings()
     asked, items = [], dict(of.images)
-    for number, one in enumerate(of.asked):
+    for number, one in enumerate(of.requests):
         if one.inputs:
             asked.append(one)
             continue
@@ -35,7 +35,7 @@ def embedded(of: Family, dtype: torch.dtype = torch.float32) -> Family:
         with torch.inference_mode():
             items[key] = {EMBEDS: layer(torch.tensor(one.prompt)).clone()}
         asked.append(Asked([PLACEHOLDER] * len(one.prompt), [(key, 0, len(one.prompt))], one.tokens))
-    return of._replace(asked=asked, images=items)
+    return of._replace(requests=asked, images=items)
 
 
 def taking(of: Family, **options: Any) -> ModelRunner:
@@ -46,7 +46,7 @@ def taking(of: Family, **options: Any) -> ModelRunner:
 def test_embeds_of_ids_are_answered_as_the_ids_are(name: str, family: Callable[[str], Family]) -> None:
     """In chunks of prefill, in batches with others, after preemption, and from blocks that others have filled."""
     of = embedded(family(name))
-    told = ask(taking(of), [*of.asked, *of.asked])
+    told = ask(taking(of), [*of.requests, *of.requests])
     assert told.answers == of.answers * 2
     assert told.preemptions > 0 and told.cached_tokens > 0 and not told.failed
 
@@ -54,19 +54,19 @@ def test_embeds_of_ids_are_answered_as_the_ids_are(name: str, family: Callable[[
 @pytest.mark.parametrize("name", families("llama", "gemma2"))
 def test_embeds_are_answered_alike_by_two_ranks(name: str, family: Callable[[str], Family]) -> None:
     of = embedded(family(name))
-    assert answers_of_threads(2, of, of.asked[:4], takes_embeds=True) == [of.answers[:4]] * 2
+    assert answers_of_threads(2, of, of.requests[:4], takes_embeds=True) == [of.answers[:4]] * 2
 
 
 def test_embeds_and_ids_share_a_batch(family: Callable[[str], Family]) -> None:
     plain = family("llama")
     of = embedded(plain)
-    mixed = [asked for pair in zip(plain.asked, of.asked, strict=True) for asked in pair]
+    mixed = [asked for pair in zip(plain.requests, of.requests, strict=True) for asked in pair]
     assert ask(taking(of, blocks=64), mixed).answers == [answer for answer in of.answers for _ in range(2)]
 
 
 def test_blocks_are_shared_by_equal_embeds_alone(family: Callable[[str], Family]) -> None:
     of = embedded(family("llama"))
-    longest = max(of.asked, key=lambda one: len(one.prompt))
+    longest = max(of.requests, key=lambda one: len(one.prompt))
     ((key, *place),) = longest.inputs
     other = longest._replace(inputs=[(b"other".ljust(32), *place)])
     changed = {**of.images, other.inputs[0][0]: {EMBEDS: -of.images[key][EMBEDS]}}
@@ -77,7 +77,7 @@ def test_blocks_are_shared_by_equal_embeds_alone(family: Callable[[str], Family]
 
 def test_embeds_are_opened_once_for_all_chunks_of_a_prompt(family: Callable[[str], Family]) -> None:
     of = embedded(family("llama"))
-    longest = max(of.asked, key=lambda one: len(one.prompt))
+    longest = max(of.requests, key=lambda one: len(one.prompt))
     opened: list[Any] = []
 
     def open_handle(item: Any) -> Any:
@@ -95,9 +95,9 @@ def test_embeds_are_cast_to_the_dtype_of_the_model(sent: torch.dtype, family: Ca
     for key, value in of.images.items():
         numbers = value[EMBEDS].to(sent)  # float16 has fewer exponents, which these need not
         items[key] = {EMBEDS: numbers.view(torch.int16) if sent == torch.bfloat16 else numbers}
-    told = ask(taking(of, blocks=64, dtype="bfloat16", open_handle=opener(items)), of.asked[:4])
+    told = ask(taking(of, blocks=64, dtype="bfloat16", open_handle=opener(items)), of.requests[:4])
     # In the same steps: near ties may fall otherwise in other ones.
-    assert told.answers == ask(device(plain, blocks=64, dtype="bfloat16"), plain.asked[:4]).answers
+    assert told.answers == ask(device(plain, blocks=64, dtype="bfloat16"), plain.requests[:4]).answers
 
 
 @pytest.mark.parametrize(
@@ -113,17 +113,19 @@ def test_embeds_are_cast_to_the_dtype_of_the_model(sent: torch.dtype, family: Ca
 )
 def test_embeds_that_do_not_fit_fail_alone(wrong: torch.Tensor, family: Callable[[str], Family]) -> None:
     of = embedded(family("llama"))
-    key = of.asked[0].inputs[0][0]
-    told = ask(taking(of, open_handle=opener({**of.images, key: {EMBEDS: wrong}})), of.asked[:2])
+    key = of.requests[0].inputs[0][0]
+    told = ask(taking(of, open_handle=opener({**of.images, key: {EMBEDS: wrong}})), of.requests[:2])
     assert told.reasons == {0: FinishReason.MISFIT}
     assert told.answers[1] == of.answers[1]
 
 
 def test_embeds_beyond_the_dtype_of_the_model_do_not_fit(family: Callable[..., Family]) -> None:
     of = embedded(family("llama"))
-    key = of.asked[0].inputs[0][0]
+    key = of.requests[0].inputs[0][0]
     large = {**of.images, key: {EMBEDS: torch.full((1, 64), 1e5)}}
-    assert ask(taking(of, dtype="float16", open_handle=opener(large)), of.asked[:1]).reasons == {0: FinishReason.MISFIT}
+    assert ask(taking(of, dtype="float16", open_handle=opener(large)), of.requests[:1]).reasons == {
+        0: FinishReason.MISFIT
+    }
 
 
 def test_penalties_count_no_id_of_embeds(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -137,9 +139,9 @@ def test_penalties_count_no_id_of_embeds(family: Callable[[str], Family], monkey
     monkeypatch.setattr(Sampler, "join", seen)
     plain = family("qwen2_vl")
     of = embedded(plain)
-    ask(taking(of, blocks=64), of.asked[:2])
-    assert joined == [[], of.asked[1].prompt]  # an image's ids are as before
-    mixed = Asked([7, *of.asked[0].prompt, 9], [(of.asked[0].inputs[0][0], 1, len(of.asked[0].prompt))])
+    ask(taking(of, blocks=64), of.requests[:2])
+    assert joined == [[], of.requests[1].prompt]  # an image's ids are as before
+    mixed = Asked([7, *of.requests[0].prompt, 9], [(of.requests[0].inputs[0][0], 1, len(of.requests[0].prompt))])
     joined.clear()
     ask(taking(of, blocks=64), [mixed])
     assert joined == [[7, 9]]

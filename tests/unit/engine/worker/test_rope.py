@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import TEXT, VISION, Family, ask, device, made, stock_of
+from tests.support.models import TEXT, VISION, Family, ask, build_family, device, stock_of
 
 # isort: split
 import torch
@@ -51,35 +51,35 @@ def changes(name: str, kind: str) -> dict[str, Any]:
 
 
 def turning(name: str, kind: str, path: Path) -> Family:
-    of = made(name, path, **changes(name, kind))
-    assert any(len(one.prompt) < SHORT < len(one.prompt) + one.tokens for one in of.asked)
-    assert any(len(one.prompt) > SHORT for one in of.asked)
+    of = build_family(name, path, **changes(name, kind))
+    assert any(len(one.prompt) < SHORT < len(one.prompt) + one.tokens for one in of.requests)
+    assert any(len(one.prompt) > SHORT for one in of.requests)
     return of
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_answers_alone_and_in_company_are_those_of_transformers(name: str, kind: str, tmp_path: Path) -> None:
     of = turning(name, kind, tmp_path)
-    told = ask(device(of), of.asked)
+    told = ask(device(of), of.requests)
     assert told.answers == of.answers
     assert told.preemptions > 0 and told.cached_tokens > 0
     ours = device(of, blocks=64)
-    assert [ask(ours, [one], slots=1).answers[0] for one in of.asked] == of.answers
+    assert [ask(ours, [one], slots=1).answers[0] for one in of.requests] == of.answers
 
 
 @pytest.mark.parametrize("kind", LOOKING)
 @pytest.mark.parametrize("name", ["llama", "gemma3_text"])
 def test_ranks_and_recorded_steps_answer_alike(name: str, kind: str, tmp_path: Path) -> None:
     of, tape = turning(name, kind, tmp_path), Tape()
-    assert answers_of_threads(2, of, of.asked) == [of.answers] * 2
-    assert ask(device(of, recorder=tape), of.asked).answers == of.answers
+    assert answers_of_threads(2, of, of.requests) == [of.answers] * 2
+    assert ask(device(of, recorder=tape), of.requests).answers == of.answers
     assert sum(tape.replays)
 
 
 def test_a_prompt_of_another_kind_finds_none_of_its_blocks(tmp_path: Path) -> None:
     """A long prompt has other keys from its first token on, the same keys as another long one."""
     of = turning("llama", "longrope", tmp_path)
-    short, long = of.asked[4], of.asked[6]
+    short, long = of.requests[4], of.requests[6]
     assert short.prompt[:12] == long.prompt[:12]
     ours = device(of, blocks=64)
     told = ask(ours, [short, long], slots=1)

@@ -42,5 +42,5 @@ def test_ranks_answer_like_one_however_few_heads_and_columns_there_are(
 def test_ranks_answer_in_bfloat16(name: str, changes: dict[str, int], family: Callable[..., Family]) -> None:
     """Linear layers are packed then. Rounding may change answers, so ranks are compared with each other."""
     of = family(name, **changes)
-    first, second = answers_of_threads(2, of, of.asked[:2], dtype="bfloat16")
-    assert first == second and [len(answer) for answer in first] == [request.tokens for request in of.asked[:2]]
+    first, second = answers_of_threads(2, of, of.requests[:2], dtype="bfloat16")
+    assert first == second and [len(answer) for answer in first] == [request.tokens for request in of.requests[:2]]

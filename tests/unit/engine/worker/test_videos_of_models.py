@@ -33,7 +33,7 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
     of = family(name)
     assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
-    told = ask(device(of), of.asked)
+    told = ask(device(of), of.requests)
     assert told.answers == of.answers
     assert told.preemptions > 0
     assert told.cached_tokens > 0
@@ -58,7 +58,7 @@ def test_two_ranks_answer_as_transformers_does(
     monkeypatch.setattr(ImageEncoder, "encode", counted)
     with Store(1 << 22, name="encodings") as store:
         encoder = EncoderOptions(mode, store if mode == "store" else None)
-        assert answers_of_threads(2, of, of.asked, encoder=encoder) == [of.answers] * 2
+        assert answers_of_threads(2, of, of.requests, encoder=encoder) == [of.answers] * 2
         assert sorted(keys) == sorted([*of.images] * (2 if mode == "weights" else 1))
 
 
@@ -81,7 +81,7 @@ def test_a_long_video_is_encoded_in_parts_as_its_tokens_are_computed(
     monkeypatch.setattr(
         encoding_exchange.EncodingExchange, "run", lambda own, images: runs.append(len(images)) or run(own, images)
     )
-    asked, want = of.asked[number], of.answers[number]
+    asked, want = of.requests[number], of.answers[number]
     assert ask(device(of, blocks=64), [asked], budget=6, slots=1).answers == [want]
     parts = [(key, part) for key, part in calls if part is not None]
     assert len(parts) == len(set(parts)) >= 4 and max(runs) <= 3
@@ -91,7 +91,7 @@ def test_a_long_video_is_encoded_in_parts_as_its_tokens_are_computed(
     calls.clear()
     with Store(1 << 22, name="encodings") as store:
         options = EncoderOptions("store", store)
-        assert answers_of_threads(2, of, of.asked, encoder=options) == [of.answers] * 2
+        assert answers_of_threads(2, of, of.requests, encoder=options) == [of.answers] * 2
     assert len(calls) == len(set(calls)) > len(of.images)
 
 
@@ -100,7 +100,7 @@ def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
 ) -> None:
     monkeypatch.setattr(vision_encoder, "MAX_TOKENS", 4)
     of = family("qwen2_5_vl")
-    prompt, ((key, *place),), _ = of.asked[0]
+    prompt, ((key, *place),), _ = of.requests[0]
     ours = device(of, blocks=64, open_handle=lambda item: Shown(of.images[key]))
     told = ask(ours, [Asked(prompt, [(None, *place)])], slots=1)
     assert told.answers == [of.answers[0]] and ours._images is not None
@@ -112,7 +112,7 @@ def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_video_is_seen_and_found_by_its_key(name: str, family: Callable[[str], Family]) -> None:
     of = family(name)
-    asked, want = of.asked[0], of.answers[0]
+    asked, want = of.requests[0], of.answers[0]
     told = ask(device(of, blocks=64), [asked, asked], slots=1)
     assert told.answers == [want] * 2 and told.cached_tokens > asked.inputs[0][1]
     (key, position, length), tensor = asked.inputs[0], "pixel_values" if name == "smolvlm" else "pixel_values_videos"
@@ -127,7 +127,7 @@ def test_a_video_is_seen_and_found_by_its_key(name: str, family: Callable[[str],
 
 def test_a_video_that_does_not_fit_the_model_fails_alone(family: Callable[[str], Family]) -> None:
     of = family("qwen2_5_vl")
-    key = of.asked[0].inputs[0][0]
+    key = of.requests[0].inputs[0][0]
     right = of.images[key]
     for wrong in (
         {**right, "video_grid_thw": right["video_grid_thw"] + 2},
@@ -136,7 +136,7 @@ def test_a_video_that_does_not_fit_the_model_fails_alone(family: Callable[[str],
         {"pixel_values": right["pixel_values_videos"], "image_grid_thw": right["video_grid_thw"]},
         {name: value for name, value in right.items() if name != "video_grid_thw"},
     ):
-        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), [of.asked[0], of.asked[4]])
+        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), [of.requests[0], of.requests[4]])
         assert told.reasons == {0: FinishReason.MISFIT}, wrong
         assert told.answers[1] == of.answers[4]
 
@@ -145,8 +145,8 @@ def test_an_encoding_of_qwen3_vl_has_vectors_for_its_first_layers(family: Callab
     of = family("qwen3_vl")
     ours = device(of)
     assert ours._images is not None
-    key, position, length = of.asked[0].inputs[0]
-    tokens = sum(token_id == 129 for token_id in of.asked[0].prompt[position : position + length])
+    key, position, length = of.requests[0].inputs[0]
+    tokens = sum(token_id == 129 for token_id in of.requests[0].prompt[position : position + length])
     encoded = ours._images._encoder.encode(_Item(key), tokens)
     with torch.inference_mode():
         value = of.images[key]

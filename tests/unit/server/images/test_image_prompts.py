@@ -103,7 +103,7 @@ def test_placeholders_become_what_transformers_writes_for_these_images(name: str
     sight = Sight(name, tmp_path)
     raws = [picture(50, 30), picture(20, 64, seed=1), picture(16, 16, seed=2)]
     parts = [text("first "), part(raws[0]), part(raws[1]), text("then\n"), part(raws[2]), text("what?")]
-    want = sight.asked([{"role": "user", "content": plain(parts)}], raws)["input_ids"][0].tolist()
+    want = sight.inputs([{"role": "user", "content": plain(parts)}], raws)["input_ids"][0].tolist()
 
     async def look(scene: Scene) -> None:
         prompt = await scene.prompt(*parts)
@@ -111,7 +111,7 @@ def test_placeholders_become_what_transformers_writes_for_these_images(name: str
         for raw, (item, position, length) in zip(raws, prompt.items, strict=True):
             there = prompt.ids[position : position + length].count(sight.stock.config.image_token_id)
             value = item.open(scene.store).value("torch", writable=True)
-            (alone,) = [sight.asked([{"role": "user", "content": [{"type": "image"}]}], [raw])["pixel_values"]]
+            (alone,) = [sight.inputs([{"role": "user", "content": [{"type": "image"}]}], [raw])["pixel_values"]]
             assert torch.equal(value["pixel_values"], alone) and value["tokens"] == there
         prompt.release()
 
