@@ -135,10 +135,10 @@ class Worker:
         if not line:
             status = self.process.wait()
             self.said.seek(0)
-            said = self.said.read()[-3000:]
+            output = self.said.read()[-3000:]
             self.close()
             self.start()
-            return Outcome("crash", f"the director ended with status {status}: {said}")
+            return Outcome("crash", f"the director ended with status {status}: {output}")
         return msgspec.json.decode(line, type=Outcome)
 
     def close(self) -> None:

@@ -37,11 +37,11 @@ def payload(number: int, nbytes: int) -> bytes:
 
 def must_be(record: Any, number: int, nbytes: int | None = None) -> None:
     with memoryview(record) as view:
-        found, length = HEAD.unpack_from(view)
-        if length != len(view) or view != payload(found, length):
+        record_number, length = HEAD.unpack_from(view)
+        if length != len(view) or view != payload(record_number, length):
             raise Changed(f"a record or block of {len(view)} bytes is not what was written")
-        if found != number or nbytes not in (None, length):
-            raise Changed(f"number {found} came where {number} was due")
+        if record_number != number or nbytes not in (None, length):
+            raise Changed(f"number {record_number} came where {number} was due")
 
 
 # ── steps: channels ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -416,28 +416,28 @@ def broadcast(stage: Stage) -> None:
     maker.do(become_sender)
     for number, nbytes in enumerate((SHORT, LONG)):
         waiting = [other.start(receive, number) for other in others]
-        for one in waiting:
-            one.settle()
+        for attempt in waiting:
+            attempt.settle()
         maker.do(send, number, nbytes)
-        for one in waiting:
-            one.result(PROMPTLY)
+        for attempt in waiting:
+            attempt.result(PROMPTLY)
 
 
 @scene
 def broadcast_async(stage: Stage) -> None:
     maker, ticket = opened(stage, "broadcast")
     other, looped = stage.actor("receiver"), stage.actor("receiver in a loop")
-    for one, become in ((other, become_receiver), (looped, become_async_receiver)):
-        one.do(attach, ticket)
-        one.do(become)
+    for actor, become in ((other, become_receiver), (looped, become_async_receiver)):
+        actor.do(attach, ticket)
+        actor.do(become)
     maker.do(become_sender)
     for number, nbytes in enumerate((LONG, SHORT)):
         waiting = [other.start(receive, number), looped.start(receive_in_loop, number)]
-        for one in waiting:
-            one.settle()
+        for actor in waiting:
+            actor.settle()
         maker.do(send, number, nbytes)
-        for one in waiting:
-            one.result(PROMPTLY)
+        for actor in waiting:
+            actor.result(PROMPTLY)
 
 
 @scene
@@ -452,8 +452,8 @@ def inbox(stage: Stage) -> None:
     waiting.settle()
     for number in (1, 3):
         sends = [other.start(send, number + index, SHORT) for index, other in enumerate(others)]
-        for one in sends:
-            one.result()
+        for attempt in sends:
+            attempt.result()
     waiting.result(PROMPTLY)
 
 
@@ -582,10 +582,10 @@ def newcomer(stage: Stage) -> None:
     comer.do(take, 2)
     time.sleep(0.003)
     maker.do(take_all)
-    for one in (holder, comer):
-        one.do(verify)
-    for one in (maker, holder, comer):
-        one.do(let_go)
+    for actor in (holder, comer):
+        actor.do(verify)
+    for actor in (maker, holder, comer):
+        actor.do(let_go)
 
 
 @scene
@@ -612,8 +612,8 @@ def stopped_holder(stage: Stage) -> None:
     else:
         waiting.result(PROMPTLY)
     stops.result(PROMPTLY)
-    for one in (maker, other):
-        one.do(let_go)
+    for actor in (maker, other):
+        actor.do(let_go)
 
 
 @scene
@@ -716,8 +716,8 @@ def holder_killed(stage: Stage) -> None:
     waiting.death()
     maker.do(take_all)
     holder.do(verify)
-    for one in (maker, holder):
-        one.do(let_go)
+    for actor in (maker, holder):
+        actor.do(let_go)
 
 
 @scene

@@ -160,7 +160,7 @@ def close_all(own: Own) -> None:
 
 def belongings(own: Own) -> Counter[str]:
     """Descriptors by what they lead to, threads, bytes of segments that are mapped."""
-    found: Counter[str] = Counter()
+    resources: Counter[str] = Counter()
     gc.collect()
     for number in os.listdir("/proc/self/fd"):
         try:
@@ -168,13 +168,13 @@ def belongings(own: Own) -> Counter[str]:
         except OSError:
             continue  # the one that listed them
         if "penstock-faults" not in target and target not in ONCE_PER_PROCESS:
-            found[f"descriptor of {target}"] += 1
-    found["thread"] = len(os.listdir("/proc/self/task"))
+            resources[f"descriptor of {target}"] += 1
+    resources["thread"] = len(os.listdir("/proc/self/task"))
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:penstock" in line:
             first, last = (int(number, 16) for number in line.split()[0].split("-"))
-            found["mapped byte"] += last - first
-    return found
+            resources["mapped byte"] += last - first
+    return resources
 
 
 # ── around the actors ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -235,16 +235,16 @@ class Actor:
     def __init__(self, stage: Stage, name: str, is_victim: bool) -> None:
         self.stage, self.name, self.is_victim = stage, name, is_victim
         self.is_over = False
-        self.talk, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        self.talk, actor_side = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.pid = os.fork()
         if self.pid == 0:
             try:
-                for other in [*(one.talk for one in stage.actors), self.talk]:
+                for other in [*(actor.talk for actor in stage.actors), self.talk]:
                     other.close()
-                serve(theirs, name, stage.interposer)
+                serve(actor_side, name, stage.interposer)
             finally:
                 os._exit(0)
-        theirs.close()
+        actor_side.close()
 
     # ── steps ──
     def start(self, step: Callable[..., Any], *arguments: Any) -> Doing:
@@ -294,7 +294,9 @@ class Actor:
         text = f"{self.name}: {what}: {failure}"
         if failure.names[0] == "Changed":
             raise Broken("bytes changed", text)
-        if failure.names[0] == "PeerDied" and not any(f"pid {one.pid}" in failure.text for one in self.stage.dead()):
+        if failure.names[0] == "PeerDied" and not any(
+            f"pid {actor.pid}" in failure.text for actor in self.stage.dead()
+        ):
             raise Broken("living declared dead", text)
         if fault is None or not self.is_victim or not reply.fired:
             raise Broken("error of another", f"{text}\n{failure.trace}")
@@ -443,15 +445,15 @@ class Stage:
         """All have left or are dead: none of them holds a block, a lock, or a place."""
 
         def remaining() -> list[str]:
-            found = []
+            complaints = []
             for snapshot in self.snapshots():
                 name = snapshot["name"]
-                found += [f"'{name}': peer {peer['name']} is {peer['state']}" for peer in snapshot["peers"]
+                complaints += [f"'{name}': peer {peer['name']} is {peer['state']}" for peer in snapshot["peers"]
                           if peer["state"] not in ("left", "dead", "free")]  # fmt: skip
                 for pool in snapshot.get("pool", ()):
-                    found += [f"'{name}': {holder} holds" for holder in pool["holders"]]
-                    found += [f"'{name}': a lock is held"] * (pool["lock_holder"] >= 0)
-            return found
+                    complaints += [f"'{name}': {holder} holds" for holder in pool["holders"]]
+                    complaints += [f"'{name}': a lock is held"] * (pool["lock_holder"] >= 0)
+            return complaints
 
         self.eventually_none(remaining, "leak")
 
@@ -470,9 +472,9 @@ class Stage:
     @staticmethod
     def eventually_none(remaining: Callable[[], list[str]], invariant: str) -> None:
         deadline = time.monotonic() + PROMPTLY
-        while found := remaining():
+        while leftovers := remaining():
             if time.monotonic() > deadline:
-                raise Broken(invariant, "; ".join(found))
+                raise Broken(invariant, "; ".join(leftovers))
             time.sleep(0.01)
 
     def finish(self) -> None:

@@ -48,8 +48,8 @@ def test_every_invariant_holds_when_a_system_call_fails(library: Path, seed: int
 
 def test_the_scenes_make_every_call_that_the_core_makes(campaign: Campaign) -> None:
     campaign.count()
-    made = {kind for counts in campaign.counts.values() for kind, caller in counts if caller == CORE}
-    assert MADE <= made <= set(ERRORS)
+    calls = {kind for counts in campaign.counts.values() for kind, caller in counts if caller == CORE}
+    assert MADE <= calls <= set(ERRORS)
 
 
 def test_the_nth_call_of_a_kind_fails_and_no_other(library: Path) -> None:
@@ -71,8 +71,8 @@ interposer.exempt(False)
 print(interposer.fired(), interposer.counts()["openat", PYTHON])
 """
     environment = {**os.environ, "LD_PRELOAD": str(library)}
-    said = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
-    assert said.stdout.split() == ["opened", str(errno.EMFILE), "opened", "1", "3"], said.stderr
+    done = subprocess.run([sys.executable, "-c", program], env=environment, cwd=ROOT, capture_output=True, text=True)
+    assert done.stdout.split() == ["opened", str(errno.EMFILE), "opened", "1", "3"], done.stderr
 
 
 def test_a_case_is_broken_when_an_actor_keeps_more_than_usual(campaign: Campaign) -> None:

@@ -36,7 +36,7 @@ def follows(before: object, token: int, item: object) -> int:
 
 
 def items_at(inputs: list[Input]) -> dict[int, object]:
-    return {position + n: (told(item), n) for item, position, length in inputs for n in range(length)}
+    return {position + n: (key_number(item), n) for item, position, length in inputs for n in range(length)}
 
 
 def sampled(content: object, index: int, seed: int) -> int:
@@ -58,7 +58,7 @@ def answer(submit: Submit, index: int) -> list[int]:
         content = follows(content, out[-1], None)
 
 
-def told(item: Handle) -> int:
+def key_number(item: Handle) -> int:
     """What the image shows."""
     assert isinstance(item.where, bytes)
     return item.where[0]
@@ -72,8 +72,8 @@ def image(shown: int, position: int, length: int, *, has_key: bool = True) -> In
 def inputs_of(submit: Submit) -> list[Input]:
     if submit.inputs is None:
         return []
-    one = submit.inputs
-    return list(zip(one.items, one.positions.tolist(), one.lengths.tolist(), strict=True))
+    inputs = submit.inputs
+    return list(zip(inputs.items, inputs.positions.tolist(), inputs.lengths.tolist(), strict=True))
 
 
 class Device:
@@ -169,8 +169,8 @@ class Core:
     def submit(self, submit: Submit) -> None:
         self.scheduler.submit(submit)
         self.submits[submit.server, submit.request] = submit
-        said = [np.zeros(0)] * submit.params.n if submit.progress is None else submit.progress.generated()
-        for index, ids in enumerate(said):
+        generated = [np.zeros(0)] * submit.params.n if submit.progress is None else submit.progress.generated()
+        for index, ids in enumerate(generated):
             owner = submit.server, submit.request, index
             self.got[owner] = answer(submit, index) if ids is None else ids.tolist()
             if ids is None:
@@ -178,28 +178,28 @@ class Core:
 
     def abort(self, server: int, request: int) -> None:
         self.scheduler.abort(server, request)
-        for one in self.open_samples():
-            if one[:2] == (server, request):
-                self.end(one, "aborted")
+        for owner in self.open_samples():
+            if owner[:2] == (server, request):
+                self.end(owner, "aborted")
 
-    def stop(self, one: Owner) -> None:
+    def stop(self, owner: Owner) -> None:
         """Its text has ended this sample."""
-        self.scheduler.abort(*one)
-        if one in self.got and one not in self.ended:
-            self.end(one, "stopped")
+        self.scheduler.abort(*owner)
+        if owner in self.got and owner not in self.ended:
+            self.end(owner, "stopped")
 
     def forget_server(self, server: int) -> None:
         self.scheduler.abort_all(lambda request: request.server == server)
-        for one in self.open_samples():
-            if one[0] == server:
-                self.end(one, "aborted")
+        for owner in self.open_samples():
+            if owner[0] == server:
+                self.end(owner, "aborted")
 
     def open_samples(self) -> list[Owner]:
-        return [one for one in self.got if one not in self.ended]
+        return [owner for owner in self.got if owner not in self.ended]
 
-    def end(self, one: Owner, why: str) -> None:
-        assert one not in self.ended, f"{one} ends twice"
-        self.ended[one] = why
+    def end(self, owner: Owner, why: str) -> None:
+        assert owner not in self.ended, f"{owner} ends twice"
+        self.ended[owner] = why
 
     # ── one step ──
     def begin(self) -> bool:
@@ -239,13 +239,13 @@ class Core:
         for owner in flight.failing:
             if owner not in self.ended:
                 self.end(owner, "failed")
-        for owner, one in zip(flight.sampling, flight.ids, strict=True):
+        for owner, token in zip(flight.sampling, flight.ids, strict=True):
             if owner in self.ended:
                 continue
             submit, got = self.submits[owner[:2]], self.got[owner]
-            got.append(one)
+            got.append(token)
             most = min(MAX_MODEL_LEN - submit.prompt.size, submit.params.max_tokens or MAX_MODEL_LEN)
-            if one == EOS or len(got) >= most:
+            if token == EOS or len(got) >= most:
                 self.end(owner, "done")
         self.check_open()
 
@@ -267,18 +267,18 @@ class Core:
                 users.setdefault(block, []).append((slot, at))
         for block in range(now.blocks):
             assert cache.ref_count(block) == len(users.get(block, ())), f"ref_count of block {block}"
-        for block, its in users.items():
-            if len(its) == 1:
+        for block, places in users.items():
+            if len(places) == 1:
                 continue
             self.shared += 1
-            assert len({at for _, at in its}) == 1, f"block {block} lies at several places"
-            for slot, at in its:
+            assert len({at for _, at in places}) == 1, f"block {block} lies at several places"
+            for slot, at in places:
                 assert now.computed[slot] - now.counts[slot] >= (at + 1) * BLOCK_SIZE, "shared before it was computed"
-            salts = {self.submits[self.owners[slot][:2]].salt for slot, _ in its}
+            salts = {self.submits[self.owners[slot][:2]].salt for slot, _ in places}
             assert len(salts) == 1, "shared with another salt"
 
     def check_open(self) -> None:
-        still = {one[:2] for one in self.open_samples()}
+        still = {owner[:2] for owner in self.open_samples()}
         assert self.scheduler.open_requests == len(still), "open requests"
         assert self.scheduler.open_samples == len(self.open_samples()), "open samples"
 
@@ -294,7 +294,7 @@ class Core:
         assert not self.schedule.status.any() and self.scheduler.cache.num_free == self.schedule.blocks
 
     def answers(self) -> dict[Owner, list[int]]:
-        return {one: self.got[one] for one, why in self.ended.items() if why == "done"}
+        return {owner: self.got[owner] for owner, why in self.ended.items() if why == "done"}
 
 
 class Users:
@@ -337,6 +337,6 @@ class Users:
         counts = [chance.choice((-1, 0, chance.randrange(len(ids)), chance.randrange(len(ids)))) for ids in answers]
         at = chance.randrange(len(counts))
         counts[at] = chance.randrange(len(answers[at]))
-        said = [one for ids, count in zip(answers, counts, strict=True) for one in ids[: max(0, count)]]
-        progress = Progress(np.array(counts, np.int32), np.array(said, np.int32))
+        generated = [token for ids, count in zip(answers, counts, strict=True) for token in ids[: max(0, count)]]
+        progress = Progress(np.array(counts, np.int32), np.array(generated, np.int32))
         return msgspec.structs.replace(submit, progress=progress, arrived_ns=chance.randrange(1 << 40))

@@ -66,7 +66,7 @@ class Row:
         self.runs = True
         self.count = 0
 
-    def told(self) -> dict[str, Any]:
+    def contents(self) -> dict[str, Any]:
         return dict(vars(self), blocks=list(self.blocks))
 
 
@@ -76,14 +76,14 @@ class Plain:
     def __init__(self) -> None:
         self.rows: dict[int, Row] = {}
 
-    def told(self) -> dict[int, dict[str, Any]]:
-        return {slot: self.rows[slot].told() for slot in sorted(self.rows)}
+    def contents(self) -> dict[int, dict[str, Any]]:
+        return {slot: self.rows[slot].contents() for slot in sorted(self.rows)}
 
     def copy(self) -> "Plain":
         copied = Plain()
         for slot, row in self.rows.items():
             copied.rows[slot] = Row(row.request, row.prompt, row.params, row.server, row.inputs, row.sample)
-            vars(copied.rows[slot]).update(row.told())
+            vars(copied.rows[slot]).update(row.contents())
         return copied
 
     def running(self) -> list[int]:
@@ -104,7 +104,7 @@ class Plain:
 
     def join(self, slot: int, row: Row, blocks: list[int], computed: int) -> None:
         require(0 <= slot < SLOTS and slot not in self.rows)
-        require(row.request >= 0 and all(one >= 0 for one in [*row.prompt, *row.generated]))
+        require(row.request >= 0 and all(token >= 0 for token in [*row.prompt, *row.generated]))
         self.rows[slot] = row
         self.run(row, blocks, computed)
 
@@ -120,7 +120,7 @@ class Plain:
         self.give(self.at(slot, runs=True), blocks)
 
     def give(self, row: Row, blocks: list[int]) -> None:
-        require(all(0 <= one < BLOCKS for one in blocks) and len(row.blocks) + len(blocks) <= MAX_BLOCKS)
+        require(all(0 <= block < BLOCKS for block in blocks) and len(row.blocks) + len(blocks) <= MAX_BLOCKS)
         row.blocks += blocks
 
     def advance(self, counts: dict[int, int]) -> None:
@@ -173,7 +173,7 @@ class Plain:
         prompts = split(joined.ids, joined.lengths)
         known = joined.params
         of = list(range(len(known))) if joined.params_of is None else numbers(joined.params_of)
-        require(len(of) == size and all(one < len(known) for one in of))
+        require(len(of) == size and all(index < len(known) for index in of))
         parents = slots if joined.parents is None else numbers(joined.parents)
         computed = [0] * size if joined.computed is None else numbers(joined.computed)
         servers = [0] * size if joined.servers is None else numbers(joined.servers)
@@ -190,13 +190,29 @@ class Plain:
         if joined.generated is not None:
             generated = split(joined.generated, joined.generated_counts)
         columns = (prompts, of, numbers(joined.requests), split(joined.blocks, joined.block_counts))
-        for slot, prompt, its, request, blocks, done, server, media, parent, sample, seed, said in rows(
-            slots, *columns, computed, servers, inputs, parents, samples, seeds, generated
-        ):
+        for (
+            slot,
+            prompt,
+            params_index,
+            request,
+            blocks,
+            done,
+            server,
+            media,
+            parent,
+            sample,
+            seed,
+            ids_generated,
+        ) in rows(slots, *columns, computed, servers, inputs, parents, samples, seeds, generated):
             if parent != slot:
                 require(not prompt and not media and parent in self.rows)
                 prompt, media = self.rows[parent].prompt, self.rows[parent].inputs
-            self.join(slot, Row(request, prompt, known[its], server, media, sample, seed, said), blocks, done)
+            self.join(
+                slot,
+                Row(request, prompt, known[params_index], server, media, sample, seed, ids_generated),
+                blocks,
+                done,
+            )
 
 
 def numbers(column: Any) -> list[Any]:
@@ -205,13 +221,13 @@ def numbers(column: Any) -> list[Any]:
     if isinstance(column, list):
         return column
     require(column.ndim == 1)
-    found: list[Any] = column.tolist()
-    return found
+    values: list[Any] = column.tolist()
+    return values
 
 
 def rows(*columns: Any, distinct: bool = True) -> Iterable[tuple[Any, ...]]:
     lists = [numbers(column) for column in columns]
-    require(len({len(one) for one in lists}) == 1)
+    require(len({len(column) for column in lists}) == 1)
     require(not distinct or len(set(lists[0])) == len(lists[0]))
     return list(zip(*lists, strict=True))
 
@@ -323,15 +339,15 @@ class Life:
         params = SamplingParams(temperature=0.8, top_p=0.95, seed=seed)
         prompt = np.array([self.random.randrange(50_000) for _ in range(self.random.randint(1, 60))], np.int32)
         parent = self.random.choice(sorted(self.plain.rows)) if self.plain.rows and self.random.random() < 0.2 else None
-        told = self.plain.rows[parent].prompt if parent is not None else prompt.tolist()
+        prompt_ids = self.plain.rows[parent].prompt if parent is not None else prompt.tolist()
         blocks = self.blocks(self.random.randint(0, 16))
-        said = [self.random.randrange(50_000) for _ in range(self.random.choice((0, 0, 0, 1, 9)))]
-        most = min(len(told) + len(said) - 1, len(blocks) * BLOCK_SIZE)
+        generated = [self.random.randrange(50_000) for _ in range(self.random.choice((0, 0, 0, 1, 9)))]
+        most = min(len(prompt_ids) + len(generated) - 1, len(blocks) * BLOCK_SIZE)
         computed = self.random.randint(0, most) if self.random.random() < 0.4 else 0
         inputs = [(self.random.choice(ITEMS), n, 7) for n in range(self.random.choice((0, 0, 0, 2)))]
         server, sample = self.random.choice((0, 0, 3)), self.random.choice((0, 0, 5))
         own_seed = self.random.choice((0, self.random.getrandbits(64)))
-        chunk = min(len(told) + len(said) - computed, self.random.choice((1, 8, 20, 60)))
+        chunk = min(len(prompt_ids) + len(generated) - computed, self.random.choice((1, 8, 20, 60)))
         slot = self.plan.join(
             self.requests,
             prompt,
@@ -344,13 +360,16 @@ class Life:
             inputs=tuple(inputs),
             sample=sample,
             seed=own_seed,
-            generated=np.array(said, np.int32),
+            generated=np.array(generated, np.int32),
         )
         counts[slot] = chunk
         if parent is not None:
             inputs = self.plain.rows[parent].inputs
         self.plain.join(
-            slot, Row(self.requests, told, params, server, inputs, sample, own_seed, said), list(blocks), computed
+            slot,
+            Row(self.requests, prompt_ids, params, server, inputs, sample, own_seed, generated),
+            list(blocks),
+            computed,
         )
 
     def go(self, counts: dict[int, int]) -> None:

@@ -33,8 +33,8 @@ class PlainCache:
     def match(self, hashes: Iterable[bytes]) -> list[int]:
         """Returns the blocks with these hashes, up to the first that no block has; adds a reference to each."""
         blocks = []
-        for one in hashes:
-            block = self._found.get(one)
+        for digest in hashes:
+            block = self._found.get(digest)
             if block is None:
                 break
             if self._references[block] == 0:
@@ -55,9 +55,9 @@ class PlainCache:
         del self._empty[at:]
         for _ in range(count - len(blocks)):
             block, _ = self._cached.popitem(last=False)
-            one = self._hashes[block]
-            assert one is not None, "a cached block without a hash"
-            del self._found[one]
+            digest = self._hashes[block]
+            assert digest is not None, "a cached block without a hash"
+            del self._found[digest]
             self._hashes[block] = None
             blocks.append(block)
         for block in blocks:
@@ -77,12 +77,12 @@ class PlainCache:
                 else:
                     self._cached[block] = None
 
-    def publish(self, block: int, one: bytes) -> None:
+    def publish(self, block: int, digest: bytes) -> None:
         """Makes a block in use findable by its hash, unless another block has that hash already."""
         assert self._references[block] > 0, "a block was published that is not in use"
-        if self._hashes[block] is None and one not in self._found:
-            self._hashes[block] = one
-            self._found[one] = block
+        if self._hashes[block] is None and digest not in self._found:
+            self._hashes[block] = digest
+            self._found[digest] = block
 
     def ref_count(self, block: int) -> int:
         return self._references[block]

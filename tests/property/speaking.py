@@ -48,23 +48,23 @@ class Sample:
         params = self.params
         data, free = b"", 0
         limit = min(params.max_tokens or MAX_MODEL_LEN, MAX_MODEL_LEN - self.prompt)
-        for count, one in enumerate(self.script, 1):
+        for count, token in enumerate(self.script, 1):
             may_stop = count > params.min_tokens
             end: tuple[FinishReason, int | str | None] | None = None
-            if may_stop and one == EOS and not params.ignore_eos:
+            if may_stop and token == EOS and not params.ignore_eos:
                 end = FinishReason.STOP, None
-            elif may_stop and one in params.stop_token_ids:
-                end = FinishReason.STOP, one
+            elif may_stop and token in params.stop_token_ids:
+                end = FinishReason.STOP, token
             elif count >= limit:
                 end = FinishReason.LENGTH, None
             shows = end is None or end[0] != FinishReason.STOP or params.include_stop_str_in_output
-            if params.detokenize and shows and not (params.skip_special_tokens and one == 8):
-                data += PIECES[one]
+            if params.detokenize and shows and not (params.skip_special_tokens and token == 8):
+                data += PIECES[token]
             text = data.decode(errors="replace") if end else self.certain(data)
             for at in range(free + 1, len(text) + 1):
-                found = [stop for stop in params.stop if text[:at].endswith(stop)]
-                if found and may_stop:
-                    stop = max(found, key=len)
+                stops = [stop for stop in params.stop if text[:at].endswith(stop)]
+                if stops and may_stop:
+                    stop = max(stops, key=len)
                     until = at if params.include_stop_str_in_output else at - len(stop)
                     return self.script[:count], text[:until], (FinishReason.STOP, stop)
             free = len(text)
@@ -159,7 +159,7 @@ class Speaking:
         first = samples[0]
         server, request, _ = first.key
         prompt = np.full(first.prompt, begins, np.int32)
-        self.samples.update({one.key: one for one in samples})
+        self.samples.update({sample.key: sample for sample in samples})
         self.scheduler.submit(Submit(server, request, prompt, first.params, chunk_format=chunk_format))
 
     def step(self) -> bool:
@@ -180,9 +180,9 @@ class Speaking:
         slots = step.joined.slots.tolist()
         computed = [0] * len(slots) if step.joined.computed is None else step.joined.computed.tolist()
         parents = slots if step.joined.parents is None else step.joined.parents.tolist()
-        for slot, its, parent in zip(slots, computed, parents, strict=True):
+        for slot, count, parent in zip(slots, computed, parents, strict=True):
             key = self._key(slot)
-            self.cached[key] = its if slot == parent else self.cached[self._key(parent)]
+            self.cached[key] = count if slot == parent else self.cached[self._key(parent)]
 
     def _key(self, slot: int) -> KEY:
         schedule = self.schedule
@@ -190,26 +190,26 @@ class Speaking:
 
     def _sampled(self, step: Step) -> StepDone:
         """As the device gives it."""
-        schedule, said, failed = self.schedule, [], {}
+        schedule, sampled, failed = self.schedule, [], {}
         for slot in schedule.sampled.tolist():
             key = self._key(slot)
             sample = self.samples[key]
             at = int(schedule.known[slot]) - sample.prompt - 1
-            said.append((sample, sample.script[min(at, len(sample.script) - 1)]))
+            sampled.append((sample, sample.script[min(at, len(sample.script) - 1)]))
             if key in self.fails:
                 failed[slot] = self.fails.pop(key)
-        counts = [sample.params.logprobs + 1 if sample.params.logprobs else 0 for sample, _ in said]
-        likely = [one + n for (_, one), count in zip(said, counts, strict=True) for n in range(count)]
+        counts = [sample.params.logprobs + 1 if sample.params.logprobs else 0 for sample, _ in sampled]
+        likely = [token + n for (_, token), count in zip(sampled, counts, strict=True) for n in range(count)]
         logprobs = Logprobs(
             np.array(likely, np.int32),
             np.full(len(likely), -0.5, np.float32),
-            np.ones(len(said), np.int32),
+            np.ones(len(sampled), np.int32),
             np.array(counts, np.int32),
         )
         return StepDone(
             1,
             self.number,
-            np.array([one for _, one in said], np.int32),
+            np.array([token for _, token in sampled], np.int32),
             logprobs=logprobs if likely else None,
             failed=np.array(list(failed), np.uint16) if failed else None,
             reasons=np.array(list(failed.values()), np.uint8) if failed else None,
@@ -260,8 +260,8 @@ class Told:
     def check(self, tokens: Tokens) -> None:
         aborted, started, ended = (
             tokens.aborted,
-            [one.slot for one in tokens.started],
-            [one.slot for one in tokens.ended],
+            [sample.slot for sample in tokens.started],
+            [sample.slot for sample in tokens.ended],
         )
         if tokens.slots is not None:
             assert tokens.slots.tolist() != self.slots, "the same slots are sent again"

@@ -167,9 +167,9 @@ class Channels(RuleBasedStateMachine):
                 assert bytes(lease) == record
                 lease.release()
             reader.receiver.close()
-        seen = self.channel.snapshot()
-        assert seen["pool"][0]["blocks"] == 0
-        assert [receiver["nbytes_behind"] for receiver in seen["receivers"]] == [0] * self.receivers_count
+        snapshot = self.channel.snapshot()
+        assert snapshot["pool"][0]["blocks"] == 0
+        assert [receiver["nbytes_behind"] for receiver in snapshot["receivers"]] == [0] * self.receivers_count
 
 
 class Ring(Channels):

@@ -48,11 +48,11 @@ class Play:
 
     def job(self) -> Job:
         chance = self.chance
-        one, two = (chance.choice(self.values) if chance.random() < 0.7 else None for _ in range(2))
+        first, two = (chance.choice(self.values) if chance.random() < 0.7 else None for _ in range(2))
         ids = None
         if chance.random() < 0.3:
             ids = np.full(chance.choice((1, 40, 100, 2000)), len(self.sent), np.int32)
-        return Job(len(self.sent), one, two, ids)
+        return Job(len(self.sent), first, two, ids)
 
     def send(self) -> None:
         job = self.job()

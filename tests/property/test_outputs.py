@@ -62,20 +62,20 @@ def test_every_sample_says_what_it_would_say_alone_and_ends_once(seed: int, dept
         if key not in engine.servers.got:
             assert key in aborted, f"{key} has no end"
             continue
-        its = engine.servers.got[key]
-        if its.end is None:
+        answer = engine.servers.got[key]
+        if answer.end is None:
             assert key in aborted, f"{key} has no end"
         else:
-            assert its.cached == (engine.cached[key] if its.ids else 0), key
-            ends.add(its.end[0])
-        if its.end is None or its.end[0] == failed.get(key):
-            assert ids[: len(its.ids)] == its.ids and text.encode().startswith(its.text), key
+            assert answer.cached == (engine.cached[key] if answer.ids else 0), key
+            ends.add(answer.end[0])
+        if answer.end is None or answer.end[0] == failed.get(key):
+            assert ids[: len(answer.ids)] == answer.ids and text.encode().startswith(answer.text), key
         else:
-            assert (its.ids, its.text.decode(), its.end) == (ids, text, end), (key, sample.params)
+            assert (answer.ids, answer.text.decode(), answer.end) == (ids, text, end), (key, sample.params)
         if sample.params.logprobs:
-            assert its.logprobs == [[one, one + 1, one + 2] for one in its.ids], key
+            assert answer.logprobs == [[token, token + 1, token + 2] for token in answer.ids], key
         else:
-            assert not its.logprobs
+            assert not answer.logprobs
     assert {FinishReason.STOP, FinishReason.LENGTH} <= ends
     assert bool(engine.preempted) == (memory == "scarce")
-    assert not any(told.open for told in engine.told)
+    assert not any(output.open for output in engine.told)

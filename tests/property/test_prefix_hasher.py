@@ -14,7 +14,7 @@ from tests.property.plain_cache import PlainCache, PlainSequence, hash_of
 
 SLOTS, SIZE, BLOCKS, COLUMNS = 5, 4, 48, 16
 FREE, RUNNING, PREEMPTED = 0, 1, 2
-ROOTS = [sha256(bytes([one])).digest() for one in range(2)]
+ROOTS = [sha256(bytes([number])).digest() for number in range(2)]
 
 
 def ints(numbers: list[int]) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
@@ -49,9 +49,9 @@ class Both:
         return plain
 
     def match(self, hashes: list[bytes]) -> list[int]:
-        found = self.cache.match(b"".join(hashes)).tolist()
-        assert found == self.plain.match(hashes)
-        return found
+        blocks = self.cache.match(b"".join(hashes)).tolist()
+        assert blocks == self.plain.match(hashes)
+        return blocks
 
     def release(self, blocks: list[int]) -> None:
         self.cache.release(ints(blocks))
@@ -71,15 +71,15 @@ class Both:
             self.hasher.allocate(slot, sequence.next_to_publish)
 
     def has_begun(self, slot: int, sequence: PlainSequence, hashes: list[bytes]) -> bool:
-        found = self.match(hashes[: (len(sequence.token_ids) - 1) // SIZE])
-        self.found += len(found)
-        taken = self.take(-(-len(sequence.token_ids) // SIZE) - len(found))
+        shared = self.match(hashes[: (len(sequence.token_ids) - 1) // SIZE])
+        self.found += len(shared)
+        taken = self.take(-(-len(sequence.token_ids) // SIZE) - len(shared))
         if taken is None:
-            self.release(found)
+            self.release(shared)
             return False
-        self.sequences[slot], self.blocks[slot] = sequence, found + taken
-        self.computed[slot] = len(found) * SIZE
-        self.status[slot], sequence.next_to_publish = RUNNING, len(found)
+        self.sequences[slot], self.blocks[slot] = sequence, shared + taken
+        self.computed[slot] = len(shared) * SIZE
+        self.status[slot], sequence.next_to_publish = RUNNING, len(shared)
         self.scheduled.append(slot)
         return True
 
@@ -144,21 +144,23 @@ class Both:
                     step, int(computed[slot]), self.blocks[slot] if self.status[slot] == RUNNING else None, self.plain
                 )
         ids = [self.chance.randrange(2) for _ in sampled]
-        theirs = self.hasher.append(step, np.array(sampled, np.int64), ints(ids))
+        filled = self.hasher.append(step, np.array(sampled, np.int64), ints(ids))
         expected = []
-        for at, (slot, one) in enumerate(zip(sampled, ids, strict=True)):
+        for at, (slot, token) in enumerate(zip(sampled, ids, strict=True)):
             sequence = self.sequence(slot)
             if sequence.first_step is not None and sequence.first_step <= step:
-                sequence.token_ids.append(one)
+                sequence.token_ids.append(token)
                 expected.append(at)
-        assert (list(range(len(sampled))) if theirs is None else theirs.tolist()) == expected
-        self.passed_over += theirs is not None
+        assert (list(range(len(sampled))) if filled is None else filled.tolist()) == expected
+        self.passed_over += filled is not None
         self.check()
 
     def check(self) -> None:
         self.cache.check()
         assert self.cache.num_free == self.plain.num_free
-        assert [self.cache.ref_count(one) for one in range(BLOCKS)] == [self.plain.ref_count(b) for b in range(BLOCKS)]
+        assert [self.cache.ref_count(block) for block in range(BLOCKS)] == [
+            self.plain.ref_count(b) for b in range(BLOCKS)
+        ]
         reported = dict(self.hasher.filled())
         for slot, sequence in enumerate(self.sequences):
             if sequence is None or sequence.first_step is None:

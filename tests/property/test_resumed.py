@@ -101,7 +101,7 @@ class Asked:
     def numbered(self, number: int, chance: random.Random) -> Submit:
         """The request with what its samples have said."""
         counts = [len(got.ids) if got.end is None else -1 for got in self.samples]
-        ids = [one for got in self.samples if got.end is None for one in got.ids]
+        ids = [token for got in self.samples if got.end is None for token in got.ids]
         progress = Progress(np.array(counts, np.int32), np.array(ids, np.int32)) if self.losses else None
         if not any(counts) and chance.random() < 0.5:
             progress = None
@@ -109,7 +109,7 @@ class Asked:
 
 
 def random_requests(chance: random.Random) -> list[Asked]:
-    asked = []
+    requests = []
     for at in range(REQUESTS):
         stop = tuple(chance.sample(STOPS, chance.choice([0, 0, 1, 2])))
         most = chance.choice([None, 2, 10, 30, 30])
@@ -143,8 +143,8 @@ def random_requests(chance: random.Random) -> list[Asked]:
             seed=chance.getrandbits(64),
             arrived_ns=1 + at,
         )
-        asked.append(Asked(submit, [Got() for _ in range(params.n)]))
-    return asked
+        requests.append(Asked(submit, [Got() for _ in range(params.n)]))
+    return requests
 
 
 class Tree:
@@ -163,15 +163,15 @@ class Tree:
     def start(self) -> Group:
         return Group(depth=self.depth, **self.choices)
 
-    def submit(self, asked: Asked) -> None:
+    def submit(self, request: Asked) -> None:
         at = self.chance.randrange(GROUPS)
         group, self.number = self.groups[at], self.number + 1
-        submit = asked.numbered(self.number, self.chance)
-        self.resumed += sum(bool(got.ids) and got.end is None for got in asked.samples)
-        for sample, got in enumerate(asked.samples):
+        submit = request.numbered(self.number, self.chance)
+        self.resumed += sum(bool(got.ids) and got.end is None for got in request.samples)
+        for sample, got in enumerate(request.samples):
             if got.end is None:
                 group.servers.got[submit.server, self.number, sample] = got
-        self.open[at][self.number] = asked
+        self.open[at][self.number] = request
         group.scheduler.submit(submit)
 
     def lose(self, at: int) -> None:
@@ -179,13 +179,13 @@ class Tree:
         group = self.groups[at]
         group.deliver(self.chance.randint(0, len(group.late)))
         lost, self.open[at], self.groups[at] = self.open[at], {}, self.start()
-        for asked in lost.values():
-            if not asked.is_over:
-                asked.losses += 1
-                self.submit(asked)
+        for request in lost.values():
+            if not request.is_over:
+                request.losses += 1
+                self.submit(request)
 
     def is_on_its_way(self, at: int) -> bool:
-        return any(got.ids and got.end is None for asked in self.open[at].values() for got in asked.samples)
+        return any(got.ids and got.end is None for request in self.open[at].values() for got in request.samples)
 
     def run(self) -> None:
         chance = self.chance
@@ -208,7 +208,7 @@ class Tree:
             group.finish()
             group.deliver()
             assert group.scheduler.cache.num_free == group.schedule.blocks and not group.schedule.status.any()
-            assert not any(told.open for told in group.told)
+            assert not any(output.open for output in group.told)
 
 
 @pytest.mark.parametrize("seed", range(tiers.RESUMED_SEEDS))
@@ -219,14 +219,14 @@ def test_answers_are_the_same_bytes_when_groups_are_lost_on_the_way(seed: int) -
     cluster.run()
     assert cluster.resumed, "no loss has met an answer"
     ends = set()
-    for alone, asked in zip(whole, cut, strict=True):
-        for expected, got in zip(alone.samples, asked.samples, strict=True):
+    for alone, request in zip(whole, cut, strict=True):
+        for expected, got in zip(alone.samples, request.samples, strict=True):
             assert got.end is not None and expected.end is not None
             assert (got.ids, got.text, got.end, got.logprobs) == (
                 expected.ids,
                 expected.text,
                 expected.end,
                 expected.logprobs,
-            ), (asked.losses, asked.submit.params)
+            ), (request.losses, request.submit.params)
             ends.add(got.end[0])
     assert ends == {FinishReason.STOP, FinishReason.LENGTH}

@@ -92,20 +92,20 @@ def test_a_worker_has_the_state_of_its_core_or_is_out_of_step_at_the_next_step(s
         is_missing = not frames
         assert is_missing or group.sequence._expected == (group.leader, group.number + 1), f"missed a step at {number}"
         if number % 16 == 0 and not is_missing:
-            assert shown(group.worker) == shown(group.life.schedule) == group.life.plain.told()
+            assert shown(group.worker) == shown(group.life.schedule) == group.life.plain.contents()
     assert len(happened) == 6 and noticed["sent"] and noticed["foreign"] and noticed["cut"], (happened, noticed)
 
 
 # ── broken steps ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def arrays_of(message: Any, path: tuple[str, ...] = ()) -> list[tuple[str, ...]]:
-    found = []
+    paths = []
     for name in message.__struct_fields__:
         value = getattr(message, name)
         if isinstance(value, np.ndarray):
-            found.append((*path, name))
+            paths.append((*path, name))
         elif isinstance(value, msgspec.Struct) and not isinstance(value, SamplingParams):
-            found += arrays_of(value, (*path, name))
-    return found
+            paths += arrays_of(value, (*path, name))
+    return paths
 
 
 def replaced(message: Any, path: tuple[str, ...], value: Any) -> Any:
@@ -185,9 +185,9 @@ def test_a_frame_with_flipped_bits_is_refused_and_changes_nothing_or_does_what_i
 
 
 def copied(schedule: BatchState) -> BatchState:
-    made = small_schedule()
-    vars(made).update({name: copy.copy(value) for name, value in vars(schedule).items()})
-    return made
+    copied = small_schedule()
+    vars(copied).update({name: copy.copy(value) for name, value in vars(schedule).items()})
+    return copied
 
 
 def check_alike(before: Plain, schedule: BatchState, step: Step) -> str:
@@ -200,10 +200,10 @@ def check_alike(before: Plain, schedule: BatchState, step: Step) -> str:
     except DecodeError as error:
         assert then is None, f"refused a good step: {error}"
         assert " at $" in str(error)
-        assert shown(schedule) == before.told(), "a refused step has left its traces"
+        assert shown(schedule) == before.contents(), "a refused step has left its traces"
         return "refused"
     assert then is not None, "applied a step that must be refused"
-    assert shown(schedule) == then.told()
+    assert shown(schedule) == then.contents()
     return "applied"
 
 
@@ -219,4 +219,4 @@ def test_a_thousand_different_parameters_travel_in_one_step() -> None:
     other = BatchState(1024, 4096)
     other.apply(decode(Wire().frame(step)))
     assert shown(other) == shown(schedule)
-    assert [one.seed for one in other.params[:1000] if one is not None] == list(range(1000))
+    assert [params.seed for params in other.params[:1000] if params is not None] == list(range(1000))

@@ -59,9 +59,9 @@ def test_whatever_happens_everybody_reads_its_own_and_nothing_is_left(memory: st
         core = run(seed, MEMORY[memory], failing=0.002, has_overlap=has_overlap)
         ends.update(core.ended.values())
         shared, preempted = shared + core.shared, preempted + core.preempted
-        for one, got in core.got.items():
-            told = answer(core.submits[one[:2]], one[2])
-            assert got == told if core.ended[one] == "done" else got == told[: len(got)], (seed, one)
+        for owner, got in core.got.items():
+            expected = answer(core.submits[owner[:2]], owner[2])
+            assert got == expected if core.ended[owner] == "done" else got == expected[: len(got)], (seed, owner)
     assert set(ends) == {"done", "aborted", "stopped", "failed"}, ends
     assert shared > 100 and (preempted > 10) == (memory != "plenty"), (shared, preempted)
 
@@ -81,9 +81,9 @@ def test_answers_do_not_depend_on_overlap_nor_on_the_cache_nor_on_memory(seed: i
         for has_overlap in (True, False)
         for has_prefix_cache in (True, False)
     ]
-    told = {one: answer(submit, one[2]) for one in cores[0].got for submit in [cores[0].submits[one[:2]]]}
+    expected = {owner: answer(submit, owner[2]) for owner in cores[0].got for submit in [cores[0].submits[owner[:2]]]}
     for core in cores:
-        assert core.answers() == told
+        assert core.answers() == expected
 
 
 @pytest.mark.parametrize("seed", range(2))
@@ -102,9 +102,9 @@ SLOTS = 2 * SLOT_SHARE
 def test_where_slots_are_kept_for_small_clients_everybody_reads_its_own_and_nothing_is_left(memory: str) -> None:
     for seed in range(SEEDS // 2):
         core = run(seed, MEMORY[memory], failing=0.002, requests=40, slots=SLOTS)
-        for one, got in core.got.items():
-            told = answer(core.submits[one[:2]], one[2])
-            assert got == told if core.ended[one] == "done" else got == told[: len(got)], (seed, one)
+        for owner, got in core.got.items():
+            expected = answer(core.submits[owner[:2]], owner[2])
+            assert got == expected if core.ended[owner] == "done" else got == expected[: len(got)], (seed, owner)
 
 
 def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submit:
@@ -135,8 +135,8 @@ def test_one_who_asks_for_little_has_a_slot_at_once_whatever_others_ask_for(seed
             assert any(owner[1] > 1 << 20 for owner in core.owners.values()), "it waits for a slot"
             core.finish()
     assert most >= SLOTS - SLOT_SHARE, "slots are idle"
-    for one in {owner[:2] for owner in core.open_samples()}:
-        core.abort(*one)
+    for request in {owner[:2] for owner in core.open_samples()}:
+        core.abort(*request)
     core.drain()
 
 
@@ -149,7 +149,7 @@ def test_all_slots_are_used_but_those_that_are_kept_from_a_large_client(client: 
     for _ in range(3):
         core.begin()
         core.finish()
-    kept = SLOTS // SLOT_SHARE if client else 0
-    assert core.schedule.rows.size >= SLOTS - kept - 3, "some have ended by chance"
-    assert kept == 0 or core.schedule.rows.size <= SLOTS - kept
+    reserved = SLOTS // SLOT_SHARE if client else 0
+    assert core.schedule.rows.size >= SLOTS - reserved - 3, "some have ended by chance"
+    assert reserved == 0 or core.schedule.rows.size <= SLOTS - reserved
     core.drain()

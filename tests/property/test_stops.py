@@ -36,13 +36,13 @@ def test_a_text_ends_where_the_plainest_search_ends_it_however_it_is_cut(
     free = len(b"".join(pieces[:least]).decode(errors="ignore"))
     expected, stop = plainly(text, free, stops, includes)
     shown = ""
-    for one in range(len(pieces)):
-        shown += ours.add(one, one >= least)
+    for number in range(len(pieces)):
+        shown += ours.add(number, number >= least)
         assert expected.startswith(shown), "what is shown cannot be taken back"
         if ours.stop is not None:
             break
         # No more is held back than what a stop string may begin with.
-        certain = b"".join(pieces[: one + 1]).decode(errors="ignore")
+        certain = b"".join(pieces[: number + 1]).decode(errors="ignore")
         held = certain[len(shown) :]
         assert not held or any(stop.startswith(held) and stop != held for stop in stops)
     if ours.stop is None:

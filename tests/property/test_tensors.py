@@ -41,9 +41,9 @@ def views(draw: st.DrawFn) -> NDArray[Any]:
     return np.asarray(view)
 
 
-def same(found: NDArray[Any], given: NDArray[Any]) -> bool:
-    native = given.astype(given.dtype.newbyteorder("="))
-    return (found.dtype, found.shape, found.tobytes()) == (native.dtype, native.shape, native.tobytes())
+def same(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
+    native = expected.astype(expected.dtype.newbyteorder("="))
+    return (actual.dtype, actual.shape, actual.tobytes()) == (native.dtype, native.shape, native.tobytes())
 
 
 @settings(max_examples=tiers.TENSORS_EXAMPLES)
@@ -52,9 +52,9 @@ def test_what_comes_out_is_what_a_copy_would_be(view: NDArray[Any], inline_nbyte
     with Store(1 << 17) as store:
         with Scope(store, inline_nbytes=inline_nbytes) as scope:
             handle = Handle.from_bytes(bytes(scope.put(view)))
-            seen = handle.open(store).value()
+            value = handle.open(store).value()
             own = handle.open(store).value(writable=True)
-            assert same(seen, view)
+            assert same(value, view)
             assert same(own, view)
             if as_torch:
                 of_torch = torch.from_numpy(view.astype(view.dtype.newbyteorder("=")))
@@ -62,7 +62,7 @@ def test_what_comes_out_is_what_a_copy_would_be(view: NDArray[Any], inline_nbyte
                 assert back.shape == of_torch.shape
                 assert back.numpy().tobytes() == of_torch.numpy().tobytes()
                 del back
-            del seen
+            del value
         assert store.stats().pool.blocks == 0
 
 
@@ -80,16 +80,16 @@ trees = st.recursive(
 )
 
 
-def alike(found: Any, given: Any) -> bool:
-    if isinstance(given, np.ndarray):
-        return same(found, given)
-    if type(found) is not type(given):
+def alike(actual: Any, expected: Any) -> bool:
+    if isinstance(expected, np.ndarray):
+        return same(actual, expected)
+    if type(actual) is not type(expected):
         return False
-    if isinstance(given, dict):
-        return list(found) == list(given) and all(alike(found[key], given[key]) for key in given)
-    if isinstance(given, (list, tuple)):
-        return len(found) == len(given) and all(map(alike, found, given))
-    return bool(found == given)
+    if isinstance(expected, dict):
+        return list(actual) == list(expected) and all(alike(actual[key], expected[key]) for key in expected)
+    if isinstance(expected, (list, tuple)):
+        return len(actual) == len(expected) and all(map(alike, actual, expected))
+    return bool(actual == expected)
 
 
 @settings(max_examples=tiers.TENSORS_EXAMPLES)

@@ -43,15 +43,15 @@ def until(condition: Callable[[], object], within: float = START) -> None:
 
 
 def pids_of(words: str) -> list[int]:
-    found = []
+    pids = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             command = (path / "cmdline").read_text().replace("\0", " ")
         except OSError:
             continue
         if words in command and "engine_keeper" not in command:
-            found.append(int(path.name))
-    return found
+            pids.append(int(path.name))
+    return pids
 
 
 def node_launchers() -> list[int]:
@@ -64,23 +64,23 @@ def main() -> None:
     cluster.wait_for_nodes()
     options = ("--device-model", "simulated", "--nnodes", "2", "--port", str(PORT), "--ray-address", cluster.address)
     serve = subprocess.Popen([sys.executable, "-m", "penstock", "serve", *options])
-    seen: dict[str, Any] = {}
+    report: dict[str, Any] = {}
     try:
         until(lambda: serving_nodes() == [0, 1])
         (first,) = node_launchers()
         os.kill(first, signal.SIGKILL)
         until(lambda: serving_nodes() == [0])
-        seen["answer"] = ask("/v1/completions", {"prompt": "alone", "max_tokens": 5})["usage"]["completion_tokens"]
+        report["answer"] = ask("/v1/completions", {"prompt": "alone", "max_tokens": 5})["usage"]["completion_tokens"]
         until(lambda: serving_nodes() == [0, 1])
-        seen["is_another"] = node_launchers() != [first]
+        report["is_another"] = node_launchers() != [first]
         serve.send_signal(signal.SIGTERM)
-        seen["status"] = serve.wait(60)
+        report["status"] = serve.wait(60)
         until(lambda: not node_launchers(), 60)
-        seen["left"] = len(pids_of("-m penstock"))
+        report["left"] = len(pids_of("-m penstock"))
     finally:
         serve.kill()
         cluster.shutdown()
-    print(json.dumps(seen))
+    print(json.dumps(report))
 
 
 if __name__ == "__main__":

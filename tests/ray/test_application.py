@@ -67,9 +67,9 @@ def test_the_files_and_programs_of_the_page_are_ones_that_serve_takes(monkeypatc
 
     blocks = fences(ROOT / "docs" / "howto" / "nodes.md")
     (file,) = [block.text for block in blocks if block.language == "yaml"]
-    (found,) = ServeDeploySchema.model_validate(yaml.safe_load(file)).applications
-    assert found.import_path == "penstock.integrations.ray_serve:build"
-    assert deployed(build(found.args)).name == found.deployments[0].name
+    (declared,) = ServeDeploySchema.model_validate(yaml.safe_load(file)).applications
+    assert declared.import_path == "penstock.integrations.ray_serve:build"
+    assert deployed(build(declared.args)).name == declared.deployments[0].name
     programs = [block.text for block in blocks if block.language == "python"]
     assert len(programs) == 3
     run: list[Any] = []
@@ -89,8 +89,8 @@ def ranks(replicas: list[Any], session: str = "") -> list[list[str]]:
     router: Any = SessionRouter.__new__(SessionRouter)
     router.initialize_state()
     request = SimpleNamespace(metadata=SimpleNamespace(session_id=session))
-    found = asyncio.run(router.choose_replicas(replicas, request))
-    return [[each.replica_id.unique_id for each in rank] for rank in found]
+    ranking = asyncio.run(router.choose_replicas(replicas, request))
+    return [[each.replica_id.unique_id for each in rank] for rank in ranking]
 
 
 @ignored
@@ -117,8 +117,8 @@ def test_a_replica_none_of_whose_groups_serves_comes_last() -> None:
 @ignored
 def test_a_request_without_a_session_has_two_replicas_to_choose_from_first() -> None:
     replicas = [replica(name) for name in "abcd"]
-    seen = Counter(name for _ in range(300) for name in ranks(replicas)[0])
+    counts = Counter(name for _ in range(300) for name in ranks(replicas)[0])
     assert all(len(ranks(replicas)[0]) == 2 for _ in range(20))
-    assert len(seen) == 4 and min(seen.values()) > 80, seen
+    assert len(counts) == 4 and min(counts.values()) > 80, counts
     assert sorted(ranks(replicas)[1]) == list("abcd")
     assert ranks([]) == []

@@ -30,5 +30,5 @@ def test_ray_places_a_node_starts_it_again_and_ends_it_with_the_server() -> None
             timeout=450,
         )
     assert done.returncode == 0, done.stderr[-4000:]
-    seen = json.loads(done.stdout.splitlines()[-1])
-    assert seen == {"answer": 5, "is_another": True, "status": 0, "left": 0}
+    report = json.loads(done.stdout.splitlines()[-1])
+    assert report == {"answer": 5, "is_another": True, "status": 0, "left": 0}

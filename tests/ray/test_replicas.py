@@ -71,12 +71,12 @@ def workers(launcher: int) -> list[ProcessView]:
 
 
 def open_requests(cluster: RayCluster) -> int:
-    found = 0
+    requests = 0
     for _, launcher in cluster.engines().values():
         board = SnapshotReader(launcher).board()
-        found += sum(row[StatusBoard.OPEN] for row in board.rows)
+        requests += sum(row[StatusBoard.OPEN] for row in board.rows)
         board.close()
-    return found
+    return requests
 
 
 class Scene:
@@ -100,12 +100,12 @@ class Scene:
         await until(lambda: self.cluster.call("status", name="default") == {"RUNNING": REPLICAS}, WITHIN)
         await until(lambda: len(engines := self.cluster.engines()) == REPLICAS
                     and all(serving(launcher) for _, launcher in engines.values()), WITHIN)  # fmt: skip
-        deadline, seen = time.monotonic() + WITHIN, set[int]()
-        while len(seen) < REPLICAS:
-            assert time.monotonic() < deadline, f"only {seen} answer"
+        deadline, pids = time.monotonic() + WITHIN, set[int]()
+        while len(pids) < REPLICAS:
+            assert time.monotonic() < deadline, f"only {pids} answer"
             async with self.client.get(f"{self.url}/health/live") as response:
                 if response.status == 200:
-                    seen.add((await response.json())["pid"])
+                    pids.add((await response.json())["pid"])
 
     async def streams(self, count: int, tokens: int) -> list[asyncio.Task[ray_client.Answer]]:
         """Streams that have begun, of requests with sessions, so that both replicas have some."""

@@ -66,9 +66,9 @@ def shell_block_and_file() -> tuple[str, str]:
 
 
 def environment_of(home: Path) -> dict[str, str]:
-    kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
     path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return {**kept, "HOME": str(home), "PATH": path, "RAY_TMPDIR": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
+    return {**environment, "HOME": str(home), "PATH": path, "RAY_TMPDIR": str(home), "RAY_USAGE_STATS_ENABLED": "0"}
 
 
 def models() -> list[str]:

@@ -19,7 +19,7 @@ AT_ONCE = 200
 def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: int) -> None:
     chance = random.Random(seed)
 
-    async def one(client: Client) -> None:
+    async def stream(client: Client) -> None:
         params = SamplingParams(max_tokens=chance.randrange(1, 60), n=chance.choice([1, 1, 1, 3]))
         chunk_format = ChunkFormat(Style.CHAT, b'{"id":"1"') if chance.random() < 0.5 else None
         length = 300 if chance.random() < 0.05 else chance.randrange(1, 60)  # some are refused
@@ -52,7 +52,7 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
 
                 async def in_turn() -> None:
                     async with turns:
-                        await asyncio.wait_for(one(client), PATIENCE)
+                        await asyncio.wait_for(stream(client), PATIENCE)
 
                 await asyncio.gather(*(in_turn() for _ in range(tiers.ABORTS)))
                 print(f"{tiers.ABORTS} requests, most of them aborted, in {time.monotonic() - began:.1f} s")
@@ -74,7 +74,7 @@ def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int)
         ) as engine:
             async with Client(engine.launcher.cluster, 0) as client:
 
-                async def one() -> None:
+                async def request() -> None:
                     ids, tokens = prompt(5), chance.randrange(1, 30)
                     stream = await client.submit(ids, SamplingParams(max_tokens=tokens), timeout=2 * PATIENCE)
                     got: list[int] = []
@@ -84,7 +84,7 @@ def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int)
                     assert got == engine.rule.answer(ids, tokens)
                     assert stream.completion_tokens == len(got)
 
-                await asyncio.gather(*(one() for _ in range(1000)))
+                await asyncio.gather(*(request() for _ in range(1000)))
                 assert client.open_requests == 0
             await engine.must_be_empty()
 

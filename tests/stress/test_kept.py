@@ -74,9 +74,9 @@ def trade(ticket: tuple[int, ...], seed: int, talk: Path) -> None:
                 held.append((lease, name))
             del lease
             while len(held) > 2 or (held and chance.random() < 0.5):
-                kept, name = held.pop(0)
-                assert memoryview(kept) == content(name), f"key {name}: changed while it was held"
-                del kept
+                block, name = held.pop(0)
+                assert memoryview(block) == content(name), f"key {name}: changed while it was held"
+                del block
 
     def watched(number: int) -> None:
         try:

@@ -59,12 +59,12 @@ def model_in(path: Path) -> Tokenizer:
     processor_in(path, "llava")
     special = {"<pad>": 0, "<s>": 1, "</s>": 2, "<image>": IMAGE}
     free = (number for number in range(VOCABULARY) if number not in special.values())
-    ids = {**special, **{one: next(free) for one in sorted(pre_tokenizers.ByteLevel.alphabet())}}
+    ids = {**special, **{letter: next(free) for letter in sorted(pre_tokenizers.ByteLevel.alphabet())}}
     ids |= {f"<unused_{number}>": number for number in free}
     tokenizer = Tokenizer(models.BPE(ids, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in special])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in special])
     tokenizer.save(str(path / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": "<s>", "eos_token": "</s>", "pad_token": "<pad>"}
     (path / "tokenizer_config.json").write_text(json.dumps({**kind, "chat_template": TEMPLATES["llava"]}))
@@ -157,11 +157,11 @@ class Use:
                 ) from error
 
     async def _one(self, ask: Ask) -> None:
-        said = json.dumps({"model": self._tree.config.model.rpartition("/")[2], **ask.body}).encode()
+        payload = json.dumps({"model": self._tree.config.model.rpartition("/")[2], **ask.body}).encode()
         head = f"POST {ask.path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}"
         reader, writer = await asyncio.open_connection("127.0.0.1", self._tree.port, limit=1 << 24)
         try:
-            writer.write(f"{head}content-length: {len(said)}\r\n\r\n".encode() + said)
+            writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
             if ask.goes_after is not None:
                 for _ in range(ask.goes_after):
                     await reader.readline()
@@ -232,11 +232,11 @@ def run(path: Path, seed: int, count: int, ranks: int) -> None:
             limits, 3 * START, simulated=None, model=str(path), store_nbytes=1 << 20, **processes, **sizes
         ) as served:
             pids = {child.pid for child in served.children()}
-            users, found = Users(seed, tokenizer), []
+            users, all_looks = Users(seed, tokenizer), []
             for _ in range(10):
                 use = Use(served, users, count // 10)
                 await use.go()
-                found.append(looks(served))
+                all_looks.append(looks(served))
                 assert {child.pid for child in served.children()} == pids, "a process has died"
                 print(
                     f"{dict(use.ends)}, up to {use.longest} tokens, "
@@ -245,7 +245,7 @@ def run(path: Path, seed: int, count: int, ranks: int) -> None:
             await must_be_as_before(served, is_keeping=True)
             assert {child.pid for child in served.children()} == pids
             if tiers.TIER == "soak":
-                must_not_grow(found[3:6], found[7:])
+                must_not_grow(all_looks[3:6], all_looks[7:])
 
     asyncio.run(scene())
 

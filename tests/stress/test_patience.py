@@ -27,9 +27,9 @@ NUMBER = struct.Struct("<Qd")
 
 @pytest.fixture(scope="module")
 def zygote():
-    made = Zygote()
-    yield made
-    made.close()
+    zygote = Zygote()
+    yield zygote
+    zygote.close()
 
 
 # ── idle, then a burst ───────────────────────────────────────────────────────────────────────────────────────────────

@@ -35,19 +35,19 @@ class Look:
 
 
 def looks(served: Served) -> dict[str, Look]:
-    found = {}
+    looks_by_name = {}
     for child in served.children():
         process = psutil.Process(child.pid)
-        found[str(child.member)] = Look(process.memory_info().rss, process.num_fds(), process.num_threads())
-    return found
+        looks_by_name[str(child.member)] = Look(process.memory_info().rss, process.num_fds(), process.num_threads())
+    return looks_by_name
 
 
 def shared_nbytes(served: Served) -> tuple[int, int]:
     """Of files with names, which there are none of, and of values in the store."""
     store = served.launcher.cluster.store
     assert store is not None
-    named = sum(one.stat().st_size for one in Path("/dev/shm").iterdir() if "penstock" in one.name)
-    return named, sum(one.nbytes for one in store.stats().items)
+    named = sum(path.stat().st_size for path in Path("/dev/shm").iterdir() if "penstock" in path.name)
+    return named, sum(item.nbytes for item in store.stats().items)
 
 
 def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -> None:
@@ -62,8 +62,8 @@ def must_not_grow(settled: list[dict[str, Look]], late: list[dict[str, Look]]) -
 
 
 def private_nbytes(served: Served) -> dict[str, int]:
-    found = {str(child.member): private_nbytes_of(child.pid) for child in served.children()}
-    return {name: nbytes for name, nbytes in found.items() if nbytes is not None}
+    sizes = {str(child.member): private_nbytes_of(child.pid) for child in served.children()}
+    return {name: nbytes for name, nbytes in sizes.items() if nbytes is not None}
 
 
 @pytest.mark.timeout(tiers.limit(2_400, 40_000))
@@ -104,23 +104,23 @@ def test_no_process_grows_under_load(seed: int) -> None:
             LIMITS, simulated=simulated_device(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE
         ) as served:
             load = Load(served, seed)
-            found = []
+            all_looks = []
             shared = []
             async with load.running() as tasks:
                 deadline = asyncio.get_running_loop().time() + SECONDS
                 while asyncio.get_running_loop().time() < deadline:
                     await asyncio.sleep(BETWEEN)
-                    found.append(looks(served))
+                    all_looks.append(looks(served))
                     shared.append(shared_nbytes(served))
                     if tasks.done():
                         tasks.result()
             await must_be_as_before(served)
             print(f"{len(load.requests)} answers, {dict(load.gone)}")
-            assert not [one.error for one in load.requests if one.error]
-            first = max(1, int(SETTLED * len(found)))
-            part = (len(found) - first) // 3
+            assert not [request.error for request in load.requests if request.error]
+            first = max(1, int(SETTLED * len(all_looks)))
+            part = (len(all_looks) - first) // 3
             assert part > 0, "too short to tell"
-            must_not_grow(found[first : first + part], found[-part:])
+            must_not_grow(all_looks[first : first + part], all_looks[-part:])
             assert max(shared[first:]) == shared[first] == (0, 0)
 
     asyncio.run(scene())

@@ -31,10 +31,10 @@ Times = dict[str, list[float]]
 
 def sizes() -> list[int]:
     """Of 4 KB to 8 MB, as many small ones as large ones; three times the store in all."""
-    chance, found = random.Random(5), list[int]()
-    while sum(found) < 3 * NBYTES:
-        found.append(int(4096 * 2048 ** chance.random()))
-    return found
+    chance, sizes = random.Random(5), list[int]()
+    while sum(sizes) < 3 * NBYTES:
+        sizes.append(int(4096 * 2048 ** chance.random()))
+    return sizes
 
 
 def key(number: int) -> bytes:
@@ -129,14 +129,14 @@ def test_many_put_and_get_at_three_times_the_capacity_and_the_longest_waits_are_
         store.pool.take(NBYTES).release()
     for out in outs:
         for times in msgspec.msgpack.decode(out.read_bytes(), type=list[Times]):
-            for part, found in times.items():
-                parts[part] += found
+            for part, durations in times.items():
+                parts[part] += durations
     assert not parts["no room"], "each thread holds one value at a time"
-    for part, found in sorted(parts.items()):
-        found.sort()
-        if found:
+    for part, durations in sorted(parts.items()):
+        durations.sort()
+        if durations:
             print(
-                f"{part:32} {len(found):7,} times, p50 {found[len(found) // 2] * 1e3:8.3f} ms, "
-                f"p99.9 {found[len(found) * 999 // 1000] * 1e3:6.1f}, longest {found[-1] * 1e3:6.1f}, "
-                f"over 50 ms: {sum(one > 0.05 for one in found)}"
+                f"{part:32} {len(durations):7,} times, p50 {durations[len(durations) // 2] * 1e3:8.3f} ms, "
+                f"p99.9 {durations[len(durations) * 999 // 1000] * 1e3:6.1f}, longest {durations[-1] * 1e3:6.1f}, "
+                f"over 50 ms: {sum(duration > 0.05 for duration in durations)}"
             )

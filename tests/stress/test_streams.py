@@ -32,20 +32,20 @@ WATCHDOG = 60.0
 def payloads(lane: int, largest: int) -> list[tuple[bytes, bytes]]:
     """Payloads with the part of their heads that does not change, made beforehand: sending then only gathers."""
     chance = random.Random(lane)
-    made = []
+    payload_list = []
     for _ in range(PIECES):
         nbytes = chance.choice((0, chance.randrange(64), chance.randrange(1024), chance.randrange(largest)))
         body = chance.randbytes(nbytes)
-        made.append((struct.pack("<III", lane, nbytes, zlib.crc32(body)), body))
-    return made
+        payload_list.append((struct.pack("<III", lane, nbytes, zlib.crc32(body)), body))
+    return payload_list
 
 
 def send_many(channel: Channel, lane: int, records: int, largest: int) -> None:
-    made = payloads(lane, largest)
+    payload_list = payloads(lane, largest)
     pack = struct.Struct("<Q").pack
     with channel.open_sender(lane) as sender:
         for number in range(records):
-            head, body = made[number % PIECES]
+            head, body = payload_list[number % PIECES]
             sender.send([pack(number), head, body], timeout=WATCHDOG)
 
 
@@ -121,5 +121,5 @@ def test_ten_million_records_between_native_processes(tmp_path: Path) -> None:
     scale = ["--scale", str(tiers.NATIVE_STREAMS_SCALE)] if tiers.NATIVE_STREAMS_SCALE > 1 else []
     done = subprocess.run([str(program), *scale], capture_output=True, text=True, timeout=tiers.limit(400, soak=7000))
     assert done.returncode == 0, done.stderr[-3000:]
-    total = sum(int(found) for found in re.findall(r"(\d+) records in", done.stdout))
+    total = sum(int(count) for count in re.findall(r"(\d+) records in", done.stdout))
     assert total >= 10**7 * (100 if tiers.NATIVE_STREAMS_SCALE > 1 else 1), done.stdout

@@ -23,13 +23,13 @@ def test_each_survivor_of_a_kill_hears_of_it_and_nothing_is_left(seed: int, tmp_
     environment = peer.environment(peer.write_site(tmp_path / "site"), **variables)
     limit = tiers.VLLM_DEATHS * EACH + 100
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=limit)
-    found = re.search(r"^DEATHS (.*)$", done.stdout, re.MULTILINE)
-    assert found is not None, done.stdout[-3000:] + done.stderr[-3000:]
-    said = json.loads(found[1])
-    took = said["took"]
-    late = sum(one > PROMISED for one in took)
+    match = re.search(r"^DEATHS (.*)$", done.stdout, re.MULTILINE)
+    assert match is not None, done.stdout[-3000:] + done.stderr[-3000:]
+    report = json.loads(match[1])
+    took = report["took"]
+    late = sum(duration > PROMISED for duration in took)
     print(f"{tiers.VLLM_DEATHS} deaths: p50 {took[len(took) // 2] * 1e3:.0f} ms, max {took[-1] * 1e3:.0f}, {late} late")
-    assert said["hung"] == 0
-    assert said["left"] == [0, 0, 0]
+    assert report["hung"] == 0
+    assert report["left"] == [0, 0, 0]
     assert len(took) == 2 * tiers.VLLM_DEATHS
     assert took[-1] <= PROMISED + SLACK

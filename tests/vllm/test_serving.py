@@ -86,7 +86,7 @@ def load(server: VllmServer) -> Iterator[None]:
             client.result()
 
 
-def seen(server: VllmServer, trace: Path, *, is_ours: bool) -> Seen:
+def observe(server: VllmServer, trace: Path, *, is_ours: bool) -> Seen:
     answers = [server.ask(prompt) for prompt in PROMPTS]
     files = server.shared_files()
     inspected, summary, events = "", {}, []
@@ -105,12 +105,12 @@ def seen(server: VllmServer, trace: Path, *, is_ours: bool) -> Seen:
 @pytest.fixture(scope="module")
 def ways(site: Path, model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Seen]:
     """vLLM as it is, with its queues replaced, and with steps as changes, one after the other."""
-    folder, found = tmp_path_factory.mktemp("logs"), {}
+    folder, observed = tmp_path_factory.mktemp("logs"), {}
     for way, parts in WAYS.items():
         variables = {"PENSTOCK_VLLM": parts, "PENSTOCK_VLLM_STRICT": "1"}
         with serving(site, model, folder / f"{way}.log", **variables) as server:
-            found[way] = seen(server, folder / f"{way}.json", is_ours=way != "vllm")
-    return found
+            observed[way] = observe(server, folder / f"{way}.json", is_ours=way != "vllm")
+    return observed
 
 
 OURS = [way for way in WAYS if way != "vllm"]
@@ -152,8 +152,8 @@ def of_core(events: list[dict[str, Any]], category: str) -> list[dict[str, Any]]
     """Sends of the engine core, or what its workers took from it."""
     tracks = {(event["pid"], event["tid"]): event["args"]["name"] for event in events if event["name"] == "thread_name"}
     queue = f"broadcast 'vllm {CORE}'"
-    found = [event for event in events if event.get("cat") == category]
-    return [event for event in found if tracks[event["pid"], event["tid"]].endswith(queue)]
+    matching = [event for event in events if event.get("cat") == category]
+    return [event for event in matching if tracks[event["pid"], event["tid"]].endswith(queue)]
 
 
 @pytest.mark.parametrize("way", OURS)
@@ -175,8 +175,8 @@ def test_a_trace_of_a_live_vllm_leads_from_each_send_to_each_worker(way: str, wa
 
 @pytest.mark.parametrize("way", OURS)
 def test_a_trace_of_a_live_vllm_has_its_steps_with_their_replies(way: str, ways: dict[str, Seen]) -> None:
-    found = {(steps["leader"], steps["worker"]): steps for steps in ways[way].summary["steps"]}
-    steps = found[CORE, "VllmWorker-0"]  # the one that replies
+    steps_of_pairs = {(steps["leader"], steps["worker"]): steps for steps in ways[way].summary["steps"]}
+    steps = steps_of_pairs[CORE, "VllmWorker-0"]  # the one that replies
     assert steps["steps"] > 20
     assert sum(steps["by_cause"].values()) == steps["total_ns"] and steps["by_cause"]["device"] > 0
     begins = {event["id"]: event["ts"] for event in ways[way].events if event["ph"] == "b"}
@@ -206,10 +206,10 @@ def test_llm_answers_the_same_with_workers_that_are(method: str, site: Path, mod
         command = [peer.python_of_vllm(), str(INSIDE / "offline.py"), str(model), json.dumps(PROMPTS), method]
         environment = peer.environment(site, **variables)
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=START)
-        found = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
-        assert found is not None, done.stdout[-3000:] + done.stderr[-6000:]
+        match = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
+        assert match is not None, done.stdout[-3000:] + done.stderr[-6000:]
         assert ("penstock carries a queue of vLLM to 2 local readers" in done.stdout + done.stderr) == (parts != "0")
         starts = re.search(r"^STARTS (.*)$", done.stdout, re.MULTILINE)
         assert starts is not None and json.loads(starts[1]).count(method) == 3, starts  # the core and its workers
-        answers.append(json.loads(found[1]))
+        answers.append(json.loads(match[1]))
     assert answers[0] == answers[1]

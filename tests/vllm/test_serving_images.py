@@ -70,7 +70,7 @@ def messages() -> list[list[dict[str, Any]]]:
 
 
 @contextlib.contextmanager
-def asked(server: VllmServer, content: list[dict[str, Any]]) -> Iterator[http.client.HTTPConnection]:
+def connected(server: VllmServer, content: list[dict[str, Any]]) -> Iterator[http.client.HTTPConnection]:
     """A connection on which a request was sent; it is closed with the block, which aborts the request."""
     body = {
         "model": NAME,
@@ -85,7 +85,7 @@ def asked(server: VllmServer, content: list[dict[str, Any]]) -> Iterator[http.cl
 
 
 def answer(server: VllmServer, content: list[dict[str, Any]]) -> str:
-    with asked(server, content) as connection:
+    with connected(server, content) as connection:
         response = connection.getresponse()
         text = response.read()
     assert response.status == 200, text
@@ -99,7 +99,7 @@ def answers(server: VllmServer) -> list[str]:
 
 def abort(server: VllmServer, seed: int) -> None:
     """Asks about an image that is new to the server, and goes away within 200 ms."""
-    with asked(server, [image(seed, side=56), {"type": "text", "text": "def f"}]):
+    with connected(server, [image(seed, side=56), {"type": "text", "text": "def f"}]):
         time.sleep(random.Random(seed).random() * 0.2)
 
 

@@ -49,15 +49,18 @@ def test_steps_arrive_equal_over_schedules_with_faults(name: str, scenes: set[st
     walks = walk(site, models / name, "faults", str(STEPS), *map(str, SEEDS))
     assert len(walks) == len(SEEDS)
     total = sum(
-        (Counter({what: count for what, count in one.items() if what not in {"choices", "seed"}}) for one in walks),
+        (
+            Counter({what: count for what, count in report.items() if what not in {"choices", "seed"}})
+            for report in walks
+        ),
         Counter(),
     )
     assert not (scenes | FAULTS) - (+total).keys(), "what the seeds were to bring did not happen"
 
 
 def test_steps_of_continuous_arrivals_go_as_changes_but_for_the_first(site: Path, models: Path) -> None:
-    for one in walk(site, models / tiny_models.LLAMA, "plain", str(STEPS), *map(str, SEEDS[:4])):
-        assert one["wholes"] == 2, one  # the first step and the first reply
+    for report in walk(site, models / tiny_models.LLAMA, "plain", str(STEPS), *map(str, SEEDS[:4])):
+        assert report["wholes"] == 2, report  # the first step and the first reply
 
 
 def test_llm_answers_the_same_with_steps_as_changes_that_are_checked(site: Path, models: Path) -> None:
@@ -69,8 +72,8 @@ def test_llm_answers_the_same_with_steps_as_changes_that_are_checked(site: Path,
         done = subprocess.run(
             command, env=peer.environment(site, **variables), capture_output=True, text=True, timeout=START
         )
-        found = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
-        assert found is not None, done.stdout[-3000:] + done.stderr[-6000:]
+        match = re.search(r"^ANSWERS (.*)$", done.stdout, re.MULTILINE)
+        assert match is not None, done.stdout[-3000:] + done.stderr[-6000:]
         assert ("replaces of vLLM: queue, steps" in done.stdout + done.stderr) == (parts != "0")
-        answers.append(json.loads(found[1]))
+        answers.append(json.loads(match[1]))
     assert answers[0] == answers[1]

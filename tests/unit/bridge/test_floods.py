@@ -86,11 +86,11 @@ def tls_of(folder: Path) -> Tls:
 
 def client_hello(tls: Tls, knock: bytes) -> bytes:
     """The first bytes of a connector with TLS."""
-    ours, theirs = socket.socketpair()
-    with theirs:
+    ours, remote = socket.socketpair()
+    with remote:
         wire = TlsWire(ours, tls.context(is_server=False), knock=knock)
         wire.send([b""])
-        data = theirs.recv(1 << 16)
+        data = remote.recv(1 << 16)
         wire.close(is_aborted=True)
     return data
 

@@ -78,11 +78,11 @@ def test_each_sender_of_an_inbox_has_its_lane_and_its_order() -> None:
         threads = [threading.Thread(target=send_all, args=(sender, 200)) for sender in senders]
         for thread in threads:
             thread.start()
-        seen: dict[int, list[int]] = {}
+        records: dict[int, list[int]] = {}
         for _ in range(600):
             record = receiver.receive(5)
-            seen.setdefault(receiver.source, []).append(int(record))
-        assert seen == {lane: list(range(200)) for lane in (5, 6, 2)}
+            records.setdefault(receiver.source, []).append(int(record))
+        assert records == {lane: list(range(200)) for lane in (5, 6, 2)}
         names = {end["peer"]: end["state"] for end in target.snapshot()["senders"] if end["state"] == "live"}
         assert len(names) == 3
         assert {peer.name for peer in target.peers()} >= {"server 0", "server 1", "server 2"}
@@ -124,13 +124,13 @@ def test_a_channel_that_has_ended_ends_over_there_and_the_others_go_on() -> None
     first, second, third, fourth = Ring(), Ring(), Ring(), Ring()
     home = replace(LINK, channels=[OutboundChannel("a", first), OutboundChannel("b", second)])
     away = replace(LINK, channels=[InboundChannel("b", fourth), InboundChannel("a", third)])
-    with running(home, away) as (one, _), second.open_sender() as sender, fourth.open_receiver() as receiver:
+    with running(home, away) as (link, _), second.open_sender() as sender, fourth.open_receiver() as receiver:
         first.open_sender().close()
         with pytest.raises(EndOfChannel), third.open_receiver() as ended:
             ended.receive(5)
         sender.send(b"on")
         assert receiver.receive(5) == b"on"
-        assert one.is_running
+        assert link.is_running
 
 
 def test_stop_at_either_side_ends_both_with_its_reason_and_loses_nothing_that_was_read() -> None:
@@ -187,8 +187,8 @@ def test_both_sides_count_what_passes_and_measure_the_round_trip() -> None:
     with running(home, away) as links, source.open_sender() as sender, target.open_receiver() as receiver:
         sender.send(b"12345")
         receiver.receive(5)
-        for one in links:
-            eventually(lambda one=one: one.link.stats().round_trip_ns > 0)
+        for side in links:
+            eventually(lambda side=side: side.link.stats().round_trip_ns > 0)
         sent, received = links[0].link.stats(), links[1].link.stats()
         assert (sent.frames_sent, received.frames_received) == (1, 1)
         assert sent.nbytes_sent >= 5 and received.heard_s < 2

@@ -122,13 +122,13 @@ def test_a_side_that_breaks_the_protocol_ends_the_link_and_is_told_why(packet: b
     running_link, connection = raw()
     connection.sendall(packet)
     connection.settimeout(5)
-    told = b""
+    response = b""
     while part := connection.recv(1 << 16):
-        told += part
+        response += part
     connection.close()
     death = running_link.death()
     assert death.kind == "protocol" and how in death.how
-    assert how.encode() in told
+    assert how.encode() in response
     running_link.end()
 
 
@@ -148,12 +148,12 @@ def test_frames_that_do_not_fit_a_lane_break_the_protocol() -> None:
         home, away = joined(*reversed(one_way(Ring(), target)))
         connection = socket.socket(fileno=os.dup(away._wire.fileno()))
         away.close()
-        one = RunningLink(home)
+        side = RunningLink(home)
         connection.sendall(sent)
-        death = one.death()
+        death = side.death()
         assert death.kind == "protocol" and how in death.how, (how, death.how)
         connection.close()
-        one.end()
+        side.end()
 
 
 @pytest.mark.parametrize("kind", sorted(SIZES))
@@ -163,7 +163,7 @@ def test_a_connection_that_is_cut_within_a_packet_delivers_nothing_of_it(kind: i
     home, away = joined(*reversed(one_way(Ring(), target)))
     connection = socket.socket(fileno=os.dup(away._wire.fileno()))
     away.close()
-    one = RunningLink(home)
+    side = RunningLink(home)
     with target.open_receiver() as receiver:
         connection.sendall(packet(packets.FRAME, 0, 0, b"whole"))
         if kind == packets.FRAME_PART:
@@ -172,8 +172,8 @@ def test_a_connection_that_is_cut_within_a_packet_delivers_nothing_of_it(kind: i
         connection.sendall(packet(kind, 0, 0, bytes(nbytes))[: HEAD.size + nbytes // 2 - 1])
         assert receiver.receive(5) == b"whole"
         connection.close()
-        assert one.death().kind == "closed"
-        one.end()
+        assert side.death().kind == "closed"
+        side.end()
         with pytest.raises(EndOfChannel):
             receiver.receive(5)
 
@@ -210,9 +210,9 @@ def test_the_death_of_a_receiver_ends_the_link_and_both_sides_name_it() -> None:
 
 def test_a_death_that_is_forwarded_is_told_at_both_sides_and_the_link_goes_on() -> None:
     source, target = Inbox(senders=2), Inbox(senders=2)
-    told: dict[str, list[ChannelDeath]] = {"home": [], "away": []}
+    deaths: dict[str, list[ChannelDeath]] = {"home": [], "away": []}
     home, away = (
-        replace(spec, on_death=told[spec.name].append) for spec in one_way(source, target, on_death="forward")
+        replace(spec, on_death=deaths[spec.name].append) for spec in one_way(source, target, on_death="forward")
     )
     away = replace(away, channels=[replace(away.channels[0], lanes=[Lane(0), Lane(1)])])
     with running(home, away), program(SENDER) as server, target.open_receiver() as receiver:
@@ -220,14 +220,14 @@ def test_a_death_that_is_forwarded_is_told_at_both_sides_and_the_link_goes_on() 
         server.say(1)
         assert server.hear() == "open"
         server.kill()
-        eventually(lambda: told["home"] and told["away"])
-        here, there = told["home"][0], told["away"][0]
+        eventually(lambda: deaths["home"] and deaths["away"])
+        here, there = deaths["home"][0], deaths["away"][0]
         assert (here.channel, here.index, here.name, here.pid) == ("frames", 1, "server 0.1 #1", server.pid)
         assert there == msgspec.structs.replace(here, is_remote=True)
         with source.open_sender(0) as other:
             other.send(b"on")
             assert receiver.receive(5) == b"on"
-    assert len(told["home"]) == len(told["away"]) == 1
+    assert len(deaths["home"]) == len(deaths["away"]) == 1
 
 
 def test_a_death_is_told_after_the_last_frames_of_the_dead_and_a_hook_may_add_one() -> None:
@@ -244,7 +244,7 @@ def test_a_death_is_told_after_the_last_frames_of_the_dead_and_a_hook_may_add_on
         hear()
     """
     with running(home, away) as both, program(sending) as core:
-        links += [one.link for one in both]
+        links += [side.link for side in both]
         core.say(source.ticket)
         assert core.hear() == "sent"
         core.kill()

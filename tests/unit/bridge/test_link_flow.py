@@ -118,11 +118,11 @@ def test_senders_of_an_inbox_wait_for_their_credit_and_none_is_forgotten() -> No
         ]
         for thread in threads:
             thread.start()
-        seen: dict[int, list[int]] = {0: [], 1: [], 2: []}
+        records: dict[int, list[int]] = {0: [], 1: [], 2: []}
         for _ in range(900):
             record = receiver.receive(10)
-            seen[receiver.source].append(int(record[:4]))
-        assert seen == {index: list(range(300)) for index in range(3)}
+            records[receiver.source].append(int(record[:4]))
+        assert records == {index: list(range(300)) for index in range(3)}
         for thread in threads:
             thread.join()
         for sender in senders:

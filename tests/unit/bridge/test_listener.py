@@ -49,8 +49,8 @@ class Accepting:
 
 @pytest.fixture
 def listener() -> Iterator[Listener]:
-    with Listener(HERE, secret=SECRET) as one:
-        yield one
+    with Listener(HERE, secret=SECRET) as listener:
+        yield listener
 
 
 def test_a_link_begins_at_any_free_port(listener: Listener) -> None:
@@ -65,15 +65,15 @@ def test_a_link_begins_at_any_free_port(listener: Listener) -> None:
 def test_the_side_that_connects_waits_for_one_that_listens() -> None:
     with Listener(HERE, secret=SECRET) as first:
         address = first.address
-    found: list[Link] = []
-    thread = threading.Thread(target=lambda: found.append(connect(address, AWAY, secret=SECRET, timeout=10)))
+    links: list[Link] = []
+    thread = threading.Thread(target=lambda: links.append(connect(address, AWAY, secret=SECRET, timeout=10)))
     thread.start()
     with Listener(address, secret=SECRET) as listener:
         home = Accepting(listener, HOME).link()
         thread.join(10)
-        for link in (home, *found):
+        for link in (home, *links):
             link.close()
-    assert len(found) == 1
+    assert len(links) == 1
 
 
 def test_a_link_that_does_not_come_is_a_timeout_on_either_side(listener: Listener) -> None:
@@ -178,8 +178,8 @@ def test_frames_pass_over_tls(certificates: Path) -> None:
             assert receiver.receive(10) == bytes(nbytes)
         links[1].link.stop("enough")
         assert links[0].outcome() == "enough"
-    for one in links:
-        one.end()
+    for side in links:
+        side.end()
 
 
 def test_a_side_without_a_certificate_of_the_authority_is_refused(certificates: Path) -> None:

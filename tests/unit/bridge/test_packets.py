@@ -59,13 +59,13 @@ class Recorder:
 
 
 def some_packets(chance: random.Random) -> list[tuple[int, int, int, bytes]]:
-    found = []
+    random_packets = []
     for _ in range(40):
         kind = chance.choice([packets.FRAME, packets.FRAME_PART, packets.VALUE_PART, packets.HEARTBEAT, packets.END])
         least, most = SIZES[kind]
         nbytes = chance.choice([least, most, min(most, least + chance.randrange(300))])
-        found.append((kind, chance.randrange(256), chance.randrange(1 << 16), chance.randbytes(nbytes)))
-    return found
+        random_packets.append((kind, chance.randrange(256), chance.randrange(1 << 16), chance.randbytes(nbytes)))
+    return random_packets
 
 
 @pytest.mark.parametrize("sizes", [[1 << 20], [7, 300_000], [1, 8, 9, 100_000, 1 << 20], [MAX_PAYLOAD + HEAD.size]])

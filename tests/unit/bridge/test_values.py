@@ -74,12 +74,12 @@ def test_a_value_crosses_once_however_many_ask_for_it() -> None:
     with two_nodes() as nodes:
         pixels = np.arange(1 << 21)
         nodes.home.put(pixels, key=bytes(32)).release()
-        found: list[bool] = []
+        results: list[bool] = []
 
         def ask(client: int) -> None:
             puller = nodes.puller(client)
             with puller.get(bytes(32)) as lease:
-                found.append(np.array_equal(lease.value(), pixels))
+                results.append(np.array_equal(lease.value(), pixels))
             puller.close()
 
         threads = [threading.Thread(target=ask, args=(client,)) for client in range(3)]
@@ -87,7 +87,7 @@ def test_a_value_crosses_once_however_many_ask_for_it() -> None:
             thread.start()
         for thread in threads:
             thread.join()
-        assert found == [True] * 3
+        assert results == [True] * 3
         assert nodes.links[0].link.stats().values_sent == 1
         assert nodes.away.evict(bytes(32)), "no grant is left"
 
@@ -120,8 +120,8 @@ def test_a_value_that_another_process_is_writing_here_is_waited_for() -> None:
         puller = nodes.puller(0)
         nodes.home.put(np.full(1000, 7), key=bytes(32)).release()
         loan = nodes.away.loan(bytes(32), Empty(1000, "int64"))
-        found: list[int] = []
-        asking = threading.Thread(target=lambda: found.append(int(puller.get(bytes(32)).value()[0])))
+        results: list[int] = []
+        asking = threading.Thread(target=lambda: results.append(int(puller.get(bytes(32)).value()[0])))
         asking.start()
         eventually(lambda: nodes.links[0].link.stats().values_declined == 1)
         value = loan.value()
@@ -129,7 +129,7 @@ def test_a_value_that_another_process_is_writing_here_is_waited_for() -> None:
         del value
         loan.commit().release()
         asking.join(5)
-        assert found == [9]
+        assert results == [9]
         puller.close()
 
 
@@ -138,13 +138,13 @@ def test_a_value_whose_writer_here_gives_up_is_pulled_again() -> None:
         puller = nodes.puller(0)
         nodes.home.put(np.full(1000, 7), key=bytes(32)).release()
         loan = nodes.away.loan(bytes(32), Empty(1000, "int64"))
-        found: list[int] = []
-        asking = threading.Thread(target=lambda: found.append(int(puller.get(bytes(32)).value()[0])))
+        results: list[int] = []
+        asking = threading.Thread(target=lambda: results.append(int(puller.get(bytes(32)).value()[0])))
         asking.start()
         eventually(lambda: nodes.links[0].link.stats().values_declined == 1)
         loan.abandon()
         asking.join(5)
-        assert found == [7]
+        assert results == [7]
         puller.close()
 
 
@@ -172,8 +172,8 @@ def test_frames_pass_while_a_value_crosses() -> None:
         second = replace(LINK, values=StoreValues(away, pulls), channels=[InboundChannel("frames", target)])
         with running(first, second) as links, source.open_sender() as sender, target.open_receiver() as receiver:
             puller = Puller(pulls, 0, away)
-            found: list[bool] = []
-            asking = threading.Thread(target=lambda: found.append(is_equal(puller.get(bytes(32), 30), pixels)))
+            results: list[bool] = []
+            asking = threading.Thread(target=lambda: results.append(is_equal(puller.get(bytes(32), 30), pixels)))
             asking.start()
             eventually(lambda: links[1].link.stats().nbytes_received > 1 << 20)
             passed = 0
@@ -182,7 +182,7 @@ def test_frames_pass_while_a_value_crosses() -> None:
                 assert receiver.receive(5) == b"%d" % passed
                 passed += 1
             asking.join()
-            assert found == [True] and passed > 0
+            assert results == [True] and passed > 0
             puller.close()
     pulls.close()
 
@@ -193,10 +193,10 @@ def test_a_bridge_that_has_ended_is_no_wait() -> None:
         assert not nodes.home.evict(bytes(32))
         with pytest.raises(Missing):
             puller.get(bytes(32))
-        for one in nodes.links:
-            one.link.stop("enough")
-        for one in nodes.links:
-            one.end()
+        for side in nodes.links:
+            side.link.stop("enough")
+        for side in nodes.links:
+            side.end()
         with pytest.raises((EndOfChannel, Timeout)):
             puller.get(bytes(32), timeout=0.5)
         puller.close()

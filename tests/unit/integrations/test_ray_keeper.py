@@ -36,7 +36,7 @@ class Kept:
 
 
 @contextlib.contextmanager
-def kept(tmp_path: Path, command: list[str], grace: float = 30.0) -> Iterator[Kept]:
+def keeping(tmp_path: Path, command: list[str], grace: float = 30.0) -> Iterator[Kept]:
     log = tmp_path / "log"
     with log.open("w") as stderr:
         process = subprocess.Popen(
@@ -61,13 +61,13 @@ def has_ended(pid: int) -> bool:
 
 
 def test_its_log_is_passed_on_and_its_end_is_told_with_the_last_lines(tmp_path: Path) -> None:
-    with kept(tmp_path, ["sh", "-c", "echo one; echo two >&2; exit 3"]) as keeper:
+    with keeping(tmp_path, ["sh", "-c", "echo one; echo two >&2; exit 3"]) as keeper:
         assert keeper.end() == "exit status 3\none\ntwo\n"
     assert keeper.log.read_text() == "one\ntwo\n"
 
 
 def test_a_long_log_passes_whole_and_the_last_of_it_is_kept(tmp_path: Path) -> None:
-    with kept(tmp_path, ["seq", "1", "200000"]) as keeper:
+    with keeping(tmp_path, ["seq", "1", "200000"]) as keeper:
         how, *lines = keeper.end().splitlines()
     assert how == "exited with status 0" and lines[-1] == "200000"
     assert len("\n".join(lines)) <= engine_keeper.TAIL_NBYTES
@@ -75,28 +75,28 @@ def test_a_long_log_passes_whole_and_the_last_of_it_is_kept(tmp_path: Path) -> N
 
 
 def test_the_engine_is_told_to_end_when_the_replica_has_ended(tmp_path: Path) -> None:
-    with kept(tmp_path, ["sh", "-c", ECHOES]) as keeper:
+    with keeping(tmp_path, ["sh", "-c", ECHOES]) as keeper:
         eventually(lambda: keeper.log.read_text() == "starts\nmore\n")
         keeper.stdin.close()
         assert keeper.end().startswith("killed by SIGTERM\n")
 
 
 def test_an_engine_that_does_not_end_within_its_grace_is_killed(tmp_path: Path) -> None:
-    with kept(tmp_path, [sys.executable, "-c", STUBBORN], grace=0.2) as keeper:
+    with keeping(tmp_path, [sys.executable, "-c", STUBBORN], grace=0.2) as keeper:
         eventually(lambda: keeper.log.read_text() == "up\n")
         keeper.stdin.close()
         assert keeper.end().startswith("killed by SIGKILL\n")
 
 
 def test_the_engine_ends_with_a_keeper_that_is_killed(tmp_path: Path) -> None:
-    with kept(tmp_path, [sys.executable, "-c", STUBBORN]) as keeper:
+    with keeping(tmp_path, [sys.executable, "-c", STUBBORN]) as keeper:
         eventually(lambda: keeper.log.read_text() == "up\n")
         keeper.process.kill()
         eventually(lambda: has_ended(keeper.pid))
 
 
 def test_a_keeper_that_is_told_to_end_passes_that_on(tmp_path: Path) -> None:
-    with kept(tmp_path, ["sh", "-c", ECHOES]) as keeper:
+    with keeping(tmp_path, ["sh", "-c", ECHOES]) as keeper:
         eventually(lambda: keeper.log.read_text() == "starts\nmore\n")
         keeper.process.send_signal(signal.SIGINT)  # of a terminal: it is for the program in front
         keeper.process.send_signal(signal.SIGTERM)
@@ -107,7 +107,7 @@ def test_an_engine_takes_signals_that_are_blocked_in_the_replica(tmp_path: Path)
     shown = "grep SigBlk /proc/self/status"
     before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
     try:
-        with kept(tmp_path, ["sh", "-c", shown]) as keeper:
+        with keeping(tmp_path, ["sh", "-c", shown]) as keeper:
             assert keeper.end().split()[-1] == "0" * 16
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, before)

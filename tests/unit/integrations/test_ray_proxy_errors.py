@@ -191,13 +191,13 @@ def test_request_whose_client_has_left_is_not_sent_again() -> None:
 
 
 def test_lifespan_and_websockets_pass_through() -> None:
-    seen = []
+    types = []
 
     async def app(scope: Scope, receive: Receive, send: Send) -> None:
-        seen.append(scope["type"])
+        types.append(scope["type"])
 
     client = Client()
     for kind in ("lifespan", "websocket"):
         asyncio.run(ProxyErrors(app)({"type": kind}, client.receive, client.send))
-    assert seen == ["lifespan", "websocket"]
+    assert types == ["lifespan", "websocket"]
     assert [middleware.cls for middleware in middlewares()] == [ProxyErrors]

@@ -17,17 +17,17 @@ from penstock.integrations.vllm.settings import Settings
 @pytest.fixture
 def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Settings]]:
     """The settings that each part was given, when it was told to replace what is vLLM's; no part needs a vLLM."""
-    given: dict[str, Settings] = {}
+    replaced: dict[str, Settings] = {}
     for part in vllm.MODULES:
         module = types.ModuleType(part)
-        module.replace = lambda settings, part=part: given.__setitem__(part, settings)  # type: ignore[attr-defined]
+        module.replace = lambda settings, part=part: replaced.__setitem__(part, settings)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"stand_in_{part}", module)
     monkeypatch.setattr(vllm, "MODULES", {part: f"stand_in_{part}" for part in vllm.MODULES})
     monkeypatch.setattr(seams, "misfit", lambda part: None)
     monkeypatch.setattr(settings, "fall_backs", type(settings.fall_backs)())
     for variable in (VLLM, VLLM_STRICT, VLLM_VIEWS):
         monkeypatch.delenv(variable.name, raising=False)
-    yield given
+    yield replaced
 
 
 def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -50,7 +50,7 @@ def test_register_replaces_the_named_parts_and_says_so_in_one_line(
     with caplog.at_level(logging.INFO):
         vllm.register()
     assert replaced.keys() == {"queue", "images"}
-    assert all(given.parts == {"queue", "images", "steps"} for given in replaced.values())
+    assert all(settings.parts == {"queue", "images", "steps"} for settings in replaced.values())
     assert lines(caplog) == ["penstock replaces of vLLM: queue, images, steps"]
 
 
@@ -61,7 +61,7 @@ def test_register_leaves_a_part_alone_that_does_not_fit(
     monkeypatch.setattr(seams, "misfit", {"queue": None, "images": "images differ", "steps": "steps differ"}.get)
     with caplog.at_level(logging.INFO):
         vllm.register()
-    assert {part: given.parts for part, given in replaced.items()} == {"queue": {"queue"}}
+    assert {part: settings.parts for part, settings in replaced.items()} == {"queue": {"queue"}}
     assert lines(caplog) == [
         "penstock leaves images to vLLM's own: images differ",
         "penstock leaves steps to vLLM's own: steps differ",

@@ -39,10 +39,10 @@ def test_the_secret_of_a_signed_store_outlives_its_keys() -> None:
 
 def test_a_signature_is_of_one_key_and_one_reference() -> None:
     created = new_store()
-    one, two = (created.store.put(b"image") for _ in range(2))
-    signatures = {created.sign(key, lease.ref) for key in ("a", "b") for lease in (one, two)}
+    first, two = (created.store.put(b"image") for _ in range(2))
+    signatures = {created.sign(key, lease.ref) for key in ("a", "b") for lease in (first, two)}
     assert len(signatures) == 4
-    assert SignedStore.attach(VARIABLE, peer_name="worker").sign("a", one.ref) in signatures
+    assert SignedStore.attach(VARIABLE, peer_name="worker").sign("a", first.ref) in signatures
 
 
 @pytest.mark.parametrize("wrong", ["gone", "numbers", "ticket"])

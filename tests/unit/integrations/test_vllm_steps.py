@@ -69,7 +69,7 @@ def step(ids: str, computed: int, *, counts: int = 1, **fields: Any) -> tuple[An
 
 
 def reply(ids: str, tokens: Any, **fields: Any) -> tuple[Any, ...]:
-    return SUCCESS, Output(list(ids), {one: index for index, one in enumerate(ids)}, tokens, **fields)
+    return SUCCESS, Output(list(ids), {request: index for index, request in enumerate(ids)}, tokens, **fields)
 
 
 class Line:
@@ -331,7 +331,7 @@ IDS = st.lists(st.sampled_from([f"r{number}" for number in range(60)]), max_size
 
 @given(IDS, IDS, st.integers(0, 40))
 def test_runs_of_a_list_make_the_other(old: list[str], new: list[str], shared: int) -> None:
-    new = [*old[:shared], *(one for one in new if one not in old[:shared])]
+    new = [*old[:shared], *(request for request in new if request not in old[:shared])]
     runs = find_runs(old, new)
     assert apply_runs(old, runs) == new
 

@@ -46,9 +46,9 @@ def test_a_tensor_arrives_equal_and_of_its_class(name: str) -> None:
 @pytest.mark.parametrize("name", ["small", "large"])
 def test_a_received_tensor_may_be_written_and_its_sender_does_not_see_it(name: str) -> None:
     sent = TENSORS[name]()
-    kept, received = sent.clone(), crossed(sent)
+    copy, received = sent.clone(), crossed(sent)
     received += 1
-    assert torch.equal(sent, kept)
+    assert torch.equal(sent, copy)
 
 
 def test_a_large_tensor_is_a_view_where_views_are_asked_for() -> None:

@@ -74,10 +74,10 @@ def scene(chance):
     """Kills an engine or a worker of a few. Returns the seconds until each survivor raised; None: it did not."""
     cast = []
     for target, argument in [(engine, chance.getrandbits(32)), *((worker, rank) for rank in range(WORKERS))]:
-        ours, theirs = FORK.Pipe()
-        process = FORK.Process(target=target, args=(theirs, argument), name=f"{target.__name__} {argument}")
+        ours, remote = FORK.Pipe()
+        process = FORK.Process(target=target, args=(remote, argument), name=f"{target.__name__} {argument}")
         process.start()
-        theirs.close()
+        remote.close()
         cast.append((process, ours))
     try:
         handles = [pipe.recv() for _, pipe in cast]
@@ -120,7 +120,7 @@ if __name__ == "__main__":
     register()
     chance = random.Random(int(sys.argv[2]))
     before = belongings()
-    took = [one for _ in range(int(sys.argv[1])) for one in scene(chance)]
-    heard = sorted(one for one in took if one is not None)
+    took = [duration for _ in range(int(sys.argv[1])) for duration in scene(chance)]
+    heard = sorted(duration for duration in took if duration is not None)
     left = [now - then for now, then in zip(belongings(), before)]
     print("DEATHS " + json.dumps({"hung": took.count(None), "left": left, "took": heard}))

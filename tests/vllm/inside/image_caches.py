@@ -97,9 +97,9 @@ def test_an_image_is_put_once_and_found_by_another_server_with_its_prompt_update
     assert first.is_cached(["a"]) == [False]
     first.get_and_update_item((image(3), updates(5)), "a")
     assert second.is_cached(["a", "b"]) == [True, False]
-    item, found = second.get_and_update_item(None, "a")
-    assert found[0].content.full == [7] * 5
-    assert found[0].content.is_embed([7, 8]).tolist() == [True, False]  # type: ignore[misc]
+    item, changed = second.get_and_update_item(None, "a")
+    assert changed[0].content.full == [7] * 5
+    assert changed[0].content.is_embed([7, 8]).tolist() == [True, False]  # type: ignore[misc]
     received = worker.get_and_update_item(as_step(core.get_and_update_item(as_request(item), "a")), "a")
     assert received == image(3)
     assert second.make_stats(delta=True) == (1, 1)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.distributed.device_communicators import shm_object_storage as theirs
+from vllm.distributed.device_communicators import shm_object_storage
 from vllm.multimodal.cache import shm
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
 
@@ -22,13 +22,13 @@ def _clean(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(settings, "fall_backs", type(settings.fall_backs)())
     monkeypatch.setenv("VLLM_OBJECT_STORAGE_SHM_BUFFER_NAME", "penstock_test")
     monkeypatch.delenv(store_variable("penstock_test"), raising=False)
-    for module in (theirs, shm):  # as replace() does it
+    for module in (shm_object_storage, shm):  # as replace() does it
         monkeypatch.setattr(module, "SingleWriterShmRingBuffer", images.SingleWriterShmRingBuffer)
         monkeypatch.setattr(module, "SingleWriterShmObjectStorage", images.SingleWriterShmObjectStorage)
 
 
 def storage(ring: Any, lock: Any = None) -> Any:
-    return theirs.SingleWriterShmObjectStorage(MIB, 1, ring, theirs.MsgpackSerde, lock)
+    return shm_object_storage.SingleWriterShmObjectStorage(MIB, 1, ring, shm_object_storage.MsgpackSerde, lock)
 
 
 def item(value: int, nbytes: int = MIB // 2) -> MultiModalKwargsItem:
@@ -43,12 +43,12 @@ def test_a_writer_without_a_store_has_vllms_ring_buffer_and_its_readers_follow(m
         raise MemoryError("no memory left")
 
     monkeypatch.setattr(SignedStore, "create", create)
-    ring = theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
+    ring = shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
     assert type(ring) is images.TheirRing
     writer = storage(ring)
     assert type(writer) is images.TheirStorage
     address, number = writer.put("a", item(1))
-    reader = storage(theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own"), SimpleNamespace())
+    reader = storage(shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own"), SimpleNamespace())
     assert type(reader) is images.TheirStorage
     assert writer.get(address, number) == item(1)
     assert list(settings.fall_backs) == [("images", "no store: no memory left")]
@@ -58,14 +58,14 @@ def test_a_writer_without_a_store_has_vllms_ring_buffer_and_its_readers_follow(m
 
 def test_a_server_whose_processes_cannot_share_a_store_has_vllms_ring_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images.image_caches, "is_refused", True)
-    ring = theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
+    ring = shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
     assert type(ring) is images.TheirRing
     ring.close()
 
 
 def test_a_storage_full_of_values_that_no_reader_has_opened_raises_and_goes_on_when_they_are() -> None:
-    writer = storage(theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test", create=True))
-    reader = storage(theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test"), SimpleNamespace())
+    writer = storage(shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test", create=True))
+    reader = storage(shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test"), SimpleNamespace())
     handles = []
     with pytest.raises(MemoryError):
         for number in range(100):
@@ -81,7 +81,7 @@ def test_a_storage_full_of_values_that_no_reader_has_opened_raises_and_goes_on_w
 
 
 def test_views_are_read_from_the_store_but_for_what_stays_on_the_cpu() -> None:
-    writer = storage(theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test", create=True))
+    writer = storage(shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test", create=True))
     handle = writer.put("a", item(1))
     copied = writer.get(*handle)
     copied["pixels"].data += 1  # its own
@@ -115,7 +115,7 @@ def test_the_setting_says_where_views_are_safe(
 
 
 def test_a_fork_server_leaves_vllms_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (theirs, shm):
+    for module in (shm_object_storage, shm):
         monkeypatch.setattr(module, "SingleWriterShmRingBuffer", images.TheirRing)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "forkserver")
     images.replace(settings.Settings())
@@ -126,4 +126,4 @@ def test_a_fork_server_leaves_vllms_cache_alone(monkeypatch: pytest.MonkeyPatch)
 def test_a_reader_that_cannot_attach_says_how_to_go_on() -> None:
     os.environ[store_variable("penstock_test")] = "penstock:1:1:1:1:1/1.1.1.0.64"
     with pytest.raises(RuntimeError, match=r"vllm worker .* cannot attach .*PENSTOCK_VLLM=0"):
-        theirs.SingleWriterShmRingBuffer(4 * MIB, "penstock_test")
+        shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test")

@@ -112,8 +112,8 @@ def crosses_with_few_addresses(pipe, room):
 
 @pytest.mark.parametrize(("room", "is_own"), [(1.0, False), (0.05, True)])  # a channel reserves an eighth of the limit
 def test_a_queue_for_which_there_are_no_addresses_is_vllms_own(room, is_own):
-    ours, theirs = FORK.Pipe()
-    child = FORK.Process(target=crosses_with_few_addresses, args=(theirs, room))
+    ours, remote = FORK.Pipe()
+    child = FORK.Process(target=crosses_with_few_addresses, args=(remote, room))
     child.start()
     assert ours.poll(30)
     of_writer, of_reader, message, fall_backs = ours.recv()
@@ -168,12 +168,12 @@ def test_a_reader_that_keeps_every_view_never_stops_the_writer(monkeypatch):
     monkeypatch.setattr(queue, "LONG_RECORDS", 8)
     monkeypatch.setattr(Ours, "_settings", settings.Settings(views="always"))
     writer, reader = pair()
-    kept = []
+    arrays = []
     for value in range(20):
         writer.enqueue(np.full(1 << 20, value, np.uint8), timeout=5)
-        kept.append(reader.dequeue(timeout=5))
-    assert [int(array[-1]) for array in kept] == list(range(20))
-    assert sum(not array.flags.writeable for array in kept) == 4
+        arrays.append(reader.dequeue(timeout=5))
+    assert [int(array[-1]) for array in arrays] == list(range(20))
+    assert sum(not array.flags.writeable for array in arrays) == 4
 
 
 def test_room_that_is_acquired_arrives_as_it_was_written():
@@ -203,8 +203,8 @@ def idle_reader(handle, attached):
 def test_enqueue_raises_in_each_call_when_a_reader_has_died_and_the_others_hear_nothing_more():
     writer = MessageQueue(2, 2)
     other = MessageQueue.create_from_handle(writer.export_handle(), 1)
-    ours, theirs = FORK.Pipe()
-    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), theirs), name="VllmWorker-0")
+    ours, remote = FORK.Pipe()
+    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-0")
     child.start()
     assert ours.recv() == "attached"
     writer.wait_until_ready()
@@ -229,8 +229,8 @@ def idle_writer(pipe):
 
 
 def test_dequeue_raises_when_the_writer_has_died():
-    ours, theirs = FORK.Pipe()
-    child = FORK.Process(target=idle_writer, args=(theirs,), name="EngineCore")
+    ours, remote = FORK.Pipe()
+    child = FORK.Process(target=idle_writer, args=(remote,), name="EngineCore")
     child.start()
     reader = MessageQueue.create_from_handle(ours.recv(), 0)
     threading.Timer(0.2, child.kill).start()
@@ -242,8 +242,8 @@ def test_dequeue_raises_when_the_writer_has_died():
 def test_the_warning_of_a_long_wait_names_the_process_that_is_behind(monkeypatch, caplog):
     monkeypatch.setattr(shm_broadcast, "VLLM_RINGBUFFER_WARNING_INTERVAL", 0.05)
     writer = MessageQueue(1, 1)
-    ours, theirs = FORK.Pipe()
-    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), theirs), name="VllmWorker-7")
+    ours, remote = FORK.Pipe()
+    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-7")
     child.start()
     assert ours.recv() == "attached"
     with caplog.at_level("INFO"), pytest.raises(TimeoutError):
@@ -252,7 +252,7 @@ def test_the_warning_of_a_long_wait_names_the_process_that_is_behind(monkeypatch
     child.kill()
     child.join()
     sentences = [record.getMessage() for record in caplog.records]
-    sentence = next(one for one in sentences if one.startswith("No available shared memory broadcast block found"))
+    sentence = next(line for line in sentences if line.startswith("No available shared memory broadcast block found"))
     assert "VllmWorker-7" in sentence and str(child.pid) in sentence
 
 

@@ -104,18 +104,18 @@ def configured(tensor_ipc: str = "torch_shm", device: str | None = None, size: i
 
 
 def test_several_workers_are_refused_by_vllm_and_not_by_us(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[str] = []
+    ipcs: list[str] = []
 
     def checks(self: Any, parallel_config: Any) -> None:
-        seen.append(self.multimodal_config.mm_tensor_ipc)
-        if seen[-1] == "torch_shm":
+        ipcs.append(self.multimodal_config.mm_tensor_ipc)
+        if ipcs[-1] == "torch_shm":
             raise ValueError("mm_tensor_ipc='torch_shm' is not supported")
 
     monkeypatch.setattr(ModelConfig, "verify_with_parallel_config", checks)
     tensors.let_models_have_several_workers()
     model, parallel = configured()
     ModelConfig.verify_with_parallel_config(model, parallel)
-    assert seen == ["direct_rpc"]
+    assert ipcs == ["direct_rpc"]
     assert model.multimodal_config.mm_tensor_ipc == "torch_shm"
     with pytest.raises(
         ValueError, match="not supported"
