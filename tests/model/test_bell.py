@@ -137,12 +137,12 @@ def test_after_a_death_anywhere_the_reaper_leaves_nobody_asleep(model: str) -> N
 
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
-def test_where_every_waiter_has_its_own_bit_rings_may_as_well_be_read_after_it_is_set(model: str) -> None:
+def test_rings_may_be_read_after_the_bit_when_each_waiter_has_its_bit(model: str) -> None:
     bell(2, 2, waiting={"without": "rings read first"}).holds(10_000, model)
 
 
 @pytest.mark.parametrize(("waiters", "records"), [(2, 2), (3, 1)])
-def test_one_waiter_that_is_stopped_anywhere_does_not_keep_the_others_asleep(waiters: int, records: int) -> None:
+def test_waiter_stopped_anywhere_does_not_keep_the_others_asleep(waiters: int, records: int) -> None:
     bell(waiters, records, stops=True).holds(50_000)
 
 
@@ -267,11 +267,11 @@ def test_two_that_wait_for_memory_get_it_even_when_they_share_a_bit(bits: tuple[
     memory_bell(bits).holds(5_000, model)
 
 
-def test_after_the_death_of_one_that_gave_memory_back_nobody_who_waits_for_it_sleeps() -> None:
+def test_waiters_for_memory_wake_when_a_releasing_process_dies() -> None:
     memory_bell((1,), dies=True).holds(1_000)
 
 
-def test_where_the_ringer_takes_the_bits_rings_must_be_read_before_the_bit_is_set() -> None:
+def test_rings_must_be_read_before_the_bit_when_the_ringer_takes_bits() -> None:
     """Else: bit set; ringer takes it and rings; rings read; the next ringer finds no bit; asleep, with memory free."""
     memory_bell((1, 1), without="rings read first").fails(ASLEEP)
 
@@ -280,6 +280,6 @@ def test_taking_the_bits_after_ringing_loses_a_wake_up() -> None:
     memory_bell((1, 1), order="ring, take").fails(ASLEEP)
 
 
-def test_a_ringer_of_the_memory_bell_that_stops_with_the_bits_costs_a_look_up() -> None:
+def test_memory_bell_ringer_stopped_with_the_bits_delays_to_the_poll() -> None:
     """Known, and why wait() looks up after LOOK_UP_NS: shared bits cannot be cleared by their waiters."""
     memory_bell((1,), stops=True).fails(ASLEEP)

@@ -472,11 +472,11 @@ def test_a_slow_reaper_leaves_the_counts_of_the_next_peer_alone() -> None:
     a_slot_taken_again().holds(3_000)
 
 
-def test_without_the_look_whether_it_is_still_that_peer_the_next_one_loses_its_lease() -> None:
+def test_reaper_without_identity_check_ends_a_lease_of_the_next_peer() -> None:
     a_slot_taken_again("no look whether it is still that peer").fails("given away while")
 
 
-def test_an_epoch_that_was_read_after_the_slot_was_taken_again_takes_the_lock_from_the_living() -> None:
+def test_epoch_read_after_reuse_of_the_slot_steals_a_live_peers_lock() -> None:
     a_slot_taken_again("epoch of whoever is there").fails("given away while")
 
 
@@ -525,9 +525,7 @@ def granting(who_dies: int, mutation: str = "", reapers: int = 1) -> Scene:
 
 
 @pytest.mark.parametrize(("who_dies", "model"), [(0, "sc"), (1, "sc"), (1, "tso")])
-def test_what_was_granted_is_neither_free_before_it_is_opened_nor_lost_with_either_side(
-    who_dies: int, model: str
-) -> None:
+def test_granted_block_is_kept_until_opened_and_freed_after_any_death(who_dies: int, model: str) -> None:
     granting(who_dies).holds(500, model)
 
 
@@ -601,11 +599,11 @@ def opening_what_is_gone(mutation: str = "") -> Scene:
 
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
-def test_a_reference_to_what_is_gone_is_refused_while_the_block_is_taken_anew(model: str) -> None:
+def test_stale_reference_is_refused_while_the_block_is_retaken(model: str) -> None:
     opening_what_is_gone().holds(100, model)
 
 
-def test_a_block_that_is_live_before_its_generation_is_written_is_opened_by_a_stale_reference() -> None:
+def test_block_live_before_its_generation_opens_by_a_stale_reference() -> None:
     opening_what_is_gone().without("block", "release").holds(100, "tso")
     opening_what_is_gone().without("block", "release").fails("what is gone", "weak")
 
@@ -659,7 +657,7 @@ def spilling(mutation: str = "", reapers: int = 2) -> Scene:
 
 
 @pytest.mark.parametrize(("reapers", "model"), [*tiers.only_in_all((1, "sc")), (2, "sc"), (1, "weak")])
-def test_what_a_dead_sender_had_published_is_kept_and_what_it_had_not_is_withdrawn(reapers: int, model: str) -> None:
+def test_published_records_of_a_dead_sender_stay_others_are_withdrawn(reapers: int, model: str) -> None:
     spilling(reapers=reapers).holds(500, model)
 
 
@@ -684,7 +682,7 @@ def test_a_receiver_that_leaves_while_it_is_counted_leaves_no_block_behind(model
     leaving().holds(100, model)
 
 
-def test_a_receiver_that_leaves_and_does_not_look_under_the_lock_misses_what_is_just_being_granted() -> None:
+def test_leaving_receiver_without_locked_look_misses_a_new_grant() -> None:
     leaving("drop without the lock").fails("the block is lost")
 
 
@@ -765,12 +763,12 @@ def is_closed(word: tuple[str, int, int]) -> bool:
     return word[0] in ("closed", "failed")
 
 
-def test_a_receiver_that_leaves_slowly_takes_nothing_from_the_next_in_its_place() -> None:
+def test_slowly_leaving_receiver_takes_nothing_from_its_successor() -> None:
     succession().holds(100)
 
 
 @pytest.mark.parametrize("mutation", ["closed before all is given back", "closed ends are reaped"])
-def test_a_place_that_is_free_before_all_is_given_back_costs_the_next_one_its_record(mutation: str) -> None:
+def test_place_freed_before_the_records_costs_the_successor_a_record(mutation: str) -> None:
     succession(mutation).fails("taken from it")
 
 

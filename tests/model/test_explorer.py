@@ -144,7 +144,7 @@ def test_an_addition_is_one_step_and_a_load_and_a_store_are_two(model: str) -> N
     assert (0, 0) in outcomes(model, "x", adds_in_two, adds_in_two)
 
 
-def test_a_sleeper_that_nobody_wakes_is_noticed_and_one_that_is_woken_is_not() -> None:
+def test_explorer_reports_a_sleeper_without_a_waker_only() -> None:
     def sleeps() -> Step:
         yield futex_wait("x", 0)
 

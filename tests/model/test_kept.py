@@ -520,9 +520,7 @@ def one_key(mutation: str = "", blocks: int = 2, reapers: int = 1, gives_up: boo
 
 
 @pytest.mark.parametrize(("blocks", "model"), [*tiers.only_in_all((1, "sc"), (2, "sc")), (1, "weak")])
-def test_who_waits_for_one_that_dies_anywhere_has_the_key_and_it_is_there_once_and_whole(
-    blocks: int, model: str
-) -> None:
+def test_waiter_for_a_dying_writer_gets_the_key_once_and_whole(blocks: int, model: str) -> None:
     one_key(blocks=blocks).holds(3_000, model)
 
 
@@ -574,7 +572,7 @@ def room_for_one(mutation: str = "", reapers: int = 1) -> Scene:
     )
 
 
-def test_two_that_need_the_same_room_have_it_one_after_the_other_though_one_dies() -> None:
+def test_two_takers_of_the_same_room_take_turns_when_one_dies() -> None:
     room_for_one().holds(3_000)
 
 
@@ -603,7 +601,7 @@ def given_up(mutation: str = "") -> Scene:
     )
 
 
-def test_what_was_given_up_goes_for_another_key_or_is_written_by_who_wants_it() -> None:
+def test_abandoned_key_is_evicted_or_written_by_another_process() -> None:
     given_up().holds(1_000)
 
 
@@ -642,7 +640,7 @@ def by_reference(mutation: str = "") -> Scene:
 
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
-def test_what_is_opened_by_its_reference_while_it_is_evicted_stays_or_is_stale(model: str) -> None:
+def test_value_opened_during_its_eviction_stays_or_is_stale(model: str) -> None:
     by_reference().holds(200, model)
 
 

@@ -163,17 +163,17 @@ def test_a_transfer_ends_at_both_sides_and_delivers_everything() -> None:
 
 
 @pytest.mark.parametrize("cut", ["a", "b", pytest.param("ab", marks=tiers.needs_all)])
-def test_a_link_that_is_cut_within_any_frame_ends_at_both_sides_and_delivers_a_prefix(cut: str) -> None:
+def test_link_cut_within_a_frame_ends_both_sides_after_a_prefix(cut: str) -> None:
     transfer(cut=cut).holds(300)
 
 
 @pytest.mark.parametrize("dies", ["a", "b"])
-def test_a_side_that_is_killed_anywhere_leaves_a_prefix_and_the_other_one_ends(dies: str) -> None:
+def test_side_killed_anywhere_ends_the_other_side_after_a_prefix(dies: str) -> None:
     transfer(dies=dies).holds(300)
 
 
 @tiers.needs_all
-def test_a_side_that_is_killed_while_the_link_is_cut_is_noticed_by_its_silence() -> None:
+def test_side_killed_on_a_cut_link_is_noticed_by_its_silence() -> None:
     transfer(cut="b", dies="a").holds(1_000)
     transfer(cut="a", dies="b").holds(1_000)
 
@@ -237,7 +237,7 @@ def steps(connector: Handshake, listener: Handshake) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("cut_new", [*(pytest.param(count, marks=tiers.needs_all) for count in range(5)), 5, 6])
-def test_of_two_epochs_only_the_awaited_one_begins_however_their_messages_interleave_and_are_cut(cut_new: int) -> None:
+def test_only_the_awaited_epoch_begins_when_two_epochs_connect(cut_new: int) -> None:
     """A process of the epoch before, and the one of this epoch, connect at a time; each is cut after any message."""
     whole = [sum(1 for _ in steps(*sides(epoch, 2))) for epoch in (1, 2)]
     assert whole[1] == 6
@@ -257,7 +257,7 @@ def test_of_two_epochs_only_the_awaited_one_begins_however_their_messages_interl
     assert (began > 0) == (cut_new == whole[1]), "it begins with the last message"
 
 
-def test_a_handshake_that_did_not_compare_epochs_would_let_the_old_process_begin(
+def test_handshake_without_epoch_check_lets_the_old_process_begin(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr("penstock.bridge.handshake.differences", lambda here, there: [])
@@ -269,9 +269,7 @@ def test_a_handshake_that_did_not_compare_epochs_would_let_the_old_process_begin
 
 # ── heartbeats ──
 @pytest.mark.parametrize(("heartbeat", "silence"), [(1, 2), (1, 3), (2, 5)])
-def test_a_side_is_dead_exactly_when_nothing_came_for_the_silence_whichever_heartbeats_are_lost(
-    heartbeat: int, silence: int
-) -> None:
+def test_side_is_dead_exactly_when_no_byte_came_for_the_silence(heartbeat: int, silence: int) -> None:
     """Every choice of lost heartbeats, a tick of the clock at a time, by the class itself."""
     ticks = 12
     for lost in itertools.product((False, True), repeat=ticks // heartbeat + 1):

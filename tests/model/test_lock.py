@@ -209,7 +209,7 @@ def test_one_at_a_time(model: str) -> None:
     lockers(2, 2).holds(500, model)
 
 
-def test_whoever_waits_is_woken_by_the_one_before_and_needs_no_clock_while_nobody_dies() -> None:
+def test_lock_waiter_is_woken_by_the_holder_without_a_clock() -> None:
     lockers(3, 1, may_time_out=False).holds(1_000)
 
 
@@ -227,12 +227,12 @@ def test_one_who_took_it_over_may_die_as_well() -> None:
     lockers_of_whom_some_die(3, reapers=0, faults=2).holds(10_000)
 
 
-def test_a_slow_reaper_does_not_take_the_lock_from_the_next_peer_in_that_slot() -> None:
+def test_slow_reaper_leaves_the_lock_of_the_next_peer_in_the_slot() -> None:
     a_slot_that_is_taken_again("slot and epoch").holds(1_000)
 
 
 # ── what each part is there for ──────────────────────────────────────────────────────────────────────────────────────
-def test_a_reaper_that_looks_at_the_slot_alone_takes_the_lock_from_the_living() -> None:
+def test_reaper_without_epoch_check_takes_a_live_peers_lock() -> None:
     a_slot_that_is_taken_again("slot").fails(r"came in while|is inside too|half done")
 
 

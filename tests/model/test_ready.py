@@ -74,7 +74,7 @@ def test_a_reaper_that_wakes_nobody_leaves_the_receiver_asleep() -> None:
     sending((1, 0), dies=True, mutation="the reaper wakes nobody").fails(ASLEEP)
 
 
-def test_who_looks_at_the_end_looks_for_what_it_had_committed_before_the_death_is_told() -> None:
+def test_last_records_are_received_before_the_death_is_reported() -> None:
     """The word says dead before the bit is set; so a channel whose other lanes closed would end too early."""
     sending((1, 0), dies=True, mutation="the reaper says nothing").holds(10_000)
     sending((1, 0), dies=True, mutation="look_at_ends does not look after it").fails("were read and")

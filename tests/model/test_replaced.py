@@ -78,22 +78,22 @@ def coming(senders: tuple[str, ...], records: tuple[int, ...], closes: bool, mut
     ("senders", "records"),
     [(("live", "closed"), (2, 0)), (("closed", "expected"), (0, 1)), (("live", "closed"), (1, 0))],
 )
-def test_a_receiver_that_comes_gets_every_record_of_a_sender_that_saw_nobody_before(
+def test_joining_receiver_gets_every_record_of_a_sender_that_was_alone(
     senders: tuple[str, ...], records: tuple[int, ...], model: str
 ) -> None:
     coming(senders, records, closes=True).holds(2_500, model)
 
 
-def test_a_receiver_and_a_sender_may_come_at_the_same_time_as_another_sends() -> None:
+def test_receiver_and_sender_may_join_while_another_sender_sends() -> None:
     coming(("live", "expected"), (1, 1), closes=False).holds(200_000)
 
 
-def test_a_bit_that_is_cleared_when_a_lane_has_just_let_us_in_needs_a_second_look_who_was_admitted() -> None:
+def test_cleared_ready_bit_needs_a_second_look_at_admissions() -> None:
     """Not counted, says find_in; the sender admits, commits and sets the bit; then it is cleared, and nobody looks."""
     coming(("live", "closed"), (1, 0), closes=False, mutation=SECOND_LOOK).fails(ASLEEP)
 
 
-def test_a_sender_that_sees_one_who_has_not_yet_asked_must_let_it_in_all_the_same() -> None:
+def test_sender_admits_a_receiver_that_has_not_yet_asked() -> None:
     """Mode says joining, the request has not been made: it sees somebody, and sends to nobody."""
     coming(("live", "closed"), (1, 0), closes=False, mutation=LOOK_AT_ENDS).fails("sent to nobody")
     coming(("closed", "expected"), (0, 1), closes=False, mutation=LOOK_AT_ENDS).fails("sent to nobody")
@@ -133,13 +133,11 @@ def dying_sender(records: int, comes: bool = True, mutation: str = "") -> Scene:
 @pytest.mark.parametrize(
     ("records", "comes", "model"), [*tiers.only_in_all((1, True, "sc")), (1, True, "weak"), (2, False, "sc")]
 )
-def test_what_a_sender_committed_before_it_died_anywhere_comes_to_the_receiver_it_had_let_in(
-    records: int, comes: bool, model: str
-) -> None:
+def test_committed_records_of_a_dead_sender_reach_admitted_receivers(records: int, comes: bool, model: str) -> None:
     dying_sender(records, comes).holds(20_000, model)
 
 
-def test_what_it_committed_and_did_not_announce_is_announced_by_the_reaper_or_found_by_who_looks_at_the_end() -> None:
+def test_unannounced_record_is_announced_by_the_reaper_or_found() -> None:
     dying_sender(1, mutation="the reaper says nothing").holds(20_000)
     dying_sender(1, mutation="look_at_ends does not look after it").holds(20_000)
     neither = "the reaper says nothing, look_at_ends does not look after it"
@@ -182,7 +180,7 @@ def test_a_request_that_a_sender_took_into_its_grave_is_seen_by_the_next(records
     following_sender(records).holds(20_000, model)
 
 
-def test_a_sender_that_follows_and_looks_nowhere_for_who_is_joining_sends_to_nobody() -> None:
+def test_successor_that_ignores_joining_receivers_sends_to_none() -> None:
     """The dead one has taken the request out of the word, and had not let anybody in. Either look finds it."""
     following_sender(1, CONSTRUCTOR).holds(20_000)
     following_sender(1, f"{CONSTRUCTOR}, {LOOK_AT_ENDS}").fails("sent to nobody")
@@ -223,11 +221,11 @@ def dying_receiver(mutation: str = "") -> Scene:
     return Scene(words, processes, at_end=at_end, must_end=True)
 
 
-def test_what_is_sent_after_another_was_let_in_comes_to_that_one_wherever_the_first_died() -> None:
+def test_records_after_admission_reach_the_successor_receiver() -> None:
     dying_receiver().holds(200_000)
 
 
-def test_without_a_second_look_who_was_admitted_what_was_sent_to_the_next_lies_unread() -> None:
+def test_records_lie_unread_without_a_second_look_at_admissions() -> None:
     dying_receiver(SECOND_LOOK).fails("were read of")
     closing_receiver((2, 0), SECOND_LOOK).fails("were read of")
 
@@ -263,12 +261,12 @@ def dies_while_it_comes(mutation: str = "") -> Scene:
     return Scene(words, processes, at_end=at_end, must_end=True)
 
 
-def test_a_sender_lets_in_who_asks_though_the_one_before_died_or_left_anywhere_while_it_came() -> None:
+def test_sender_admits_a_receiver_when_its_predecessor_dies_anywhere() -> None:
     dies_while_it_comes().holds(5_000)
     dies_while_it_comes().holds(5_000, "weak")
 
 
-def test_one_who_asks_is_let_in_even_if_its_request_or_the_look_at_the_ends_is_left_out_but_not_both() -> None:
+def test_admission_needs_the_request_or_the_look_at_the_ends() -> None:
     dies_while_it_comes(REQUEST).holds(5_000)
     dies_while_it_comes(LOOK_AT_ENDS).holds(5_000)
     dies_while_it_comes(f"{REQUEST}, {LOOK_AT_ENDS}").fails(BUSY)
@@ -307,7 +305,5 @@ def is_closed(word: tuple[str, int]) -> bool:
 
 
 @pytest.mark.parametrize(("records", "model"), [*tiers.only_in_all(((2, 0), "sc")), ((2, 0), "weak"), ((1, 1), "sc")])
-def test_a_receiver_that_closes_hands_its_place_over_without_a_record_of_which_it_is_not_clear_whose_it_is(
-    records: tuple[int, ...], model: str
-) -> None:
+def test_closing_receiver_hands_its_place_over_without_a_shared_record(records: tuple[int, ...], model: str) -> None:
     closing_receiver(records).holds(10_000, model)

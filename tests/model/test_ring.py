@@ -466,7 +466,7 @@ def dying_sender(mutation: str = "") -> Scene:
 
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
-def test_a_sender_that_dies_anywhere_leaves_nothing_half_visible_and_loses_nothing_committed(model: str) -> None:
+def test_sender_dead_anywhere_leaves_whole_committed_records(model: str) -> None:
     dying_sender().holds(3_000, model)
 
 
@@ -502,7 +502,7 @@ def test_a_parked_sender_is_told_when_its_last_receiver_goes(dies: bool) -> None
     leaving(dies=dies).holds(500)
 
 
-def test_a_last_receiver_that_leaves_without_a_word_leaves_the_sender_asleep() -> None:
+def test_last_receiver_leaving_silently_leaves_the_sender_asleep() -> None:
     leaving("leaves without a word").fails(ASLEEP)
     leaving("wakes nobody", dies=True).fails(ASLEEP)
 
@@ -531,7 +531,7 @@ def dies_while_it_comes(mutation: str = "") -> Scene:
     return Scene(words, processes, at_end=at_end)
 
 
-def test_a_receiver_that_dies_before_it_is_counted_as_itself_does_not_hold_the_sender_up() -> None:
+def test_receiver_dead_before_it_is_counted_does_not_block_the_sender() -> None:
     dies_while_it_comes().holds(500)
 
 
@@ -579,7 +579,7 @@ def test_a_receiver_that_joins_late_gets_every_record_from_then_on(model: str) -
     joining().holds(1_000, model)
 
 
-def test_a_receiver_that_joins_and_leaves_at_once_does_not_hold_the_sender_up() -> None:
+def test_receiver_that_joins_and_leaves_does_not_block_the_sender() -> None:
     joining(leaves_at_once=True).holds(300)
 
 
@@ -588,11 +588,11 @@ def test_leaving_with_one_try_loses_against_being_admitted() -> None:
     joining("one try", leaves_at_once=True).fails(ASLEEP)
 
 
-def test_a_receiver_that_is_counted_before_it_is_told_where_reads_what_is_not_there() -> None:
+def test_receiver_counted_before_its_position_reads_missing_records() -> None:
     joining("counted before it knows where").fails("not the record of|the receiver has")
 
 
-def test_a_receiver_that_has_come_and_not_yet_asked_is_let_in_before_the_next_record() -> None:
+def test_receiver_that_has_not_asked_is_admitted_before_the_next_record() -> None:
     joining("look_at_ends does not ask for it").fails("ended with all, and the receiver has")
 
 

@@ -116,7 +116,7 @@ def test_a_view_that_outlives_its_sender_changes_no_record_of_the_next(
 
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
-def test_a_sender_that_dies_while_it_closes_or_its_view_lives_leaves_the_room_to_the_next(model: str) -> None:
+def test_sender_dead_with_a_live_view_leaves_the_room_to_its_successor(model: str) -> None:
     outlived(4, (2, 2), dies=True).holds(1_000, model)
 
 

@@ -148,7 +148,7 @@ def test_a_model_answers_on_two_nodes_as_on_one_and_an_image_crosses_once(
 
 
 @tiers.needs_all
-def test_the_bundled_model_answers_with_ranks_on_two_nodes_as_with_ranks_on_one() -> None:
+def test_bundled_model_answers_the_same_with_ranks_on_one_and_two_nodes() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("transformers")
     ranks = ("--tensor-parallel-size", "2", "--threads", "1")

@@ -69,7 +69,7 @@ def test_requests_go_on_in_place_when_connections_are_reset() -> None:
 @pytest.mark.parametrize(
     "blow", ["worker", *(pytest.param(blow, marks=tiers.needs_all) for blow in ("remote_core", "node", "stop", "cut"))]
 )
-def test_requests_go_on_in_the_restarted_group_when_the_other_node_loses_its_part(blow: str) -> None:
+def test_requests_resume_when_the_other_node_loses_its_ranks(blow: str) -> None:
     async def scene() -> None:
         async with (
             two_nodes(spread=True, tensor_parallel_size=2) as engine,

@@ -178,7 +178,7 @@ def test_a_slow_link_delays_answers_and_loses_none() -> None:
     asyncio.run(scene())
 
 
-def test_requests_migrate_when_the_other_node_drains_and_that_does_not_count() -> None:
+def test_requests_migrate_without_blame_when_the_other_node_drains() -> None:
     async def scene() -> None:
         async with two_nodes(migration_limit=1) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client, OPEN, 2000)
@@ -207,7 +207,7 @@ def test_an_aborted_request_of_the_other_node_leaves_nothing_there() -> None:
     asyncio.run(scene())
 
 
-def test_an_image_is_pulled_once_for_all_requests_and_workers_of_the_other_node() -> None:
+def test_image_is_pulled_once_for_all_workers_of_the_other_node() -> None:
     async def scene() -> None:
         options = {"tensor_parallel_size": 2, "store_nbytes": 64 << 20}
         async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
@@ -248,7 +248,7 @@ def test_a_link_between_nodes_is_encrypted_when_both_have_certificates(tmp_path:
 
 
 @pytest.mark.parametrize("is_home", [True, pytest.param(False, marks=tiers.needs_all)], ids=["home", "other"])
-def test_a_node_is_refused_in_words_and_ends_when_only_one_side_has_certificates(tmp_path: Path, is_home: bool) -> None:
+def test_node_with_tls_on_one_side_is_refused_with_the_reason_and_ends(tmp_path: Path, is_home: bool) -> None:
     async def scene() -> None:
         tls = tls_options(tmp_path)
         async with two_nodes(tls=(tls, {}) if is_home else ({}, tls), joins=False) as engine:

@@ -73,7 +73,7 @@ class Group:
 
 
 @pytest.mark.parametrize("seed", range(tiers.SCHEDULE_SEEDS))
-def test_a_worker_has_the_state_of_its_core_or_is_out_of_step_at_the_next_step(seed: int) -> None:
+def test_worker_equals_its_core_or_is_out_of_step_at_the_next_step(seed: int) -> None:
     chance = random.Random(seed)
     group, happened, noticed = Group(chance), Counter[str](), Counter[str]()
     foreign = Wire().frame(Step(chance.getrandbits(32), 3))
@@ -159,7 +159,7 @@ def test_a_broken_step_is_refused_and_changes_nothing_or_does_what_it_says() -> 
     assert min(outcomes["refused"], outcomes["applied"]) > 1000 / 60 * tiers.BROKEN_STEPS, outcomes
 
 
-def test_a_frame_with_flipped_bits_is_refused_and_changes_nothing_or_does_what_it_says() -> None:
+def test_damaged_frame_is_refused_or_applied_as_decoded() -> None:
     chance = random.Random(4712)
     outcomes: Counter[str] = Counter()
     for _ in range(tiers.BROKEN_STEPS):

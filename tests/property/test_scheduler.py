@@ -99,7 +99,7 @@ SLOTS = 2 * SLOT_SHARE
 
 
 @pytest.mark.parametrize("memory", MEMORY)
-def test_where_slots_are_kept_for_small_clients_everybody_reads_its_own_and_nothing_is_left(memory: str) -> None:
+def test_slots_reserved_for_small_clients_change_no_answer(memory: str) -> None:
     for seed in range(SEEDS // 2):
         core = run(seed, MEMORY[memory], failing=0.002, requests=40, slots=SLOTS)
         for owner, got in core.got.items():
@@ -114,7 +114,7 @@ def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submi
 
 
 @pytest.mark.parametrize("seed", range(SEEDS))
-def test_one_who_asks_for_little_has_a_slot_at_once_whatever_others_ask_for(seed: int) -> None:
+def test_small_client_gets_a_slot_at_once_beside_large_clients(seed: int) -> None:
     chance = random.Random(seed)
     core = Core(random.Random(seed), 1000, SLOTS, max_num_batched_tokens=400)
     clients = (("bulk",), ("bulk", "more"), ("",))[seed % 3]

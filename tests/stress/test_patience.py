@@ -91,7 +91,7 @@ def read_slowly(talk: Connection, where: str, index: int, is_slow: bool) -> None
     talk.send(("all", count))
 
 
-def test_a_slow_receiver_holds_the_sender_up_and_is_named_and_the_others_read_on(zygote: Zygote) -> None:
+def test_slow_receiver_blocks_the_sender_by_name_and_others_read_on(zygote: Zygote) -> None:
     with penstock.Broadcast(receivers=3, capacity=4096) as channel, channel.open_sender() as sender:
         children = [zygote.child(read_slowly, str(channel.ticket), index, index == 1) for index in range(3)]
         slow = children[1]

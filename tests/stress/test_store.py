@@ -108,7 +108,7 @@ def trade(ticket: str, seed: int, out: Path) -> None:
 
 
 @pytest.mark.timeout(tiers.limit(120, soak=1000))
-def test_many_put_and_get_at_three_times_the_capacity_and_the_longest_waits_are_told(seed: int, tmp_path: Path) -> None:
+def test_processes_put_and_get_three_times_the_capacity(seed: int, tmp_path: Path) -> None:
     parts: Times = defaultdict(list)
     outs = [tmp_path / str(number) for number in range(PROCESSES)]
     with Store(NBYTES) as store:

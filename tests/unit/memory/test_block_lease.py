@@ -74,7 +74,7 @@ def test_the_kernel_refuses_what_gets_round_that_and_only_the_writer_dies() -> N
         pass
 
 
-def test_a_taker_may_write_and_so_may_whoever_takes_next_but_not_through_an_old_view() -> None:
+def test_block_is_writable_by_its_taker_but_not_through_an_old_view() -> None:
     pool = new_pool()
     lease = pool.take(10)
     view = memoryview(lease)
@@ -178,7 +178,7 @@ def test_release_with_live_views_is_refused_and_says_how_many() -> None:
     assert pool.stats().blocks == 0
 
 
-def test_a_released_lease_is_of_no_use_and_a_second_release_gives_nothing_back() -> None:
+def test_released_lease_is_unusable_and_second_release_changes_nothing() -> None:
     pool = new_pool()
     lease = pool.take(10)
     opened = pool.open(pool.share(lease))
@@ -199,7 +199,7 @@ def test_a_block_ends_the_lease_even_when_it_raises() -> None:
     assert pool.stats().blocks == 0
 
 
-def test_an_exception_in_a_block_is_not_hidden_by_a_view_that_is_still_there() -> None:
+def test_exception_in_a_with_block_is_not_hidden_by_a_live_view() -> None:
     pool = new_pool()
 
     def compute() -> None:
@@ -316,7 +316,7 @@ def test_copy_into_of_a_record_copies_what_was_sent() -> None:
                 assert part == content[10:]
 
 
-def test_copy_into_lets_other_threads_run_python_and_keeps_the_lease_from_them() -> None:
+def test_copy_into_releases_the_interpreter_and_keeps_the_lease() -> None:
     pool = Pool.create(256 << 20)
     buffer = bytearray(256 << 20)
 

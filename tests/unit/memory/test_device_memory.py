@@ -75,7 +75,7 @@ def closed(pool: CudaPool) -> None:
 
 
 # ── the books ──
-def test_a_pool_of_a_device_costs_no_host_memory_and_is_told_in_its_own_sizes() -> None:
+def test_device_pool_takes_no_host_memory_and_reports_device_sizes() -> None:
     pool = CudaPool.create(80 << 30, driver=FakeDriver(memory_nbytes=1 << 40), name="gpu")
     assert pool.nbytes == pool.stats().nbytes == 80 << 30
     assert pool.segment_nbytes < 8 << 20
@@ -104,7 +104,7 @@ def test_a_pool_of_a_device_is_known_as_one_by_whoever_attaches_or_looks() -> No
     closed(pool)
 
 
-def test_the_books_export_no_bytes_and_other_pools_are_no_pools_of_a_device() -> None:
+def test_device_pool_exports_no_bytes_and_differs_from_other_pools() -> None:
     pool, _ = new_pool()
     lease = pool.books.take(512)
     with pytest.raises(BufferError, match="do not lie in host memory"):
@@ -115,7 +115,7 @@ def test_the_books_export_no_bytes_and_other_pools_are_no_pools_of_a_device() ->
     closed(pool)
 
 
-def test_a_slice_begins_where_a_vector_load_may_begin_and_does_not_share_bytes_with_another() -> None:
+def test_device_slices_are_aligned_for_vector_loads_and_disjoint() -> None:
     pool, _ = new_pool()
     parts = [filled(pool, nbytes, number) for number, nbytes in enumerate((1, 511, 512, 513, 3000))]
     assert all(part.ref.offset % 512 == 0 for part in parts)
@@ -201,7 +201,7 @@ def test_who_waits_for_room_gets_what_its_own_process_has_in_flight() -> None:
     closed(pool)
 
 
-def test_sharing_waits_for_the_work_that_writes_and_for_no_longer_than_it_was_told() -> None:
+def test_sharing_waits_for_the_writing_work_until_its_timeout() -> None:
     pool, driver = new_pool()
     part = pool.take(KIB)
     driver.current.stop()
@@ -291,7 +291,7 @@ def test_whatever_streams_do_nobody_reads_bytes_that_are_not_theirs(seed: int) -
 
 
 # ── references ──
-def test_a_reference_that_is_stale_or_forged_is_refused_before_anything_is_mapped() -> None:
+def test_stale_or_forged_reference_is_refused_before_mapping() -> None:
     pool, _ = new_pool()
     with partner(
         """
@@ -423,7 +423,7 @@ def test_a_consumer_that_is_killed_gives_its_slices_back() -> None:
     closed(pool)
 
 
-def test_a_producer_that_is_killed_is_told_and_its_memory_closed_with_the_last_view() -> None:
+def test_killed_producer_is_reported_and_closed_with_the_last_view() -> None:
     producing = """
         pool = CudaPool.create(1 << 16, driver=FakeDriver())
         say(pool.ticket)
@@ -488,7 +488,7 @@ def test_the_producer_frees_no_memory_that_somebody_has_mapped() -> None:
         pool.open(Ref(1, 1, 1, 0, 1))
 
 
-def test_memory_that_somebody_has_mapped_is_not_freed_when_all_slices_are_back_either() -> None:
+def test_mapped_device_memory_is_not_freed_when_all_slices_are_back() -> None:
     pool, driver = new_pool()
     with partner(
         """
@@ -549,7 +549,7 @@ def test_a_pool_that_the_device_has_no_room_for_leaves_nothing() -> None:
 
 
 # ── without a device ──
-def test_nothing_imports_torch_and_what_needs_a_device_says_what_is_missing() -> None:
+def test_device_calls_name_the_missing_part_without_importing_torch() -> None:
     source = """
 import sys
 import penstock, penstock.tensor, penstock.tensor.cuda as cuda

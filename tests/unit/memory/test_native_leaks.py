@@ -71,7 +71,7 @@ def stderr_of(program: str, **environment: str) -> str:
     return done.stderr
 
 
-def test_native_objects_are_freed_when_a_program_ends_without_closing_anything() -> None:
+def test_native_objects_are_freed_when_a_program_ends_without_close() -> None:
     assert stderr_of(PROGRAM, PENSTOCK_LEAK_WARNINGS="1") == ""
 
 

@@ -36,7 +36,7 @@ def named(pool: Pool) -> dict[str, lowlevel.Peer]:
     return {peer.name: peer for peer in pool.peers()}
 
 
-def test_a_peer_joins_with_its_first_use_and_is_told_by_name_pid_and_number() -> None:
+def test_peer_joins_at_first_use_and_is_listed_by_name_pid_and_number() -> None:
     pool = Pool.create(4096, peer_name="first")
     assert "first" not in [peer["name"] for peer in _native.snapshot(os.dup(pool.fd))["peers"]]
     assert pool.peer == lowlevel.Peer(index=0, epoch=1, pid=os.getpid(), name="first", state="live", how="")
@@ -136,7 +136,7 @@ def test_a_death_is_told_with_how(end: object, how: str) -> None:
         assert (peer.index, peer.pid, peer.how) == (1, other.pid, how)
 
 
-def test_a_death_is_told_with_how_by_a_survivor_that_had_not_looked_since_the_peer_came() -> None:
+def test_death_has_its_cause_in_a_survivor_idle_since_the_peer_came() -> None:
     pool = Pool.create(4096)
     pool.join("survivor")
     with program(PEER, pool.ticket, "victim", env=DYING) as other:
@@ -163,7 +163,7 @@ def dead_in_table(pool: Pool) -> bool:
     return any(peer["state"] == "dead" for peer in _native.snapshot(os.dup(pool.fd))["peers"])
 
 
-def test_a_death_is_found_within_a_tenth_of_a_second_though_all_survivors_are_idle() -> None:
+def test_death_is_found_within_100_ms_when_all_survivors_are_idle() -> None:
     def measure() -> float:
         pool = Pool.create(4096)
         pool.join("survivor")
@@ -178,7 +178,7 @@ def test_a_death_is_found_within_a_tenth_of_a_second_though_all_survivors_are_id
     soon(measure)
 
 
-def test_a_death_is_found_by_another_process_though_its_parent_does_not_look() -> None:
+def test_death_is_found_by_a_process_that_is_not_the_parent() -> None:
     def measure() -> float:
         pool = Pool.create(4096)  # we do not join
         with program(PEER, pool.ticket, "victim") as victim, program(PEER, pool.ticket, "other") as other:
@@ -310,7 +310,7 @@ def test_peers_come_and_die_a_hundred_times_and_leave_nothing() -> None:
     assert [peer.state for peer in pool.peers()].count("live") == 1
 
 
-def test_the_watcher_sleeps_after_a_death_though_a_child_of_fork_has_copies_of_its_descriptors() -> None:
+def test_watcher_sleeps_after_a_death_when_a_forked_child_has_its_files() -> None:
     source = """
         pool = lowlevel.Pool.attach(sys.argv[1], peer_name="parent")
         pool.join()

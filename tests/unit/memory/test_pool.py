@@ -138,7 +138,7 @@ def test_an_old_small_block_does_not_keep_a_large_one_out() -> None:
     assert len(old) == 100
 
 
-def test_long_and_short_lived_blocks_of_a_working_set_leave_most_of_the_pool_usable(seed: int) -> None:
+def test_mixed_lifetimes_of_blocks_leave_most_of_the_pool_usable(seed: int) -> None:
     choose = random.Random(seed)
     pool = Pool.create(1 << 22)
     held: list[BlockLease] = []
@@ -153,7 +153,7 @@ def test_long_and_short_lived_blocks_of_a_working_set_leave_most_of_the_pool_usa
     assert refused <= 30  # 1 %
 
 
-def test_exhaustion_names_what_was_asked_what_is_free_the_largest_gap_and_the_holders() -> None:
+def test_memory_exhausted_names_request_free_bytes_gap_and_holders() -> None:
     pool = Pool.create(1 << 20, name="images", peer_name="server")
     pool.join()
     with program(HOLDER, pool.ticket) as other:
@@ -327,7 +327,7 @@ def test_a_closed_pool_says_so_and_its_leases_live_on() -> None:
     assert watching.stats().blocks == 0
 
 
-def test_a_child_of_fork_uses_the_pool_as_a_peer_of_its_own_and_not_its_parents_leases() -> None:
+def test_forked_child_is_a_new_peer_without_its_parents_leases() -> None:
     pool = Pool.create(4096, peer_name="family")
     lease = pool.take(10)
     memoryview(lease)[:] = b"0123456789"

@@ -154,7 +154,7 @@ def test_a_grant_keeps_the_block_for_the_one_who_will_open_it() -> None:
         other.open(ref)
 
 
-def test_two_grants_are_two_opens_and_the_same_reference_may_be_delivered_twice() -> None:
+def test_two_grants_of_a_reference_allow_two_opens() -> None:
     pool = new_pool()
     other = peer_of(pool, "other")
     lease = pool.take(5)
@@ -171,7 +171,7 @@ def test_two_grants_are_two_opens_and_the_same_reference_may_be_delivered_twice(
     assert pool.stats().blocks == 0
 
 
-def test_one_reference_goes_to_many_and_the_block_stays_until_the_last_has_come() -> None:
+def test_granted_block_stays_until_the_last_grantee_has_opened_it() -> None:
     pool = new_pool()
     others = [peer_of(pool, f"worker {rank}") for rank in range(8)]
     lease = pool.take(5)
@@ -395,7 +395,7 @@ def test_sixty_five_thousand_grants_are_the_most() -> None:
     assert pool.stats().blocks == 0
 
 
-def test_unused_grants_count_what_a_peer_has_not_opened_of_what_this_one_granted() -> None:
+def test_unused_grants_counts_granted_blocks_a_peer_has_not_opened() -> None:
     pool = new_pool()
     other, third = peer_of(pool, "other"), peer_of(pool, "third")
     lease = pool.take(5)

@@ -84,7 +84,7 @@ def test_the_size_is_sealed() -> None:
     assert os.fstat(segment.fd).st_size == size
 
 
-def test_only_the_owner_may_open_the_file_and_programs_that_are_started_do_not_inherit_it() -> None:
+def test_segment_opens_only_for_its_user_and_is_not_inherited() -> None:
     segment = Segment.create(4096)
     assert os.fstat(segment.fd).st_mode & 0o777 == 0o600
     assert not os.get_inheritable(segment.fd)
@@ -330,7 +330,7 @@ def test_what_is_no_ticket_is_refused(text: str) -> None:
         penstock.attach(text)
 
 
-def test_a_ticket_is_stale_when_its_segment_has_gone_though_its_number_was_given_again() -> None:
+def test_ticket_is_stale_when_its_descriptor_was_reused() -> None:
     first = Segment.create(4096)
     ticket, number = first.ticket, first.fd
     del first
@@ -426,7 +426,7 @@ def test_another_version_or_build_is_refused_with_both() -> None:
     os.close(forged)
 
 
-def test_a_header_with_any_flipped_bits_is_refused_or_good_and_nothing_breaks(seed: int) -> None:
+def test_header_with_flipped_bits_is_refused_or_read_without_a_crash(seed: int) -> None:
     """In a process of its own: what breaks is its end, and not ours."""
     source = """
         import fcntl, random
@@ -512,7 +512,7 @@ def test_huge_pages_are_used_or_their_absence_is_told() -> None:
     assert bytes(segment.view()[:10]) == b"either way"
 
 
-def test_required_huge_pages_are_there_or_it_is_an_error_that_says_what_to_do() -> None:
+def test_required_huge_pages_exist_or_the_error_says_what_to_do() -> None:
     if free_huge_pages() >= 4:
         assert Segment.create(3 * MIB, huge_pages="require").page_nbytes == 2 * MIB
     else:
@@ -627,7 +627,7 @@ assert os.listdir("/dev/shm") == ["foreign"]
     assert (ended.stdout, ended.stderr, ended.returncode) == (f"{4 << 20} 0\n", "", 0)
 
 
-def test_a_control_groups_limit_is_an_error_with_both_numbers_and_nobody_is_killed() -> None:
+def test_control_group_limit_is_an_error_with_both_numbers_not_a_kill() -> None:
     source = """
         with open(sys.argv[1], "w") as group:
             group.write(str(os.getpid()))

@@ -121,7 +121,7 @@ def asking(cuda: Asked) -> TorchDriver:
     return driver
 
 
-def test_memory_is_asked_for_in_the_context_of_the_device_whether_it_is_given_or_not() -> None:
+def test_driver_calls_run_in_the_context_of_the_device() -> None:
     cuda = Asked(cuMemAlloc=(0, 4096))
     assert asking(cuda).allocate(100) == 4096
     assert cuda.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuCtxPopCurrent"]
@@ -149,7 +149,7 @@ def test_a_refusal_says_the_call_and_the_result() -> None:
 
 # ── one device ──
 @on_a_device
-def test_every_dtype_is_seen_bit_by_bit_in_another_process_and_its_memory_opened_once() -> None:
+def test_every_dtype_arrives_bit_by_bit_and_its_memory_is_opened_once() -> None:
     with CudaPool.create(64 * MIB) as pool, Store(8 * MIB) as host:
         tensors = CudaTensors(pool, host)
         with consumer(
@@ -240,7 +240,7 @@ def test_within_one_process_the_tensor_is_the_same_memory() -> None:
 
 
 @on_a_device
-def test_a_producer_that_dies_while_its_memory_is_mapped_is_reported_and_harms_none() -> None:
+def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
     with Store(MIB) as host:
         with program(
             """
@@ -277,7 +277,7 @@ def test_a_producer_that_dies_while_its_memory_is_mapped_is_reported_and_harms_n
 
 
 @on_a_device
-def test_a_consumer_that_is_killed_with_work_in_flight_gives_its_slices_back() -> None:
+def test_consumer_killed_with_work_in_flight_returns_its_slices() -> None:
     with CudaPool.create(8 * MIB) as pool, Store(MIB) as host:
         tensors = CudaTensors(pool, host)
         with consumer(
@@ -303,7 +303,7 @@ def test_a_consumer_that_is_killed_with_work_in_flight_gives_its_slices_back() -
 
 # ── host memory ──
 @on_a_device
-def test_a_view_is_copied_from_registered_memory_and_held_until_that_is_done() -> None:
+def test_view_is_copied_from_registered_memory_and_held_until_then() -> None:
     with Pool.create(8 * MIB) as pool, Uploads(pool) as uploads:
         with pool.take(8 * MIB) as lease:
             with memoryview(lease) as room:
@@ -324,7 +324,7 @@ def test_a_view_is_copied_from_registered_memory_and_held_until_that_is_done() -
 
 
 @on_a_device
-def test_memory_that_is_registered_already_is_copied_as_it_is_and_torch_does_not_mind() -> None:
+def test_memory_registered_elsewhere_is_copied_and_torch_accepts_it() -> None:
     driver = driver_of()
     with Pool.create(MIB) as pool:
         mapped = pool._segment.mapping(True, True)
@@ -341,7 +341,7 @@ def test_memory_that_is_registered_already_is_copied_as_it_is_and_torch_does_not
 
 # ── two devices ──
 @on_two_devices
-def test_a_consumer_on_another_device_gets_host_memory_and_makes_no_context_on_ours() -> None:
+def test_consumer_on_another_device_gets_host_memory_without_a_context() -> None:
     with CudaPool.create(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
         tensors = CudaTensors(pool, host)
         with consumer(

@@ -81,7 +81,7 @@ def test_a_tensor_that_is_not_contiguous_is_compacted() -> None:
     ends.close()
 
 
-def test_a_sender_that_writes_to_its_tensor_after_putting_it_changes_nothing() -> None:
+def test_writes_of_the_sender_after_put_change_nothing() -> None:
     ends = Ends()
     source = on_device(ends.device, np.full(1000, 1, np.uint8))
     ref = ends.producer.put(source, [ends.consumer.place])
@@ -129,7 +129,7 @@ def test_a_tensor_made_in_a_slice_is_shared_without_a_copy() -> None:
 
 
 @pytest.mark.parametrize("which", range(4))
-def test_a_stream_that_uses_a_slice_is_said_of_that_slice_and_not_of_the_one_before_it(which: int) -> None:
+def test_used_on_records_the_stream_for_the_right_slice(which: int) -> None:
     """Slices lie next to each other: where one ends, the next one begins."""
     ends = Ends()
     buffers = [ends.producer.empty((512,), "uint8") for _ in range(4)]
@@ -216,7 +216,7 @@ def test_each_receiver_of_a_tensor_by_host_memory_has_it_once() -> None:
     ends.close()
 
 
-def test_a_tensor_by_host_memory_takes_the_room_of_values_that_are_not_held() -> None:
+def test_tensor_in_host_memory_evicts_values_without_a_holder() -> None:
     ends = Ends(consumer_device=3)
     ends.host.put(np.zeros(900_000, np.uint8), key=bytes(32)).release()
     source = np.arange(100_000, dtype=np.uint32)
@@ -298,7 +298,7 @@ def test_a_reference_to_a_value_that_is_no_tensor_is_refused() -> None:
     ends.close()
 
 
-def test_a_receiver_on_another_device_gets_host_memory_and_touches_no_slice() -> None:
+def test_receiver_on_another_device_gets_host_memory_and_no_slice() -> None:
     ends = Ends(consumer_device=3)
     source = np.arange(5000, dtype=np.float32)
     near = ends.producer.put(on_device(ends.device, source), [ends.producer.place])
@@ -340,7 +340,7 @@ def lent(pool: Pool, value: int, nbytes: int = 4096) -> Any:
     return np.frombuffer(pool.open(ref), np.uint8)
 
 
-def test_a_view_that_is_dropped_while_it_is_being_copied_is_held_until_the_copy_is_done() -> None:
+def test_view_dropped_during_a_copy_is_held_until_the_copy_is_done() -> None:
     device = FakeDriver()
     with Pool.create(4096) as pool, Uploads(pool, driver=device) as uploads:
         view = lent(pool, 1)
@@ -358,7 +358,7 @@ def test_a_view_that_is_dropped_while_it_is_being_copied_is_held_until_the_copy_
         assert (lent(pool, 2) == 2).all() and (copy == 1).all()
 
 
-def test_uploads_that_are_not_closed_hold_what_is_being_copied_and_unregister_when_it_is_done() -> None:
+def test_unclosed_uploads_hold_views_and_unregister_after_the_copies() -> None:
     device = FakeDriver()
     with Pool.create(4096) as pool:
         uploads = Uploads(pool, driver=device)
@@ -380,7 +380,7 @@ def test_uploads_that_are_not_closed_hold_what_is_being_copied_and_unregister_wh
         assert not device.registered and not len(device.in_flight)
 
 
-def test_memory_is_registered_with_the_first_copy_once_and_until_it_is_closed() -> None:
+def test_memory_is_registered_once_from_first_copy_to_close() -> None:
     device = FakeDriver()
     with Pool.create(1 << 16, name="a") as pool, Store(1 << 16) as store:
         uploads = Uploads(pool, store, driver=device)
@@ -410,7 +410,7 @@ def test_a_block_that_this_process_writes_is_copied_from_where_it_lies() -> None
         assert device.uploaded_from == [array.ctypes.data + 10] and uploads.stats.pageable == 0
 
 
-def test_memory_that_cannot_be_registered_is_copied_as_it_is_counted_and_asked_about_once() -> None:
+def test_unregistrable_memory_is_copied_counted_and_tried_once() -> None:
     device = FakeDriver()
     device.refuses_to_register = True
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:

@@ -153,7 +153,7 @@ def opened(encoded: bytes, store: Store) -> str:
 
 # ── what is gone, and what never was ──
 @WAYS
-def test_a_handle_opened_too_late_misses_that_one_value_and_it_can_be_put_again(value_key: bytes | None) -> None:
+def test_handle_opened_too_late_misses_and_its_value_can_be_put_again(value_key: bytes | None) -> None:
     """Evicted, or the store was cleared, between the server and the worker."""
     with images() as store:
         scope, other = Scope(store), Scope(store)
@@ -194,7 +194,7 @@ def test_a_miss_keeps_nothing_that_its_caller_has_opened() -> None:
             gc.enable()
 
 
-def test_a_value_that_was_evicted_to_make_room_is_a_miss_and_never_another_value() -> None:
+def test_evicted_value_is_a_miss_and_never_another_value() -> None:
     with images() as store:
         with Scope(store) as scope:
             old = scope.put(image(0, MB), key=key(0))
@@ -241,9 +241,7 @@ NUMBERS = Buffer(b"x" * 400)
         ((None, LAID.layout), "the tensors of a value that travels inline"),
     ],
 )
-def test_a_handle_that_contradicts_itself_is_refused_where_it_is_made_and_where_it_arrives(
-    fields: tuple[Any, ...], why: str
-) -> None:
+def test_contradictory_handle_is_refused_at_creation_and_on_arrival(fields: tuple[Any, ...], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         Handle(*fields)
 
@@ -258,7 +256,7 @@ def test_a_handle_that_contradicts_itself_is_refused_where_it_is_made_and_where_
         FrameDecoder(CATALOGUE).decode(frame)
 
 
-def test_a_forged_handle_shows_the_value_of_its_key_or_is_refused_before_anything_is_read() -> None:
+def test_forged_handle_shows_the_value_of_its_key_or_is_refused() -> None:
     with images() as store:
         with Scope(store) as scope:
             keyed, unkeyed = scope.put(image(1), key=key(1)), scope.put(image(2))

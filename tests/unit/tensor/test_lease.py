@@ -211,7 +211,7 @@ def test_a_lease_is_made_of_a_block_alone_and_cannot_be_copied_or_pickled() -> N
                 copier(lease)
 
 
-def test_a_put_counts_as_an_exhaustion_when_it_fails_and_not_when_it_evicts() -> None:
+def test_put_counts_as_exhausted_when_it_fails_not_when_it_evicts() -> None:
     with Store(MB) as store:
         before = store.stats().pool.exhaustions
         quarter = np.zeros(store.nbytes // 4 - 4096, np.uint8)
@@ -239,7 +239,7 @@ def test_an_inline_value_is_the_one_that_a_store_shows(tree: Any, as_: Any, writ
         )
 
 
-def test_a_lease_of_an_inline_value_shows_it_until_it_is_released_and_no_array_can_write() -> None:
+def test_inline_lease_shows_read_only_arrays_until_released() -> None:
     handle = inline({"x": np.arange(1000), "size": 3}, key(1))
     lease = handle.open()
     assert lease.ref is handle and lease.nbytes == handle.nbytes

@@ -75,7 +75,7 @@ def test_a_value_made_in_place_is_got_by_all_where_it_was_written() -> None:
         assert is_whole(store.put({"other": 1}, key=key(1)).value(), 7), "a put of what was made copies nothing"
 
 
-def test_a_value_without_a_key_is_made_in_place_and_is_gone_with_its_last_lease() -> None:
+def test_loan_without_key_is_filled_in_place_and_ends_with_last_lease() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as other:
         with lent(store, None) as loan:
             fill(loan.value(), 7)
@@ -135,7 +135,7 @@ def test_a_value_without_a_commit_was_never_there(how: str, value_key: bytes | N
 
 
 @WAYS
-def test_an_array_that_outlives_its_abandoned_value_writes_where_no_reader_looks(value_key: bytes | None) -> None:
+def test_array_of_an_abandoned_loan_writes_where_no_reader_looks(value_key: bytes | None) -> None:
     with Store(MB) as store:
         with lent(store, value_key) as loan:
             pixels = loan.value()["pixels"]
@@ -161,9 +161,7 @@ def test_an_array_that_outlives_its_abandoned_value_writes_where_no_reader_looks
     ],
     ids=["whole", "part", "subclass", "memoryview", "broadcast", "dlpack", "iterator"],
 )
-def test_a_commit_is_refused_while_an_array_could_still_write_and_works_once_it_is_gone(
-    way: Any, value_key: bytes | None
-) -> None:
+def test_commit_is_refused_while_a_writable_array_lives(way: Any, value_key: bytes | None) -> None:
     with Store(MB) as store, lent(store, value_key) as loan:
         fill(loan.value(), 3)
         left = way(loan.value()["pixels"])
@@ -180,7 +178,7 @@ def test_a_commit_is_refused_while_an_array_could_still_write_and_works_once_it_
             loan.commit()
 
 
-def test_a_loan_without_a_key_waits_for_room_and_takes_that_of_values_without_a_holder() -> None:
+def test_loan_without_key_waits_for_room_and_evicts_unheld_values() -> None:
     with Store(MB) as store:
         for number in range(8):
             store.put(np.zeros(120_000, np.uint8), key=key(number)).release()
@@ -233,7 +231,7 @@ def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int, value
         ({"a": object()}, r"at \$\['a'\]"),
     ],
 )
-def test_a_layout_that_cannot_be_made_is_refused_with_its_path_and_takes_nothing(
+def test_impossible_layout_is_refused_with_its_path_and_takes_nothing(
     wrong: Any, words: str, value_key: bytes | None
 ) -> None:
     with Store(MB) as store:

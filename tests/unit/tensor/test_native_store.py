@@ -328,7 +328,7 @@ def test_a_writer_that_fails_halfway_leaves_nothing() -> None:
     assert peer.put("a", b"whole")
 
 
-def test_what_was_committed_cannot_be_written_through_the_lease_of_its_writer() -> None:
+def test_committed_value_is_read_only_in_the_lease_of_its_writer() -> None:
     peer = Kept()
     _, lease = peer.store.begin(key("a"), 5, 0)
     with memoryview(lease) as view:
@@ -369,7 +369,7 @@ def test_only_what_begin_gave_to_write_can_be_committed_and_once() -> None:
 
 # ── the death of a writer ────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("point", ["", "store.filled", "store.committed"])
-def test_what_a_dead_process_was_writing_is_written_or_had_by_one_that_waits(point: str) -> None:
+def test_value_of_a_dead_writer_is_written_by_a_waiting_process(point: str) -> None:
     """It dies as it writes, or at a point of its commit."""
 
     def took() -> float:
@@ -457,7 +457,7 @@ def test_what_was_half_taken_out_is_either_found_or_gone(point: str) -> None:
 
 
 # ── taken out ────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_is_taken_out_while_somebody_holds_it_lives_as_long_as_it_is_held() -> None:
+def test_removed_value_lives_while_it_is_held() -> None:
     peer = Kept()
     peer.put("a", b"bytes")
     lease = peer.store.get(key("a"))
@@ -530,7 +530,7 @@ def test_of_those_unused_equally_long_a_small_one_goes_for_a_small_need() -> Non
     assert peer.names("large", "small") == {"large"}
 
 
-def test_a_large_one_that_nobody_has_used_for_long_goes_before_small_ones_in_use() -> None:
+def test_eviction_prefers_a_large_old_value_to_small_used_values() -> None:
     peer = Kept()
     peer.put("large", bytes(NBYTES // 2))
     for i in range(8):
@@ -590,7 +590,7 @@ def test_what_was_granted_to_somebody_is_not_given_up_before_it_is_opened() -> N
     assert peer.put("b", bytes(64))
 
 
-def test_whoever_has_a_reference_can_open_it_until_it_is_given_up_and_not_after() -> None:
+def test_reference_opens_a_value_until_it_is_evicted() -> None:
     peer = Kept()
     peer.put("a", b"x" * NBYTES)
     lease = peer.store.get(key("a"))
@@ -607,7 +607,7 @@ def test_whoever_has_a_reference_can_open_it_until_it_is_given_up_and_not_after(
         other.by.open(*numbers)
 
 
-def test_opening_by_reference_while_others_want_the_room_gives_the_whole_or_a_stale_ref() -> None:
+def test_open_during_eviction_gives_the_whole_value_or_stale_ref() -> None:
     peer = Kept(nbytes=8 << 10)
     other = other_of(peer)
     over = time.monotonic() + 1.0
@@ -641,7 +641,7 @@ def test_opening_by_reference_while_others_want_the_room_gives_the_whole_or_a_st
     eventually(lambda: peer.held() == 0)
 
 
-def test_when_there_are_no_more_block_numbers_one_is_given_up_though_there_is_room() -> None:
+def test_value_is_evicted_when_block_numbers_run_out_before_room() -> None:
     peer = Kept(max_blocks=4)
     for i in range(4):
         peer.put(i, bytes(64))
@@ -661,7 +661,7 @@ def test_a_number_is_given_up_for_a_gap_that_lies_elsewhere() -> None:
     del lease, high
 
 
-def test_what_is_larger_than_the_store_is_refused_at_once_and_nothing_is_given_up_for_it() -> None:
+def test_value_larger_than_the_store_is_refused_without_eviction() -> None:
     peer = Kept()
     peer.put("a", b"bytes")
     with pytest.raises(MemoryExhausted, match="raise the pool's nbytes"):
@@ -669,7 +669,7 @@ def test_what_is_larger_than_the_store_is_refused_at_once_and_nothing_is_given_u
     assert peer.read("a") == b"bytes"
 
 
-def test_who_waits_for_room_has_it_when_a_lease_of_what_is_kept_is_given_back() -> None:
+def test_waiting_put_gets_room_when_a_lease_is_released() -> None:
     peer = Kept()
 
     def took(name: object) -> float:
@@ -688,7 +688,7 @@ def test_who_waits_for_room_has_it_when_a_lease_of_what_is_kept_is_given_back() 
     soon(lambda: took("next"))
 
 
-def test_who_waits_for_room_has_it_when_a_process_that_held_what_is_kept_dies() -> None:
+def test_waiting_put_gets_room_when_a_holder_dies() -> None:
     def took() -> float:
         peer = Kept()
         peer.put("held", b"x" * NBYTES)
@@ -707,7 +707,7 @@ def test_who_waits_for_room_has_it_when_a_process_that_held_what_is_kept_dies() 
 
 
 # ── forks, statistics ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_store_is_refused_after_a_fork_and_what_the_parent_writes_stays_its_own() -> None:
+def test_store_is_refused_in_a_forked_child_and_parent_goes_on() -> None:
     peer = Kept()
     _, lease = peer.store.begin(key("a"), 5, 0)
 

@@ -78,7 +78,7 @@ def test_what_was_found_in_the_store_is_added_and_held_by_the_scope() -> None:
         assert scope.stats() == ScopeStats(handles=1, nbytes=handle.nbytes, hits=1)
 
 
-def test_a_lease_of_an_inline_value_is_added_as_the_handle_that_it_came_with() -> None:
+def test_adding_an_inline_lease_gives_the_handle_it_came_with() -> None:
     handle = travelled(Scope().put(image(1, 400), key=key(1)))
     lease = handle.open()
     with images() as store, Scope(store) as scope:
@@ -117,7 +117,7 @@ def test_a_small_value_travels_inline_and_nothing_is_held() -> None:
         assert (stats.inline_small, stats.inline, stats.puts, stats.inline_nbytes) == (1, 1, 1, handle.nbytes)
 
 
-def test_a_value_of_just_the_limit_travels_inline_and_of_a_byte_more_in_the_store() -> None:
+def test_value_of_inline_limit_travels_inline_and_a_larger_in_the_store() -> None:
     with images() as store:
         nbytes = Scope().put(np.zeros(200, np.uint8)).nbytes
         with Scope(store, inline_nbytes=nbytes) as scope:
@@ -127,7 +127,7 @@ def test_a_value_of_just_the_limit_travels_inline_and_of_a_byte_more_in_the_stor
             assert not scope.put(None).is_inline
 
 
-def test_without_a_store_every_value_travels_inline_and_a_key_once_for_each_scope() -> None:
+def test_scope_without_a_store_sends_each_value_inline_once() -> None:
     with Scope() as scope:
         handle_of_store = scope.put(image(1), key=key(1))
         assert scope.put(object(), key=key(1)) is handle_of_store, "it was looked at again"
@@ -171,7 +171,7 @@ def test_a_value_for_which_there_is_no_room_travels_inline(value_key: bytes | No
             assert holds.stats().inline == 0, "counts are those of one scope"
 
 
-def test_a_value_that_another_process_is_writing_for_too_long_travels_inline() -> None:
+def test_value_travels_inline_when_another_process_writes_for_too_long() -> None:
     with images() as store:
         with Store.attach(store.ticket) as other, Scope(store, timeout=0.01) as scope:
             _, lease = other._keeper.begin(key(1), 1000, 0)
@@ -181,7 +181,7 @@ def test_a_value_that_another_process_is_writing_for_too_long_travels_inline() -
             lease.release()
 
 
-def test_a_value_larger_than_the_store_travels_inline_is_counted_and_warned_of_once() -> None:
+def test_value_larger_than_the_store_travels_inline_with_one_warning() -> None:
     with Store(MB, name="small") as store:
         with Scope(store) as scope, Scope(store) as other:
             with pytest.warns(RuntimeWarning, match="does not fit the store 'small'.*travels inline.*raise") as warned:
@@ -265,7 +265,7 @@ def test_an_abort_while_a_value_is_being_copied_leaves_nothing(monkeypatch: pyte
             assert is_not_held(store), f"held for as long as there is {raised!r}"
 
 
-def test_the_same_handle_delivered_twice_is_one_value_held_until_its_last_lease_ends() -> None:
+def test_handle_delivered_twice_is_held_until_its_last_lease_ends() -> None:
     """Several samples of one request, retries, another route."""
     with images() as store:
         scope, retry = Scope(store), Scope(store)
@@ -397,7 +397,7 @@ FORWARDING = """
 """
 
 
-def test_a_core_without_a_store_forwards_handles_and_never_maps_what_they_refer_to() -> None:
+def test_core_without_a_store_forwards_handles_without_mapping_values() -> None:
     with images() as store:
         with (
             penstock.Ring(Request, name="inbox") as inbox,

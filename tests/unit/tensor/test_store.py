@@ -200,7 +200,7 @@ def test_a_writer_that_fails_half_way_leaves_the_key_to_others(
         assert store.stats().abandoned == (value_key is not None)
 
 
-def test_a_reference_opens_the_value_elsewhere_and_is_stale_when_it_is_gone() -> None:
+def test_reference_opens_a_value_elsewhere_and_is_stale_once_evicted() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as other:
         put = store.put(tree(1), key=key(1))
         ref = put.ref
@@ -259,7 +259,7 @@ def test_a_block_of_the_pool_makes_no_room() -> None:
             store.get(key(1))
 
 
-def test_a_value_without_a_key_lives_as_long_as_it_is_held_and_none_can_write_it() -> None:
+def test_value_without_key_is_read_only_and_lives_while_held() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as other:
         lent = store.put(tree(1, 400_000))
         again = lent.hold()
@@ -374,7 +374,7 @@ def test_one_of_many_that_put_the_same_key_writes_and_all_get_it() -> None:
         assert blocks(store) == 40
 
 
-def test_a_process_that_dies_while_it_holds_gives_it_back_and_the_value_stays() -> None:
+def test_dead_holder_returns_its_lease_and_the_value_stays() -> None:
     source = """
         from penstock import Store
         store = Store.attach(sys.argv[1], peer_name="doomed")

@@ -95,7 +95,7 @@ def test_grant_all_grants_none_when_one_peer_has_as_many_as_it_can() -> None:
     assert store.evict(key(1)), "the first was granted it, or a grant to one that left is kept"
 
 
-def test_grant_all_refuses_a_lease_that_was_released_and_a_value_that_travels_inline() -> None:
+def test_grant_all_refuses_released_leases_and_inline_values() -> None:
     store = new_store()
     lease = store.put(1, key=key(1))
     lease.release()

@@ -78,7 +78,7 @@ def test_a_store_that_is_full_evicts_as_one_that_was_claimed_at_once() -> None:
         assert (store.get(key(39)).value() == 39).all()
 
 
-def test_large_and_small_values_do_not_cut_each_others_room_when_all_is_claimed() -> None:
+def test_large_and_small_values_share_a_fully_claimed_store() -> None:
     with Store(16 * MIB) as store:
         store.put(value(0, 16 * MIB - 4096), key=key(0)).release()
         assert store.evict(key(0))
@@ -114,7 +114,7 @@ def test_two_processes_that_fill_a_store_at_once_lose_nothing() -> None:
 
 
 @pytest.mark.parametrize("action", ["kill", "stop"])
-def test_a_process_that_ends_or_stops_while_it_claims_keeps_no_other_from_claiming(action: str) -> None:
+def test_process_dead_or_stopped_while_claiming_blocks_no_other_claim(action: str) -> None:
     source = """
         import numpy as np
         from penstock import _native
@@ -142,7 +142,7 @@ def test_a_process_that_ends_or_stops_while_it_claims_keeps_no_other_from_claimi
                 assert claimed(store) == store.segment_nbytes
 
 
-def test_a_lack_of_memory_is_an_error_of_the_put_and_the_store_goes_on_with_what_it_has() -> None:
+def test_lack_of_memory_fails_the_put_and_the_store_goes_on() -> None:
     source = """
         import numpy as np
         store = penstock.Store(384 << 20, max_items=256)
@@ -219,7 +219,7 @@ def test_a_put_that_lacks_memory_waits_for_it_to_come_back() -> None:
         assert other.end() == 0
 
 
-def test_a_value_larger_than_the_store_is_refused_before_anything_is_claimed() -> None:
+def test_value_larger_than_the_store_is_refused_before_claiming() -> None:
     with Store(2 * MIB) as store:
         with pytest.raises(MemoryExhausted, match="raise the pool's nbytes"):
             store.put(value(1, 3 * MIB), key=key(1), timeout=5)

@@ -23,7 +23,7 @@ def test_what_a_server_writes_into_its_own_array_after_a_put_is_not_seen() -> No
         assert shows(stored.value(), 1) and shows(store.get(key(1)).value(), 1)
 
 
-def test_a_client_that_retries_the_same_request_makes_no_second_copy_and_ends_no_first_one() -> None:
+def test_retried_request_shares_the_copy_and_ends_only_its_own_scope() -> None:
     with Store(4 * MB) as server, Store.attach(server.ticket) as worker:
         first = server.put(image(1), key=key(1))
         pixels = Handle(None, first.ref).open(worker).value()["pixels"]
@@ -36,7 +36,7 @@ def test_a_client_that_retries_the_same_request_makes_no_second_copy_and_ends_no
         assert server.stats().puts == 1
 
 
-def test_several_samples_of_one_image_each_hold_it_and_it_may_go_after_the_last() -> None:
+def test_image_of_several_samples_is_held_until_the_last_ends() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as worker:
         ref = store.put(image(1, 800_000), key=key(1)).ref
         samples = [Handle(None, ref).open(worker).value() for _ in range(4)]
@@ -101,7 +101,7 @@ def test_a_get_while_another_process_clears_has_the_whole_or_misses() -> None:
 
 
 @pytest.mark.parametrize("point", ["store.opened", "block.locked"])
-def test_a_worker_that_dies_as_it_opens_a_value_holds_nothing_and_keeps_none_waiting(point: str) -> None:
+def test_worker_dead_while_opening_holds_nothing_and_blocks_no_peer(point: str) -> None:
     source = """
         from penstock import _native
         from penstock import Store
@@ -119,7 +119,7 @@ def test_a_worker_that_dies_as_it_opens_a_value_holds_nothing_and_keeps_none_wai
         store.put(image(2, 800_000), key=key(2), timeout=5).release()
 
 
-def test_a_put_while_another_process_is_stopped_in_its_eviction_does_not_wait_for_it() -> None:
+def test_put_does_not_wait_for_a_process_stopped_in_its_eviction() -> None:
     source = """
         import numpy as np
         from penstock import _native

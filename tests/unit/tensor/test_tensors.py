@@ -102,7 +102,7 @@ def test_the_number_of_a_kind_on_the_wire_is_never_another() -> None:
     assert sorted(KIND_OF_CODE) == list(range(1, len(KINDS) + 1))
 
 
-def test_a_kind_that_numpy_has_no_word_for_is_seen_as_unsigned_integers_of_the_same_width() -> None:
+def test_dtype_unknown_to_numpy_is_shown_as_unsigned_integers() -> None:
     store = Store(MB)
     for name, width in (("bfloat16", 2), ("complex32", 4), ("float8_e4m3fn", 1), ("uint4", 1)):
         raw = bytes(range(12))
@@ -160,7 +160,7 @@ def test_an_array_of_another_library_goes_in_by_dlpack() -> None:
             assert np.array_equal(through(store, Foreign(numbers)), numbers)
 
 
-def test_numbers_of_ml_dtypes_go_in_as_what_torch_calls_them_and_come_out_as_they_were() -> None:
+def test_arrays_of_ml_dtypes_come_back_with_their_dtype() -> None:
     ml_dtypes = pytest.importorskip("ml_dtypes")
     store = Store(MB)
     for name in ("bfloat16", "float8_e4m3fn", "float8_e5m2", "float8_e8m0fnu", "int4"):
@@ -372,7 +372,7 @@ def test_pickling_a_view_sends_its_bytes_and_never_the_lease() -> None:
 
 # ── what is received is not believed ──
 @IN_A_STORE_AND_INLINE
-def test_bytes_that_are_neither_false_nor_true_are_shown_as_they_lie_and_count_as_true(new_store: NewStore) -> None:
+def test_bool_bytes_other_than_0_and_1_are_kept_and_count_as_true(new_store: NewStore) -> None:
     store = new_store()
     source = np.array([0, 1, 2, 255], np.uint8).view(np.bool_)
     array = through(store, source)

@@ -28,7 +28,7 @@ def bytes_of(tensor: Any) -> bytes:
     return flat.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_every_dtype_of_torch_has_a_kind_of_number_or_is_refused_with_advice() -> None:
+def test_every_dtype_of_torch_has_a_kind_or_is_refused_with_advice() -> None:
     dtypes = {value for name in dir(torch) if isinstance(value := getattr(torch, name), torch.dtype)}
     refused = {str(dtype) for dtype in dtypes if str(dtype).removeprefix("torch.") not in {kind.name for kind in KINDS}}
     assert refused == {
