@@ -67,7 +67,7 @@ def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], No
     return test
 
 
-async def told(receiver: Any) -> Any:
+async def next_message(receiver: Any) -> Any:
     return await asyncio.get_running_loop().run_in_executor(None, receiver.receive, PATIENCE)
 
 
@@ -82,13 +82,13 @@ async def test_what_the_engine_gives_up_is_no_answer() -> None:
     async with engine() as (other, client):
         for reason, status in ((FinishReason.MISSING, 503), (FinishReason.ERROR, 500)):
             stream = await client.submit([1], SamplingParams(n=2))
-            assert isinstance(await told(other.inbox), Submit)
+            assert isinstance(await next_message(other.inbox), Submit)
             other.output.send(end_of(stream.request, reason), PATIENCE)
             with pytest.raises(EngineError) as caught:
                 async for _ in stream:
                     pass
             assert caught.value.status == status
-            abort = await told(other.inbox)  # the other sample is in vain
+            abort = await next_message(other.inbox)  # the other sample is in vain
             assert isinstance(abort, Abort) and abort.requests.tolist() == [stream.request]
         assert client.open_requests == 0
 
@@ -108,9 +108,9 @@ async def test_a_delta_that_makes_no_sense_ends_all_requests_and_refuses_more() 
 @in_a_loop
 async def test_a_request_tells_the_core_how_its_answer_is_written() -> None:
     async with engine() as (other, client):
-        its = ChunkFormat(Style.CHAT, b'{"id":"1"', 2)
-        refused = await client.submit([1], chunk_format=its)
-        assert (await told(other.inbox)).chunk_format == its
+        chunk_format = ChunkFormat(Style.CHAT, b'{"id":"1"', 2)
+        refused = await client.submit([1], chunk_format=chunk_format)
+        assert (await next_message(other.inbox)).chunk_format == chunk_format
         other.core.send(Failed(refused.request, 400, "it is too long"), PATIENCE)
         with pytest.raises(EngineError, match="it is too long"):
             await anext(refused)

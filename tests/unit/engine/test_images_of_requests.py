@@ -36,9 +36,9 @@ def pixels(number: int = 0) -> dict[str, np.ndarray]:
 
 
 def must_be_held_by_nobody(store: Store) -> None:
-    kept = store.stats().items
-    assert not [one for one in kept if one.holders or one.is_being_written]
-    assert store.stats().pool.blocks == len(kept)
+    items = store.stats().items
+    assert not [item for item in items if item.holders or item.is_being_written]
+    assert store.stats().pool.blocks == len(items)
 
 
 def a_store() -> Store:
@@ -46,13 +46,13 @@ def a_store() -> Store:
 
 
 # ── what a stream holds ──────────────────────────────────────────────────────────────────────────────────────────────
-kept: list[Scope] = []
+scopes: list[Scope] = []
 
 
 @pytest.fixture(autouse=True)
 def nothing_kept() -> Iterator[None]:
     yield
-    kept.clear()
+    scopes.clear()
 
 
 def held_by(stream_of: Any, store: Store) -> OutputStream:
@@ -60,7 +60,7 @@ def held_by(stream_of: Any, store: Store) -> OutputStream:
     scope.put(pixels(), key=key(1))
     scope.put(pixels())
     stream: OutputStream = stream_of(scope)
-    kept.append(scope)  # as who made it may
+    scopes.append(scope)  # as who made it may
     return stream
 
 
@@ -79,7 +79,7 @@ def test_a_stream_that_is_over_holds_nothing_though_nobody_has_read_it(end: Any)
         stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), store)
         assert store.stats().pool.holders
         end(stream)
-        assert stream.is_over and kept[0].is_released
+        assert stream.is_over and scopes[0].is_released
         must_be_held_by_nobody(store)
 
 
@@ -133,7 +133,7 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
             stats = cluster.store.stats()
             assert stats.hits and stats.puts
             deadline = time.monotonic() + 5
-            while any(one.holders for one in cluster.store.stats().items) and time.monotonic() < deadline:
+            while any(item.holders for item in cluster.store.stats().items) and time.monotonic() < deadline:
                 await asyncio.sleep(0.01)  # threads that were putting when their request was cancelled
             must_be_held_by_nobody(cluster.store)
             board.close()
@@ -150,12 +150,12 @@ def test_a_request_that_nobody_takes_holds_nothing() -> None:
             async with Client(cluster, 0) as client:
                 scope = Scope(cluster.store)
                 item = scope.put(pixels(), key=key(1))
-                for given in (
+                for arguments in (
                     {"items": ((item, 2, LENGTH),), "scope": scope},
                     {"values": [ImageInput(pixels(), 2, LENGTH)]},
                 ):
                     with pytest.raises(EngineError, match="no group of the engine serves now"):
-                        await client.submit(range(20), **given)
+                        await client.submit(range(20), **arguments)
                 assert scope.is_released
             assert cluster.store is not None
             must_be_held_by_nobody(cluster.store)
@@ -182,8 +182,8 @@ class Opened:
         self._store = store
         self._schedule = BatchState(4, 64, SIZE)
         self._scheduler = Scheduler(self._schedule, SchedulerConfig(max_model_len=128, max_num_batched_tokens=16))
-        told = SimulatedDevice(step_seconds=0, **options)
-        self._device = SimulatedRunner(told, 4, open_handle=self._open)
+        simulated = SimulatedDevice(step_seconds=0, **options)
+        self._device = SimulatedRunner(simulated, 4, open_handle=self._open)
         self._requests = 0
         self._steps = 0
 

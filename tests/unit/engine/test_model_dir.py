@@ -15,21 +15,21 @@ from penstock.engine.worker.simulated_device import TokenRule
 
 def test_a_simulated_device_alone_speaks_in_the_numbers_of_its_tokens() -> None:
     words = load_vocabulary(EngineConfig(simulated=SimulatedDevice(vocabulary=20)))
-    assert [words.token_bytes(one) for one in (0, 19, 20)] == [b" 0", b" 19", b""]
+    assert [words.token_bytes(token) for token in (0, 19, 20)] == [b" 0", b" 19", b""]
 
 
 def save_tokenizer(folder: Path) -> None:
     """Of two words."""
     tokenizers = pytest.importorskip("tokenizers")
-    made = tokenizers.Tokenizer(tokenizers.models.BPE({"Ġcat": 0, "s": 1}, []))
-    made.decoder = tokenizers.decoders.ByteLevel()
-    made.save(str(folder / "tokenizer.json"))
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE({"Ġcat": 0, "s": 1}, []))
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer.save(str(folder / "tokenizer.json"))
 
 
 def test_a_simulated_device_with_a_models_directory_speaks_in_the_models_words(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     words = load_vocabulary(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice(vocabulary=2)))
-    assert [words.token_bytes(one) for one in (0, 1)] == [b" cat", b"s"]
+    assert [words.token_bytes(token) for token in (0, 1)] == [b" cat", b"s"]
 
 
 def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(tmp_path: Path) -> None:
@@ -39,11 +39,11 @@ def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(t
     answer = TokenRule(config.simulated).answer(np.arange(5, dtype=np.int32), 50)
     assert set(answer) == {0, 1}
     words = load_vocabulary(config)
-    assert all(words.token_bytes(one) for one in answer)
+    assert all(words.token_bytes(token) for token in answer)
 
 
 @pytest.mark.parametrize(
-    ("said", "given"),
+    ("file", "sampling"),
     [
         ({}, {}),
         ({"temperature": None, "do_sample": True, "pad_token_id": 0, "num_beams": 4}, {}),
@@ -54,10 +54,10 @@ def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(t
         ({"max_new_tokens": 2048, "top_k": -1}, {"max_tokens": 2048, "top_k": 0}),
     ],
 )
-def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path, said: dict, given: dict) -> None:
-    (tmp_path / "generation_config.json").write_text(json.dumps(said))
+def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path, file: dict, sampling: dict) -> None:
+    (tmp_path / "generation_config.json").write_text(json.dumps(file))
     config = EngineConfig(model=str(tmp_path))
-    assert with_model_defaults(config).sampling_defaults.given == given
+    assert with_model_defaults(config).sampling_defaults.given == sampling
     neutral = msgspec.structs.replace(config, generation_config="vllm")
     assert with_model_defaults(neutral).sampling_defaults.given == {}
 

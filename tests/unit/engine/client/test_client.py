@@ -77,13 +77,13 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
         ),
         began=Began(slots(2), ints(16)),
     )
-    (first, one), (second, other), (third, last) = split_delta(delta)
+    (first, start), (second, other), (third, last) = split_delta(delta)
     assert (first, second, third) == (10, 11, 10)
-    assert (one.text, one.ids, one.sample, one.reason) == ("é", [1, 2], 0, None)
+    assert (start.text, start.ids, start.sample, start.reason) == ("é", [1, 2], 0, None)
     assert (other.text, other.ids, other.reason, other.stop) == ("", [], FinishReason.LENGTH, None)
     assert (last.text, last.ids, last.sample, last.reason) == ("abc", [3, 4, 5], 1, FinishReason.STOP)
-    assert (last.stop, last.cached) == ("x", 16) and one.cached == other.cached == 0
-    assert one.logprobs is not None and one.logprobs.ids.tolist() == [0, 1, 2]
+    assert (last.stop, last.cached) == ("x", 16) and start.cached == other.cached == 0
+    assert start.logprobs is not None and start.logprobs.ids.tolist() == [0, 1, 2]
     assert last.logprobs is not None and last.logprobs.ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
 
 
@@ -93,8 +93,8 @@ def test_log_probabilities_of_equal_number_are_cut_too() -> None:
         split_delta(Delta(2, ints(1, 2, 0, 0, 7, 8), b"", logprobs=Logprobs(ints(*range(6)), values, ints(4, 5))))
     )
     cut = [chunk.logprobs for _, chunk in chunks]
-    assert [one.ids.tolist() for one in cut if one] == [[0, 1, 2], [3, 4, 5]]
-    assert [one.ranks.tolist() for one in cut if one] == [[4], [5]]
+    assert [part.ids.tolist() for part in cut if part] == [[0, 1, 2], [3, 4, 5]]
+    assert [part.ranks.tolist() for part in cut if part] == [[4], [5]]
 
 
 def test_row_beside_one_with_log_probabilities_has_none() -> None:
@@ -129,7 +129,7 @@ async def test_pieces_that_nobody_has_taken_become_one_for_each_sample() -> None
     for sample, text, end in ((0, b"a", None), (0, b"b", None), (1, b"c", FinishReason.STOP), (1, b"no", None)):
         stream.add(OutputChunk(sample, text, [len(text)], end))
     stream.add(OutputChunk(0, b"d", [9], FinishReason.LENGTH, None, 3))
-    assert [(one.text, one.ids, one.reason) for one in [await anext(stream)]] == [("ab", [1, 1], None)]
+    assert [(chunk.text, chunk.ids, chunk.reason) for chunk in [await anext(stream)]] == [("ab", [1, 1], None)]
     rest = [chunk async for chunk in stream]
     assert rest[-1].reason == FinishReason.LENGTH and stream.cached_tokens == 3
     assert stream.is_over and stream.completion_tokens == 5

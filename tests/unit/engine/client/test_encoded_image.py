@@ -32,10 +32,10 @@ def saved(format: str, mode: str = "RGB", size: tuple[int, int] = (37, 22), **op
 
 
 def exif(orientation: int) -> bytes:
-    told = pillow.Exif()
-    told[0x010E] = "a picture"  # comes before it
-    told[ORIENTATION] = orientation
-    return told.tobytes()
+    exif = pillow.Exif()
+    exif[0x010E] = "a picture"  # comes before it
+    exif[ORIENTATION] = orientation
+    return exif.tobytes()
 
 
 def text() -> PngImagePlugin.PngInfo:
@@ -120,10 +120,10 @@ def test_what_is_left_of_a_file_decodes_to_the_same_picture(name: str) -> None:
 
 
 def upright(picture: Any, orientation: int) -> Any:
-    told = pillow.Exif()
-    told[ORIENTATION] = orientation
+    exif = pillow.Exif()
+    exif[ORIENTATION] = orientation
     picture = picture.convert("RGB")
-    picture.info["exif"] = told.tobytes()
+    picture.info["exif"] = exif.tobytes()
     return ImageOps.exif_transpose(picture)
 
 

@@ -71,17 +71,17 @@ def test_an_image_becomes_what_the_model_takes_and_stands_for_as_many_tokens(
     with ImageProcessor(tmp_path, None, threads=2) as loader, Scope() as scope:
         for loaded in load(loader, scope, picture(kind=kind), picture(20, 64, kind), picture(16, 16, kind)):
             value = loaded.item.open().value("torch", writable=True)
-            tensors = {name: one for name, one in value.items() if isinstance(one, torch.Tensor)}
+            tensors = {name: value for name, value in value.items() if isinstance(value, torch.Tensor)}
             with torch.inference_mode():
                 features = stock.get_image_features(**tensors, return_dict=True).pooler_output
-            assert loaded.tokens == sum(one.flatten(0, -2).shape[0] for one in features)
+            assert loaded.tokens == sum(features_of_image.flatten(0, -2).shape[0] for features_of_image in features)
             tiles = loaded.rows * loaded.columns
             assert tensors["pixel_values"].shape[1] == tiles + 1 if "defics" in name or "smol" in name else not tiles
 
 
 def test_grey_and_translucent_images_are_images_too(tmp_path: Path) -> None:
     with ImageProcessor(model_in(tmp_path), None, threads=1) as loader, Scope() as scope:
-        assert {one.tokens for one in load(loader, scope, picture(mode="L"), picture(mode="RGBA"))} == {4}
+        assert {image.tokens for image in load(loader, scope, picture(mode="L"), picture(mode="RGBA"))} == {4}
 
 
 def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -95,7 +95,7 @@ def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, mo
                 patched.setattr(image_processor, "_decoded", None)
                 assert load(loader, scope, picture()) == [first]
                 assert store.stats().puts == 2
-            assert not any(one.holders for one in store.stats().items)
+            assert not any(item.holders for item in store.stats().items)
 
 
 def test_what_is_made_otherwise_or_for_somebody_else_is_another_image(tmp_path: Path) -> None:
@@ -115,7 +115,9 @@ def png_of(width: int, height: int) -> bytes:
     """Its head, which promises more than there is."""
     head = b"IHDR" + struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
     end = b"IEND"
-    chunks = b"".join(struct.pack(">I", len(one) - 4) + one + struct.pack(">I", zlib.crc32(one)) for one in (head, end))
+    chunks = b"".join(
+        struct.pack(">I", len(chunk) - 4) + chunk + struct.pack(">I", zlib.crc32(chunk)) for chunk in (head, end)
+    )
     return b"\x89PNG\r\n\x1a\n" + chunks
 
 
@@ -199,7 +201,7 @@ def test_a_small_image_does_not_wait_for_large_ones(tmp_path: Path, monkeypatch:
             large[1].cancel()  # its client has gone
             goes_on.set()
             done = await asyncio.gather(*large, return_exceptions=True)
-            assert [isinstance(one, image_processor.ProcessedImage) for one in done] == [True, False, True]
+            assert [isinstance(result, image_processor.ProcessedImage) for result in done] == [True, False, True]
 
     with ImageProcessor(model_in(tmp_path), None, threads=1) as loader:
         asyncio.run(run(loader))
@@ -265,7 +267,7 @@ def test_a_request_that_has_ended_meanwhile_holds_no_image(tmp_path: Path) -> No
             scope.release()
             with pytest.raises(ClosedError):
                 load(loader, scope, picture())
-        assert not any(one.holders for one in store.stats().items)
+        assert not any(item.holders for item in store.stats().items)
 
 
 def test_a_model_without_images_and_a_folder_without_a_processor_are_refused(tmp_path: Path) -> None:
@@ -286,15 +288,17 @@ def test_an_image_is_turned_upright_as_its_exif_says(orientation: int, tmp_path:
     from PIL import Image, ImageOps
 
     turned = picture(40, 64)
-    told = Image.Exif()
-    told[0x0112] = orientation
+    exif = Image.Exif()
+    exif[0x0112] = orientation
     file, upright = io.BytesIO(), io.BytesIO()
-    Image.open(io.BytesIO(turned)).save(file, "PNG", exif=told)
+    Image.open(io.BytesIO(turned)).save(file, "PNG", exif=exif)
     ImageOps.exif_transpose(Image.open(io.BytesIO(file.getvalue()))).save(upright, "PNG")
     with ImageProcessor(model_in(tmp_path, "qwen2_vl"), None, threads=1) as loader, Scope() as scope:
-        found, expected = (one.item.open().value() for one in load(loader, scope, file.getvalue(), upright.getvalue()))
+        actual, expected = (
+            image.item.open().value() for image in load(loader, scope, file.getvalue(), upright.getvalue())
+        )
     for name in ("pixel_values", "image_grid_thw"):
-        assert np.array_equal(found[name], expected[name]), name
+        assert np.array_equal(actual[name], expected[name]), name
 
 
 def test_an_image_whose_decoder_contradicts_its_headers_is_refused() -> None:

@@ -51,9 +51,9 @@ class Scene:
 
 @pytest.fixture
 def scene(request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    made = Scene(request.param, tmp_path)
-    yield made
-    made.images.close()
+    scene = Scene(request.param, tmp_path)
+    yield scene
+    scene.images.close()
 
 
 def item(key: int) -> Handle:
@@ -71,19 +71,19 @@ def text_of_transformers(scene: Scene, plan: VideoPlan, info: VideoInfo, monkeyp
     if scene.name == "smolvlm":
         monkeypatch.setattr(processing_smolvlm, "num2words", spell)
         kind: Any = transformers.SmolVLMProcessor
-        given = {"pixel_values": torch.zeros(1, len(plan.indices), 3, 1, 1), "video_metadata": [metadata]}
+        inputs = {"pixel_values": torch.zeros(1, len(plan.indices), 3, 1, 1), "video_metadata": [metadata]}
     else:
         kind = transformers.Qwen3VLProcessor if scene.name == "qwen3_vl" else transformers.Qwen2VLProcessor
         patch = scene.settings.patch_size
         grid = torch.tensor([[plan.groups, plan.height // patch, plan.width // patch]])
-        given = {"video_grid_thw": grid, "video_metadata": [metadata]}
+        inputs = {"video_grid_thw": grid, "video_metadata": [metadata]}
     processor = object.__new__(kind)  # without torchvision it cannot be made
     processor.video_processor = scene.settings
     processor.image_seq_len, processor.image_token = scene.settings.frame_tokens, "<image>"
     processor.fake_image_token, processor.global_image_token = "<fake_token_around_image>", "<global-img>"
     processor.video_token, processor.vision_start_token = "<|video_pad|>", "<|vision_start|>"
     processor.vision_end_token = "<|vision_end|>"
-    return str(processor.replace_video_token(given, 0))
+    return str(processor.replace_video_token(inputs, 0))
 
 
 @pytest.mark.parametrize("scene", VIDEO, indirect=True)

@@ -783,8 +783,8 @@ async def test_request_that_fails_twice_alone_is_convicted_and_no_other_is(event
         assert migrations(client) == {"failed": 15} and client.counters[0][MigrationCounters.GIVEN_UP] == 1
         assert client.counters[0][MigrationCounters.CONVICTIONS] == 1
         # The failures that another request is the reason of do not count towards migration_limit.
-        kept = [stream.submitted for stream in (streams[0], streams[2], streams[3])]
-        assert [one and one.migrations for one in kept] == [0, 0, 0]
+        submitted = [stream.submitted for stream in (streams[0], streams[2], streams[3])]
+        assert [request and request.migrations for request in submitted] == [0, 0, 0]
     (logged,) = events.fields("request has made its group fail")
     assert logged["request_id"] == "req-1" and logged["failures"] == 4
 

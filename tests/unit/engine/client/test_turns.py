@@ -49,8 +49,8 @@ def test_an_owner_with_one_piece_goes_before_the_second_of_another() -> None:
 
 
 def test_a_piece_is_overtaken_by_a_bounded_number_of_others() -> None:
-    found = order("a", "a", *map(str, range(2 * HEAD_START)))
-    assert found.index("a", 1) == HEAD_START  # as many as came before it was due
+    turns = order("a", "a", *map(str, range(2 * HEAD_START)))
+    assert turns.index("a", 1) == HEAD_START  # as many as came before it was due
 
 
 def test_what_is_cancelled_before_it_has_begun_is_not_done() -> None:
@@ -108,7 +108,7 @@ def test_what_failed_is_raised_and_nothing_of_it_is_kept() -> None:
 
     gc.disable()  # not even until the next collection
     try:
-        kept = asyncio.run(run())
-        assert kept() is None
+        reference = asyncio.run(run())
+        assert reference() is None
     finally:
         gc.enable()

@@ -40,35 +40,35 @@ def processed(case: Case, folder: Path) -> dict[str, Any]:
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_video_becomes_what_transformers_makes_of_it(number: int, tmp_path: Path) -> None:
     """Bit by bit where torch resizes with the same instructions; a level apart elsewhere."""
-    case, theirs = CASES[number], np.load(FILE)
+    case, reference = CASES[number], np.load(FILE)
     videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
     plan = videos.plan(info_of(case))
-    assert list(plan.indices) == theirs[f"{number} indices"].tolist()
+    assert list(plan.indices) == reference[f"{number} indices"].tolist()
     value = videos.process(case.video[list(plan.indices)], plan)
     (pixels,) = [value[name] for name in TENSORS["pixels"] if name in value]
-    wanted = theirs[f"{number} pixels"]
-    assert pixels.dtype == wanted.dtype == np.float32 and pixels.shape == wanted.shape
+    expected = reference[f"{number} pixels"]
+    assert pixels.dtype == expected.dtype == np.float32 and pixels.shape == expected.shape
     is_same_kernel = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
     level = max(videos.settings.scale / min(videos.settings.std or (1.0,)), 1e-6)
-    assert np.abs(pixels - wanted).max() <= (0 if is_same_kernel else 2.01 * level)
-    if f"{number} grid" in theirs:
-        assert value["video_grid_thw"].tolist() == theirs[f"{number} grid"].tolist()
-        assert plan.tokens == value["tokens"] == theirs[f"{number} grid"].prod() // 4
-    if f"{number} seconds" in theirs:
-        assert value["second_per_grid_ts"] == pytest.approx(float(theirs[f"{number} seconds"]))
+    assert np.abs(pixels - expected).max() <= (0 if is_same_kernel else 2.01 * level)
+    if f"{number} grid" in reference:
+        assert value["video_grid_thw"].tolist() == reference[f"{number} grid"].tolist()
+        assert plan.tokens == value["tokens"] == reference[f"{number} grid"].prod() // 4
+    if f"{number} seconds" in reference:
+        assert value["second_per_grid_ts"] == pytest.approx(float(reference[f"{number} seconds"]))
     nbytes = sum(tensor.nbytes for tensor in value.values() if isinstance(tensor, np.ndarray))
     assert nbytes <= plan.nbytes <= nbytes + 64
 
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_the_frames_are_those_that_transformers_samples(number: int, tmp_path: Path) -> None:
-    settings, theirs = VideoSettings.from_model(model_in(tmp_path, CASES[number])), np.load(FILE)
+    settings, reference = VideoSettings.from_model(model_in(tmp_path, CASES[number])), np.load(FILE)
     compared = 0
     for frames, fps in [*LENGTHS, (9, 1.0), (64, 2.0)]:
         name = f"{number} of {frames} at {fps}"
-        if name in theirs and len(theirs[name]):
+        if name in reference and len(reference[name]):
             indices = settings.plan(VideoInfo(frames, fps, 64, 48)).indices
-            assert list(indices) == theirs[name].tolist(), name
+            assert list(indices) == reference[name].tolist(), name
             assert all(before < after for before, after in itertools.pairwise(indices)) and indices[-1] < frames
             compared += 1
     assert compared >= 2
@@ -100,9 +100,9 @@ def test_a_video_is_processed_where_it_stays(number: int, tmp_path: Path) -> Non
         with store.get(key) as lease:
             value = lease.value()
             assert all(np.array_equal(value[name], alone[name]) for name in alone)
-            found = ProcessedVideo.of(scope.add(lease, key=key), value)
-        assert found.item.key == key and found.tokens == plan.tokens
-        assert found.timestamps == pytest.approx(plan.timestamps) and found.duration == case.frames / case.fps
+            processed = ProcessedVideo.of(scope.add(lease, key=key), value)
+        assert processed.item.key == key and processed.tokens == plan.tokens
+        assert processed.timestamps == pytest.approx(plan.timestamps) and processed.duration == case.frames / case.fps
 
 
 class FramesOnDemand:

@@ -30,7 +30,7 @@ def test_node_is_that_of_all_processors_or_none(two_nodes: None, monkeypatch: py
     assert numa.nodes() == {0: {0, 1, 2, 3, 8, 9, 10, 11}, 1: {4, 5, 6, 7, 12}}
     for processors, node in (({2, 8}, 0), ({4, 12}, 1), ({3, 4}, None), ({99}, None)):
         assert numa.node_of(processors) == node
-        monkeypatch.setattr("os.sched_getaffinity", lambda _, found=processors: found)
+        monkeypatch.setattr("os.sched_getaffinity", lambda _, processors=processors: processors)
         assert numa_node_of("auto") == node
     assert numa_node_of("1") == 1
 
@@ -56,11 +56,11 @@ def test_shared_memory_of_a_tree_lies_where_the_configuration_says(monkeypatch: 
     from penstock.memory import segment
 
     wishes: list[tuple[object, object]] = []
-    asked = segment.placement
+    original = segment.placement
 
     def placement(huge_pages: bool | str, numa_node: int | None, *more: bool) -> dict[str, object]:
         wishes.append((huge_pages, numa_node))
-        return asked(huge_pages, numa_node, *more)
+        return original(huge_pages, numa_node, *more)
 
     for module in ("penstock.channel.channels", "penstock.tensor.store"):
         monkeypatch.setattr(f"{module}.placement", placement)

@@ -89,7 +89,7 @@ def test_places_are_those_that_the_tree_starts() -> None:
         output_processors=1,
         api_server_count=2,
     )
-    assert [(one.kind, one.group, one.index) for one in all_processes(config)] == [
+    assert [(process.kind, process.group, process.index) for process in all_processes(config)] == [
         *[(kind, group, index) for group in (0, 1) for kind, index in OF_A_GROUP],
         *[("server", 0, 0), ("server", 0, 1)],
     ]

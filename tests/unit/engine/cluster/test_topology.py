@@ -101,35 +101,35 @@ def death_of(name: str) -> PeerDied:
 
 def test_the_deaths_of_those_before_us_are_passed_over_and_no_others() -> None:
     me = ProcessId("worker", 1, 0, 3)
-    told = [death_of("core 1.0 #1"), death_of("core 1.0 #2")]
+    deaths = [death_of("core 1.0 #1"), death_of("core 1.0 #2")]
 
     def call() -> str:
-        if told:
-            raise told.pop()
+        if deaths:
+            raise deaths.pop()
         return "done"
 
     assert retry_past_stale_deaths(me, call, 10) == "done"
     for name in ("core 1.0 #3", "core 0.0 #2", "launcher"):
-        told.append(death_of(name))
+        deaths.append(death_of(name))
         with pytest.raises(PeerDied):
             retry_past_stale_deaths(me, call, 10)
-    told += [death_of("core 1.0 #2")]
+    deaths += [death_of("core 1.0 #2")]
     with pytest.raises(PeerDied):
         retry_past_stale_deaths(me, call, 0)
 
 
 def record(**fields: object) -> logging.LogRecord:
-    made = logging.LogRecord("x", logging.WARNING, "", 0, "it happened", (), None)
-    made.fields = fields
-    return made
+    record = logging.LogRecord("x", logging.WARNING, "", 0, "it happened", (), None)
+    record.fields = fields
+    return record
 
 
 def test_a_line_has_the_process_and_the_event_as_text_and_as_json() -> None:
     text = logs.TextFormatter("core 0.0 #1").format(record(group=0, why='a "b"\nc', share=1 / 3, empty=""))
     assert "\n" not in text and 'process="core 0.0 #1" pid=' in text
     assert text.endswith('event="it happened" group=0 why="a \\"b\\"\\nc" share=0.333333 empty=""')
-    said = json.loads(logs.JsonFormatter("core 0.0 #1").format(record(group=0, error=ValueError("x"))))
-    assert (said["event"], said["level"], said["group"], said["error"]) == ("it happened", "warning", 0, "x")
+    line = json.loads(logs.JsonFormatter("core 0.0 #1").format(record(group=0, error=ValueError("x"))))
+    assert (line["event"], line["level"], line["group"], line["error"]) == ("it happened", "warning", 0, "x")
 
 
 @pytest.mark.parametrize(("level", "names"), [("debug", ["a", "b", "c"]), ("info", ["b", "c"]), ("error", ["c"])])
@@ -223,7 +223,9 @@ class Loading(Launcher):
     def _parts_of_group(self) -> list[tuple[str, int, Run]]:
         self._to_serve -= 1
         parts = super()._parts_of_group()
-        return parts if self._to_serve >= 0 else [(*one[:2], load if one[0] == "worker" else one[2]) for one in parts]
+        return (
+            parts if self._to_serve >= 0 else [(*part[:2], load if part[0] == "worker" else part[2]) for part in parts]
+        )
 
 
 def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
@@ -244,13 +246,13 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
     logs.configure("launcher", "json")
     asyncio.run(scene())
     lines = map(json.loads, capfd.readouterr().err.splitlines())
-    ends = [one for one in lines if one["event"] == "process ended"]
+    ends = [line for line in lines if line["event"] == "process ended"]
     assert len(ends) == 6
     # One that hears of the death of another before it is killed itself says so.
-    ends = [one for one in ends if not one["how"].startswith("PeerDied: ")]
-    hows = {group: {one["how"] for one in ends if f" {group}." in one["child"]} for group in range(2)}
+    ends = [end for end in ends if not end["how"].startswith("PeerDied: ")]
+    hows = {group: {end["how"] for end in ends if f" {group}." in end["child"]} for group in range(2)}
     assert hows == {0: {"exited with status 0"}, 1: {"killed by SIGKILL"}}
-    assert {one["level"] for one in ends} == {"info"}
+    assert {end["level"] for end in ends} == {"info"}
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -34,7 +34,7 @@ def test_requests_pass_in_the_order_of_their_arrival() -> None:
     gate = AdmissionGate(2)
     for request in (3, 1, 2):
         assert gate.put(submit(request), 10 + request)
-    assert [(one.request, queued_ns) for one, queued_ns in gate.take(False, True, lambda _: None)] == [
+    assert [(request.request, queued_ns) for request, queued_ns in gate.take(False, True, lambda _: None)] == [
         (3, 13),
         (1, 11),
         (2, 12),

@@ -15,14 +15,14 @@ def filled(*hashes: bytes, blocks: int = 4) -> tuple[BlockCache, list[int]]:
     cache = BlockCache(blocks)
     taken = cache.take(len(hashes))
     assert taken is not None
-    for block, one in zip(taken.tolist(), hashes, strict=True):
-        cache.publish(block, one)
+    for block, digest in zip(taken.tolist(), hashes, strict=True):
+        cache.publish(block, digest)
     return cache, taken.tolist()
 
 
 def match(cache: BlockCache, *hashes: bytes) -> list[int]:
-    found: list[int] = cache.match(b"".join(hashes)).tolist()
-    return found
+    blocks: list[int] = cache.match(b"".join(hashes)).tolist()
+    return blocks
 
 
 def release(cache: BlockCache, *blocks: int) -> None:
@@ -125,7 +125,10 @@ def test_a_hash_is_of_all_that_is_before_of_the_ids_and_of_what_else_stands_ther
         [(image, 16, 4), (image, 20, 4)],
     ]
     hashes = {
-        hash_of(begin, ids, image_salt(its, 16, 32)) for begin in begins for ids in (b"2222", b"2223") for its in items
+        hash_of(begin, ids, image_salt(images, 16, 32))
+        for begin in begins
+        for ids in (b"2222", b"2223")
+        for images in items
     }
     assert len(hashes) == len(begins) * 2 * len(items)
 

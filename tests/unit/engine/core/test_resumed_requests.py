@@ -30,155 +30,165 @@ def submit(number: int, *counts: int, length: int = 10, arrived_ns: int = 0, **f
             break
     else:
         raise AssertionError("no seed gives long answers")
-    said = [one for ids, count in zip(answers, counts) for one in ids[: max(0, count)]]
-    return msgspec.structs.replace(new, progress=Progress(ints(*counts), ints(*said)) if counts else None)
+    generated = [token for ids, count in zip(answers, counts) for token in ids[: max(0, count)]]
+    return msgspec.structs.replace(new, progress=Progress(ints(*counts), ints(*generated)) if counts else None)
 
 
 def core(slots: int = 4, blocks: int = 100) -> Core:
     return Core(random.Random(1), blocks, slots, max_num_batched_tokens=40)
 
 
-def finish(one: Core) -> None:
-    one.drain()
-    for owner, got in one.got.items():
-        assert got == answer(one.submits[owner[:2]], owner[2])
+def finish(engine_core: Core) -> None:
+    engine_core.drain()
+    for owner, got in engine_core.got.items():
+        assert got == answer(engine_core.submits[owner[:2]], owner[2])
 
 
-def running(one: Core) -> list[tuple[int, int]]:
+def running(engine_core: Core) -> list[tuple[int, int]]:
     """Request and sample of each slot that runs."""
-    rows = one.schedule.rows
-    return list(zip(one.schedule.requests[rows].tolist(), one.schedule.samples[rows].tolist(), strict=True))
+    rows = engine_core.schedule.rows
+    return list(
+        zip(engine_core.schedule.requests[rows].tolist(), engine_core.schedule.samples[rows].tolist(), strict=True)
+    )
 
 
 # ── what runs, and in which order ────────────────────────────────────────────────────────────────────────────────────
 def test_a_sample_with_generated_ids_computes_them_with_its_prompt_and_goes_on() -> None:
-    one = core()
-    one.submit(submit(1, 5))
-    one.begin()
-    assert one.schedule.counts[0] == one.schedule.computed[0] == 15 and one.schedule.known[0] == 16
-    assert one.schedule.prompts[0].size == 10 and one.schedule.generated[0].size == 5
-    one.finish()
-    assert len(one.got[0, 1, 0]) == 6
-    finish(one)
+    engine_core = core()
+    engine_core.submit(submit(1, 5))
+    engine_core.begin()
+    assert (
+        engine_core.schedule.counts[0] == engine_core.schedule.computed[0] == 15 and engine_core.schedule.known[0] == 16
+    )
+    assert engine_core.schedule.prompts[0].size == 10 and engine_core.schedule.generated[0].size == 5
+    engine_core.finish()
+    assert len(engine_core.got[0, 1, 0]) == 6
+    finish(engine_core)
 
 
 def test_samples_that_are_over_get_no_slot_and_the_first_other_one_computes_the_prompt() -> None:
-    one = core()
-    one.submit(submit(1, -1, 3, -1, 0, 7))
-    assert one.scheduler.open_samples == 3
-    one.begin()
-    assert running(one) == [(1, 1)]
-    one.finish()
-    one.begin()
-    assert set(running(one)) == {(1, 1), (1, 3), (1, 4)}
-    blocks = [one.schedule.blocks_of(slot)[: 10 // BLOCK_SIZE].tolist() for slot in range(3)]
+    engine_core = core()
+    engine_core.submit(submit(1, -1, 3, -1, 0, 7))
+    assert engine_core.scheduler.open_samples == 3
+    engine_core.begin()
+    assert running(engine_core) == [(1, 1)]
+    engine_core.finish()
+    engine_core.begin()
+    assert set(running(engine_core)) == {(1, 1), (1, 3), (1, 4)}
+    blocks = [engine_core.schedule.blocks_of(slot)[: 10 // BLOCK_SIZE].tolist() for slot in range(3)]
     assert blocks[0] == blocks[1] == blocks[2], "the prompt is computed once"
-    assert one.schedule.generated[2].size == 7
-    one.finish()
-    finish(one)
+    assert engine_core.schedule.generated[2].size == 7
+    engine_core.finish()
+    finish(engine_core)
 
 
 def test_requests_that_have_begun_go_before_newcomers_in_the_order_of_their_first_arrival() -> None:
-    one = core(slots=1)
-    one.submit(submit(1))
-    one.submit(submit(2, 3, arrived_ns=20))
-    one.submit(submit(3, 3, arrived_ns=10))
-    one.submit(submit(4, priority=-1))
-    one.drain()
-    assert [request for _, request, _ in one.ended] == [4, 3, 2, 1]
+    engine_core = core(slots=1)
+    engine_core.submit(submit(1))
+    engine_core.submit(submit(2, 3, arrived_ns=20))
+    engine_core.submit(submit(3, 3, arrived_ns=10))
+    engine_core.submit(submit(4, priority=-1))
+    engine_core.drain()
+    assert [request for _, request, _ in engine_core.ended] == [4, 3, 2, 1]
 
 
 def test_a_request_without_generated_ids_goes_before_those_of_its_client_that_arrived_later() -> None:
-    one = core(slots=1)
+    engine_core = core(slots=1)
     for number, arrived_ns in ((1, 30), (2, 40)):
-        one.submit(submit(number, arrived_ns=arrived_ns, client="a"))
-    one.submit(submit(3, 0, arrived_ns=10, client="a"))
-    one.submit(submit(4, arrived_ns=20, client="a"))
-    one.drain()
-    assert [request for _, request, _ in one.ended] == [3, 4, 1, 2]
+        engine_core.submit(submit(number, arrived_ns=arrived_ns, client="a"))
+    engine_core.submit(submit(3, 0, arrived_ns=10, client="a"))
+    engine_core.submit(submit(4, arrived_ns=20, client="a"))
+    engine_core.drain()
+    assert [request for _, request, _ in engine_core.ended] == [3, 4, 1, 2]
 
 
 def test_of_each_client_one_request_that_has_begun_is_looked_at_and_the_next_one_when_it_has_a_slot_or_ended() -> None:
-    one = core(slots=1)
-    queue = one.scheduler._queue
+    engine_core = core(slots=1)
+    queue = engine_core.scheduler._queue
     for number in range(1, 9):
-        one.submit(submit(number, 3, arrived_ns=number, client="ab"[number % 2]))
+        engine_core.submit(submit(number, 3, arrived_ns=number, client="ab"[number % 2]))
     assert len(queue._aside) == 2
-    one.begin()
-    assert running(one) == [(1, 0)] and len(queue._aside) <= 3
-    one.abort(0, 2)
-    one.abort(0, 3)
-    one.abort(0, 8)
-    one.finish()
-    one.drain()
-    assert [request for _, request, _ in one.ended if one.ended[0, request, 0] == "done"] == [1, 4, 5, 6, 7]
+    engine_core.begin()
+    assert running(engine_core) == [(1, 0)] and len(queue._aside) <= 3
+    engine_core.abort(0, 2)
+    engine_core.abort(0, 3)
+    engine_core.abort(0, 8)
+    engine_core.finish()
+    engine_core.drain()
+    assert [request for _, request, _ in engine_core.ended if engine_core.ended[0, request, 0] == "done"] == [
+        1,
+        4,
+        5,
+        6,
+        7,
+    ]
     assert not queue._begun
 
 
 def test_a_client_pays_once_for_its_prompt_and_for_what_was_generated() -> None:
-    one = core(slots=2)
-    one.submit(submit(1, 8, length=40, client="resumed"))
-    one.begin()
-    one.finish()
-    charged = one.scheduler._queue._requests._served
+    engine_core = core(slots=2)
+    engine_core.submit(submit(1, 8, length=40, client="resumed"))
+    engine_core.begin()
+    engine_core.finish()
+    charged = engine_core.scheduler._queue._requests._served
     assert charged["resumed"] == 0
-    one.submit(submit(2, length=12, client="new"))
-    one.begin()
-    one.finish()
+    engine_core.submit(submit(2, length=12, client="new"))
+    engine_core.begin()
+    engine_core.finish()
     assert charged["new"] == 12
-    finish(one)
+    finish(engine_core)
 
 
 def test_a_resumed_sample_is_no_query_of_the_prefix_cache_and_waits_in_no_queue() -> None:
-    one = core()
-    one.submit(submit(1, 5))
-    one.begin()
-    assert one.scheduler.prefix_queries == 0 and one.scheduler.admitted_ns == []
-    one.finish()
-    finish(one)
+    engine_core = core()
+    engine_core.submit(submit(1, 5))
+    engine_core.begin()
+    assert engine_core.scheduler.prefix_queries == 0 and engine_core.scheduler.admitted_ns == []
+    engine_core.finish()
+    finish(engine_core)
 
 
 def test_a_request_that_was_resumed_is_aborted_while_it_waits_and_while_it_runs() -> None:
-    one = core(slots=1)
-    one.submit(submit(1, 5, 5))
-    one.submit(submit(2, 5))
-    one.begin()
-    one.abort(0, 2)
-    one.abort(0, 1)
-    one.finish()
-    one.drain()
-    assert set(one.ended.values()) == {"aborted"}
+    engine_core = core(slots=1)
+    engine_core.submit(submit(1, 5, 5))
+    engine_core.submit(submit(2, 5))
+    engine_core.begin()
+    engine_core.abort(0, 2)
+    engine_core.abort(0, 1)
+    engine_core.finish()
+    engine_core.drain()
+    assert set(engine_core.ended.values()) == {"aborted"}
 
 
 def test_blocks_of_generated_ids_are_found_by_hash_where_the_cache_still_has_them() -> None:
-    one = core()
+    engine_core = core()
     whole = submit(1)
-    one.submit(whole)
-    one.drain()
-    one.submit(msgspec.structs.replace(submit(1, 9), request=2))
-    one.begin()
-    assert one.schedule.computed[0] - one.schedule.counts[0] == (10 + 9 - 1) // BLOCK_SIZE * BLOCK_SIZE
-    one.finish()
-    finish(one)
+    engine_core.submit(whole)
+    engine_core.drain()
+    engine_core.submit(msgspec.structs.replace(submit(1, 9), request=2))
+    engine_core.begin()
+    assert engine_core.schedule.computed[0] - engine_core.schedule.counts[0] == (10 + 9 - 1) // BLOCK_SIZE * BLOCK_SIZE
+    engine_core.finish()
+    finish(engine_core)
 
 
 # ── refused ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_progress_that_leaves_no_token_to_go_is_refused_with_the_numbers() -> None:
-    one = core()
+    engine_core = core()
     full = Progress(ints(MAX_TOKENS), ints(*range(2, 2 + MAX_TOKENS)))
     with pytest.raises(RequestRefused, match="expected less than 12 generated ids of an open sample, got 12"):
-        one.scheduler.submit(msgspec.structs.replace(submit(1), progress=full))
+        engine_core.scheduler.submit(msgspec.structs.replace(submit(1), progress=full))
     prompt = np.arange(55, dtype=np.int32)
     long = msgspec.structs.replace(submit(1), prompt=prompt, progress=Progress(ints(5), ints(*range(2, 7))))
     with pytest.raises(RequestRefused, match="expected less than 5 generated ids of an open sample, got 5"):
-        one.scheduler.submit(long)
-    assert one.scheduler.open_requests == one.scheduler.open_samples == 0
+        engine_core.scheduler.submit(long)
+    assert engine_core.scheduler.open_requests == engine_core.scheduler.open_samples == 0
 
 
 def test_generated_ids_that_the_model_does_not_have_are_refused() -> None:
-    one = Core(random.Random(1), 100, 4, max_num_batched_tokens=40, vocabulary=200)
+    engine_core = Core(random.Random(1), 100, 4, max_num_batched_tokens=40, vocabulary=200)
     with pytest.raises(RequestRefused, match="expected ids from 0 to 199 in the progress"):
-        one.scheduler.submit(msgspec.structs.replace(submit(1), progress=Progress(ints(1), ints(200))))
+        engine_core.scheduler.submit(msgspec.structs.replace(submit(1), progress=Progress(ints(1), ints(200))))
 
 
 # ── the pieces ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -210,10 +220,10 @@ def test_generated_ids_count_for_max_tokens_and_min_tokens() -> None:
 
 
 def test_an_output_processor_gets_the_generated_ids_and_the_context_of_the_prompt() -> None:
-    one = TokensBuilder(8, 1)
+    builder = TokensBuilder(8, 1)
     sample: Sample = Request(submit(3, -1, 2), 4, arrival=(0, 1)).samples[1]
-    one.start(sample, 5)
-    ((_, tokens),) = one.build_started()
+    builder.start(sample, 5)
+    ((_, tokens),) = builder.build_started()
     (started,) = tokens.started
     assert started.generated == tuple(sample.generated.tolist()) and len(started.generated) == 2
     assert started.context == (3, 4, 5, 6, 7, 8, 9, 10) and (started.sample, started.cached) == (1, 0)

@@ -31,62 +31,62 @@ def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: 
 def patient(number: int, length: int = 10, **fields: object) -> Submit:
     """One whose answer is long."""
     for seed in range(1000):
-        one = submit(number, length, seed=seed, **fields)  # type: ignore[arg-type]
-        if all(EOS not in answer(one, index) for index in range(one.params.n)):
-            return one
+        candidate = submit(number, length, seed=seed, **fields)  # type: ignore[arg-type]
+        if all(EOS not in answer(candidate, index) for index in range(candidate.params.n)):
+            return candidate
     raise AssertionError("no seed gives a long answer")
 
 
-def running(one: Core) -> list[int]:
+def running(engine_core: Core) -> list[int]:
     """The requests that run, by their slots."""
-    return one.schedule.requests[one.schedule.rows].tolist()
+    return engine_core.schedule.requests[engine_core.schedule.rows].tolist()
 
 
-def steps(one: Core, count: int) -> None:
+def steps(engine_core: Core, count: int) -> None:
     for _ in range(count):
-        one.begin()
-        one.finish()
+        engine_core.begin()
+        engine_core.finish()
 
 
 # ── what runs ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_decodes_go_first_and_prompts_get_what_is_left_of_the_budget() -> None:
-    one = core(budget=16)
-    one.submit(patient(1, 8))
-    steps(one, 1)
-    one.submit(patient(2, 30))
-    one.submit(patient(3, 30))
+    engine_core = core(budget=16)
+    engine_core.submit(patient(1, 8))
+    steps(engine_core, 1)
+    engine_core.submit(patient(2, 30))
+    engine_core.submit(patient(3, 30))
     counts = []
     for _ in range(5):
-        steps(one, 1)
-        counts.append(one.schedule.counts[:3].tolist())
+        steps(engine_core, 1)
+        counts.append(engine_core.schedule.counts[:3].tolist())
     assert counts == [[1, 15, 0], [1, 15, 0], [1, 1, 14], [1, 1, 14], [1, 1, 2]]
-    one.drain()
+    engine_core.drain()
 
 
 def test_there_is_nothing_to_plan_without_requests_nor_while_two_steps_are_in_flight() -> None:
-    one = core()
-    assert not one.begin()
-    one.submit(submit(1))
-    assert one.begin() and one.begin() and not one.begin()
-    assert one.scheduler.in_flight == 2
+    engine_core = core()
+    assert not engine_core.begin()
+    engine_core.submit(submit(1))
+    assert engine_core.begin() and engine_core.begin() and not engine_core.begin()
+    assert engine_core.scheduler.in_flight == 2
     alone = core(has_overlap=False)
     alone.submit(submit(1))
     assert alone.begin() and not alone.begin()
 
 
-def most_computed(one: Core) -> int:
+def most_computed(engine_core: Core) -> int:
     """Of the only request, how many tokens were computed before it left."""
     most = 0
-    while one.begin() or one.flights:
-        most = max(most, int(one.schedule.computed.max()))
-        while one.begin():
-            most = max(most, int(one.schedule.computed.max()))
-        one.finish()
+    while engine_core.begin() or engine_core.flights:
+        most = max(most, int(engine_core.schedule.computed.max()))
+        while engine_core.begin():
+            most = max(most, int(engine_core.schedule.computed.max()))
+        engine_core.finish()
     return most
 
 
 def test_who_ends_by_an_id_costs_one_token_with_overlap_and_who_ends_by_its_length_none() -> None:
-    ending = next(one for one in map(submit, range(1000)) if 3 <= len(answer(one, 0)) < 30)
+    ending = next(request for request in map(submit, range(1000)) if 3 <= len(answer(request, 0)) < 30)
     for has_overlap in (True, False):
         by_length, by_id = core(has_overlap=has_overlap), core(has_overlap=has_overlap)
         by_length.submit(patient(1, most=3))
@@ -96,79 +96,79 @@ def test_who_ends_by_an_id_costs_one_token_with_overlap_and_who_ends_by_its_leng
 
 
 def test_there_is_no_step_while_all_that_is_left_are_results() -> None:
-    one = core()
-    one.submit(patient(1, most=2))
-    assert one.begin() and one.begin() and one.scheduler.in_flight == 2
-    one.finish()
-    assert not one.begin() and one.scheduler.in_flight == 1
-    one.finish()
-    assert one.begin() and not one.schedule.rows.size
-    one.drain()
+    engine_core = core()
+    engine_core.submit(patient(1, most=2))
+    assert engine_core.begin() and engine_core.begin() and engine_core.scheduler.in_flight == 2
+    engine_core.finish()
+    assert not engine_core.begin() and engine_core.scheduler.in_flight == 1
+    engine_core.finish()
+    assert engine_core.begin() and not engine_core.schedule.rows.size
+    engine_core.drain()
 
 
 def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:
-    one = core()
-    one.submit(patient(1))
-    one.begin()
+    engine_core = core()
+    engine_core.submit(patient(1))
+    engine_core.begin()
     with pytest.raises(DecodeError, match=r"expected step 1 to be done, got 2 at \$\.number"):
-        one.scheduler.on_result(StepDone(1, 2, np.zeros(1, np.int32)))
+        engine_core.scheduler.on_result(StepDone(1, 2, np.zeros(1, np.int32)))
     with pytest.raises(DecodeError, match=r"expected 1 numbers, got .* at \$\.ids"):
-        one.scheduler.on_result(StepDone(1, 1, np.zeros(2, np.int32)))
-    one.drain()
+        engine_core.scheduler.on_result(StepDone(1, 1, np.zeros(2, np.int32)))
+    engine_core.drain()
     with pytest.raises(DecodeError, match="expected no step to be done"):
-        one.scheduler.on_result(StepDone(1, 2, np.zeros(1, np.int32)))
+        engine_core.scheduler.on_result(StepDone(1, 2, np.zeros(1, np.int32)))
 
 
 def test_blocks_are_given_to_several_at_once_and_most_steps_say_nothing_of_blocks() -> None:
-    one = core()
-    one.submit(patient(1, 8))
-    one.submit(patient(2, 9))
-    one.begin()
+    engine_core = core()
+    engine_core.submit(patient(1, 8))
+    engine_core.submit(patient(2, 9))
+    engine_core.begin()
     gained = []
     for _ in range(9):
-        before = one.schedule.block_counts[:2].tolist()
-        one.begin()
-        one.finish()
-        gained.append((one.schedule.block_counts[:2] - before).tolist())
+        before = engine_core.schedule.block_counts[:2].tolist()
+        engine_core.begin()
+        engine_core.finish()
+        gained.append((engine_core.schedule.block_counts[:2] - before).tolist())
     assert gained == [[1, 0], [0, 0], [0, 0], [1, 1], [0, 0], [0, 0], [0, 0], [1, 1], [0, 0]]
-    one.drain()
+    engine_core.drain()
 
 
 # ── the prefix cache ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_never_is_all_of_a_prompt_found_as_its_last_token_must_be_computed() -> None:
-    one = core()
-    one.submit(submit(1, 12, 1, begin=7))
-    one.drain()
-    one.submit(submit(2, 12, 1, begin=7))
-    one.begin()
-    assert one.schedule.counts.max() == BLOCK_SIZE and one.cached_tokens == 8
+    engine_core = core()
+    engine_core.submit(submit(1, 12, 1, begin=7))
+    engine_core.drain()
+    engine_core.submit(submit(2, 12, 1, begin=7))
+    engine_core.begin()
+    assert engine_core.schedule.counts.max() == BLOCK_SIZE and engine_core.cached_tokens == 8
 
 
 def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last_one() -> None:
-    one = core()
-    one.submit(patient(1, 10, most=14))
-    one.drain()
-    said = [*one.submits[0, 1].prompt.tolist(), *one.got[0, 1, 0]]
-    one.submit(Submit(0, 2, np.array([*said, 5, 6], np.int32), submit(2).params))
-    one.begin()
-    assert one.cached_tokens == 20  # of 24: the last token sampled was not computed
+    engine_core = core()
+    engine_core.submit(patient(1, 10, most=14))
+    engine_core.drain()
+    prompt = [*engine_core.submits[0, 1].prompt.tolist(), *engine_core.got[0, 1, 0]]
+    engine_core.submit(Submit(0, 2, np.array([*prompt, 5, 6], np.int32), submit(2).params))
+    engine_core.begin()
+    assert engine_core.cached_tokens == 20  # of 24: the last token sampled was not computed
 
 
 def test_what_is_being_computed_is_not_found_before_it_is_done() -> None:
-    one = core()
-    one.submit(submit(1, 12, begin=7))
-    one.begin()
-    one.submit(submit(2, 12, begin=7))
-    one.begin()
-    assert one.cached_tokens == 0
-    one.finish()
-    one.submit(submit(3, 12, begin=7))
-    one.begin()
-    assert one.cached_tokens == 8
+    engine_core = core()
+    engine_core.submit(submit(1, 12, begin=7))
+    engine_core.begin()
+    engine_core.submit(submit(2, 12, begin=7))
+    engine_core.begin()
+    assert engine_core.cached_tokens == 0
+    engine_core.finish()
+    engine_core.submit(submit(3, 12, begin=7))
+    engine_core.begin()
+    assert engine_core.cached_tokens == 8
 
 
 def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None:
-    one = core(slots=6)
+    engine_core = core(slots=6)
     for number, fields in enumerate(
         (
             {},
@@ -180,141 +180,145 @@ def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None
             {"inputs": image(1, 1, 3, has_key=False)},
         )
     ):
-        one.submit(submit(number, 12, 1, begin=7, **fields))
-        one.drain()
-    assert one.cached_tokens == 0
-    one.submit(submit(9, 12, 1, begin=7, inputs=image(2, 1, 3)))
-    one.drain()
-    assert one.cached_tokens == 8
+        engine_core.submit(submit(number, 12, 1, begin=7, **fields))
+        engine_core.drain()
+    assert engine_core.cached_tokens == 0
+    engine_core.submit(submit(9, 12, 1, begin=7, inputs=image(2, 1, 3)))
+    engine_core.drain()
+    assert engine_core.cached_tokens == 8
 
 
 def test_the_prefix_cache_is_asked_once_for_each_sample_that_is_admitted() -> None:
-    one = core(blocks=15)
+    engine_core = core(blocks=15)
     for number in (1, 2):
-        one.submit(patient(number, 16))
-    while not one.preempted:
-        steps(one, 1)
-    while PREEMPTED in one.schedule.status:  # it is looked up anew, and not counted
-        steps(one, 1)
-    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (32, 0)
-    one.drain()
-    one.submit(submit(3, 12, 1, begin=7))
-    one.drain()
-    one.submit(submit(4, 12, 1, begin=7, n=2))
-    one.drain()
-    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (32 + 3 * 12, 2 * 8)
+        engine_core.submit(patient(number, 16))
+    while not engine_core.preempted:
+        steps(engine_core, 1)
+    while PREEMPTED in engine_core.schedule.status:  # it is looked up anew, and not counted
+        steps(engine_core, 1)
+    assert (engine_core.scheduler.prefix_queries, engine_core.scheduler.prefix_hits) == (32, 0)
+    engine_core.drain()
+    engine_core.submit(submit(3, 12, 1, begin=7))
+    engine_core.drain()
+    engine_core.submit(submit(4, 12, 1, begin=7, n=2))
+    engine_core.drain()
+    assert (engine_core.scheduler.prefix_queries, engine_core.scheduler.prefix_hits) == (32 + 3 * 12, 2 * 8)
 
 
 def test_without_a_prefix_cache_nothing_is_asked_of_it() -> None:
-    one = core(has_prefix_cache=False)
-    one.submit(submit(1, 12, 1, n=2))
-    one.drain()
-    assert (one.scheduler.prefix_queries, one.scheduler.prefix_hits) == (0, 0)
+    engine_core = core(has_prefix_cache=False)
+    engine_core.submit(submit(1, 12, 1, n=2))
+    engine_core.drain()
+    assert (engine_core.scheduler.prefix_queries, engine_core.scheduler.prefix_hits) == (0, 0)
 
 
 def test_each_sample_that_gets_a_slot_says_when_its_request_came() -> None:
-    one = core(slots=2, blocks=15)
-    one.scheduler.submit(patient(1, 16), 70)
-    one.scheduler.submit(patient(2, 16, n=2), 80)
-    assert (one.scheduler.open_samples, one.schedule.rows.size, one.scheduler.admitted_ns) == (3, 0, [])
-    assert one.scheduler.schedule(one.plan)
-    assert one.scheduler.admitted_ns == [70, 80]
+    engine_core = core(slots=2, blocks=15)
+    engine_core.scheduler.submit(patient(1, 16), 70)
+    engine_core.scheduler.submit(patient(2, 16, n=2), 80)
+    assert (engine_core.scheduler.open_samples, engine_core.schedule.rows.size, engine_core.scheduler.admitted_ns) == (
+        3,
+        0,
+        [],
+    )
+    assert engine_core.scheduler.schedule(engine_core.plan)
+    assert engine_core.scheduler.admitted_ns == [70, 80]
 
 
 # ── n ────────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_samples_of_one_request_share_the_full_blocks_of_its_prompt() -> None:
-    one = core()
-    one.submit(patient(1, 10, n=3))
-    one.begin()
-    assert running(one) == [1]
-    one.finish()
-    one.begin()
-    assert running(one) == [1, 1, 1] and one.schedule.samples[:3].tolist() == [0, 1, 2]
-    tables = [one.schedule.blocks_of(slot).tolist() for slot in range(3)]
+    engine_core = core()
+    engine_core.submit(patient(1, 10, n=3))
+    engine_core.begin()
+    assert running(engine_core) == [1]
+    engine_core.finish()
+    engine_core.begin()
+    assert running(engine_core) == [1, 1, 1] and engine_core.schedule.samples[:3].tolist() == [0, 1, 2]
+    tables = [engine_core.schedule.blocks_of(slot).tolist() for slot in range(3)]
     assert len({tuple(table[:2]) for table in tables}) == 1 and len({table[2] for table in tables}) == 3
-    assert one.schedule.prompts[2] is one.schedule.prompts[0]
-    one.drain()
+    assert engine_core.schedule.prompts[2] is engine_core.schedule.prompts[0]
+    engine_core.drain()
 
 
 def test_a_request_of_more_samples_than_slots_is_answered_one_after_the_other() -> None:
-    one = core(slots=2)
-    one.submit(submit(1, 10, 3, n=7))
-    one.drain()
-    assert len(one.answers()) == 7
+    engine_core = core(slots=2)
+    engine_core.submit(submit(1, 10, 3, n=7))
+    engine_core.drain()
+    assert len(engine_core.answers()) == 7
 
 
 # ── too little room ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_when_blocks_run_out_the_one_of_the_lowest_priority_then_the_latest_is_preempted() -> None:
-    one = core(blocks=15)
+    engine_core = core(blocks=15)
     for number, priority in ((1, 0), (2, 5), (3, 0)):
-        one.submit(patient(number, 16, priority=priority))
-    while not one.preempted:
-        steps(one, 1)
-    assert running(one) == [1, 3]
-    while one.preempted == 1:
-        steps(one, 1)
-    assert running(one) == [1]
-    one.drain()
-    assert len(one.answers()) == 3
+        engine_core.submit(patient(number, 16, priority=priority))
+    while not engine_core.preempted:
+        steps(engine_core, 1)
+    assert running(engine_core) == [1, 3]
+    while engine_core.preempted == 1:
+        steps(engine_core, 1)
+    assert running(engine_core) == [1]
+    engine_core.drain()
+    assert len(engine_core.answers()) == 3
 
 
 def test_who_was_preempted_finds_again_what_nobody_needed_meanwhile() -> None:
-    one = core(blocks=15)
-    one.submit(patient(1, 16, most=20))
-    one.submit(patient(2, 16))
-    while not one.preempted:
-        steps(one, 1)
-    had = one.cached_tokens
-    while PREEMPTED in one.schedule.status:
-        steps(one, 1)
-    assert one.cached_tokens > had
-    one.drain()
+    engine_core = core(blocks=15)
+    engine_core.submit(patient(1, 16, most=20))
+    engine_core.submit(patient(2, 16))
+    while not engine_core.preempted:
+        steps(engine_core, 1)
+    had = engine_core.cached_tokens
+    while PREEMPTED in engine_core.schedule.status:
+        steps(engine_core, 1)
+    assert engine_core.cached_tokens > had
+    engine_core.drain()
 
 
 def test_a_better_priority_is_made_way_for_and_an_equal_one_is_not() -> None:
     for priority, expected in ((0, [1]), (-1, [2])):
-        one = core(blocks=15)
-        one.submit(patient(1, 24))
-        steps(one, 3)
-        one.submit(patient(2, 40, most=5, priority=priority))
-        steps(one, 2)
-        assert running(one) == expected
-        one.drain()
+        engine_core = core(blocks=15)
+        engine_core.submit(patient(1, 24))
+        steps(engine_core, 3)
+        engine_core.submit(patient(2, 40, most=5, priority=priority))
+        steps(engine_core, 2)
+        assert running(engine_core) == expected
+        engine_core.drain()
 
 
 # ── who is next ──────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_better_priority_is_sooner() -> None:
-    one = core(slots=1)
+    engine_core = core(slots=1)
     for number, priority in ((1, 0), (2, 3), (3, -1), (4, 0)):
-        one.submit(submit(number, 5, 1, priority=priority))
+        engine_core.submit(submit(number, 5, 1, priority=priority))
     order = []
-    while one.begin():
-        order += [number for number in running(one) if number not in order]
-        one.finish()
+    while engine_core.begin():
+        order += [number for number in running(engine_core) if number not in order]
+        engine_core.finish()
     assert order == [3, 1, 4, 2]
 
 
 def test_the_worst_priority_is_let_in_while_better_ones_never_cease_to_come() -> None:
-    one = core(slots=1)
-    one.submit(submit(1, 5, 1, priority=9))
+    engine_core = core(slots=1)
+    engine_core.submit(submit(1, 5, 1, priority=9))
     for number in range(2, 4 * OLDEST_EVERY):
-        one.submit(submit(number, 5, 1, priority=-9))
-        steps(one, 1)
-        if (0, 1, 0) in one.ended:
+        engine_core.submit(submit(number, 5, 1, priority=-9))
+        steps(engine_core, 1)
+        if (0, 1, 0) in engine_core.ended:
             break
-    assert one.ended[0, 1, 0] == "done" and number <= 2 * OLDEST_EVERY
-    one.drain()
+    assert engine_core.ended[0, 1, 0] == "done" and number <= 2 * OLDEST_EVERY
+    engine_core.drain()
 
 
 def test_a_client_of_many_requests_does_not_keep_another_waiting() -> None:
-    one = core(slots=1)
+    engine_core = core(slots=1)
     for number in range(1, 7):
-        one.submit(submit(number, 5, 1, client="many"))
-    steps(one, 1)
-    one.submit(submit(9, 5, 1, client="few"))
-    steps(one, 3)
-    assert list(one.ended)[:3] == [(0, 1, 0), (0, 9, 0), (0, 2, 0)]
-    one.drain()
+        engine_core.submit(submit(number, 5, 1, client="many"))
+    steps(engine_core, 1)
+    engine_core.submit(submit(9, 5, 1, client="few"))
+    steps(engine_core, 3)
+    assert list(engine_core.ended)[:3] == [(0, 1, 0), (0, 9, 0), (0, 2, 0)]
+    engine_core.drain()
 
 
 def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
@@ -378,94 +382,94 @@ def test_a_queue_forgets_aborted_requests_while_an_old_one_waits() -> None:
     assert queue.first() is old and len(queue) == 1
     for container in (queue._by_age, queue._levels, queue._priorities):
         assert len(container) <= MAX_STALE + 3
-    kept = push(-1, "old", -1)
+    oldest = push(-1, "old", -1)
     queue.drop(old)
-    assert queue.first() is kept
+    assert queue.first() is oldest
 
 
 # ── ends ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_request_is_aborted_wherever_it_is() -> None:
-    one = core(slots=2, blocks=15)
+    engine_core = core(slots=2, blocks=15)
     for number in (1, 2, 3):
-        one.submit(patient(number, 16, n=2 if number == 1 else 1))
-    one.begin()
-    one.abort(0, 3)  # it waits
-    one.abort(0, 1)  # its first sample is in flight, the other waits for its prompt
-    one.finish()
-    assert running(one) == [1, 2]
-    steps(one, 1)
-    assert running(one) == [2] and not one.got[0, 1, 0]
-    one.abort(0, 7)  # nobody knows it
-    one.abort(0, 2)
-    one.drain()
-    assert set(one.ended.values()) == {"aborted"}
+        engine_core.submit(patient(number, 16, n=2 if number == 1 else 1))
+    engine_core.begin()
+    engine_core.abort(0, 3)  # it waits
+    engine_core.abort(0, 1)  # its first sample is in flight, the other waits for its prompt
+    engine_core.finish()
+    assert running(engine_core) == [1, 2]
+    steps(engine_core, 1)
+    assert running(engine_core) == [2] and not engine_core.got[0, 1, 0]
+    engine_core.abort(0, 7)  # nobody knows it
+    engine_core.abort(0, 2)
+    engine_core.drain()
+    assert set(engine_core.ended.values()) == {"aborted"}
 
 
 def test_who_is_preempted_can_be_aborted() -> None:
-    one = core(blocks=15)
+    engine_core = core(blocks=15)
     for number in (1, 2):
-        one.submit(patient(number, 16))
-    while not one.preempted:
-        steps(one, 1)
-    one.abort(0, 2)
-    steps(one, 1)
-    assert PREEMPTED not in one.schedule.status
-    one.drain()
+        engine_core.submit(patient(number, 16))
+    while not engine_core.preempted:
+        steps(engine_core, 1)
+    engine_core.abort(0, 2)
+    steps(engine_core, 1)
+    assert PREEMPTED not in engine_core.schedule.status
+    engine_core.drain()
 
 
 def test_an_abort_of_a_sample_that_has_ended_leaves_the_one_that_has_its_slot_now() -> None:
-    one = core(slots=1)
-    one.submit(patient(1, most=2))
-    one.submit(patient(2))
-    steps(one, 4)
-    assert running(one) == [2]
-    one.stop((0, 1, 0))
-    one.stop((0, 2, 1))  # it has one sample
-    steps(one, 2)
-    assert running(one) == [2]
-    one.stop((0, 2, 0))
-    steps(one, 1)
-    assert not running(one)
-    one.drain()
+    engine_core = core(slots=1)
+    engine_core.submit(patient(1, most=2))
+    engine_core.submit(patient(2))
+    steps(engine_core, 4)
+    assert running(engine_core) == [2]
+    engine_core.stop((0, 1, 0))
+    engine_core.stop((0, 2, 1))  # it has one sample
+    steps(engine_core, 2)
+    assert running(engine_core) == [2]
+    engine_core.stop((0, 2, 0))
+    steps(engine_core, 1)
+    assert not running(engine_core)
+    engine_core.drain()
 
 
 def test_an_abort_of_one_sample_leaves_the_others_of_its_request() -> None:
-    one = core(slots=4)
-    one.submit(patient(1, 16, n=3))
-    steps(one, 6)
-    assert running(one) == [1, 1, 1]
-    one.stop((0, 1, 1))
-    steps(one, 1)
-    assert running(one) == [1, 1]
-    one.abort(0, 1)
-    one.drain()
+    engine_core = core(slots=4)
+    engine_core.submit(patient(1, 16, n=3))
+    steps(engine_core, 6)
+    assert running(engine_core) == [1, 1, 1]
+    engine_core.stop((0, 1, 1))
+    steps(engine_core, 1)
+    assert running(engine_core) == [1, 1]
+    engine_core.abort(0, 1)
+    engine_core.drain()
 
 
 def test_the_requests_of_a_server_that_died_end_and_those_of_others_do_not() -> None:
-    one = core()
-    one.submit(patient(1))
+    engine_core = core()
+    engine_core.submit(patient(1))
     other = patient(1)
-    one.submit(Submit(3, 1, other.prompt, other.params))
-    steps(one, 2)
-    one.forget_server(0)
-    steps(one, 1)
-    assert one.schedule.servers[one.schedule.rows].tolist() == [3]
-    one.drain()
+    engine_core.submit(Submit(3, 1, other.prompt, other.params))
+    steps(engine_core, 2)
+    engine_core.forget_server(0)
+    steps(engine_core, 1)
+    assert engine_core.schedule.servers[engine_core.schedule.rows].tolist() == [3]
+    engine_core.drain()
 
 
 def test_who_failed_leaves_and_nobody_finds_what_it_computed() -> None:
-    one = core()
-    one.failing = 1
-    one.submit(submit(1, 12, begin=7))
-    steps(one, 1)
-    one.failing = 0
-    one.submit(submit(2, 12, begin=7))
-    one.drain()
-    assert one.ended[0, 1, 0] == "failed" and one.cached_tokens == 0
+    engine_core = core()
+    engine_core.failing = 1
+    engine_core.submit(submit(1, 12, begin=7))
+    steps(engine_core, 1)
+    engine_core.failing = 0
+    engine_core.submit(submit(2, 12, begin=7))
+    engine_core.drain()
+    assert engine_core.ended[0, 1, 0] == "failed" and engine_core.cached_tokens == 0
 
 
 def test_what_can_never_run_is_refused_with_the_numbers() -> None:
-    one = core()
+    engine_core = core()
     for wrong, status, why in (
         (submit(1, MAX_MODEL_LEN), 400, f"1 to {MAX_MODEL_LEN - 1} tokens, got {MAX_MODEL_LEN}"),
         (Submit(0, 1, np.zeros(0, np.int32), submit(1).params), 400, "got 0"),
@@ -482,13 +486,15 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
         ),
     ):
         with pytest.raises(RequestRefused, match=why) as refused:
-            one.scheduler.submit(wrong)
+            engine_core.scheduler.submit(wrong)
         assert refused.value.status == status
-    one.submit(submit(1))
+    engine_core.submit(submit(1))
     with pytest.raises(RequestRefused, match="is open already") as refused:
-        one.scheduler.submit(submit(1))
-    assert refused.value.status == 409 and one.scheduler.open_requests == one.scheduler.open_samples == 1
-    one.drain()
+        engine_core.scheduler.submit(submit(1))
+    assert (
+        refused.value.status == 409 and engine_core.scheduler.open_requests == engine_core.scheduler.open_samples == 1
+    )
+    engine_core.drain()
 
 
 def test_a_configuration_with_which_some_request_could_never_run_is_refused() -> None:

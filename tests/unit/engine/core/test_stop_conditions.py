@@ -17,7 +17,7 @@ def endings(slots: int = 4, max_model_len: int = 100) -> StopConditions:
     return StopConditions(slots, max_model_len, (EOS, OTHER_EOS))
 
 
-def given(of: StopConditions, slots: list[int], ids: list[int]) -> list[tuple[int, int, int | None]]:
+def find_ends(of: StopConditions, slots: list[int], ids: list[int]) -> list[tuple[int, int, int | None]]:
     """The ends, each with the row that it is of."""
     ended = of.check(np.array(slots, np.intp), np.array(ids, np.int32))
     return [(slots.index(end.slot), end.reason, end.stop) for end in ended]
@@ -25,10 +25,10 @@ def given(of: StopConditions, slots: list[int], ids: list[int]) -> list[tuple[in
 
 def when(params: SamplingParams, ids: list[int], prompt_length: int = 10) -> tuple[int, int, int | None] | None:
     """After how many of these ids one sample ends, and why."""
-    one = endings()
-    one.join(1, params, prompt_length)
+    conditions = endings()
+    conditions.join(1, params, prompt_length)
     for count, last in enumerate(ids, 1):
-        for _, reason, stop in given(one, [1], [last]):
+        for _, reason, stop in find_ends(conditions, [1], [last]):
             return count, reason, stop
     return None
 
@@ -72,33 +72,33 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
 
 
 def test_what_is_sampled_after_the_end_or_for_nobody_ends_nothing() -> None:
-    one = endings()
-    one.join(0, SamplingParams(), 10)
-    assert given(one, [0, 3], [EOS, EOS]) == [(0, STOP, None)]
-    assert given(one, [0, 3], [EOS, EOS]) == []
-    one.join(1, SamplingParams(), 10)
-    one.end(1)
-    assert given(one, [1], [EOS]) == []
+    conditions = endings()
+    conditions.join(0, SamplingParams(), 10)
+    assert find_ends(conditions, [0, 3], [EOS, EOS]) == [(0, STOP, None)]
+    assert find_ends(conditions, [0, 3], [EOS, EOS]) == []
+    conditions.join(1, SamplingParams(), 10)
+    conditions.end(1)
+    assert find_ends(conditions, [1], [EOS]) == []
 
 
 def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
-    one = endings()
-    one.join(0, SamplingParams(max_tokens=3, stop_token_ids=(9,)), 10)
-    assert given(one, [0], [5]) == []
-    one.leave(0)
-    one.join(0, SamplingParams(max_tokens=3), 10)
-    assert given(one, [0], [9]) == [] and given(one, [0], [5]) == []
-    assert given(one, [0], [5]) == [(0, LENGTH, None)]
+    conditions = endings()
+    conditions.join(0, SamplingParams(max_tokens=3, stop_token_ids=(9,)), 10)
+    assert find_ends(conditions, [0], [5]) == []
+    conditions.leave(0)
+    conditions.join(0, SamplingParams(max_tokens=3), 10)
+    assert find_ends(conditions, [0], [9]) == [] and find_ends(conditions, [0], [5]) == []
+    assert find_ends(conditions, [0], [5]) == [(0, LENGTH, None)]
 
 
 def test_a_stop_id_is_its_own_slots_alone() -> None:
-    one = endings()
-    one.join(0, SamplingParams(stop_token_ids=(9,)), 10)
-    one.join(2, SamplingParams(stop_token_ids=(9, 10)), 10)
-    one.join(3, SamplingParams(), 10)
-    assert given(one, [0, 2, 3], [10, 10, 10]) == [(1, STOP, 10)]
-    one.leave(2)
-    assert given(one, [0, 3], [9, 9]) == [(0, STOP, 9)]
+    conditions = endings()
+    conditions.join(0, SamplingParams(stop_token_ids=(9,)), 10)
+    conditions.join(2, SamplingParams(stop_token_ids=(9, 10)), 10)
+    conditions.join(3, SamplingParams(), 10)
+    assert find_ends(conditions, [0, 2, 3], [10, 10, 10]) == [(1, STOP, 10)]
+    conditions.leave(2)
+    assert find_ends(conditions, [0, 3], [9, 9]) == [(0, STOP, 9)]
 
 
 @pytest.mark.parametrize("stop", [9 + BUCKETS, -1, 1 << 40])
@@ -122,21 +122,21 @@ def test_many_slots_together_end_as_each_would_alone(seed: int) -> None:
     together = endings(len(every))
     for slot, params in enumerate(every):
         together.join(slot, params, 10 + slot)
-    found: dict[int, tuple[int, int, int | None]] = {}
+    ends: dict[int, tuple[int, int, int | None]] = {}
     for _ in range(100):
         slots = sorted(chance.sample(range(32), 20))
         ids = [streams[slot][together.generated[slot]] for slot in slots if together.generated[slot] < 100]
         slots = [slot for slot in slots if together.generated[slot] < 100]
-        for row, reason, stop in given(together, slots, ids):
-            assert slots[row] not in found
-            found[slots[row]] = int(together.generated[slots[row]]), reason, stop
-    assert len(found) > 16
-    for slot, end in found.items():
+        for row, reason, stop in find_ends(together, slots, ids):
+            assert slots[row] not in ends
+            ends[slots[row]] = int(together.generated[slots[row]]), reason, stop
+    assert len(ends) > 16
+    for slot, end in ends.items():
         assert end == when(every[slot], streams[slot], 10 + slot)
 
 
 @pytest.mark.parametrize(
-    ("given", "why"),
+    ("fields", "why"),
     [
         ({"allowed_token_ids": (50, -1)}, r"an id below 50 at \$.allowed_token_ids"),
         ({"allowed_token_ids": (EOS, OTHER_EOS), "min_tokens": 3}, "min_tokens is 3: all 2 are end ids"),
@@ -144,13 +144,13 @@ def test_many_slots_together_end_as_each_would_alone(seed: int) -> None:
         ({"allowed_token_ids": (9, 99), "stop_token_ids": (9,), "min_tokens": 1}, "that does not end the answer"),
     ],
 )
-def test_ids_of_which_none_may_come_first_are_refused(given: dict[str, Any], why: str) -> None:
+def test_ids_of_which_none_may_come_first_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
-        SamplingParams(**given).require_choice((EOS, OTHER_EOS), 50)
+        SamplingParams(**fields).require_choice((EOS, OTHER_EOS), 50)
 
 
 @pytest.mark.parametrize(
-    "given",
+    "fields",
     [
         {"min_tokens": 3, "stop_token_ids": (9,)},
         {"allowed_token_ids": (EOS, OTHER_EOS)},
@@ -158,5 +158,5 @@ def test_ids_of_which_none_may_come_first_are_refused(given: dict[str, Any], why
         {"allowed_token_ids": (9, 8), "stop_token_ids": (9,), "min_tokens": 3},
     ],
 )
-def test_ids_of_which_one_may_come_first_pass(given: dict[str, Any]) -> None:
-    SamplingParams(**given).require_choice((EOS, OTHER_EOS), 50)
+def test_ids_of_which_one_may_come_first_pass(fields: dict[str, Any]) -> None:
+    SamplingParams(**fields).require_choice((EOS, OTHER_EOS), 50)

@@ -28,20 +28,20 @@ def request(number: int, *prompt: int, server: int = 0, n: int = 1, chunk_format
     return Request(Submit(server, number, ints(*prompt), params, chunk_format=chunk_format), 4, arrival=(0, 1))
 
 
-def only(told: list[tuple[int, Tokens]]) -> Tokens:
-    ((output, tokens),) = told
+def only(messages: list[tuple[int, Tokens]]) -> Tokens:
+    ((output, tokens),) = messages
     assert output == 0
     return tokens
 
 
 def test_a_sample_is_told_with_what_its_text_begins_from() -> None:
-    one = TokensBuilder(8, 1)
+    builder = TokensBuilder(8, 1)
     long = request(7, *range(100, 120), server=3, n=2, chunk_format=FORMAT)
     long.cached = 16
-    one.start(long.samples[1], 5)
-    one.start(request(8, 9).samples[0], 2)
-    tokens = only(one.build_started())
-    assert tokens.slots is None and not tokens.ids.size and not one.build_started()
+    builder.start(long.samples[1], 5)
+    builder.start(request(8, 9).samples[0], 2)
+    tokens = only(builder.build_started())
+    assert tokens.slots is None and not tokens.ids.size and not builder.build_started()
     assert tokens.started == (
         Started(5, 7, SamplingParams(n=2), tuple(range(112, 120)), FORMAT, server=3, sample=1, cached=16),
         Started(2, 8, SamplingParams(), (9,)),
@@ -49,57 +49,62 @@ def test_a_sample_is_told_with_what_its_text_begins_from() -> None:
 
 
 def test_slots_are_sent_only_where_they_differ_from_those_before() -> None:
-    one = TokensBuilder(8, 1)
+    builder = TokensBuilder(8, 1)
     slots = np.array([1, 4])
     first, second = (
-        only(one.build(slots, ints(5, 6), None, None, [])),
-        only(one.build(slots, ints(7, 8), None, None, [])),
+        only(builder.build(slots, ints(5, 6), None, None, [])),
+        only(builder.build(slots, ints(7, 8), None, None, [])),
     )
     assert first.slots is not None and first.slots.tolist() == [1, 4]
     assert (second.slots, second.logprobs) == (None, None) and not (second.started or second.aborted or second.ended)
-    alike = only(one.build(np.array([1, 3, 4]), ints(7, 0, 8), np.array([0, 2]), None, []))
+    alike = only(builder.build(np.array([1, 3, 4]), ints(7, 0, 8), np.array([0, 2]), None, []))
     assert alike.slots is None and alike.ids.tolist() == [7, 8]
-    other = only(one.build(np.array([4]), ints(7), None, None, []))
+    other = only(builder.build(np.array([4]), ints(7), None, None, []))
     assert other.slots is not None and other.slots.tolist() == [4]
 
 
 def test_nothing_is_sent_while_nothing_is_new() -> None:
-    one = TokensBuilder(8, 1)
+    builder = TokensBuilder(8, 1)
     none = np.zeros(0, np.intp)
-    assert one.build(none, ints(), None, None, []) == one.build_started() == []
+    assert builder.build(none, ints(), None, None, []) == builder.build_started() == []
 
 
 def test_who_has_been_aborted_is_told_before_its_slot_is_anothers_and_slots_are_as_before() -> None:
-    one = TokensBuilder(8, 1)
+    builder = TokensBuilder(8, 1)
     slots = np.array([2, 3])
-    only(one.build(slots, ints(5, 6), None, None, []))
-    one.abort(3)
-    one.start(request(2, 9).samples[0], 3)
-    tokens = only(one.build_started())
+    only(builder.build(slots, ints(5, 6), None, None, []))
+    builder.abort(3)
+    builder.start(request(2, 9).samples[0], 3)
+    tokens = only(builder.build_started())
     assert tokens.aborted == (3,) and [started.slot for started in tokens.started] == [3]
-    after = only(one.build(slots, ints(5, 6), None, None, []))
+    after = only(builder.build(slots, ints(5, 6), None, None, []))
     assert after.slots is None and not after.aborted and not after.started
-    one.abort(2)
-    alone = only(one.build(np.zeros(0, np.intp), ints(), None, None, []))
+    builder.abort(2)
+    alone = only(builder.build(np.zeros(0, np.intp), ints(), None, None, []))
     assert alone.aborted == (2,) and not alone.ids.size
 
 
 def test_log_probabilities_are_sent_as_they_came_and_of_the_rows_that_are_sent() -> None:
-    one = TokensBuilder(8, 1)
+    builder = TokensBuilder(8, 1)
     logprobs = Logprobs(ints(1, 2, 3, 4), np.zeros(4, np.float32), ints(1, 1))
-    assert only(one.build(np.array([0, 1]), ints(1, 3), None, logprobs, [])).logprobs is logprobs
-    its = only(one.build(np.array([0, 1]), ints(1, 3), np.array([1]), logprobs, [])).logprobs
-    assert its is not None and its.ids.tolist() == [3, 4] and its.counts is not None and its.counts.tolist() == [2]
+    assert only(builder.build(np.array([0, 1]), ints(1, 3), None, logprobs, [])).logprobs is logprobs
+    columns = only(builder.build(np.array([0, 1]), ints(1, 3), np.array([1]), logprobs, [])).logprobs
+    assert (
+        columns is not None
+        and columns.ids.tolist() == [3, 4]
+        and columns.counts is not None
+        and columns.counts.tolist() == [2]
+    )
 
 
 def test_each_output_processor_is_told_of_its_own_requests() -> None:
-    one = TokensBuilder(8, 2)
+    builder = TokensBuilder(8, 2)
     for slot in range(4):
-        one.start(request(slot, 9).samples[0], slot)
+        builder.start(request(slot, 9).samples[0], slot)
     ended = [Ended(1, FinishReason.LENGTH), Ended(2, FinishReason.STOP, 7)]
-    told = dict(one.build(np.arange(4), ints(5, 6, 7, 8), None, None, ended))
-    assert [told[output].ids.tolist() for output in (0, 1)] == [[5, 7], [6, 8]]
-    assert (told[0].ended, told[1].ended) == ((ended[1],), (ended[0],))
-    one.abort(3)
-    ((_, tokens),) = one.build(np.zeros(0, np.intp), ints(), None, None, [])
+    messages = dict(builder.build(np.arange(4), ints(5, 6, 7, 8), None, None, ended))
+    assert [messages[output].ids.tolist() for output in (0, 1)] == [[5, 7], [6, 8]]
+    assert (messages[0].ended, messages[1].ended) == ((ended[1],), (ended[0],))
+    builder.abort(3)
+    ((_, tokens),) = builder.build(np.zeros(0, np.intp), ints(), None, None, [])
     assert tokens.aborted == (3,)

@@ -54,35 +54,35 @@ def loss(*, ooms: int | None = 0) -> GroupLoss:
     ],
 )
 def test_cause_is_known_with_the_first_end_that_is_one(end: ProcessEnd, cause: Cause | None) -> None:
-    found = loss()
-    found.begin(1, end, [], False)
-    assert found.cause == cause
-    found.add(2, RAISED if cause is Cause.OUTSIDE else KILLED)
-    assert found.cause == cause
-    assert found.close() == (cause or Cause.OUTSIDE)
+    group_loss = loss()
+    group_loss.begin(1, end, [], False)
+    assert group_loss.cause == cause
+    group_loss.add(2, RAISED if cause is Cause.OUTSIDE else KILLED)
+    assert group_loss.cause == cause
+    assert group_loss.close() == (cause or Cause.OUTSIDE)
 
 
 def test_kill_by_the_launcher_is_no_cause_and_the_end_after_a_peer_death_is() -> None:
-    found = loss()
-    found.begin(1, PEER, [3], False)
-    found.add(2, KILLED)  # by the launcher, which has seen the first end
-    assert found.cause is None
-    found.add(3, killed_by(signal.SIGSEGV))
-    assert found.cause == Cause.ITSELF
+    group_loss = loss()
+    group_loss.begin(1, PEER, [3], False)
+    group_loss.add(2, KILLED)  # by the launcher, which has seen the first end
+    assert group_loss.cause is None
+    group_loss.add(3, killed_by(signal.SIGSEGV))
+    assert group_loss.cause == Cause.ITSELF
 
 
 def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -> None:
-    found = loss()
-    found.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
-    assert found.cause is None, "the other worker was ending before the launcher killed anything"
-    found.add(3, KILLED)
-    assert found.cause is None
-    found.add(2, KILLED)
-    assert found.cause == Cause.OUTSIDE
-    found = loss()
-    found.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
-    found.add(2, RAISED)
-    assert found.cause == Cause.ITSELF
+    group_loss = loss()
+    group_loss.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
+    assert group_loss.cause is None, "the other worker was ending before the launcher killed anything"
+    group_loss.add(3, KILLED)
+    assert group_loss.cause is None
+    group_loss.add(2, KILLED)
+    assert group_loss.cause == Cause.OUTSIDE
+    group_loss = loss()
+    group_loss.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
+    group_loss.add(2, RAISED)
+    assert group_loss.cause == Cause.ITSELF
 
 
 @pytest.mark.parametrize(
@@ -95,45 +95,45 @@ def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -
     ],
 )
 def test_error_of_a_collective_waits_for_what_the_other_node_reports(report: Cause | None, cause: Cause) -> None:
-    found = loss()
-    found.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
-    assert found.cause is None
-    found.add(2, PEER if report is None else ended("group 0 of node 1 has ended", cause=report))
-    assert found.cause == cause
+    group_loss = loss()
+    group_loss.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
+    assert group_loss.cause is None
+    group_loss.add(2, PEER if report is None else ended("group 0 of node 1 has ended", cause=report))
+    assert group_loss.cause == cause
 
 
 def test_failure_that_another_node_reports_waits_for_a_worker_that_was_killed_here() -> None:
-    found = loss()
-    found.begin(1, ended("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
-    assert found.cause is None
-    found.add(2, KILLED)
-    assert found.cause == Cause.OUTSIDE
+    group_loss = loss()
+    group_loss.begin(1, ended("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
+    assert group_loss.cause is None
+    group_loss.add(2, KILLED)
+    assert group_loss.cause == Cause.OUTSIDE
 
 
 def test_core_that_waited_for_a_stopped_worker_has_not_failed() -> None:
-    found = loss()
-    found.begin(1, TIMED_OUT, [], True)
-    assert found.cause == Cause.OUTSIDE
+    group_loss = loss()
+    group_loss.begin(1, TIMED_OUT, [], True)
+    assert group_loss.cause == Cause.OUTSIDE
 
 
 def test_kill_for_want_of_memory_is_a_failure() -> None:
-    found = loss(ooms=1)
-    found.begin(1, KILLED, [], False)
-    assert found.cause == Cause.ITSELF
-    found = loss(ooms=1)
-    found.begin(1, PEER, [], False)
-    found.add(2, KILLED)
-    assert found.close() == Cause.ITSELF
-    found = loss(ooms=None)
-    found.begin(1, KILLED, [], False)
-    assert found.cause == Cause.OUTSIDE and not found.is_oom_counted
+    group_loss = loss(ooms=1)
+    group_loss.begin(1, KILLED, [], False)
+    assert group_loss.cause == Cause.ITSELF
+    group_loss = loss(ooms=1)
+    group_loss.begin(1, PEER, [], False)
+    group_loss.add(2, KILLED)
+    assert group_loss.close() == Cause.ITSELF
+    group_loss = loss(ooms=None)
+    group_loss.begin(1, KILLED, [], False)
+    assert group_loss.cause == Cause.OUTSIDE and not group_loss.is_oom_counted
 
 
 def test_planned_restart_stays_planned_whatever_its_processes_do() -> None:
-    found = loss()
-    found.plan()
-    found.add(1, RAISED)
-    assert found.close() == Cause.PLANNED
+    group_loss = loss()
+    group_loss.plan()
+    group_loss.add(1, RAISED)
+    assert group_loss.close() == Cause.PLANNED
 
 
 # ── the kernel's counter ──
@@ -173,6 +173,6 @@ def test_oom_kills_of_the_machine_count_for_a_group_without_a_counter(tmp_path: 
 
 @pytest.mark.parametrize("cause", list(Cause))
 def test_cause_of_a_group_on_another_node_is_what_its_bridge_says(cause: Cause) -> None:
-    found = loss()
-    found.begin(1, ended("the link to node 1 has ended", cause=cause), [], False)
-    assert found.cause == found.close() == cause
+    group_loss = loss()
+    group_loss.begin(1, ended("the link to node 1 has ended", cause=cause), [], False)
+    assert group_loss.cause == group_loss.close() == cause

@@ -34,8 +34,8 @@ def replace(path: Path, content: str | bytes) -> None:
     path.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
-def edit(path: Path, **said: Any) -> None:
-    replace(path, json.dumps({**json.loads(path.read_text()), **said}))
+def edit(path: Path, **changes: Any) -> None:
+    replace(path, json.dumps({**json.loads(path.read_text()), **changes}))
 
 
 def refusal(model: Path, **options: Any) -> str:
@@ -148,8 +148,8 @@ def point_beyond(tensors: Tensors) -> None:
 )
 def test_a_header_that_lies_is_refused_by_file(model: Path, change: Callable[[Tensors], None], text: str) -> None:
     rewrite_header(model / "model.safetensors", change)
-    said = refusal(model)
-    assert text in said and str(model / "model.safetensors") in said
+    message = refusal(model)
+    assert text in message and str(model / "model.safetensors") in message
 
 
 def test_a_name_that_comes_twice_in_a_header_is_refused(model: Path) -> None:
@@ -159,8 +159,8 @@ def test_a_name_that_comes_twice_in_a_header_is_refused(model: Path) -> None:
     name = by_offset({key: value for key, value in tensors.items() if key != "__metadata__"})[0]
     header = raw[8:end].rstrip()[:-1] + f', "{name}": {json.dumps(tensors[name])}}}'.encode()
     replace(model / "model.safetensors", len(header).to_bytes(8, "little") + header + raw[end:])
-    said = refusal(model)
-    assert f"the name '{name}' comes twice" in said and str(model / "model.safetensors") in said
+    message = refusal(model)
+    assert f"the name '{name}' comes twice" in message and str(model / "model.safetensors") in message
 
 
 def test_a_tensor_that_only_the_index_has_is_named_with_its_file(model: Path) -> None:
@@ -182,7 +182,7 @@ def test_weights_that_were_not_copied_to_their_end_are_refused_with_both_sizes(m
 
 
 @pytest.mark.parametrize(
-    ("said", "text"),
+    ("changes", "text"),
     [
         ({"model_type": "gemma3", "architectures": ["Gemma3ForConditionalGeneration"]}, "Gemma3ForConditionalGenerat"),
         ({"model_type": "mamba", "architectures": None}, "(model_type 'mamba') are not supported"),
@@ -197,8 +197,8 @@ def test_weights_that_were_not_copied_to_their_end_are_refused_with_both_sizes(m
         ),
     ],
 )
-def test_a_family_that_is_not_served_is_named(model: Path, said: dict[str, Any], text: str) -> None:
-    edit(model / "config.json", **said)
+def test_a_family_that_is_not_served_is_named(model: Path, changes: dict[str, Any], text: str) -> None:
+    edit(model / "config.json", **changes)
     assert text in refusal(model)
 
 
@@ -275,8 +275,8 @@ def test_only_what_the_driver_says_is_evidence(
 ) -> None:
     monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))
     monkeypatch.setattr(subprocess, "run", driver(answer))
-    found = cuda_devices.cuda_devices()
-    assert found.number == number and reason in found.reason
+    devices = cuda_devices.cuda_devices()
+    assert devices.number == number and reason in devices.reason
 
 
 def test_a_driver_that_cannot_be_asked_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -333,9 +333,9 @@ NOT_IMPORTED = {"torch", "transformers"}
 )
 def test_a_mistake_is_one_line_and_status_2_without_torch(command: str, options: tuple[str, ...], text: str) -> None:
     code = COMMAND.format(NOT_IMPORTED) + "; sys.exit(status)"
-    asked = [sys.executable, "-c", code, command, *options]
+    arguments = [sys.executable, "-c", code, command, *options]
     began = time.monotonic()
-    done = subprocess.run(asked, input="[1]\n", capture_output=True, text=True, timeout=60)
+    done = subprocess.run(arguments, input="[1]\n", capture_output=True, text=True, timeout=60)
     print(f"{time.monotonic() - began:.2f} s")
     assert done.returncode == 2 and done.stderr.count("\n") == 1, done.stderr
     assert done.stderr.startswith(f"penstock {command}: ") and text in done.stderr

@@ -28,22 +28,22 @@ VOCABULARY = Vocabulary([*PIECES, b"\xff"], special=(3,))
 VALUES = [0.0, -0.0, -3.0, -0.5, -1e-5, -123456.7, -9999.5, float("-inf"), float("nan")]
 
 
-def shown(one: int) -> bytes:
-    return VOCABULARY.token_bytes(one)
+def shown(token: int) -> bytes:
+    return VOCABULARY.token_bytes(token)
 
 
 def chat_plainly(ids: list[int], values: list[float]) -> bytes:
-    told = [
+    entries = [
         b'{"token":%b,"bytes":%b,"logprob":%.6g'
-        % (msgspec.json.encode(shown(one).decode(errors="replace")), msgspec.json.encode(list(shown(one))), value)
-        for one, value in zip(ids, values, strict=True)
+        % (msgspec.json.encode(shown(token).decode(errors="replace")), msgspec.json.encode(list(shown(token))), value)
+        for token, value in zip(ids, values, strict=True)
     ]
-    best = b",".join(one + b"}" for one in told[1:])
-    return b'{"content":[%b,"top_logprobs":[%b]}]}' % (told[0], best)
+    best = b",".join(entry + b"}" for entry in entries[1:])
+    return b'{"content":[%b,"top_logprobs":[%b]}]}' % (entries[0], best)
 
 
 def completion_plainly(ids: list[int], values: list[float], offset: int) -> bytes:
-    names = [msgspec.json.encode(shown(one).decode(errors="replace")) for one in ids]
+    names = [msgspec.json.encode(shown(token).decode(errors="replace")) for token in ids]
     best = {name: b"%b:%.6g" % (name, value) for name, value in zip(names[1:], values[1:], strict=True)}
     return b'{"text_offset":[%d],"token_logprobs":[%.6g],"tokens":[%b],"top_logprobs":[{%b}]}' % (
         *(offset, values[0], names[0]),
@@ -52,7 +52,7 @@ def completion_plainly(ids: list[int], values: list[float], offset: int) -> byte
 
 
 def columns(rows: list[tuple[list[int], list[float]]]) -> Logprobs:
-    ids = np.array([one for ids, _ in rows for one in ids], np.int32)
+    ids = np.array([token for ids, _ in rows for token in ids], np.int32)
     values = np.array([value for _, values in rows for value in values], np.float32)
     return Logprobs(ids, values, np.ones(len(rows), np.int32), np.array([len(ids) for ids, _ in rows], np.int32))
 
@@ -82,13 +82,13 @@ def test_rows_say_together_what_each_says_alone(seed: int) -> None:
 
 
 def test_a_token_is_told_with_its_name_and_its_bytes() -> None:
-    (told,) = map(json.loads, LogprobsWriter(VOCABULARY).of_chats(columns([([1, 6], [-0.5, -2.0])])))
+    (value,) = map(json.loads, LogprobsWriter(VOCABULARY).of_chats(columns([([1, 6], [-0.5, -2.0])])))
     second: dict[str, Any] = {"token": "100%", "bytes": list(b"100%"), "logprob": -2}
-    assert told == {"content": [{"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5, "top_logprobs": [second]}]}
+    assert value == {"content": [{"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5, "top_logprobs": [second]}]}
 
 
 def test_of_tokens_that_look_alike_a_completion_tells_the_last_in_the_place_of_the_first() -> None:
-    (told,) = LogprobsWriter(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
-    assert told.decode() == (
+    (text,) = LogprobsWriter(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
+    assert text.decode() == (
         '{"text_offset":[5],"token_logprobs":[-1],"tokens":["a"],"top_logprobs":[{"\ufffd":-4,"a":-3}]}'
     )

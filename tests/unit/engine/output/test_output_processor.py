@@ -47,8 +47,8 @@ class Scene:
         self.inbox: Receiver = held.enter_context(group.inbox.open_receiver(name="core 0.0 #1"))
         self.tokens: Sender = held.enter_context(group.tokens[0].open_sender(name="core 0.0 #1"))
         self.servers = [
-            held.enter_context(one.open_receiver(name=f"server 0.{number} #1"))
-            for number, one in enumerate(cluster.servers)
+            held.enter_context(inbox.open_receiver(name=f"server 0.{number} #1"))
+            for number, inbox in enumerate(cluster.servers)
         ]
         self.output = an_output(cluster)
         assert self.inbox.receive(1) == OutputReady(0, 1, 0)
@@ -56,8 +56,8 @@ class Scene:
         self.slots = 0
 
     def start(self, request: int, server: int = 0, chunk_format: ChunkFormat | None = None, **params: Any) -> None:
-        asked = SamplingParams(**{"max_tokens": None, **params})
-        started = Started(self.slots, request, asked, (), chunk_format, server)
+        sampling = SamplingParams(**{"max_tokens": None, **params})
+        started = Started(self.slots, request, sampling, (), chunk_format, server)
         self.tokens.send(Tokens(np.zeros(0, np.int32), started=(started,)), 1)
         assert self.output.process_next()
         self.slots += 1
@@ -199,8 +199,8 @@ def core(cluster: Cluster, words: Connection) -> None:
 
 def test_the_death_of_the_core_is_told_within_a_tenth_of_a_second() -> None:
     def measure() -> float:
-        ours, theirs = multiprocessing.Pipe()
-        with laid() as cluster, closing(an_output(cluster)) as mine, spawn(core, cluster, theirs) as process:
+        ours, remote = multiprocessing.Pipe()
+        with laid() as cluster, closing(an_output(cluster)) as mine, spawn(core, cluster, remote) as process:
             assert ours.recv() == "sent"
             channel = cluster.groups[0].tokens[0]
             with thread(lambda: turns(mine)) as turning:

@@ -91,11 +91,11 @@ def test_who_does_not_want_text_gets_none() -> None:
 
 
 def test_servers_get_their_own_rows_only() -> None:
-    one, other, third = answered(
+    first, other, third = answered(
         saying(A, A, key=(0, 1, 0)), saying(B, B, key=(3, 1, 0), logprobs=1), saying(EURO, key=(0, 2, 0))
     )
-    assert (one.text, other.text, third.text.decode()) == (b"aa", b"bb", "€")
-    assert other.logprobs == [[B, B + 1], [B, B + 1]] and not one.logprobs
+    assert (first.text, other.text, third.text.decode()) == (b"aa", b"bb", "€")
+    assert other.logprobs == [[B, B + 1], [B, B + 1]] and not first.logprobs
 
 
 def test_numbers_that_are_none_end_a_sample_with_an_error() -> None:
@@ -117,13 +117,13 @@ def test_each_output_answers_its_share_of_the_requests() -> None:
         engine.ask(saying(A, key=(0, request, 0), logprobs=1))
     took: list[list[int]] = []
     for state in engine.states:
-        its: list[int] = []
-        took.append(its)
+        requests: list[int] = []
+        took.append(requests)
         process = state.process
 
-        def recorded(tokens: Tokens, its: list[int] = its, process: Any = process) -> Any:
+        def recorded(tokens: Tokens, requests: list[int] = requests, process: Any = process) -> Any:
             answers = process(tokens)
-            its += [request for _, delta in answers.deltas for request in delta.requests.tolist()]
+            requests += [request for _, delta in answers.deltas for request in delta.requests.tolist()]
             return answers
 
         state.process = recorded  # type: ignore[method-assign]
@@ -203,19 +203,19 @@ def test_a_chat_comes_as_lines_that_begin_with_who_speaks_and_end_with_the_reaso
     assert first["choices"] == [
         {"index": 0, "delta": {"role": "assistant", "content": "é"}, "logprobs": None, "finish_reason": None}
     ]
-    assert [one["choices"][0]["delta"] for one in others] == [
+    assert [chunk["choices"][0]["delta"] for chunk in others] == [
         {"content": ' "b'},
         {"content": ' "b'},
         {"content": "ba\n"},
         {},
     ]
-    assert [one["choices"][0]["finish_reason"] for one in others] == [None, None, None, "stop"]
+    assert [chunk["choices"][0]["finish_reason"] for chunk in others] == [None, None, None, "stop"]
     assert got.ids == [E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS]
 
 
 def test_a_completion_comes_as_lines_with_text() -> None:
     (got,) = answered(saying(A, SPECIAL, B, EURO), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
-    assert [one["choices"][0] for one in lines(got)] == [
+    assert [chunk["choices"][0] for chunk in lines(got)] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
         {"index": 0, "text": "b", "logprobs": None, "finish_reason": None},
         {"index": 0, "text": "€", "logprobs": None, "finish_reason": "length"},
@@ -228,24 +228,24 @@ def test_each_sample_of_a_request_has_its_index_and_says_first_who_speaks() -> N
     engine.ask(*samples, chunk_format=ChunkFormat(Style.CHAT, HEAD, 4))
     engine.finish()
     for which, sample in enumerate(samples):
-        told = [one["choices"][0] for one in lines(engine.servers.got[sample.key])]
-        assert [one["index"] for one in told] == [4 + which, 4 + which]
-        assert [one["delta"].get("role") for one in told] == ["assistant", None]
-        assert [one["finish_reason"] for one in told] == [None, "length"]
+        choices = [chunk["choices"][0] for chunk in lines(engine.servers.got[sample.key])]
+        assert [choice["index"] for choice in choices] == [4 + which, 4 + which]
+        assert [choice["delta"].get("role") for choice in choices] == ["assistant", None]
+        assert [choice["finish_reason"] for choice in choices] == [None, "length"]
 
 
 def test_a_stop_string_ends_a_chat_as_it_ends_text() -> None:
     (got,) = answered(saying(A, B, A, B, max_tokens=9, stop=("ba",)), chunk_format=ChunkFormat(Style.CHAT, HEAD))
-    told = [one["choices"][0] for one in lines(got)]
-    assert "".join(one["delta"].get("content", "") for one in told) == "a"
-    assert told[-1]["finish_reason"] == "stop" and got.end == (FinishReason.STOP, "ba")
+    choices = [chunk["choices"][0] for chunk in lines(got)]
+    assert "".join(choice["delta"].get("content", "") for choice in choices) == "a"
+    assert choices[-1]["finish_reason"] == "stop" and got.end == (FinishReason.STOP, "ba")
 
 
 def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
     (got,) = answered(saying(E_BEGINS, E_ENDS, logprobs=1), chunk_format=ChunkFormat(Style.CHAT, HEAD))
-    told = [one["choices"][0] for one in lines(got)]
-    assert [one["delta"]["content"] for one in told] == ["", "é"]
-    assert told[0]["logprobs"] == {
+    choices = [chunk["choices"][0] for chunk in lines(got)]
+    assert [choice["delta"]["content"] for choice in choices] == ["", "é"]
+    assert choices[0]["logprobs"] == {
         "content": [
             {
                 "token": "\ufffd",
@@ -260,7 +260,7 @@ def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
 
 def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
     (got,) = answered(saying(EURO, A, logprobs=1), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
-    assert [one["choices"][0]["logprobs"] for one in lines(got)] == [
+    assert [chunk["choices"][0]["logprobs"] for chunk in lines(got)] == [
         {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["€"], "top_logprobs": [{' "b': -0.5}]},
         {"text_offset": [1], "token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"b": -0.5}]},
     ]
@@ -271,7 +271,7 @@ def test_log_probabilities_of_some_change_nothing_of_what_the_others_say() -> No
     ways = [(style, likely) for style in (None, *Style) for likely in (None, 1)]
     keys = [(0, number, 0) for number in range(len(ways))]
 
-    def said(which: list[int]) -> list[Got]:
+    def answers_of(which: list[int]) -> list[Got]:
         engine = Speaking()
         for number in which:
             style, likely = ways[number]
@@ -280,14 +280,14 @@ def test_log_probabilities_of_some_change_nothing_of_what_the_others_say() -> No
         engine.finish()
         return [engine.servers.got[keys[number]] for number in which]
 
-    together = said(list(range(len(ways))))
-    assert together == [said([number])[0] for number in range(len(ways))]
-    told = dict(zip(ways, together, strict=True))
+    together = answers_of(list(range(len(ways))))
+    assert together == [answers_of([number])[0] for number in range(len(ways))]
+    texts = dict(zip(ways, together, strict=True))
     for style in (Style.CHAT, Style.COMPLETION):
-        with_them = [one["choices"][0].pop("logprobs") for one in lines(told[style, 1])]
+        with_them = [chunk["choices"][0].pop("logprobs") for chunk in lines(texts[style, 1])]
         assert all(with_them) and len(with_them) == len(ids)
-        assert not any(one["choices"][0]["logprobs"] for one in lines(told[style, None]))
-    offsets = [one["choices"][0]["logprobs"]["text_offset"] for one in lines(told[Style.COMPLETION, 1])]
+        assert not any(chunk["choices"][0]["logprobs"] for chunk in lines(texts[style, None]))
+    offsets = [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in lines(texts[Style.COMPLETION, 1])]
     assert offsets == [[0], [1], [4], [4], [5], [5], [6]]
 
 

@@ -50,7 +50,7 @@ def running(count: int, blocks_each: int = 4, preempted: tuple[int, ...] = ()) -
     return schedule
 
 
-def told(schedule: BatchState) -> list[object]:
+def state_of(schedule: BatchState) -> list[object]:
     return [
         schedule.status.tolist(),
         schedule.computed.tolist(),
@@ -223,10 +223,10 @@ def test_what_was_received_is_not_kept_alive_by_the_state() -> None:
 def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
     schedule = running(3)
     rows, counts = schedule.rows, schedule.counts
-    kept = rows.tolist(), counts.tolist()
+    original = rows.tolist(), counts.tolist()
     schedule.apply(Step(1, 2, left=slots(0), advances=Advances(slots(1), ints(0))))
     schedule.apply(Step(1, 3))
-    assert (rows.tolist(), counts.tolist()) == kept
+    assert (rows.tolist(), counts.tolist()) == original
 
 
 @pytest.mark.parametrize(
@@ -310,19 +310,19 @@ def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
         (Step(1, 9, advances=Advances(slots(0), ints(2**31 - 1))), r"at \$\.advances\.counts\[0\]"),
         (Step(1, 9, advances=Advances(slots(0), ints(2))), r"tokens that are known of slot 0, got 23 at .*counts\[0\]"),
     ],
-    ids=lambda one: "" if isinstance(one, Step) else one,
+    ids=lambda value: "" if isinstance(value, Step) else value,
 )
 def test_a_malformed_step_is_refused_with_its_place_and_changes_nothing(step: Step, where: str) -> None:
     schedule = running(4, preempted=(3,))
-    before = told(schedule)
+    before = state_of(schedule)
     with pytest.raises(DecodeError, match=where):
         schedule.apply(step)
-    assert told(schedule) == before
+    assert state_of(schedule) == before
 
 
 def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
     schedule = running(4, preempted=(3,))
-    before = told(schedule)
+    before = state_of(schedule)
     step = Step(
         1,
         9,
@@ -335,7 +335,7 @@ def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
     )
     with pytest.raises(DecodeError):
         schedule.apply(step)
-    assert told(schedule) == before
+    assert state_of(schedule) == before
 
 
 def test_tables_grow_as_far_as_one_request_may_have_blocks() -> None:
@@ -436,8 +436,8 @@ def test_equal_parameters_of_a_step_are_sent_once_and_a_join_grows_by_80_bytes()
     pair = Pair(4)
 
     def joining(*params: SamplingParams) -> int:
-        for number, one in enumerate(params):
-            pair.plan.join(number, ints(1), one, [1])
+        for number, params_of_row in enumerate(params):
+            pair.plan.join(number, ints(1), params_of_row, [1])
         return pair.send()
 
     empty, first = pair.send(), joining(PARAMS)

@@ -152,7 +152,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Failed(7, 503, "its worker died"), DELTAS),
         (Failed(7, 503, "its output processor died", Resume.SUSPECT_RUNS), DELTAS),
     ],
-    ids=lambda one: type(one).__name__ if isinstance(one, msgspec.Struct) else "",
+    ids=lambda message: type(message).__name__ if isinstance(message, msgspec.Struct) else "",
 )
 def test_a_message_arrives_as_it_was_sent(message: Any, channel: Any) -> None:
     received = FrameDecoder(Catalogue.of(channel)).decode(encoded(message, channel))

@@ -15,14 +15,14 @@ READERS = ("engine/core", "engine/worker", "engine/output", "engine/client")
 
 def fields_read(source: str) -> set[str]:
     """Returns the attributes that are loaded of a variable or attribute called `params`."""
-    found = set()
+    fields = set()
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
             owner = node.value
             name = owner.attr if isinstance(owner, ast.Attribute) else getattr(owner, "id", "")
             if name == "params":
-                found.add(node.attr)
-    return found
+                fields.add(node.attr)
+    return fields
 
 
 READ = set().union(*(fields_read(path.read_text()) for folder in READERS for path in (SOURCE / folder).glob("*.py")))

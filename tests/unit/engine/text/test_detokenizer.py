@@ -17,42 +17,44 @@ SENTENCES = [
     "🙂🙃 smile 👩‍👩‍👧",
     'he said: "no\\n"\n\tstop',
 ]
-BYTES = Vocabulary([bytes([one]) for one in range(256)], special=(0,))
+BYTES = Vocabulary([bytes([token]) for token in range(256)], special=(0,))
 
 
 def byte_level(size: int = 300) -> Any:
     """A tiny tokenizer that writes bytes: nearly every character beyond ASCII is several ids."""
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, special_tokens=["<s>", "</s>"])
-    made.train_from_iterator(SENTENCES, trainer)
-    made.add_tokens(["<tool é>"])
-    return made
+    tokenizer.train_from_iterator(SENTENCES, trainer)
+    tokenizer.add_tokens(["<tool é>"])
+    return tokenizer
 
 
 def with_fallback() -> Any:
     """A tiny one in the manner of sentencepiece: what it has no piece for is bytes."""
     pieces = ["<s>", "</s>", "<unk>", "▁", "▁the", "▁cat", "s", "a", "t", "c", "h", "e", "o", "n", "m"]
-    vocabulary = {piece: one for one, piece in enumerate([*pieces, *(f"<0x{one:02X}>" for one in range(256))])}
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
+    vocabulary = {
+        piece: number for number, piece in enumerate([*pieces, *(f"<0x{number:02X}>" for number in range(256))])
+    }
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, [], byte_fallback=True, unk_token="<unk>"))
     decoders = tokenizers.decoders
-    made.decoder = decoders.Sequence(
+    tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )
-    made.add_special_tokens(["<s>", "</s>"])
-    return made
+    tokenizer.add_special_tokens(["<s>", "</s>"])
+    return tokenizer
 
 
 def word_piece() -> Any:
     """One whose text is not its pieces one after the other."""
     pieces = ["[UNK]", "the", "cat", "##s", "sat", ",", "o", "##n"]
-    made = tokenizers.Tokenizer(
-        tokenizers.models.WordPiece({piece: one for one, piece in enumerate(pieces)}, unk_token="[UNK]")
+    tokenizer = tokenizers.Tokenizer(
+        tokenizers.models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]")
     )
-    made.decoder = tokenizers.decoders.WordPiece()
-    return made
+    tokenizer.decoder = tokenizers.decoders.WordPiece()
+    return tokenizer
 
 
 def ints(*values: int) -> Any:
@@ -62,8 +64,8 @@ def ints(*values: int) -> Any:
 def written(text: StopStringFilter, ids: Any, least: int = 0) -> tuple[list[str], str | None]:
     """What is shown with each id, what is shown at the end, and the stop string."""
     shown = []
-    for count, one in enumerate(ids, 1):
-        shown.append(text.add(one, count > least))
+    for count, token in enumerate(ids, 1):
+        shown.append(text.add(token, count > least))
         if text.stop is not None:
             return shown, text.stop
     return [*shown, text.end(len(ids) > least)], text.stop
@@ -80,7 +82,7 @@ def test_a_text_comes_out_as_it_was_and_never_half_a_character(sentence: str) ->
     vocabulary = build_vocabulary(tokenizer)
     shown, _ = written(StopStringFilter(vocabulary.stream((), True)), tokenizer.encode(sentence).ids)
     assert "".join(shown) == sentence and len(shown) > 2
-    assert all("\ufffd" not in one for one in shown)
+    assert all("\ufffd" not in text for text in shown)
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -104,7 +106,7 @@ def test_bytes_at_the_end_that_are_no_character_are_shown_as_such() -> None:
 def test_bytes_for_want_of_a_piece_become_characters() -> None:
     tokenizer = with_fallback()
     vocabulary = build_vocabulary(tokenizer)
-    ids = [tokenizer.token_to_id(one) for one in ("▁the", "▁cat", "<0xE2>", "<0x82>", "<0xAC>", "s", "</s>")]
+    ids = [tokenizer.token_to_id(piece) for piece in ("▁the", "▁cat", "<0xE2>", "<0x82>", "<0xAC>", "s", "</s>")]
     shown, _ = written(StopStringFilter(vocabulary.stream((0, 4), True)), ids)
     assert shown == [" the", " cat", "", "", "€", "s", "", ""]
     shown, _ = written(StopStringFilter(vocabulary.stream((0, 4), False)), ids)

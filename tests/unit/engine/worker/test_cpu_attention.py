@@ -63,62 +63,62 @@ class Given:
 @pytest.mark.parametrize(
     "manner",
     [{}, {"softcap": 3.0}, {"sinks": True}, {"softcap": 2.0, "sinks": True}],
-    ids=lambda one: "+".join(one) or "plain",
+    ids=lambda options: "+".join(options) or "plain",
 )
 @pytest.mark.parametrize("seed", range(4))
 def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[str, Any], seed: int) -> None:
-    given = Given(seed, dtype)
-    how = AttentionStyle(0.25, softcap=manner.get("softcap"), sinks=given.sinks if "sinks" in manner else None)
+    case = Given(seed, dtype)
+    how = AttentionStyle(0.25, softcap=manner.get("softcap"), sinks=case.sinks if "sinks" in manner else None)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(given.ours(how), given.theirs(how), **near)
+    torch.testing.assert_close(case.ours(how), case.theirs(how), **near)
 
 
 @pytest.mark.parametrize("window", [None, 3, 17])
 @pytest.mark.parametrize("how", [{}, {"softcap": 2.0, "sinks": True}], ids=["plain", "softcap+sinks"])
 @pytest.mark.parametrize(("tokens", "length"), [(1, 40), (9, 9), (33, 38)])
 def test_chunk_attends_to_what_is_gathered(window: int | None, how: dict[str, Any], tokens: int, length: int) -> None:
-    given = Given(length, torch.bfloat16)
-    sinks = given.sinks if "sinks" in how else None
+    case = Given(length, torch.bfloat16)
+    sinks = case.sinks if "sinks" in how else None
     style = AttentionStyle(0.25, window=window, softcap=how.get("softcap"), sinks=sinks)
-    chunk = PrefillChunk(0, tokens, length, given.rows.table[0])
+    chunk = PrefillChunk(0, tokens, length, case.rows.table[0])
     query = torch.randn(6, tokens, 16).to(torch.bfloat16).transpose(0, 1)
     attended = torch.empty(tokens, 6, 16, dtype=torch.bfloat16)
-    assert given.memory.on_cpu is not None
-    given.memory.on_cpu.attend_chunk(0, query, attended, chunk, style)
+    assert case.memory.on_cpu is not None
+    case.memory.on_cpu.attend_chunk(0, query, attended, chunk, style)
     places, mask = paged_attention.reach_of_chunk(chunk, BLOCK_SIZE, window)
-    keys, values = (tensor[places][None].float() for tensor in given.memory.layers[0])
+    keys, values = (tensor[places][None].float() for tensor in case.memory.layers[0])
     expected = attention(query[None].float(), keys, values, torch.from_numpy(mask)[None], style)[0]
     torch.testing.assert_close(attended.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_what_is_no_number_stays_none() -> None:
-    given = Given(0, torch.float32)
-    given.memory.layers[0][0].fill_(float("nan"))
-    assert bool(given.ours(AttentionStyle(0.25)).isnan().all())
+    case = Given(0, torch.float32)
+    case.memory.layers[0][0].fill_(float("nan"))
+    assert bool(case.ours(AttentionStyle(0.25)).isnan().all())
 
 
 def test_work_that_is_worth_it_is_divided_and_comes_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     before = torch.get_num_threads()
-    given, how = Given(1, torch.float32), AttentionStyle(0.25)
-    alone = given.ours(how)
+    case, how = Given(1, torch.float32), AttentionStyle(0.25)
+    alone = case.ours(how)
     parts: list[tuple[int, ...]] = []
     attend = _native.paged_attention
 
-    def counted(*asked: Any) -> None:
-        parts.append(asked[11:])
-        attend(*asked)
+    def counted(*arguments: Any) -> None:
+        parts.append(arguments[11:])
+        attend(*arguments)
 
     monkeypatch.setattr(_native, "paged_attention", counted)
     monkeypatch.setattr(paged_attention, "WORTH_A_THREAD", 100)
     torch.set_num_threads(3)
     try:
-        torch.testing.assert_close(given.ours(how), alone, rtol=0, atol=0)
+        torch.testing.assert_close(case.ours(how), alone, rtol=0, atol=0)
     finally:
         torch.set_num_threads(before)
     assert sorted(parts) == [(0, 3), (1, 3), (2, 3)]
 
 
-def asked(**other: Any) -> dict[str, Any]:
+def kernel_arguments(**other: Any) -> dict[str, Any]:
     keys = np.zeros((BLOCKS * BLOCK_SIZE, 2, 8), np.float32)
     whole = {
         "queries": np.zeros((1, 4, 8), np.float32),
@@ -158,9 +158,9 @@ def asked(**other: Any) -> dict[str, Any]:
     ],
 )
 def test_what_cannot_be_is_refused_before_a_byte_is_read(wrong: dict[str, Any], text: str) -> None:
-    _native.paged_attention(**asked())
+    _native.paged_attention(**kernel_arguments())
     with pytest.raises(ValueError, match=text):
-        _native.paged_attention(**asked(**wrong))
+        _native.paged_attention(**kernel_arguments(**wrong))
 
 
 @pytest.mark.parametrize(

@@ -70,12 +70,12 @@ def test_layer_computes_what_transformers_does(name: str, dtype: torch.dtype) ->
     replace_norms(holder)
     replace_attentions(holder)
     assert isinstance(layer.forward, CpuAttention)
-    found = attended(layer, dtype)
+    actual = attended(layer, dtype)
     if dtype == torch.float32:
-        torch.testing.assert_close(found, stock, rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(actual, stock, rtol=1e-4, atol=1e-5)
         return
     expected = attended(exact, torch.float32)
-    assert (found - expected).abs().mean() <= (stock - expected).abs().mean() * 1.05
+    assert (actual - expected).abs().mean() <= (stock - expected).abs().mean() * 1.05
 
 
 @torch.inference_mode()

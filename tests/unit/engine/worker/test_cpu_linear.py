@@ -50,9 +50,9 @@ class ScaledMlp(Mlp):
         return 2 * super().forward(x)
 
 
-def require_close(found: torch.Tensor, expected: torch.Tensor) -> None:
-    assert found.shape == expected.shape and found.dtype == torch.bfloat16
-    assert (found.float() - expected).abs().max() <= 0.02 * expected.abs().max() + 1e-3
+def require_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
+    assert actual.shape == expected.shape and actual.dtype == torch.bfloat16
+    assert (actual.float() - expected).abs().max() <= 0.02 * expected.abs().max() + 1e-3
 
 
 def pack(module: nn.Module) -> tuple[nn.Module, nn.Module]:
@@ -205,9 +205,9 @@ def test_tied_embedding_keeps_its_weights() -> None:
     with torch.inference_mode():
         expected = model(ids).logits.float()
         pack_linears(model)
-        found = model(ids).logits.float()
+        actual = model(ids).logits.float()
     assert model.get_input_embeddings().weight.device.type == "cpu" and model.lm_head.weight.is_meta
-    assert (found - expected).abs().max() <= 0.03 * expected.abs().max()
+    assert (actual - expected).abs().max() <= 0.03 * expected.abs().max()
 
 
 def test_packed_linear_refuses_what_does_not_fit() -> None:

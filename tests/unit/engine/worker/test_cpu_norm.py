@@ -35,10 +35,10 @@ def test_norm_computes_what_transformers_does(kind: Any, dtype: torch.dtype, siz
     assert isinstance(ours.forward, RmsNorm)
     for rows in (1, 9, 500):
         x = torch.randn(1, rows, size).to(dtype) * 3
-        found, expected = ours(x), stock(x)
-        assert found.dtype == dtype and found.shape == expected.shape
+        actual, expected = ours(x), stock(x)
+        assert actual.dtype == dtype and actual.shape == expected.shape
         limit = 2e-6 if dtype == torch.float32 else 0.008  # a last bit
-        assert ((found - expected).float().abs() <= limit * (expected.float().abs() + 1e-3)).all()
+        assert ((actual - expected).float().abs() <= limit * (expected.float().abs() + 1e-3)).all()
 
 
 @torch.inference_mode()

@@ -92,15 +92,15 @@ def test_a_graph_is_recorded_after_all_that_is_made_once_and_after_nobody_has_wa
 
 
 @pytest.mark.parametrize(
-    ("given", "calls", "why"), [({"waits": True}, 2, "synchronizing"), ({"fails_at": 3}, 3, "inval")]
+    ("options", "calls", "why"), [({"waits": True}, 2, "synchronizing"), ({"fails_at": 3}, 3, "inval")]
 )
 def test_a_graph_that_cannot_be_recorded_leaves_the_device_as_it_was(
-    given: dict[str, Any], calls: int, why: str, monkeypatch: pytest.MonkeyPatch
+    options: dict[str, Any], calls: int, why: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     double = Double()
     double.set_up(monkeypatch)
     with pytest.raises(RuntimeError, match=why):
-        CudaGraphs().record(lambda: double.compute(**given))
+        CudaGraphs().record(lambda: double.compute(**options))
     assert len(double.seen) == calls
     assert (double.stream_now, double.mode, double.is_recording) == ("default", 0, False)
 

@@ -44,9 +44,9 @@ CPU, META = torch.device("cpu"), torch.device("meta")
 def test_recorded_steps_answer_what_transformers_answers(name: str, family: Callable[[str], Family]) -> None:
     """With all that is in between: chunks, preemption, blocks of others, and images."""
     of, tape = family(name), Tape()
-    told = ask(device(of, recorder=tape), of.requests)
-    assert told.answers == of.answers
-    assert told.preemptions > 0 and told.cached_tokens > 0
+    result = ask(device(of, recorder=tape), of.requests)
+    assert result.answers == of.answers
+    assert result.preemptions > 0 and result.cached_tokens > 0
     assert len(tape.replays) == 3 and sum(tape.replays) > 30
 
 
@@ -67,15 +67,15 @@ def test_tables_that_grow_wider_are_answered_alike(
 
 
 def counting_eager(monkeypatch: pytest.MonkeyPatch) -> list[InputBatch]:
-    found: list[InputBatch] = []
+    batches: list[InputBatch] = []
 
     class Counted(PagedAttention):
         def __init__(self, memory: KVCache, batch: InputBatch, where: Any) -> None:
             super().__init__(memory, batch, where)
-            found.append(batch)
+            batches.append(batch)
 
     monkeypatch.setattr(model_runner, "PagedAttention", Counted)
-    return found
+    return batches
 
 
 def test_recorded_steps_know_the_random_tokens_of_others(family: Callable[[str], Family]) -> None:
@@ -103,11 +103,11 @@ def test_there_are_not_many_forms_and_each_fits_the_numbers_it_is_told_by(
     slots: int, blocks: int, block_size: int
 ) -> None:
     forms = GraphBuckets(slots, blocks, block_size)
-    found = {form for rows in forms.rows for width in forms.widths if (form := forms.least(rows, width)) is not None}
-    assert GraphBucket(forms.rows[-1], forms.widths[0]) in found
-    assert len(found) <= 300
+    shapes = {form for rows in forms.rows for width in forms.widths if (form := forms.least(rows, width)) is not None}
+    assert GraphBucket(forms.rows[-1], forms.widths[0]) in shapes
+    assert len(shapes) <= 300
     most = decode_graphs.MAX_POSITIONS // block_size
-    assert all(form.rows * form.width <= most and form.width <= blocks for form in found)
+    assert all(form.rows * form.width <= most and form.width <= blocks for form in shapes)
     assert forms.rows[-1] <= slots
 
 
@@ -128,20 +128,20 @@ def test_attention_from_tensors_alone_is_attention(
     batch = batch_of_lengths(7, 1, 20, 4, 13)
     torch.manual_seed(3)
     memories = [KVCache({0: KVCacheShape(2, 8, 8)}, 40, BLOCK_SIZE, torch.float32, CPU) for _ in range(2)]
-    kept = [torch.randn_like(tensor) for tensor in memories[0].layers[0]]
-    seen = np.concatenate([own_places(batch, row) for row in range(5)])
+    originals = [torch.randn_like(tensor) for tensor in memories[0].layers[0]]
+    places = np.concatenate([own_places(batch, row) for row in range(5)])
     for memory in memories:
-        for tensor, its in zip(memory.layers[0], kept, strict=True):
+        for tensor, original in zip(memory.layers[0], originals, strict=True):
             tensor.fill_(float("nan"))  # whatever others have left there is not seen
-            tensor[seen] = its[seen]
+            tensor[places] = original[places]
     query, key, value = torch.randn(5, 4, 8), torch.randn(5, 2, 8), torch.randn(5, 2, 8)
     how = AttentionStyle(0.9, window, softcap)
     table = torch.tensor(np.pad(batch.table, ((0, 0), (0, 3)), constant_values=39)).long()
     fixed = DecodeAttention(memories[0], torch.from_numpy(batch.lengths), table)
-    found = fixed.attend(0, query, key, value, how)
-    torch.testing.assert_close(found, PagedAttention(memories[1], batch, CPU).attend(0, query, key, value, how))
-    for ours, theirs in zip(memories[0].layers[0], memories[1].layers[0], strict=True):
-        assert torch.equal(ours.nan_to_num(9), theirs.nan_to_num(9))
+    actual = fixed.attend(0, query, key, value, how)
+    torch.testing.assert_close(actual, PagedAttention(memories[1], batch, CPU).attend(0, query, key, value, how))
+    for ours, other in zip(memories[0].layers[0], memories[1].layers[0], strict=True):
+        assert torch.equal(ours.nan_to_num(9), other.nan_to_num(9))
 
 
 def own_places(batch: InputBatch, row: int) -> Any:
@@ -159,10 +159,10 @@ def test_nothing_of_an_earlier_step_pads_a_later_one(family: Callable[[str], Fam
     before = {layer: [tensor.clone() for tensor in both] for layer, both in memory.layers.items()}
     outcome = decoding.hidden(few, torch.tensor([4, 5, 6]), few.positions)
     assert outcome is not None and outcome.shape[0] == 3
-    told = decoding._inputs_of(GraphBucket(4, decoding.forms.widths[0]))
-    assert told.ids.tolist() == [4, 5, 6, 0]
-    assert told.positions.tolist() == [5, 2, 10, 0] and told.lengths.tolist() == [6, 3, 11, 1]
-    assert told.table[3].eq(40).all() and told.table[:, few.table.shape[1] :].eq(40).all()
+    inputs = decoding._inputs_of(GraphBucket(4, decoding.forms.widths[0]))
+    assert inputs.ids.tolist() == [4, 5, 6, 0]
+    assert inputs.positions.tolist() == [5, 2, 10, 0] and inputs.lengths.tolist() == [6, 3, 11, 1]
+    assert inputs.table[3].eq(40).all() and inputs.table[:, few.table.shape[1] :].eq(40).all()
     for layer, both in memory.layers.items():
         for now, then in zip(both, before[layer], strict=True):
             changed = (now != then).flatten(1).any(1).nonzero()[:, 0].tolist()
@@ -198,8 +198,8 @@ def test_a_model_that_waits_for_the_device_is_answered_without_recording(
     """A mixture whose experts are asked one after the other, those that somebody wants."""
     of, tape = family("qwen3_moe"), Tape()
 
-    def one_by_one(*given: Any, **options: Any) -> Any:
-        model = load(*given, **options)
+    def one_by_one(*arguments: Any, **options: Any) -> Any:
+        model = load(*arguments, **options)
         model.stock.set_experts_implementation("eager")
         return model
 
@@ -208,8 +208,8 @@ def test_a_model_that_waits_for_the_device_is_answered_without_recording(
         ours = device(of, recorder=tape)
         assert ask(ours, of.requests).answers == of.answers
     assert not sum(tape.replays)
-    told = [record for record in caplog.records if record.message == "decode steps are not recorded"]
-    assert len(told) == 1 and "called a synchronizing operation: nonzero" in told[0].fields["why"]  # type: ignore[attr-defined]
+    records = [record for record in caplog.records if record.message == "decode steps are not recorded"]
+    assert len(records) == 1 and "called a synchronizing operation: nonzero" in records[0].fields["why"]  # type: ignore[attr-defined]
 
 
 def test_a_form_that_fails_later_ends_all_recording(
@@ -259,10 +259,10 @@ def test_only_steps_of_a_cuda_device_are_recorded_and_it_says_when_they_are_not(
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
 def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
-    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: told.append(config))
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: configs.append(config))
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: configs.append(config))
     for options in ([], ["--enforce-eager"], ["--no-enforce-eager"]):
         parsed = parser().parse_args([command, "--device-model", "simulated", *options])
         parsed.run(parsed)
-    assert [config.enforce_eager for config in told] == [False, True, False]
+    assert [config.enforce_eager for config in configs] == [False, True, False]

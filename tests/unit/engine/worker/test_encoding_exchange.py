@@ -58,12 +58,12 @@ class Encoder:
 
 def counted(monkeypatch: pytest.MonkeyPatch, before: Callable[[Handle], object] = lambda item: None) -> Encoder:
     encoder = Encoder(before)
-    monkeypatch.setattr(ImageEncoder, "encode", lambda *given: encoder(*given))
+    monkeypatch.setattr(ImageEncoder, "encode", lambda *arguments: encoder(*arguments))
     return encoder
 
 
-def keys_of(asked: list[Asked]) -> set[bytes | None]:
-    return {key for one in asked for key, _, _ in one.inputs}
+def keys_of(requests: list[Asked]) -> set[bytes | None]:
+    return {key for request in requests for key, _, _ in request.inputs}
 
 
 def options(mode: str, store: Store, **more: Any) -> EncoderOptions:
@@ -96,8 +96,8 @@ def test_images_of_a_step_are_divided_among_ranks(
     of, both = family("llava"), threading.Barrier(2, timeout=30)
     counted(monkeypatch, lambda item: both.wait())
     for mode in ("data", "store"):
-        asked = [of.requests[2]]
-        assert answers_of_threads(2, of, asked, budget=64, encoder=options(mode, store)) == [[of.answers[2]]] * 2
+        requests = [of.requests[2]]
+        assert answers_of_threads(2, of, requests, budget=64, encoder=options(mode, store)) == [[of.answers[2]]] * 2
 
 
 @pytest.mark.parametrize("mode", ["weights", "data", "store"])
@@ -113,9 +113,9 @@ def test_an_image_that_one_rank_cannot_encode_fails_on_all(
             raise encoding_exchange.Unusable(FinishReason.MISFIT)
 
     counted(monkeypatch, fail)
-    told = answers_of_threads(2, of, of.requests[:4], encoder=options(mode, store))
-    assert told[0] == told[1]
-    assert [told[0][number] for number in (0, 2, 3)] == [of.answers[number] for number in (0, 2, 3)]
+    result = answers_of_threads(2, of, of.requests[:4], encoder=options(mode, store))
+    assert result[0] == result[1]
+    assert [result[0][number] for number in (0, 2, 3)] == [of.answers[number] for number in (0, 2, 3)]
     must_be_written_by_nobody(store)
 
 
@@ -127,8 +127,8 @@ def test_an_encoding_is_held_while_a_chunk_of_its_image_is_left(
     chunks = []
     original = encoding_exchange.EncodingExchange.run
 
-    def run(*given: Any) -> Any:
-        result = original(*given)
+    def run(*arguments: Any) -> Any:
+        result = original(*arguments)
         chunks.append(store.stats().items)
         evicted.extend(store.evict(item.key) for item in store.stats().items)
         return result
@@ -180,8 +180,8 @@ def test_engines_that_need_the_same_images_at_once_encode_each_once(
     encoder = counted(monkeypatch, lambda item: both.wait())
     engines = [device(of, blocks=64, encoder=options("store", store, timeout=30.0)) for _ in range(2)]
     with ThreadPoolExecutor(2) as pool:
-        told = list(pool.map(lambda engine: ask(engine, [of.requests[2]], budget=64).answers, engines))
-    assert told == [[of.answers[2]]] * 2
+        answers = list(pool.map(lambda engine: ask(engine, [of.requests[2]], budget=64).answers, engines))
+    assert answers == [[of.answers[2]]] * 2
     assert sorted(encoder.keys) == sorted(keys_of([of.requests[2]]))
     assert [engine.encodings.encoded for engine in engines] == [1, 1]
     assert [engine.encodings.found for engine in engines] == [1, 1]
@@ -269,7 +269,7 @@ def test_an_encoding_counts_once_as_a_hit_or_a_miss(
     """However many ranks view it. The second engine finds all; the cache of prefixes needs some images never again."""
     store = encodings_store()
     of, encoder = family("llava"), counted(monkeypatch)
-    needed = sum(len(asked.inputs) for asked in of.requests * 2)
+    needed = sum(len(request.inputs) for request in of.requests * 2)
     new, hits = len(keys_of(of.requests)), 0
     for least, most in ((0, needed - new), (new, needed)):
         answers_of_threads(size, of, of.requests * 2, encoder=options("store", store))
@@ -285,8 +285,8 @@ def test_an_image_without_a_key_is_broadcast(family: Callable[[str], Family], mo
     prompt, inputs, tokens = of.requests[1]
     keyless = Asked(prompt, [(None, *place) for _, *place in inputs], tokens)
     shown = opener({None: of.images[inputs[0][0]]})  # type: ignore[dict-item]
-    told = answers_of_threads(2, of, [keyless], open_handle=shown, encoder=options("store", store))
-    assert told == [[of.answers[1]]] * 2
+    result = answers_of_threads(2, of, [keyless], open_handle=shown, encoder=options("store", store))
+    assert result == [[of.answers[1]]] * 2
     assert encoder.keys == [None] and not store.stats().items
 
 
@@ -314,17 +314,17 @@ def _die_while_encoding(path: str, images: str, ticket: str, prompt: list[int], 
         os.kill(os.getpid(), signal.SIGKILL)
 
     ImageEncoder.encode = die  # type: ignore[method-assign, assignment]
-    asked = [Asked(prompt, inputs)]
+    requests = [Asked(prompt, inputs)]
     ours = ModelRunner(
         path,
         slots=4,
         block_size=BLOCK_SIZE,
-        blocks=-(-longest(asked) // BLOCK_SIZE),
+        blocks=-(-longest(requests) // BLOCK_SIZE),
         open_handle=opener(torch.load(Path(images))),
         threads=1,
         encoder=EncoderOptions("store", store),
     )
-    ask(ours, asked)
+    ask(ours, requests)
 
 
 def test_an_engine_that_waits_for_a_dead_one_encodes_by_itself(
@@ -335,8 +335,8 @@ def test_an_engine_that_waits_for_a_dead_one_encodes_by_itself(
     prompt, inputs, _ = of.requests[1]
     torch.save(of.images, tmp_path / "images.pt")
     ours = device(of, blocks=64, encoder=options("store", store, timeout=60.0))
-    given = (str(of.path), str(tmp_path / "images.pt"), str(store.ticket), prompt, inputs)
-    with spawn(_die_while_encoding, *given, within=60.0) as dying:
+    arguments = (str(of.path), str(tmp_path / "images.pt"), str(store.ticket), prompt, inputs)
+    with spawn(_die_while_encoding, *arguments, within=60.0) as dying:
         eventually(lambda: any(item.is_being_written for item in store.stats().items), within=60.0)
         assert ask(ours, [of.requests[1]]).answers == [of.answers[1]]
         dying.join()

@@ -51,9 +51,9 @@ def test_random_lengths_are_answered_as_by_transformers(
     of = family("llama", max_position_embeddings=MAX_LENGTH)
     limit = {"native": MAX_LENGTH, "tape": 300}.get(kind, 600)
     requests = random_requests(seed, limit)
-    told = ask(device(of, blocks=limit // BLOCK_SIZE + 8, recorder=recorder), requests, slots=4, budget=100)
-    must_be_greedy(of.path, requests, told.answers)
-    assert told.preemptions > 0 and told.cached_tokens > 0
+    result = ask(device(of, blocks=limit // BLOCK_SIZE + 8, recorder=recorder), requests, slots=4, budget=100)
+    must_be_greedy(of.path, requests, result.answers)
+    assert result.preemptions > 0 and result.cached_tokens > 0
 
 
 @tiers.needs_all

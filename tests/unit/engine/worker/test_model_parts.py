@@ -47,20 +47,20 @@ def test_memory_that_nobody_has_written_to_is_not_there_yet() -> None:
 # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
 def dense(query: Any, key: Any, value: Any, how: AttentionStyle) -> Any:
     """One request, one token and one head after the other. The queries are of the last tokens."""
-    found = torch.zeros(query.shape)
+    attended = torch.zeros(query.shape)
     for row in range(query.shape[0]):
         at = key.shape[0] - query.shape[0] + row
         first = 0 if how.window is None else max(0, at + 1 - how.window)
         for head in range(HEADS):
-            its = head * SHARED // HEADS
-            scores = key[first : at + 1, its] @ query[row, head] * how.scale
+            shared_head = head * SHARED // HEADS
+            scores = key[first : at + 1, shared_head] @ query[row, head] * how.scale
             if how.softcap is not None:
                 scores = how.softcap * torch.tanh(scores / how.softcap)
             if how.sinks is not None:
                 scores = torch.cat((scores, how.sinks[head : head + 1]))
             weights = torch.softmax(scores, 0)[: at + 1 - first]
-            found[row, head] = weights @ value[first : at + 1, its]
-    return found
+            attended[row, head] = weights @ value[first : at + 1, shared_head]
+    return attended
 
 
 @pytest.mark.parametrize("window", [None, 1, 3, 9])
@@ -87,10 +87,10 @@ def test_a_token_sees_what_came_before_it_and_nothing_else(
     query = torch.randn(batch.slots.size, HEADS, SIZE)
     at = list(zip(batch.slots.tolist(), batch.positions.tolist(), strict=True))
     key, value = (torch.stack([of[slot][position] for slot, position in at]) for of in (keys, values))
-    found = PagedAttention(memory, batch, CPU).attend(0, query, key, value, how)
+    attended = PagedAttention(memory, batch, CPU).attend(0, query, key, value, how)
     for slot, start, count in zip(batch.rows.tolist(), batch.starts.tolist(), batch.counts.tolist(), strict=True):
         part = slice(start, start + count)
-        torch.testing.assert_close(found[part], dense(query[part], keys[slot], values[slot], how))
+        torch.testing.assert_close(attended[part], dense(query[part], keys[slot], values[slot], how))
 
 
 def test_tokens_are_remembered_however_many_they_become() -> None:
@@ -190,7 +190,7 @@ def test_parameters_that_are_missing_or_have_another_shape_are_named(broken: Pat
 def test_a_model_has_the_type_that_is_wanted_or_that_of_its_configuration(llama: Path) -> None:
     assert load(llama, TPGroup(), CPU).dtype == torch.float32
     narrow = load(llama, TPGroup(), CPU, torch.bfloat16)
-    assert {one.dtype for one in narrow.stock.parameters()} == {torch.bfloat16}
+    assert {parameter.dtype for parameter in narrow.stock.parameters()} == {torch.bfloat16}
     assert narrow.stock.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
     with pytest.raises(ValueError, match="expected dtype to be auto, float32, bfloat16 or float16, got 'int8'"):
         ModelRunner(llama, slots=1, dtype="int8")

@@ -43,10 +43,10 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
     of = family(name)
     assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
-    told = ask(device(of), of.requests)
-    assert told.answers == of.answers
-    assert told.preemptions > 0
-    assert told.cached_tokens > 0
+    result = ask(device(of), of.requests)
+    assert result.answers == of.answers
+    assert result.preemptions > 0
+    assert result.cached_tokens > 0
 
 
 @pytest.mark.parametrize("name", families("llama", "gemma2", "mistral"))
@@ -76,10 +76,10 @@ def test_a_resumed_answer_goes_on_as_if_it_had_stayed(
 ) -> None:
     of = family(name)
     whole = ask(device(of), of.requests, seed=seed, logprobs=2)
-    counts = [at % (one.tokens - 1) for at, one in enumerate(of.requests)]
-    said = [answer[:count] for answer, count in zip(whole.answers, counts, strict=True)]
-    rest = ask(device(of), of.requests, seed=seed, logprobs=2, resumed=said)
-    for answer, before, after in zip(whole.answers, said, rest.answers, strict=True):
+    counts = [at % (request.tokens - 1) for at, request in enumerate(of.requests)]
+    resumed = [answer[:count] for answer, count in zip(whole.answers, counts, strict=True)]
+    rest = ask(device(of), of.requests, seed=seed, logprobs=2, resumed=resumed)
+    for answer, before, after in zip(whole.answers, resumed, rest.answers, strict=True):
         assert answer == [*before, *after]
     for values, count, after in zip(whole.logprobs, counts, rest.logprobs, strict=True):
         assert after == pytest.approx(values[count:], abs=1e-4) and len(after) == len(values) - count
@@ -89,11 +89,11 @@ def test_a_resumed_answer_goes_on_as_if_it_had_stayed(
 def test_logits_are_those_of_transformers(name: str, family: Callable[[str], Family]) -> None:
     """Capped, too, where they are: the likeliest token does not show it."""
     of = family(name)
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(of.path)
+    reference = transformers.AutoModelForCausalLM.from_pretrained(of.path)
     with torch.inference_mode():
-        found = theirs(torch.tensor([of.requests[3].prompt]), output_hidden_states=True)
+        output = reference(torch.tensor([of.requests[3].prompt]), output_hidden_states=True)
     ours = load(of.path, TPGroup(), torch.device("cpu"))
-    torch.testing.assert_close(ours.logits(found.hidden_states[-1][0]), found.logits[0])
+    torch.testing.assert_close(ours.logits(output.hidden_states[-1][0]), output.logits[0])
 
 
 @pytest.mark.parametrize("text", [text for text in TEXT if text != "llama"])
@@ -111,19 +111,22 @@ def test_an_image_is_encoded_once_and_is_seen(
     fetched: list[bytes] = []
     monkeypatch.setattr(ImageEncoder, "encode", _counting(ImageEncoder.encode, fetched))
     with_image = of.requests[1]
-    changed = {key: {**one, "pixel_values": -one["pixel_values"]} for key, one in of.images.items()}
+    changed = {key: {**tensors, "pixel_values": -tensors["pixel_values"]} for key, tensors in of.images.items()}
     ours = device(of, blocks=64)
-    asked = [with_image, Asked([5, *with_image.prompt], [(key, at + 1, size) for key, at, size in with_image.inputs])]
-    first = ask(ours, asked).answers[0]
+    requests = [
+        with_image,
+        Asked([5, *with_image.prompt], [(key, at + 1, size) for key, at, size in with_image.inputs]),
+    ]
+    first = ask(ours, requests).answers[0]
     assert len(fetched) == 1
     assert first == of.answers[1]
     assert ask(device(of, blocks=64, open_handle=opener(changed)), [with_image]).answers[0] != first
 
 
 def _counting(encode: Any, calls: list[Any]) -> Any:
-    def counted(*given: Any) -> Any:
-        calls.append(given[1:])
-        return encode(*given)
+    def counted(*arguments: Any) -> Any:
+        calls.append(arguments[1:])
+        return encode(*arguments)
 
     return counted
 
@@ -144,9 +147,9 @@ def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str]
             raise Missing("it went")
         return opener(of.images)(item)
 
-    told = ask(device(of, open_handle=open_handle), of.requests[:4])
-    assert told.failed == {1}
-    assert [told.answers[0], *told.answers[2:]] == [of.answers[0], *of.answers[2:4]]
+    result = ask(device(of, open_handle=open_handle), of.requests[:4])
+    assert result.failed == {1}
+    assert [result.answers[0], *result.answers[2:]] == [of.answers[0], *of.answers[2:4]]
 
 
 @pytest.mark.parametrize("name", ["llava", "qwen2_vl"])
@@ -159,8 +162,8 @@ def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family
         return opener(of.images)(item)
 
     ours = device(of, blocks=64, open_handle=open_handle)
-    told = ask(ours, [of.requests[1], of.requests[1]], slots=1)
-    assert told.answers == [of.answers[1]] * 2 and told.cached_tokens > 0
+    result = ask(ours, [of.requests[1], of.requests[1]], slots=1)
+    assert result.answers == [of.answers[1]] * 2 and result.cached_tokens > 0
     key = of.requests[1].inputs[0][0]
     assert opened == [key] * (2 if name == "qwen2_vl" else 1)  # there, for its shape too
     del ours._images._encoded[key]  # somebody else needed the room
@@ -180,11 +183,11 @@ def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[
 
     ours = device(of, blocks=64, open_handle=open_handle)
     keyless = Asked(prompt, [(None, *place) for _, *place in inputs])
-    told = ask(ours, [keyless, keyless], slots=2, budget=5)
-    assert told.answers[0] == told.answers[1] != of.answers[2] and not told.failed
+    result = ask(ours, [keyless, keyless], slots=2, budget=5)
+    assert result.answers[0] == result.answers[1] != of.answers[2] and not result.failed
     assert len(opened) == len({id(item) for item in opened}) == 4
     assert ours._images is not None
-    assert told.cached_tokens <= inputs[0][1]  # nobody has found what stands under no key
+    assert result.cached_tokens <= inputs[0][1]  # nobody has found what stands under no key
     for slot in range(2):
         ours._images.leave(slot)
     assert not ours._images._encoded and not ours._images._nbytes
@@ -197,9 +200,9 @@ def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
         of = family(name)
         ours = device(of, blocks=64)
         monkeypatch.setattr(ours._model.ranks, "least_of_each", lambda states: [MISSING] * len(states))
-        told = ask(ours, of.requests[:3])
-        assert told.reasons == {1: FinishReason.MISSING, 2: FinishReason.MISSING}
-        assert told.answers[0] == of.answers[0]
+        result = ask(ours, of.requests[:3])
+        assert result.reasons == {1: FinishReason.MISSING, 2: FinishReason.MISSING}
+        assert result.answers[0] == of.answers[0]
 
 
 def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], Family]) -> None:
@@ -215,9 +218,9 @@ def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], F
         {**right, "pixel_values": right["pixel_values"][:, :-1]},
         {**right, "image_grid_thw": right["image_grid_thw"] + 2},
     ):
-        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), of.requests[:2])
-        assert told.reasons == {1: FinishReason.MISFIT}, wrong
-        assert told.answers[0] == of.answers[0]
+        result = ask(device(of, open_handle=opener({**of.images, key: wrong})), of.requests[:2])
+        assert result.reasons == {1: FinishReason.MISFIT}, wrong
+        assert result.answers[0] == of.answers[0]
 
 
 def test_who_sends_another_image_than_there_is_room_for_fails(family: Callable[[str], Family]) -> None:

@@ -112,11 +112,11 @@ def test_a_model_of_any_shape_answers_as_transformers_does(
     """In company and alone, in chunks, after preemption, from blocks of others; on two ranks, recorded, gathered."""
     of, chance = odd(number, tmp_path), random.Random(number)
     for budget in (chance.randint(4, 12), 64):
-        told = ask(device(of), of.requests, budget=budget)
-        assert told.answers == of.answers
-        assert told.preemptions > 0 and told.cached_tokens > 0
+        result = ask(device(of), of.requests, budget=budget)
+        assert result.answers == of.answers
+        assert result.preemptions > 0 and result.cached_tokens > 0
     roomy = device(of, blocks=64, block_size=chance.choice((3, 8, 16)))
-    assert [ask(roomy, [one], slots=1, budget=16).answers[0] for one in of.requests] == of.answers
+    assert [ask(roomy, [request], slots=1, budget=16).answers[0] for request in of.requests] == of.answers
     assert answers_of_threads(2, of, of.requests, budget=16) == [of.answers] * 2
     assert ask(device(of, recorder=Tape()), of.requests).answers == of.answers
     monkeypatch.setattr(paged_attention, "CPU_DTYPES", ())
@@ -134,14 +134,14 @@ def test_answers_in_bfloat16_differ_where_two_ids_are_nearly_as_likely(tmp_path:
     """How many are equal, and how near the two ids are where the others first differ (in the report: -s)."""
     count, gaps = 0, []
     for number in NUMBERS:
-        asked = requests_of(number)[:4]
-        of = odd(number, tmp_path / str(number), requests=asked, dtype=torch.bfloat16)
+        requests = requests_of(number)[:4]
+        of = odd(number, tmp_path / str(number), requests=requests, dtype=torch.bfloat16)
         stock = transformers.AutoModelForCausalLM.from_pretrained(of.path, dtype=torch.bfloat16).eval()
-        got = ask(device(of, dtype="bfloat16"), asked).answers
-        count += len(asked)
-        for one, ours, theirs in zip(asked, got, of.answers, strict=True):
-            if ours != theirs:
-                gaps.append(roundings_apart(stock, one.prompt, ours, theirs))
+        got = ask(device(of, dtype="bfloat16"), requests).answers
+        count += len(requests)
+        for request, ours, reference in zip(requests, got, of.answers, strict=True):
+            if ours != reference:
+                gaps.append(roundings_apart(stock, request.prompt, ours, reference))
     near = [sum(gap <= most for gap in gaps) for most in (1, 2)]
     print(
         f"bfloat16: {count - len(gaps)} of {count} answers are equal; of the {len(gaps)} others {near[0]} differ first "
@@ -151,10 +151,10 @@ def test_answers_in_bfloat16_differ_where_two_ids_are_nearly_as_likely(tmp_path:
     assert max(gaps) <= 16 and near[1] >= len(gaps) / 2  # each layer rounds several times
 
 
-def roundings_apart(stock: Any, prompt: list[int], ours: list[int], theirs: list[int]) -> float:
+def roundings_apart(stock: Any, prompt: list[int], ours: list[int], reference: list[int]) -> float:
     """The logits of the two ids at which these answers first differ, in units of the likeliest one's last bit."""
-    at = next(at for at, (one, other) in enumerate(zip(ours, theirs, strict=True)) if one != other)
+    at = next(at for at, (own, other) in enumerate(zip(ours, reference, strict=True)) if own != other)
     with torch.inference_mode():
-        logits = stock(torch.tensor([[*prompt, *theirs[:at]]])).logits[0, -1].double()
+        logits = stock(torch.tensor([[*prompt, *reference[:at]]])).logits[0, -1].double()
     _, exponent = math.frexp(float(logits.abs().max()))
-    return abs(float(logits[ours[at]] - logits[theirs[at]])) / 2.0 ** (exponent - 8)
+    return abs(float(logits[ours[at]] - logits[reference[at]])) / 2.0 ** (exponent - 8)

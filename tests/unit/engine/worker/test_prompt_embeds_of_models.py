@@ -26,16 +26,16 @@ def embedded(of: Family, dtype: torch.dtype = torch.float32) -> Family:
     scales them where the family does (Gemma)."""
     kind: Any = transformers.AutoModelForImageTextToText if of.images else transformers.AutoModelForCausalLM
     layer = kind.from_pretrained(of.path, dtype=dtype).get_input_embeddings()
-    asked, items = [], dict(of.images)
-    for number, one in enumerate(of.requests):
-        if one.inputs:
-            asked.append(one)
+    requests, items = [], dict(of.images)
+    for number, request in enumerate(of.requests):
+        if request.inputs:
+            requests.append(request)
             continue
         key = b"embeds %d" % number + bytes(24)
         with torch.inference_mode():
-            items[key] = {EMBEDS: layer(torch.tensor(one.prompt)).clone()}
-        asked.append(Asked([PLACEHOLDER] * len(one.prompt), [(key, 0, len(one.prompt))], one.tokens))
-    return of._replace(requests=asked, images=items)
+            items[key] = {EMBEDS: layer(torch.tensor(request.prompt)).clone()}
+        requests.append(Asked([PLACEHOLDER] * len(request.prompt), [(key, 0, len(request.prompt))], request.tokens))
+    return of._replace(requests=requests, images=items)
 
 
 def taking(of: Family, **options: Any) -> ModelRunner:
@@ -46,9 +46,9 @@ def taking(of: Family, **options: Any) -> ModelRunner:
 def test_embeds_of_ids_are_answered_as_the_ids_are(name: str, family: Callable[[str], Family]) -> None:
     """In chunks of prefill, in batches with others, after preemption, and from blocks that others have filled."""
     of = embedded(family(name))
-    told = ask(taking(of), [*of.requests, *of.requests])
-    assert told.answers == of.answers * 2
-    assert told.preemptions > 0 and told.cached_tokens > 0 and not told.failed
+    result = ask(taking(of), [*of.requests, *of.requests])
+    assert result.answers == of.answers * 2
+    assert result.preemptions > 0 and result.cached_tokens > 0 and not result.failed
 
 
 @pytest.mark.parametrize("name", families("llama", "gemma2"))
@@ -60,24 +60,24 @@ def test_embeds_are_answered_alike_by_two_ranks(name: str, family: Callable[[str
 def test_embeds_and_ids_share_a_batch(family: Callable[[str], Family]) -> None:
     plain = family("llama")
     of = embedded(plain)
-    mixed = [asked for pair in zip(plain.requests, of.requests, strict=True) for asked in pair]
+    mixed = [request for pair in zip(plain.requests, of.requests, strict=True) for request in pair]
     assert ask(taking(of, blocks=64), mixed).answers == [answer for answer in of.answers for _ in range(2)]
 
 
 def test_blocks_are_shared_by_equal_embeds_alone(family: Callable[[str], Family]) -> None:
     of = embedded(family("llama"))
-    longest = max(of.requests, key=lambda one: len(one.prompt))
+    longest = max(of.requests, key=lambda request: len(request.prompt))
     ((key, *place),) = longest.inputs
     other = longest._replace(inputs=[(b"other".ljust(32), *place)])
     changed = {**of.images, other.inputs[0][0]: {EMBEDS: -of.images[key][EMBEDS]}}
-    told = ask(taking(of, blocks=64, open_handle=opener(changed)), [longest, longest, other], slots=1)
-    assert told.answers[0] == told.answers[1] != told.answers[2]
-    assert told.cached_tokens == (len(longest.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
+    result = ask(taking(of, blocks=64, open_handle=opener(changed)), [longest, longest, other], slots=1)
+    assert result.answers[0] == result.answers[1] != result.answers[2]
+    assert result.cached_tokens == (len(longest.prompt) - 1) // BLOCK_SIZE * BLOCK_SIZE > 0
 
 
 def test_embeds_are_opened_once_for_all_chunks_of_a_prompt(family: Callable[[str], Family]) -> None:
     of = embedded(family("llama"))
-    longest = max(of.requests, key=lambda one: len(one.prompt))
+    longest = max(of.requests, key=lambda request: len(request.prompt))
     opened: list[Any] = []
 
     def open_handle(item: Any) -> Any:
@@ -95,9 +95,9 @@ def test_embeds_are_cast_to_the_dtype_of_the_model(sent: torch.dtype, family: Ca
     for key, value in of.images.items():
         numbers = value[EMBEDS].to(sent)  # float16 has fewer exponents, which these need not
         items[key] = {EMBEDS: numbers.view(torch.int16) if sent == torch.bfloat16 else numbers}
-    told = ask(taking(of, blocks=64, dtype="bfloat16", open_handle=opener(items)), of.requests[:4])
+    result = ask(taking(of, blocks=64, dtype="bfloat16", open_handle=opener(items)), of.requests[:4])
     # In the same steps: near ties may fall otherwise in other ones.
-    assert told.answers == ask(device(plain, blocks=64, dtype="bfloat16"), plain.requests[:4]).answers
+    assert result.answers == ask(device(plain, blocks=64, dtype="bfloat16"), plain.requests[:4]).answers
 
 
 @pytest.mark.parametrize(
@@ -114,9 +114,9 @@ def test_embeds_are_cast_to_the_dtype_of_the_model(sent: torch.dtype, family: Ca
 def test_embeds_that_do_not_fit_fail_alone(wrong: torch.Tensor, family: Callable[[str], Family]) -> None:
     of = embedded(family("llama"))
     key = of.requests[0].inputs[0][0]
-    told = ask(taking(of, open_handle=opener({**of.images, key: {EMBEDS: wrong}})), of.requests[:2])
-    assert told.reasons == {0: FinishReason.MISFIT}
-    assert told.answers[1] == of.answers[1]
+    result = ask(taking(of, open_handle=opener({**of.images, key: {EMBEDS: wrong}})), of.requests[:2])
+    assert result.reasons == {0: FinishReason.MISFIT}
+    assert result.answers[1] == of.answers[1]
 
 
 def test_embeds_beyond_the_dtype_of_the_model_do_not_fit(family: Callable[..., Family]) -> None:
@@ -132,11 +132,11 @@ def test_penalties_count_no_id_of_embeds(family: Callable[[str], Family], monkey
     joined: list[list[int]] = []
     join = Sampler.join
 
-    def seen(sampler: Sampler, slot: int, params: Any, prompt: Any, **more: Any) -> None:
+    def recording_join(sampler: Sampler, slot: int, params: Any, prompt: Any, **more: Any) -> None:
         joined.append(prompt.tolist())
         join(sampler, slot, params, prompt, **more)
 
-    monkeypatch.setattr(Sampler, "join", seen)
+    monkeypatch.setattr(Sampler, "join", recording_join)
     plain = family("qwen2_vl")
     of = embedded(plain)
     ask(taking(of, blocks=64), of.requests[:2])

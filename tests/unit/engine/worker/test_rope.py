@@ -52,19 +52,19 @@ def changes(name: str, kind: str) -> dict[str, Any]:
 
 def turning(name: str, kind: str, path: Path) -> Family:
     of = build_family(name, path, **changes(name, kind))
-    assert any(len(one.prompt) < SHORT < len(one.prompt) + one.tokens for one in of.requests)
-    assert any(len(one.prompt) > SHORT for one in of.requests)
+    assert any(len(request.prompt) < SHORT < len(request.prompt) + request.tokens for request in of.requests)
+    assert any(len(request.prompt) > SHORT for request in of.requests)
     return of
 
 
 @pytest.mark.parametrize(("name", "kind"), CASES)
 def test_answers_alone_and_in_company_are_those_of_transformers(name: str, kind: str, tmp_path: Path) -> None:
     of = turning(name, kind, tmp_path)
-    told = ask(device(of), of.requests)
-    assert told.answers == of.answers
-    assert told.preemptions > 0 and told.cached_tokens > 0
+    result = ask(device(of), of.requests)
+    assert result.answers == of.answers
+    assert result.preemptions > 0 and result.cached_tokens > 0
     ours = device(of, blocks=64)
-    assert [ask(ours, [one], slots=1).answers[0] for one in of.requests] == of.answers
+    assert [ask(ours, [request], slots=1).answers[0] for request in of.requests] == of.answers
 
 
 @pytest.mark.parametrize("kind", LOOKING)
@@ -82,8 +82,8 @@ def test_a_prompt_of_another_kind_finds_none_of_its_blocks(tmp_path: Path) -> No
     short, long = of.requests[4], of.requests[6]
     assert short.prompt[:12] == long.prompt[:12]
     ours = device(of, blocks=64)
-    told = ask(ours, [short, long], slots=1)
-    assert told.answers == [of.answers[4], of.answers[6]] and told.cached_tokens == 0
+    result = ask(ours, [short, long], slots=1)
+    assert result.answers == [of.answers[4], of.answers[6]] and result.cached_tokens == 0
     assert ask(ours, [long, long], slots=1).cached_tokens == 20
 
 

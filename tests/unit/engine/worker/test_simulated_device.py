@@ -15,9 +15,9 @@ TOLD = SimulatedDevice(step_seconds=2**-6, vocabulary=1000, seed=5)
 class Bench:
     """A device, its clock, and a core that is not there."""
 
-    def __init__(self, told: SimulatedDevice = TOLD) -> None:
+    def __init__(self, simulated: SimulatedDevice = TOLD) -> None:
         self.now = 128.0
-        self.device = SimulatedRunner(told, 8, clock=lambda: self.now)
+        self.device = SimulatedRunner(simulated, 8, clock=lambda: self.now)
         self.schedule = BatchState(8, 1000)
         self.plan = StepBuilder(self.schedule)
         self.number = 0
@@ -92,8 +92,8 @@ def test_tokens_are_those_of_the_rule_whatever_else_is_in_the_batch() -> None:
             bench.join(second)
         flight = bench.launch()
         bench.now += 2**-6
-        for slot, one in zip(bench.schedule.sampled.tolist(), flight.result().ids.tolist(), strict=True):
-            got[slot].append(one)
+        for slot, token in zip(bench.schedule.sampled.tolist(), flight.result().ids.tolist(), strict=True):
+            got[slot].append(token)
     assert got == {0: rule.answer(first, 6), 1: rule.answer(second, 4)}
     assert len(set(got[0])) > 3
 
@@ -106,9 +106,9 @@ def test_samples_of_one_prompt_differ_and_seeds_do_too() -> None:
 
 
 def test_the_end_comes_now_and_then_and_only_where_the_rule_says_so() -> None:
-    told = SimulatedDevice(vocabulary=1000, end_id=7, end_one_in=16)
-    lengths = [len(TokenRule(told).answer(ids(number), 1000)) for number in range(500)]
+    simulated = SimulatedDevice(vocabulary=1000, end_id=7, end_one_in=16)
+    lengths = [len(TokenRule(simulated).answer(ids(number), 1000)) for number in range(500)]
     assert 12 < sum(lengths) / len(lengths) < 20
     for number in range(50):
-        answer = TokenRule(told).answer(ids(number), 1000)
+        answer = TokenRule(simulated).answer(ids(number), 1000)
         assert answer[-1] == 7 and answer.index(7) == len(answer) - 1

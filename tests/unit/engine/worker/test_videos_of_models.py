@@ -33,10 +33,10 @@ def test_greedy_answers_are_those_of_transformers(name: str, family: Callable[[s
     """In chunks, in batches that others join and leave, after preemption, and from blocks that others have filled."""
     of = family(name)
     assert len({tuple(answer) for answer in of.answers}) == len(of.answers), "these prompts show nothing"
-    told = ask(device(of), of.requests)
-    assert told.answers == of.answers
-    assert told.preemptions > 0
-    assert told.cached_tokens > 0
+    result = ask(device(of), of.requests)
+    assert result.answers == of.answers
+    assert result.preemptions > 0
+    assert result.cached_tokens > 0
 
 
 PUSHED = (("smolvlm", "weights"), ("qwen2_5_vl", "data"), ("qwen3_vl", "store"))
@@ -81,13 +81,13 @@ def test_a_long_video_is_encoded_in_parts_as_its_tokens_are_computed(
     monkeypatch.setattr(
         encoding_exchange.EncodingExchange, "run", lambda own, images: runs.append(len(images)) or run(own, images)
     )
-    asked, want = of.requests[number], of.answers[number]
-    assert ask(device(of, blocks=64), [asked], budget=6, slots=1).answers == [want]
+    request, want = of.requests[number], of.answers[number]
+    assert ask(device(of, blocks=64), [request], budget=6, slots=1).answers == [want]
     parts = [(key, part) for key, part in calls if part is not None]
     assert len(parts) == len(set(parts)) >= 4 and max(runs) <= 3
     for key in {key for key, _ in parts}:
         own = [part for other, part in parts if other == key]
-        assert own[0].begin == 0 and all(one.end == after.begin for one, after in itertools.pairwise(own))
+        assert own[0].begin == 0 and all(part.end == after.begin for part, after in itertools.pairwise(own))
     calls.clear()
     with Store(1 << 22, name="encodings") as store:
         options = EncoderOptions("store", store)
@@ -102,8 +102,8 @@ def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
     of = family("qwen2_5_vl")
     prompt, ((key, *place),), _ = of.requests[0]
     ours = device(of, blocks=64, open_handle=lambda item: Shown(of.images[key]))
-    told = ask(ours, [Asked(prompt, [(None, *place)])], slots=1)
-    assert told.answers == [of.answers[0]] and ours._images is not None
+    result = ask(ours, [Asked(prompt, [(None, *place)])], slots=1)
+    assert result.answers == [of.answers[0]] and ours._images is not None
     assert len(ours._images._encoded) > 1 and len(ours._images._grids) == 1
     ours._images.leave(0)
     assert not ours._images._encoded and not ours._images._nbytes and not ours._images._grids
@@ -112,17 +112,17 @@ def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_video_is_seen_and_found_by_its_key(name: str, family: Callable[[str], Family]) -> None:
     of = family(name)
-    asked, want = of.requests[0], of.answers[0]
-    told = ask(device(of, blocks=64), [asked, asked], slots=1)
-    assert told.answers == [want] * 2 and told.cached_tokens > asked.inputs[0][1]
-    (key, position, length), tensor = asked.inputs[0], "pixel_values" if name == "smolvlm" else "pixel_values_videos"
+    request, want = of.requests[0], of.answers[0]
+    result = ask(device(of, blocks=64), [request, request], slots=1)
+    assert result.answers == [want] * 2 and result.cached_tokens > request.inputs[0][1]
+    (key, position, length), tensor = request.inputs[0], "pixel_values" if name == "smolvlm" else "pixel_values_videos"
     changed = {key: {**of.images[key], tensor: -of.images[key][tensor]}}
-    assert ask(device(of, blocks=64, open_handle=opener(changed)), [asked]).answers != [want]
-    other = Asked(asked.prompt, [(bytes(32), position, length)])  # the same ids, and another video
+    assert ask(device(of, blocks=64, open_handle=opener(changed)), [request]).answers != [want]
+    other = Asked(request.prompt, [(bytes(32), position, length)])  # the same ids, and another video
     shared = device(of, blocks=64, open_handle=opener({**of.images, bytes(32): changed[key]}))
-    told = ask(shared, [asked, other], slots=1)
-    assert told.answers[0] == want != told.answers[1]
-    assert told.cached_tokens <= position
+    result = ask(shared, [request, other], slots=1)
+    assert result.answers[0] == want != result.answers[1]
+    assert result.cached_tokens <= position
 
 
 def test_a_video_that_does_not_fit_the_model_fails_alone(family: Callable[[str], Family]) -> None:
@@ -136,9 +136,9 @@ def test_a_video_that_does_not_fit_the_model_fails_alone(family: Callable[[str],
         {"pixel_values": right["pixel_values_videos"], "image_grid_thw": right["video_grid_thw"]},
         {name: value for name, value in right.items() if name != "video_grid_thw"},
     ):
-        told = ask(device(of, open_handle=opener({**of.images, key: wrong})), [of.requests[0], of.requests[4]])
-        assert told.reasons == {0: FinishReason.MISFIT}, wrong
-        assert told.answers[1] == of.answers[4]
+        result = ask(device(of, open_handle=opener({**of.images, key: wrong})), [of.requests[0], of.requests[4]])
+        assert result.reasons == {0: FinishReason.MISFIT}, wrong
+        assert result.answers[1] == of.answers[4]
 
 
 def test_an_encoding_of_qwen3_vl_has_vectors_for_its_first_layers(family: Callable[[str], Family]) -> None:

@@ -27,21 +27,21 @@ def cut(rank: int, size: int, plan: str, length: int) -> WeightSlice:
 def test_what_the_ranks_have_is_together_the_whole_and_zeros(size: int, length: int, plan: str, parts: int) -> None:
     whole = torch.randn(length, length) + 9
     slices = [cut(rank, size, plan, length) for rank in range(size)]
-    pieces = [one.of(whole, whole.shape, "up") for one in slices]
+    pieces = [part_of_rank.of(whole, whole.shape, "up") for part_of_rank in slices]
     assert {tuple(piece.shape) for piece in pieces} == {tuple(slices[0].shape(whole.shape))}
     dimension, own = slices[0].dimension, length // parts
     together = [
         torch.cat([piece.chunk(parts, dimension)[part] for piece in pieces], dimension) for part in range(parts)
     ]
-    assert all(not one.narrow(dimension, own, one.shape[dimension] - own).any() for one in together)
-    assert torch.equal(torch.cat([one.narrow(dimension, 0, own) for one in together], dimension), whole)
+    assert all(not piece.narrow(dimension, own, piece.shape[dimension] - own).any() for piece in together)
+    assert torch.equal(torch.cat([piece.narrow(dimension, 0, own) for piece in together], dimension), whole)
 
 
 def test_the_first_part_is_cut_as_the_whole() -> None:
     whole = torch.arange(80).view(40, 2)
-    one = cut(1, 2, "packed_colwise", 40)
-    both = torch.cat([one.first().of(part, part.shape, "up") for part in whole.chunk(2)])
-    assert torch.equal(one.of(whole, whole.shape, "up"), both)
+    half = cut(1, 2, "packed_colwise", 40)
+    both = torch.cat([half.first().of(part, part.shape, "up") for part in whole.chunk(2)])
+    assert torch.equal(half.of(whole, whole.shape, "up"), both)
     assert torch.equal(both.chunk(2)[0], torch.nn.functional.pad(whole[16:20], [0, 0, 0, 12]))  # 16 and 4 of 20
 
 
@@ -53,7 +53,7 @@ def test_another_length_is_refused_by_name() -> None:
 SHARED = [
     (heads, size)
     for heads in (
-        HeadSlices(*one) for one in [(4, 4), (4, 2), (4, 1), (9, 3), (14, 2), (15, 5), (16, 8), (32, 8), (7, 1)]
+        HeadSlices(*shape) for shape in [(4, 4), (4, 2), (4, 1), (9, 3), (14, 2), (15, 5), (16, 8), (32, 8), (7, 1)]
     )
     for size in (1, 2, 3, 4, 5, 6, 7, 8, 14, 16)
 ]
@@ -67,9 +67,9 @@ def are_enough(heads: HeadSlices, size: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize(("heads", "size"), [one for one in SHARED if are_enough(*one)])
+@pytest.mark.parametrize(("heads", "size"), [case for case in SHARED if are_enough(*case)])
 def test_each_head_is_on_one_rank_beside_the_keys_that_it_looks_at(heads: HeadSlices, size: int) -> None:
-    found = []
+    heads_of_ranks = []
     for rank in range(size):
         queries, keys = (
             own(-2, count * HEAD, rank, size)
@@ -82,10 +82,10 @@ def test_each_head_is_on_one_rank_beside_the_keys_that_it_looks_at(heads: HeadSl
         for number, head in enumerate(range(begin // HEAD, end // HEAD)):
             key = first // HEAD + number // looking
             assert key == head // (heads.queries // heads.keys) and key < last // HEAD
-            found.append(head)
+            heads_of_ranks.append(head)
         if size > heads.keys:
             assert keys.width == HEAD
-    assert found == list(range(heads.queries))
+    assert heads_of_ranks == list(range(heads.queries))
 
 
 def test_as_many_ranks_as_have_a_head_each_are_enough() -> None:
