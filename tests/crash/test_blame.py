@@ -110,7 +110,7 @@ def errors_of(capfd: pytest.CaptureFixture[str], text: str) -> list[str]:
         pytest.param(hangs_late, marks=tiers.needs_all),
     ],
 )
-def test_the_request_that_kills_its_worker_is_answered_500_and_all_others_exactly(
+def test_request_that_kills_its_worker_gets_500_and_others_exact_answers(
     life: Life, seed: int, capfd: pytest.CaptureFixture[str]
 ) -> None:
     async def scene() -> None:
@@ -140,7 +140,7 @@ def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> N
 @tiers.needs_all
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(groups: int, seed: int) -> None:
+def test_two_requests_that_kill_their_worker_get_500_and_no_others(groups: int, seed: int) -> None:
     async def scene() -> None:
         async with with_lives(raises_late, data_parallel_size=groups) as engine:
             poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
@@ -162,9 +162,7 @@ def test_two_requests_that_kill_their_worker_are_both_answered_500_and_no_other(
         ("output", output_raises_at_the_end),
     ],
 )
-def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no_other(
-    kind: str, life: Life, seed: int
-) -> None:
+def test_only_the_request_that_kills_another_process_gets_an_error(kind: str, life: Life, seed: int) -> None:
     async def scene() -> None:
         async with with_lives(life, kind) as engine:
             (answer,) = await must_blame(engine, [poison_over_client(1)], seed)
@@ -176,7 +174,7 @@ def test_the_request_that_kills_another_process_is_answered_with_an_error_and_no
 
 @tiers.needs_all
 @pytest.mark.timeout(240)
-def test_a_request_that_kills_its_worker_alone_in_the_engine_is_answered_500() -> None:
+def test_request_that_kills_its_worker_while_alone_gets_500() -> None:
     async def scene() -> None:
         async with with_lives(segfaults_late) as engine:
             (answer,) = await ask_all(engine, [poison_over_client()], "", Progress())

@@ -158,7 +158,7 @@ def test_a_side_that_is_killed_is_noticed_at_once_and_frames_are_a_prefix(victim
                 assert send_until_death(sender) >= 0
 
 
-def test_a_side_that_is_stopped_is_noticed_and_finds_itself_alone_when_it_goes_on() -> None:
+def test_stopped_side_is_noticed_and_finds_its_link_ended() -> None:
     source, target = Ring(), Ring()
     with two_sides(*channels(source, target)) as (home, away):
         with source.open_sender() as sender, target.open_receiver() as receiver:

@@ -71,7 +71,7 @@ def test_opening_the_end_of_a_dead_peer_waits_until_that_has_been_reaped(
 
 
 @tiers.needs_all
-def test_opening_the_end_of_a_dead_peer_is_refused_with_its_owner_where_reaping_takes_too_long(
+def test_open_of_a_dead_peers_end_names_its_owner_when_reaping_is_slow(
     zygote: Zygote, slow_reaper: Callable[..., None]
 ) -> None:
     with penstock.Ring() as channel:

@@ -27,7 +27,7 @@ async def must_serve(engine: Running, incarnation: int) -> None:
     await engine.launcher.serving(START)
 
 
-def test_a_group_serves_again_also_when_the_places_of_its_dead_have_been_taken(
+def test_group_serves_again_when_the_slots_of_its_dead_were_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A table of peers that is full gives the places of the last dead to the next who come: their names are gone."""

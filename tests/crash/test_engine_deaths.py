@@ -223,7 +223,7 @@ def test_a_group_that_cannot_start_is_given_up_at_once_with_what_it_said() -> No
     asyncio.run(scene())
 
 
-def test_request_is_refused_while_no_group_serves_and_none_is_kept_or_the_tree_drains() -> None:
+def test_request_is_refused_without_a_group_or_while_the_server_drains() -> None:
     async def scene() -> None:
         async with (
             running(output_processors=0, migration_limit=0) as engine,

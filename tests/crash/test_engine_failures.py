@@ -103,7 +103,7 @@ FAILURES = [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", 
 
 
 @pytest.mark.parametrize(("kind", "life"), [FAILURES[0], *tiers.only_in_all(*FAILURES[1:])])
-def test_who_fails_in_the_middle_of_a_step_costs_the_open_requests_and_no_more(kind: str, life: Life) -> None:
+def test_failure_within_a_step_costs_only_the_open_requests(kind: str, life: Life) -> None:
     """Where requests are not resumed."""
 
     async def scene() -> None:
@@ -128,7 +128,7 @@ def test_failure_in_the_middle_of_a_step_changes_no_answer(kind: str, life: Life
     asyncio.run(scene())
 
 
-def test_a_model_that_cannot_be_loaded_ends_the_tree_with_the_reason_and_not_with_that_of_its_mourners() -> None:
+def test_unloadable_model_ends_the_server_with_the_first_reason() -> None:
     async def scene() -> None:
         with pytest.raises(
             ClusterFailed, match=r"worker 0\.0 #3 ended 3 times .*: ValueError: there are no weights in"

@@ -188,7 +188,7 @@ def dies_of_poison(cluster: Cluster, me: ProcessId) -> None:
 
 
 @tiers.needs_all
-def test_request_that_makes_its_worker_fail_is_the_only_one_that_ends_with_an_error() -> None:
+def test_only_the_request_that_fails_its_worker_ends_with_an_error() -> None:
     async def scene() -> None:
         async with tree_with("worker", dies_of_poison) as engine, Client(engine.launcher.cluster, 0) as client:
             started = await readers(client)
@@ -206,7 +206,7 @@ def test_request_that_makes_its_worker_fail_is_the_only_one_that_ends_with_an_er
 
 
 # ── a request ends while its group is started again ──────────────────────────────────────────────────────────────────
-def test_requests_that_end_while_they_wait_leave_nothing_in_the_group_that_comes() -> None:
+def test_requests_ended_while_waiting_leave_nothing_in_the_next_group() -> None:
     async def scene() -> None:
         async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             late = Reader(

@@ -82,7 +82,7 @@ async def tree_with(unit: int, kind: str, life: Life, **options: Any) -> AsyncIt
 
 
 # ── units that have served ───────────────────────────────────────────────────────────────────────────────────────────
-def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_counts(
+def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(back_off, "SECONDS", SOON)
@@ -108,7 +108,7 @@ def test_a_group_that_has_served_is_started_until_it_serves_again_and_health_cou
     asyncio.run(scene())
 
 
-def test_a_server_that_has_served_and_is_killed_at_once_each_time_is_started_until_it_serves_again(
+def test_server_killed_at_each_start_restarts_until_it_serves(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(back_off, "SECONDS", SOON)
@@ -255,7 +255,7 @@ def test_errors_that_another_attempt_would_meet_are_told_from_others() -> None:
             raise error
 
 
-def test_a_tokenizer_that_its_library_refuses_ends_the_command_with_a_reason_and_no_trace(tmp_path: Path) -> None:
+def test_refused_tokenizer_ends_the_command_with_a_reason_without_trace(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = tmp_path / "model"
     shutil.copytree(SHIPPED, model)
@@ -271,7 +271,7 @@ def test_a_tokenizer_that_its_library_refuses_ends_the_command_with_a_reason_and
 
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_server_that_hears_sigterm_before_the_launcher_answers_what_is_open() -> None:
+def test_server_with_sigterm_before_the_launcher_answers_open_requests() -> None:
     """An init system sends it to all processes of a service."""
     with serving("--device-model", "simulated", "--step-ms", "5") as (process, port):
         with socket.create_connection(("127.0.0.1", port), 30) as client:

@@ -59,7 +59,7 @@ def must_be_held_by_none(store: Store) -> None:
 
 
 @pytest.mark.timeout(tiers.limit(180, soak=3600))
-def test_requests_end_at_every_stage_and_processes_die_and_nothing_stays_held(zygote: Zygote, seed: int) -> None:
+def test_no_value_stays_held_when_requests_and_processes_end_anywhere(zygote: Zygote, seed: int) -> None:
     """M servers, D cores of N workers each, one store."""
     chance = random.Random(seed)
     board = Board.create()

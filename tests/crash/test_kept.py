@@ -109,7 +109,7 @@ def test_whoever_dies_at_a_point_leaves_the_store_whole(zygote: Zygote, point: s
 
 
 @pytest.mark.timeout(tiers.limit(120, soak=1800))
-def test_whoever_dies_whenever_the_others_go_on_and_find_what_belongs_to_each_key(zygote: Zygote, seed: int) -> None:
+def test_store_has_the_value_of_each_key_when_any_process_dies(zygote: Zygote, seed: int) -> None:
     chance = random.Random(seed)
     with Store(zygote) as scene:
         for _ in range(4):
@@ -137,7 +137,7 @@ def test_whoever_dies_whenever_the_others_go_on_and_find_what_belongs_to_each_ke
 
 
 @pytest.mark.parametrize("point", ["", "store.taken", "store.keyed", "store.filled", "store.committed"])
-def test_what_a_dead_one_was_writing_is_had_by_others_within_what_is_promised(zygote: Zygote, point: str) -> None:
+def test_value_of_a_dead_writer_reaches_others_within_the_promise(zygote: Zygote, point: str) -> None:
     with Store(zygote) as scene:
         writer = scene.add(keepers.writer, point=point, index=7)
         others = [scene.add(keepers.waiter, index=7) for _ in range(3)]

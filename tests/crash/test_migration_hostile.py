@@ -260,7 +260,7 @@ def test_a_tree_that_is_to_end_answers_waiting_requests_503_and_ends(gate: Gate)
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_broken", [True, pytest.param(False, marks=tiers.needs_all)], ids=["fails", "loads"])
-def test_requests_of_a_group_that_does_not_serve_again_in_time_are_answered_503(is_broken: bool, gate: Gate) -> None:
+def test_requests_get_503_when_their_group_does_not_serve_in_time(is_broken: bool, gate: Gate) -> None:
     """It fails whenever it starts, or it loads for longer than `--migration-timeout`."""
 
     async def scene() -> None:
@@ -302,7 +302,7 @@ def test_a_request_that_has_migrated_as_often_as_it_may_is_answered_503(limit: i
 
 
 @pytest.mark.timeout(120)
-def test_a_request_that_is_too_long_to_migrate_is_answered_503_and_shorter_ones_migrate() -> None:
+def test_request_too_long_to_migrate_gets_503_and_shorter_ones_migrate() -> None:
     async def scene() -> None:
         async with migrating(simulated=SIMULATED, migration_max_seq_len=600) as engine:
             long = ClientRequest([1] * 590, SamplingParams(max_tokens=LONG, ignore_eos=True))
@@ -332,7 +332,7 @@ async def undisturbed_and_begun(
 
 
 @pytest.mark.timeout(120)
-def test_an_output_that_dies_again_while_its_requests_are_sent_again_loses_none(seed: int) -> None:
+def test_output_dying_twice_during_resubmission_loses_no_request(seed: int) -> None:
     async def scene() -> None:
         async with migrating(simulated=SIMULATED) as engine:
             requests, want, asking = await undisturbed_and_begun(engine, seed, 20)

@@ -65,7 +65,7 @@ async def must_begin_life(engine: Running, life: int, index: int = 0) -> None:
     await engine.until(is_there, START)
 
 
-def test_output_that_is_killed_twice_is_started_alone_and_every_answer_is_exact() -> None:
+def test_output_killed_twice_restarts_alone_and_answers_stay_exact() -> None:
     async def scene() -> None:
         async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
             before = others(engine)

@@ -109,7 +109,7 @@ def test_a_replacement_is_known_by_its_epoch(zygote: Zygote) -> None:
         scene.finish()
 
 
-def test_all_receivers_of_a_broadcast_die_at_once_and_the_sender_goes_on_with_others(zygote: Zygote) -> None:
+def test_sender_goes_on_with_new_receivers_when_all_die_at_once(zygote: Zygote) -> None:
     with Scene(zygote, "broadcast") as scene:
         scene.fill()
         scene.must_flow()
@@ -128,7 +128,7 @@ def test_all_receivers_of_a_broadcast_die_at_once_and_the_sender_goes_on_with_ot
         scene.finish()
 
 
-def test_what_a_dead_sender_had_committed_comes_before_the_news_of_its_death(zygote: Zygote) -> None:
+def test_committed_records_of_a_dead_sender_come_before_its_death(zygote: Zygote) -> None:
     with Scene(zygote, "inbox", pause=0.0) as scene:
         scene.fill()
         scene.must_flow(50)

@@ -120,7 +120,7 @@ async def in_chaos(
 
 
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 240)
-def test_a_served_tree_answers_whomever_no_blow_concerns_and_tells_the_others(seed: int) -> None:
+def test_server_answers_undisturbed_clients_and_errors_the_others(seed: int) -> None:
     async def scene() -> None:
         async with run_server(
             LIMITS, simulated=simulated_device(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE

@@ -107,7 +107,7 @@ def test_a_receiver_that_waits_is_told_that_the_sender_is_stopped(zygote: Zygote
         scene.must_be_empty()
 
 
-def test_a_stopped_receiver_of_a_broadcast_keeps_what_it_holds_and_misses_nothing(zygote: Zygote) -> None:
+def test_stopped_receiver_keeps_its_blocks_and_misses_no_record(zygote: Zygote) -> None:
     with Scene(zygote, "broadcast") as scene:
         scene.fill()
         scene.must_flow()
@@ -132,7 +132,7 @@ def test_a_stopped_receiver_of_a_broadcast_keeps_what_it_holds_and_misses_nothin
 
 
 @pytest.mark.parametrize("point", ["block.locked", "pool.locked"])
-def test_a_peer_that_is_stopped_with_a_lock_keeps_it_and_nobody_dies_of_that(zygote: Zygote, point: str) -> None:
+def test_peer_stopped_with_a_lock_keeps_it_and_no_peer_dies(zygote: Zygote, point: str) -> None:
     pool = lowlevel.Pool.create(1 << 20, name="pool", peer_name="survivor")
     own = pool.take(1000)
     child = zygote.child(holder, str(pool.ticket), point)
@@ -279,7 +279,7 @@ def must_say(call: Callable[[], object], kind: type[BaseException], child: Child
     assert time.monotonic() - began < A_DEADLINE
 
 
-def test_a_sender_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_the_pool(zygote: Zygote) -> None:
+def test_sender_keeps_its_deadline_while_a_stopped_peer_has_the_pool(zygote: Zygote) -> None:
     with (
         penstock.Inbox(senders=3, name="inbox") as inbox,
         inbox.open_receiver() as receiver,
@@ -329,7 +329,7 @@ def test_a_store_keeps_deadlines_while_a_peer_is_stopped_within_its_lock(zygote:
         assert store.get(bytes([1] * 32)) is not None
 
 
-def test_a_receiver_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_a_record(zygote: Zygote) -> None:
+def test_receiver_keeps_its_deadline_while_a_stopped_peer_has_a_record(zygote: Zygote) -> None:
     with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
         receiver = channel.open_receiver(1)
         sender.send(LONG)
@@ -436,9 +436,7 @@ def in_each_tier(point: str, call: str, *others: str) -> list[Any]:
     + in_each_tier("store.locked", *OF_THE_STORE)
     + in_each_tier("pool.locked", "take", "begin of no key"),
 )
-def test_what_has_no_deadline_ends_when_a_stopped_peer_has_held_a_lock_for_two_seconds(
-    zygote: Zygote, point: str, what: str
-) -> None:
+def test_call_without_deadline_ends_after_two_seconds_at_a_lock(zygote: Zygote, point: str, what: str) -> None:
     shelf = Shelf()
     ref = shelf.held.ref_numbers()
     with shelf.stopped(zygote, point, ref) as child:
@@ -465,14 +463,14 @@ def test_what_has_no_deadline_ends_when_a_stopped_peer_has_held_a_lock_for_two_s
     assert shelf.store.get(shelf.key(1)) is not None or what == "clear"  # of what did not happen, nothing did
 
 
-def test_a_put_keeps_its_deadline_while_a_peer_is_stopped_within_the_lock_of_what_is_there(zygote: Zygote) -> None:
+def test_put_keeps_its_deadline_while_a_stopped_peer_has_the_value(zygote: Zygote) -> None:
     shelf = Shelf()
     with shelf.stopped(zygote, "block.locked", shelf.held.ref_numbers()) as child:
         for timeout in (0, 0.1):
             must_say(lambda timeout=timeout: shelf.store.begin(shelf.key(1), 10, timeout), penstock.Timeout, child)
 
 
-def test_one_value_whose_lock_a_stopped_peer_holds_keeps_no_other_value_out(zygote: Zygote) -> None:
+def test_value_locked_by_a_stopped_peer_keeps_no_other_value_out(zygote: Zygote) -> None:
     shelf = Shelf()
     with shelf.stopped(zygote, "block.locked", shelf.held.ref_numbers()):
         with thread(lambda: shelf.store.get(shelf.key(1))) as waiting:
@@ -484,7 +482,7 @@ def test_one_value_whose_lock_a_stopped_peer_holds_keeps_no_other_value_out(zygo
             assert isinstance(waiting.ended().error, penstock.Timeout)
 
 
-def test_a_value_whose_lock_a_stopped_peer_holds_is_passed_over_when_room_is_made(zygote: Zygote) -> None:
+def test_eviction_passes_over_a_value_locked_by_a_stopped_peer(zygote: Zygote) -> None:
     shelf = Shelf()
     ref = shelf.held.ref_numbers()
     shelf.held.release()
@@ -525,7 +523,7 @@ def test_a_release_that_was_put_off_is_done_soon_after_the_peer_goes_on(zygote: 
 
 
 @pytest.mark.parametrize("kept", ["nothing", "a record that it received"])
-def test_a_place_that_was_closed_under_a_stopped_peer_is_free_soon_after_it_goes_on(zygote: Zygote, kept: str) -> None:
+def test_closed_place_is_free_soon_after_a_stopped_peer_goes_on(zygote: Zygote, kept: str) -> None:
     with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
         receiver = channel.open_receiver(1, name="closed")
         held = []
@@ -549,7 +547,7 @@ def test_a_place_that_was_closed_under_a_stopped_peer_is_free_soon_after_it_goes
         eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
 
 
-def test_an_idle_process_has_nothing_to_retry_when_what_was_put_off_is_done(zygote: Zygote) -> None:
+def test_idle_process_retries_nothing_once_deferred_work_is_done(zygote: Zygote) -> None:
     with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
         receiver = channel.open_receiver(1)
         sender.send(LONG)

@@ -165,7 +165,7 @@ def test_a_parent_is_dead_though_its_child_lives(zygote: Zygote) -> None:
 PEERS_OFFSET, SLOT_NBYTES = 4096, 128  # layout.h: where the table of peers lies
 
 
-def test_a_pid_that_was_given_to_another_process_does_not_keep_the_dead_alive(zygote: Zygote) -> None:
+def test_reused_pid_does_not_keep_a_dead_process_alive(zygote: Zygote) -> None:
     import mmap
 
     pool = lowlevel.Pool.create(1 << 20, name="pool")

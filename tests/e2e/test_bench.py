@@ -49,7 +49,7 @@ def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_pa
 
 
 @tiers.needs_all
-def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_rule_says(tmp_path: Path) -> None:
+def test_quick_engine_bench_measures_each_cluster_with_exact_answers(tmp_path: Path) -> None:
     ways = {"penstock", "outputs-in-core", "classic-zeromq"}
     run = subprocess.run(
         [sys.executable, "bench/engine.py", "--quick", "--json", "--impl", ",".join(sorted(ways)), "--out", tmp_path],
@@ -72,7 +72,7 @@ def test_a_quick_run_of_the_engine_measures_every_tree_and_each_says_what_the_ru
     assert "Targets" in run.stderr
 
 
-def test_a_quick_run_of_the_server_serves_all_streams_and_forgets_who_has_gone() -> None:
+def test_quick_server_bench_serves_all_streams_and_forgets_gone_clients() -> None:
     """The real model, and vLLM beside it, are left to whoever has minutes."""
     pytest.importorskip("httptools")
     run = subprocess.run(
@@ -101,7 +101,7 @@ def run_sources(only: str) -> tuple[list[dict[str, Any]], str]:
 
 
 @tiers.needs_all
-def test_a_quick_run_of_the_sources_measures_steps_of_a_live_engine_and_a_broadcast() -> None:
+def test_quick_sources_bench_measures_engine_steps_and_a_broadcast() -> None:
     """Outputs on models that compute take minutes."""
     pytest.importorskip("torch")
     records, tables = run_sources("steps,broadcast")
@@ -150,7 +150,7 @@ def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None
     assert {"kept", "not kept", "difference"} <= set(memory)
 
 
-def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_starting(tmp_path: Path) -> None:
+def test_benchmark_ended_during_start_leaves_nothing_of_its_server(tmp_path: Path) -> None:
     """What passes for vLLM has a child, and never answers. Nobody but the benchmark ends that child."""
     peer = tmp_path / "python"
     peer.write_text(textwrap.dedent(f"""\
@@ -177,7 +177,7 @@ def test_a_benchmark_that_is_told_to_end_leaves_nothing_of_a_server_that_was_sta
 
 
 @tiers.needs_all
-def test_a_quick_run_of_encodings_measures_both_modes_and_counts_what_each_encodes() -> None:
+def test_quick_encodings_bench_measures_and_counts_both_modes() -> None:
     pytest.importorskip("transformers")
     run = subprocess.run(
         [sys.executable, "bench/encode.py", "--quick", "--json", "--images", "2", "--impl", "store,weights"],

@@ -46,7 +46,7 @@ def answered(url: str, path: str, body: dict[str, Any] | None = None) -> dict[st
         return said
 
 
-def test_an_engine_says_its_load_and_answers_what_is_open_when_it_is_stopped() -> None:
+def test_engine_reports_its_load_and_answers_open_requests_when_stopped() -> None:
     async def scene() -> None:
         engine = EngineProcess(SIMULATED, shutdown_timeout=20)
         assert engine.load() == NO_LOAD

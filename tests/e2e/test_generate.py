@@ -26,7 +26,7 @@ def generate(lines: str, *options: str) -> tuple[int, list[dict], str]:
     return done.returncode, [json.loads(line) for line in done.stdout.splitlines()], done.stderr
 
 
-def test_answers_come_in_the_order_of_the_prompts_and_a_refused_one_says_why() -> None:
+def test_answers_keep_the_order_of_prompts_and_refusals_have_reasons() -> None:
     lines = '[1, 2, 3]\n\n{"ids": [9], "max_tokens": 2, "n": 2}\n[]\n"hello"\n'
     status, answers, err = generate(lines, "--device-model", "simulated", "--step-ms", "1", "--max-tokens", "20")
     assert status == 1, err
@@ -41,7 +41,7 @@ def test_answers_come_in_the_order_of_the_prompts_and_a_refused_one_says_why() -
     assert "event=generated requests=4 failed=1 tokens=44" in err
 
 
-def test_what_is_no_prompt_and_what_is_no_model_is_said_before_anything_starts() -> None:
+def test_invalid_prompt_or_model_is_reported_before_anything_starts() -> None:
     for lines, options, text in (
         (
             '[1]\n{"ids": [1], "max_toks": 3}\n',
@@ -59,7 +59,7 @@ def test_what_is_no_prompt_and_what_is_no_model_is_said_before_anything_starts()
         assert (status, answers) == (2, []) and text in err and "process started" not in err
 
 
-def test_a_prompt_that_no_array_holds_and_a_model_that_is_not_there_are_said_in_a_line() -> None:
+def test_oversized_prompt_and_missing_model_are_reported_in_one_line() -> None:
     for lines, options, text in (
         ("[1, 3000000000]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` <= 2147483647"),
         ("[-1]\n", ("--device-model", "simulated"), "line 1 of the prompts: Expected `int` >= 0"),

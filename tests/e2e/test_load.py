@@ -26,7 +26,7 @@ async def bench(served: Served, path: Path, *options: object) -> tuple[int, dict
     return process.returncode or 0, json.loads((path / "figures").read_text())["figures"], said.decode()
 
 
-def test_every_token_of_our_server_is_counted_and_more_than_may_be_open_are_told(tmp_path: Path) -> None:
+def test_load_counts_every_token_and_reports_more_streams_than_allowed(tmp_path: Path) -> None:
     async def scene() -> None:
         async with run_server() as served:
             for backend in ("openai", "openai-chat"):

@@ -22,7 +22,7 @@ SECONDS = tiers.limit(300, soak=3600)  # then it hangs: ten times what it takes 
 BEYOND_THE_DOCUMENT = "positive_data_acceptance"
 
 
-def test_answers_and_events_with_all_that_can_be_asked_for_are_what_the_document_says() -> None:
+def test_answers_and_events_of_all_options_fit_the_openapi_document() -> None:
     async def asked(served: Served, path: str, body: dict[str, Any]) -> str:
         reader, writer = await served.connect(path, body)
         try:

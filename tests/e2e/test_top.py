@@ -222,7 +222,7 @@ def watched() -> Any:
     return run_server(simulated=simulated_device(step_seconds=STEP), max_model_len=LONG + 1000)
 
 
-def test_a_process_that_is_stopped_is_shown_as_stopped_and_one_that_is_killed_as_restarted() -> None:
+def test_top_shows_stopped_and_restarted_processes() -> None:
     async def scenes() -> None:
         async with watched() as served:
             await asyncio.wait_for(a_process_that_is_stopped_is_shown_as_stopped(served), 60)
@@ -231,7 +231,7 @@ def test_a_process_that_is_stopped_is_shown_as_stopped_and_one_that_is_killed_as
     asyncio.run(scenes())
 
 
-def test_a_view_that_runs_tells_that_its_server_is_gone_and_shows_the_next_one_at_its_address() -> None:
+def test_top_reports_a_gone_server_and_shows_the_next_at_its_address() -> None:
     serve = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--served-model-name", "again"]
 
     async def until_it_says(reader: asyncio.StreamReader, what: str) -> str:

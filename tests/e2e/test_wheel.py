@@ -114,9 +114,7 @@ def test_an_older_machine_can_load_what_is_compiled() -> None:
 @pytest.mark.skipif(platform.machine() != "x86_64", reason="for x86-64 alone")
 @pytest.mark.parametrize("optimized", ["-O0", "-O3"])
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_what_is_compiled_for_some_processors_has_nothing_that_a_linker_could_take_for_all(
-    kernel: str, optimized: str, tmp_path: Path
-) -> None:
+def test_processor_specific_objects_export_nothing_shared(kernel: str, optimized: str, tmp_path: Path) -> None:
     compiler = os.environ.get("CXX", "g++")
     source, target = ROOT / "native" / "engine" / f"{kernel}.cpp", tmp_path / "kernel.o"
     options = (

@@ -25,7 +25,7 @@ def deployed(application: Any) -> Any:
 
 
 @ignored
-def test_a_deployment_has_settings_that_fit_an_engine_and_those_of_the_caller() -> None:
+def test_deployment_has_settings_of_an_engine_and_of_the_caller() -> None:
     from penstock.integrations.ray_serve import app, build, deployment
 
     plain = deployed(app)

@@ -194,7 +194,7 @@ def test_a_long_body_in_one_piece_is_passed_on_whole() -> None:
     run(scene())
 
 
-def test_the_rest_of_a_body_that_the_engine_refuses_is_read_before_the_answer_ends() -> None:
+def test_rest_of_a_refused_body_is_read_before_the_answer_ends() -> None:
     async def handler(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(whole(b"{}", b"connection: close", status=b"413 Too Large"))
         await writer.drain()
@@ -232,9 +232,7 @@ def test_a_body_without_a_length_is_passed_on_in_chunks() -> None:
         ({"path": "/shapes", "root_path": "/shapes"}, b"GET / HTTP/1.1|"),
     ],
 )
-def test_a_path_is_passed_on_as_it_was_encoded_without_the_prefix_of_its_route(
-    scope: dict[str, Any], line: bytes
-) -> None:
+def test_path_is_forwarded_encoded_and_without_its_route_prefix(scope: dict[str, Any], line: bytes) -> None:
     async def scene() -> None:
         async with forwarding(echo) as (_, forwarder):
             assert (await Client(method="GET", **scope).run(forwarder)).body == line
@@ -242,7 +240,7 @@ def test_a_path_is_passed_on_as_it_was_encoded_without_the_prefix_of_its_route(
     run(scene())
 
 
-def test_an_answer_is_returned_as_it_came_but_for_what_the_server_in_front_writes() -> None:
+def test_answer_is_returned_unchanged_except_headers_of_the_front_server() -> None:
     async def handler(head: bytes, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         writer.write(
             whole(b"{}", b"Date: now", b"Server: it", b"Keep-Alive: 5", b"X-Request-Id: 7", b"Set-Cookie: a=1",
@@ -308,7 +306,7 @@ def test_the_engine_is_left_when_the_client_leaves(cancelled: bool) -> None:
     run(scene())
 
 
-def test_a_client_that_leaves_before_its_request_is_whole_reaches_no_engine_for_long() -> None:
+def test_client_that_leaves_within_its_request_occupies_no_engine() -> None:
     async def scene() -> None:
         async with forwarding(echo) as (engine, forwarder):
             client = Client(headers=[(b"content-length", b"6")])
@@ -374,7 +372,7 @@ def test_an_answer_that_is_cut_amid_a_piece_is_no_whole_answer(head: bytes) -> N
     run(scene())
 
 
-def test_requests_are_refused_when_the_engine_has_ended_and_the_open_ones_are_waited_for() -> None:
+def test_ended_engine_refuses_requests_and_open_ones_are_awaited() -> None:
     async def scene() -> None:
         go_on = asyncio.Event()
 

@@ -140,7 +140,7 @@ def test_two_sides_that_fit_introduce_themselves() -> None:
         (lambda away: replace(away, silence_s=0.8), "a silence of 0.8 s there is less than two heartbeats"),
     ],
 )
-def test_sides_that_do_not_fit_refuse_each_other_and_both_say_how_they_differ(
+def test_mismatched_sides_refuse_each_other_with_the_differences(
     change: Callable[[LinkSpec], LinkSpec], reason: str
 ) -> None:
     home, away = specs()
@@ -191,7 +191,7 @@ def test_a_listener_of_several_links_takes_the_one_that_is_named() -> None:
 
 
 # ── strangers ──
-def test_another_secret_is_refused_and_the_listener_has_said_nothing_of_itself() -> None:
+def test_wrong_secret_is_refused_before_the_listener_says_what_it_is() -> None:
     home, away = specs()
     listener = ListenerHandshake([home], SECRET)
     connector = ConnectorHandshake(away, bytes(32))

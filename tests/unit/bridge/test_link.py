@@ -133,7 +133,7 @@ def test_a_channel_that_has_ended_ends_over_there_and_the_others_go_on() -> None
         assert link.is_running
 
 
-def test_stop_at_either_side_ends_both_with_its_reason_and_loses_nothing_that_was_read() -> None:
+def test_stop_at_either_side_ends_both_and_loses_no_read_record() -> None:
     for side in range(2):
         source, target = Ring(), Ring()
         with (
@@ -156,7 +156,7 @@ def test_a_link_without_channels_lives_until_it_is_stopped() -> None:
         assert away.outcome() == "enough"
 
 
-def test_a_stop_waits_no_longer_than_the_silence_for_a_receiver_that_does_not_read() -> None:
+def test_stop_waits_at_most_silence_s_for_a_receiver_that_reads_nothing() -> None:
     source, target = Ring(), Ring(capacity=4096)
     home, away = (replace(spec, heartbeat_s=0.05, silence_s=0.2) for spec in one_way(source, target))
     with running(home, away) as links, source.open_sender() as sender, target.open_receiver() as receiver:

@@ -208,7 +208,7 @@ def test_the_death_of_a_receiver_ends_the_link_and_both_sides_name_it() -> None:
         assert "server 0.0 #1" in home.death().how and home.death().kind == "ended"
 
 
-def test_a_death_that_is_forwarded_is_told_at_both_sides_and_the_link_goes_on() -> None:
+def test_forwarded_death_is_reported_at_both_sides_and_the_link_goes_on() -> None:
     source, target = Inbox(senders=2), Inbox(senders=2)
     deaths: dict[str, list[ChannelDeath]] = {"home": [], "away": []}
     home, away = (
@@ -230,7 +230,7 @@ def test_a_death_that_is_forwarded_is_told_at_both_sides_and_the_link_goes_on() 
     assert len(deaths["home"]) == len(deaths["away"]) == 1
 
 
-def test_a_death_is_told_after_the_last_frames_of_the_dead_and_a_hook_may_add_one() -> None:
+def test_death_is_reported_after_the_last_frames_and_those_of_a_hook() -> None:
     """The bridge does not overtake: what the hook inserts comes behind what the dead process has sent."""
     source, target = Ring(), Ring(capacity=4096)
     links: list[Link] = []
@@ -253,7 +253,7 @@ def test_a_death_is_told_after_the_last_frames_of_the_dead_and_a_hook_may_add_on
     assert [record[:4] for record in records] == [b"%4d" % number for number in range(60)] + [b"it i"]
 
 
-def test_frames_for_a_receiver_that_died_are_dropped_until_the_next_one_comes() -> None:
+def test_frames_for_a_dead_receiver_are_dropped_until_the_next_comes() -> None:
     source, target = Ring(), Ring()
     home, away = one_way(source, target, on_death="forward")
     reader = "end = penstock.attach(hear()).open_receiver(); say('open'); hear()"

@@ -34,7 +34,7 @@ def two_channels(first: Ring, slow: Ring, second: Ring, fast: Ring) -> tuple[Lin
     )
 
 
-def test_a_receiver_that_does_not_read_holds_up_its_own_channel_and_no_heartbeat() -> None:
+def test_receiver_that_reads_nothing_blocks_its_channel_but_no_heartbeat() -> None:
     first, slow, second, fast = (Ring(capacity=1 << 13, name=name) for name in ("a", "slow", "b", "fast"))
     with (
         running(*two_channels(first, slow, second, fast)) as links,
@@ -129,7 +129,7 @@ def test_senders_of_an_inbox_wait_for_their_credit_and_none_is_forgotten() -> No
             sender.close()
 
 
-def test_a_side_that_gives_back_more_credit_than_there_was_breaks_the_protocol() -> None:
+def test_returning_more_credit_than_was_used_is_a_protocol_error() -> None:
     ring = Ring()
     lane = OutboundLane(
         0,

@@ -87,7 +87,7 @@ def test_a_link_that_does_not_come_is_a_timeout_on_either_side(listener: Listene
         connect(address, AWAY, secret=SECRET, timeout=0.1)
 
 
-def test_strangers_are_refused_in_words_and_counted_and_the_right_one_comes_in(listener: Listener) -> None:
+def test_strangers_are_refused_with_a_reason_and_the_node_connects(listener: Listener) -> None:
     accepting = Accepting(listener, HOME)
     with pytest.raises(BridgeRefused, match="the secret is another one"):
         connect(listener.address, AWAY, secret=bytes(32), timeout=5)
@@ -120,7 +120,7 @@ def test_silent_strangers_hold_nobody_up_and_are_dropped(listener: Listener) -> 
             assert time.monotonic() - began < HANDSHAKE_S
 
 
-def test_a_stranger_that_announces_a_long_message_is_refused_before_it_is_read(listener: Listener) -> None:
+def test_stranger_announcing_a_long_message_is_refused_before_reading(listener: Listener) -> None:
     accepting = Accepting(listener, HOME)
     with socket.create_connection(listener.address) as stranger:
         stranger.sendall((1 << 30).to_bytes(4, "little"))

@@ -214,7 +214,7 @@ class Opened:
 PROMPT = list(range(40))
 
 
-def test_an_image_is_opened_once_by_a_request_and_by_nobody_who_finds_its_blocks() -> None:
+def test_image_is_opened_once_and_not_when_its_blocks_are_cached() -> None:
     with a_store() as store:
         device = Opened(store)
         with Scope(store) as scope:

@@ -26,13 +26,13 @@ def save_tokenizer(folder: Path) -> None:
     tokenizer.save(str(folder / "tokenizer.json"))
 
 
-def test_a_simulated_device_with_a_models_directory_speaks_in_the_models_words(tmp_path: Path) -> None:
+def test_simulated_device_with_a_model_directory_uses_its_vocabulary(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     words = load_vocabulary(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice(vocabulary=2)))
     assert [words.token_bytes(token) for token in (0, 1)] == [b" cat", b"s"]
 
 
-def test_a_simulated_device_with_a_models_directory_gives_ids_of_its_tokenizer(tmp_path: Path) -> None:
+def test_simulated_device_with_a_model_directory_gives_ids_of_tokenizer(tmp_path: Path) -> None:
     save_tokenizer(tmp_path)
     config = with_model_defaults(EngineConfig(model=str(tmp_path), simulated=SimulatedDevice()))
     assert config.simulated is not None and config.simulated.vocabulary == 2
@@ -74,9 +74,7 @@ def test_sampling_defaults_are_neutral_without_generation_config(tmp_path: Path)
         ('{"max_new_tokens": 0}', "expected max_tokens between 1 and"),
     ],
 )
-def test_sampling_defaults_that_no_request_could_have_are_refused_with_the_way_out(
-    tmp_path: Path, text: str, why: str
-) -> None:
+def test_impossible_sampling_defaults_are_refused_with_a_way_out(tmp_path: Path, text: str, why: str) -> None:
     (tmp_path / "generation_config.json").write_text(text)
     with pytest.raises(ValueError, match=r"generation_config\.json \(--generation-config vllm") as caught:
         with_model_defaults(EngineConfig(model=str(tmp_path)))

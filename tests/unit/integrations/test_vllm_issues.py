@@ -54,7 +54,7 @@ def test_issues_hold_a_value_until_one_core_has_opened_its_reference() -> None:
     assert is_evictable(store)  # and the other core's grant was revoked
 
 
-def test_issues_hold_a_value_until_as_many_references_are_opened_as_were_sent() -> None:
+def test_issues_hold_a_value_until_every_sent_reference_is_opened() -> None:
     store = new_store()
     attached = core(store)
     issues = Issues(store, "core")
@@ -68,7 +68,7 @@ def test_issues_hold_a_value_until_as_many_references_are_opened_as_were_sent() 
     assert is_evictable(store)
 
 
-def test_issues_of_two_senders_hold_a_value_until_both_references_are_opened() -> None:
+def test_issues_of_two_senders_hold_a_value_until_both_are_opened() -> None:
     """A core that opens a value may use the grant of another sender: the last of both to be opened frees it."""
     store = new_store()
     second = Store.attach(store.ticket, peer_name="api server 2")

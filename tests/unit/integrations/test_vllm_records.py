@@ -36,7 +36,7 @@ def test_a_record_carries_a_section_and_a_body_only_where_there_is_one() -> None
     assert (section, body) == (b"what is new", {"logprobs": [1.5]})
 
 
-def test_a_record_has_large_buffers_beside_the_pickle_at_multiples_of_64_bytes() -> None:
+def test_record_has_large_buffers_beside_the_pickle_aligned_to_64_bytes() -> None:
     record = joined([large(1), "between", large(2, nbytes=BESIDE_NBYTES + 5), large(3)])
     address = np.frombuffer(record, np.uint8).ctypes.data
     _, body = decode(record, "all")

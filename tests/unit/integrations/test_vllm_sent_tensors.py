@@ -13,7 +13,7 @@ def new_store() -> Store:
     return Store(1 << 20, peer_name="api server")
 
 
-def test_a_sent_tensor_is_held_until_it_is_received_and_then_until_its_receiver_releases_it() -> None:
+def test_sent_tensor_is_held_until_its_receiver_releases_it() -> None:
     store = new_store()
     sent, receiver = SentTensors(store), Store.attach(store.ticket)
     key = sent.put(TENSOR)
@@ -35,7 +35,7 @@ def test_a_sent_tensor_is_received_once() -> None:
         receive_value(store, key)
 
 
-def test_tensors_that_nothing_receives_are_given_up_after_the_timeout_when_their_room_is_wanted() -> None:
+def test_unreceived_tensors_make_room_after_the_timeout() -> None:
     store = new_store()
     sent = SentTensors(store, timeout=0.0)
     first, second = (sent.put(TENSOR) for _ in range(2))  # there is room for both
@@ -48,7 +48,7 @@ def test_tensors_that_nothing_receives_are_given_up_after_the_timeout_when_their
     assert receive_value(store, third).nbytes > TENSOR.nbytes
 
 
-def test_a_tensor_without_room_is_refused_after_the_timeout_and_sent_once_there_is_room() -> None:
+def test_tensor_without_room_is_refused_until_there_is_room() -> None:
     store = new_store()
     sent = SentTensors(store)
     keys = [sent.put(TENSOR) for _ in range(2)]

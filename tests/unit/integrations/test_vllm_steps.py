@@ -219,7 +219,7 @@ def test_an_output_arrives_as_a_change_and_the_outputs_after_it(case: str) -> No
     assert line.writer.num_whole == 1
 
 
-def test_an_output_goes_whole_with_an_index_that_is_not_the_place_of_each_request() -> None:
+def test_output_goes_whole_when_its_index_is_not_the_order_of_requests() -> None:
     line = Line()
     line.through(reply("ab", [[1], [2]]))
     require_arrival(line, (SUCCESS, Output(["a", "b"], {"a": 1, "b": 0}, [[1], [2]])))
@@ -241,7 +241,7 @@ def test_a_step_goes_whole_after_an_exception_and_the_reader_follows(error: Base
 
 
 @pytest.mark.parametrize("lost", [0, 1], ids=["whole", "change"])
-def test_a_reader_that_missed_a_step_raises_and_a_whole_step_brings_it_back(lost: int) -> None:
+def test_reader_that_missed_a_step_raises_until_a_whole_step_comes(lost: int) -> None:
     line = Line()
     line.through(step("ab", 8))
     line.writer.send(step("ab", 9))
@@ -295,7 +295,7 @@ def test_what_is_handed_out_is_not_shared_with_what_is_kept() -> None:
     assert line.writer.num_whole == 2
 
 
-def test_a_checked_change_that_makes_another_step_raises_with_the_field_that_differs() -> None:
+def test_checked_change_raises_with_the_field_that_differs() -> None:
     line = Line(is_checked=True)
     for computed in (10, 11):
         require_arrival(line, step("ab", computed))

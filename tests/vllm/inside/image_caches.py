@@ -90,7 +90,7 @@ def as_step(item: Any) -> Any:
     return pickle.loads(pickle.dumps(item))
 
 
-def test_an_image_is_put_once_and_found_by_another_server_with_its_prompt_updates() -> None:
+def test_image_is_put_once_and_found_by_another_server_with_its_updates() -> None:
     share()
     first, second = SharedSenderCache(CONFIG), SharedSenderCache(CONFIG)
     core, worker = SharedCoreCache(), SharedWorkerCache()
@@ -107,7 +107,7 @@ def test_an_image_is_put_once_and_found_by_another_server_with_its_prompt_update
     assert second.store.stats().puts == 1
 
 
-def test_an_image_is_held_from_the_server_to_the_end_of_its_request_and_no_longer() -> None:
+def test_image_is_held_from_the_server_to_the_end_of_its_request() -> None:
     share()
     sender, core, worker = SharedSenderCache(CONFIG), SharedCoreCache(), SharedWorkerCache()
     item, _ = sender.get_and_update_item((image(1), []), "first")
@@ -134,7 +134,7 @@ def test_an_image_is_held_from_the_server_to_the_end_of_its_request_and_no_longe
     assert len(sender.issues) <= 1
 
 
-def test_nothing_is_held_of_1000_requests_that_are_aborted_before_a_worker_opens_their_images() -> None:
+def test_1000_requests_aborted_before_a_worker_opens_leave_nothing_held() -> None:
     share()
     sender, core, worker = SharedSenderCache(CONFIG), SharedCoreCache(), SharedWorkerCache()
     sender.issues = Issues(sender.store, image_caches.CORE, timeout=0.0)
@@ -263,7 +263,7 @@ def check_configuration(pipe: Any, depth: int) -> None:
         pipe.send(os.environ[SHARED_IMAGES])
 
 
-def test_a_worker_that_checks_its_configuration_again_stays_with_the_store_of_its_server() -> None:
+def test_worker_that_rechecks_its_config_keeps_the_store_of_its_server() -> None:
     receiver, sender = multiprocessing.Pipe(duplex=False)
     share()
     check = multiprocessing.get_context("spawn").Process(target=check_configuration, args=(sender, 1))  # a core

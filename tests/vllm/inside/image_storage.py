@@ -38,7 +38,7 @@ def item(value: int, nbytes: int = MIB // 2) -> MultiModalKwargsItem:
     return MultiModalKwargsItem({"pixels": element, "grid": grid})
 
 
-def test_a_writer_without_a_store_has_vllms_ring_buffer_and_its_readers_follow(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_writer_without_a_store_and_its_readers_use_vllms_ring_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     def create(*_: Any, **__: Any) -> SignedStore:
         raise MemoryError("no memory left")
 
@@ -56,14 +56,14 @@ def test_a_writer_without_a_store_has_vllms_ring_buffer_and_its_readers_follow(m
     writer.close()
 
 
-def test_a_server_whose_processes_cannot_share_a_store_has_vllms_ring_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_server_without_a_shareable_store_uses_vllms_ring_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images.image_caches, "is_refused", True)
     ring = shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
     assert type(ring) is images.TheirRing
     ring.close()
 
 
-def test_a_storage_full_of_values_that_no_reader_has_opened_raises_and_goes_on_when_they_are() -> None:
+def test_storage_full_of_unopened_values_raises_until_they_are_opened() -> None:
     writer = storage(shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test", create=True))
     reader = storage(shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test"), SimpleNamespace())
     handles = []

@@ -59,7 +59,7 @@ def test_register_replaces_the_queue_wherever_it_was_imported_by_name():
 
 
 @pytest.mark.parametrize("part", sorted(seams.SEAMS))
-def test_this_vllm_has_what_each_part_relies_on_since_the_first_version_that_has(part):
+def test_this_vllm_has_the_names_each_part_relies_on(part):
     is_older = Version(version("vllm")) < FIRST[part]
     assert (seams.misfit(part) is not None) == is_older
 
@@ -200,7 +200,7 @@ def idle_reader(handle, attached):
     signal.pause()
 
 
-def test_enqueue_raises_in_each_call_when_a_reader_has_died_and_the_others_hear_nothing_more():
+def test_enqueue_raises_after_a_reader_died_and_sends_nothing_more():
     writer = MessageQueue(2, 2)
     other = MessageQueue.create_from_handle(writer.export_handle(), 1)
     ours, remote = FORK.Pipe()

@@ -24,14 +24,14 @@ def slots(*values: int) -> np.ndarray:
 
 
 # ── who gets a request ───────────────────────────────────────────────────────────────────────────────────────────────
-def test_the_group_with_the_least_to_do_gets_a_request_and_chance_decides_among_equals() -> None:
+def test_request_goes_to_the_least_loaded_group_at_random_among_equals() -> None:
     balance = Router(seed=1)
     assert balance.choose({0: 5, 1: 3, 2: 9}, []) == 1
     chosen = Counter(balance.choose({0: 3, 1: 3, 2: 9}, []) for _ in range(200))
     assert set(chosen) == {0, 1} and min(chosen.values()) > 60
 
 
-def test_who_has_had_the_beginning_gets_it_again_unless_it_has_much_more_to_do() -> None:
+def test_request_goes_to_the_group_of_its_prefix_unless_it_is_busier() -> None:
     balance = Router(seed=1)
     first = balance.choose({0: 0, 1: 1}, [b"a"])
     assert first == 0
@@ -136,7 +136,7 @@ async def test_pieces_that_nobody_has_taken_become_one_for_each_sample() -> None
 
 
 @in_a_loop
-async def test_unread_chunks_are_joined_also_beside_a_request_with_log_probabilities() -> None:
+async def test_unread_chunks_are_joined_beside_requests_with_logprobs() -> None:
     stream, _ = stream_of()
     logprobs = Logprobs(ints(8, 9), np.zeros(2, np.float32), ints(0, 1), ints(0, 2))
     for token in (65, 66):

@@ -167,7 +167,7 @@ def test_a_file_that_is_none_says_what_is_wrong(raw: bytes, reason: str) -> None
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_broken_file_is_parsed_or_refused_and_no_more_of_it_is_kept_than_there_was(name: str) -> None:
+def test_damaged_image_file_is_parsed_or_refused_without_growing(name: str) -> None:
     chance, raw = random.Random(name), FILES[name]()
     refused = 0
     for _ in range(300):

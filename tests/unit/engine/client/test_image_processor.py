@@ -63,9 +63,7 @@ def load(loader: ImageProcessor, scope: Any, *raws: bytes) -> list[image_process
 
 @pytest.mark.parametrize("name", VISION)
 @pytest.mark.parametrize("kind", ["PNG", "JPEG", "WEBP", "GIF"])
-def test_an_image_becomes_what_the_model_takes_and_stands_for_as_many_tokens(
-    name: str, kind: str, tmp_path: Path
-) -> None:
+def test_image_becomes_tensors_of_the_model_with_its_number_of_tokens(name: str, kind: str, tmp_path: Path) -> None:
     model_in(tmp_path, name)
     stock = stock_of(name)
     with ImageProcessor(tmp_path, None, threads=2) as loader, Scope() as scope:
@@ -154,7 +152,7 @@ def test_what_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pyte
 
 
 @pytest.mark.parametrize("name", VISION)
-def test_a_thin_image_is_refused_before_its_short_side_is_made_as_long_as_others(name: str, tmp_path: Path) -> None:
+def test_thin_image_is_refused_before_its_short_side_is_enlarged(name: str, tmp_path: Path) -> None:
     with ImageProcessor(model_in(tmp_path, name), None, threads=1) as loader, Scope() as scope:
         for width, height in ((20_000, 2), (2, 20_000)):
             with pytest.raises(ImageRefused, match=f"at most 100 times as long .* this one is {width} x {height}"):
@@ -239,7 +237,7 @@ def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path
         assert store.stats().puts == 0
 
 
-def test_an_image_without_room_in_the_store_is_refused_where_it_must_lie_there(tmp_path: Path) -> None:
+def test_image_without_room_is_refused_when_it_must_lie_in_the_store(tmp_path: Path) -> None:
     with Store(64 << 10) as store, ImageProcessor(model_in(tmp_path), store, threads=1, must_store=True) as loader:
         with Scope(store, inline_nbytes=0) as scope:
             item = load(loader, scope, picture())[0].item
@@ -270,7 +268,7 @@ def test_a_request_that_has_ended_meanwhile_holds_no_image(tmp_path: Path) -> No
         assert not any(item.holders for item in store.stats().items)
 
 
-def test_a_model_without_images_and_a_folder_without_a_processor_are_refused(tmp_path: Path) -> None:
+def test_image_processor_refuses_models_and_folders_without_images(tmp_path: Path) -> None:
     transformers.AutoConfig.for_model("llama").save_pretrained(tmp_path)
     with pytest.raises(ValueError, match="'llama' takes no images"):
         ImageProcessor(tmp_path, None)

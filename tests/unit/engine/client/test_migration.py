@@ -321,7 +321,7 @@ async def test_request_goes_to_another_group_at_once() -> None:
 
 
 @in_a_loop
-async def test_request_avoids_a_group_that_lacks_an_output_processor_while_another_serves() -> None:
+async def test_request_avoids_a_group_without_an_output_processor() -> None:
     async with engine(groups=2) as (groups, client):
         stream = await client.submit([1, 2])
         lacking, other = groups[stream.group], groups[1 - stream.group]
@@ -534,7 +534,7 @@ async def test_new_requests_wait_for_a_group_that_is_started_again() -> None:
 
 
 @in_a_loop
-async def test_new_request_waits_where_the_client_hears_of_a_death_before_the_launcher() -> None:
+async def test_new_request_waits_when_the_client_sees_a_death_before_launcher() -> None:
     async with engine() as ([group], client):
         client._cores.mark_dead(0, group.incarnation)
         newcomer = submitting(client)
@@ -645,7 +645,7 @@ async def test_request_that_meets_a_dead_core_goes_to_a_group_that_serves(monkey
 
 
 @in_a_loop
-async def test_request_whose_time_is_over_before_it_is_sent_is_not_said_to_have_waited_for_a_group() -> None:
+async def test_expired_unsent_request_is_not_counted_as_waiting_for_a_group() -> None:
     async with engine() as ([group], client):
         stream = await client.submit([1], timeout=0.0)
         await group.submitted()
@@ -675,9 +675,7 @@ async def test_closed_client_refuses_a_new_request_that_waits() -> None:
 
 
 @pytest.mark.parametrize(("limit", "has_served"), [(0, True), (3, False)])
-def test_new_request_is_refused_at_once_where_no_request_is_kept_and_while_the_first_group_loads(
-    limit: int, has_served: bool
-) -> None:
+def test_new_request_is_refused_at_once_while_the_first_group_loads(limit: int, has_served: bool) -> None:
     async def scene() -> None:
         async with engine(migration_limit=limit) as ([group], client):
             group.stop_serving()
@@ -749,9 +747,7 @@ async def test_request_waits_for_the_verdict_though_another_group_serves() -> No
 
 
 @pytest.mark.parametrize(("cause", "failures"), [(Cause.ITSELF, 1), (Cause.OUTSIDE, 0), (Cause.PLANNED, 0)])
-def test_failures_are_counted_of_requests_in_the_steps_of_a_group_that_failed_by_itself(
-    cause: Cause, failures: int
-) -> None:
+def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(cause: Cause, failures: int) -> None:
     async def scene() -> None:
         async with engine() as ([group], client):
             running, queued = await client.submit([1]), await client.submit([2])

@@ -230,7 +230,7 @@ def test_a_model_without_videos_is_refused(tmp_path: Path) -> None:
         VideoSettings.from_model(tmp_path)
 
 
-def test_a_process_that_only_decodes_imports_neither_torch_nor_transformers() -> None:
+def test_decoding_process_imports_neither_torch_nor_transformers() -> None:
     code = (
         "import sys, penstock.engine.client.video_processor; "
         "assert not {'torch', 'transformers', 'PIL'} & set(sys.modules)"

@@ -7,7 +7,7 @@ import pytest
 from penstock.engine.cluster.logs import event
 
 
-def test_record_holds_the_text_of_an_exception_and_not_the_frames_that_it_passed(
+def test_log_record_has_the_text_of_an_exception_without_its_frames(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
     try:

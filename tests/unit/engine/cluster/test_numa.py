@@ -44,7 +44,7 @@ def test_a_machine_of_one_node_or_none_binds_nothing(tmp_path: Path, monkeypatch
     assert numa.node_of({0}) is None
 
 
-def test_a_node_that_the_machine_lacks_is_refused_before_any_process_starts(two_nodes: None) -> None:
+def test_missing_numa_node_is_refused_before_any_process_starts(two_nodes: None) -> None:
     with pytest.raises(ValueError, match="there is no NUMA node 7 here, but 0, 1"):
         require_startable(EngineConfig(simulated=SimulatedDevice(), numa_node=7))
     for text in ("-1", "one", ""):

@@ -16,7 +16,7 @@ def rendezvous() -> Iterator[Rendezvous]:
         yield opened
 
 
-def test_the_port_of_a_rendezvous_belongs_to_no_other_process_before_rank_0_comes(rendezvous: Rendezvous) -> None:
+def test_rendezvous_port_is_reserved_until_rank_0_comes(rendezvous: Rendezvous) -> None:
     with pytest.raises(OSError, match="in use"):
         socket.create_server((rendezvous.host, rendezvous.port), reuse_port=False)
 

@@ -28,7 +28,7 @@ CONFIG = EngineConfig(
 )
 
 
-def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() -> None:
+def test_lanes_are_distinct_and_each_inbox_has_a_spare_lane() -> None:
     cluster = Cluster.open(CONFIG)
     lanes = [*range(3), *map(cluster.worker_lane, range(2)), *map(cluster.output_lane, range(2)), cluster.launcher_lane]
     assert lanes == list(range(cluster.groups[0].inbox.senders))
@@ -38,7 +38,7 @@ def test_no_two_processes_have_one_lane_and_one_lane_of_each_inbox_is_nobodys() 
     cluster.close()
 
 
-def test_a_home_node_has_an_inbox_for_each_group_of_other_nodes_and_a_lane_for_its_answers() -> None:
+def test_home_node_has_inbox_and_answer_lane_for_each_remote_group() -> None:
     config = replace(CONFIG, nodes=Nodes(count=2, address="10.0.0.1"))
     cluster = Cluster.open(config)
     assert [inbox.name for inbox in cluster.inboxes] == [f"inbox {group}" for group in range(4)]
@@ -51,7 +51,7 @@ def test_a_home_node_has_an_inbox_for_each_group_of_other_nodes_and_a_lane_for_i
     cluster.close()
 
 
-def test_a_node_without_servers_has_inboxes_for_the_servers_of_each_of_its_groups() -> None:
+def test_headless_node_has_server_inboxes_for_each_of_its_groups() -> None:
     config = replace(CONFIG, nodes=Nodes(count=2, rank=1, address="10.0.0.1"))
     cluster = Cluster.open(config)
     assert cluster.inboxes == tuple(group.inbox for group in cluster.groups)
@@ -65,7 +65,7 @@ def test_a_node_without_servers_has_inboxes_for_the_servers_of_each_of_its_group
     cluster.close()
 
 
-def test_each_rank_over_nodes_has_a_lane_at_home_and_each_other_node_one_receiver_of_steps() -> None:
+def test_remote_rank_has_a_home_lane_and_its_node_a_step_receiver() -> None:
     at_home = Nodes(count=2, address="10.0.0.1", tensor_parallel_over_nodes=True)
     config = replace(CONFIG, tensor_parallel_size=4, nodes=at_home)
     engine, other = Cluster.open(config), Cluster.open(replace(config, nodes=replace(at_home, rank=1)))
@@ -193,7 +193,7 @@ def test_a_model_that_is_not_there_is_refused() -> None:
         with_model_defaults(EngineConfig(model="/nowhere"))
 
 
-def test_a_core_that_is_told_to_stop_before_its_workers_are_ready_ends_and_does_not_fail() -> None:
+def test_core_stopped_before_its_workers_are_ready_ends_without_failure() -> None:
     cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), max_model_len=1024))
     with (
         contextlib.closing(cluster),
@@ -256,7 +256,7 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_tree_that_is_told_to_end_while_it_loads_does_so_without_a_failure(number: int) -> None:
+def test_cluster_stopped_while_it_loads_ends_without_a_failure(number: int) -> None:
     async def scene() -> None:
         launcher = Loading(CONFIG)
         running = asyncio.ensure_future(launcher.run())

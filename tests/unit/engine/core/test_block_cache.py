@@ -46,7 +46,7 @@ def test_what_has_not_been_published_is_not_found() -> None:
     assert match(cache, A) == blocks
 
 
-def test_a_prefix_is_matched_from_its_beginning_and_no_further_than_it_is_there() -> None:
+def test_prefix_matches_from_its_beginning_to_the_first_missing_block() -> None:
     cache, blocks = filled(A, C)
     assert match(cache, A, B, C) == blocks[:1]
 
@@ -108,7 +108,7 @@ def test_releasing_too_often_is_a_bug_of_ours_and_says_so() -> None:
         release(cache, *blocks)
 
 
-def test_a_hash_is_of_all_that_is_before_of_the_ids_and_of_what_else_stands_there() -> None:
+def test_block_hash_covers_the_blocks_before_the_ids_and_the_images() -> None:
     image, other = b"k" * 32, b"l" * 32
     begins = [
         root_hash(b""),

@@ -53,7 +53,7 @@ def running(engine_core: Core) -> list[tuple[int, int]]:
 
 
 # ── what runs, and in which order ────────────────────────────────────────────────────────────────────────────────────
-def test_a_sample_with_generated_ids_computes_them_with_its_prompt_and_goes_on() -> None:
+def test_resumed_sample_computes_generated_ids_with_its_prompt() -> None:
     engine_core = core()
     engine_core.submit(submit(1, 5))
     engine_core.begin()
@@ -66,7 +66,7 @@ def test_a_sample_with_generated_ids_computes_them_with_its_prompt_and_goes_on()
     finish(engine_core)
 
 
-def test_samples_that_are_over_get_no_slot_and_the_first_other_one_computes_the_prompt() -> None:
+def test_finished_samples_get_no_slot_and_the_first_open_runs_the_prompt() -> None:
     engine_core = core()
     engine_core.submit(submit(1, -1, 3, -1, 0, 7))
     assert engine_core.scheduler.open_samples == 3
@@ -82,7 +82,7 @@ def test_samples_that_are_over_get_no_slot_and_the_first_other_one_computes_the_
     finish(engine_core)
 
 
-def test_requests_that_have_begun_go_before_newcomers_in_the_order_of_their_first_arrival() -> None:
+def test_started_requests_go_before_new_ones_by_first_arrival() -> None:
     engine_core = core(slots=1)
     engine_core.submit(submit(1))
     engine_core.submit(submit(2, 3, arrived_ns=20))
@@ -92,7 +92,7 @@ def test_requests_that_have_begun_go_before_newcomers_in_the_order_of_their_firs
     assert [request for _, request, _ in engine_core.ended] == [4, 3, 2, 1]
 
 
-def test_a_request_without_generated_ids_goes_before_those_of_its_client_that_arrived_later() -> None:
+def test_request_without_ids_goes_before_later_ones_of_its_client() -> None:
     engine_core = core(slots=1)
     for number, arrived_ns in ((1, 30), (2, 40)):
         engine_core.submit(submit(number, arrived_ns=arrived_ns, client="a"))
@@ -102,7 +102,7 @@ def test_a_request_without_generated_ids_goes_before_those_of_its_client_that_ar
     assert [request for _, request, _ in engine_core.ended] == [3, 4, 1, 2]
 
 
-def test_of_each_client_one_request_that_has_begun_is_looked_at_and_the_next_one_when_it_has_a_slot_or_ended() -> None:
+def test_queue_offers_one_started_request_per_client() -> None:
     engine_core = core(slots=1)
     queue = engine_core.scheduler._queue
     for number in range(1, 9):
@@ -139,7 +139,7 @@ def test_a_client_pays_once_for_its_prompt_and_for_what_was_generated() -> None:
     finish(engine_core)
 
 
-def test_a_resumed_sample_is_no_query_of_the_prefix_cache_and_waits_in_no_queue() -> None:
+def test_resumed_sample_counts_neither_as_cache_query_nor_as_queued() -> None:
     engine_core = core()
     engine_core.submit(submit(1, 5))
     engine_core.begin()
@@ -148,7 +148,7 @@ def test_a_resumed_sample_is_no_query_of_the_prefix_cache_and_waits_in_no_queue(
     finish(engine_core)
 
 
-def test_a_request_that_was_resumed_is_aborted_while_it_waits_and_while_it_runs() -> None:
+def test_resumed_request_can_be_aborted_while_waiting_and_running() -> None:
     engine_core = core(slots=1)
     engine_core.submit(submit(1, 5, 5))
     engine_core.submit(submit(2, 5))
@@ -160,7 +160,7 @@ def test_a_request_that_was_resumed_is_aborted_while_it_waits_and_while_it_runs(
     assert set(engine_core.ended.values()) == {"aborted"}
 
 
-def test_blocks_of_generated_ids_are_found_by_hash_where_the_cache_still_has_them() -> None:
+def test_blocks_of_generated_ids_are_found_by_hash() -> None:
     engine_core = core()
     whole = submit(1)
     engine_core.submit(whole)
@@ -194,9 +194,7 @@ def test_generated_ids_that_the_model_does_not_have_are_refused() -> None:
 # ── the pieces ───────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("inputs", [None, image(7, 8, 2)], ids=["text", "image"])
 @pytest.mark.parametrize("count", [1, 2, 3, 11])
-def test_the_hashes_of_prompt_and_generated_ids_are_those_of_a_prompt_of_all_of_them(
-    count: int, inputs: Inputs | None
-) -> None:
+def test_hashes_of_generated_ids_equal_those_of_a_prompt_of_the_same_ids(count: int, inputs: Inputs | None) -> None:
     resumed = msgspec.structs.replace(submit(1, count), inputs=inputs)
     keys = tuple((b"key", position, length) for _, position, length in inputs_of(resumed))
     sample = Request(resumed, BLOCK_SIZE, arrival=(0, 1), salt=b"s", keys=keys).samples[0]
@@ -219,7 +217,7 @@ def test_generated_ids_count_for_max_tokens_and_min_tokens() -> None:
     assert (second.slot, second.reason) == (1, FinishReason.STOP)
 
 
-def test_an_output_processor_gets_the_generated_ids_and_the_context_of_the_prompt() -> None:
+def test_output_gets_the_generated_ids_and_the_context_of_the_prompt() -> None:
     builder = TokensBuilder(8, 1)
     sample: Sample = Request(submit(3, -1, 2), 4, arrival=(0, 1)).samples[1]
     builder.start(sample, 5)

@@ -63,7 +63,7 @@ def test_decodes_go_first_and_prompts_get_what_is_left_of_the_budget() -> None:
     engine_core.drain()
 
 
-def test_there_is_nothing_to_plan_without_requests_nor_while_two_steps_are_in_flight() -> None:
+def test_no_step_begins_without_requests_or_with_two_steps_in_flight() -> None:
     engine_core = core()
     assert not engine_core.begin()
     engine_core.submit(submit(1))
@@ -85,7 +85,7 @@ def most_computed(engine_core: Core) -> int:
     return most
 
 
-def test_who_ends_by_an_id_costs_one_token_with_overlap_and_who_ends_by_its_length_none() -> None:
+def test_end_by_id_discards_one_token_and_end_by_length_none() -> None:
     ending = next(request for request in map(submit, range(1000)) if 3 <= len(answer(request, 0)) < 30)
     for has_overlap in (True, False):
         by_length, by_id = core(has_overlap=has_overlap), core(has_overlap=has_overlap)
@@ -119,7 +119,7 @@ def test_a_result_of_another_step_is_refused_and_changes_nothing() -> None:
         engine_core.scheduler.on_result(StepDone(1, 2, np.zeros(1, np.int32)))
 
 
-def test_blocks_are_given_to_several_at_once_and_most_steps_say_nothing_of_blocks() -> None:
+def test_blocks_are_allocated_for_many_at_once_and_most_steps_have_none() -> None:
     engine_core = core()
     engine_core.submit(patient(1, 8))
     engine_core.submit(patient(2, 9))
@@ -240,7 +240,7 @@ def test_samples_of_one_request_share_the_full_blocks_of_its_prompt() -> None:
     engine_core.drain()
 
 
-def test_a_request_of_more_samples_than_slots_is_answered_one_after_the_other() -> None:
+def test_samples_beyond_the_slots_are_answered_one_after_the_other() -> None:
     engine_core = core(slots=2)
     engine_core.submit(submit(1, 10, 3, n=7))
     engine_core.drain()
@@ -248,7 +248,7 @@ def test_a_request_of_more_samples_than_slots_is_answered_one_after_the_other() 
 
 
 # ── too little room ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_when_blocks_run_out_the_one_of_the_lowest_priority_then_the_latest_is_preempted() -> None:
+def test_lowest_priority_then_latest_is_preempted_without_blocks() -> None:
     engine_core = core(blocks=15)
     for number, priority in ((1, 0), (2, 5), (3, 0)):
         engine_core.submit(patient(number, 16, priority=priority))
@@ -298,7 +298,7 @@ def test_a_better_priority_is_sooner() -> None:
     assert order == [3, 1, 4, 2]
 
 
-def test_the_worst_priority_is_let_in_while_better_ones_never_cease_to_come() -> None:
+def test_worst_priority_is_admitted_while_better_ones_keep_coming() -> None:
     engine_core = core(slots=1)
     engine_core.submit(submit(1, 5, 1, priority=9))
     for number in range(2, 4 * OLDEST_EVERY):
@@ -417,7 +417,7 @@ def test_who_is_preempted_can_be_aborted() -> None:
     engine_core.drain()
 
 
-def test_an_abort_of_a_sample_that_has_ended_leaves_the_one_that_has_its_slot_now() -> None:
+def test_abort_of_an_ended_sample_leaves_the_new_owner_of_its_slot() -> None:
     engine_core = core(slots=1)
     engine_core.submit(patient(1, most=2))
     engine_core.submit(patient(2))
@@ -497,7 +497,7 @@ def test_what_can_never_run_is_refused_with_the_numbers() -> None:
     engine_core.drain()
 
 
-def test_a_configuration_with_which_some_request_could_never_run_is_refused() -> None:
+def test_config_under_which_a_request_could_never_run_is_refused() -> None:
     with pytest.raises(ValueError, match="expected 2 to 60, which fit, got 61"):
         Scheduler(BatchState(4, 15, 4), SchedulerConfig(max_model_len=61))
     with pytest.raises(ValueError, match="a token for each of 64 slots, got 63"):

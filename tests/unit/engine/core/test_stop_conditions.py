@@ -102,7 +102,7 @@ def test_a_stop_id_is_its_own_slots_alone() -> None:
 
 
 @pytest.mark.parametrize("stop", [9 + BUCKETS, -1, 1 << 40])
-def test_ids_that_share_low_bits_are_told_apart_and_impossible_ones_harm_nobody(stop: int) -> None:
+def test_stop_ids_with_equal_low_bits_differ_and_impossible_ids_are_safe(stop: int) -> None:
     assert when(SamplingParams(stop_token_ids=(stop,)), [9, BUCKETS - 1, 0]) is None
 
 

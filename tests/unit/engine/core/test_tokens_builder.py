@@ -69,7 +69,7 @@ def test_nothing_is_sent_while_nothing_is_new() -> None:
     assert builder.build(none, ints(), None, None, []) == builder.build_started() == []
 
 
-def test_who_has_been_aborted_is_told_before_its_slot_is_anothers_and_slots_are_as_before() -> None:
+def test_abort_is_sent_before_its_slot_is_reused_and_slots_stay_implied() -> None:
     builder = TokensBuilder(8, 1)
     slots = np.array([2, 3])
     only(builder.build(slots, ints(5, 6), None, None, []))
@@ -84,7 +84,7 @@ def test_who_has_been_aborted_is_told_before_its_slot_is_anothers_and_slots_are_
     assert alone.aborted == (2,) and not alone.ids.size
 
 
-def test_log_probabilities_are_sent_as_they_came_and_of_the_rows_that_are_sent() -> None:
+def test_logprobs_are_sent_unchanged_for_the_rows_that_are_sent() -> None:
     builder = TokensBuilder(8, 1)
     logprobs = Logprobs(ints(1, 2, 3, 4), np.zeros(4, np.float32), ints(1, 1))
     assert only(builder.build(np.array([0, 1]), ints(1, 3), None, logprobs, [])).logprobs is logprobs

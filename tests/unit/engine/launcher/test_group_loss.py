@@ -62,7 +62,7 @@ def test_cause_is_known_with_the_first_end_that_is_one(end: ProcessEnd, cause: C
     assert group_loss.close() == (cause or Cause.OUTSIDE)
 
 
-def test_kill_by_the_launcher_is_no_cause_and_the_end_after_a_peer_death_is() -> None:
+def test_kill_by_the_launcher_is_no_cause_but_the_first_end_is() -> None:
     group_loss = loss()
     group_loss.begin(1, PEER, [3], False)
     group_loss.add(2, KILLED)  # by the launcher, which has seen the first end
@@ -71,7 +71,7 @@ def test_kill_by_the_launcher_is_no_cause_and_the_end_after_a_peer_death_is() ->
     assert group_loss.cause == Cause.ITSELF
 
 
-def test_error_of_a_collective_is_no_failure_where_another_worker_was_killed() -> None:
+def test_collective_error_is_no_failure_when_another_worker_was_killed() -> None:
     group_loss = loss()
     group_loss.begin(1, ended("RuntimeError: connection closed by peer"), [2], False)
     assert group_loss.cause is None, "the other worker was ending before the launcher killed anything"
@@ -102,7 +102,7 @@ def test_error_of_a_collective_waits_for_what_the_other_node_reports(report: Cau
     assert group_loss.cause == cause
 
 
-def test_failure_that_another_node_reports_waits_for_a_worker_that_was_killed_here() -> None:
+def test_failure_of_another_node_waits_for_a_worker_killed_here() -> None:
     group_loss = loss()
     group_loss.begin(1, ended("group 0 of node 1 has ended", cause=Cause.ITSELF), [2], False)
     assert group_loss.cause is None

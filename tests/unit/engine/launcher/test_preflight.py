@@ -175,7 +175,7 @@ def test_a_tensor_that_only_the_index_has_is_named_with_its_file(model: Path) ->
     assert f"{index} is invalid: the name 'a' comes twice" in refusal(model)
 
 
-def test_weights_that_were_not_copied_to_their_end_are_refused_with_both_sizes(model: Path) -> None:
+def test_truncated_weights_are_refused_with_both_sizes(model: Path) -> None:
     whole = (model / "model.safetensors").read_bytes()
     replace(model / "model.safetensors", whole[: len(whole) // 2])
     assert f"is cut off: it has {len(whole) // 2} bytes of {len(whole)}" in refusal(model)
@@ -219,7 +219,7 @@ def test_ranks_blocks_types_and_devices_are_held_against_the_model(model: Path) 
         require_startable(with_model_defaults(EngineConfig(simulated=SimulatedDevice(blocks=1))))
 
 
-def test_heads_that_config_json_leaves_to_transformers_are_left_to_the_worker(model: Path) -> None:
+def test_heads_missing_in_config_json_are_left_to_the_worker(model: Path) -> None:
     edit(model / "config.json", text_config={"model_type": "llama"})
     require_startable(with_model_defaults(EngineConfig(model=str(model), tensor_parallel_size=7)))
 
@@ -248,7 +248,7 @@ def test_devices_that_are_not_there_are_refused(
 
 
 @pytest.mark.parametrize("number", [None, 2])
-def test_devices_that_are_there_or_that_nobody_can_count_are_left_to_the_worker(
+def test_present_or_uncountable_devices_are_left_to_the_worker(
     model: Path, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
@@ -288,7 +288,7 @@ def test_a_driver_that_cannot_be_asked_is_no_evidence(monkeypatch: pytest.Monkey
     assert cuda_devices.cuda_devices().number is None
 
 
-def test_a_torch_without_cuda_has_no_devices_and_one_for_rocm_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torch_without_cuda_has_no_devices_and_rocm_may_have_some(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0+cpu", None, None))
     assert cuda_devices.cuda_devices() == Devices(0, "torch 2.13.0+cpu is built without CUDA")
     monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", None, "7.0"))

@@ -87,7 +87,7 @@ def test_a_token_is_told_with_its_name_and_its_bytes() -> None:
     assert value == {"content": [{"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5, "top_logprobs": [second]}]}
 
 
-def test_of_tokens_that_look_alike_a_completion_tells_the_last_in_the_place_of_the_first() -> None:
+def test_completion_logprobs_keep_the_last_of_tokens_with_equal_text() -> None:
     (text,) = LogprobsWriter(VOCABULARY).of_completions(columns([([0, 1, 0, 10], [-1.0, -2.0, -3.0, -4.0])]), [5])
     assert text.decode() == (
         '{"text_offset":[5],"token_logprobs":[-1],"tokens":["a"],"top_logprobs":[{"\ufffd":-4,"a":-3}]}'

@@ -133,7 +133,7 @@ def test_the_core_is_told_which_sample_a_stop_string_has_ended() -> None:
         assert (abort.server, abort.requests.tolist(), abort.samples.tolist()) == (0, [6], [0])
 
 
-def test_a_server_that_takes_nothing_delays_no_other_and_its_requests_are_aborted_in_the_end(
+def test_server_that_reads_nothing_delays_no_other_and_is_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with playing() as scene:

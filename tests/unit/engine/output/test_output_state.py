@@ -75,7 +75,7 @@ def test_the_id_by_which_a_sample_ends_is_no_text_but_is_told() -> None:
     assert (ended.ids, ended.end) == ([A, EOS], (FinishReason.STOP, None))
 
 
-def test_a_stop_string_that_comes_with_the_last_token_is_the_reason_and_aborts_nothing() -> None:
+def test_stop_string_in_the_last_token_is_the_reason_without_an_abort() -> None:
     engine = Speaking()
     engine.ask(saying(A, B, stop=("ab",)))
     for _ in range(2):
@@ -193,7 +193,7 @@ def test_columns_that_do_not_fit_each_other_are_refused(tokens: Tokens, why: str
 
 
 # ── ready-made lines ──
-def test_a_chat_comes_as_lines_that_begin_with_who_speaks_and_end_with_the_reason() -> None:
+def test_chat_chunks_begin_with_the_role_and_end_with_the_reason() -> None:
     (got,) = answered(
         saying(E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS, ignore_eos=False, max_tokens=20),
         chunk_format=ChunkFormat(Style.CHAT, HEAD),
@@ -351,7 +351,7 @@ def test_a_sample_that_is_resumed_says_what_it_would_have_said(sample: Sample, s
         assert (cut.ids, cut.text, cut.end, cut.logprobs) == (whole.ids, whole.text, whole.end, whole.logprobs), count
 
 
-def test_a_resumed_sample_says_nothing_of_the_cache_and_a_new_one_says_it_once() -> None:
+def test_cached_tokens_are_sent_once_and_not_for_a_resumed_sample() -> None:
     engine = Speaking()
     first, second = saying(*[A] * 6, prompt=9), saying(*[A] * 6, key=(0, 2, 0), prompt=9)
     engine.ask(first)

@@ -103,7 +103,7 @@ def joining(prompt: int, chunk: int, computed: int = 0, sample: int = 0) -> Batc
     return schedule
 
 
-def test_who_has_computed_all_that_is_known_samples_and_one_token_more_is_known() -> None:
+def test_row_with_all_tokens_computed_samples_and_gains_a_token() -> None:
     schedule = running(3)
     assert schedule.sampled.tolist() == [0, 1, 2] and schedule.known[:4].tolist() == [21, 21, 21, 0]
     schedule.apply(Step(1, 2))
@@ -112,7 +112,7 @@ def test_who_has_computed_all_that_is_known_samples_and_one_token_more_is_known(
     assert schedule.sampled.tolist() == [0, 2] and schedule.known[:4].tolist() == [23, 22, 23, 0]
 
 
-def test_who_computes_a_part_of_its_prompt_does_not_sample_before_the_last_of_it() -> None:
+def test_row_samples_only_after_the_last_chunk_of_its_prompt() -> None:
     schedule = joining(prompt=30, chunk=28)
     assert schedule.sampled.tolist() == [0] and schedule.known[:2].tolist() == [22, 30]
     schedule.apply(Step(1, 3))
@@ -178,7 +178,7 @@ def test_who_leaves_leaves_nothing_behind() -> None:
     assert schedule.status[1] == FREE and schedule.computed[1] == 0 and schedule.rows.tolist() == [0]
 
 
-def test_who_is_preempted_keeps_slot_and_prompt_and_runs_again_with_other_blocks() -> None:
+def test_preempted_row_keeps_slot_and_prompt_and_resumes_with_new_blocks() -> None:
     schedule = running(2)
     prompt = schedule.prompts[1]
     schedule.apply(Step(1, 2, preempted=slots(1)))
@@ -351,7 +351,7 @@ def test_tables_grow_as_far_as_one_request_may_have_blocks() -> None:
 
 
 # ── a plan ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_plan_takes_back_what_was_decided_for_who_is_preempted_or_leaves_after_all() -> None:
+def test_plan_takes_back_decisions_for_rows_preempted_or_leaving() -> None:
     schedule = running(3, preempted=(2,))
     plan = StepBuilder(schedule)
     plan.append(0, [7])
@@ -432,7 +432,7 @@ def test_a_decode_step_takes_a_few_bytes_whatever_the_number_of_requests(request
     assert sum(sizes) / len(sizes) <= average
 
 
-def test_equal_parameters_of_a_step_are_sent_once_and_a_join_grows_by_80_bytes() -> None:
+def test_equal_parameters_are_sent_once_per_step() -> None:
     pair = Pair(4)
 
     def joining(*params: SamplingParams) -> int:

@@ -91,7 +91,7 @@ def nodes(**options: Any) -> Nodes:
     return Nodes(**{"count": 3, "address": "10.0.0.1", **options})
 
 
-def test_groups_of_other_nodes_have_the_numbers_after_those_of_the_home_node() -> None:
+def test_groups_of_other_nodes_are_numbered_after_the_home_node() -> None:
     home = EngineConfig(simulated=SIMULATED, data_parallel_size=2, nodes=nodes())
     assert (home.is_headless, home.remote_groups, home.all_groups) == (False, 4, 6)
     assert [home.node_of(group) for group in range(6)] == [0, 0, 1, 1, 2, 2]

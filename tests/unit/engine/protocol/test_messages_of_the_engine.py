@@ -246,9 +246,7 @@ def test_a_result_has_one_id_for_each_row_that_samples() -> None:
         ({"stop": ("x",), "detokenize": False}, "expected detokenize with stop strings"),
     ],
 )
-def test_parameters_that_mean_nothing_are_refused_where_they_are_made_and_where_they_arrive(
-    wrong: dict[str, Any], why: str
-) -> None:
+def test_meaningless_parameters_are_refused_at_creation_and_on_arrival(wrong: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         SamplingParams(**wrong)
     defaults = msgspec.structs.asdict(SamplingParams())

@@ -157,7 +157,7 @@ def test_what_was_held_back_is_shown_at_the_end() -> None:
     assert written(of("stop"), b"a sto") == (["a", " ", "", "", "", "sto"], None)
 
 
-def test_the_stop_string_that_is_complete_first_wins_and_of_those_the_longest() -> None:
+def test_first_complete_stop_string_wins_then_the_longest() -> None:
     assert written(of("abcd", "bc"), b"xabcd")[1] == "bc"
     shown, stop = written(of("c", "abc", "bc"), b"xxabcd")
     assert "".join(shown) == "xx" and stop == "abc"
@@ -177,6 +177,6 @@ def test_a_stop_string_that_is_complete_before_min_tokens_is_text() -> None:
     assert written(of("ab"), b"abx", least=3) == (["", "ab", "x", ""], None)
 
 
-def test_a_stop_string_may_end_with_a_character_that_only_the_end_makes_certain() -> None:
+def test_stop_string_may_end_in_a_character_completed_by_the_end() -> None:
     shown, stop = written(of("a\ufffd"), b"xa\xe2")
     assert "".join(shown) == "x" and stop == "a\ufffd"

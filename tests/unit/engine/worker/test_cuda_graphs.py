@@ -80,7 +80,7 @@ class Double:
             monkeypatch.setattr(torch.cuda, name, value)
 
 
-def test_a_graph_is_recorded_after_all_that_is_made_once_and_after_nobody_has_waited(
+def test_graph_is_recorded_after_a_warm_up_without_synchronization(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     double = Double()

@@ -245,7 +245,7 @@ def test_what_another_rank_cannot_record_no_rank_replays(
     assert not sum(tape.replays)
 
 
-def test_only_steps_of_a_cuda_device_are_recorded_and_it_says_when_they_are_not(
+def test_only_cuda_steps_are_recorded_and_a_refusal_is_logged(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(cuda_graphs, "CudaGraphs", Eager)

@@ -60,7 +60,7 @@ def test_a_step_that_is_launched_while_another_runs_begins_when_that_ends(bench:
     assert (bench.meter.busy_ns, bench.meter.idle_ns) == (18, 0)
 
 
-def test_time_without_a_step_is_idle_only_where_somebody_waits_for_the_next(bench: Bench) -> None:
+def test_time_without_a_step_is_idle_only_when_a_step_is_awaited(bench: Bench) -> None:
     slot = bench.join(4, chunk=4)
     bench.step(100, 110)
     bench.step(113, 120)

@@ -133,7 +133,7 @@ def test_ids_come_as_often_as_the_reference_says(name: str) -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_a_mixed_batch_that_comes_and_goes_gets_what_each_row_would_get_by_itself(seed: int) -> None:
+def test_rows_of_a_mixed_batch_sample_as_they_would_alone(seed: int) -> None:
     chance = random.Random(seed)
     together = sampler(6)
     there: dict[int, tuple[SamplingParams, Sampler, list[int], list[int]]] = {}
@@ -165,7 +165,7 @@ def test_a_mixed_batch_that_comes_and_goes_gets_what_each_row_would_get_by_itsel
             generated.append(ids[row])
 
 
-def test_a_seed_repeats_itself_and_each_sample_of_a_request_draws_for_itself() -> None:
+def test_seed_repeats_draws_and_each_sample_has_its_own() -> None:
     flat = torch.zeros((1, VOCABULARY))
     assert alone(SamplingParams(), flat, seed=7, steps=30) == alone(SamplingParams(seed=9), flat, seed=7, steps=30)
     assert alone(SamplingParams(), flat, seed=1, steps=30) != alone(SamplingParams(), flat, seed=2, steps=30)
