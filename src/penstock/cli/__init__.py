@@ -6,7 +6,7 @@ is wrong. 130: interrupted. What only one command needs is imported when it runs
 
 from __future__ import annotations
 
-import importlib
+import importlib.util
 import os
 import sys
 from collections.abc import Sequence
@@ -15,6 +15,7 @@ import penstock
 from penstock.cli.argument_parser import ArgumentParser
 
 COMMANDS = ("inspect", "trace", "measure", "generate", "serve", "migrate", "top", "bench", "doctor")
+ENGINE_COMMANDS = ("generate", "serve", "migrate", "top")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,12 +37,8 @@ def parser() -> ArgumentParser:
     root = ArgumentParser(prog="penstock", description="The data plane of an inference engine.")
     root.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
+    has_engine = importlib.util.find_spec("penstock.server") is not None  # the build of the data plane has none
     for name in COMMANDS:
-        try:
-            command = importlib.import_module(f"penstock.cli.{name}")
-        except ModuleNotFoundError as error:
-            if (error.name or "").startswith(("penstock.engine", "penstock.server")):
-                continue  # the build of the data plane alone has neither
-            raise
-        command.add_parser(commands)
+        if has_engine or name not in ENGINE_COMMANDS:
+            importlib.import_module(f"penstock.cli.{name}").add_parser(commands)
     return root

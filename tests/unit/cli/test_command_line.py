@@ -75,6 +75,13 @@ def test_table_of_vllm_names_no_option_that_serve_has() -> None:
     assert DIFFERENCES.keys() - {"MODEL"} == set(VLLM_SERVE)
 
 
+def test_data_plane_alone_has_the_commands_that_need_no_engine() -> None:
+    hide = "import sys; sys.modules['penstock.server'] = sys.modules['penstock.engine'] = None"
+    program = f"{hide}; from penstock.cli import parser; print(*parser().commands)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split() == ["inspect", "trace", "measure", "bench", "doctor"]
+
+
 # ── help ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 REQUIRED = {"measure": ["1"], "trace": ["1"], "migrate": ["1"]}  # the arguments without which a command does not parse
 COMMANDS = ("inspect", "trace", "measure", "generate", "serve", "migrate", "top", "bench serve", "doctor")
