@@ -165,8 +165,8 @@ class Worker:
         self._device = device
         self._flights: deque[tuple[Step, PendingStep]] = deque()
         self._timeout = config.step_timeout
-        self._row = StatusBoard(cluster.board, writable=True).row(me.group)
-        self._meter = DeviceStats(device) if me.index == 0 else None
+        row = StatusBoard(cluster.board, writable=True).row(me.group)
+        self._stats = DeviceStats(device, row) if me.index == 0 else None
         name = str(me)
         self._steps = group.steps.open_receiver(cluster.steps_receiver(me.index), name=name)
         self._inbox = group.inbox.open_sender(cluster.worker_lane(me.index), name=name)
@@ -210,8 +210,8 @@ class Worker:
         self._batch.apply(step)
         began = time.monotonic_ns()
         self._flights.append((step, self._device.launch(self._batch, step)))
-        if self._meter is not None:
-            self._meter.launched(self._batch, step, began)
+        if self._stats is not None:
+            self._stats.launched(self._batch, step, began)
         return None
 
     def _patience(self) -> float | None:
@@ -230,9 +230,8 @@ class Worker:
         done_at = time.monotonic_ns()
         results = self._results
         retry_past_stale_deaths(self._me, lambda: results.send(done, self._timeout), self._timeout)
-        assert self._meter is not None, "rank 0 sends results and counts them"
-        self._meter.done(sampled, done_at)  # no process waits for that
-        self._meter.publish(self._row)
+        assert self._stats is not None, "rank 0 sends results and counts them"
+        self._stats.done(sampled, done_at)  # no process waits for that
 
 
 def build_result(step: Step, sampled: SamplerOutput) -> StepDone:
@@ -245,26 +244,25 @@ def build_result(step: Step, sampled: SamplerOutput) -> StepDone:
 
 
 class DeviceStats:
-    """Busy time, idle time and token counts of a device, as rank 0 measures them for the status board.
+    """Counts busy time, idle time and tokens of a device on the status board, as rank 0 measures them.
 
     Counts each step when it is `launched`, and when its result is in (`done`). A simulated device knows its times
-    exactly, so `publish` takes them from it.
+    exactly.
     """
 
-    def __init__(self, device: Device) -> None:
+    def __init__(self, device: Device, row: Row) -> None:
         self._simulated = device if isinstance(device, SimulatedRunner) else None
         self._encodings = device.encodings
+        self._row = row
         self._begun: deque[int | None] = deque()  # of each step in flight, when it was launched; None: it is empty
         self._free_at = 0  # when the last one was seen to be done
         self._is_awaited = False  # the last step had rows
-        self.busy_ns = self.idle_ns = 0
-        self.computed = self.sampled = 0
 
     def launched(self, batch: BatchState, step: Step, began: int) -> None:
         """`batch` has just applied the step; at `began` it was handed to the device."""
         rows = batch.rows.size
-        if self._is_awaited and rows and not self._begun:
-            self.idle_ns += began - self._free_at
+        if self._simulated is None and self._is_awaited and rows and not self._begun:
+            self._row[StatusBoard.IDLE_NS] += began - self._free_at
         self._is_awaited = rows > 0
         self._begun.append(began if rows else None)
         joined = 0 if step.joined is None else step.joined.slots.size
@@ -272,22 +270,18 @@ class DeviceStats:
         tokens = rows if step.advances is None else int(batch.counts.sum())
         # A row that samples computes one token of its answer, and all other tokens of the step are of prompts. But a
         # row that has joined samples for the first time with the last token of its prompt.
-        self.computed += tokens - batch.sampled.size + joined
+        self._row[StatusBoard.COMPUTED] += tokens - batch.sampled.size + joined
 
     def done(self, sampled: SamplerOutput, now: int) -> None:
         """Counts the result of the oldest step in flight."""
-        began = self._begun.popleft()
-        if began is not None:
-            self.busy_ns += now - max(began, self._free_at)
+        row, began = self._row, self._begun.popleft()
+        if self._simulated is not None:
+            row[StatusBoard.BUSY_NS] = int(self._simulated.busy * 1e9)
+            row[StatusBoard.IDLE_NS] = int(self._simulated.idle * 1e9)
+        elif began is not None:
+            row[StatusBoard.BUSY_NS] += now - max(began, self._free_at)
         self._free_at = now
-        self.sampled += sampled.ids.size
-
-    def publish(self, row: Row) -> None:
-        device = self._simulated
-        row[StatusBoard.BUSY_NS] = self.busy_ns if device is None else int(device.busy * 1e9)
-        row[StatusBoard.IDLE_NS] = self.idle_ns if device is None else int(device.idle * 1e9)
-        row[StatusBoard.COMPUTED] = self.computed
-        row[StatusBoard.SAMPLED] = self.sampled
+        row[StatusBoard.SAMPLED] += sampled.ids.size
         row[StatusBoard.ENCODINGS] = self._encodings.encoded
         row[StatusBoard.ENCODINGS_FOUND] = self._encodings.found
         row[StatusBoard.ENCODINGS_UNSHARED] = self._encodings.unshared

@@ -1,5 +1,6 @@
 """What rank 0 counts of its device: its time, where the device does not say it, and tokens."""
 
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,14 +20,24 @@ PARAMS = SamplingParams()
 
 
 class Bench:
-    """A meter, and a core and a device that are not there."""
+    """Statistics on a page, and a core and a device that are not there."""
 
     def __init__(self) -> None:
         device: Any = SimpleNamespace(encodings=EncodingCounts())  # that is all it is asked for
-        self.meter = DeviceStats(device)
+        self.page = StatusBoard.create(1)
+        self.row = StatusBoard(self.page, writable=True).row(0)
+        self.stats = DeviceStats(device, self.row)
         self.schedule = BatchState(8, 1000)
         self.plan = StepBuilder(self.schedule)
         self.number = 0
+
+    @property
+    def times(self) -> tuple[int, int]:
+        return self.row[StatusBoard.BUSY_NS], self.row[StatusBoard.IDLE_NS]
+
+    @property
+    def tokens(self) -> tuple[int, int]:
+        return self.row[StatusBoard.COMPUTED], self.row[StatusBoard.SAMPLED]
 
     def join(self, length: int, **options: int) -> int:
         blocks = range(20 * self.number, 20 * self.number + 20)
@@ -36,10 +47,10 @@ class Bench:
         self.number += 1
         step = self.plan.build(1, self.number)
         self.schedule.apply(step)
-        self.meter.launched(self.schedule, step, at)
+        self.stats.launched(self.schedule, step, at)
 
     def done(self, at: int) -> None:
-        self.meter.done(SamplerOutput(np.zeros(self.schedule.sampled.size, np.int32)), at)
+        self.stats.done(SamplerOutput(np.zeros(self.schedule.sampled.size, np.int32)), at)
 
     def step(self, launched: int, done: int) -> None:
         self.launch(launched)
@@ -47,8 +58,10 @@ class Bench:
 
 
 @pytest.fixture
-def bench() -> Bench:
-    return Bench()
+def bench() -> Iterator[Bench]:
+    bench = Bench()
+    yield bench
+    vars(bench).clear()  # the page
 
 
 def test_a_step_that_is_launched_while_another_runs_begins_when_that_ends(bench: Bench) -> None:
@@ -57,46 +70,47 @@ def test_a_step_that_is_launched_while_another_runs_begins_when_that_ends(bench:
     bench.launch(105)
     bench.done(110)
     bench.done(118)
-    assert (bench.meter.busy_ns, bench.meter.idle_ns) == (18, 0)
+    assert bench.times == (18, 0)
 
 
 def test_time_without_a_step_is_idle_only_when_a_step_is_awaited(bench: Bench) -> None:
     slot = bench.join(4, chunk=4)
     bench.step(100, 110)
     bench.step(113, 120)
-    assert (bench.meter.busy_ns, bench.meter.idle_ns) == (17, 3)
+    assert bench.times == (17, 3)
     bench.plan.leave(slot)
     bench.step(121, 122)  # nobody is left: it computes nothing
     bench.join(4, chunk=4)
     bench.step(900, 905)
-    assert (bench.meter.busy_ns, bench.meter.idle_ns) == (22, 3)
+    assert bench.times == (22, 3)
 
 
 def test_tokens_of_prompts_and_of_answers_are_told_apart(bench: Bench) -> None:
     slot = bench.join(10, chunk=6)
     bench.step(0, 1)
-    assert bench.meter.sampled == 0
+    assert bench.tokens[1] == 0
     bench.plan.advance(slot, 4)
     bench.step(1, 2)
     bench.step(2, 3)
     bench.step(3, 4)
     bench.join(7, computed=5, chunk=2)  # the cache has had the others
     bench.step(4, 5)
-    assert (bench.meter.computed, bench.meter.sampled) == (10 + 2, 4 + 1)
+    assert bench.tokens == (10 + 2, 4 + 1)
 
 
 def test_the_last_token_of_a_prompt_alone_is_one_of_a_prompt(bench: Bench) -> None:
     bench.join(3)
     for at in range(5):
         bench.step(at, at + 1)
-    assert (bench.meter.computed, bench.meter.sampled) == (3, 3)
+    assert bench.tokens == (3, 3)
 
 
-def test_a_simulated_device_says_its_time_itself() -> None:
+def test_time_of_a_simulated_device_is_what_it_says(bench: Bench) -> None:
     now = 128.0
     device = SimulatedRunner(SimulatedDevice(step_seconds=2**-6), 8, clock=lambda: now)
-    meter, page = DeviceStats(device), StatusBoard.create(1)
+    bench.stats = DeviceStats(device, bench.row)
     device.busy, device.idle = 3.0, 0.5
-    row = StatusBoard(page, writable=True).row(0)
-    meter.publish(row)
-    assert (row[StatusBoard.BUSY_NS], row[StatusBoard.IDLE_NS]) == (3_000_000_000, 500_000_000)
+    bench.join(4, chunk=4)
+    bench.step(100, 110)
+    bench.step(113, 120)
+    assert bench.times == (3_000_000_000, 500_000_000)
