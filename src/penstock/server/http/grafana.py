@@ -60,35 +60,15 @@ PANELS = (
         "percentunit",
         ("vllm:kv_cache_usage_perc", "engine {{engine}}"),
     ),
-    Panel(
-        "Time to first token",
-        "Seconds from a request to its first token.",
-        "s",
-        *quantiles("vllm:time_to_first_token_seconds"),
-    ),
-    Panel(
-        "Inter-token latency",
-        "Seconds from a token to the next.",
-        "s",
-        *quantiles("vllm:inter_token_latency_seconds"),
-    ),
-    Panel(
-        "Time per output token",
-        "Mean of each finished sequence.",
-        "s",
-        *quantiles("vllm:request_time_per_output_token_seconds"),
-    ),
-    Panel(
-        "End-to-end latency",
-        "Seconds from a request to its last token.",
-        "s",
-        *quantiles("vllm:e2e_request_latency_seconds"),
-    ),
-    Panel(
-        "Queue time",
-        "Seconds from the arrival in the core to a batch.",
-        "s",
-        *quantiles("vllm:request_queue_time_seconds"),
+    *(
+        Panel(title, description, "s", *quantiles(histogram))
+        for title, description, histogram in (
+            ("Time to first token", "Seconds from a request to its first token.", "vllm:time_to_first_token_seconds"),
+            ("Inter-token latency", "Seconds from a token to the next.", "vllm:inter_token_latency_seconds"),
+            ("Time per output token", "Mean of each finished sequence.", "vllm:request_time_per_output_token_seconds"),
+            ("End-to-end latency", "Seconds from a request to its last token.", "vllm:e2e_request_latency_seconds"),
+            ("Queue time", "Seconds from the arrival in the core to a batch.", "vllm:request_queue_time_seconds"),
+        )
     ),
     Panel(
         "Finished sequences per second",
@@ -100,10 +80,7 @@ PANELS = (
         "Prefix cache hit rate",
         "Share of looked-up prompt tokens that the cache had.",
         "percentunit",
-        (
-            "sum by (engine) (rate(vllm:prefix_cache_hits)) / sum by (engine) (rate(vllm:prefix_cache_queries))",
-            "engine {{engine}}",
-        ),
+        (ratio("vllm:prefix_cache_hits", "vllm:prefix_cache_queries"), "engine {{engine}}"),
     ),
     Panel(
         "Preemptions per second",

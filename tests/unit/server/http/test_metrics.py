@@ -44,35 +44,56 @@ VLLM = (
     ("request_queue_time_seconds", "histogram", REQUEST),
 )
 BLAME = ("penstock_trials", "penstock_trials_refused", "penstock_convictions", "penstock_quarantined_requests")
+# Name, type and labels of each other metric. Dashboards of users have them: none may change.
 OURS = {
-    "penstock_requests": {"server", "route", "status"},
-    "penstock_open_requests": {"server"},
-    "penstock_items": {"server", "how"},
-    "penstock_media_bytes": {"server", "stage"},
-    "penstock_media_limit_bytes": {"server", "stage"},
-    "penstock_media_waiting": {"server", "stage"},
-    "penstock_new_requests_waiting": {"server"},
-    "penstock_queue_timeouts": {"server"},
-    "penstock_videos_decoding": {"server"},
-    "penstock_videos_waiting": {"server"},
-    "penstock_videos": {"server", "end"},
-    "penstock_video_decoder_seconds": {"server"},
-    "penstock_engine_incarnation": {"engine"},
-    "penstock_engine_steps": {"engine"},
-    "penstock_engine_core_seconds": {"engine"},
-    "penstock_engine_busy_seconds": {"engine"},
-    "penstock_engine_idle_seconds": {"engine"},
-    "penstock_engine_link_resumptions": {"engine"},
-    "penstock_requests_waiting_to_resume": {"engine"},
-    "penstock_kept_tokens": {"engine"},
-    "penstock_migrations": {"engine", "cause"},
-    "penstock_requests_given_up": {"engine"},
-    "penstock_migration_pause_seconds": {"engine"},
-    "penstock_suspects": {"engine"},
-    **{name: set() for name in BLAME},
-    "penstock_encodings": {"engine"},
-    "penstock_encodings_found": {"engine"},
-    "penstock_encodings_unshared": {"engine"},
+    "penstock_convictions": ("counter", set()),
+    "penstock_encodings": ("counter", {"engine"}),
+    "penstock_encodings_found": ("counter", {"engine"}),
+    "penstock_encodings_unshared": ("counter", {"engine"}),
+    "penstock_engine_busy_seconds": ("counter", {"engine"}),
+    "penstock_engine_core_seconds": ("counter", {"engine"}),
+    "penstock_engine_idle_seconds": ("counter", {"engine"}),
+    "penstock_engine_incarnation": ("gauge", {"engine"}),
+    "penstock_engine_link_resumptions": ("counter", {"engine"}),
+    "penstock_engine_steps": ("counter", {"engine"}),
+    "penstock_items": ("counter", {"how", "server"}),
+    "penstock_kept_tokens": ("gauge", {"engine"}),
+    "penstock_media_bytes": ("gauge", {"server", "stage"}),
+    "penstock_media_limit_bytes": ("gauge", {"server", "stage"}),
+    "penstock_media_waiting": ("gauge", {"server", "stage"}),
+    "penstock_migration_pause_seconds": ("histogram", {"engine"}),
+    "penstock_migrations": ("counter", {"cause", "engine"}),
+    "penstock_new_requests_waiting": ("gauge", {"server"}),
+    "penstock_open_requests": ("gauge", {"server"}),
+    "penstock_quarantined_requests": ("counter", set()),
+    "penstock_queue_timeouts": ("counter", {"server"}),
+    "penstock_requests": ("counter", {"route", "server", "status"}),
+    "penstock_requests_given_up": ("counter", {"engine"}),
+    "penstock_requests_waiting_to_resume": ("gauge", {"engine"}),
+    "penstock_suspects": ("gauge", {"engine"}),
+    "penstock_trials": ("counter", set()),
+    "penstock_trials_refused": ("counter", set()),
+    "penstock_video_decoder_seconds": ("counter", {"server"}),
+    "penstock_videos": ("counter", {"end", "server"}),
+    "penstock_videos_decoding": ("gauge", {"server"}),
+    "penstock_videos_waiting": ("gauge", {"server"}),
+}
+OF_SEGMENTS = {
+    "penstock_channel_behind_records": ("gauge", {"channel", "end"}),
+    "penstock_channel_bytes": ("counter", {"channel", "end"}),
+    "penstock_channel_exhaustions": ("counter", {"channel", "end"}),
+    "penstock_channel_longest_wait_seconds": ("gauge", {"channel", "end"}),
+    "penstock_channel_parks": ("counter", {"channel", "end"}),
+    "penstock_channel_records": ("counter", {"channel", "end"}),
+    "penstock_channel_spills": ("counter", {"channel", "end"}),
+    "penstock_store_bytes": ("gauge", {"kind"}),
+    "penstock_store_evictions": ("counter", set()),
+    "penstock_store_fills_awaited": ("counter", set()),
+    "penstock_store_hits": ("counter", set()),
+    "penstock_store_leases": ("gauge", set()),
+    "penstock_store_misses": ("counter", set()),
+    "penstock_store_puts": ("counter", set()),
+    "penstock_store_values": ("gauge", set()),
 }
 
 
@@ -125,7 +146,7 @@ def test_metrics_are_those_of_vllm_and_ours(pages: Pages) -> None:
     row[row.answered("chat", 200)] += 1
     found = pages.families()
     assert found.keys() == {f"vllm:{name}" for name, *_ in VLLM} | OURS.keys()
-    assert {name: shape_of(found[name])[1] for name in OURS} == OURS
+    assert {name: shape_of(found[name])[:2] for name in OURS} == OURS
 
 
 def test_reasons_are_those_of_vllm(pages: Pages) -> None:
@@ -136,6 +157,10 @@ def test_reasons_are_those_of_vllm(pages: Pages) -> None:
 def families_of_segments() -> dict[str, Metric]:
     with Store(1 << 20) as store, Ring(bytes) as ring, ring.open_sender(), ring.open_receiver():
         return {family.name: family for family in SegmentMetrics([ring], store).collect()}
+
+
+def test_metrics_of_segments_have_their_types_and_labels() -> None:
+    assert {name: shape_of(family)[:2] for name, family in families_of_segments().items()} == OF_SEGMENTS
 
 
 def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages: Pages) -> None:
