@@ -160,12 +160,13 @@ def run_core(wire: str, scratch: str, cluster: Cluster, me: ProcessId) -> None:
 
 class ClassicCore(EngineCore):
     def __init__(self, cluster: Cluster, me: ProcessId, wire: Any) -> None:
+        self._wire = wire
+        self._data: dict[int, tuple[str, vllm2024.SequenceData, vllm2024.SamplingParams]] = {}  # by slot
+        self._images: dict[tuple[int, int], Any] = {}  # by server and request, until they have been sent
         super().__init__(cluster, me, OutputState.of(cluster.config) if cluster.config.output_processors == 0 else None)
         self._steps.close()
         self._results.close()
-        self._wire = self._steps = self._results = wire
-        self._data: dict[int, tuple[str, vllm2024.SequenceData, vllm2024.SamplingParams]] = {}  # by slot
-        self._images: dict[tuple[int, int], Any] = {}  # by server and request, until they have been sent
+        self._steps = self._results = wire
 
     def _await_receivers(self) -> None:
         self._wire.meet()

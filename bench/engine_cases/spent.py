@@ -47,7 +47,6 @@ def run_core(folder: str, cluster: Cluster, me: ProcessId) -> None:
 
 
 def run(core: EngineCore, folder: str) -> None:
-    core.start()
     spent = _Spent(core)
     core.run()
     core.close()

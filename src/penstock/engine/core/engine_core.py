@@ -38,6 +38,7 @@ from penstock.engine.protocol.messages import (
     Begin,
     Failed,
     OutputReady,
+    Ready,
     Resume,
     StepDone,
     Stop,
@@ -76,7 +77,6 @@ def run(
     has no output processors."""
     with starting():
         core = EngineCore(cluster, me, None if inline_output is None else inline_output(cluster.config))
-        core.start()
     gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
     core.run()
     return core
@@ -84,6 +84,9 @@ def run(
 
 class EngineCore:
     def __init__(self, cluster: Cluster, me: ProcessId, inline_output: InlineOutput | None = None) -> None:
+        """Waits for the workers and the output processors, and then serves. If a Stop arrives before the workers are
+        ready, `run` only passes it on. Raises Timeout, PeerDied of one of them, and RuntimeError for different models.
+        """
         self._config, group = cluster.config, cluster.groups[me.group]
         self._me = me
         self._cluster = cluster
@@ -96,18 +99,15 @@ class EngineCore:
         self._gate = AdmissionGate(cluster.config.output_processors)
         self._outbox = Outbox(cluster, me)
         self._inline_output = inline_output
-        self._is_stopped = False
         self._has_delivered = True  # the output processors had delivered all when requests were admitted last
         self._own_ns, self._woke_ns = 0, time.monotonic_ns()
+        ready = await_members(cluster, me, self._inbox)
+        self._is_stopped = ready is None
+        if ready is not None:
+            self._serve(ready)
 
-    def start(self) -> None:
-        """Waits for the workers and the output processors, and then serves. Returns without serving if a Stop arrives
-        before the workers are ready. Raises Timeout, PeerDied of one of them, and RuntimeError for different models."""
+    def _serve(self, ready: list[Ready]) -> None:
         config = self._config
-        ready = await_members(self._cluster, self._me, self._inbox)
-        if ready is None:
-            self._is_stopped = True
-            return
         capacities = [message.blocks for message in ready]
         blocks = min(
             capacities if config.num_gpu_blocks_override is None else [*capacities, config.num_gpu_blocks_override]

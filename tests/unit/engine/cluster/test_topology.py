@@ -199,9 +199,8 @@ def test_core_stopped_before_its_workers_are_ready_ends_without_failure() -> Non
         contextlib.closing(cluster),
         cluster.groups[0].inbox.open_sender(cluster.launcher_lane, name="launcher") as launcher,
     ):
-        core = EngineCore(cluster, ProcessId("core", 0, 0, 1))
         launcher.send(Stop("the cluster ends"), 1)
-        core.start()
+        core = EngineCore(cluster, ProcessId("core", 0, 0, 1))
         core.run()
         assert StatusBoard(cluster.board).row(0)[StatusBoard.SERVING] == 0
         core.close()
