@@ -414,6 +414,7 @@ class TapOfAll {
         return out;
     }
     u64 missed() const { return missed_.load(RELAXED); }
+    const char* name() const { return tap_.name(); }
 
    private:
     static std::shared_ptr<Segment> look_at(const Segment& segment) {
@@ -448,6 +449,12 @@ class TapOfAll {
     std::optional<Error> corrupt_;
     Atomic<u64> missed_{0};
 };
+
+// The native ends are the ends of bytes: channel/ends.py registers them as Sender and Receiver.
+template <class End>
+nb::object repr_of(const char* type, const End& end) {
+    return text_of(format("%s(%u of '%s', bytes%s)", type, end.index(), end.name(), end.is_closed() ? ", closed" : ""));
+}
 
 [[noreturn]] void would_block(const char* what, const char* name) {
     throw Error(Fault::would_block, format("%s '%s'", what, name));
@@ -503,7 +510,14 @@ void bind_channel(nb::module_& m) {
                 r.commit(r.nbytes);
             else
                 r.abort();
-        });
+        })
+        .def(
+            "__repr__",
+            [](const OpenReservation& r) {
+                return format("Reservation(%llu bytes%s)", static_cast<unsigned long long>(r.nbytes),
+                              r.is_open ? "" : ", committed or aborted");
+            },
+            nb::sig("def __repr__(self) -> str"));
 
     nb::class_<Sender>(
         m, "Sender", nb::is_weak_referenceable(),
@@ -518,8 +532,8 @@ void bind_channel(nb::module_& m) {
         .def(nb::new_(&open_end<Sender>), "attachment"_a, "index"_a = -1)
         .def(
             "send", [](Sender& s, nb::handle record, nb::handle timeout) { send(s, record, timeout, true); },
-            "record"_a, "timeout"_a.none() = nb::none(),
-            nb::sig("def send(self, record: typing_extensions.Buffer | "
+            "message"_a, "timeout"_a.none() = nb::none(),
+            nb::sig("def send(self, message: typing_extensions.Buffer | "
                     "collections.abc.Sequence[typing_extensions.Buffer], timeout: float | None = None) -> None"),
             "Sends one record: a buffer, or several gathered into one. Blocks while there is no room, until `timeout` "
             "seconds have passed.\n"
@@ -530,8 +544,8 @@ void bind_channel(nb::module_& m) {
             [](Sender& s, nb::handle record) {
                 if (!send(s, record, nb::none(), false)) would_block("no room now in", s.name());
             },
-            "record"_a,
-            nb::sig("def send_nowait(self, record: typing_extensions.Buffer | "
+            "message"_a,
+            nb::sig("def send_nowait(self, message: typing_extensions.Buffer | "
                     "collections.abc.Sequence[typing_extensions.Buffer]) -> None"),
             "The same, but raises WouldBlock instead of blocking; also where a stopped peer holds a lock, which it "
             "names. "
@@ -541,8 +555,8 @@ void bind_channel(nb::module_& m) {
             [](Sender& s, nb::handle record) {
                 return unless_busy([&] { return send(s, record, nb::none(), false); }, false);
             },
-            "record"_a,
-            nb::sig("def try_send(self, record: typing_extensions.Buffer | "
+            "message"_a,
+            nb::sig("def try_send(self, message: typing_extensions.Buffer | "
                     "collections.abc.Sequence[typing_extensions.Buffer]) -> bool"))
         .def(
             "reserve",
@@ -576,6 +590,7 @@ void bind_channel(nb::module_& m) {
         .def("fail", &fail<Sender>, "error"_a, FAIL)
         .def_prop_ro("is_closed", &Sender::is_closed)
         .def_prop_ro("index", &Sender::index)
+        .def("__repr__", [](const Sender& end) { return repr_of("Sender", end); }, nb::sig("def __repr__(self) -> str"))
         .def_prop_ro("name", [](const Sender& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 
     nb::class_<Receiver>(
@@ -687,6 +702,7 @@ void bind_channel(nb::module_& m) {
             "Closes an end after EndOfChannel. Further calls, also of other threads, raise EndOfChannel.")
         .def_prop_ro("index", &Receiver::index)
         .def_prop_ro("source", &Receiver::source, "The sender (its index) of the record that was received last.")
+        .def("__repr__", [](const Receiver& end) { return repr_of("Receiver", end); }, nb::sig("def __repr__(self) -> str"))
         .def_prop_ro("name", [](const Receiver& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 
     nb::class_<TapOfAll>(m, "Tap",
@@ -708,7 +724,10 @@ void bind_channel(nb::module_& m) {
              "monotonic), and its bytes; None in their place where a long record was given back before it could be "
              "copied. Never blocks. Raises CorruptRecord for what is no record, and goes on after it.")
         .def_prop_ro("missed", &TapOfAll::missed,
-                     "Records that were overwritten before they were read, as of the last read().");
+                     "Records that were overwritten before they were read, as of the last read().")
+        .def(
+            "__repr__", [](const TapOfAll& tap) { return text_of(format("Tap('%s')", tap.name())); },
+            nb::sig("def __repr__(self) -> str"));
 }
 
 }  // namespace penstock::python

@@ -267,6 +267,13 @@ void bind_memory(nb::module_& m) {
                      "-> int"),
              COPY_INTO)
         .def("__len__", [](const Lease& lease) { return lease.extent.nbytes; })
+        .def(
+            "__repr__",
+            [](const Lease& lease) {
+                return format("BlockLease(%llu bytes%s%s)", static_cast<unsigned long long>(lease.extent.nbytes),
+                              lease.is_writable ? ", writable" : "", lease.is_released ? ", released" : "");
+            },
+            nb::sig("def __repr__(self) -> str"))
         .def_prop_ro("nbytes", [](const Lease& lease) { return lease.extent.nbytes; })
         .def_prop_ro("is_writable", [](const Lease& lease) { return lease.is_writable; })
         .def_prop_ro("is_released", [](const Lease& lease) { return lease.is_released; })

@@ -333,5 +333,12 @@ void penstock::python::bind_values(nb::module_& m) {
             "    0.0\n")
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); }, nb::sig("def __enter__(self) -> Lease"))
-        .def("__exit__", [](Stored& stored, nb::args) { stored.let_go(); });
+        .def("__exit__", [](Stored& stored, nb::args) { stored.let_go(); })
+        .def(
+            "__repr__",
+            [](const Stored& stored) {
+                return format("Lease(%llu bytes%s)", static_cast<unsigned long long>(stored.extent.nbytes),
+                              stored.holder.is_none() ? ", released" : "");
+            },
+            nb::sig("def __repr__(self) -> str"));
 }

@@ -16,8 +16,8 @@ LAYERS = [
     {"environment", "errors", "installing", "command_signals", "standard_streams"},
     {"_native"},
     {"memory"},
-    {"channel"},
     {"codec"},
+    {"channel"},
     {"tensor"},
     # ── below this line is the data plane; "penstock" itself, the package, hands out what is below it ──
     {"penstock", "public_names", "lowlevel", "bridge", "integrations"},

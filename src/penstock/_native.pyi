@@ -199,6 +199,8 @@ class BlockLease:
     def __len__(self) -> int: ...
     def __buffer__(self, flags: int, /) -> memoryview: ...
 
+    def __repr__(self) -> str: ...
+
     @property
     def nbytes(self) -> int: ...
 
@@ -287,6 +289,8 @@ class Reservation:
 
     def __exit__(self, *args) -> None: ...
 
+    def __repr__(self) -> str: ...
+
 class Sender:
     """
     The end of a channel that sends bytes: besides the methods of `Sender`, `reserve` lends room for a record.
@@ -302,18 +306,18 @@ class Sender:
 
     def __init__(self, attachment: Attachment, index: int = -1) -> None: ...
 
-    def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
+    def send(self, message: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
         """
         Sends one record: a buffer, or several gathered into one. Blocks while there is no room, until `timeout` seconds have passed.
         Raises Timeout naming the slowest receiver, PeerDied once per receiver that died, EndOfChannel when all have closed.
         """
 
-    def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
+    def send_nowait(self, message: Buffer | Sequence[Buffer]) -> None:
         """
         The same, but raises WouldBlock instead of blocking; also where a stopped peer holds a lock, which it names. (It waits for such a lock for at most 1 ms, or 20 ms while the holder is runnable.)
         """
 
-    def try_send(self, record: Buffer | Sequence[Buffer]) -> bool: ...
+    def try_send(self, message: Buffer | Sequence[Buffer]) -> bool: ...
 
     def reserve(self, nbytes: int, timeout: float | None = None) -> Reservation:
         """Room for one record of `nbytes`, to be filled in place and committed."""
@@ -349,6 +353,8 @@ class Sender:
 
     @property
     def index(self) -> int: ...
+
+    def __repr__(self) -> str: ...
 
     @property
     def name(self, /) -> str: ...
@@ -438,6 +444,8 @@ class Receiver:
     def source(self) -> int:
         """The sender (its index) of the record that was received last."""
 
+    def __repr__(self) -> str: ...
+
     @property
     def name(self, /) -> str: ...
 
@@ -468,6 +476,8 @@ class Tap:
         """
         Records that were overwritten before they were read, as of the last read().
         """
+
+    def __repr__(self) -> str: ...
 
 KEY_NBYTES: int = 32
 
@@ -625,3 +635,5 @@ class Lease:
     def __enter__(self) -> Lease: ...
 
     def __exit__(self, *args) -> None: ...
+
+    def __repr__(self) -> str: ...

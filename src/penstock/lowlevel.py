@@ -6,8 +6,7 @@ records pass (`Tap`), records filled in place (`ByteSender.reserve`), ends that 
 """
 
 from penstock._native import Tap
-from penstock.channel import ByteReceiver, ByteSender, Reservation
-from penstock.codec.frame_ends import FrameReceiver, FrameSender
+from penstock.channel import ByteReceiver, ByteSender, FrameReceiver, FrameSender, Reservation
 from penstock.errors import ChannelError, CorruptRecord, LayoutMismatch, OutOfStep, StaleRef
 from penstock.memory import BlockLease, Peer, Pool, Ref, Segment, Ticket
 from penstock.tensor import Empty, UnsupportedTensor

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from penstock import _native
 from penstock._native import Lease
-from penstock.channel import AsyncReceiver, AsyncSender, Receiver, Sender
-from penstock.codec import Broadcast, Buffer, Inbox, Ring
-from penstock.codec.channels import Channel as _Channel
-from penstock.codec.channels import channel_of as _channel_of
+from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, Inbox, Receiver, Ring, Sender
+from penstock.channel import Channel as _Channel
+from penstock.channel.channels import channel_of as _channel_of
+from penstock.codec import Buffer
 from penstock.errors import (
     ClosedError,
     DeathCause,

@@ -8,7 +8,7 @@ from typing import Any
 
 import penstock
 from penstock import _native, lowlevel
-from penstock.codec import Channel
+from penstock.channel import Channel
 from tests.conftest import eventually
 from tests.crash import actors
 from tests.crash.zygote import Child, Zygote

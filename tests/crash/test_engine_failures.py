@@ -145,7 +145,7 @@ def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
             core = engine.child("core").pid
             sender = client._cores._senders[0]._end  # below the codec
             for frame in (b"", b"\x00", b"\xff" * 9, b"\x00\xc1", bytes(100)):
-                await sender.send(frame, 5.0)
+                sender.send(frame, 5.0)
             await must_serve_again(engine, client)
             assert engine.child("core").pid == core
 

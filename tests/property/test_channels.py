@@ -15,7 +15,7 @@ from hypothesis.stateful import (
 
 import penstock
 from penstock import EndOfChannel, MemoryExhausted, WouldBlock
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 from tests import tiers
 

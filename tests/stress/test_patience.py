@@ -17,7 +17,7 @@ import pytest
 
 import penstock
 from penstock import lowlevel
-from penstock.codec import Channel
+from penstock.channel import Channel
 from tests import tiers
 from tests.conftest import eventually, spawn
 from tests.crash.zygote import Zygote

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock.codec import Channel
+from penstock.channel import Channel
 from tests import tiers
 from tests.conftest import spawn
 

@@ -120,3 +120,9 @@ def parameters_of(function: Any) -> list[str]:
     except (TypeError, ValueError):
         return []
     return [name for name in parameters if name != "self"]
+
+
+@pytest.mark.parametrize("library", [penstock, lowlevel], ids=lambda library: library.__name__)
+def test_instances_of_a_public_class_have_a_repr(library: Any) -> None:
+    classes = [cls for name in library.__all__ if inspect.isclass(cls := getattr(library, name))]
+    assert [cls for cls in classes if cls.__repr__ is object.__repr__] == []

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
     from penstock.bridge.link_lanes import OutboundLane
     from penstock.bridge.value_exchange import ValueExchange
-    from penstock.codec.frame_ends import FrameReceiver
+    from penstock.channel import FrameReceiver
 
 ROUNDS = 8  # of sending, or of reading, before the other one has its turn
 CALM_S = 0.005  # without a turn of the loop while frames pass

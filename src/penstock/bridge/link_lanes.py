@@ -17,8 +17,7 @@ from penstock.bridge.link_errors import LocalFailure, ProtocolError
 from penstock.bridge.link_offer import OfferedChannel
 from penstock.bridge.link_spec import InboundChannel, LinkStats, OutboundChannel
 from penstock.bridge.packets import MAX_PAYLOAD, PacketQueue
-from penstock.codec.channels import Inbox
-from penstock.codec.frame_ends import FrameReceiver, FrameSender
+from penstock.channel import FrameReceiver, FrameSender, Inbox
 from penstock.errors import EndOfChannel, MemoryExhausted, PeerDied
 
 FRAME_COST = 64  # bytes of credit that a frame takes besides its own: frames without a byte are not free

@@ -13,7 +13,7 @@ from typing import Any, Literal, TypeAlias
 import msgspec
 
 from penstock.bridge.pull_channels import PullChannels
-from penstock.codec.channels import Channel
+from penstock.channel import Channel
 from penstock.tensor import Store
 
 OnLocalDeath: TypeAlias = Literal["end", "forward"]

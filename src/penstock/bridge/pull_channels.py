@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock import _native
-from penstock.codec.channels import Inbox, Ring
+from penstock.channel import Inbox, Ring
 from penstock.errors import MemoryExhausted, Missing, Timeout
 
 if TYPE_CHECKING:

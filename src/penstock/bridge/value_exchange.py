@@ -19,9 +19,9 @@ from penstock.bridge.link_errors import ProtocolError
 from penstock.bridge.link_spec import LinkStats, StoreValues
 from penstock.bridge.packets import KEY_NBYTES, MAX_PAYLOAD, VALUE_HEAD, PacketQueue
 from penstock.bridge.pull_channels import Pull, Pulled
+from penstock.channel import FrameReceiver
 from penstock.codec.catalogue import Catalogue
 from penstock.codec.frame import FrameDecoder
-from penstock.codec.frame_ends import FrameReceiver
 from penstock.errors import ChannelError, DecodeError, EndOfChannel, MemoryExhausted, PeerDied, Timeout
 from penstock.memory import Ref
 

@@ -7,22 +7,26 @@ from penstock._native import Receiver as ByteReceiver
 from penstock._native import Reservation
 from penstock._native import Sender as ByteSender
 from penstock.channel import unhandled_exception as unhandled_exception
-from penstock.channel.aio import AsyncByteReceiver, AsyncByteSender
-from penstock.channel.channels import Latency, OnDeath, SegmentChannel, create_segment
-from penstock.channel.ends import AsyncReceiver, AsyncSender, Receiver, Sender
+from penstock.channel.aio import AsyncReceiver, AsyncSender
+from penstock.channel.channel import Channel, Latency, OnDeath
+from penstock.channel.channels import Broadcast, Inbox, Ring
+from penstock.channel.ends import Receiver, Sender
+from penstock.channel.frame_ends import FrameReceiver, FrameSender
 
 __all__ = [
-    "AsyncByteReceiver",
-    "AsyncByteSender",
     "AsyncReceiver",
     "AsyncSender",
+    "Broadcast",
     "ByteReceiver",
     "ByteSender",
+    "Channel",
+    "FrameReceiver",
+    "FrameSender",
+    "Inbox",
     "Latency",
     "OnDeath",
     "Receiver",
     "Reservation",
-    "SegmentChannel",
+    "Ring",
     "Sender",
-    "create_segment",
 ]

@@ -17,22 +17,23 @@ import time
 import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
-from types import TracebackType
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, Generic
 
 from penstock import _native
+from penstock.channel.ends import AnyEnd, R, S
 from penstock.errors import ClosedError, EndOfChannel, WouldBlock
 
 if TYPE_CHECKING:
-    from typing_extensions import Buffer
+    from types import TracebackType
+
+    from typing_extensions import Buffer, Self
+
+    from penstock.codec.codecs import Codec
 
 LOOK_UP_S = 0.08
 MIN_LOOK_UP_S = 0.01
 MAX_LOOK_UP_S = 0.96
 LOCKED_OUT_S = 0.01  # between two attempts while a stopped peer holds a lock
-
-_S = TypeVar("_S", bound="_End")
-_F = TypeVar("_F")
 
 
 class _Turn:
@@ -77,12 +78,11 @@ class _Turn:
         self.is_taken = False
 
 
-class _End:
+class _AsyncEnd(AnyEnd):
     """An end and the pipe by which it is woken."""
 
-    _end: _native.Sender | _native.Receiver
-
-    def __init__(self, attachment: _native.Attachment) -> None:
+    def __init__(self, codec: Codec, attachment: _native.Attachment) -> None:
+        self._codec = codec
         self._attachment: _native.Attachment | None = attachment  # keeps the pipe open
         self._bell = attachment.bell_fd()
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -90,7 +90,7 @@ class _End:
         self._turn = _Turn()
         self._alarm: asyncio.TimerHandle | None = None  # of the next look-up
         self._look_up_s = LOOK_UP_S
-        self._kept: list[_End] = []  # this end while a task waits in it: the alarm holds it, and so the task
+        self._kept: list[_AsyncEnd] = []  # this end while a task waits in it: the alarm holds it, and so the task
 
     def __del__(self) -> None:
         loop = getattr(self, "_loop", None)
@@ -151,7 +151,7 @@ class _End:
             waiter.set_result(None)
 
     @staticmethod
-    def _ring(reference: weakref.ref[_End]) -> None:
+    def _ring(reference: weakref.ref[_AsyncEnd]) -> None:
         end = reference()
         if end is not None:
             end._on_bell()
@@ -171,7 +171,7 @@ class _End:
         self._alarm = loop.call_later(self._look_up_s, self._look_up, weakref.ref(self), self._kept)
 
     @staticmethod
-    def _look_up(reference: weakref.ref[_End], _: list[_End]) -> None:
+    def _look_up(reference: weakref.ref[_AsyncEnd], _: list[_AsyncEnd]) -> None:
         end = reference()
         if end is None:
             return
@@ -197,26 +197,18 @@ class _End:
                 self._wake(waiter)
 
     def close(self) -> None:
-        """Closes this end. A task that waits in it gets ClosedError."""
+        """Closes this end. A task that waits in the end gets ClosedError."""
         self._forget()
         self._attachment = None
-        self._end.close()
+        super().close()
 
     def fail(self, error: BaseException) -> None:
-        """Ends this end by an error. A task that waits in it gets ClosedError, the other side PeerDied."""
+        """Closes this end by an error. Args and Raises are those of `Sender.fail`."""
         self._forget()
         self._attachment = None
-        self._end.fail(error)
+        super().fail(error)
 
-    @property
-    def is_closed(self) -> bool:
-        return self._end.is_closed
-
-    @property
-    def index(self) -> int:
-        return self._end.index
-
-    async def __aenter__(self: _S) -> _S:
+    async def __aenter__(self) -> Self:
         return self
 
     async def __aexit__(
@@ -234,85 +226,32 @@ def _as_bytes(record: Buffer | Sequence[Buffer]) -> bytes:
     return b"".join(record if isinstance(record, (list, tuple)) else (record,))
 
 
-class AsyncByteReceiver(_End):
-    """The receiving end in an event loop. The semantics are the Receiver's."""
+class AsyncSender(_AsyncEnd, Generic[S]):
+    """The sending end for asyncio: `channel.open_async_sender()`. Starts no thread, and does not block the loop.
 
-    _end: _native.Receiver
-
-    def __init__(self, native: _native.Receiver, attachment: _native.Attachment) -> None:
-        super().__init__(attachment)
-        self._end = native
-
-    async def _receive(self, timeout: float | None, find: Callable[[], _F | None]) -> _F:
-        started = time.monotonic()
-        deadline = None if timeout is None else started + timeout
-        if not await self._turn.take(deadline):
-            self._end.timeout_error(time.monotonic() - started)
-        try:
-            while True:
-                found = find()
-                if found is not None:
-                    return found
-                await self._armed(deadline, started)
-        finally:
-            self._end.disarm(True)
-            self._turn.give()
-
-    async def receive(self, timeout: float | None = None) -> bytes:
-        """The next record, copied. Raises as Receiver.receive does."""
-        return await self._receive(timeout, self._end.try_receive)
-
-    async def receive_view(self, timeout: float | None = None) -> _native.BlockLease:
-        """The next record where it lies. Raises as Receiver.receive_view does."""
-        return await self._receive(timeout, self._end.try_receive_view)
-
-    async def receive_frame(self, timeout: float | None = None) -> bytes | _native.BlockLease:
-        """The next record: a short one copied, a long one where it lies."""
-        return await self._receive(timeout, self._end.try_receive_frame)
-
-    def receive_nowait(self) -> bytes:
-        return self._end.receive_nowait()
-
-    def receive_view_nowait(self) -> _native.BlockLease:
-        return self._end.receive_view_nowait()
-
-    def receive_frame_nowait(self) -> bytes | _native.BlockLease:
-        return self._end.receive_frame_nowait()
-
-    def exhaust(self) -> None:
-        """Closes this end after EndOfChannel. Tasks that share the end get EndOfChannel."""
-        self._end.exhaust()
-        self.close()
-
-    @property
-    def source(self) -> int:
-        return self._end.source
-
-    def __aiter__(self) -> AsyncByteReceiver:
-        return self
-
-    async def __anext__(self) -> bytes:
-        try:
-            return await self.receive()
-        except EndOfChannel:
-            self.exhaust()
-            raise StopAsyncIteration from None
-
-
-class AsyncByteSender(_End):
-    """The sending end in an event loop. The semantics are the Sender's."""
+    Examples:
+        >>> async def main(ring):
+        ...     async with ring.open_async_sender() as sender:
+        ...         await sender.send(b"step")
+        >>> ring = Ring()
+        >>> asyncio.run(main(ring))
+        >>> ring.open_receiver().receive()
+        b'step'
+    """
 
     _end: _native.Sender
+    _codec: Codec
 
-    def __init__(self, native: _native.Sender, attachment: _native.Attachment) -> None:
-        super().__init__(attachment)
-        self._end = native
+    def __init__(self, end: _native.Sender, codec: Codec, attachment: _native.Attachment) -> None:
+        super().__init__(codec, attachment)
+        self._end = end
 
-    async def send(self, record: Buffer | Sequence[Buffer], timeout: float | None = None) -> None:
-        """Sends one record, as it is now; waits for room without holding the loop up. Raises as Sender.send does."""
+    async def send(self, message: S, timeout: float | None = None) -> None:
+        """Sends one message, as it is now. Args and Raises are those of `Sender.send`."""
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
-        if self.is_busy:
+        record = self._codec.encode(message)
+        if self._turn.is_taken:
             record = _as_bytes(record)  # the caller goes on while this waits
         if not await self._turn.take(deadline):
             self._end.timeout_error(time.monotonic() - started)
@@ -324,16 +263,71 @@ class AsyncByteSender(_End):
             self._end.disarm(True)
             self._turn.give()
 
-    def send_nowait(self, record: Buffer | Sequence[Buffer]) -> None:
-        self._end.send_nowait(record)
+    def send_nowait(self, message: S) -> None:
+        """Sends one message if there is room now. Args and Raises are those of `Sender.send_nowait`."""
+        if self._turn.is_taken:  # by a task that waits for room, and comes first
+            raise WouldBlock(f"no room now in '{self._end.name}'")
+        self._end.send_nowait(self._codec.encode(message))
 
-    def try_send(self, record: Buffer | Sequence[Buffer]) -> bool:
-        return self._end.try_send(record)
+
+class AsyncReceiver(_AsyncEnd, Generic[R]):
+    """The receiving end for asyncio: `channel.open_async_receiver()`. `async for` over it ends with the channel.
+
+    Examples:
+        >>> async def main(ring):
+        ...     async with ring.open_async_receiver() as receiver:
+        ...         return await receiver.receive(timeout=1)
+        >>> ring = Ring()
+        >>> ring.open_sender().send(b"step")
+        >>> asyncio.run(main(ring))
+        b'step'
+    """
+
+    _end: _native.Receiver
+    _codec: Codec
+
+    def __init__(self, end: _native.Receiver, codec: Codec, attachment: _native.Attachment) -> None:
+        super().__init__(codec, attachment)
+        self._end = end
+        attempts: dict[str, tuple[Callable[[], Any], Callable[[], Any]]] = {
+            "copy": (end.try_receive, end.receive_nowait),
+            "view": (end.try_receive_view, end.receive_view_nowait),
+            "frame": (end.try_receive_frame, end.receive_frame_nowait),
+        }
+        self._try_receive, self._receive_nowait = attempts[codec.record]
+
+    async def receive(self, timeout: float | None = None) -> R:
+        """Returns the next message. Args and Raises are those of `Receiver.receive`."""
+        started = time.monotonic()
+        deadline = None if timeout is None else started + timeout
+        if not await self._turn.take(deadline):
+            self._end.timeout_error(time.monotonic() - started)
+        try:
+            while (record := self._try_receive()) is None:
+                await self._armed(deadline, started)
+            message: R = self._codec.decode(record)  # before another task runs: messages of a sender stay in order
+            return message
+        finally:
+            self._end.disarm(True)
+            self._turn.give()
+
+    def receive_nowait(self) -> R:
+        """Returns the next message if there is one now. Raises what `Receiver.receive_nowait` does."""
+        message: R = self._codec.decode(self._receive_nowait())
+        return message
 
     @property
-    def is_busy(self) -> bool:
-        """A task is sending, and waits for room: another one's turn comes after it."""
-        return self._turn.is_taken
+    def source(self) -> int:
+        """The index of the sender of the message that was received last."""
+        return self._end.source
 
-    def would_block(self) -> NoReturn:
-        raise WouldBlock(f"no room now in '{self._end.name}'")
+    def __aiter__(self) -> Self:
+        return self
+
+    async def __anext__(self) -> R:
+        try:
+            return await self.receive()
+        except EndOfChannel:
+            self._end.exhaust()
+            self.close()  # tasks that share the end get EndOfChannel
+            raise StopAsyncIteration from None

@@ -1,197 +1,260 @@
-"""What the three shapes of channel have in common: a segment with lanes, cursors, and a pool for long records.
-
-Leaves to the native core: everything that happens after an end is open. Leaves to the codec what a record means, and so
-which ends a process gets.
-"""
+"""The three shapes of channel: ring 1→1, broadcast 1→N, inbox N→1."""
 
 from __future__ import annotations
 
-import os
-import resource
-import time
-from typing import Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any
 
 from penstock import _native
-from penstock.channel.aio import AsyncByteReceiver, AsyncByteSender
-from penstock.errors import ClosedError, Timeout
-from penstock.memory.peers import Peer
-from penstock.memory.segment import Shareable, fitting, granule_nbytes, placement, short, within
+from penstock.channel.channel import SPILL_BLOCKS, Channel, Latency, OnDeath, T, create_segment
+from penstock.codec.codecs import codec_for
+from penstock.errors import LayoutMismatch
 
-Latency = Literal["eco", "auto", "spin"]
-OnDeath = Literal["raise", "ignore"]
-
-LANE_NBYTES = 1 << 20  # bench/channels: streaming gains nothing from more, and 2.6 KB records then wait 400 deep
-INLINE_LIMIT = 64 << 10  # longer records go to the pool: from here on a view without a copy beats the ring
-SPILL_BLOCKS = 256  # records longer than INLINE_LIMIT that may be under way or held at once
-MAX_POLL_S = 0.02  # between two looks at the receivers that are still missing
-
-_C = TypeVar("_C", bound="SegmentChannel")
+if TYPE_CHECKING:
+    from typing_extensions import TypeForm
 
 
-class SegmentChannel(Shareable):
-    """A channel as it lies in its segment. Opens the ends that take and give bytes."""
+class Ring(Channel[T]):
+    """One sender, one receiver.
 
-    @property
-    def senders(self) -> int:
-        """How many senders the channel has room for."""
-        return self._segment.lanes
+    Args:
+        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
+            `array_like=True`; or a union of such subclasses.
+        name: of the channel, in errors and in `penstock inspect`. Names (also of processes, pools and stores) are cut
+            at 31 bytes.
+        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
+            behind. At least 4096. Default: 1 MiB.
+        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
+        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
+            on with the ends that are left. The last death is always reported, by every call: a sender without
+            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
+        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
+            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
+            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
+        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
+        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
+        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
+            by `penstock inspect`.
 
-    @property
-    def receivers(self) -> int:
-        """How many receivers the channel has."""
-        return self._segment.receivers
+    Raises:
+        TypeError: no channel carries this type.
+        ValueError: an option is out of its range.
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
 
-    @property
-    def schema(self) -> bytes:
-        """The description of the channel's messages, as it lies in its segment; empty: it carries bytes."""
-        return bytes(self._segment.schema)
+    Examples:
+        >>> class Step(msgspec.Struct, array_like=True):
+        ...     tokens: list[int]
+        >>> ring = Ring(Step)
+        >>> ring.open_sender().send(Step([1, 2, 3]))
+        >>> ring.open_receiver().receive()
+        Step(tokens=[1, 2, 3])
+    """
 
-    def _join(self, name: str) -> _native.Attachment:
-        if self._is_closed:
-            raise ClosedError(f"channel '{self.name}' is closed")
-        return _native.Attachment(self._segment, short(name))
+    STYLE = _native.RING
 
-    def _sender(self, index: int | None, attachment: _native.Attachment) -> _native.Sender:
-        if index is not None and not 0 <= index < self.senders:
-            raise ValueError(f"'{self.name}' has {self.senders} senders: there is no sender {index}")
-        return _native.Sender(attachment, -1 if index is None else index)
-
-    def _receiver(self, index: int | None, attachment: _native.Attachment) -> _native.Receiver:
-        if index is not None and not 0 <= index < self.receivers:
-            raise ValueError(f"'{self.name}' has {self.receivers} receivers: there is no receiver {index}")
-        return _native.Receiver(attachment, -1 if index is None else index)
-
-    def _async_sender(self, index: int | None, attachment: _native.Attachment) -> AsyncByteSender:
-        attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
-        return AsyncByteSender(self._sender(index, attachment), attachment)
-
-    def _async_receiver(self, index: int | None, attachment: _native.Attachment) -> AsyncByteReceiver:
-        attachment.bell_fd()
-        return AsyncByteReceiver(self._receiver(index, attachment), attachment)
-
-    def wait_for_receivers(self, timeout: float | None = None) -> None:
-        """Waits until each of the channel's receivers has been opened. Nothing has to wait for them: what is sent
-        before a receiver is open is kept for it.
-
-        Args:
-            timeout: seconds to wait; None for as long as it takes.
-
-        Raises:
-            Timeout: some receivers were not opened in time; the text has their indices.
-
-        Examples:
-            >>> ring = Ring()
-            >>> receiver = ring.open_receiver()
-            >>> ring.wait_for_receivers(timeout=1)
-        """
-        began = time.monotonic()
-        pause = MAX_POLL_S / 64
-        while missing := [end["index"] for end in self.snapshot()["receivers"] if end["state"] == "expected"]:
-            if timeout is not None and time.monotonic() - began >= timeout:
-                raise Timeout(
-                    f"of the {self.receivers} receivers of '{self.name}', {missing} were not opened in {timeout:g} s"
-                )
-            time.sleep(pause)
-            pause = min(2 * pause, MAX_POLL_S)
-
-    def snapshot(self) -> dict[str, Any]:
-        """Returns the state of the channel and of all its ends, as `penstock inspect --json` prints it."""
-        state: dict[str, Any] = _native.snapshot(os.dup(self._segment.fd))
-        return state
-
-    def trim(self, keep_nbytes: int = 0) -> int:
-        """Gives unused pages of the pool for long records back to the system. Returns how many bytes that were.
-
-        Args:
-            keep_nbytes: of the unused pages, to be kept.
-        """
-        return self._join("trim").trim(keep_nbytes)
-
-    def peers(self) -> list[Peer]:
-        """Returns the processes that have joined the channel."""
-        return [Peer.of(native) for native in self.snapshot()["peers"]]
-
-    def close(self) -> None:
-        """Closes this handle. Ends that were opened stay open; they keep the segment alive."""
-        self._is_closed = True
-
-    def __enter__(self: _C) -> _C:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
+    def __init__(
+        self,
+        type: TypeForm[T] = bytes,  # type: ignore[assignment]
+        *,
+        name: str = "ring",
+        capacity: int | None = None,
+        latency: Latency = "auto",
+        on_receiver_death: OnDeath = "raise",
+        on_sender_death: OnDeath = "raise",
+        max_peers: int | None = None,
+        inline_limit: int | None = None,
+        spill_nbytes: int | None = None,
+        spill_blocks: int = SPILL_BLOCKS,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> None:
+        codec = codec_for(type)
+        segment = create_segment(
+            self.STYLE,
+            schema=codec.schema(),
+            name=name,
+            capacity=capacity,
+            latency=latency,
+            on_receiver_death=on_receiver_death,
+            on_sender_death=on_sender_death,
+            max_peers=max_peers,
+            inline_limit=inline_limit,
+            spill_nbytes=spill_nbytes,
+            spill_blocks=spill_blocks,
+            huge_pages=huge_pages,
+            numa_node=numa_node,
+            numa_required=numa_required,
+            prefault=prefault,
+        )
+        super().__init__(segment, codec)
 
 
-def create_segment(
-    style: int,
-    *,
-    name: str,
-    senders: int = 1,
-    receivers: int = 1,
-    schema: bytes = b"",
-    capacity: int | None,
-    latency: Latency,
-    on_receiver_death: OnDeath,
-    on_sender_death: OnDeath,
-    max_peers: int | None,
-    inline_limit: int | None,
-    spill_nbytes: int | None,
-    spill_blocks: int,
-    huge_pages: bool | str,
-    numa_node: int | None,
-    numa_required: bool,
-    prefault: bool,
-) -> _native.Segment:
-    """Creates the segment of a channel. The options are those of the classes in codec/channels.py."""
-    if not 1 <= senders <= _native.MAX_SENDERS:
-        raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
-    if not 1 <= receivers <= _native.MAX_RECEIVERS:
-        raise ValueError(f"a broadcast has 1 to {_native.MAX_RECEIVERS} receivers, not {receivers}")
-    within("spill_blocks", spill_blocks, 1, _native.MAX_BLOCKS)
-    if max_peers is None:
-        max_peers = min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2
-    within("max_peers", max_peers, 1, _native.MAX_PEERS)
-    if latency not in ("eco", "auto", "spin"):
-        raise ValueError(f"latency is 'eco', 'auto' or 'spin', not {latency!r}")
-    for word in (on_receiver_death, on_sender_death):
-        if word not in ("raise", "ignore"):
-            raise ValueError(f"on_…_death is 'raise' or 'ignore', not {word!r}")
-    if capacity is None:
-        capacity = LANE_NBYTES if style != _native.INBOX else LANE_NBYTES // 4
-    within("capacity", capacity, 4096, 1 << 31)
-    if capacity & (capacity - 1):
-        raise ValueError(f"capacity is a power of two, not {capacity}")
-    if inline_limit is None:
-        inline_limit = min(INLINE_LIMIT, capacity // 4)
-    within("inline_limit", inline_limit, 64, capacity // 4)
-    if spill_nbytes is None:
-        spill_nbytes = _spill_nbytes()
-    fitting(spill_nbytes, "a channel's pool")
-    fields = {
-        "kind": _native.CHANNEL,
-        "style": style,
-        "max_peers": max_peers,
-        "max_blocks": spill_blocks,
-        "lanes": senders,
-        "receivers": receivers,
-        "latency": ("eco", "auto", "spin").index(latency),
-        "receiver_death": ("raise", "ignore").index(on_receiver_death),
-        "sender_death": ("raise", "ignore").index(on_sender_death),
-        "lane_nbytes": capacity,
-        "inline_limit": inline_limit,
-        "pool_nbytes": -(-spill_nbytes // 64) * 64,
-        # Huge pages are claimed whole: such a pool does not grow.
-        "granule_nbytes": 0 if huge_pages else granule_nbytes(spill_nbytes),
-    }
-    return _native.Segment.create(
-        short(name), fields, prefault=prefault, schema=schema, **placement(huge_pages, numa_node, numa_required)
-    )
+class Broadcast(Channel[T]):
+    """One sender, several receivers; each receiver gets every message.
+
+    Args:
+        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
+            `array_like=True`; or a union of such subclasses.
+        receivers: how many receivers the channel has.
+        name: of the channel, in errors and in `penstock inspect`.
+        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
+            behind. At least 4096. Default: 1 MiB.
+        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
+        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
+            on with the ends that are left. The last death is always reported, by every call: a sender without
+            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
+        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
+            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
+            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
+        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
+        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
+        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
+            by `penstock inspect`.
+
+    Raises:
+        TypeError: no channel carries this type.
+        ValueError: an option is out of its range.
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+
+    Examples:
+        >>> steps = Broadcast(receivers=2)
+        >>> steps.open_sender().send(b"step")
+        >>> [steps.open_receiver(rank).receive() for rank in range(2)]
+        [b'step', b'step']
+    """
+
+    STYLE = _native.BROADCAST
+
+    def __init__(
+        self,
+        type: TypeForm[T] = bytes,  # type: ignore[assignment]
+        *,
+        receivers: int,
+        name: str = "broadcast",
+        capacity: int | None = None,
+        latency: Latency = "auto",
+        on_receiver_death: OnDeath = "raise",
+        on_sender_death: OnDeath = "raise",
+        max_peers: int | None = None,
+        inline_limit: int | None = None,
+        spill_nbytes: int | None = None,
+        spill_blocks: int = SPILL_BLOCKS,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> None:
+        codec = codec_for(type)
+        segment = create_segment(
+            self.STYLE,
+            schema=codec.schema(),
+            receivers=receivers,
+            name=name,
+            capacity=capacity,
+            latency=latency,
+            on_receiver_death=on_receiver_death,
+            on_sender_death=on_sender_death,
+            max_peers=max_peers,
+            inline_limit=inline_limit,
+            spill_nbytes=spill_nbytes,
+            spill_blocks=spill_blocks,
+            huge_pages=huge_pages,
+            numa_node=numa_node,
+            numa_required=numa_required,
+            prefault=prefault,
+        )
+        super().__init__(segment, codec)
 
 
-def _spill_nbytes() -> int:
-    """As much as the machine has: addresses, not memory, are what this takes until a long record comes."""
-    most = _native.total_memory()
-    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
-    if soft != resource.RLIM_INFINITY:
-        most = min(most, max(soft // 16, 4 << 20))
-    return most
+class Inbox(Channel[T]):
+    """Several senders, one receiver: in order for each sender, and in turn among them.
+
+    Args:
+        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
+            `array_like=True`; or a union of such subclasses.
+        senders: how many senders the channel has room for at a time. Its receiver gets EndOfChannel only when each of
+            them has been opened, and has closed or died.
+        name: of the channel, in errors and in `penstock inspect`.
+        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
+            behind. At least 4096. Default: 256 KiB.
+        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
+        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
+            on with the ends that are left. The last death is always reported, by every call: a sender without
+            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
+        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
+            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
+        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
+            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
+        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
+        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
+        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
+            by `penstock inspect`.
+
+    Raises:
+        TypeError: no channel carries this type.
+        ValueError: an option is out of its range.
+        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+
+    Examples:
+        >>> inbox = Inbox(senders=2)
+        >>> for index in range(2):
+        ...     inbox.open_sender(index).send(b"from %d" % index)
+        >>> receiver = inbox.open_receiver()
+        >>> sorted(receiver.receive() for _ in range(2))
+        [b'from 0', b'from 1']
+    """
+
+    STYLE = _native.INBOX
+
+    def __init__(
+        self,
+        type: TypeForm[T] = bytes,  # type: ignore[assignment]
+        *,
+        senders: int,
+        name: str = "inbox",
+        capacity: int | None = None,
+        latency: Latency = "auto",
+        on_receiver_death: OnDeath = "raise",
+        on_sender_death: OnDeath = "raise",
+        max_peers: int | None = None,
+        inline_limit: int | None = None,
+        spill_nbytes: int | None = None,
+        spill_blocks: int = SPILL_BLOCKS,
+        huge_pages: bool | str = False,
+        numa_node: int | None = None,
+        numa_required: bool = False,
+        prefault: bool = True,
+    ) -> None:
+        codec = codec_for(type)
+        segment = create_segment(
+            self.STYLE,
+            schema=codec.schema(),
+            senders=senders,
+            name=name,
+            capacity=capacity,
+            latency=latency,
+            on_receiver_death=on_receiver_death,
+            on_sender_death=on_sender_death,
+            max_peers=max_peers,
+            inline_limit=inline_limit,
+            spill_nbytes=spill_nbytes,
+            spill_blocks=spill_blocks,
+            huge_pages=huge_pages,
+            numa_node=numa_node,
+            numa_required=numa_required,
+            prefault=prefault,
+        )
+        super().__init__(segment, codec)
+
+
+def channel_of(segment: _native.Segment, type: Any) -> Channel[Any]:
+    for cls in STYLES:
+        if segment.style == cls.STYLE:
+            return cls._of(segment, codec_for(type))
+    raise LayoutMismatch(f"'{segment.name}' is not a channel")
+
+
+STYLES: tuple[type[Channel[Any]], ...] = (Ring, Broadcast, Inbox)

@@ -6,17 +6,6 @@ the channel how frames travel, and to those above the line what messages there a
 
 from penstock.codec.buffer import Buffer
 from penstock.codec.catalogue import Catalogue, Schema
-from penstock.codec.channels import Broadcast, Channel, Inbox, Ring
 from penstock.codec.frame import FrameDecoder, FrameEncoder
 
-__all__ = [
-    "Broadcast",
-    "Buffer",
-    "Catalogue",
-    "Channel",
-    "FrameDecoder",
-    "FrameEncoder",
-    "Inbox",
-    "Ring",
-    "Schema",
-]
+__all__ = ["Buffer", "Catalogue", "FrameDecoder", "FrameEncoder", "Schema"]

@@ -131,6 +131,9 @@ class Shareable:
             )
         return _from_spawn, (type(self), reduction.DupFd(self._segment.fd), *self._state())
 
+    def __repr__(self) -> str:
+        return f"{type(self).__name__}('{self.name}'{', closed' if self._is_closed else ''})"
+
     def _state(self) -> tuple[Any, ...]:
         """What another process needs besides the segment to make the same of it."""
         return ()

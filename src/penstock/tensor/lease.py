@@ -144,3 +144,6 @@ class Loan:
 
     def __exit__(self, *_: object) -> None:
         self.abandon()
+
+    def __repr__(self) -> str:
+        return "Loan(committed or abandoned)" if self._block is None else f"Loan({self._block.nbytes} bytes)"

@@ -241,6 +241,9 @@ class Scope:
     def __exit__(self, *_: object) -> None:
         self.release()
 
+    def __repr__(self) -> str:
+        return "Scope(released)" if self._is_released else f"Scope({len(self._held)} leases)"
+
 
 _warned: set[int] = set()  # nonces of the stores that this process has warned of
 

@@ -12,8 +12,7 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 import penstock
-from penstock import ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
-from penstock.channel import AsyncByteReceiver, AsyncByteSender
+from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
 from tests.conftest import eventually
 from tests.support.processes import assert_how, forked, program, soon, thread
 
@@ -22,7 +21,7 @@ def new_ring(**options: object) -> penstock.Ring:
     return penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
 
 
-def run(work: Callable[[AsyncByteSender, AsyncByteReceiver], Awaitable[object]], **options: object) -> None:
+def run(work: Callable[[AsyncSender, AsyncReceiver], Awaitable[object]], **options: object) -> None:
     """Runs work with both ends of a new ring, under a watchdog."""
 
     async def main() -> None:
@@ -40,7 +39,7 @@ async def waits(task: "asyncio.Task[object]") -> None:
     assert not task.done()
 
 
-async def fill(sender: AsyncByteSender) -> int:
+async def fill(sender: AsyncSender) -> int:
     count = 0
     with contextlib.suppress(WouldBlock):
         while True:
@@ -50,7 +49,7 @@ async def fill(sender: AsyncByteSender) -> int:
 
 
 def test_what_is_sent_is_received() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         for record in (b"", b"x", b"y" * 5000, [b"a", b"b"], memoryview(b"m")):
             await sender.send(record)
             expected = b"".join(record) if isinstance(record, list) else bytes(record)
@@ -61,7 +60,7 @@ def test_what_is_sent_is_received() -> None:
 
 
 def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         def refuse(*_: object) -> None:
             raise OSError(errno.ENOSPC, "epoll_ctl")
 
@@ -78,7 +77,7 @@ def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytes
 
 
 def test_a_waiting_receiver_is_woken() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         for number in range(300):
             waiting = asyncio.create_task(receiver.receive())
             await waits(waiting)
@@ -89,7 +88,7 @@ def test_a_waiting_receiver_is_woken() -> None:
 
 
 def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         async def produce() -> None:
             for number in range(2000):
                 await sender.send(b"%d" % number * (1 + number % 100))
@@ -107,7 +106,7 @@ def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> N
 
 
 def test_a_full_ring_holds_a_sender_up_and_the_loop_goes_on() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         count = await fill(sender)
         waiting = asyncio.create_task(sender.send(b"last" * 240))
         await waits(waiting)
@@ -120,31 +119,31 @@ def test_a_full_ring_holds_a_sender_up_and_the_loop_goes_on() -> None:
 
 
 def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         await sender.send(bytes(700_000))
-        view = await receiver.receive_view()
+        buffer = await receiver.receive()
         waiting = asyncio.create_task(sender.send(b"s" * 700_000))
         await waits(waiting)
-        view.release()
+        buffer.release()
         await waiting
-        assert await receiver.receive() == b"s" * 700_000
+        assert await receiver.receive() == Buffer(b"s" * 700_000)
 
-    run(work)
+    run(work, type=Buffer)
 
 
-def test_views_are_leases() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+def test_buffers_are_received_where_they_lie() -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         for nbytes in (0, 10, 5000):
             await sender.send(b"v" * nbytes)
-            with await receiver.receive_view(timeout=5) as lease:
-                assert bytes(lease) == b"v" * nbytes
-                assert memoryview(lease).readonly
+            with await receiver.receive(timeout=5) as buffer:
+                assert bytes(buffer) == b"v" * nbytes
+                assert buffer.view.readonly
 
-    run(work)
+    run(work, type=Buffer)
 
 
 def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         with pytest.raises(WouldBlock):
             receiver.receive_nowait()
         await sender.send(b"x")
@@ -158,22 +157,22 @@ def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
 
 @pytest.mark.parametrize("timeout", [0, -1, 0.001, 0.05])
 def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: float) -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
-        for call in (receiver.receive, receiver.receive_view):
-            started = time.monotonic()
-            with pytest.raises(Timeout, match="no record for receiver 0 of 'ring' within"):
-                await call(timeout=timeout)
-            assert max(timeout, 0) <= time.monotonic() - started < 5
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+        started = time.monotonic()
+        with pytest.raises(Timeout, match="no record for receiver 0 of 'ring' within"):
+            await receiver.receive(timeout=timeout)
+        assert max(timeout, 0) <= time.monotonic() - started < 5
         await fill(sender)
         with pytest.raises(Timeout, match="'ring' is full for") as told:
             await sender.send(b"x" * 960, timeout=timeout)
         assert (told.value.receiver, told.value.pid, told.value.records_behind) == (0, os.getpid(), 4)
 
-    run(work)
+    for type in (bytes, Buffer):
+        run(work, type=type)
 
 
 def test_a_record_that_is_there_comes_even_after_the_deadline() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         await sender.send(b"there")
         assert await receiver.receive(timeout=0) == b"there"
         await sender.send(b"room", timeout=0)
@@ -182,7 +181,7 @@ def test_a_record_that_is_there_comes_even_after_the_deadline() -> None:
 
 
 def test_a_deadline_from_outside_loses_no_record() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         for number in range(50):
             with pytest.raises(asyncio.TimeoutError):
                 await asyncio.wait_for(receiver.receive(), 0.001)
@@ -197,7 +196,7 @@ def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) ->
 
     choose = random.Random(seed)
 
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         got: list[bytes] = []
         sent = 0
         for _ in range(500):
@@ -223,7 +222,7 @@ def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) ->
 
 @pytest.mark.parametrize("turns", range(8))
 def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(turns: int) -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive(timeout=30))
         await waits(waiting)
         receiver._on_bell()  # for nothing, as when somebody joins
@@ -238,7 +237,7 @@ def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(turns: int) -> No
 
 
 def test_a_deadline_holds_while_another_task_is_in_the_end() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive())
         await waits(waiting)
         with pytest.raises(Timeout):
@@ -250,7 +249,7 @@ def test_a_deadline_holds_while_another_task_is_in_the_end() -> None:
 
 
 def test_a_cancelled_send_sends_nothing_and_the_next_one_goes() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         count = await fill(sender)
         for _ in range(20):
             waiting = asyncio.create_task(sender.send(b"cancelled" * 100))
@@ -269,7 +268,7 @@ def test_a_cancelled_send_sends_nothing_and_the_next_one_goes() -> None:
 
 
 def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         async def consume() -> list[bytes]:
             return [record async for record in receiver]
 
@@ -283,7 +282,7 @@ def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
 
 
 def test_tasks_that_wait_are_served_in_the_order_in_which_they_came() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         for _ in range(5):
             receiving = [asyncio.create_task(receiver.receive()) for _ in range(5)]
             await waits(receiving[-1])
@@ -302,7 +301,7 @@ def test_tasks_that_wait_are_served_in_the_order_in_which_they_came() -> None:
 
 
 def test_the_end_of_the_channel_ends_a_wait_and_a_loop() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive())
         await waits(waiting)
         sender.close()
@@ -315,7 +314,7 @@ def test_the_end_of_the_channel_ends_a_wait_and_a_loop() -> None:
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
 def test_closing_an_end_ends_the_waits_of_its_own_tasks(end: str) -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         if end == "sender":
             await fill(sender)
         call = (lambda: sender.send(b"x" * 960)) if end == "sender" else receiver.receive
@@ -332,7 +331,7 @@ def test_closing_an_end_ends_the_waits_of_its_own_tasks(end: str) -> None:
 
 
 def test_the_other_sides_close_ends_a_full_send() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         await fill(sender)
         waiting = asyncio.create_task(sender.send(b"x" * 960))
         await waits(waiting)
@@ -387,7 +386,7 @@ def test_a_loop_that_was_stopped_while_an_end_waited_does_not_break_the_next() -
 
 
 def test_an_idle_loop_costs_nothing_and_no_thread() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         threads = len(os.listdir("/proc/self/task"))
         waiting = asyncio.create_task(receiver.receive())
         await waits(waiting)
@@ -429,7 +428,7 @@ def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
 
 
 def test_a_waiting_end_is_seen_from_outside() -> None:
-    async def work(sender: AsyncByteSender, receiver: AsyncByteReceiver) -> None:
+    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         channel = penstock.Ring()
         async with channel.open_async_receiver() as waiting_end:
             task = asyncio.create_task(waiting_end.receive())
@@ -527,7 +526,7 @@ def test_a_receivers_death_ends_a_full_send() -> None:
         hear()
     """
 
-    async def main(sender: AsyncByteSender, kill: Callable[[], float]) -> float:
+    async def main(sender: AsyncSender, kill: Callable[[], float]) -> float:
         async with sender:
             await fill(sender)
             waiting = asyncio.create_task(sender.send(b"x" * 960))
@@ -552,7 +551,7 @@ def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None
         async with channel.open_async_sender() as sender, contextlib.AsyncExitStack() as ends:
             receivers = [await ends.enter_async_context(channel.open_async_receiver()) for _ in range(16)]
 
-            async def consume(receiver: AsyncByteReceiver) -> list[bytes]:
+            async def consume(receiver: AsyncReceiver) -> list[bytes]:
                 return [record async for record in receiver]
 
             tasks = [asyncio.create_task(consume(receiver)) for receiver in receivers]
@@ -571,7 +570,7 @@ def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
         async with channel.open_async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
             senders = [await ends.enter_async_context(channel.open_async_sender()) for _ in range(8)]
 
-            async def produce(sender: AsyncByteSender) -> None:
+            async def produce(sender: AsyncSender) -> None:
                 for number in range(100):
                     await sender.send(b"%d" % number * 50)
                 sender.close()
@@ -713,7 +712,7 @@ def test_end_that_is_dropped_in_a_running_loop_has_died(end: str, has_waited: bo
         dropped = ring.open_async_sender() if end == "senders" else ring.open_async_receiver()
         if has_waited:
             with pytest.raises(Timeout):
-                if isinstance(dropped, AsyncByteSender):
+                if isinstance(dropped, AsyncSender):
                     await fill(dropped)
                     await dropped.send(b"x" * 960, timeout=0.01)
                 else:

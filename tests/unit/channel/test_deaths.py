@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock, _native
-from penstock.codec import Channel
+from penstock.channel import Channel
 from tests.conftest import eventually
 from tests.support.processes import DYING, Program, assert_how, program, soon, thread
 

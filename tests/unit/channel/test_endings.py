@@ -8,7 +8,7 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, PeerDied
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.lowlevel import Pool
 from tests.conftest import eventually
 from tests.support.processes import DYING, assert_how, program, soon

@@ -9,7 +9,7 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, _native, lowlevel
-from penstock.channel import channels
+from penstock.channel import channel as channel_module
 
 RING = penstock.Ring
 WRONG = [
@@ -84,7 +84,7 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
         raise Reached({"name": name, **shape, **options})
 
     segment = types.SimpleNamespace(create=create)
-    monkeypatch.setattr(channels, "_native", types.SimpleNamespace(**{**vars(_native), "Segment": segment}))
+    monkeypatch.setattr(channel_module, "_native", types.SimpleNamespace(**{**vars(_native), "Segment": segment}))
 
     def look(shape: str, **options: Any) -> dict[str, Any]:
         with pytest.raises(Reached) as reached:

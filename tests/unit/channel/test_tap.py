@@ -11,7 +11,7 @@ import pytest
 
 import penstock
 from penstock import _native, lowlevel
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.lowlevel import CorruptRecord, LayoutMismatch
 from tests.support.processes import program
 

@@ -13,7 +13,7 @@ import pytest
 
 import penstock
 from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock, _native
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests import tiers
 from tests.conftest import eventually

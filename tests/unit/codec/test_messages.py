@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 
 import penstock
 from penstock import Buffer
-from penstock.codec import Channel, Schema
+from penstock.channel import Channel
+from penstock.codec import FrameDecoder, FrameEncoder, Schema
 from penstock.lowlevel import LayoutMismatch
 from tests.conftest import eventually
 
@@ -456,27 +457,26 @@ def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize("moment", ["the turn was taken", "it is given back"])
-def test_an_interrupt_leaves_no_end_shut(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_interrupt_of_the_codec_leaves_ends_usable(moment: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
-        for end, use in (
-            (sender, lambda: sender.send(Stop(), timeout=1)),
-            (sender, lambda: sender.send_nowait(Stop())),
-            (receiver, lambda: receiver.receive(timeout=1)),
-            (receiver, lambda: receiver.receive_nowait()),
+        for call, cls, method in (
+            (lambda: sender.send(Stop(), timeout=1), FrameEncoder, "encode"),
+            (lambda: sender.send_nowait(Stop()), FrameEncoder, "encode"),
+            (lambda: receiver.receive(timeout=1), FrameDecoder, "decode"),
+            (lambda: receiver.receive_nowait(), FrameDecoder, "decode"),
         ):
             sender.send(Stop())
-            turns = type(end._turns)
-            take = turns.take
+            uninterrupted = getattr(cls, method)
 
-            def interrupted(*arguments: Any, take: Any = take) -> None:
-                if moment == "the turn was taken":
-                    take(*arguments)
+            def interrupted(*arguments: Any, uninterrupted: Any = uninterrupted) -> None:
+                if moment == "after":
+                    uninterrupted(*arguments)
                 raise KeyboardInterrupt
 
-            monkeypatch.setattr(turns, "take" if moment == "the turn was taken" else "give", interrupted)
+            monkeypatch.setattr(cls, method, interrupted)
             with pytest.raises(KeyboardInterrupt):
-                use()
+                call()
             monkeypatch.undo()
             sender.send(Stop(), timeout=1)
             while True:
@@ -493,8 +493,53 @@ def test_a_deadline_holds_while_another_thread_receives_messages() -> None:
     with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         with concurrent.futures.ThreadPoolExecutor(1) as threads:
             waiting = threads.submit(receiver.receive, 20)
-            eventually(lambda: receiver._turns._owner)
-            with pytest.raises(penstock.Timeout, match=r"within 50\.0 ms"):
+            eventually(lambda: channel.snapshot()["receivers"][0]["waiting_ns"] > 0)
+            with pytest.raises(penstock.Timeout, match="another thread is using this end of 'ring'"):
                 receiver.receive(0.05)
+            with pytest.raises(penstock.WouldBlock, match="another thread is using this end of 'ring'"):
+                receiver.receive_nowait()
             sender.send(Stop("x"))
             assert waiting.result() == Stop("x")
+
+
+# A signal handler may use the end in the middle of a call of the thread that it interrupts.
+def test_message_that_a_signal_handler_sends_leaves_the_interrupted_one_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
+        part = FrameEncoder._part
+        handled: list[int] = []
+
+        def interrupted(encoder: FrameEncoder, kind: int, nbytes: int, at: Any) -> int:
+            number = part(encoder, kind, nbytes, at)
+            if not handled:
+                handled.append(1)
+                sender.send(Job(1, ids=np.arange(5000, dtype=np.int32)))
+            return number
+
+        monkeypatch.setattr(FrameEncoder, "_part", interrupted)
+        sender.send(Job(2, ids=np.arange(3000, dtype=np.int32)))
+        for number, size in ((1, 5000), (2, 3000)):
+            job = receiver.receive(timeout=5)
+            assert job.number == number and np.array_equal(job.ids, np.arange(size))
+
+
+def test_message_that_a_signal_handler_receives_leaves_the_interrupted_one_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    hook = FrameDecoder._hook
+    handled: list[Job] = []
+
+    def interrupted(decoder: FrameDecoder, hint: Any, value: Any) -> Any:
+        if not handled:
+            handled.append(Job(0))
+            handled[0] = receiver.receive(timeout=5)
+        return hook(decoder, hint, value)
+
+    with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
+        monkeypatch.setattr(FrameDecoder, "_hook", interrupted)
+        for number, size in ((1, 5000), (2, 3000)):
+            sender.send(Job(number, ids=np.arange(size, dtype=np.int32)))
+        first = receiver.receive(timeout=5)
+        for job, number, size in ((first, 1, 5000), (handled[0], 2, 3000)):
+            assert job.number == number and np.array_equal(job.ids, np.arange(size))

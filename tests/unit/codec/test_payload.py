@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 import penstock
 from penstock import Buffer
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.lowlevel import LayoutMismatch, Pool, Segment
 
 

@@ -19,7 +19,7 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, _native, lowlevel
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.lowlevel import LayoutMismatch, Segment, Ticket
 from tests.conftest import descriptors, eventually
 from tests.support.control_groups import memory_group

@@ -20,7 +20,7 @@ import pytest
 
 import penstock
 from penstock import _native, cli, lowlevel
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.tools import inspect
 from penstock.tools.format import in_seconds, in_units
 from tests.conftest import eventually, spawn

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import penstock
 from penstock import PeerDied, Store, lowlevel
 from penstock.bridge import PullChannels
-from penstock.channel.channels import SPILL_BLOCKS
+from penstock.channel.channel import SPILL_BLOCKS, Channel
 from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
@@ -86,8 +86,8 @@ class Cluster:
         return places.index((member.kind, member.group, member.index))
 
     @property
-    def channels(self) -> list[penstock.codec.Channel[Any]]:
-        channels: list[penstock.codec.Channel[Any]] = [*self.servers, *self.remote_inboxes]
+    def channels(self) -> list[Channel[Any]]:
+        channels: list[Channel[Any]] = [*self.servers, *self.remote_inboxes]
         for group in self.groups:
             channels += [group.inbox, group.steps, group.results, *group.tokens]
         return channels
@@ -265,7 +265,7 @@ def processes_of_group(config: EngineConfig) -> list[tuple[str, int]]:
     return [("core", 0), *workers, *remote, *(("output", index) for index in range(config.output_processors))]
 
 
-def live_receivers(channel: penstock.codec.Channel[Any], incarnation: int) -> list[ProcessId]:
+def live_receivers(channel: Channel[Any], incarnation: int) -> list[ProcessId]:
     """Returns the processes of an incarnation that have opened receivers of a channel."""
     snapshot = channel.snapshot()
     names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 from prometheus_client.registry import Collector
 
-from penstock.codec import Channel
+from penstock.channel import Channel
 from penstock.engine.cluster.counter import CounterSpec
 from penstock.server.http.metrics import Family, family_of, labels_of
 from penstock.server.status.counters import PARTS

@@ -62,7 +62,7 @@ def test_shared_memory_of_a_tree_lies_where_the_configuration_says(monkeypatch: 
         wishes.append((huge_pages, numa_node))
         return original(huge_pages, numa_node, *more)
 
-    for module in ("penstock.channel.channels", "penstock.tensor.store"):
+    for module in ("penstock.channel.channel", "penstock.tensor.store"):
         monkeypatch.setattr(f"{module}.placement", placement)
     config = EngineConfig(simulated=SimulatedDevice(), numa_node=0, huge_pages=True, store_nbytes=4 << 20)
     Cluster.open(config).close()

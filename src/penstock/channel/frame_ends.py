@@ -9,29 +9,23 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock import _native
-from penstock.codec.channels import Channel
+from penstock.channel.ends import BlockingEnd
 from penstock.errors import Timeout
 
 if TYPE_CHECKING:
     from collections.abc import Sequence
-    from types import TracebackType
 
-    from typing_extensions import Buffer, Self
+    from typing_extensions import Buffer
+
+    from penstock.channel.channel import Channel
 
 
-class _FrameEnd:
+class _FrameEnd(BlockingEnd):
     """An end, and the pipe by which it is woken."""
-
-    _end: _native.Sender | _native.Receiver
 
     def __init__(self, channel: Channel[Any], name: str) -> None:
         self._attachment = channel._join(name)  # keeps the pipe open
         self._bell = self._attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
-
-    @property
-    def index(self) -> int:
-        """The place of this end among the channel's senders, or receivers."""
-        return self._end.index
 
     def fileno(self) -> int:
         """Returns the descriptor that becomes readable when an armed end may go on, and sometimes when it may not. What
@@ -50,18 +44,6 @@ class _FrameEnd:
     def disarm(self) -> None:
         """Ends what `arm` asked for: peers no longer write into the descriptor."""
         self._end.disarm(False)
-
-    def close(self) -> None:
-        """Closes the end."""
-        self._end.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._end.__exit__(kind, error, trace)
 
 
 class FrameReceiver(_FrameEnd):

@@ -1,0 +1,292 @@
+"""What the three shapes of channel have in common: a segment with lanes, cursors, and a pool for long records.
+
+Leaves to the native core: everything that happens after an end is open. Leaves to the codec what a record means.
+"""
+
+from __future__ import annotations
+
+import os
+import resource
+import time
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, cast
+
+from penstock import _native
+from penstock.channel.aio import AsyncReceiver, AsyncSender
+from penstock.channel.ends import Receiver, Sender
+from penstock.codec.codecs import BytesCodec, Codec
+from penstock.errors import ClosedError, Timeout
+from penstock.memory.peers import Peer
+from penstock.memory.segment import Shareable, fitting, granule_nbytes, placement, short, within
+
+if TYPE_CHECKING:
+    from typing_extensions import Self, TypeVar
+
+    T = TypeVar("T", default=bytes)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+Latency = Literal["eco", "auto", "spin"]
+OnDeath = Literal["raise", "ignore"]
+
+LANE_NBYTES = 1 << 20  # bench/channels: streaming gains nothing from more, and 2.6 KB records then wait 400 deep
+INLINE_LIMIT = 64 << 10  # longer records go to the pool: from here on a view without a copy beats the ring
+SPILL_BLOCKS = 256  # records longer than INLINE_LIMIT that may be under way or held at once
+MAX_POLL_S = 0.02  # between two looks at the receivers that are still missing
+
+
+class Channel(Shareable, Generic[T]):
+    """What the three shapes share: opening ends, and a look at their state."""
+
+    STYLE: ClassVar[int]
+
+    def __init__(self, segment: _native.Segment, codec: Codec) -> None:
+        super().__init__(segment)
+        self._codec = codec
+        self._carries_bytes = type(codec) is BytesCodec
+
+    @classmethod
+    def _of(cls, segment: _native.Segment, *state: Any) -> Channel[T]:
+        made = cls.__new__(cls)
+        Channel.__init__(made, segment, *state)
+        made._codec.require_same(bytes(segment.schema), segment.name)
+        return made
+
+    def _state(self) -> tuple[Any, ...]:
+        return (self._codec,)
+
+    def __repr__(self) -> str:
+        closed = ", closed" if self._is_closed else ""
+        return f"{type(self).__name__}('{self.name}', {self._codec}{closed})"
+
+    @property
+    def senders(self) -> int:
+        """How many senders the channel has room for."""
+        return self._segment.lanes
+
+    @property
+    def receivers(self) -> int:
+        """How many receivers the channel has."""
+        return self._segment.receivers
+
+    @property
+    def schema(self) -> bytes:
+        """The description of the channel's messages, as it lies in its segment; empty: it carries bytes."""
+        return bytes(self._segment.schema)
+
+    def _join(self, name: str) -> _native.Attachment:
+        if self._is_closed:
+            raise ClosedError(f"channel '{self.name}' is closed")
+        return _native.Attachment(self._segment, short(name))
+
+    def _sender(self, index: int | None, attachment: _native.Attachment) -> _native.Sender:
+        if index is not None and not 0 <= index < self.senders:
+            raise ValueError(f"'{self.name}' has {self.senders} senders: there is no sender {index}")
+        return _native.Sender(attachment, -1 if index is None else index)
+
+    def _receiver(self, index: int | None, attachment: _native.Attachment) -> _native.Receiver:
+        if index is not None and not 0 <= index < self.receivers:
+            raise ValueError(f"'{self.name}' has {self.receivers} receivers: there is no receiver {index}")
+        return _native.Receiver(attachment, -1 if index is None else index)
+
+    def open_sender(self, index: int | None = None, *, name: str = "") -> Sender[T]:
+        """Makes this process a sender of the channel.
+
+        Where the sender's process has died and its memory is being released, waits for that, for 2 seconds at most.
+
+        Args:
+            index: which of the channel's senders; None for the first that is free.
+            name: of this process, in errors and in `penstock inspect`.
+
+        Raises:
+            ValueError: the channel has no such sender, or a living process has it. In a ring or broadcast, a sender
+                that has closed cannot be opened again. In an inbox it can.
+            MemoryExhausted: `max_peers` ends are open.
+
+        Examples:
+            >>> ring = Ring(name="steps")
+            >>> with ring.open_sender(name="scheduler") as sender:
+            ...     sender.send(b"step")
+        """
+        end = self._sender(index, self._join(name))
+        return cast("Sender[T]", end) if self._carries_bytes else Sender(end, self._codec)
+
+    def open_receiver(self, index: int | None = None, *, name: str = "") -> Receiver[T]:
+        """Makes this process a receiver of the channel.
+
+        The channel waits for its first receivers: what is sent before they are open is kept for them. A receiver that
+        takes the place of one that closed or died gets what is sent from then on. Where that process has died and its
+        memory is being released, waits for that, for 2 seconds at most.
+
+        Args:
+            index: which of the channel's receivers; None for the first that is free.
+            name: of this process, in errors and in `penstock inspect`.
+
+        Raises:
+            ValueError: the channel has no such receiver, or a living process has it.
+            MemoryExhausted: `max_peers` ends are open.
+
+        Examples:
+            >>> ring = Ring()
+            >>> ring.open_sender().send(b"before the receiver")
+            >>> ring.open_receiver(name="worker").receive()
+            b'before the receiver'
+        """
+        end = self._receiver(index, self._join(name))
+        return cast("Receiver[T]", end) if self._carries_bytes else Receiver(end, self._codec)
+
+    def open_async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender[T]:
+        """Makes this process a sender of the channel, for asyncio. Args and Raises are those of `open_sender`.
+
+        Examples:
+            >>> async def main(ring):
+            ...     async with ring.open_async_sender() as sender:
+            ...         await sender.send(b"step")
+            >>> asyncio.run(main(Ring()))
+        """
+        attachment = self._join(name)
+        attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
+        return AsyncSender(self._sender(index, attachment), self._codec, attachment)
+
+    def open_async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver[T]:
+        """Makes this process a receiver of the channel, for asyncio. Args and Raises are those of `open_receiver`.
+
+        Examples:
+            >>> async def main(ring):
+            ...     ring.open_sender().send(b"step")
+            ...     async with ring.open_async_receiver() as receiver:
+            ...         return await receiver.receive()
+            >>> asyncio.run(main(Ring()))
+            b'step'
+        """
+        attachment = self._join(name)
+        attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
+        return AsyncReceiver(self._receiver(index, attachment), self._codec, attachment)
+
+    def wait_for_receivers(self, timeout: float | None = None) -> None:
+        """Waits until each of the channel's receivers has been opened. Nothing has to wait for them: what is sent
+        before a receiver is open is kept for it.
+
+        Args:
+            timeout: seconds to wait; None for as long as it takes.
+
+        Raises:
+            Timeout: some receivers were not opened in time; the text has their indices.
+
+        Examples:
+            >>> ring = Ring()
+            >>> receiver = ring.open_receiver()
+            >>> ring.wait_for_receivers(timeout=1)
+        """
+        began = time.monotonic()
+        pause = MAX_POLL_S / 64
+        while missing := [end["index"] for end in self.snapshot()["receivers"] if end["state"] == "expected"]:
+            if timeout is not None and time.monotonic() - began >= timeout:
+                raise Timeout(
+                    f"of the {self.receivers} receivers of '{self.name}', {missing} were not opened in {timeout:g} s"
+                )
+            time.sleep(pause)
+            pause = min(2 * pause, MAX_POLL_S)
+
+    def snapshot(self) -> dict[str, Any]:
+        """Returns the state of the channel and of all its ends, as `penstock inspect --json` prints it."""
+        state: dict[str, Any] = _native.snapshot(os.dup(self._segment.fd))
+        return state
+
+    def trim(self, keep_nbytes: int = 0) -> int:
+        """Gives unused pages of the pool for long records back to the system. Returns how many bytes that were.
+
+        Args:
+            keep_nbytes: of the unused pages, to be kept.
+        """
+        return self._join("trim").trim(keep_nbytes)
+
+    def peers(self) -> list[Peer]:
+        """Returns the processes that have joined the channel."""
+        return [Peer.of(native) for native in self.snapshot()["peers"]]
+
+    def close(self) -> None:
+        """Closes this handle. Ends that were opened stay open; they keep the segment alive."""
+        self._is_closed = True
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def create_segment(
+    style: int,
+    *,
+    name: str,
+    senders: int = 1,
+    receivers: int = 1,
+    schema: bytes = b"",
+    capacity: int | None,
+    latency: Latency,
+    on_receiver_death: OnDeath,
+    on_sender_death: OnDeath,
+    max_peers: int | None,
+    inline_limit: int | None,
+    spill_nbytes: int | None,
+    spill_blocks: int,
+    huge_pages: bool | str,
+    numa_node: int | None,
+    numa_required: bool,
+    prefault: bool,
+) -> _native.Segment:
+    """Creates the segment of a channel. The options are those of the classes in codec/channels.py."""
+    if not 1 <= senders <= _native.MAX_SENDERS:
+        raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
+    if not 1 <= receivers <= _native.MAX_RECEIVERS:
+        raise ValueError(f"a broadcast has 1 to {_native.MAX_RECEIVERS} receivers, not {receivers}")
+    within("spill_blocks", spill_blocks, 1, _native.MAX_BLOCKS)
+    if max_peers is None:
+        max_peers = min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2
+    within("max_peers", max_peers, 1, _native.MAX_PEERS)
+    if latency not in ("eco", "auto", "spin"):
+        raise ValueError(f"latency is 'eco', 'auto' or 'spin', not {latency!r}")
+    for word in (on_receiver_death, on_sender_death):
+        if word not in ("raise", "ignore"):
+            raise ValueError(f"on_…_death is 'raise' or 'ignore', not {word!r}")
+    if capacity is None:
+        capacity = LANE_NBYTES if style != _native.INBOX else LANE_NBYTES // 4
+    within("capacity", capacity, 4096, 1 << 31)
+    if capacity & (capacity - 1):
+        raise ValueError(f"capacity is a power of two, not {capacity}")
+    if inline_limit is None:
+        inline_limit = min(INLINE_LIMIT, capacity // 4)
+    within("inline_limit", inline_limit, 64, capacity // 4)
+    if spill_nbytes is None:
+        spill_nbytes = _spill_nbytes()
+    fitting(spill_nbytes, "a channel's pool")
+    fields = {
+        "kind": _native.CHANNEL,
+        "style": style,
+        "max_peers": max_peers,
+        "max_blocks": spill_blocks,
+        "lanes": senders,
+        "receivers": receivers,
+        "latency": ("eco", "auto", "spin").index(latency),
+        "receiver_death": ("raise", "ignore").index(on_receiver_death),
+        "sender_death": ("raise", "ignore").index(on_sender_death),
+        "lane_nbytes": capacity,
+        "inline_limit": inline_limit,
+        "pool_nbytes": -(-spill_nbytes // 64) * 64,
+        # Huge pages are claimed whole: such a pool does not grow.
+        "granule_nbytes": 0 if huge_pages else granule_nbytes(spill_nbytes),
+    }
+    return _native.Segment.create(
+        short(name), fields, prefault=prefault, schema=schema, **placement(huge_pages, numa_node, numa_required)
+    )
+
+
+def _spill_nbytes() -> int:
+    """As much as the machine has: addresses, not memory, are what this takes until a long record comes."""
+    most = _native.total_memory()
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if soft != resource.RLIM_INFINITY:
+        most = min(most, max(soft // 16, 4 << 20))
+    return most
