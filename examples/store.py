@@ -8,7 +8,6 @@ import multiprocessing
 import numpy as np
 
 import penstock
-from penstock.lowlevel import Empty
 
 
 def preprocess(image):
@@ -36,7 +35,7 @@ def main():
     process.join()
 
     key = penstock.content_key(image, "divide by 255, in place")
-    held = store.loan(key, {"pixels": Empty((448, 448, 3), "float32")})
+    held = store.loan(key, {"pixels": penstock.Empty((448, 448, 3), "float32")})
     if isinstance(held, penstock.Loan):  # else a lease: another process has made the value
         with held as loan:  # other processes that want the key wait for commit()
             np.divide(image, 255, out=loan.value()["pixels"], dtype=np.float32)

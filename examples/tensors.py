@@ -6,7 +6,6 @@ import msgspec
 import numpy as np
 
 import penstock
-from penstock.lowlevel import Empty
 
 
 class Batch(msgspec.Struct, array_like=True):
@@ -35,7 +34,7 @@ def main():
             array = np.full((3, 448, 448), 1.0, np.float32)  # or a tensor of torch, or any object with __dlpack__
             sender.send(Batch(scope.put(array)))  # copied once
 
-            loan = store.loan(None, Empty((3, 448, 448), "float32"))  # or made where it will lie, without a copy
+            loan = store.loan(None, penstock.Empty((3, 448, 448), "float32"))  # made where it will lie, without a copy
             loan.value()[:] = 2.0
             sender.send(Batch(scope.add(loan.commit())))  # from now on it cannot be written
 

@@ -42,7 +42,7 @@ def lay(receivers: int, scratch: Path, largest: str, how: str = "store", as_: st
 
 class Sender(tensors.Sender):
     def __init__(self, wire: tuple[Any, ...], seat: Seat, meet: Meet) -> None:
-        from penstock.lowlevel import Empty
+        from penstock import Empty
 
         self._store, tokens, replies, how, _ = wire
         self._sender = tokens.open_sender()

@@ -279,6 +279,17 @@ class DecodeError(PenstockError, ValueError):
     fields: tuple[object, ...] = ()
 
 
+class UnsupportedTensor(PenstockError, TypeError):
+    """An object that cannot be sent as a tensor, or not as it is; the text says what to do instead.
+
+    Examples:
+        >>> Scope().put({"words": np.array(["a", "b"])})
+        Traceback (most recent call last):
+            ...
+        penstock.errors.UnsupportedTensor: ...
+    """
+
+
 class OutOfStep(PenstockError):
     """A change does not follow the last one that was received: one was missed or repeated, or has another leader.
 

@@ -7,20 +7,15 @@ records pass (`Tap`), records filled in place (`ByteSender.reserve`), ends that 
 
 from penstock._native import Tap
 from penstock.channel import ByteReceiver, ByteSender, FrameReceiver, FrameSender, Reservation
-from penstock.errors import ChannelError, CorruptRecord, LayoutMismatch, OutOfStep, StaleRef
-from penstock.memory import BlockLease, Peer, Pool, Ref, Segment, Ticket
-from penstock.tensor import Empty, UnsupportedTensor
+from penstock.errors import OutOfStep, StaleRef
+from penstock.memory import BlockLease, Peer, Pool, Ref, Segment
 
 __all__ = [
     "BlockLease",
     "ByteReceiver",
     "ByteSender",
-    "ChannelError",
-    "CorruptRecord",
-    "Empty",
     "FrameReceiver",
     "FrameSender",
-    "LayoutMismatch",
     "OutOfStep",
     "Peer",
     "Pool",
@@ -29,6 +24,4 @@ __all__ = [
     "Segment",
     "StaleRef",
     "Tap",
-    "Ticket",
-    "UnsupportedTensor",
 ]

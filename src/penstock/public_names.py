@@ -12,22 +12,26 @@ from penstock.channel import Channel as _Channel
 from penstock.channel.channels import channel_of as _channel_of
 from penstock.codec import Buffer
 from penstock.errors import (
+    ChannelError,
     ClosedError,
+    CorruptRecord,
     DeathCause,
     DecodeError,
     EndOfChannel,
+    LayoutMismatch,
     MemoryExhausted,
     Missing,
     PeerDied,
     PenstockError,
     Timeout,
+    UnsupportedTensor,
     WouldBlock,
 )
 from penstock.memory import Pool as _Pool
 from penstock.memory import Segment as _Segment
-from penstock.memory import Ticket as _Ticket
+from penstock.memory import Ticket
 from penstock.memory.segment import attached_segment as _attached_segment
-from penstock.tensor import Handle, Loan, Scope, Store, content_key
+from penstock.tensor import Empty, Handle, Loan, Scope, Store, content_key
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm
@@ -40,10 +44,10 @@ _T = TypeVar("_T")
 
 
 @overload
-def attach(where: _Ticket | str | int) -> Any: ...
+def attach(where: Ticket | str | int) -> Any: ...
 @overload
-def attach(where: _Ticket | str | int, type: TypeForm[_T]) -> _Channel[_T]: ...
-def attach(where: _Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Store | _Pool | CudaPool | _Segment:
+def attach(where: Ticket | str | int, type: TypeForm[_T]) -> _Channel[_T]: ...
+def attach(where: Ticket | str | int, type: Any = bytes) -> _Channel[Any] | Store | _Pool | CudaPool | _Segment:
     """Attaches to a channel or a store of another process.
 
     Args:
@@ -83,12 +87,16 @@ __all__ = [
     "AsyncSender",
     "Broadcast",
     "Buffer",
+    "ChannelError",
     "ClosedError",
+    "CorruptRecord",
     "DeathCause",
     "DecodeError",
+    "Empty",
     "EndOfChannel",
     "Handle",
     "Inbox",
+    "LayoutMismatch",
     "Lease",
     "Loan",
     "MemoryExhausted",
@@ -100,7 +108,9 @@ __all__ = [
     "Scope",
     "Sender",
     "Store",
+    "Ticket",
     "Timeout",
+    "UnsupportedTensor",
     "WouldBlock",
     "__version__",
     "attach",

@@ -15,7 +15,7 @@ from multiprocessing.context import SpawnProcess
 import numpy as np
 import pytest
 
-from penstock import EndOfChannel, PeerDied, Ring, Store, Timeout
+from penstock import Empty, EndOfChannel, PeerDied, Ring, Store, Timeout
 from penstock.bridge import (
     InboundChannel,
     LinkDied,
@@ -27,7 +27,6 @@ from penstock.bridge import (
     StoreValues,
     connect,
 )
-from penstock.lowlevel import Empty
 from tests import tiers
 from tests.conftest import eventually, spawn
 from tests.support.links import SECRET

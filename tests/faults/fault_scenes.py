@@ -320,7 +320,7 @@ def verify_held(own: Own, number: int) -> None:
 
 def begin_loan(own: Own, number: int) -> None:
     own.loan = own.store.loan(
-        content_key(number), {"number": number, "pixels": lowlevel.Empty((50_000,), "uint8")}, timeout=WAIT
+        content_key(number), {"number": number, "pixels": penstock.Empty((50_000,), "uint8")}, timeout=WAIT
     )
 
 

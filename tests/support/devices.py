@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from penstock.errors import MemoryExhausted
+from penstock.errors import MemoryExhausted, UnsupportedTensor
 from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found
 from penstock.tensor.cuda.order import DeferredReleases
-from penstock.tensor.kinds import Kind, UnsupportedTensor, kind_of_numpy
+from penstock.tensor.kinds import Kind, kind_of_numpy
 from penstock.tensor.views import As
 
 HANDLE = struct.Struct("<QQQ40x")  # pid, descriptor, inode; 64 bytes as a real one

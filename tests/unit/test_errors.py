@@ -20,6 +20,7 @@ TREE = {
     "OutOfStep": (errors.PenstockError,),
     "LayoutMismatch": (errors.PenstockError,),
     "DecodeError": (errors.PenstockError, ValueError),
+    "UnsupportedTensor": (errors.PenstockError, TypeError),
 }
 
 

@@ -16,7 +16,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import Buffer, DecodeError, lowlevel
+from penstock import Buffer, DecodeError
 from penstock.codec import Catalogue, FrameDecoder
 from penstock.codec.catalogue import Schema
 from penstock.codec.frame import HEAD
@@ -119,9 +119,9 @@ def test_payloads_of_others_do_nothing(tmp_path: Path) -> None:
                 decoded += 1
                 assert isinstance(message, Message)
                 assert isinstance(message.text, (str, int, type(None)))
-            with pytest.raises(lowlevel.LayoutMismatch):
+            with pytest.raises(penstock.LayoutMismatch):
                 Schema.decode(payload)
-            with pytest.raises(lowlevel.LayoutMismatch):
+            with pytest.raises(penstock.LayoutMismatch):
                 penstock.attach(payload.decode("latin1"))
         raw_end.close()
         receiver.close()

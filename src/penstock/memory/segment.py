@@ -29,9 +29,9 @@ class Ticket(msgspec.Struct, frozen=True):
     """What an unrelated process of the same user needs to attach. Good while its owner lives and keeps the segment.
 
     Examples:
-        >>> segment = Segment.create(5)
-        >>> Ticket.parse(str(segment.ticket)) == segment.ticket
-        True
+        >>> ring = Ring()
+        >>> attach(ring.ticket).name, attach(str(ring.ticket)).name
+        ('ring', 'ring')
     """
 
     pid: int
@@ -45,6 +45,18 @@ class Ticket(msgspec.Struct, frozen=True):
 
     @classmethod
     def parse(cls, text: str) -> Ticket:
+        """Returns the ticket that a text describes.
+
+        Args:
+            text: `str(channel.ticket)`.
+
+        Raises:
+            LayoutMismatch: the text is not a ticket.
+
+        Examples:
+            >>> Ticket.parse("penstock:4711:1234:5:678:9a").pid
+            4711
+        """
         parts = text.strip().split(":")
         try:
             scheme, pid, start, fd, inode, nonce = parts

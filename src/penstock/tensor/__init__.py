@@ -7,7 +7,6 @@ and needed nowhere.
 from penstock._native import Lease
 from penstock.tensor.content_key import content_key
 from penstock.tensor.handle import Handle
-from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.lease import Loan
 from penstock.tensor.scope import Scope, ScopeStats
 from penstock.tensor.store import Kept, Store, StoreStats
@@ -24,7 +23,6 @@ __all__ = [
     "ScopeStats",
     "Store",
     "StoreStats",
-    "UnsupportedTensor",
     "content_key",
     "plan",
     "read",

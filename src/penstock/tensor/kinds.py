@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock.errors import UnsupportedTensor
 from penstock.memory.segment import MAX_NBYTES
 
 
@@ -21,17 +22,6 @@ class Kind(NamedTuple):
     itemsize: int
     bits: np.dtype[Any]  # how NumPy sees it where it has no word for it: unsigned integers of the same width
     numpy: np.dtype[Any] | None
-
-
-class UnsupportedTensor(TypeError):
-    """Something that cannot be sent as a tensor, or not as it is; the text says what to do instead.
-
-    Examples:
-        >>> Scope().put({"words": np.array(["a", "b"])})
-        Traceback (most recent call last):
-            ...
-        penstock.tensor.kinds.UnsupportedTensor: ...
-    """
 
 
 MAX_DIMENSIONS = 32  # of NumPy before 2.0, and of codec/frame.py

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from penstock.errors import UnsupportedTensor
 from penstock.tensor.kinds import (
     Kind,
-    UnsupportedTensor,
     imported,
     kind_of,
     kind_of_numpy,

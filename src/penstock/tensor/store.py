@@ -270,7 +270,7 @@ class Store(Shareable):
 
         Args:
             key: as for `put`. Without one the answer is always a Loan.
-            layout: the value, with `penstock.lowlevel.Empty(shape, dtype)` for tensors to be filled.
+            layout: the value, with `penstock.Empty(shape, dtype)` for tensors to be filled.
             timeout: as for `put`.
 
         Raises:

@@ -20,8 +20,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import msgspec
 
-from penstock.errors import DecodeError
-from penstock.tensor.kinds import KIND_OF_CODE, UnsupportedTensor, kind_of, nbytes_of
+from penstock.errors import DecodeError, UnsupportedTensor
+from penstock.tensor.kinds import KIND_OF_CODE, kind_of, nbytes_of
 from penstock.tensor.source import Source, source
 from penstock.tensor.views import As, copied, view, writable_as
 

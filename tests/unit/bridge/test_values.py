@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import EndOfChannel, Lease, MemoryExhausted, Missing, Ring, Store, Timeout, content_key
+from penstock import Empty, EndOfChannel, Lease, MemoryExhausted, Missing, Ring, Store, Timeout, content_key
 from penstock.bridge import InboundChannel, LinkSpec, OutboundChannel, PullChannels, Puller, StoreValues
-from penstock.lowlevel import Empty
 from tests.conftest import eventually
 from tests.support.links import RunningLink, running
 

@@ -10,9 +10,8 @@ import zlib
 import pytest
 
 import penstock
-from penstock import _native, lowlevel
+from penstock import CorruptRecord, LayoutMismatch, _native, lowlevel
 from penstock.channel import Channel
-from penstock.lowlevel import CorruptRecord, LayoutMismatch
 from tests.support.processes import program
 
 CAPACITY = 4096

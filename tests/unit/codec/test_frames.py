@@ -428,7 +428,7 @@ def test_two_catalogues_that_differ_say_how() -> None:
     a = struct(number=int, words=list[str])
     b = struct(number=float, words=list[str], more=int)
     other = msgspec.defstruct("Stop", [], array_like=True)
-    from penstock.lowlevel import LayoutMismatch
+    from penstock import LayoutMismatch
 
     with pytest.raises(LayoutMismatch) as caught:
         Catalogue(a).require_same(Catalogue(b, other).schema, "steps")

@@ -21,10 +21,9 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import Buffer
+from penstock import Buffer, LayoutMismatch
 from penstock.channel import Channel
 from penstock.codec import FrameDecoder, FrameEncoder, Schema
-from penstock.lowlevel import LayoutMismatch
 from tests.conftest import eventually
 
 

@@ -14,9 +14,9 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import Buffer
+from penstock import Buffer, LayoutMismatch
 from penstock.channel import Channel
-from penstock.lowlevel import LayoutMismatch, Pool, Segment
+from penstock.lowlevel import Pool, Segment
 
 
 class Inner(msgspec.Struct, array_like=True, frozen=True):

@@ -13,10 +13,10 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import MemoryExhausted
+from penstock import LayoutMismatch, MemoryExhausted
 from penstock.errors import ClosedError, Timeout
 from penstock.installing import how_to_install
-from penstock.lowlevel import LayoutMismatch, Pool, Ref
+from penstock.lowlevel import Pool, Ref
 from penstock.tensor.cuda import CudaPool, DeviceError, ForeignDevice, NoDevice, driver_of
 from penstock.tensor.cuda.pool import Slice
 from penstock.tensor.kinds import kind_of

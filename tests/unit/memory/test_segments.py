@@ -18,9 +18,9 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import MemoryExhausted, _native, lowlevel
+from penstock import LayoutMismatch, MemoryExhausted, Ticket, _native, lowlevel
 from penstock.channel import Channel
-from penstock.lowlevel import LayoutMismatch, Segment, Ticket
+from penstock.lowlevel import Segment
 from tests.conftest import descriptors, eventually
 from tests.support.control_groups import memory_group
 from tests.support.processes import DYING, IS_SANITIZED, forked, program, running

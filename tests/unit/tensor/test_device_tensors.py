@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, DecodeError, Handle, MemoryExhausted, PeerDied, Scope, Store
-from penstock.lowlevel import BlockLease, Pool, Ref, StaleRef, UnsupportedTensor
+from penstock import ClosedError, DecodeError, Handle, MemoryExhausted, PeerDied, Scope, Store, UnsupportedTensor
+from penstock.lowlevel import BlockLease, Pool, Ref, StaleRef
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, ForeignDevice, HostRef, Place, Reference, Uploads
 from tests.conftest import eventually
 from tests.support.devices import FakeDriver, Stream

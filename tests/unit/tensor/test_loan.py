@@ -11,8 +11,18 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import ClosedError, Handle, Lease, Loan, MemoryExhausted, Missing, Store, Timeout
-from penstock.lowlevel import Empty, UnsupportedTensor
+from penstock import (
+    ClosedError,
+    Empty,
+    Handle,
+    Lease,
+    Loan,
+    MemoryExhausted,
+    Missing,
+    Store,
+    Timeout,
+    UnsupportedTensor,
+)
 from penstock.tensor import plan
 from penstock.tensor.kinds import KINDS
 from tests.conftest import eventually
@@ -302,7 +312,7 @@ def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
 
 MAKING = """
     from penstock import Store
-    from penstock.lowlevel import Empty
+    from penstock import Empty
     store = Store.attach(sys.argv[1])
     loan = store.loan(bytes.fromhex(sys.argv[2]) or None, {"pixels": Empty(1000, "int32")})
     loan.value()["pixels"][:500] = 1

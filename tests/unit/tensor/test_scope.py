@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, Handle, Missing, Scope, Store
-from penstock.lowlevel import Ref, UnsupportedTensor
+from penstock import ClosedError, Handle, Missing, Scope, Store, UnsupportedTensor
+from penstock.lowlevel import Ref
 from penstock.tensor import ScopeStats
 from penstock.tensor.tree import Plan
 from tests.conftest import eventually

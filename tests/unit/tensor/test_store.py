@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import Handle, Lease, MemoryExhausted, Missing, Store, content_key, lowlevel
-from penstock.lowlevel import StaleRef, UnsupportedTensor
+from penstock import Handle, Lease, MemoryExhausted, Missing, Store, UnsupportedTensor, content_key, lowlevel
+from penstock.lowlevel import StaleRef
 from penstock.tensor import plan
 from tests.conftest import eventually
 from tests.support.processes import forked, program, thread
@@ -318,7 +318,7 @@ def test_a_block_of_the_same_pool_is_not_a_value() -> None:
             for as_, writable in (("numpy", False), ("bits", False), ("numpy", True)):
                 with pytest.raises(penstock.DecodeError):
                     opened(store, store.pool.share(lease)).value(as_, writable=writable)  # type: ignore[arg-type]
-        with lowlevel.Pool.create(4096) as pool, pytest.raises(lowlevel.LayoutMismatch, match="is not a store"):
+        with lowlevel.Pool.create(4096) as pool, pytest.raises(penstock.LayoutMismatch, match="is not a store"):
             Store.attach(pool.ticket)
 
 

@@ -17,8 +17,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import Handle, MemoryExhausted, Missing, Scope, Store, content_key
-from penstock.lowlevel import Empty, UnsupportedTensor
+from penstock import Empty, Handle, MemoryExhausted, Missing, Scope, Store, UnsupportedTensor, content_key
 from penstock.tensor import plan, source
 from penstock.tensor.kinds import KIND_OF_CODE, KIND_OF_NAME, KINDS, numpy_dtype
 from tests.conftest import eventually, spawn

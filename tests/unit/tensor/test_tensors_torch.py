@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from penstock import Scope, Store
-from penstock.lowlevel import Empty, Pool, UnsupportedTensor
+from penstock import Empty, Scope, Store, UnsupportedTensor
+from penstock.lowlevel import Pool
 from penstock.tensor import plan, read, views
 from penstock.tensor.kinds import KIND_OF_NAME, KINDS, kind_of, torch_dtype
 from tests.support.processes import DYING, program

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 
 from penstock import DecodeError
-from penstock.tensor import UnsupportedTensor, plan, read
+from penstock.errors import UnsupportedTensor
+from penstock.tensor import plan, read
 
 KEPT: tuple[Any, ...] = (None, True, False, 0, -(1 << 63), (1 << 64) - 1, 0.5, float("inf"), "", "é", b"", b"\x00\xff")
 

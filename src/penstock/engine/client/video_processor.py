@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
+from penstock import Empty
 from penstock.engine.client.image_processor import ImageRefused
 from penstock.engine.client.video_settings import SMOLVLM, VideoInfo, VideoPlan, VideoSettings
-from penstock.lowlevel import Empty
 from penstock.tensor import Handle
 
 Frames = npt.NDArray[np.uint8]  # [frames, height, width, 3]: RGB

@@ -9,10 +9,9 @@ from __future__ import annotations
 from collections import deque
 from typing import TypeAlias
 
-from penstock import PeerDied, Sender, WouldBlock
+from penstock import ChannelError, PeerDied, Sender, WouldBlock
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import Delta, Failed
-from penstock.lowlevel import ChannelError
 
 ATTEMPTS = 2  # the first may only raise PeerDied of the server's former process
 MAX_KEPT = 1 << 14  # messages for one server: more than a minute of steps of 5 ms

@@ -18,13 +18,12 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import TypeVar
 
-from penstock import PeerDied, Timeout, WouldBlock
+from penstock import ChannelError, PeerDied, Timeout, WouldBlock
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process_end import KILLS
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import OutputReady, Stop, Tokens
-from penstock.lowlevel import ChannelError
 
 T = TypeVar("T")
 LOG_AGAIN = 10.0  # seconds between two log lines about slow output processors

@@ -12,7 +12,7 @@ import logging
 import signal
 import time
 
-from penstock import PeerDied, Sender, command_signals, standard_streams
+from penstock import ChannelError, PeerDied, Sender, command_signals, standard_streams
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, processes_of_group
@@ -23,7 +23,6 @@ from penstock.engine.model_dir import GENERATION, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Stop
 from penstock.engine.worker import worker
-from penstock.lowlevel import ChannelError
 
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults

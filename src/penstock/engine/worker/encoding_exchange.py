@@ -23,13 +23,12 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from penstock import Lease, MemoryExhausted, Store, Timeout
+from penstock import Empty, Lease, MemoryExhausted, Store, Timeout
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker.device import EncodingCounts
 from penstock.engine.worker.image_encoder import ImageEncoder, Part, Unusable
 from penstock.engine.worker.tensor_parallel import TPGroup
-from penstock.lowlevel import Empty
 from penstock.tensor import Handle
 
 # The state of an image on a rank. The least of all ranks counts: one that fails an image fails it on all of them.

@@ -12,9 +12,9 @@ import hmac
 import os
 import secrets
 
-from penstock import Handle, Lease, PenstockError, Store
+from penstock import Handle, Lease, PenstockError, Store, Ticket
 from penstock.environment import VLLM, VLLM_STORE
-from penstock.lowlevel import Ref, Ticket
+from penstock.lowlevel import Ref
 
 SECRET_NBYTES = 32
 

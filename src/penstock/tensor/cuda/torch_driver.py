@@ -14,12 +14,12 @@ import ctypes
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.errors import MemoryExhausted
+from penstock.errors import MemoryExhausted, UnsupportedTensor
 from penstock.installing import how_to_install
 from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found, NoDevice
 from penstock.tensor.cuda.order import DeferredReleases, Marker
 from penstock.tensor.cuda.ref import UUID_NBYTES
-from penstock.tensor.kinds import Kind, UnsupportedTensor, kind_of, nbytes_of, torch_dtype
+from penstock.tensor.kinds import Kind, kind_of, nbytes_of, torch_dtype
 from penstock.tensor.views import As
 
 HANDLE_NBYTES = 64  # of CUipcMemHandle

@@ -15,11 +15,10 @@ from typing import Any
 import msgspec
 
 from penstock import _native
-from penstock.errors import ClosedError, Timeout
+from penstock.errors import ClosedError, Timeout, UnsupportedTensor
 from penstock.memory.segment import Shareable
 from penstock.tensor.cuda.driver import Driver, driver_of
 from penstock.tensor.cuda.order import DeferredReleases, wait_for
-from penstock.tensor.kinds import UnsupportedTensor
 from penstock.tensor.source import source
 
 CLOSE_TIMEOUT = 5.0  # seconds, for copies that are under way
