@@ -20,7 +20,7 @@ def reader(store, key):
 
 def main():
     image = np.random.default_rng(0).integers(0, 256, (448, 448, 3), np.uint8)
-    store = penstock.Store(64 << 20)  # pages are claimed as values fill it; all of them now with prefault=True
+    store = penstock.Store(64 << 20)  # pages are claimed as values fill it
 
     key = penstock.content_key(image, "divide by 255")  # 32 bytes: of the image, and of how it is processed
     try:

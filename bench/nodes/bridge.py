@@ -84,11 +84,12 @@ def run_values(run: Run) -> None:
     """A value of 64 MB, opened by 2 clients over there at a time; and what the link costs while nothing passes."""
     import numpy as np
 
-    from penstock import Store
+    from penstock import MemoryOptions, Store
     from penstock.bridge import PullChannels, Puller
 
     pulls = PullChannels.open(RANKS)
-    with Store(3 * VALUE_NBYTES, prefault=True) as home, Store(3 * VALUE_NBYTES, prefault=True) as away:
+    memory = MemoryOptions(prefault=True)
+    with Store(3 * VALUE_NBYTES, memory=memory) as home, Store(3 * VALUE_NBYTES, memory=memory) as away:
         tickets = [str(channel.ticket) for channel in (pulls.requests, *pulls.answers)]
         bridges = _link([home.ticket, away.ticket], tickets)
         try:

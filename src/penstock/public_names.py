@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from penstock import _native
 from penstock._native import Lease
-from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, Inbox, Receiver, Ring, Sender
+from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, Inbox, LongRecords, Receiver, Ring, Sender
 from penstock.channel import Channel as _Channel
 from penstock.channel.channels import channel_of as _channel_of
 from penstock.codec import Buffer
@@ -27,9 +27,9 @@ from penstock.errors import (
     UnsupportedTensor,
     WouldBlock,
 )
+from penstock.memory import MemoryOptions, Ticket
 from penstock.memory import Pool as _Pool
 from penstock.memory import Segment as _Segment
-from penstock.memory import Ticket
 from penstock.memory.segment import attached_segment as _attached_segment
 from penstock.tensor import Empty, Handle, Loan, Scope, Store, content_key
 
@@ -99,7 +99,9 @@ __all__ = [
     "LayoutMismatch",
     "Lease",
     "Loan",
+    "LongRecords",
     "MemoryExhausted",
+    "MemoryOptions",
     "Missing",
     "PeerDied",
     "PenstockError",

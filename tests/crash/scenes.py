@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from penstock import _native, lowlevel
+from penstock import LongRecords, _native, lowlevel
 from penstock.channel import Channel
 from tests.conftest import eventually
 from tests.crash import actors
@@ -42,7 +42,10 @@ class Scene:
         self.style = style
         self.options = options
         self.board = actors.Board.create()
-        shape: dict[str, Any] = {"capacity": 16 << 10, "spill_nbytes": 64 << 20, "spill_blocks": 64}
+        shape: dict[str, Any] = {
+            "capacity": 16 << 10,
+            "long_records": LongRecords(pool_nbytes=64 << 20, max_records=64),
+        }
         self.pool: lowlevel.Pool | None = None
         if style == "ring":
             self.channel: Channel = penstock.Ring(**shape)

@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 import penstock
-from penstock import Store
+from penstock import LongRecords, Store
 from tests import tiers
 from tests.conftest import eventually
 from tests.crash import carriers
@@ -66,7 +66,7 @@ def test_no_value_stays_held_when_requests_and_processes_end_anywhere(zygote: Zy
     began = time.monotonic()
     options = {
         "capacity": 1 << 16,
-        "spill_nbytes": 64 << 20,
+        "long_records": LongRecords(pool_nbytes=64 << 20),
         "on_receiver_death": "ignore",
         "on_sender_death": "ignore",
     }

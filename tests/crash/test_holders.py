@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import lowlevel
+from penstock import LongRecords, lowlevel
 from tests.conftest import eventually
 from tests.crash.zygote import Zygote
 from tests.support.processes import assert_how
@@ -38,7 +38,7 @@ def hold_views(talk: Connection, where: str, index: int) -> None:
 
 
 def test_one_of_eight_that_dies_with_views_in_its_hands_gives_them_back(zygote: Zygote) -> None:
-    with penstock.Broadcast(receivers=8, capacity=1 << 16, inline_limit=1024) as channel:
+    with penstock.Broadcast(receivers=8, capacity=1 << 16, long_records=LongRecords(inline_limit=1024)) as channel:
         sender = channel.open_sender()
         children = [zygote.child(hold_views, str(channel.ticket), index) for index in range(8)]
         try:

@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import penstock
-from penstock import lowlevel
+from penstock import LongRecords, lowlevel
 from tests import tiers
 from tests.conftest import eventually
 from tests.crash.actors import Board, insist
@@ -91,8 +91,13 @@ def receiver(talk: Connection, role: Role) -> None:
 def test_who_follows_one_that_was_killed_can_read_what_it_gets(zygote: Zygote, seed: int) -> None:
     chance = random.Random(seed)
     board = Board.create()
-    options = {"capacity": 16 << 10, "inline_limit": 2048, "on_receiver_death": "ignore", "on_sender_death": "ignore"}
-    with penstock.Broadcast(Job, receivers=3, spill_nbytes=8 << 20, **options) as channel:
+    options = {
+        "capacity": 16 << 10,
+        "long_records": LongRecords(inline_limit=2048, pool_nbytes=8 << 20),
+        "on_receiver_death": "ignore",
+        "on_sender_death": "ignore",
+    }
+    with penstock.Broadcast(Job, receivers=3, **options) as channel:
         parts = {"sender 0": sender, "receiver 0": receiver, "receiver 1": receiver, "receiver 2": receiver}
         where = str(board.segment.ticket), str(channel.ticket)
         play = Replacing(zygote, parts, lambda index, actor: Role(*where, index, actor))

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import _native, lowlevel
+from penstock import LongRecords, _native, lowlevel
 from tests import tiers
 from tests.conftest import eventually
 from tests.crash.scenes import TOLD_WITHIN, TOLD_WITHIN_WHEN_BUSY, is_busy
@@ -36,7 +36,7 @@ def cluster(talk: Connection, depth: int = 2) -> None:
     """A parent with segments, and children and grandchildren in its group that use them."""
     os.setpgid(0, 0)
     pool = lowlevel.Pool.create(BLOCK_NBYTES, name="cluster")
-    channel = penstock.Broadcast(receivers=4, name="cluster", spill_nbytes=64 << 20)
+    channel = penstock.Broadcast(receivers=4, name="cluster", long_records=LongRecords(pool_nbytes=64 << 20))
     warnings.simplefilter("ignore")  # newer Pythons warn of fork() with threads
     for _ in range(3):
         if os.fork() == 0:

@@ -13,13 +13,17 @@ from typing import Any
 import numpy as np
 
 import penstock
-from penstock import _native, lowlevel
+from penstock import LongRecords, MemoryOptions, _native, lowlevel
 from tests.faults.stage import PROMPTLY, WAIT, Actor, Broken, Changed, Own, Stage
 
 HEAD = struct.Struct("<QQ")  # number, length in all
 BYTES = random.Random(23).randbytes(1 << 18)
 SHORT, LONG = 100, 60_000  # bytes: the ring takes up to 4 KiB, the rest goes to the pool
-CHANNEL: dict[str, Any] = {"capacity": 16 << 10, "spill_nbytes": 8 << 20, "spill_blocks": 16, "max_peers": 8}
+CHANNEL: dict[str, Any] = {
+    "capacity": 16 << 10,
+    "long_records": LongRecords(pool_nbytes=8 << 20, max_records=16),
+    "max_peers": 8,
+}
 POOL_NBYTES = 1 << 20
 HELD = 300_000  # bytes of a block that somebody holds
 SCENES: dict[str, Callable[[Stage], None]] = {}
@@ -258,7 +262,7 @@ def stop_within_take(own: Own) -> None:
 
 # ── steps: segments and stores ───────────────────────────────────────────────────────────────────────────────────────
 def create_segment(own: Own) -> tuple[str, int]:
-    own.segment = lowlevel.Segment.create(100_000, name="plain", numa_node=0)
+    own.segment = lowlevel.Segment.create(100_000, name="plain", memory=MemoryOptions(numa_node=0))
     own.segment.view(writable=True)[:1000] = payload(3, 1000)
     return str(own.segment.ticket), own.segment.fd
 

@@ -14,7 +14,7 @@ from hypothesis.stateful import (
 )
 
 import penstock
-from penstock import EndOfChannel, MemoryExhausted, WouldBlock
+from penstock import EndOfChannel, LongRecords, MemoryExhausted, WouldBlock
 from penstock.channel import Channel
 from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 from tests import tiers
@@ -25,7 +25,7 @@ SPILL = 1 << 16
 SIZES = st.one_of(
     st.integers(0, 70), st.integers(0, INLINE + 1), st.sampled_from([INLINE, INLINE + 1, 3000, 20_000, SPILL])
 )
-BOUNDED = {"capacity": CAPACITY, "inline_limit": INLINE, "spill_nbytes": SPILL, "spill_blocks": 16}
+BOUNDED = {"capacity": CAPACITY, "long_records": LongRecords(inline_limit=INLINE, pool_nbytes=SPILL, max_records=16)}
 
 
 class Reader:

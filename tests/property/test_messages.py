@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 import penstock
+from penstock import LongRecords
 
 
 class Settings(msgspec.Struct, array_like=True, frozen=True):
@@ -32,7 +33,7 @@ class Play:
             Job,
             receivers=self.receivers_count,
             capacity=1 << chance.choice((12, 14)),
-            inline_limit=700,
+            long_records=LongRecords(inline_limit=700),
             on_receiver_death="ignore",
             on_sender_death="ignore",
         )

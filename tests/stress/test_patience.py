@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import penstock
-from penstock import lowlevel
+from penstock import LongRecords, lowlevel
 from penstock.channel import Channel
 from tests import tiers
 from tests.conftest import eventually, spawn
@@ -158,7 +158,11 @@ def resident() -> int:
 
 
 def test_a_process_that_sends_and_receives_for_long_does_not_grow() -> None:
-    with penstock.Ring(spill_nbytes=16 << 20) as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
+    with (
+        penstock.Ring(long_records=LongRecords(pool_nbytes=16 << 20)) as ring,
+        ring.open_sender() as sender,
+        ring.open_receiver() as receiver,
+    ):
         pool = lowlevel.Pool.create(1 << 20)
 
         def once(number: int) -> None:

@@ -19,6 +19,7 @@ from typing import Any
 import pytest
 
 import penstock
+from penstock import LongRecords
 from penstock.channel import Channel
 from tests import tiers
 from tests.conftest import spawn
@@ -70,7 +71,11 @@ def receive_many(channel: Channel, index: int, records: int, checks: int = 1) ->
     "style,records,options",
     [
         ("ring", 1_000_000, {"capacity": 1 << 16}),
-        ("ring", 200_000, {"capacity": 4096, "inline_limit": 512, "spill_nbytes": 1 << 20, "spill_blocks": 16}),
+        (
+            "ring",
+            200_000,
+            {"capacity": 4096, "long_records": LongRecords(inline_limit=512, pool_nbytes=1 << 20, max_records=16)},
+        ),
         ("broadcast", 250_000, {"capacity": 1 << 16}),
         ("inbox", 250_000, {"capacity": 1 << 15}),
     ],

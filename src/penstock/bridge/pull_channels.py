@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from penstock import _native
-from penstock.channel import Inbox, Ring
+from penstock.channel import Inbox, LongRecords, Ring
 from penstock.errors import MemoryExhausted, Missing, Timeout
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 PULL_TIMEOUT = 5.0  # seconds
 CAPACITY = 1 << 14  # bytes of a client's ring: a client has one question at a time
+LONG_RECORDS = LongRecords(max_records=1)  # questions and answers are short
 
 
 class Pull(msgspec.Struct, array_like=True, frozen=True):
@@ -62,9 +63,12 @@ class PullChannels:
     def open(cls, clients: int, *, name: str = "pulls") -> Self:
         """Creates the channels for so many clients."""
         # One lane more than there are clients: it is never taken, so the inbox never ends.
-        requests: Inbox[Pull] = Inbox(Pull, senders=clients + 1, name=name, capacity=CAPACITY, spill_blocks=1)
+        requests: Inbox[Pull] = Inbox(
+            Pull, senders=clients + 1, name=name, capacity=CAPACITY, long_records=LONG_RECORDS
+        )
         answers: tuple[Ring[Pulled], ...] = tuple(
-            Ring(Pulled, name=f"{name} {client}", capacity=CAPACITY, spill_blocks=1) for client in range(clients)
+            Ring(Pulled, name=f"{name} {client}", capacity=CAPACITY, long_records=LONG_RECORDS)
+            for client in range(clients)
         )
         return cls(requests, answers)
 

@@ -8,7 +8,7 @@ from penstock._native import Reservation
 from penstock._native import Sender as ByteSender
 from penstock.channel import unhandled_exception as unhandled_exception
 from penstock.channel.aio import AsyncReceiver, AsyncSender
-from penstock.channel.channel import Channel, Latency, OnDeath
+from penstock.channel.channel import Channel, Latency, LongRecords, OnDeath
 from penstock.channel.channels import Broadcast, Inbox, Ring
 from penstock.channel.ends import Receiver, Sender
 from penstock.channel.frame_ends import FrameReceiver, FrameSender
@@ -24,6 +24,7 @@ __all__ = [
     "FrameSender",
     "Inbox",
     "Latency",
+    "LongRecords",
     "OnDeath",
     "Receiver",
     "Reservation",

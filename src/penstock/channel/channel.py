@@ -10,13 +10,15 @@ import resource
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, cast
 
+import msgspec
+
 from penstock import _native
 from penstock.channel.aio import AsyncReceiver, AsyncSender
 from penstock.channel.ends import Receiver, Sender
 from penstock.codec.codecs import BytesCodec, Codec
 from penstock.errors import ClosedError, Timeout
 from penstock.memory.peers import Peer
-from penstock.memory.segment import Shareable, fitting, granule_nbytes, placement, short, within
+from penstock.memory.segment import MemoryOptions, Shareable, create_segment, fitting, granule_nbytes, short, within
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
@@ -32,7 +34,6 @@ OnDeath = Literal["raise", "ignore"]
 
 LANE_NBYTES = 1 << 20  # bench/channels: streaming gains nothing from more, and 2.6 KB records then wait 400 deep
 INLINE_LIMIT = 64 << 10  # longer records go to the pool: from here on a view without a copy beats the ring
-SPILL_BLOCKS = 256  # records longer than INLINE_LIMIT that may be under way or held at once
 MAX_POLL_S = 0.02  # between two looks at the receivers that are still missing
 
 
@@ -217,32 +218,50 @@ class Channel(Shareable, Generic[T]):
         self.close()
 
 
-def create_segment(
+class LongRecords(msgspec.Struct, frozen=True, kw_only=True):
+    """The records of a channel that do not lie in its rings: they lie in its pool, copied once for all receivers.
+
+    Args:
+        inline_limit: records of more bytes lie in the pool; 64 bytes to a quarter of the channel's `capacity`. Default:
+            64 KiB, or a quarter of `capacity` if that is less.
+        pool_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
+        max_records: records that may lie in the pool at a time, up to 65,536. Default: 256.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Examples:
+        >>> ring = Ring(long_records=LongRecords(inline_limit=1024, pool_nbytes=64 << 20))
+    """
+
+    inline_limit: int | None = None
+    pool_nbytes: int | None = None
+    max_records: int = 256
+
+    def __post_init__(self) -> None:
+        within("max_records", self.max_records, 1, _native.MAX_BLOCKS)
+
+
+def create_channel(
     style: int,
     *,
     name: str,
     senders: int = 1,
     receivers: int = 1,
-    schema: bytes = b"",
+    schema: bytes,
     capacity: int | None,
     latency: Latency,
     on_receiver_death: OnDeath,
     on_sender_death: OnDeath,
     max_peers: int | None,
-    inline_limit: int | None,
-    spill_nbytes: int | None,
-    spill_blocks: int,
-    huge_pages: bool | str,
-    numa_node: int | None,
-    numa_required: bool,
-    prefault: bool,
+    memory: MemoryOptions,
+    long_records: LongRecords,
 ) -> _native.Segment:
-    """Creates the segment of a channel. The options are those of the classes in codec/channels.py."""
+    """Creates the segment of a channel. The options are those of the classes in channel/channels.py."""
     if not 1 <= senders <= _native.MAX_SENDERS:
         raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
     if not 1 <= receivers <= _native.MAX_RECEIVERS:
         raise ValueError(f"a broadcast has 1 to {_native.MAX_RECEIVERS} receivers, not {receivers}")
-    within("spill_blocks", spill_blocks, 1, _native.MAX_BLOCKS)
     if max_peers is None:
         max_peers = min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2
     within("max_peers", max_peers, 1, _native.MAX_PEERS)
@@ -256,17 +275,17 @@ def create_segment(
     within("capacity", capacity, 4096, 1 << 31)
     if capacity & (capacity - 1):
         raise ValueError(f"capacity is a power of two, not {capacity}")
+    inline_limit = long_records.inline_limit
     if inline_limit is None:
         inline_limit = min(INLINE_LIMIT, capacity // 4)
     within("inline_limit", inline_limit, 64, capacity // 4)
-    if spill_nbytes is None:
-        spill_nbytes = _spill_nbytes()
-    fitting(spill_nbytes, "a channel's pool")
+    pool_nbytes = machine_nbytes() if long_records.pool_nbytes is None else long_records.pool_nbytes
+    fitting(pool_nbytes, "a channel's pool")
     fields = {
         "kind": _native.CHANNEL,
         "style": style,
         "max_peers": max_peers,
-        "max_blocks": spill_blocks,
+        "max_blocks": long_records.max_records,
         "lanes": senders,
         "receivers": receivers,
         "latency": ("eco", "auto", "spin").index(latency),
@@ -274,17 +293,15 @@ def create_segment(
         "sender_death": ("raise", "ignore").index(on_sender_death),
         "lane_nbytes": capacity,
         "inline_limit": inline_limit,
-        "pool_nbytes": -(-spill_nbytes // 64) * 64,
+        "pool_nbytes": -(-pool_nbytes // 64) * 64,
         # Huge pages are claimed whole: such a pool does not grow.
-        "granule_nbytes": 0 if huge_pages else granule_nbytes(spill_nbytes),
+        "granule_nbytes": 0 if memory.huge_pages else granule_nbytes(pool_nbytes),
     }
-    return _native.Segment.create(
-        short(name), fields, prefault=prefault, schema=schema, **placement(huge_pages, numa_node, numa_required)
-    )
+    return create_segment(name, fields, memory, schema=schema)
 
 
-def _spill_nbytes() -> int:
-    """As much as the machine has: addresses, not memory, are what this takes until a long record comes."""
+def machine_nbytes() -> int:
+    """Returns as much as the machine has: a pool takes addresses, and memory only for the long records that come."""
     most = _native.total_memory()
     soft, _ = resource.getrlimit(resource.RLIMIT_AS)
     if soft != resource.RLIM_INFINITY:

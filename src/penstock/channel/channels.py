@@ -5,9 +5,10 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from penstock import _native
-from penstock.channel.channel import SPILL_BLOCKS, Channel, Latency, OnDeath, T, create_segment
+from penstock.channel.channel import Channel, Latency, LongRecords, OnDeath, T, create_channel
 from penstock.codec.codecs import codec_for
 from penstock.errors import LayoutMismatch
+from penstock.memory import MemoryOptions
 
 if TYPE_CHECKING:
     from typing_extensions import TypeForm
@@ -29,12 +30,8 @@ class Ring(Channel[T]):
             receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
         max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
             senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
-        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
-            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
-        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
-        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
-        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
-            by `penstock inspect`.
+        memory: where the memory lies, and when its pages are claimed.
+        long_records: which records lie in the channel's pool, and how much memory that may take.
 
     Raises:
         TypeError: no channel carries this type.
@@ -62,16 +59,11 @@ class Ring(Channel[T]):
         on_receiver_death: OnDeath = "raise",
         on_sender_death: OnDeath = "raise",
         max_peers: int | None = None,
-        inline_limit: int | None = None,
-        spill_nbytes: int | None = None,
-        spill_blocks: int = SPILL_BLOCKS,
-        huge_pages: bool | str = False,
-        numa_node: int | None = None,
-        numa_required: bool = False,
-        prefault: bool = True,
+        memory: MemoryOptions = MemoryOptions(),
+        long_records: LongRecords = LongRecords(),
     ) -> None:
         codec = codec_for(type)
-        segment = create_segment(
+        segment = create_channel(
             self.STYLE,
             schema=codec.schema(),
             name=name,
@@ -80,13 +72,8 @@ class Ring(Channel[T]):
             on_receiver_death=on_receiver_death,
             on_sender_death=on_sender_death,
             max_peers=max_peers,
-            inline_limit=inline_limit,
-            spill_nbytes=spill_nbytes,
-            spill_blocks=spill_blocks,
-            huge_pages=huge_pages,
-            numa_node=numa_node,
-            numa_required=numa_required,
-            prefault=prefault,
+            memory=memory,
+            long_records=long_records,
         )
         super().__init__(segment, codec)
 
@@ -107,12 +94,8 @@ class Broadcast(Channel[T]):
             receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
         max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
             senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
-        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
-            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
-        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
-        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
-        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
-            by `penstock inspect`.
+        memory: where the memory lies, and when its pages are claimed.
+        long_records: which records lie in the channel's pool, and how much memory that may take.
 
     Raises:
         TypeError: no channel carries this type.
@@ -139,16 +122,11 @@ class Broadcast(Channel[T]):
         on_receiver_death: OnDeath = "raise",
         on_sender_death: OnDeath = "raise",
         max_peers: int | None = None,
-        inline_limit: int | None = None,
-        spill_nbytes: int | None = None,
-        spill_blocks: int = SPILL_BLOCKS,
-        huge_pages: bool | str = False,
-        numa_node: int | None = None,
-        numa_required: bool = False,
-        prefault: bool = True,
+        memory: MemoryOptions = MemoryOptions(),
+        long_records: LongRecords = LongRecords(),
     ) -> None:
         codec = codec_for(type)
-        segment = create_segment(
+        segment = create_channel(
             self.STYLE,
             schema=codec.schema(),
             receivers=receivers,
@@ -158,13 +136,8 @@ class Broadcast(Channel[T]):
             on_receiver_death=on_receiver_death,
             on_sender_death=on_sender_death,
             max_peers=max_peers,
-            inline_limit=inline_limit,
-            spill_nbytes=spill_nbytes,
-            spill_blocks=spill_blocks,
-            huge_pages=huge_pages,
-            numa_node=numa_node,
-            numa_required=numa_required,
-            prefault=prefault,
+            memory=memory,
+            long_records=long_records,
         )
         super().__init__(segment, codec)
 
@@ -186,12 +159,8 @@ class Inbox(Channel[T]):
             receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
         max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
             senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
-        inline_limit: longer records lie in the channel's pool, copied once for all receivers; 64 bytes to a quarter of
-            `capacity`. Default: 64 KiB, or a quarter of `capacity` if that is less.
-        spill_nbytes: bytes that the pool may grow to, claimed as they are needed. Default: the machine's memory.
-        spill_blocks: records that may lie in the pool at a time, up to 65,536. Default: 256.
-        huge_pages, numa_node, numa_required, prefault: placement of the memory. A wish that cannot be met is reported
-            by `penstock inspect`.
+        memory: where the memory lies, and when its pages are claimed.
+        long_records: which records lie in the channel's pool, and how much memory that may take.
 
     Raises:
         TypeError: no channel carries this type.
@@ -220,16 +189,11 @@ class Inbox(Channel[T]):
         on_receiver_death: OnDeath = "raise",
         on_sender_death: OnDeath = "raise",
         max_peers: int | None = None,
-        inline_limit: int | None = None,
-        spill_nbytes: int | None = None,
-        spill_blocks: int = SPILL_BLOCKS,
-        huge_pages: bool | str = False,
-        numa_node: int | None = None,
-        numa_required: bool = False,
-        prefault: bool = True,
+        memory: MemoryOptions = MemoryOptions(),
+        long_records: LongRecords = LongRecords(),
     ) -> None:
         codec = codec_for(type)
-        segment = create_segment(
+        segment = create_channel(
             self.STYLE,
             schema=codec.schema(),
             senders=senders,
@@ -239,13 +203,8 @@ class Inbox(Channel[T]):
             on_receiver_death=on_receiver_death,
             on_sender_death=on_sender_death,
             max_peers=max_peers,
-            inline_limit=inline_limit,
-            spill_nbytes=spill_nbytes,
-            spill_blocks=spill_blocks,
-            huge_pages=huge_pages,
-            numa_node=numa_node,
-            numa_required=numa_required,
-            prefault=prefault,
+            memory=memory,
+            long_records=long_records,
         )
         super().__init__(segment, codec)
 

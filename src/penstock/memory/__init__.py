@@ -7,6 +7,6 @@ from penstock._native import BlockLease
 from penstock.memory.peers import Peer
 from penstock.memory.pool import Holder, Pool, PoolStats
 from penstock.memory.ref import Ref
-from penstock.memory.segment import Segment, Ticket
+from penstock.memory.segment import MemoryOptions, Segment, Ticket
 
-__all__ = ["BlockLease", "Holder", "Peer", "Pool", "PoolStats", "Ref", "Segment", "Ticket"]
+__all__ = ["BlockLease", "Holder", "MemoryOptions", "Peer", "Pool", "PoolStats", "Ref", "Segment", "Ticket"]

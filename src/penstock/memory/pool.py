@@ -16,7 +16,17 @@ from penstock import _native
 from penstock.errors import ClosedError, LayoutMismatch, MemoryExhausted, PeerDied, StaleRef
 from penstock.memory.peers import Peer
 from penstock.memory.ref import Ref
-from penstock.memory.segment import MAX_NBYTES, Shareable, Ticket, attached_segment, fitting, placement, short, within
+from penstock.memory.segment import (
+    MAX_NBYTES,
+    MemoryOptions,
+    Shareable,
+    Ticket,
+    attached_segment,
+    create_segment,
+    fitting,
+    short,
+    within,
+)
 
 _T = TypeVar("_T")
 BLOCK_ALIGN = 64  # of blocks; native/layout.h
@@ -83,12 +93,9 @@ class Pool(Shareable):
         peer_name: str = "",
         max_blocks: int = 1024,
         max_peers: int = 32,
-        huge_pages: bool | str = False,
-        numa_node: int | None = None,
-        numa_required: bool = False,
-        prefault: bool = True,
+        memory: MemoryOptions = MemoryOptions(),
     ) -> Pool:
-        """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+        """Claims its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
         shape = {
             "kind": _native.POOL,
             "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
@@ -96,8 +103,7 @@ class Pool(Shareable):
             "has_grants": 1,
             "pool_nbytes": -(-fitting(nbytes, "a pool") // BLOCK_ALIGN) * BLOCK_ALIGN,
         }
-        options = placement(huge_pages, numa_node, numa_required)
-        return cls(_native.Segment.create(short(name), shape, prefault=prefault, **options), peer_name)
+        return cls(create_segment(name, shape, memory), peer_name)
 
     @classmethod
     def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Pool:

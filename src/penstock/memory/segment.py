@@ -98,11 +98,56 @@ def granule_nbytes(pool_nbytes: int) -> int:
     return granule
 
 
+class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where shared memory lies, and when its pages are claimed. A wish that cannot be met is reported by
+    `penstock inspect`.
+
+    Args:
+        huge_pages: pages of 2 MiB. True: where there are any; "require": MemoryExhausted where there are none. They are
+            claimed as a whole.
+        numa_node: the node that the memory lies on; None: near the process that touches a page first.
+        numa_required: raises ValueError or OSError where the memory cannot lie on the node.
+        prefault: all pages are claimed and touched now, so that no call lacks memory or waits for the kernel to clear
+            pages. Default: False for a store, which claims pages as values fill it, and True for all else.
+
+    Raises:
+        ValueError: an option is out of its range.
+
+    Examples:
+        >>> ring = Ring(memory=MemoryOptions(numa_node=0, prefault=False))
+    """
+
+    huge_pages: bool | str = False
+    numa_node: int | None = None
+    numa_required: bool = False
+    prefault: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.huge_pages not in (False, True, "require"):
+            raise ValueError(f"huge_pages is False, True (if there are any) or 'require', not {self.huge_pages!r}")
+        if self.numa_node is not None:
+            within("numa_node", self.numa_node, 0, 1023)
+
+
 def short(name: str) -> str:
     """As much of a name as there is room for, cut between characters."""
     if not isinstance(name, str):
         raise TypeError(f"a name is text, not {name!r}")
     return name.encode()[:NAME_NBYTES].decode(errors="ignore")
+
+
+def create_segment(name: str, shape: dict[str, Any], memory: MemoryOptions, *, schema: bytes = b"") -> _native.Segment:
+    """Creates a segment. `shape` says what lies in it, as the native core names it."""
+    return _native.Segment.create(
+        short(name),
+        shape,
+        huge_nbytes=HUGE_NBYTES if memory.huge_pages else 0,
+        huge_required=memory.huge_pages == "require",
+        numa_node=-1 if memory.numa_node is None else memory.numa_node,
+        numa_required=memory.numa_required,
+        prefault=memory.prefault is not False,
+        schema=schema,
+    )
 
 
 class Shareable:
@@ -175,20 +220,6 @@ def attached_segment(where: Ticket | str | int) -> Iterator[_native.Segment]:
     yield segment
 
 
-def placement(huge_pages: bool | str, numa_node: int | None, numa_required: bool = False) -> dict[str, Any]:
-    """Keyword arguments of the native create() for the two options that have a fallback."""
-    if huge_pages not in (False, True, "require"):
-        raise ValueError(f"huge_pages is False, True (if there are any) or 'require', not {huge_pages!r}")
-    if numa_node is not None:
-        within("numa_node", numa_node, 0, 1023)
-    return {
-        "huge_nbytes": HUGE_NBYTES if huge_pages else 0,
-        "huge_required": huge_pages == "require",
-        "numa_node": -1 if numa_node is None else numa_node,
-        "numa_required": numa_required,
-    }
-
-
 class Segment(Shareable):
     """One shared mapping of plain bytes. For bytes that many lend and borrow: `Pool`. For records: a channel.
 
@@ -205,15 +236,11 @@ class Segment(Shareable):
         nbytes: int,
         *,
         name: str = "",
-        huge_pages: bool | str = False,
-        numa_node: int | None = None,
-        numa_required: bool = False,
-        prefault: bool = True,
+        memory: MemoryOptions = MemoryOptions(),
     ) -> Segment:
-        """Claims all its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+        """Claims its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
         shape = {"kind": _native.SEGMENT, "raw_nbytes": fitting(nbytes, "a segment")}
-        options = placement(huge_pages, numa_node, numa_required)
-        return cls(_native.Segment.create(short(name), shape, prefault=prefault, **options))
+        return cls(create_segment(name, shape, memory))
 
     @classmethod
     def attach(cls, where: Ticket | str | int) -> Segment:

@@ -12,9 +12,9 @@ import msgspec
 
 from penstock import _native
 from penstock.errors import LayoutMismatch, Missing
-from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
+from penstock.memory import MemoryOptions, Peer, Pool, PoolStats, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import Shareable, attached_segment, fitting, granule_nbytes, placement, short, within
+from penstock.memory.segment import Shareable, attached_segment, create_segment, fitting, granule_nbytes, within
 from penstock.tensor.lease import Loan, block_nbytes
 from penstock.tensor.tree import Plan, plan
 
@@ -64,10 +64,7 @@ class Store(Shareable):
         max_items: values that may lie in the store at a time.
         max_peers: processes that may be attached at a time.
         peer_name: of this process, in errors and in `penstock inspect`.
-        huge_pages, numa_node, numa_required: placement of the memory. A wish that cannot be met is reported by
-            `penstock inspect`. Huge pages are all claimed now.
-        prefault: all pages are claimed and touched now, so that no `put` lacks memory or waits for the kernel to clear
-            pages.
+        memory: where the memory lies, and when its pages are claimed. Huge pages are all claimed now.
 
     Raises:
         MemoryExhausted: the machine has not so much memory left; the text has both numbers. Without `prefault`, that
@@ -89,10 +86,7 @@ class Store(Shareable):
         max_items: int = 4096,
         max_peers: int = 32,
         peer_name: str = "",
-        huge_pages: bool | str = False,
-        numa_node: int | None = None,
-        numa_required: bool = False,
-        prefault: bool = False,
+        memory: MemoryOptions = MemoryOptions(),
     ) -> None:
         within("max_items", max_items, 1, _native.MAX_BLOCKS)
         pool_nbytes = -(-fitting(nbytes, "a store") // BLOCK_ALIGN) * BLOCK_ALIGN
@@ -103,11 +97,10 @@ class Store(Shareable):
             "max_blocks": max_items,
             "has_grants": 1,
             "pool_nbytes": pool_nbytes,
-            "granule_nbytes": 0 if prefault or huge_pages or pool_nbytes <= granule else granule,
+            "granule_nbytes": 0 if memory.prefault or memory.huge_pages or pool_nbytes <= granule else granule,
             "buckets": 1 << max_items.bit_length(),
         }
-        options = placement(huge_pages, numa_node, numa_required)
-        self._use(_native.Segment.create(short(name), shape, **options), peer_name)
+        self._use(create_segment(name, shape, memory), peer_name)
 
     def _use(self, segment: _native.Segment, peer_name: str) -> None:
         super().__init__(segment)

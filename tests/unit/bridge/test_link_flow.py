@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from penstock import Inbox, Ring, Timeout
+from penstock import Inbox, LongRecords, Ring, Timeout
 from penstock.bridge import InboundChannel, Lane, LinkSpec, OutboundChannel, packets
 from penstock.bridge.link_errors import ProtocolError
 from penstock.bridge.link_lanes import FRAME_COST, OutboundLane
@@ -63,7 +63,7 @@ def test_receiver_that_reads_nothing_blocks_its_channel_but_no_heartbeat() -> No
 
 
 def test_a_long_frame_for_a_full_channel_waits_aside_and_heartbeats_pass() -> None:
-    source, target = Ring(name="a"), Ring(name="b", spill_nbytes=1 << 22, spill_blocks=1)
+    source, target = Ring(name="a"), Ring(name="b", long_records=LongRecords(pool_nbytes=1 << 22, max_records=1))
     home = replace(QUICK, channels=[OutboundChannel("frames", source)])
     away = replace(QUICK, channels=[InboundChannel("frames", target)])
     frames = [bytes([number]) * 3_000_000 for number in range(4)]

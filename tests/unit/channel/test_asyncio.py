@@ -12,13 +12,25 @@ from collections.abc import Awaitable, Callable
 import pytest
 
 import penstock
-from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
+from penstock import (
+    AsyncReceiver,
+    AsyncSender,
+    Buffer,
+    ClosedError,
+    EndOfChannel,
+    LongRecords,
+    PeerDied,
+    Timeout,
+    WouldBlock,
+)
 from tests.conftest import eventually
 from tests.support.processes import assert_how, forked, program, soon, thread
 
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
+
 
 def new_ring(**options: object) -> penstock.Ring:
-    return penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    return penstock.Ring(**{"capacity": 4096, "long_records": SMALL_POOL, **options})
 
 
 def run(work: Callable[[AsyncSender, AsyncReceiver], Awaitable[object]], **options: object) -> None:
@@ -547,7 +559,7 @@ def test_a_receivers_death_ends_a_full_send() -> None:
 
 def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None:
     async def main() -> None:
-        channel = penstock.Broadcast(receivers=16, capacity=4096, spill_nbytes=1 << 20)
+        channel = penstock.Broadcast(receivers=16, capacity=4096, long_records=SMALL_POOL)
         async with channel.open_async_sender() as sender, contextlib.AsyncExitStack() as ends:
             receivers = [await ends.enter_async_context(channel.open_async_receiver()) for _ in range(16)]
 

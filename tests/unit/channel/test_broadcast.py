@@ -8,15 +8,17 @@ from collections.abc import Iterator
 import pytest
 
 import penstock
-from penstock import EndOfChannel, Timeout, WouldBlock
+from penstock import EndOfChannel, LongRecords, Timeout, WouldBlock
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.conftest import eventually
 from tests.support.processes import program, thread
 
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
+
 
 @contextlib.contextmanager
 def broadcast(count: int, **options: object) -> Iterator[tuple[ByteSender, list[ByteReceiver]]]:
-    channel = penstock.Broadcast(receivers=count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Broadcast(receivers=count, **{"capacity": 4096, "long_records": SMALL_POOL, **options})
     with contextlib.ExitStack() as ends:
         sender = ends.enter_context(channel.open_sender())
         yield sender, [ends.enter_context(channel.open_receiver(name=f"worker {rank}")) for rank in range(count)]
@@ -36,7 +38,7 @@ def test_every_receiver_gets_every_record_in_order(count: int) -> None:
 
 
 def test_sixty_four_receivers_share_one_copy_of_a_long_record() -> None:
-    channel = penstock.Broadcast(receivers=64, spill_nbytes=1 << 20)
+    channel = penstock.Broadcast(receivers=64, long_records=SMALL_POOL)
     with channel.open_sender() as sender, contextlib.ExitStack() as ends:
         receivers = [ends.enter_context(channel.open_receiver()) for _ in range(64)]
         sender.send(b"s" * 900_000)  # there is no room for two
@@ -157,7 +159,7 @@ def test_a_receiver_that_comes_late_gets_what_is_sent_from_then_on() -> None:
 
 def test_receivers_come_and_go_and_none_gets_a_record_twice_or_out_of_order(seed: int) -> None:
     choose = random.Random(seed)
-    channel = penstock.Broadcast(receivers=4, capacity=4096, spill_nbytes=1 << 20)
+    channel = penstock.Broadcast(receivers=4, capacity=4096, long_records=SMALL_POOL)
     with channel.open_sender() as sender:
         # By place: the receiver, and the number that it must get next.
         present: dict[int, tuple[ByteReceiver, int]] = {rank: (channel.open_receiver(rank), 0) for rank in range(4)}
@@ -203,7 +205,7 @@ def test_other_processes_all_get_everything() -> None:
     import zlib
 
     with (
-        penstock.Broadcast(receivers=3, capacity=1 << 14, spill_nbytes=1 << 22) as channel,
+        penstock.Broadcast(receivers=3, capacity=1 << 14, long_records=LongRecords(pool_nbytes=1 << 22)) as channel,
         channel.open_sender() as sender,
     ):
         with contextlib.ExitStack() as others:

@@ -8,10 +8,12 @@ from pathlib import Path
 import pytest
 
 import penstock
-from penstock import EndOfChannel, PeerDied, Timeout, WouldBlock, _native
+from penstock import EndOfChannel, LongRecords, PeerDied, Timeout, WouldBlock, _native
 from penstock.channel import Channel
 from tests.conftest import eventually
 from tests.support.processes import DYING, Program, assert_how, program, soon, thread
+
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 # A process at one end. It says "ready", and does what it hears: "send BYTES", "receive", "hold", "exit STATUS".
 END = """
@@ -135,7 +137,7 @@ def test_what_a_dead_sender_had_sent_is_read_before_its_death_is_told() -> None:
 
 
 def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
-    with penstock.Ring(spill_nbytes=1 << 20) as channel, channel.open_receiver() as receiver:
+    with penstock.Ring(long_records=SMALL_POOL) as channel, channel.open_receiver() as receiver:
         with victim(channel, "sender") as other:
             assert other.hear() == "ready"
             tell(other, "reserve", 800_000)
@@ -288,7 +290,7 @@ def test_a_parked_sender_is_told_of_its_receivers_death_within_a_tenth_of_a_seco
 
 
 def test_a_sender_that_waits_for_memory_is_told_of_the_holders_death() -> None:
-    with penstock.Ring(spill_nbytes=1 << 20) as channel, channel.open_sender() as sender:
+    with penstock.Ring(long_records=SMALL_POOL) as channel, channel.open_sender() as sender:
         with victim(channel, "receiver") as other:
             assert other.hear() == "ready"
             sender.send(bytes(700_000))
@@ -341,7 +343,7 @@ def test_a_broadcast_that_ignores_deaths_goes_on_without_a_word() -> None:
 
 
 def test_what_a_dead_receiver_held_is_given_back() -> None:
-    channel = penstock.Broadcast(receivers=2, spill_nbytes=1 << 20, on_receiver_death="ignore")
+    channel = penstock.Broadcast(receivers=2, long_records=SMALL_POOL, on_receiver_death="ignore")
     with channel.open_sender() as sender, channel.open_receiver(0) as alive, victim(channel, "receiver") as other:
         assert other.hear() == "ready"
         for _ in range(4):
@@ -360,7 +362,7 @@ def test_what_a_dead_receiver_held_is_given_back() -> None:
     ids=["counted soon", "counted late"],
 )
 def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: int, held: str) -> None:
-    channel = penstock.Ring(spill_nbytes=1 << 20)
+    channel = penstock.Ring(long_records=SMALL_POOL)
     with channel.open_sender() as sender, victim(channel, "receiver") as other:
         assert other.hear() == "ready"
         sender.send(bytes(200_000))

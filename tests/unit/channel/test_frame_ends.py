@@ -9,7 +9,7 @@ import numpy as np
 import numpy.typing as npt
 import pytest
 
-from penstock import Broadcast, ClosedError, EndOfChannel, Inbox, PeerDied, Ring
+from penstock import Broadcast, ClosedError, EndOfChannel, Inbox, LongRecords, PeerDied, Ring
 from penstock.lowlevel import FrameReceiver, FrameSender
 from tests.conftest import eventually
 from tests.support.processes import program
@@ -83,7 +83,7 @@ def test_a_bell_rings_when_there_is_room_for_an_armed_sender() -> None:
 
 
 def test_room_is_reserved_and_filled_in_place_and_there_may_be_none() -> None:
-    ring = Ring(capacity=4096, inline_limit=1024, spill_nbytes=1 << 20, spill_blocks=1)
+    ring = Ring(capacity=4096, long_records=LongRecords(inline_limit=1024, pool_nbytes=1 << 20, max_records=1))
     with FrameSender(ring) as sender, FrameReceiver(ring) as receiver:
         room = sender.try_reserve(100_000)
         assert room is not None

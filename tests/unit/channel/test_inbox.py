@@ -7,14 +7,16 @@ from collections.abc import Iterator
 import pytest
 
 import penstock
-from penstock import EndOfChannel, Timeout, WouldBlock
+from penstock import EndOfChannel, LongRecords, Timeout, WouldBlock
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.support.processes import program
+
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 
 @contextlib.contextmanager
 def inbox(count: int, **options: object) -> Iterator[tuple[list[ByteSender], ByteReceiver]]:
-    channel = penstock.Inbox(senders=count, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Inbox(senders=count, **{"capacity": 4096, "long_records": SMALL_POOL, **options})
     with contextlib.ExitStack() as ends:
         senders = [ends.enter_context(channel.open_sender(name=f"api {rank}")) for rank in range(count)]
         yield senders, ends.enter_context(channel.open_receiver())
@@ -152,7 +154,7 @@ def test_senders_are_told_that_the_receiver_has_closed() -> None:
 
 def test_random_senders_sizes_and_restarts_keep_the_order_of_each(seed: int) -> None:
     choose = random.Random(seed)
-    channel = penstock.Inbox(senders=5, capacity=4096, spill_nbytes=1 << 20)
+    channel = penstock.Inbox(senders=5, capacity=4096, long_records=SMALL_POOL)
     with channel.open_receiver() as receiver:
         senders = {rank: channel.open_sender(rank) for rank in range(5)}
         sent: dict[int, list[bytes]] = {rank: [] for rank in range(5)}
@@ -187,7 +189,10 @@ def test_other_processes_send_and_all_of_it_arrives() -> None:
             for number in range(800):
                 sender.send(number.to_bytes(4, "little") * (1 if number % 40 else 20_000), timeout=25)
     """
-    with penstock.Inbox(senders=3, spill_nbytes=1 << 22) as channel, channel.open_receiver() as receiver:
+    with (
+        penstock.Inbox(senders=3, long_records=LongRecords(pool_nbytes=1 << 22)) as channel,
+        channel.open_receiver() as receiver,
+    ):
         with contextlib.ExitStack() as others:
             for _ in range(3):
                 others.enter_context(program(source, channel.ticket))

@@ -9,9 +9,19 @@ import pytest
 
 import penstock
 from penstock import MemoryExhausted, _native, lowlevel
-from penstock.channel import channel as channel_module
+from penstock.memory import segment
 
-RING = penstock.Ring
+
+def options_of(**options: Any) -> dict[str, Any]:
+    """Puts options of the memory and of long records into their structs."""
+    structs = {"memory": penstock.MemoryOptions, "long_records": penstock.LongRecords}
+    for name, struct in structs.items():
+        fields = {field: options.pop(field) for field in struct.__struct_fields__ if field in options}
+        if fields:
+            options[name] = struct(**fields)
+    return options
+
+
 WRONG = [
     {"capacity": 0},
     {"capacity": -4096},
@@ -22,12 +32,12 @@ WRONG = [
     {"inline_limit": 63},
     {"inline_limit": -1},
     {"inline_limit": (1 << 18) + 1},
-    {"spill_nbytes": 0},
-    {"spill_nbytes": -1},
-    {"spill_blocks": 0},
-    {"spill_blocks": -1},
-    {"spill_blocks": 65537},
-    {"spill_blocks": (1 << 32) + 1},
+    {"pool_nbytes": 0},
+    {"pool_nbytes": -1},
+    {"max_records": 0},
+    {"max_records": -1},
+    {"max_records": 65537},
+    {"max_records": (1 << 32) + 1},
     {"max_peers": -1},
     {"max_peers": 129},
     {"max_peers": (1 << 32) + 4},
@@ -45,13 +55,13 @@ WRONG = [
 @pytest.mark.parametrize("options", WRONG, ids=repr)
 def test_an_impossible_option_of_a_channel_is_a_value_error(options: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        penstock.Ring(**options)
+        penstock.Ring(**options_of(**options))
 
 
 MAKE = {
-    "ring": penstock.Ring,
-    "broadcast": lambda **options: penstock.Broadcast(receivers=2, **options),
-    "inbox": lambda **options: penstock.Inbox(senders=3, **options),
+    "ring": lambda **options: penstock.Ring(**options_of(**options)),
+    "broadcast": lambda **options: penstock.Broadcast(receivers=2, **options_of(**options)),
+    "inbox": lambda **options: penstock.Inbox(senders=3, **options_of(**options)),
 }
 REACHED = [  # an option, and what it changes in what the core is given
     ({"name": "other"}, {"name": "other"}),
@@ -62,8 +72,8 @@ REACHED = [  # an option, and what it changes in what the core is given
     ({"on_sender_death": "ignore"}, {"sender_death": 1}),
     ({"max_peers": 8}, {"max_peers": 8}),
     ({"inline_limit": 100}, {"inline_limit": 100}),
-    ({"spill_nbytes": 1 << 20}, {"pool_nbytes": 1 << 20}),
-    ({"spill_blocks": 7}, {"max_blocks": 7}),
+    ({"pool_nbytes": 1 << 20}, {"pool_nbytes": 1 << 20}),
+    ({"max_records": 7}, {"max_blocks": 7}),
     ({"huge_pages": True}, {"huge_nbytes": 2 << 20, "granule_nbytes": 0}),
     ({"huge_pages": "require"}, {"huge_nbytes": 2 << 20, "granule_nbytes": 0, "huge_required": True}),
     ({"numa_node": 3}, {"numa_node": 3}),
@@ -83,8 +93,9 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     def create(name: str, shape: dict[str, int], **options: Any) -> NoReturn:
         raise Reached({"name": name, **shape, **options})
 
-    segment = types.SimpleNamespace(create=create)
-    monkeypatch.setattr(channel_module, "_native", types.SimpleNamespace(**{**vars(_native), "Segment": segment}))
+    native_segment = types.SimpleNamespace(create=create)
+    native = types.SimpleNamespace(**{**vars(_native), "Segment": native_segment})
+    monkeypatch.setattr(segment, "_native", native)
 
     def look(shape: str, **options: Any) -> dict[str, Any]:
         with pytest.raises(Reached) as reached:
@@ -107,7 +118,8 @@ def test_each_option_of_each_channel_reaches_its_segment(
 
 @pytest.mark.parametrize("cls", [penstock.Ring, penstock.Broadcast, penstock.Inbox])
 def test_no_option_of_a_channel_is_left_out_above(cls: type) -> None:
-    taken = set(inspect.signature(cls).parameters) - {"type", "receivers", "senders"}
+    taken = set(inspect.signature(cls).parameters) - {"type", "receivers", "senders", "memory", "long_records"}
+    taken |= {*penstock.MemoryOptions.__struct_fields__, *penstock.LongRecords.__struct_fields__}
     assert taken == {name for options, _ in REACHED for name in options}
 
 
@@ -126,7 +138,7 @@ def test_the_channels_have_the_defaults_that_they_state(given: Callable[..., dic
 @pytest.mark.parametrize("shape", MAKE)
 def test_what_a_channel_was_made_with_is_in_its_snapshot(shape: str) -> None:
     options = {"capacity": 1 << 13, "latency": "eco", "max_peers": 8, "inline_limit": 100}
-    with MAKE[shape](name="other", spill_nbytes=1 << 16, spill_blocks=7, **options) as channel:
+    with MAKE[shape](name="other", pool_nbytes=1 << 16, max_records=7, **options) as channel:
         found = channel.snapshot()
     assert (found["name"], found["kind"], found["lane_nbytes"], found["latency"]) == ("other", shape, 1 << 13, "eco")
     assert (found["max_peers"], found["inline_limit"]) == (8, 100)
@@ -135,10 +147,10 @@ def test_what_a_channel_was_made_with_is_in_its_snapshot(shape: str) -> None:
     assert (len(found["senders"]), len(found["receivers"])) == counts
 
 
-@pytest.mark.parametrize("options", [{"capacity": 4096.0}, {"capacity": "4096"}, {"spill_nbytes": 1.5}], ids=repr)
+@pytest.mark.parametrize("options", [{"capacity": 4096.0}, {"capacity": "4096"}, {"pool_nbytes": 1.5}], ids=repr)
 def test_a_size_that_is_no_whole_number_is_refused(options: dict[str, object]) -> None:
     with pytest.raises((TypeError, ValueError)):
-        penstock.Ring(**options)
+        MAKE["ring"](**options)
 
 
 def test_an_option_that_does_not_exist_is_refused() -> None:
@@ -172,7 +184,7 @@ def test_a_broadcast_has_one_to_sixty_four_receivers_and_an_inbox_so_many_sender
 )
 def test_an_impossible_option_of_a_pool_is_a_value_error(options: dict[str, object]) -> None:
     with pytest.raises(ValueError):
-        lowlevel.Pool.create(4096, **options)
+        lowlevel.Pool.create(4096, **options_of(**options))
 
 
 @pytest.mark.parametrize("create", [lowlevel.Pool.create, lowlevel.Segment.create])
@@ -208,17 +220,17 @@ def test_each_latency_carries_records(latency: str) -> None:
 
 def test_the_smallest_and_the_largest_ring_work() -> None:
     for options in (
-        {"capacity": 4096, "inline_limit": 64, "spill_nbytes": 64, "spill_blocks": 1},
+        {"capacity": 4096, "inline_limit": 64, "pool_nbytes": 64, "max_records": 1},
         {"capacity": 1 << 26},
     ):
-        with penstock.Ring(**options) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
+        with MAKE["ring"](**options) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
             for record in (b"", b"x" * 64):
                 sender.send(record, timeout=1)
                 assert receiver.receive(timeout=1) == record
 
 
 def test_a_channel_of_one_block_spills_one_record_at_a_time() -> None:
-    with penstock.Ring(spill_blocks=1) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
+    with MAKE["ring"](max_records=1) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         for _ in range(3):
             sender.send_nowait(bytes(100_000))
             with pytest.raises(penstock.WouldBlock):

@@ -8,17 +8,19 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, Timeout
+from penstock import ClosedError, LongRecords, Timeout
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.conftest import eventually
 from tests.support.processes import forked, program, thread
+
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Ring(**{"capacity": 4096, "long_records": SMALL_POOL, **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 
@@ -112,7 +114,11 @@ def test_a_reservation_that_is_dropped_is_aborted() -> None:
 @pytest.mark.parametrize("share", [0.0, 0.5, 1.0])
 def test_a_reservation_commits_as_many_bytes_as_were_written(reserved: int, share: float) -> None:
     written = int(reserved * share)
-    with ring(capacity=1 << 14, inline_limit=2000, spill_nbytes=1 << 16) as (channel, sender, receiver):
+    with ring(capacity=1 << 14, long_records=LongRecords(inline_limit=2000, pool_nbytes=1 << 16)) as (
+        channel,
+        sender,
+        receiver,
+    ):
         for turn in range(200):  # so that it goes round the ring, and the pool is not used up
             room = sender.reserve(reserved, timeout=1)
             with memoryview(room) as view:
@@ -189,7 +195,10 @@ def test_closing_the_sender_aborts_and_a_late_commit_says_so() -> None:
 
 @contextlib.contextmanager
 def inbox_of(lanes: int) -> Iterator[tuple[penstock.Inbox, ByteReceiver]]:
-    with penstock.Inbox(senders=lanes, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.open_receiver() as receiver:
+    with (
+        penstock.Inbox(senders=lanes, capacity=4096, long_records=SMALL_POOL) as inbox,
+        inbox.open_receiver() as receiver,
+    ):
         yield inbox, receiver
 
 
@@ -307,7 +316,7 @@ def test_a_view_that_outlives_its_sender_keeps_no_receiver_waiting(nbytes: int) 
 
 @pytest.mark.parametrize("nbytes", [1000, 5000])
 def test_a_view_keeps_its_room_when_sender_and_reservation_are_dropped(nbytes: int) -> None:
-    with penstock.Inbox(senders=1, capacity=4096, spill_nbytes=1 << 20) as inbox, inbox.open_receiver() as receiver:
+    with penstock.Inbox(senders=1, capacity=4096, long_records=SMALL_POOL) as inbox, inbox.open_receiver() as receiver:
         view = memoryview(inbox.open_sender().reserve(nbytes))
         gc.collect()
         with pytest.raises(ValueError, match="sender 0 of 'inbox' is taken"):

@@ -8,9 +8,11 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, EndOfChannel, PeerDied, Timeout, WouldBlock
+from penstock import ClosedError, EndOfChannel, LongRecords, PeerDied, Timeout, WouldBlock
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.support.processes import program
+
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 RECORD = 32  # bytes of a record's header, and what its place in the ring is a multiple of
 CAPACITY = 4096
@@ -19,7 +21,7 @@ INLINE = 1024
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Ring(**{"capacity": CAPACITY, "long_records": SMALL_POOL, **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield sender, receiver
 
@@ -400,7 +402,7 @@ def test_a_receiver_that_follows_one_that_closed_gets_what_is_sent_after_it_came
 
 
 def test_what_nobody_reads_any_more_gives_its_memory_back() -> None:
-    channel = penstock.Ring(spill_nbytes=1 << 20)
+    channel = penstock.Ring(long_records=SMALL_POOL)
     with channel.open_sender() as sender:
         receiver = channel.open_receiver()
         sender.send(b"s" * 200_000)
@@ -411,7 +413,7 @@ def test_what_nobody_reads_any_more_gives_its_memory_back() -> None:
 
 
 def test_spilled_memory_is_given_back_as_soon_as_it_is_read() -> None:
-    channel = penstock.Ring(spill_nbytes=1 << 20)
+    channel = penstock.Ring(long_records=SMALL_POOL)
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(20):
             sender.send(pattern(number, 600_000), timeout=1)  # the pool has room for one
@@ -432,7 +434,7 @@ def test_a_record_longer_than_the_pool_is_an_error_with_both_numbers_and_the_nex
 
 
 def test_a_full_pool_holds_the_sender_up_and_says_how_much_was_asked_and_who_holds_the_rest() -> None:
-    channel = penstock.Ring(name="images", spill_nbytes=1 << 20)
+    channel = penstock.Ring(name="images", long_records=SMALL_POOL)
     with channel.open_sender() as sender, channel.open_receiver(name="worker") as receiver:
         sender.send(bytes(700_000))
         view = receiver.receive_view(timeout=1)
@@ -449,7 +451,9 @@ def test_a_full_pool_holds_the_sender_up_and_says_how_much_was_asked_and_who_hol
 
 
 def test_the_counters_add_up() -> None:
-    channel = penstock.Ring(name="counted", capacity=CAPACITY, inline_limit=INLINE, spill_nbytes=1 << 20)
+    channel = penstock.Ring(
+        name="counted", capacity=CAPACITY, long_records=LongRecords(inline_limit=INLINE, pool_nbytes=1 << 20)
+    )
     with channel.open_sender(name="a") as sender, channel.open_receiver(name="b") as receiver:
         for nbytes in (0, 10, 1024, 1025, 5000):
             sender.send(bytes(nbytes))
@@ -471,7 +475,10 @@ def test_the_counters_add_up() -> None:
 
 
 def test_another_process_sends_and_this_one_receives() -> None:
-    with penstock.Ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.open_receiver() as receiver:
+    with (
+        penstock.Ring(capacity=1 << 16, long_records=LongRecords(pool_nbytes=1 << 22)) as channel,
+        channel.open_receiver() as receiver,
+    ):
         source = """
             with penstock.attach(sys.argv[1]).open_sender(name="stranger") as sender:
                 for number in range(3000):
@@ -487,7 +494,10 @@ def test_another_process_sends_and_this_one_receives() -> None:
 
 
 def test_another_process_receives_what_this_one_sends() -> None:
-    with penstock.Ring(capacity=1 << 16, spill_nbytes=1 << 22) as channel, channel.open_sender() as sender:
+    with (
+        penstock.Ring(capacity=1 << 16, long_records=LongRecords(pool_nbytes=1 << 22)) as channel,
+        channel.open_sender() as sender,
+    ):
         source = """
             import hashlib
             digest = hashlib.sha256()

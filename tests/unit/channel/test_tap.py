@@ -10,16 +10,18 @@ import zlib
 import pytest
 
 import penstock
-from penstock import CorruptRecord, LayoutMismatch, _native, lowlevel
+from penstock import CorruptRecord, LayoutMismatch, LongRecords, _native, lowlevel
 from penstock.channel import Channel
 from tests.support.processes import program
+
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 CAPACITY = 4096
 Record = tuple[int, int, int, bytes | None]
 
 
 def small(**options: object) -> penstock.Ring:
-    return penstock.Ring(**{"capacity": CAPACITY, "spill_nbytes": 1 << 20, **options})
+    return penstock.Ring(**{"capacity": CAPACITY, "long_records": SMALL_POOL, **options})
 
 
 def tap_of(channel: Channel, from_start: bool = False) -> _native.Tap:
@@ -251,7 +253,7 @@ def test_under_full_load_a_tap_never_returns_a_torn_record(seed: int) -> None:
 
 # ── nobody can tell ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_tap_changes_no_byte_of_the_segment_and_joins_nothing() -> None:
-    channel = penstock.Inbox(senders=2, capacity=CAPACITY, spill_nbytes=1 << 20)
+    channel = penstock.Inbox(senders=2, capacity=CAPACITY, long_records=SMALL_POOL)
     with channel.open_sender(0) as sender, channel.open_receiver() as receiver:
         sender.send(b"first")
         receiver.receive()

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, Timeout, WouldBlock
+from penstock import ClosedError, LongRecords, Timeout, WouldBlock
 from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 from tests.support.processes import DYING, program
 
@@ -18,7 +18,7 @@ SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Ring(**{"capacity": 4096, "long_records": LongRecords(pool_nbytes=1 << 20), **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 

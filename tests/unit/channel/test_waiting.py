@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 import pytest
 
 import penstock
-from penstock import ClosedError, EndOfChannel, Timeout, WouldBlock, _native
+from penstock import ClosedError, EndOfChannel, LongRecords, Timeout, WouldBlock, _native
 from penstock.channel import Channel
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests import tiers
@@ -23,7 +23,7 @@ from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soo
 
 @contextlib.contextmanager
 def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Ring(**{"capacity": 4096, "long_records": LongRecords(pool_nbytes=1 << 20), **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 
@@ -280,7 +280,7 @@ def test_a_receiver_that_comes_to_a_full_ring_wakes_its_sender_by_reading() -> N
 
 # ── an interrupt ends a wait ─────────────────────────────────────────────────────────────────────────────────────────
 INTERRUPTED = """
-channel = penstock.Ring(capacity=4096, spill_nbytes=1 << 20)
+channel = penstock.Ring(capacity=4096, long_records=penstock.LongRecords(pool_nbytes=1 << 20))
 sender, receiver = channel.open_sender(), channel.open_receiver()
 pool = lowlevel.Pool.create(1 << 20)
 held = pool.take(1 << 20)
@@ -382,7 +382,7 @@ WAITS = {
     "reserve": ("sender", "reserve_for_ever()"),
 }
 HANDLES = """
-    ring = penstock.Ring(name="handled", capacity=4096, spill_nbytes=1 << 20)
+    ring = penstock.Ring(name="handled", capacity=4096, long_records=penstock.LongRecords(pool_nbytes=1 << 20))
     sender, receiver = ring.open_sender(), ring.open_receiver()
 
     def send_for_ever(record):
@@ -626,7 +626,12 @@ def test_closing_ends_the_waits_of_all_threads_in_an_end() -> None:
 
 @pytest.mark.parametrize("nbytes", [900, 5000])
 def test_a_list_that_is_emptied_while_its_send_waits_was_sent_as_it_was(nbytes: int) -> None:
-    with ring(capacity=1 << 15, inline_limit=1024) as (channel, sender, receiver):
+    long_records = LongRecords(inline_limit=1024, pool_nbytes=1 << 20)
+    with ring(capacity=1 << 15, long_records=long_records) as (
+        channel,
+        sender,
+        receiver,
+    ):
         fill(sender)
         parts = [os.urandom(nbytes) for _ in range(64 if nbytes == 5000 else 1)]
         expected = b"".join(bytearray(part) for part in parts)

@@ -18,7 +18,9 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, Receiver, Sender, WouldBlock
+from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, LongRecords, Receiver, Sender, WouldBlock
+
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 SIZES = [0, 1, 1000, 5000]  # the last one lies in the pool
 
@@ -31,7 +33,7 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
 
 @contextlib.contextmanager
 def ring(type: Any = Buffer, **options: Any) -> Iterator[tuple[penstock.Ring[Any], Sender[Any], Receiver[Any]]]:
-    channel = penstock.Ring(type, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+    channel = penstock.Ring(type, **{"capacity": 4096, "long_records": SMALL_POOL, **options})
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         yield channel, sender, receiver
 
@@ -70,7 +72,12 @@ def test_a_list_of_buffers_is_sent_as_one_record(nbytes: int) -> None:
         [Buffer(record)],
         [record, Buffer(b"")],
     ]
-    with ring(capacity=1 << 16, inline_limit=4096) as (_, sender, receiver):
+    long_records = LongRecords(inline_limit=4096, pool_nbytes=1 << 20)
+    with ring(capacity=1 << 16, long_records=long_records) as (
+        _,
+        sender,
+        receiver,
+    ):
         for sent in pieces:
             for send in (sender.send, sender.send_nowait):
                 send(sent)
@@ -136,7 +143,7 @@ def test_source_is_the_sender_of_the_last_buffer() -> None:
 
 
 def test_a_broadcast_of_buffers_is_released_by_each_receiver() -> None:
-    channel = penstock.Broadcast(Buffer, receivers=2, capacity=4096, spill_nbytes=1 << 20)
+    channel = penstock.Broadcast(Buffer, receivers=2, capacity=4096, long_records=SMALL_POOL)
     with channel.open_sender() as sender, channel.open_receiver() as one, channel.open_receiver() as other:
         sender.send(b"x" * 5000)
         held = [receiver.receive(timeout=1) for receiver in (one, other)]
@@ -259,7 +266,7 @@ def test_a_released_buffer_is_a_closed_error_whatever_is_done_with_it() -> None:
 
 @pytest.mark.parametrize("nbytes", [1000, 5000])
 def test_a_buffer_outlives_its_receiver_and_its_channel(nbytes: int) -> None:
-    channel = penstock.Ring(Buffer, inline_limit=2000)
+    channel = penstock.Ring(Buffer, long_records=LongRecords(inline_limit=2000))
     sender, receiver = channel.open_sender(), channel.open_receiver()
     sender.send(b"x" * nbytes)
     buffer = receiver.receive(timeout=1)
@@ -284,7 +291,7 @@ def test_a_copy_of_a_buffer_does_not_keep_its_room() -> None:
 # ── event loops ──
 def in_loop(work: Any, **options: Any) -> None:
     async def main() -> None:
-        channel = penstock.Ring(Buffer, **{"capacity": 4096, "spill_nbytes": 1 << 20, **options})
+        channel = penstock.Ring(Buffer, **{"capacity": 4096, "long_records": SMALL_POOL, **options})
         async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
             await asyncio.wait_for(work(channel, sender, receiver), 30)
         assert sender.is_closed and receiver.is_closed
@@ -392,7 +399,7 @@ def test_a_buffer_that_is_released_while_it_waits_to_be_sent_is_sent() -> None:
 # ── a field of a message ──
 @pytest.mark.parametrize("nbytes", [0, 10, 2000, 63 << 10])
 def test_a_buffer_in_a_short_message_does_not_keep_room_in_the_channel(nbytes: int) -> None:
-    with ring(Image, capacity=1 << 20, spill_nbytes=4 << 20) as (channel, sender, receiver):
+    with ring(Image, capacity=1 << 20, long_records=LongRecords(pool_nbytes=4 << 20)) as (channel, sender, receiver):
         sender.send(Image(1, Buffer(b"x" * nbytes)))
         got = receiver.receive(timeout=1)
         assert got == Image(1, Buffer(b"x" * nbytes)) and got.pixels.view.readonly
@@ -404,7 +411,7 @@ def test_a_buffer_in_a_short_message_does_not_keep_room_in_the_channel(nbytes: i
 
 @pytest.mark.parametrize("way", ["released", "dropped"])
 def test_a_buffer_in_a_long_message_lies_in_the_pool_until_it_and_its_neighbours_are_gone(way: str) -> None:
-    with ring(Image, capacity=1 << 20, spill_nbytes=4 << 20) as (channel, sender, receiver):
+    with ring(Image, capacity=1 << 20, long_records=LongRecords(pool_nbytes=4 << 20)) as (channel, sender, receiver):
         pixels, mask = random.Random(1).randbytes(100_000), np.arange(20_000, dtype=np.int32)
         sender.send(Image(1, Buffer(pixels), mask))
         got = receiver.receive(timeout=1)
@@ -450,7 +457,10 @@ def send_back(there: penstock.Ring[Any], back: penstock.Ring[Any]) -> None:
 
 
 def test_a_channel_of_buffers_reaches_a_spawned_process() -> None:
-    with ring(spill_nbytes=4 << 20) as (there, sender, _), ring(spill_nbytes=4 << 20) as (back, _, receiver):
+    with (
+        ring(long_records=LongRecords(pool_nbytes=4 << 20)) as (there, sender, _),
+        ring(long_records=LongRecords(pool_nbytes=4 << 20)) as (back, _, receiver),
+    ):
         pass
     there, back = penstock.Ring(Buffer), penstock.Ring(Buffer)
     child = multiprocessing.get_context("spawn").Process(target=send_back, args=(there, back))

@@ -21,7 +21,7 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import Buffer, LayoutMismatch
+from penstock import Buffer, LayoutMismatch, LongRecords
 from penstock.channel import Channel
 from penstock.codec import FrameDecoder, FrameEncoder, Schema
 from tests.conftest import eventually
@@ -111,7 +111,7 @@ def test_what_was_received_stays_as_it_is_however_much_comes_after() -> None:
 
 def test_a_long_message_keeps_its_room_until_its_arrays_are_gone() -> None:
     with (
-        opened("ring", inline_limit=1024, spill_nbytes=1 << 16) as channel,
+        opened("ring", long_records=LongRecords(inline_limit=1024, pool_nbytes=1 << 16)) as channel,
         channel.open_sender() as sender,
         channel.open_receiver() as receiver,
     ):
@@ -366,7 +366,7 @@ def test_event_loops_take_and_give_messages() -> None:
 
 def test_tasks_that_wait_for_their_turn_send_what_was_given_to_them() -> None:
     async def play() -> None:
-        channel = opened("ring", capacity=4096, inline_limit=1024)
+        channel = opened("ring", capacity=4096, long_records=LongRecords(inline_limit=1024))
         async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
             arrays = [np.full(150, number, np.int32) for number in range(30)]
             tasks = [asyncio.ensure_future(sender.send(Job(i, WARM, one))) for i, one in enumerate(arrays)]
@@ -386,7 +386,7 @@ def test_tasks_that_wait_for_their_turn_send_what_was_given_to_them() -> None:
 
 
 def test_what_could_not_be_sent_is_let_go() -> None:
-    with opened("ring", capacity=4096, inline_limit=1024) as channel, channel.open_receiver():
+    with opened("ring", capacity=4096, long_records=LongRecords(inline_limit=1024)) as channel, channel.open_receiver():
 
         def held_by(send: Any) -> list[Any]:
             ids = np.zeros(200, np.int32)
@@ -407,7 +407,7 @@ def test_what_could_not_be_sent_is_let_go() -> None:
 
 def test_a_message_that_a_loop_did_not_send_is_not_sent_later() -> None:
     async def play() -> None:
-        channel = opened("ring", capacity=4096, inline_limit=1024)
+        channel = opened("ring", capacity=4096, long_records=LongRecords(inline_limit=1024))
         async with channel.open_async_sender() as sender:
             receiver = channel.open_receiver()
             with pytest.raises(penstock.WouldBlock):
@@ -435,7 +435,7 @@ def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
     Viewed = msgspec.defstruct("Viewed", [("at", memoryview), ("more", list[bytes])], array_like=True)
 
     async def play() -> None:
-        channel = opened("ring", Viewed, capacity=4096, inline_limit=1024)
+        channel = opened("ring", Viewed, capacity=4096, long_records=LongRecords(inline_limit=1024))
         async with channel.open_async_sender() as sender:
             receiver = channel.open_receiver()
             room = bytearray(b"a" * 450)

@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import Broadcast, DecodeError
+from penstock import Broadcast, DecodeError, LongRecords
 from penstock.integrations.vllm import records
 from penstock.integrations.vllm.records import ALIGN, BESIDE_NBYTES, HEAD, decode, encode
 
@@ -73,7 +73,7 @@ def test_a_buffer_is_shown_where_it_lies_or_copied_as_views_say(
 
 
 def test_records_of_a_channel_leave_the_pool_when_the_last_view_is_gone() -> None:
-    channel = Broadcast(receivers=1, spill_blocks=1)
+    channel = Broadcast(receivers=1, long_records=LongRecords(max_records=1))
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for value in range(3):
             sender.send(encode(large(value, is_writable=False)), timeout=1)

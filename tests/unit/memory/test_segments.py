@@ -18,7 +18,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import LayoutMismatch, MemoryExhausted, Ticket, _native, lowlevel
+from penstock import LayoutMismatch, LongRecords, MemoryExhausted, MemoryOptions, Ticket, _native, lowlevel
 from penstock.channel import Channel
 from penstock.lowlevel import Segment
 from tests.conftest import descriptors, eventually
@@ -413,7 +413,7 @@ def test_a_descriptor_that_is_not_open_is_an_os_error() -> None:
 
 
 def test_another_version_or_build_is_refused_with_both() -> None:
-    data = bytearray(contents(penstock.Ring(capacity=4096, spill_nbytes=4096)))
+    data = bytearray(contents(penstock.Ring(capacity=4096, long_records=LongRecords(pool_nbytes=4096))))
     version, fingerprint = struct.unpack_from("<II", data, 8)
     assert (version, fingerprint) == (_native.LAYOUT_VERSION, _native.LAYOUT_FINGERPRINT)
     struct.pack_into("<I", data, 8, version + 1)
@@ -431,8 +431,9 @@ def test_header_with_flipped_bits_is_refused_or_read_without_a_crash(seed: int) 
     source = """
         import fcntl, random
         choose = random.Random(int(sys.argv[1]))
+        long_records = penstock.LongRecords(pool_nbytes=4096, max_records=4)
         for shared in (lowlevel.Segment.create(4096), lowlevel.Pool.create(4096, max_blocks=4, max_peers=2),
-                       penstock.Inbox(senders=2, capacity=4096, spill_nbytes=4096, spill_blocks=4)):
+                       penstock.Inbox(senders=2, capacity=4096, long_records=long_records)):
             good = os.pread(shared.fd, os.fstat(shared.fd).st_size, 0)
             for _ in range(400):
                 data = bytearray(good)
@@ -473,8 +474,9 @@ def test_garbage_in_a_ring_is_a_corrupt_record_and_nothing_breaks(seed: int) -> 
         import mmap, random
         choose = random.Random(int(sys.argv[1]))
         kinds = {}
+        long_records = penstock.LongRecords(pool_nbytes=1 << 16, max_records=4)
         for _ in range(150):
-            channel = penstock.Ring(capacity=4096, spill_nbytes=1 << 16, spill_blocks=4)
+            channel = penstock.Ring(capacity=4096, long_records=long_records)
             with channel.open_sender() as sender, channel.open_receiver() as receiver:
                 for nbytes in (10, 500, 2000):
                     sender.send(bytes(nbytes))
@@ -502,7 +504,7 @@ def free_huge_pages() -> int:
 
 
 def test_huge_pages_are_used_or_their_absence_is_told() -> None:
-    segment = Segment.create(3 * MIB, huge_pages=True)
+    segment = Segment.create(3 * MIB, memory=MemoryOptions(huge_pages=True))
     if segment.fallback:
         assert segment.fallback == "ordinary pages: not enough huge pages"
         assert segment.page_nbytes == 4096
@@ -514,36 +516,39 @@ def test_huge_pages_are_used_or_their_absence_is_told() -> None:
 
 def test_required_huge_pages_exist_or_the_error_says_what_to_do() -> None:
     if free_huge_pages() >= 4:
-        assert Segment.create(3 * MIB, huge_pages="require").page_nbytes == 2 * MIB
+        assert Segment.create(3 * MIB, memory=MemoryOptions(huge_pages="require")).page_nbytes == 2 * MIB
     else:
         with pytest.raises(MemoryExhausted, match=r"raise vm.nr_hugepages or leave huge_pages out") as raised:
-            Segment.create(3 * MIB, name="huge", huge_pages="require")
+            Segment.create(3 * MIB, name="huge", memory=MemoryOptions(huge_pages="require"))
         assert raised.value.asked >= 3 * MIB
         assert raised.value.free < 3 * MIB
         with pytest.raises(MemoryExhausted):
-            penstock.Ring(huge_pages="require", spill_nbytes=MIB)
+            penstock.Ring(memory=MemoryOptions(huge_pages="require"), long_records=LongRecords(pool_nbytes=MIB))
         with pytest.raises(MemoryExhausted):
-            lowlevel.Pool.create(MIB, huge_pages="require")
+            lowlevel.Pool.create(MIB, memory=MemoryOptions(huge_pages="require"))
 
 
 def test_a_channel_that_wishes_for_huge_pages_works_without_them() -> None:
-    with penstock.Ring(huge_pages=True, spill_nbytes=4 * MIB) as ring, ring.open_sender() as sender:
+    with (
+        penstock.Ring(memory=MemoryOptions(huge_pages=True), long_records=LongRecords(pool_nbytes=4 * MIB)) as ring,
+        ring.open_sender() as sender,
+    ):
         with ring.open_receiver() as receiver:
             sender.send(bytes(MIB))
             assert receiver.receive(timeout=1) == bytes(MIB)
 
 
 def test_a_numa_node_is_used_or_its_absence_is_told() -> None:
-    here = Segment.create(4096, numa_node=0)
+    here = Segment.create(4096, memory=MemoryOptions(numa_node=0))
     assert here.fallback in ("", "no NUMA node 0")  # "": or a kernel without NUMA
-    far = Segment.create(4096, numa_node=1000)
+    far = Segment.create(4096, memory=MemoryOptions(numa_node=1000))
     assert far.fallback == "no NUMA node 1000"
     write(far, b"works")
 
 
 def test_a_required_numa_node_that_is_not_there_is_an_error() -> None:
     with pytest.raises(ValueError, match="this machine has no NUMA node 1000 that we may use"):
-        Segment.create(4096, numa_node=1000, numa_required=True)
+        Segment.create(4096, memory=MemoryOptions(numa_node=1000, numa_required=True))
 
 
 # ── too little memory ────────────────────────────────────────────────────────────────────────────────────────────────

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock import Handle, MemoryExhausted, Missing, Store
+from penstock import Handle, MemoryExhausted, MemoryOptions, Missing, Store
 from tests.conftest import eventually
 from tests.support.control_groups import memory_group
 from tests.support.processes import program
@@ -37,7 +37,7 @@ def test_a_store_claims_little_when_it_is_made_however_large_it_is() -> None:
 
 
 def test_a_store_that_is_prefaulted_is_claimed_as_a_whole() -> None:
-    with Store(16 * MIB, prefault=True) as store:
+    with Store(16 * MIB, memory=MemoryOptions(prefault=True)) as store:
         assert claimed(store) > 16 * MIB
         before = claimed(store)
         store.put(value(1, 8 * MIB), key=key(1)).release()

@@ -19,11 +19,13 @@ import numpy as np
 import pytest
 
 import penstock
-from penstock import _native, cli, lowlevel
+from penstock import LongRecords, _native, cli, lowlevel
 from penstock.channel import Channel
 from penstock.tools import inspect
 from penstock.tools.format import in_seconds, in_units
 from tests.conftest import eventually, spawn
+
+SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 
 # ── processes to look at ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -519,9 +521,9 @@ def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pyte
     chance = random.Random(seed)
     for _ in range(60):
         channels = [
-            penstock.Ring(name="ring", capacity=4096, spill_nbytes=1 << 20),
-            penstock.Broadcast(receivers=3, name="broadcast", capacity=4096, spill_nbytes=1 << 20),
-            penstock.Inbox(senders=3, name="inbox", capacity=4096, spill_nbytes=1 << 20),
+            penstock.Ring(name="ring", capacity=4096, long_records=SMALL_POOL),
+            penstock.Broadcast(receivers=3, name="broadcast", capacity=4096, long_records=SMALL_POOL),
+            penstock.Inbox(senders=3, name="inbox", capacity=4096, long_records=SMALL_POOL),
         ]
         pool = lowlevel.Pool.create(1 << 16, name="pool", max_blocks=16, max_peers=8)
         keeping = keeping_pool("store")

@@ -17,7 +17,7 @@ import msgspec
 import pytest
 
 import penstock
-from penstock import _native, cli
+from penstock import LongRecords, _native, cli
 from penstock.tools.capture.live_capture import AttachedChannel
 from penstock.tools.trace.command import losses_of
 from penstock.tools.trace.live_trace import EVENT, SequenceReader, StepNumber, TracedChannel, TracedTime
@@ -122,7 +122,7 @@ def test_a_wait_ends_with_the_record_that_it_was_for() -> None:
 
 
 def test_a_sender_waits_for_the_receiver_that_is_furthest_behind() -> None:
-    channel = penstock.Broadcast(receivers=2, capacity=4096, inline_limit=64)
+    channel = penstock.Broadcast(receivers=2, capacity=4096, long_records=LongRecords(inline_limit=64))
     with channel.open_sender() as sender, channel.open_receiver() as fast, channel.open_receiver():
         while sender.try_send(bytes(60)):
             fast.receive()

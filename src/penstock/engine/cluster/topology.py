@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import penstock
-from penstock import PeerDied, Store, lowlevel
+from penstock import LongRecords, MemoryOptions, PeerDied, Store, lowlevel
 from penstock.bridge import PullChannels
-from penstock.channel.channel import SPILL_BLOCKS, Channel
+from penstock.channel import Channel
 from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
@@ -140,14 +140,16 @@ class Cluster:
 
 
 def _open_store(config: EngineConfig, max_peers: int) -> Store:
-    return Store(config.store_nbytes, max_peers=max_peers, huge_pages=config.huge_pages, numa_node=config.numa_node)
+    memory = MemoryOptions(huge_pages=config.huge_pages, numa_node=config.numa_node)
+    return Store(config.store_nbytes, max_peers=max_peers, memory=memory)
 
 
 def _open_encodings(config: EngineConfig) -> Store:
     """Only workers attach to it. A store of its own, so that encodings and images do not evict each other."""
     workers = config.data_parallel_size * len(config.ranks)
     max_peers = min(PEERS, 2 * workers + 8)
-    return Store(config.encoder_cache_nbytes, name="encodings", max_peers=max_peers, numa_node=config.numa_node)
+    memory = MemoryOptions(numa_node=config.numa_node)
+    return Store(config.encoder_cache_nbytes, name="encodings", max_peers=max_peers, memory=memory)
 
 
 def _open_pulls(config: EngineConfig) -> tuple[PullChannels, ...]:
@@ -166,7 +168,7 @@ def _open_server_inboxes(config: EngineConfig) -> tuple[penstock.Inbox[DELTAS], 
             senders=senders * (1 + config.output_processors) + 1,  # the last lane is never taken: the inbox never ends
             name=f"deltas {number}",
             max_peers=PEERS,
-            numa_node=config.numa_node,
+            memory=MemoryOptions(numa_node=config.numa_node),
         )
         for number in range(inboxes)
     )
@@ -177,11 +179,13 @@ def _open_inbox(config: EngineConfig, number: int) -> penstock.Inbox[INBOX]:
     senders = config.api_server_count + config.tensor_parallel_size + config.output_processors + 1
     if not config.has_cores:
         senders = len(config.ranks) + 1
-    return penstock.Inbox(INBOX, senders=senders, name=f"inbox {number}", max_peers=PEERS, numa_node=config.numa_node)
+    memory = MemoryOptions(numa_node=config.numa_node)
+    return penstock.Inbox(INBOX, senders=senders, name=f"inbox {number}", max_peers=PEERS, memory=memory)
 
 
 def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
-    receivers, node = len(config.ranks) + len(config.rank_nodes), config.numa_node
+    receivers = len(config.ranks) + len(config.rank_nodes)
+    memory = MemoryOptions(numa_node=config.numa_node)
     outputs = config.output_processors if config.has_cores else 0
     return EngineChannels(
         _open_inbox(config, number),
@@ -192,12 +196,12 @@ def _open_channels(config: EngineConfig, number: int) -> EngineChannels:
             receivers=receivers,
             name=f"steps {number}",
             max_peers=PEERS,
-            spill_blocks=2 * SPILL_BLOCKS,
-            numa_node=node,
+            memory=memory,
+            long_records=LongRecords(max_records=2 * LongRecords().max_records),
         ),
-        penstock.Ring(RESULTS, name=f"results {number}", max_peers=PEERS, numa_node=node),
+        penstock.Ring(RESULTS, name=f"results {number}", max_peers=PEERS, memory=memory),
         tuple(
-            penstock.Ring(TOKENS, name=f"tokens {number}.{output}", max_peers=PEERS, numa_node=node)
+            penstock.Ring(TOKENS, name=f"tokens {number}.{output}", max_peers=PEERS, memory=memory)
             for output in range(outputs)
         ),
     )

@@ -115,7 +115,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
                 receivers=receivers,
                 name=f"vllm {_process_name()}",
                 latency=cast(Latency, self._settings.latency),
-                spill_blocks=LONG_RECORDS,
+                long_records=penstock.LongRecords(max_records=LONG_RECORDS),
             )
         except (PenstockError, ValueError, OSError) as error:
             fall_back("queue", f"no channel for {receivers} local readers: {error}")

@@ -55,7 +55,7 @@ class SignedStore:
         Raises:
             MemoryExhausted, OSError: the machine has no memory for it, or makes none of this kind.
         """
-        store = Store(nbytes, name=name, peer_name=peer_name, max_items=max_items, max_peers=max_peers, prefault=False)
+        store = Store(nbytes, name=name, peer_name=peer_name, max_items=max_items, max_peers=max_peers)
         secret = store.put(secrets.token_bytes(SECRET_NBYTES))
         ref = secret.ref
         assert isinstance(ref, Ref), "a value of a store has a reference"

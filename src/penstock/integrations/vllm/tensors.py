@@ -50,9 +50,7 @@ class TensorIpcSender(TheirSender):  # type: ignore[misc]
             return super().__call__(tensor)  # type: ignore[no-any-return]
         try:
             if self.sent is None:
-                store = Store(
-                    tensor_nbytes, name="vllm tensors", peer_name="vllm api server", max_items=MAX_ITEMS, prefault=False
-                )
+                store = Store(tensor_nbytes, name="vllm tensors", peer_name="vllm api server", max_items=MAX_ITEMS)
                 self.sent = SentTensors(store)
             key = self.sent.put(tensor)
         except (MemoryError, OSError, ValueError, TypeError) as error:

@@ -2,15 +2,17 @@
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from penstock import cli
+from penstock import MemoryOptions, cli
 from penstock.engine import cli_args
 from penstock.engine.cluster import numa
 from penstock.engine.cluster.topology import Cluster
 from penstock.engine.launcher.preflight import require_startable
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice, parse_numa_node
+from penstock.memory import segment
 
 
 @pytest.fixture
@@ -53,17 +55,15 @@ def test_missing_numa_node_is_refused_before_any_process_starts(two_nodes: None)
 
 
 def test_shared_memory_of_a_tree_lies_where_the_configuration_says(monkeypatch: pytest.MonkeyPatch) -> None:
-    from penstock.memory import segment
-
     wishes: list[tuple[object, object]] = []
-    original = segment.placement
+    create_segment = segment.create_segment
 
-    def placement(huge_pages: bool | str, numa_node: int | None, *more: bool) -> dict[str, object]:
-        wishes.append((huge_pages, numa_node))
-        return original(huge_pages, numa_node, *more)
+    def recorded(name: str, shape: dict[str, Any], memory: MemoryOptions, **options: Any) -> Any:
+        wishes.append((memory.huge_pages, memory.numa_node))
+        return create_segment(name, shape, memory, **options)
 
     for module in ("penstock.channel.channel", "penstock.tensor.store"):
-        monkeypatch.setattr(f"{module}.placement", placement)
+        monkeypatch.setattr(f"{module}.create_segment", recorded)
     config = EngineConfig(simulated=SimulatedDevice(), numa_node=0, huge_pages=True, store_nbytes=4 << 20)
     Cluster.open(config).close()
     assert set(wishes) == {(False, 0), (True, 0)} and wishes.count((True, 0)) == 1
