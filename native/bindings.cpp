@@ -51,6 +51,10 @@ NB_MODULE(_native, m) {
     m.attr("MAX_RECEIVERS") = MAX_RECEIVERS;
     m.attr("MAX_SENDERS") = MAX_LANES;
     m.attr("MAX_BLOCKS") = MAX_BLOCKS;
+    m.attr("MAX_NBYTES") = MAX_NBYTES;
+    m.attr("MAX_SCHEMA_NBYTES") = MAX_SCHEMA_NBYTES;
+    m.attr("MAX_NAME_NBYTES") = NAME_NBYTES - 1;
+    m.attr("MAX_GRANULES") = GRANULES;
     m.attr("SEGMENT") = static_cast<u32>(SegmentKind::raw);
     m.attr("POOL") = static_cast<u32>(SegmentKind::pool);
     m.attr("CHANNEL") = static_cast<u32>(SegmentKind::channel);

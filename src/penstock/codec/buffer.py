@@ -7,25 +7,11 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
-
 from penstock.errors import ClosedError
 
 if TYPE_CHECKING:
     from typing_extensions import Buffer as Exporter
     from typing_extensions import Self
-
-# On the wire a kind of number is one of these; 0 is plain bytes.
-KINDS: tuple[np.dtype[Any], ...] = tuple(
-    np.dtype(name)
-    for name in (
-        "uint8", "bool", "int8", "int16", "int32", "int64", "uint16", "uint32", "uint64",
-        "float16", "float32", "float64", "complex64", "complex128",
-    )
-)  # fmt: skip
-CODES = {dtype: code for code, dtype in enumerate(KINDS, 1)}
-DTYPES = {code: dtype for dtype, code in CODES.items()}
-PLAIN = 0
 
 
 class Buffer:

@@ -19,7 +19,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from penstock.codec.buffer import CODES, Buffer
+from penstock.codec.buffer import Buffer
+from penstock.codec.dtypes import CODES
 from penstock.errors import DecodeError, LayoutMismatch
 
 MAX_MESSAGES = 127  # the first byte of a frame has seven bits for the number

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any, Literal
 
+from penstock import _native
 from penstock.codec.buffer import Buffer
 from penstock.codec.catalogue import Catalogue, Schema
 from penstock.codec.frame import FrameDecoder, FrameEncoder
@@ -17,8 +18,6 @@ if TYPE_CHECKING:
     from typing_extensions import Buffer as Exporter
 
 Record = Literal["copy", "view", "frame"]  # frame: a short record is copied, a long record is leased where it lies
-
-MAX_SCHEMA_NBYTES = 1 << 20  # layout.h: schema_nbytes
 
 
 class BytesCodec:
@@ -82,10 +81,10 @@ class MessageCodec:
 
     def schema(self) -> bytes:
         schema = self.catalogue.schema.encode()
-        if len(schema) > MAX_SCHEMA_NBYTES:
+        if len(schema) > _native.MAX_SCHEMA_NBYTES:
             raise ValueError(
                 f"the description of these {len(self.catalogue.messages)} classes takes {len(schema):,} bytes; a "
-                f"channel has room for {MAX_SCHEMA_NBYTES:,}: give them fewer fields, or shorter names"
+                f"channel has room for {_native.MAX_SCHEMA_NBYTES:,}: give them fewer fields, or shorter names"
             )
         return schema
 

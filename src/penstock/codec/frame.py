@@ -21,8 +21,9 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 import numpy as np
 
-from penstock.codec.buffer import CODES, DTYPES, PLAIN, Buffer
+from penstock.codec.buffer import Buffer
 from penstock.codec.catalogue import Catalogue, array_dtype, decode_error
+from penstock.codec.dtypes import CODES, DTYPES, MAX_DIMENSIONS, PLAIN
 from penstock.errors import DecodeError
 
 if TYPE_CHECKING:
@@ -37,7 +38,6 @@ INLINE_NBYTES = (
     4096  # of an array: up to here copying it costs less than what a part costs (RESULTS.md: 1 us both ways)
 )
 LONG_NBYTES = 4096
-MAX_DIMENSIONS = 32
 PADDING = [bytes(gap) for gap in range(64)]
 NOTHING = memoryview(b"")
 BOOL = CODES[np.dtype(np.bool_)]

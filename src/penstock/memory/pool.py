@@ -17,7 +17,6 @@ from penstock.errors import ClosedError, LayoutMismatch, MemoryExhausted, PeerDi
 from penstock.memory.peers import Peer
 from penstock.memory.ref import Ref
 from penstock.memory.segment import (
-    MAX_NBYTES,
     MemoryOptions,
     Shareable,
     Ticket,
@@ -155,7 +154,7 @@ class Pool(Shareable):
         if nbytes < 0:
             raise ValueError(f"a block has at least no bytes, not {nbytes}")
         try:
-            return self.place.take(min(nbytes, MAX_NBYTES), timeout)
+            return self.place.take(min(nbytes, _native.MAX_NBYTES), timeout)
         except MemoryExhausted as error:
             error.asked = nbytes
             raise

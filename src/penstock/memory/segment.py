@@ -17,10 +17,7 @@ from penstock import _native
 from penstock.errors import LayoutMismatch, MemoryExhausted
 
 HUGE_NBYTES = 2 << 20
-MAX_NBYTES = 1 << 44  # of any segment; native/layout.h
-NAME_NBYTES = 31
 GRANULE_NBYTES = 1 << 20  # a pool that grows claims pages in such pieces as it first needs them, and keeps them
-GRANULES = 32768  # of a pool at most; native/layout.h
 
 _T = TypeVar("_T", bound="Shareable")
 
@@ -82,7 +79,7 @@ def fitting(nbytes: int, what: str) -> int:
         raise TypeError(f"{what} has a whole number of bytes, not {nbytes!r}")
     if nbytes <= 0:
         raise ValueError(f"{what} has at least one byte, not {nbytes}")
-    if nbytes > MAX_NBYTES:
+    if nbytes > _native.MAX_NBYTES:
         available, whose = _native.memory_available()
         error = MemoryExhausted(f"{what} of {nbytes} bytes does not fit: {whose} has {available} left")
         error.asked, error.free = nbytes, available
@@ -93,7 +90,7 @@ def fitting(nbytes: int, what: str) -> int:
 def granule_nbytes(pool_nbytes: int) -> int:
     """Returns the size of the pieces in which a pool that grows claims its pages."""
     granule = GRANULE_NBYTES
-    while pool_nbytes > granule * GRANULES:
+    while pool_nbytes > granule * _native.MAX_GRANULES:
         granule *= 2
     return granule
 
@@ -133,7 +130,7 @@ def short(name: str) -> str:
     """As much of a name as there is room for, cut between characters."""
     if not isinstance(name, str):
         raise TypeError(f"a name is text, not {name!r}")
-    return name.encode()[:NAME_NBYTES].decode(errors="ignore")
+    return name.encode()[: _native.MAX_NAME_NBYTES].decode(errors="ignore")
 
 
 def create_segment(name: str, shape: dict[str, Any], memory: MemoryOptions, *, schema: bytes = b"") -> _native.Segment:

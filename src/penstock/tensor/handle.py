@@ -15,7 +15,6 @@ from penstock.codec.buffer import Buffer
 from penstock.errors import DecodeError, Missing, StaleRef
 from penstock.memory import Ref
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import MAX_NBYTES
 from penstock.tensor.lease import HEAD, read_block
 from penstock.tensor.tree import read
 from penstock.tensor.views import As
@@ -52,9 +51,9 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
             return
         if self.tensors is not None:
             raise ValueError(f"expected tensors in the store or inline, got {self.tensors} besides {where}")
-        if where.offset % BLOCK_ALIGN or not HEAD.size <= where.nbytes <= MAX_NBYTES:
+        if where.offset % BLOCK_ALIGN or not HEAD.size <= where.nbytes <= _native.MAX_NBYTES:
             raise ValueError(f"expected a reference to the block of a value, got {where}")
-        limits = (1 << 64, _native.MAX_BLOCKS, 1 << 32, MAX_NBYTES)
+        limits = (1 << 64, _native.MAX_BLOCKS, 1 << 32, _native.MAX_NBYTES)
         numbers = (where.segment, where.block, where.generation, where.offset)
         if not all(0 <= number < limit for number, limit in zip(numbers, limits, strict=True)):
             raise ValueError(f"expected a reference to a block, got {where}")

@@ -12,8 +12,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from penstock import _native
+from penstock.codec.dtypes import DTYPES, MAX_DIMENSIONS, NUMPY_NAMES
 from penstock.errors import UnsupportedTensor
-from penstock.memory.segment import MAX_NBYTES
 
 
 class Kind(NamedTuple):
@@ -24,22 +25,18 @@ class Kind(NamedTuple):
     numpy: np.dtype[Any] | None
 
 
-MAX_DIMENSIONS = 32  # of NumPy before 2.0, and of codec/frame.py
-
 # The order is the wire's: new ones go to the end. Those from uint1 on have one number per byte, as torch has them.
-_NAMED = (
-    "uint8 bool int8 int16 int32 int64 uint16 uint32 uint64 float16 float32 float64 complex64 complex128 "
+_TORCH_NAMES = (  # that NumPy lacks
     "bfloat16 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
     "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
 ).split()
-_NUMPY_HAS = 14  # the first so many
 _WIDTHS = {"bfloat16": 2, "complex32": 4}  # of the others; the rest have one byte
 
 
 def _kinds() -> list[Kind]:
     made = []
-    for code, name in enumerate(_NAMED, 1):
-        dtype = np.dtype(name) if code <= _NUMPY_HAS else None
+    for code, name in enumerate((*NUMPY_NAMES, *_TORCH_NAMES), 1):
+        dtype = DTYPES.get(code)
         itemsize = dtype.itemsize if dtype is not None else _WIDTHS.get(name, 1)
         made.append(Kind(code, name, itemsize, np.dtype(f"u{min(itemsize, 8)}"), dtype))
     return made
@@ -99,12 +96,12 @@ def nbytes_of(kind: Kind, shape: tuple[int, ...]) -> int:
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"expected at most {MAX_DIMENSIONS} dimensions, got {len(shape)}")
     for size in shape:
-        if type(size) is not int or not 0 <= size <= MAX_NBYTES:
-            raise ValueError(f"expected sizes from 0 to {MAX_NBYTES}, got {shape!r:.80}")
+        if type(size) is not int or not 0 <= size <= _native.MAX_NBYTES:
+            raise ValueError(f"expected sizes from 0 to {_native.MAX_NBYTES}, got {shape!r:.80}")
     nbytes = prod(shape) * kind.itemsize
     # A size of 0 makes all other sizes harmless here, but not to code that multiplies only the other sizes.
-    if nbytes > MAX_NBYTES or (nbytes == 0 and prod(filter(None, shape)) * kind.itemsize > MAX_NBYTES):
-        raise ValueError(f"expected a tensor of at most {MAX_NBYTES} bytes, got {kind.name} {shape!r:.80}")
+    if nbytes > _native.MAX_NBYTES or (nbytes == 0 and prod(filter(None, shape)) * kind.itemsize > _native.MAX_NBYTES):
+        raise ValueError(f"expected a tensor of at most {_native.MAX_NBYTES} bytes, got {kind.name} {shape!r:.80}")
     return nbytes
 
 

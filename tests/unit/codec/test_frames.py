@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 
 from penstock import Buffer, DecodeError
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder
-from penstock.codec.buffer import KINDS
+from penstock.codec.dtypes import DTYPES
 from penstock.codec.frame import HEAD, INLINE_NBYTES, LONG_NBYTES, split
 from tests import tiers
 
@@ -89,7 +89,7 @@ def test_a_plain_message_is_its_number_and_its_fields_without_their_names() -> N
     assert frame[1:] == msgspec.msgpack.encode(message)
 
 
-@pytest.mark.parametrize("dtype", KINDS, ids=str)
+@pytest.mark.parametrize("dtype", DTYPES.values(), ids=str)
 @pytest.mark.parametrize("count", [0, 1, 3, 100, 5000])
 def test_every_kind_of_number_arrives_as_it_was_sent(dtype: np.dtype[Any], count: int) -> None:
     class Carrier(msgspec.Struct, array_like=True):
