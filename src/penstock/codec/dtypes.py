@@ -1,7 +1,7 @@
 """Dtypes of NumPy, and the code of each on the wire.
 
-A code never changes its meaning. No name can be added here: tensor/kinds.py numbers the dtypes that NumPy lacks from the
-next code on.
+A code never changes its meaning. No name can be added here: tensor/kinds.py numbers the dtypes that NumPy lacks from
+the next code on.
 """
 
 from __future__ import annotations
