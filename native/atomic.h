@@ -2,9 +2,9 @@
 //
 // An operation states its order: RELAXED, or one half of a named order, as in
 //     lane.committed.store(position, order::publish.release);      lane.committed.load(order::publish.acquire);
-// Both halves carry the same name (tests/test_orders.py), docs/design/orders.md has a row for each name, and tests/model
-// shows a failure for each missing half. RELAXED needs no partner: a counter, a hint, or a word that a lock or a named
-// order makes visible.
+// Both halves carry the same name (tests/test_orders.py), docs/design/orders.md has a row for each name, and
+// tests/model shows a failure for each missing half. RELAXED needs no partner: a counter, a hint, or a word that a lock
+// or a named order makes visible.
 #pragma once
 #include <atomic>
 #include <cstdint>

@@ -504,13 +504,14 @@ void bind_channel(nb::module_& m) {
         .def(
             "__enter__", [](nb::handle self) { return nb::borrow(self); },
             nb::sig("def __enter__(self) -> Reservation"))
-        .def("__exit__", [](OpenReservation& r, nb::args arguments) {
-            if (!r.is_open) return;
-            if (nb::handle(arguments[0]).is_none())
-                r.commit(r.nbytes);
-            else
-                r.abort();
-        })
+        .def("__exit__",
+             [](OpenReservation& r, nb::args arguments) {
+                 if (!r.is_open) return;
+                 if (nb::handle(arguments[0]).is_none())
+                     r.commit(r.nbytes);
+                 else
+                     r.abort();
+             })
         .def(
             "__repr__",
             [](const OpenReservation& r) {
@@ -590,7 +591,8 @@ void bind_channel(nb::module_& m) {
         .def("fail", &fail<Sender>, "error"_a, FAIL)
         .def_prop_ro("is_closed", &Sender::is_closed)
         .def_prop_ro("index", &Sender::index)
-        .def("__repr__", [](const Sender& end) { return repr_of("Sender", end); }, nb::sig("def __repr__(self) -> str"))
+        .def(
+            "__repr__", [](const Sender& end) { return repr_of("Sender", end); }, nb::sig("def __repr__(self) -> str"))
         .def_prop_ro("name", [](const Sender& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 
     nb::class_<Receiver>(
@@ -702,7 +704,9 @@ void bind_channel(nb::module_& m) {
             "Closes an end after EndOfChannel. Further calls, also of other threads, raise EndOfChannel.")
         .def_prop_ro("index", &Receiver::index)
         .def_prop_ro("source", &Receiver::source, "The sender (its index) of the record that was received last.")
-        .def("__repr__", [](const Receiver& end) { return repr_of("Receiver", end); }, nb::sig("def __repr__(self) -> str"))
+        .def(
+            "__repr__", [](const Receiver& end) { return repr_of("Receiver", end); },
+            nb::sig("def __repr__(self) -> str"))
         .def_prop_ro("name", [](const Receiver& x) { return text_of(x.name()); }, nb::sig("def name(self, /) -> str"));
 
     nb::class_<TapOfAll>(m, "Tap",

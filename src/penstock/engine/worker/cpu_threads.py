@@ -58,7 +58,8 @@ def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -
     limit = ranks.least(limit)
     if limit == 1:
         return CpuThreads(1, 1)
-    (short, short_trials), (long, long_trials) = (_try_threads(limit, partial(compute, tokens), ranks) for tokens in TRIED)
+    trials = [_try_threads(limit, partial(compute, tokens), ranks) for tokens in TRIED]
+    (short, short_trials), (long, long_trials) = trials
     event(
         "threads",
         short_steps=short,
