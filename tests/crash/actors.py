@@ -248,7 +248,7 @@ def receiver(talk: Connection, part: Part) -> None:
     if part.point == "fail.written":
         actor.end.fail(RuntimeError("no such layer"))
     actor.end.close()
-    talk.send(("seen", {one: tuple(span) for one, span in heard.spans.items()}, heard.deaths))
+    talk.send(("seen", {source: tuple(span) for source, span in heard.spans.items()}, heard.deaths))
 
 
 # ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -258,11 +258,11 @@ def lender(talk: Connection, part: Part) -> None:
     pool = lowlevel.Pool.attach(part.where, peer_name=f"actor {part.actor}")
     pool.join()
     actor = Actor(talk, part, is_sender=True, pool=pool)
-    kept: list[Any] = []
+    leases: list[Any] = []
 
     def lend(number: int, nbytes: int) -> bytes:
-        if len(kept) > part.holds:
-            kept.pop(number % len(kept)).release()
+        if len(leases) > part.holds:
+            leases.pop(number % len(leases)).release()
         lease = pool.take(nbytes, timeout=WATCHDOG)
         memoryview(lease)[:] = payload(number, nbytes)
         peers = [peer.index for peer in pool.peers() if peer.state == "live" and peer.name.startswith("borrower")]
@@ -270,11 +270,11 @@ def lender(talk: Connection, part: Part) -> None:
         for to in peers:
             with contextlib.suppress(penstock.PeerDied):
                 pool.share(lease, [to])
-        kept.append(lease)
+        leases.append(lease)
         return msgspec.json.encode(ref)
 
     number = actor.send_all(lend)
-    kept.clear()
+    leases.clear()
     actor.end.close()
     pool.close()
     talk.send(("closed", number))

@@ -106,13 +106,13 @@ class HttpRequest:
         answer.ended_at = time.monotonic()
         return answer
 
-    def _read_whole(self, answer: Answer, said: dict[str, Any]) -> None:
-        answer.usage = said["usage"]
-        for given in said["choices"]:
-            choice = answer.choice(given["index"])
-            choice.text = given["text"] if "text" in given else given["message"]["content"]
-            choice.reason, choice.stop = given["finish_reason"], given["stop_reason"]
-            choice.tokens = _without_floats(given["logprobs"], choice.logprobs)
+    def _read_whole(self, answer: Answer, body: dict[str, Any]) -> None:
+        answer.usage = body["usage"]
+        for fields in body["choices"]:
+            choice = answer.choice(fields["index"])
+            choice.text = fields["text"] if "text" in fields else fields["message"]["content"]
+            choice.reason, choice.stop = fields["finish_reason"], fields["stop_reason"]
+            choice.tokens = _without_floats(fields["logprobs"], choice.logprobs)
 
     def _read_events(self, answer: Answer, data: bytes) -> None:
         if not data.endswith(b"data: [DONE]\n\n"):
@@ -123,19 +123,19 @@ class HttpRequest:
             if not line.startswith(b"data: {"):
                 answer.error = f"not an event: {line!r}"
                 return
-            said = json.loads(line[6:], parse_float=_Float)
-            if "error" in said:
-                answer.error = said["error"]["message"]
+            event = json.loads(line[6:], parse_float=_Float)
+            if "error" in event:
+                answer.error = event["error"]["message"]
                 return
-            answer.heads.add((said.pop("id"), said.pop("created")))
-            if not said["choices"]:
-                answer.usage = said["usage"]
+            answer.heads.add((event.pop("id"), event.pop("created")))
+            if not event["choices"]:
+                answer.usage = event["usage"]
                 continue
-            (given,) = said["choices"]
-            choice = answer.choice(given["index"])
-            choice.text += given["text"] if "text" in given else given["delta"].get("content", "")
-            choice.reason = given["finish_reason"] or choice.reason
-            choice.events.append(_without_floats(said, choice.logprobs))
+            (fields,) = event["choices"]
+            choice = answer.choice(fields["index"])
+            choice.text += fields["text"] if "text" in fields else fields["delta"].get("content", "")
+            choice.reason = fields["finish_reason"] or choice.reason
+            choice.events.append(_without_floats(event, choice.logprobs))
         if len(answer.choices) == 1 and not self.body.get("logprobs"):
             answer.raw = b"\n\n".join(_HEAD.sub(b"", line, count=2) for line in lines if b'"choices":[]' not in line)
 
@@ -230,27 +230,29 @@ def differences(undisturbed: Answer, disturbed: Answer) -> list[str]:
     """Returns what differs, in words; nothing if all that a client may rely on is equal."""
     if disturbed.error or undisturbed.error:
         return [f"status {disturbed.status}: {disturbed.error or 'answered'}; undisturbed: {undisturbed.error}"]
-    found = []
+    differences_of = []
     if len(disturbed.heads) > 1:
-        found.append(f"id and created are not constant: {disturbed.heads}")
+        differences_of.append(f"id and created are not constant: {disturbed.heads}")
     if set(disturbed.choices) != set(undisturbed.choices):
-        return [*found, f"choices {set(disturbed.choices)} for {set(undisturbed.choices)}"]
+        return [*differences_of, f"choices {set(disturbed.choices)} for {set(undisturbed.choices)}"]
     for index, want in undisturbed.choices.items():
         got = disturbed.choices[index]
         for name in ("ids", "text", "reason", "stop", "tokens", "events"):
-            found += _difference(f"choice {index}: {name}", getattr(want, name), getattr(got, name))
+            differences_of += _difference(f"choice {index}: {name}", getattr(want, name), getattr(got, name))
         if len(got.logprobs) != len(want.logprobs):
-            found.append(f"choice {index}: {len(got.logprobs)} log-probabilities for {len(want.logprobs)}")
+            differences_of.append(f"choice {index}: {len(got.logprobs)} log-probabilities for {len(want.logprobs)}")
         elif want.logprobs and (worst := float(np.abs(np.subtract(got.logprobs, want.logprobs)).max())) > (
             LOGPROB_TOLERANCE
         ):
-            found.append(f"choice {index}: log-probabilities differ by {worst:g}")
-    found += _difference("bytes", undisturbed.raw, disturbed.raw)
+            differences_of.append(f"choice {index}: log-probabilities differ by {worst:g}")
+    differences_of += _difference("bytes", undisturbed.raw, disturbed.raw)
     (want_usage, want_cached), (got_usage, got_cached) = (_usage(each) for each in (undisturbed, disturbed))
-    found += _difference("usage", want_usage, got_usage)
+    differences_of += _difference("usage", want_usage, got_usage)
     if not 0 <= got_cached <= got_usage["prompt_tokens"]:
-        found.append(f"cached_tokens are {got_cached}, undisturbed {want_cached}, of {got_usage['prompt_tokens']}")
-    return found
+        differences_of.append(
+            f"cached_tokens are {got_cached}, undisturbed {want_cached}, of {got_usage['prompt_tokens']}"
+        )
+    return differences_of
 
 
 def _usage(answer: Answer) -> tuple[dict[str, Any], int]:
@@ -272,9 +274,9 @@ def _difference(name: str, want: Any, got: Any) -> list[str]:
 def require_equal(requests: Sequence[AnyRequest], undisturbed: Sequence[Answer], disturbed: Sequence[Answer]) -> None:
     """Fails with what differs, of the first requests of which something does."""
     wrong = [
-        f"{request}\n    " + "\n    ".join(line[:SHOWN_CHARACTERS] for line in found)
+        f"{request}\n    " + "\n    ".join(line[:SHOWN_CHARACTERS] for line in lines)
         for request, want, got in zip(requests, undisturbed, disturbed, strict=True)
-        if (found := differences(want, got))
+        if (lines := differences(want, got))
     ]
     assert not wrong, f"{len(wrong)} of {len(requests)} answers differ:\n" + "\n".join(wrong[:SHOWN])
 

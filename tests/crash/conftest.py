@@ -9,6 +9,6 @@ from tests.crash.zygote import Zygote
 
 @pytest.fixture(scope="session")
 def zygote() -> Iterator[Zygote]:
-    made = Zygote()
-    yield made
-    made.close()
+    zygote = Zygote()
+    yield zygote
+    zygote.close()

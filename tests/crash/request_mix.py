@@ -56,10 +56,10 @@ class Mix:
 
     async def requests(self, engine: Migrating, count: int) -> list[AnyRequest]:
         """Stop strings are pieces of the answers without them, so those are asked first."""
-        made = [self._request() for _ in range(count)]
-        with_stop = [(at, request) for at, (request, has_stop) in enumerate(made) if has_stop]
+        drafts = [self._request() for _ in range(count)]
+        with_stop = [(at, request) for at, (request, has_stop) in enumerate(drafts) if has_stop]
         answers = await ask_all(engine, [request for _, request in with_stop], "scout", Progress())
-        requests = [request for request, _ in made]
+        requests = [request for request, _ in drafts]
         for (at, request), answer in zip(with_stop, answers, strict=True):
             requests[at] = self._with_stop(request, answer)
         self._random.shuffle(requests)
@@ -113,8 +113,10 @@ class Mix:
         text = answer.choices[0].text
         text = text.encode(errors="surrogateescape").decode(errors="ignore")
         middle = self._random.randint(len(text) // 3, max(len(text) // 3, len(text) - 3))
-        found = text[middle : middle + self._random.randint(2, 5)]
-        stop = [one for one in (found, "nowhere in it") if one and "\ufffd" not in one]
+        middle_text = text[middle : middle + self._random.randint(2, 5)]
+        stop = [
+            stop_string for stop_string in (middle_text, "nowhere in it") if stop_string and "\ufffd" not in stop_string
+        ]
         if isinstance(request, HttpRequest):
             return HttpRequest(request.path, {**request.body, "stop": stop})
         params = msgspec.structs.replace(request.params, stop=tuple(stop))

@@ -63,9 +63,9 @@ class Scene:
     # ── who is there ──
     def add(self, role: str, index: int, **options: Any) -> Cast:
         writes = role in ("sender", "lender")
-        for one in self.cast:
-            one.heard()
-        present = [one.actor for one in self.cast if one.role == "receiver" and one.is_ready]
+        for player in self.cast:
+            player.heard()
+        present = [player.actor for player in self.cast if player.role == "receiver" and player.is_ready]
         part = actors.Part(
             actor=self._actors,
             board=str(self.board.segment.ticket),
@@ -97,7 +97,7 @@ class Scene:
     def others(self, role: str) -> list[Cast]:
         """Those at the other side."""
         other = self.roles[1 - self.roles.index(role)]
-        return [one for one in self.cast if one.role == other]
+        return [player for player in self.cast if player.role == other]
 
     def bury(self, victim: Cast) -> float:
         gone_at = victim.gone_at()
@@ -128,27 +128,30 @@ class Scene:
         def is_reaped() -> bool:
             snapshot = self.peers_snapshot()
             peers = [peer for peer in snapshot["peers"] if peer["pid"] == victim.pid]
-            holders = [one["peer"] for one in snapshot["pool"][0]["holders"]]
+            holders = [holder["peer"] for holder in snapshot["pool"][0]["holders"]]
             return all(
                 peer["state"] in ("dead", "left") and (peer["index"] not in holders or is_taken_again(snapshot, peer))
                 for peer in peers
             )
 
         def is_taken_again(snapshot: dict[str, Any], peer: dict[str, Any]) -> bool:
-            return any(one["index"] == peer["index"] and one["epoch"] > peer["epoch"] for one in snapshot["peers"])
+            return any(
+                successor["index"] == peer["index"] and successor["epoch"] > peer["epoch"]
+                for successor in snapshot["peers"]
+            )
 
         eventually(is_reaped, within=actors.WATCHDOG)
 
     def must_flow(self, records: int = 15, without: Cast | None = None) -> None:
         """Everybody who reads gets more, except for one who may be dying."""
-        readers = [one for one in self.cast if one.role == self.roles[1] and one is not without]
-        before = {one.actor: self.board.received(one.actor) for one in readers}
+        readers = [player for player in self.cast if player.role == self.roles[1] and player is not without]
+        before = {reader.actor: self.board.received(reader.actor) for reader in readers}
 
         def flows() -> bool:
-            for one in self.cast:
-                one.heard()
-                assert one is without or one.is_alive(), (
-                    f"{one.role} {one.index}, a survivor, ended; it said {one.said}"
+            for player in self.cast:
+                player.heard()
+                assert player is without or player.is_alive(), (
+                    f"{player.role} {player.index}, a survivor, ended; it said {player.said}"
                 )
             return all(self.board.received(actor) >= count + records for actor, count in before.items())
 
@@ -157,23 +160,23 @@ class Scene:
     def finish(self) -> None:
         """Ends the play, and accounts for every record and every block."""
         self.board.end()
-        seen: dict[int, dict[int, tuple[int, int]]] = {}
-        for one in self.cast:
-            if one.role == "receiver":
-                seen[one.actor] = one.hear("seen")[1]
-            elif one.role == "borrower":
-                one.hear("seen")
+        spans_of_readers: dict[int, dict[int, tuple[int, int]]] = {}
+        for player in self.cast:
+            if player.role == "receiver":
+                spans_of_readers[player.actor] = player.hear("seen")[1]
+            elif player.role == "borrower":
+                player.hear("seen")
             else:
-                one.hear("closed")
-        for one in self.cast:
-            one.gone_at()
-            one.heard()
+                player.hear("closed")
+        for player in self.cast:
+            player.gone_at()
+            player.heard()
         for writer in self.dead + self.cast:
             if writer.role != "sender":
                 continue
             sent = self.board.sent(writer.actor)
             ends = set()
-            for reader, spans in seen.items():
+            for reader, spans in spans_of_readers.items():
                 if reader not in writer.listeners:
                     continue
                 first, end = spans.get(writer.actor, (0, 0))
@@ -202,8 +205,8 @@ class Scene:
                 with_all.release()
 
     def close(self) -> None:
-        for one in self.cast + self.dead:
-            one.close()
+        for player in self.cast + self.dead:
+            player.close()
         self.channel.close()
         if self.pool is not None:
             self.pool.close()

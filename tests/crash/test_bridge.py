@@ -86,10 +86,10 @@ def two_sides(home: LinkSpec, away: LinkSpec, through: list[object] | None = Non
         sides = [Side(first, ends[0][0])]
         address = sides[0].hear()
         assert isinstance(address, tuple)
-        with relay(address) as one:
+        with relay(address) as relayed:
             if through is not None:
-                through.append(one)
-            reached = address if through is None else one.address
+                through.append(relayed)
+            reached = address if through is None else relayed.address
             with spawn(away_side, ends[1][1], away, reached, within=60) as second:
                 sides.append(Side(second, ends[1][0]))
                 for side in sides:
@@ -121,8 +121,8 @@ def read_prefix(receiver: object) -> list[bytes]:
 
 def must_be_prefix(frames: list[bytes], sent: int) -> None:
     assert len(frames) <= sent
-    for number, one in enumerate(frames):
-        assert one == frame(number)
+    for number, frame_received in enumerate(frames):
+        assert frame_received == frame(number)
 
 
 def send_until_death(sender: object) -> int:

@@ -47,15 +47,15 @@ def replace(scene: Scene, victim: Cast, chance: random.Random) -> Cast:
 def bury_all(scene: Scene, chance: random.Random, is_over: bool = False) -> int:
     """Those who came to their points while we looked elsewhere."""
     buried = 0
-    for one in list(scene.cast):
-        if not one.is_alive():
-            assert one.armed, (
-                f"{one.role} {one.index} (pid {one.pid}) ended without being asked to; it said {one.heard()}"
+    for player in list(scene.cast):
+        if not player.is_alive():
+            assert player.armed, (
+                f"{player.role} {player.index} (pid {player.pid}) ended unasked; it said {player.heard()}"
             )
-            scene.bury(one)
+            scene.bury(player)
             buried += 1
             if not is_over:
-                replace(scene, one, chance)
+                replace(scene, player, chance)
     return buried
 
 
@@ -75,14 +75,14 @@ def test_whoever_dies_whenever_the_others_lose_nothing(zygote: Zygote, seed: int
                 replace(scene, victim, chance)
                 deaths += bury_all(scene, chance)
             # One more in each place where somebody is armed, so that those who account for it all live to do so.
-            while armed := [one for one in scene.cast if one.armed]:
-                one = armed[0]
-                if one.is_alive():
-                    one.kill()
-                scene.bury(one)
+            while armed := [player for player in scene.cast if player.armed]:
+                player = armed[0]
+                if player.is_alive():
+                    player.kill()
+                scene.bury(player)
                 deaths += 1
-                scene.add(one.role, one.index).hear("ready", within=actors.WATCHDOG)
+                scene.add(player.role, player.index).hear("ready", within=actors.WATCHDOG)
             scene.must_flow()
             scene.finish()
-            records += sum(scene.board.sent(one.actor) for one in scene.dead + scene.cast)
+            records += sum(scene.board.sent(player.actor) for player in scene.dead + scene.cast)
     assert records > deaths, "hardly anything was sent"

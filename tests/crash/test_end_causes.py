@@ -129,7 +129,7 @@ def ending(source: str, way: str, channel: Any) -> Iterator[Any]:
         yield other
 
 
-def told(call: Any) -> str:
+def cause_of(call: Any) -> str:
     """What the call is told about the other side."""
     try:
         while True:
@@ -152,7 +152,7 @@ def cases(forms: dict[str, str]) -> list[Any]:
 def test_receiver_is_told_how_a_sender_ended(style: str, form: str, way: str) -> None:
     with CHANNELS[style]() as channel, channel.open_receiver() as receiver, ending(SENDERS[form], way, channel):
         assert receiver.receive(timeout=20) == b"x"
-        assert told(lambda: receiver.receive(timeout=20)) in causes(form, way)
+        assert cause_of(lambda: receiver.receive(timeout=20)) in causes(form, way)
 
 
 @pytest.mark.parametrize(("style", "form", "way"), cases(RECEIVERS))
@@ -164,7 +164,7 @@ def test_sender_is_told_how_a_receiver_ended(style: str, form: str, way: str) ->
             sender.send(b"x", timeout=20)
             time.sleep(0.001)
 
-        assert told(send) in causes(form, way)
+        assert cause_of(send) in causes(form, way)
 
 
 def test_exception_in_one_worker_reaches_the_core_in_time() -> None:

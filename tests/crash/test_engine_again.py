@@ -63,7 +63,8 @@ def ask_for_ever(cluster: Cluster, me: ProcessId) -> None:
             while not is_over.is_set():
                 formats = [ChunkFormat(Style.COMPLETION, b'{"id":"1"'), None] * 2
                 streams = [
-                    await client.submit(prompt(), params, timeout=UNANSWERED, chunk_format=its) for its in formats
+                    await client.submit(prompt(), params, timeout=UNANSWERED, chunk_format=format_of_request)
+                    for format_of_request in formats
                 ]
                 for stream in streams:
                     async for _ in stream:
@@ -79,7 +80,7 @@ def test_who_takes_the_place_of_a_dead_server_is_not_taken_for_it(monkeypatch: p
 
     async def scene() -> None:
         async with running(ask_for_ever) as engine:
-            group = {one.pid for one in engine.children() if one.member.kind != "server"}
+            group = {child.pid for child in engine.children() if child.member.kind != "server"}
             worker = engine.child("worker")
             for incarnation in range(2, 6):
                 await engine.until(lambda: engine.number(StatusBoard.OPEN) > 0)
@@ -92,7 +93,9 @@ def test_who_takes_the_place_of_a_dead_server_is_not_taken_for_it(monkeypatch: p
             survivor = engine.child("server").pid
             await asyncio.sleep(UNANSWERED + 1)
             assert engine.child("server").pid == survivor, "its requests were not answered"
-            assert group == {one.pid for one in engine.children() if one.member.kind != "server"}, "somebody of it died"
+            assert group == {child.pid for child in engine.children() if child.member.kind != "server"}, (
+                "somebody of it died"
+            )
 
     asyncio.run(scene())
 

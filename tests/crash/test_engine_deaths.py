@@ -61,13 +61,13 @@ def test_one_of_a_group_is_killed(kind: str, index: int) -> None:
     async def scene() -> None:
         async with running(**SHAPE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
             fates = await load(client, 4000)
-            others = {one.pid for one in engine.children()}
+            others = {child.pid for child in engine.children()}
             loop, victim = asyncio.get_running_loop(), engine.child(kind, index)
             began = loop.time()
             os.kill(victim.pid, signal.SIGKILL)
             await must_be_told(fates, began, f"{kind} {index} killed")
             await must_serve_again(engine, client)
-            left = others & {one.pid for one in engine.children()}
+            left = others & {child.pid for child in engine.children()}
             if kind == "output":  # it is started again alone
                 await engine.until(lambda: len(engine.children()) == len(others))
                 assert left == others - {victim.pid}
@@ -134,7 +134,7 @@ def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
                 await engine.until(
                     lambda: engine.number(StatusBoard.OPEN) <= 4
                 )  # its requests are forgotten, or answered
-                await engine.until(lambda gone=victim.pid: gone not in {one.pid for one in engine.children()})
+                await engine.until(lambda gone=victim.pid: gone not in {child.pid for child in engine.children()})
                 await engine.until(lambda: engine.number(StatusBoard.OPEN) == 8, START)  # its successor asks, too
                 assert engine.child("server", 1).pid != victim.pid and engine.child("core").pid == core
 
@@ -166,7 +166,7 @@ def tree_of_its_own(shutdown_timeout: float = 20.0):
     try:
         line = process.stdout.readline()
         assert line.startswith("pids "), line + process.stderr.read()
-        pids = [int(one) for one in line.split()[1:]]
+        pids = [int(word) for word in line.split()[1:]]
         yield process, pids
         eventually(lambda: not [pid for pid in pids if is_there(pid)], within=PATIENCE)
     finally:

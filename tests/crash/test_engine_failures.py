@@ -153,7 +153,7 @@ def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
 
 
 async def pieces_of(stream: Any) -> list[int]:
-    return [one async for piece in stream for one in piece.ids]
+    return [token async for piece in stream for token in piece.ids]
 
 
 def test_who_asks_what_is_no_request_is_told_at_once() -> None:
@@ -177,7 +177,7 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
         shape = {"api_server_count": 2, "output_processors": outputs}
         async with tree_with("worker", worker.run, **shape) as engine:
             async with Client(engine.launcher.cluster, 0) as client, Client(engine.launcher.cluster, 1) as liar:
-                pids = {one.pid for one in engine.children()}
+                pids = {child.pid for child in engine.children()}
                 asking = asyncio.ensure_future(
                     pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=300)))
                 )
@@ -192,7 +192,7 @@ def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
                     await asyncio.wait_for(pieces_of(await liar.submit([4, 5])), 10.0)
                 liar._me = ProcessId("server", 0, 1, 1)
                 await must_serve_again(engine, client)
-                assert {one.pid for one in engine.children()} == pids
+                assert {child.pid for child in engine.children()} == pids
 
     asyncio.run(scene())
 

@@ -40,7 +40,7 @@ async def ask(client: Client, number: int, tokens: int) -> tuple[list[int], list
     ids = prompt(24)
     params = SamplingParams(max_tokens=tokens, ignore_eos=True)
     async with await client.submit(ids, params, values=images(number), timeout=PATIENCE) as stream:
-        return ids, [one async for piece in stream for one in piece.ids]
+        return ids, [token async for piece in stream for token in piece.ids]
 
 
 async def must_answer(engine: Running, client: Client, number: int) -> None:
@@ -60,9 +60,9 @@ async def must_be_held_by_nobody(engine: Running) -> None:
 
 def held(store: Store) -> list[object]:
     stats = store.stats()
-    kept = stats.items
-    strays = stats.pool.blocks - len(kept)  # without a key
-    return [one for one in kept if one.holders or one.is_being_written] + ([strays] if strays else [])
+    items = stats.items
+    strays = stats.pool.blocks - len(items)  # without a key
+    return [item for item in items if item.holders or item.is_being_written] + ([strays] if strays else [])
 
 
 async def fate(client: Client, number: int) -> EngineError | None:
@@ -77,10 +77,10 @@ async def fate(client: Client, number: int) -> EngineError | None:
 def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
     async def scene() -> None:
         async with running(**WITH_STORE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
-            asked = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
+            requests = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
             await engine.until(lambda: client.open_requests > 6)  # some are running, some are being put
             os.kill(engine.child(kind, index).pid, signal.SIGKILL)
-            for error in await asyncio.gather(*asked):
+            for error in await asyncio.gather(*requests):
                 assert error is not None and error.status == 503, error
             store = engine.launcher.cluster.store
             assert store is not None
@@ -94,7 +94,7 @@ def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int
 
 
 def servers(engine: Running) -> list[ChildProcess]:
-    return [one for one in engine.children() if one.member.kind == "server"]
+    return [child for child in engine.children() if child.member.kind == "server"]
 
 
 def serve(cluster: Cluster, me: ProcessId) -> None:
@@ -123,7 +123,7 @@ def test_servers_die_while_they_put_and_hold_images() -> None:
                 )
                 victim = engine.child("server", 1)
                 os.kill(victim.pid, signal.SIGKILL)
-                await engine.until(lambda gone=victim.pid: gone not in {one.pid for one in engine.children()})
+                await engine.until(lambda gone=victim.pid: gone not in {child.pid for child in engine.children()})
                 await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten
             await engine.until(
                 lambda: len(servers(engine)) == 2 and engine.number(StatusBoard.OPEN) > 4, START
@@ -163,7 +163,7 @@ def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
             store = engine.launcher.cluster.store
             assert store is not None
             with Scope(store) as scope:
-                gone = [(scope.put(one.value, key=one.key), one.position, one.length) for one in images(1)]
+                gone = [(scope.put(image.value, key=image.key), image.position, image.length) for image in images(1)]
             store.clear()
             others = [must_answer(engine, client, number) for number in range(2, 5)]
             params = SamplingParams(n=3)

@@ -212,11 +212,11 @@ def test_requests_ended_while_waiting_leave_nothing_in_the_next_group() -> None:
             late = Reader(
                 await client.submit(prompt(), SamplingParams(max_tokens=4000, ignore_eos=True), timeout=1.0), [], 0
             )
-            aborted, *kept = await readers(client, 4)
+            aborted, *remaining = await readers(client, 4)
             kill(engine, "core")
             await engine.until(lambda: counted(client, MigrationCounters.WAITING) >= 4)
             aborted.stream.abort()
-            await require_exact(engine, kept)
+            await require_exact(engine, remaining)
             with pytest.raises(EngineError, match="not complete within 1 s"):
                 await late.done
             await aborted.done

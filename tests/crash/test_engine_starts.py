@@ -68,12 +68,12 @@ def wait_for_the_end(cluster: Cluster, me: ProcessId) -> None:
 async def tree_with(unit: int, kind: str, life: Life, **options: Any) -> AsyncIterator[Served]:
     """Groups and servers, of which processes of that kind in that unit live this life. Started, and may not serve."""
     config = EngineConfig(simulated=simulated_device(), max_model_len=4096, **options)
-    asked = ServerOptions(port=0)
-    with contextlib.closing(listen(asked)) as listener:
+    server_options = ServerOptions(port=0)
+    with contextlib.closing(listen(server_options)) as listener:
         port = listener.getsockname()[1]
-        launcher = ServerLauncher(config, asked, listener)
+        launcher = ServerLauncher(config, server_options, listener)
         parts = launcher.units[unit]._parts
-        parts[:] = [(*one[:2], life) if one[0] == kind else one for one in parts]
+        parts[:] = [(*part[:2], life) if part[0] == kind else part for part in parts]
         try:
             launcher.start()
             yield Served(launcher, port)
@@ -93,7 +93,9 @@ def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
     async def scene() -> None:
         async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel_size=2) as served:
             await served.launcher.serving(START)
-            next(one for one in served.children() if one.member == ProcessId("worker", 0, 0, 1)).signal(signal.SIGKILL)
+            next(child for child in served.children() if child.member == ProcessId("worker", 0, 0, 1)).signal(
+                signal.SIGKILL
+            )
             counted = set()
             while served.number(StatusBoard.SERVING, 0) != 2 + FAILED:
                 assert not served.launcher.has_failed
@@ -120,7 +122,7 @@ def test_server_killed_at_each_start_restarts_until_it_serves(
                 pid = served.child("server").pid
                 served.child("server").signal(signal.SIGKILL)
                 await served.until(
-                    lambda pid=pid: [one for one in served.children() if is_another_server(one, pid)], START
+                    lambda pid=pid: [child for child in served.children() if is_another_server(child, pid)], START
                 )
                 assert not served.launcher.has_failed
             await served.launcher.serving(START)

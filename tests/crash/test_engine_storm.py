@@ -54,13 +54,13 @@ class Storm:
     async def read(self, stream, ids, tokens: int) -> None:
         began = time.monotonic()
         try:
-            got = [one async for piece in stream for one in piece.ids]
+            got = [token async for piece in stream for token in piece.ids]
         except EngineError as error:
             now = time.monotonic()
             assert error.status == 503, f"after {now - began:.1f} s: {error}"
-            its = [blow for blow in self.blows if blow.group == stream.group and blow.at <= now]
-            assert its, f"group {stream.group} failed a request, and nobody has touched it: {error}"
-            self.told_after.append(now - its[-1].at)
+            blows = [blow for blow in self.blows if blow.group == stream.group and blow.at <= now]
+            assert blows, f"group {stream.group} failed a request, and nobody has touched it: {error}"
+            self.told_after.append(now - blows[-1].at)
             self.ends["told"] += 1
         else:
             assert got == self.engine.rule.answer(ids, tokens)
@@ -70,10 +70,10 @@ class Storm:
     async def strike(self) -> None:
         """One group at a time, so that the other one's requests must not notice."""
         group = self.chance.randrange(2)
-        its = [one for one in self.engine.children() if one.member.group == group]
-        if not its or self.engine.launcher.board.row(group)[StatusBoard.SERVING] == 0:
+        children = [child for child in self.engine.children() if child.member.group == group]
+        if not children or self.engine.launcher.board.row(group)[StatusBoard.SERVING] == 0:
             return await asyncio.sleep(0.05)
-        victim = self.chance.choice(its)
+        victim = self.chance.choice(children)
         how = self.chance.choice([signal.SIGKILL, signal.SIGKILL, signal.SIGSTOP])
         is_stopped_for_long = how == signal.SIGSTOP and self.chance.random() < 0.3
         self.blows.append(Blow(time.monotonic(), group, f"{how.name} {victim.member}"))
@@ -117,7 +117,7 @@ def test_two_groups_under_random_blows_answer_or_tell_every_request(outputs: int
             async with Client(engine.launcher.cluster, 0) as client:
                 storm = Storm(engine, client, seed)
                 await storm.rage()
-                await engine.until(lambda: not storm.killed & {one.pid for one in engine.children()})
+                await engine.until(lambda: not storm.killed & {child.pid for child in engine.children()})
                 await engine.serving_again(client)
                 for _ in range(4):  # both groups answer
                     ids = prompt()

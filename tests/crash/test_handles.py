@@ -50,7 +50,7 @@ def must_be_held_by_none(store: Store) -> None:
     def held() -> tuple[object, ...]:
         stats = store.stats()
         strays = stats.pool.blocks - len(stats.items)
-        return stats.pool.holders, [one for one in stats.items if one.holders or one.is_being_written], strays
+        return stats.pool.holders, [item for item in stats.items if item.holders or item.is_being_written], strays
 
     deadline = time.monotonic() + WATCHDOG
     while held() != ((), [], 0):
@@ -77,7 +77,7 @@ def test_no_value_stays_held_when_requests_and_processes_end_anywhere(zygote: Zy
         answers = [penstock.Inbox(ANSWERED, senders=CORES * WORKERS, **options) for _ in range(SERVERS)]
         for channel in (*inboxes, *steps, *answers):
             stack.enter_context(channel)
-        tickets = [tuple(str(one.ticket) for one in some) for some in (inboxes, steps, answers)]
+        tickets = [tuple(str(channel.ticket) for channel in some) for some in (inboxes, steps, answers)]
         play = Play(zygote, (str(board.segment.ticket), str(store.ticket), *tickets))
         stack.callback(play.close)
         for death in range(1, tiers.HANDLE_DEATHS + 1):

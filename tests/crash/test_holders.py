@@ -158,10 +158,10 @@ def die_while_waiting(talk: Connection, where: str) -> None:
 def test_how_a_peer_died_is_said_where_it_can_be_known() -> None:
     with penstock.Ring() as ring, ring.open_sender() as sender:
         context = multiprocessing.get_context("spawn")
-        ours, theirs = context.Pipe()
-        process = context.Process(target=die_while_waiting, args=(theirs, str(ring.ticket)))
+        ours, remote = context.Pipe()
+        process = context.Process(target=die_while_waiting, args=(remote, str(ring.ticket)))
         process.start()  # our own child: we may know
-        theirs.close()
+        remote.close()
         try:
             assert ours.recv() == ("ready",)
             os.kill(process.pid, signal.SIGKILL)

@@ -109,13 +109,13 @@ def data_urls(count: int = 4) -> list[str]:
 
 def with_images(requests: Sequence[AnyRequest]) -> list[AnyRequest]:
     """Gives every second request of a `Client` an image that its store keeps: the simulated device opens it."""
-    numbers, made = itertools.count(), list(requests)
-    for at, request in enumerate(made):
+    numbers, numbered = itertools.count(), list(requests)
+    for at, request in enumerate(numbered):
         if isinstance(request, ClientRequest) and len(request.prompt) > PLACEHOLDERS and next(numbers) % 2 == 0:
             pixels = np.full((3, 64, 64), at, np.float32)
             images = (ImageInput([pixels], 0, PLACEHOLDERS, at.to_bytes(32, "little")),)
-            made[at] = ClientRequest(request.prompt, request.params, request.priority, images)
-    return made
+            numbered[at] = ClientRequest(request.prompt, request.params, request.priority, images)
+    return numbered
 
 
 async def in_rounds(engine: Migrating, configuration: Configuration, count: int, seed: int, urls: list[str]) -> None:

@@ -139,8 +139,8 @@ async def a_client_that_disconnects_while_its_request_waits_leaves_nothing(engin
 
 async def until_open_over_http(engine: Migrating, count: int) -> None:
     deadline = time.monotonic() + WITHIN
-    while (found := await engine.total("penstock_open_requests")) != count:
-        assert time.monotonic() < deadline, f"{found} requests are open"
+    while (figure := await engine.total("penstock_open_requests")) != count:
+        assert time.monotonic() < deadline, f"{figure} requests are open"
         await asyncio.sleep(0.02)
 
 
@@ -209,8 +209,8 @@ async def a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none(
     await kill_group(engine)
     await engine.until(lambda: engine.number(StatusBoard.OPEN) > 1, START)
     victim.signal(signal.SIGKILL)
-    *lost, kept = await asyncio.wait_for(waiting, START)
-    assert all(answer.error for answer in lost) and not kept.error, kept
+    *lost, answered_request = await asyncio.wait_for(waiting, START)
+    assert all(answer.error for answer in lost) and not answered_request.error, answered_request
     await engine.until(lambda: victim.pid not in {child.pid for child in engine.children()})
     await engine.must_be_whole()
 

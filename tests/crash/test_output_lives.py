@@ -96,8 +96,8 @@ def test_requests_of_the_other_output_go_on_undisturbed() -> None:
             await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 1)
             steps, row = engine.number(StatusBoard.STEPS), engine.launcher.board.row(0)
             await engine.until(lambda: row[StatusBoard.STEPS] > steps + 50 and row[StatusBoard.ABSENT_OUTPUTS])
-            assert {one for one in numbers if one % 2} <= set(client._streams), "one was submitted again"
-            assert client.counters[0][MIGRATED] == sum(one % 2 == 0 for one in numbers)
+            assert {number for number in numbers if number % 2} <= set(client._streams), "one was submitted again"
+            assert client.counters[0][MIGRATED] == sum(number % 2 == 0 for number in numbers)
             await answers.must_be_exact()
             assert engine.number(StatusBoard.SERVING) == 1 and not client.counters[0][MigrationCounters.GIVEN_UP]
             await engine.must_be_empty()
@@ -202,7 +202,7 @@ def test_request_that_is_given_up_while_its_output_is_away_leaves_nothing() -> N
             for stream in streams[:2]:
                 stream.abort()
             await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 1)
-            got = [one async for piece in streams[2] for one in piece.ids]
+            got = [token async for piece in streams[2] for token in piece.ids]
             assert len(got) == 9
             await engine.must_be_empty()
 

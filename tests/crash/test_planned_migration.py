@@ -131,8 +131,8 @@ def test_command_shows_the_progress_of_each_group_and_ends_well() -> None:
             "group 1 serves again after N s",
             "all groups have been restarted within N s",
         ]
-        children = [one for one in all_processes().values() if one.parent == server.pid]
-        oldest = sorted(children, key=lambda one: one.start)[:2]  # the resource tracker, and the server process
+        children = [process for process in all_processes().values() if process.parent == server.pid]
+        oldest = sorted(children, key=lambda process: process.start)[:2]  # the resource tracker, and the server process
         refused = [migrate(child.pid) for child in oldest]
-        assert [one.returncode for one in refused] == [2, 2]
-        assert any(f"is no launcher: process {server.pid} is" in one.stderr for one in refused), refused
+        assert [done.returncode for done in refused] == [2, 2]
+        assert any(f"is no launcher: process {server.pid} is" in done.stderr for done in refused), refused

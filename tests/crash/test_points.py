@@ -84,7 +84,7 @@ def kill_until_it_reaps(scene: Scene, victim: Cast) -> None:
     """Others of its kind, one after the other: all survivors see such a death, and one of them is the first."""
     for _ in range(100):
         scene.must_flow(1, without=victim)
-        other = next(one for one in scene.cast if one.role == victim.role and one.index == 2)
+        other = next(player for player in scene.cast if player.role == victim.role and player.index == 2)
         other.kill()
         scene.bury(other)
         scene.must_be_reaped(other)
@@ -99,7 +99,7 @@ def test_a_replacement_is_known_by_its_epoch(zygote: Zygote) -> None:
         scene.fill()
         for round in range(1, 6):
             for role, ends in (("sender", "senders"), ("receiver", "receivers")):
-                victim = next(one for one in scene.cast if one.role == role)
+                victim = next(player for player in scene.cast if player.role == role)
                 scene.must_flow(3)
                 assert scene.peers_snapshot()[ends][0]["epoch"] == round
                 victim.kill()
@@ -113,7 +113,7 @@ def test_sender_goes_on_with_new_receivers_when_all_die_at_once(zygote: Zygote) 
     with Scene(zygote, "broadcast") as scene:
         scene.fill()
         scene.must_flow()
-        victims = [one for one in scene.cast if one.role == "receiver"]
+        victims = [player for player in scene.cast if player.role == "receiver"]
         for victim in victims:
             victim.kill()
         for victim in victims:
@@ -121,7 +121,9 @@ def test_sender_goes_on_with_new_receivers_when_all_die_at_once(zygote: Zygote) 
         for victim in victims:
             scene.must_be_reaped(victim)
         (sender,) = scene.cast
-        eventually(lambda: {one[2] for one in sender.heard() if one[0] == "died"} & {one.pid for one in victims})
+        eventually(
+            lambda: {event[2] for event in sender.heard() if event[0] == "died"} & {event.pid for event in victims}
+        )
         for index in range(3):
             scene.add("receiver", index).hear("ready")
         scene.must_flow()
@@ -132,7 +134,7 @@ def test_committed_records_of_a_dead_sender_come_before_its_death(zygote: Zygote
     with Scene(zygote, "inbox", pause=0.0) as scene:
         scene.fill()
         scene.must_flow(50)
-        victim = next(one for one in scene.cast if one.role == "sender")
+        victim = next(player for player in scene.cast if player.role == "sender")
         victim.kill()
         scene.must_be_told(victim, scene.bury(victim))
         sent = scene.board.sent(victim.actor)

@@ -53,7 +53,7 @@ class Chaos:
         able = alike.get(kind, [unit for unit in whole if unit.is_group])
         if len(able) < 2:
             return []
-        return [one for unit in able for one in unit.children.values() if one.member.kind == kind]
+        return [child for unit in able for child in unit.children.values() if child.member.kind == kind]
 
     def _is_whole(self, unit) -> bool:
         if unit.is_group:
@@ -91,22 +91,23 @@ class Chaos:
                         load.result()
             await asyncio.sleep(NOTICED + HEALTHY_UPTIME)
 
-    def is_concerned(self, one: Asked) -> bool:
-        return any(one.began - NOTICED <= blow.until and blow.at <= one.ended for blow in self.blows)
+    def is_concerned(self, request: Asked) -> bool:
+        return any(request.began - NOTICED <= blow.until and blow.at <= request.ended for blow in self.blows)
 
     def judge(self) -> None:
-        asked = self.load.requests
-        unconcerned = [one for one in asked if not self.is_concerned(one)]
-        lost = [one for one in unconcerned if one.error]
-        well = sum(not one.error for one in asked)
+        requests = self.load.requests
+        unconcerned = [request for request in requests if not self.is_concerned(request)]
+        lost = [request for request in unconcerned if request.error]
+        well = sum(not request.error for request in requests)
         print(
-            f"{len(self.blows)} blows; {well} of {len(asked)} answered; {len(lost)} lost of {len(unconcerned)} that no "
-            f"blow concerned; {dict(self.load.gone)}; slowest {max(one.ended - one.began for one in asked):.1f} s"
+            f"{len(self.blows)} blows; {well} of {len(requests)} answered; {len(lost)} lost of {len(unconcerned)} that "
+            f"no blow concerned; {dict(self.load.gone)}; "
+            f"slowest {max(request.ended - request.began for request in requests):.1f} s"
         )
-        print(Counter(one.error.split(":")[0] for one in asked), sorted(blow.what for blow in self.blows))
-        assert well >= ALL * len(asked) and well > 50 and len(unconcerned) > 20
+        print(Counter(request.error.split(":")[0] for request in requests), sorted(blow.what for blow in self.blows))
+        assert well >= ALL * len(requests) and well > 50 and len(unconcerned) > 20
         assert len(lost) <= (1 - UNCONCERNED) * len(unconcerned), lost
-        assert all(self.load.gone[one] for one in ("vanished", "did not read"))
+        assert all(self.load.gone[way] for way in ("vanished", "did not read"))
 
 
 async def in_chaos(
@@ -145,8 +146,8 @@ def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
         async with run_server(LIMITS, MODEL_START, **options) as served:
             known = []
             for prompt in ("hello", "a story", "abc abc", "one two three"):
-                asked = {"model": tmp_path.name, "prompt": prompt, "max_tokens": 30, "temperature": 0}
-                done = await served.client.completions.create(**asked, extra_body={"ignore_eos": True})
+                body = {"model": tmp_path.name, "prompt": prompt, "max_tokens": 30, "temperature": 0}
+                done = await served.client.completions.create(**body, extra_body={"ignore_eos": True})
                 known.append(Question(prompt, 30, done.choices[0].text))
             await in_chaos(served, seed, lambda chance: chance.choice(known), MODEL_START)
 

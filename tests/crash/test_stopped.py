@@ -43,15 +43,15 @@ def sleepy_receiver(talk: Connection, where: str) -> None:
 def holder(talk: Connection, where: str, point: str) -> None:
     """Takes and gives back blocks until it is stopped at the point, holding a lock."""
     pool = lowlevel.Pool.attach(where, peer_name="holder")
-    kept = pool.take(1000)
-    talk.send(("ready", list(_ref(pool, kept))))
+    lease = pool.take(1000)
+    talk.send(("ready", list(_ref(pool, lease))))
     talk.recv()
     _native.arm_point(point, "stop", 1)
     for _ in range(100):
         pool.take(100).release()
     talk.send(("went on",))
     talk.recv()
-    kept.release()
+    lease.release()
     pool.close()
     talk.send(("closed",))
 
@@ -111,9 +111,9 @@ def test_stopped_receiver_keeps_its_blocks_and_misses_no_record(zygote: Zygote) 
     with Scene(zygote, "broadcast") as scene:
         scene.fill()
         scene.must_flow()
-        one = next(one for one in scene.cast if one.role == "receiver" and one.index == 1)
-        stop(one)
-        stalled = scene.board.received(one.actor)
+        receiver = next(receiver for receiver in scene.cast if receiver.role == "receiver" and receiver.index == 1)
+        stop(receiver)
+        stalled = scene.board.received(receiver.actor)
         sender = scene.others("receiver")[0]
         eventually(
             lambda: (
@@ -122,11 +122,11 @@ def test_stopped_receiver_keeps_its_blocks_and_misses_no_record(zygote: Zygote) 
             ),
             20,
         )
-        (peer,) = [peer for peer in scene.channel.peers() if peer.pid == one.pid]
+        (peer,) = [peer for peer in scene.channel.peers() if peer.pid == receiver.pid]
         assert peer.state == "stopped"
         assert scene.channel.snapshot()["receivers"][1]["state"] == "live"
-        assert scene.board.received(one.actor) <= stalled + 1
-        one.kill(signal.SIGCONT)
+        assert scene.board.received(receiver.actor) <= stalled + 1
+        receiver.kill(signal.SIGCONT)
         scene.must_flow()
         scene.finish()
 
@@ -200,7 +200,7 @@ def test_one_that_dies_while_it_is_stopped_is_dead(zygote: Zygote) -> None:
     with Scene(zygote, "broadcast") as scene:
         scene.fill()
         scene.must_flow()
-        victim = next(one for one in scene.cast if one.role == "receiver")
+        victim = next(player for player in scene.cast if player.role == "receiver")
         stop(victim)
         victim.kill()
         scene.must_be_told(victim, scene.bury(victim))
@@ -522,12 +522,12 @@ def test_a_release_that_was_put_off_is_done_soon_after_the_peer_goes_on(zygote: 
         receiver.close()
 
 
-@pytest.mark.parametrize("kept", ["nothing", "a record that it received"])
-def test_closed_place_is_free_soon_after_a_stopped_peer_goes_on(zygote: Zygote, kept: str) -> None:
+@pytest.mark.parametrize("state", ["nothing", "a record that it received"])
+def test_closed_place_is_free_soon_after_a_stopped_peer_goes_on(zygote: Zygote, state: str) -> None:
     with penstock.Broadcast(receivers=2, on_receiver_death="ignore") as channel, channel.open_sender() as sender:
         receiver = channel.open_receiver(1, name="closed")
         held = []
-        if kept != "nothing":
+        if state != "nothing":
             sender.send(LONG)
             held.append(receiver.receive_view(timeout=20))
         sender.send(LONG)  # pending for it

@@ -85,20 +85,20 @@ class Zygote:
     """Makes children."""
 
     def __init__(self) -> None:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        ours, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self._socket = ours
         context = multiprocessing.get_context("spawn")
-        self._process = context.Process(target=serve, args=(theirs,), name="zygote")
+        self._process = context.Process(target=serve, args=(remote,), name="zygote")
         self._process.start()
-        theirs.close()
+        remote.close()
         self._socket.settimeout(WATCHDOG)
         assert self._socket.recv(16) == b"ready"
 
     def child(self, target: Callable[..., object], *arguments: Any) -> Child:
         """target(talk, *arguments) in a process of its own; `talk` is a Connection whose other end the Child has."""
-        ours, theirs = multiprocessing.Pipe()
-        socket.send_fds(self._socket, [pickle.dumps((target, arguments))], [theirs.fileno()])
-        theirs.close()
+        ours, remote = multiprocessing.Pipe()
+        socket.send_fds(self._socket, [pickle.dumps((target, arguments))], [remote.fileno()])
+        remote.close()
         pid, (fd,), _, _ = socket.recv_fds(self._socket, 16, 1)
         return Child(int(pid), fd, ours)
 

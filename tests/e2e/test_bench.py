@@ -67,8 +67,8 @@ def test_quick_engine_bench_measures_each_cluster_with_exact_answers(tmp_path: P
     parts = {record["impl"]: record for record in records if record["case"] == "core_parts"}
     assert "outputs_us" in parts["outputs-in-core"] and "outputs_us" not in parts["penstock"]
     assert "whole_state_us" in parts["classic-zeromq"]
-    asked = [(record["impl"], record["share"]) for record in records if record["case"] == "images"]
-    assert sorted(asked) == [("classic-zeromq", 0), ("classic-zeromq", 1), ("penstock", 0), ("penstock", 1)]
+    shares = [(record["impl"], record["share"]) for record in records if record["case"] == "images"]
+    assert sorted(shares) == [("classic-zeromq", 0), ("classic-zeromq", 1), ("penstock", 0), ("penstock", 1)]
     assert "Targets" in run.stderr
 
 

@@ -37,15 +37,15 @@ def streaming(port: int, many: int) -> Iterator[None]:
             for _ in range(many)
         ]
         is_over = threading.Event()
-        readers = [threading.Thread(target=read_on, args=(one, is_over)) for one in answers]
-        for one in readers:
-            one.start()
+        readers = [threading.Thread(target=read_on, args=(answer, is_over)) for answer in answers]
+        for reader in readers:
+            reader.start()
         try:
             yield
         finally:
             is_over.set()
-            for one in readers:
-                one.join()
+            for reader in readers:
+                reader.join()
 
 
 def read_on(answer: http.client.HTTPResponse, is_over: threading.Event) -> None:
@@ -110,7 +110,7 @@ def a_phone_need_not_scroll_sideways_and_the_dark_is_dark(page: Browser) -> None
     for scheme in ("light", "dark"):
         page.prefer(scheme)
         grounds.append(page.evaluate("getComputedStyle(document.body).backgroundColor"))
-    light, dark = (sum(map(int, re.findall(r"\d+", one)[:3])) for one in grounds)
+    light, dark = (sum(map(int, re.findall(r"\d+", colour)[:3])) for colour in grounds)
     assert light > 600 and dark < 150, grounds
 
 
@@ -122,5 +122,5 @@ def names_are_text(page: Browser) -> None:
 
 def the_key_is_in_no_address(page: Browser) -> None:
     addresses = page.evaluate("performance.getEntries().map(one => one.name).concat(location.href)")
-    assert len(addresses) > 3 and not any("sesame" in one or "?" in one for one in addresses), addresses
+    assert len(addresses) > 3 and not any("sesame" in address or "?" in address for address in addresses), addresses
     assert "sesame" not in page.evaluate("document.documentElement.outerHTML")

@@ -31,8 +31,8 @@ def in_a_session_of_its_own(
     """
     bin_folder = Path(sys.executable).parent
     more = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}
-    told = folder / "told"
-    with told.open("w") as out:
+    output = folder / "told"
+    with output.open("w") as out:
         process = subprocess.Popen(
             command,
             cwd=folder,
@@ -44,7 +44,7 @@ def in_a_session_of_its_own(
         )
         try:
             status = process.wait(within)
-            yield status, told.read_text()
+            yield status, output.read_text()
             eventually(lambda: not processes_of(process.pid), within=20)
         finally:
             with contextlib.suppress(ProcessLookupError):
@@ -54,22 +54,22 @@ def in_a_session_of_its_own(
 
 def processes_of(number: int) -> list[int]:
     """Returns the processes of a session, without zombies."""
-    found = []
+    pids = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError, IndexError):
             fields = (entry / "stat").read_text().rpartition(")")[2].split()
             if int(fields[3]) == number and fields[0] != "Z":
-                found.append(int(entry.name))
-    return found
+                pids.append(int(entry.name))
+    return pids
 
 
 @pytest.mark.parametrize("example", [path for path in EXAMPLES if path.stem not in ASKING], ids=lambda path: path.stem)
 def test_example_runs_and_leaves_no_process(example: Path, tmp_path: Path) -> None:
-    with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 60, example) as (status, told):
-        assert status == STATUS.get(example.stem, 0), told
+    with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 60, example) as (status, output):
+        assert status == STATUS.get(example.stem, 0), output
     for fence in (fence for page in PAGES for fence in fences(page)):
         if fence.printed_by == str(example.relative_to(ROOT)):
-            assert normalized(fence.text) in normalized(told), fence.where
+            assert normalized(fence.text) in normalized(output), fence.where
 
 
 @pytest.mark.timeout(tiers.limit(300, soak=3600))
@@ -86,8 +86,8 @@ def test_deaths_print_what_the_documents_show_under_load(name: str, tmp_path: Pa
     ]
     try:
         for _ in range(tiers.DEATH_EXAMPLES):
-            with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 120, example) as (status, told):
-                assert (status, without_pid(told)) == (0, text)
+            with in_a_session_of_its_own([sys.executable, str(example)], tmp_path, 120, example) as (status, output):
+                assert (status, without_pid(output)) == (0, text)
     finally:
         for process in load:
             process.kill()
@@ -95,8 +95,8 @@ def test_deaths_print_what_the_documents_show_under_load(name: str, tmp_path: Pa
 
 
 def free_port() -> str:
-    with socket.create_server(("127.0.0.1", 0)) as found:
-        return str(found.getsockname()[1])
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
 
 
 @tiers.needs_all
@@ -110,8 +110,8 @@ def test_the_shell_of_a_page_does_what_it_shows(page: Path, tmp_path: Path) -> N
     ended = "trap 'kill $(jobs -p) 2>/dev/null || true; wait' EXIT\n"
     session = sessions()[page]
     script.write_text("set -euo pipefail\n" + ended + session.script.replace(PORT, free_port()))
-    with in_a_session_of_its_own(["bash", "-x", str(script)], tmp_path, 200, page) as (status, told):
-        assert status == 0, told
+    with in_a_session_of_its_own(["bash", "-x", str(script)], tmp_path, 200, page) as (status, output):
+        assert status == 0, output
     for name, fence in session.shown.items():
         assert normalized((tmp_path / name).read_text()) == normalized(fence.text), fence.where
 

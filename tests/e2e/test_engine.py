@@ -35,13 +35,13 @@ def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: 
         async with running(
             async_scheduling=overlap, output_processors=outputs, simulated=simulated, **options
         ) as engine:
-            async with Client(engine.launcher.cluster, 0) as one, Client(engine.launcher.cluster, 1) as other:
-                asked = [
+            async with Client(engine.launcher.cluster, 0) as first, Client(engine.launcher.cluster, 1) as other:
+                answers = [
                     must_answer_by_the_rule(engine, client, 1 + 7 * number, 1 + 5 * number, 1 + number % 3)
                     for number in range(20)
-                    for client in (one, other)
+                    for client in (first, other)
                 ]
-                await asyncio.gather(*asked)
+                await asyncio.gather(*answers)
             await engine.must_be_empty()
 
     asyncio.run(scene())
@@ -63,7 +63,7 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
         async with running(simulated=simulated, **options) as engine:
             beginning = prompt(longest)
 
-            async def one(client: Client, length: int, priority: int) -> None:
+            async def answered_with_priority(client: Client, length: int, priority: int) -> None:
                 size = chance.randint(1, min(length - 1, 1500))
                 ids = np.concatenate([beginning[: chance.randint(0, size - 1)], prompt(size)])[:size]
                 params = SamplingParams(n=samples, max_tokens=length - size)
@@ -79,9 +79,9 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
             async with Client(engine.launcher.cluster, 0) as client:
                 everybody = []
                 for number, length in enumerate(lengths):
-                    everybody.append(asyncio.ensure_future(one(client, length, -(number % 3))))
+                    everybody.append(asyncio.ensure_future(answered_with_priority(client, length, -(number % 3))))
                     await asyncio.sleep(chance.uniform(0, 0.05))
-                gone = asyncio.ensure_future(one(client, longest, 0))
+                gone = asyncio.ensure_future(answered_with_priority(client, longest, 0))
                 await asyncio.sleep(0.1)
                 gone.cancel()
                 await asyncio.gather(*everybody)
@@ -134,7 +134,7 @@ async def one_that_takes_too_long_ends_with_a_time_out(engine: Running, client: 
 async def a_stop_string_ends_it_and_is_not_shown(engine: Running, client: Client) -> None:
     ids = prompt()
     answer = engine.rule.answer(ids, 50)
-    words = "".join(f" {one}" for one in answer)
+    words = "".join(f" {token}" for token in answer)
     stop = f"{str(answer[20])[-1]} {answer[21]}"  # across the border of two tokens
     stream = await client.submit(ids, SamplingParams(max_tokens=50, stop=(stop,)))
     pieces = [piece async for piece in stream]

@@ -40,13 +40,13 @@ def config_of(family: Family, path: Path, **options: Any) -> EngineConfig:
     )
 
 
-async def answer(client: Client, family: Family, asked: Asked, group: int) -> list[int]:
+async def answer(client: Client, family: Family, request: Asked, group: int) -> list[int]:
     """Of this group."""
-    params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True, detokenize=False)
-    values = [ImageInput(family.images[key], *place, key) for key, *place in asked.inputs if key is not None]
+    params = SamplingParams(temperature=0, max_tokens=request.tokens, ignore_eos=True, detokenize=False)
+    values = [ImageInput(family.images[key], *place, key) for key, *place in request.inputs if key is not None]
     client._router.choose = lambda loads, traces: group  # type: ignore[method-assign]
-    async with await client.submit(asked.prompt, params, values=values, timeout=START) as stream:
-        return [one async for piece in stream for one in piece.ids]
+    async with await client.submit(request.prompt, params, values=values, timeout=START) as stream:
+        return [token async for piece in stream for token in piece.ids]
 
 
 class Computing(Running):
@@ -84,9 +84,9 @@ def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mode: st
             async with Client(launcher.cluster, 0) as client:
                 together = [answer(client, family, pairs[2][0], group) for group in range(groups)]
                 assert await asyncio.gather(*together) == [pairs[2][1]] * groups
-                for asked, want in pairs:
+                for request, want in pairs:
                     for group in range(groups):
-                        assert await answer(client, family, asked, group) == want
+                        assert await answer(client, family, request, group) == want
             await engine.until(lambda: encoded(engine) >= len(family.images))
             assert encoded(engine) == len(family.images)
             assert encoded(engine, StatusBoard.ENCODINGS_UNSHARED) == 0
@@ -111,10 +111,10 @@ def slow(path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
     prompt = [5, 6, *[models.IMAGE] * 16, 7]
     family = build_family("idefics3", path, requests=[Asked([5], [])])
     key = random.Random(1).randbytes(32)
-    asked = Asked(prompt, [(key, 2, 16)])
+    request = Asked(prompt, [(key, 2, 16)])
     stock = models.transformers.AutoModelForImageTextToText.from_pretrained(path).eval()
     images = {key: image}
-    return family._replace(requests=[asked], images=images, answers=[models._answer(stock, asked, images)])
+    return family._replace(requests=[request], images=images, answers=[models._answer(stock, request, images)])
 
 
 def writers(store: Store) -> list[int]:
@@ -126,7 +126,7 @@ def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = slow(tmp_path, monkeypatch)
-    asked, want = family.requests[0], family.answers[0]
+    request, want = family.requests[0], family.answers[0]
 
     async def scene() -> None:
         launcher = Launcher(config_of(family, tmp_path, data_parallel_size=2))
@@ -137,12 +137,14 @@ def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
             store = launcher.cluster.encodings
             assert store is not None
             async with Client(launcher.cluster, 0) as client:
-                dying = asyncio.ensure_future(answer(client, family, asked, 0))
+                dying = asyncio.ensure_future(answer(client, family, request, 0))
                 await engine.until(lambda: writers(store))
-                waiting = asyncio.ensure_future(answer(client, family, asked, 1))
+                waiting = asyncio.ensure_future(answer(client, family, request, 1))
                 await engine.until(lambda: store.stats().fills_awaited)
                 assert writers(store), "the image was encoded too soon for this test"
-                worker = next(one for one in engine.children() if (one.member.kind, one.member.group) == ("worker", 0))
+                worker = next(
+                    child for child in engine.children() if (child.member.kind, child.member.group) == ("worker", 0)
+                )
                 os.kill(worker.pid, signal.SIGKILL)
                 assert await waiting == want
                 try:
@@ -152,7 +154,7 @@ def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
                 await engine.until(lambda: engine.number(StatusBoard.ENCODINGS, 1) == 1)
                 assert engine.number(StatusBoard.ENCODINGS_UNSHARED, 1) == 0
                 await engine.serving_again(client)
-                assert await answer(client, family, asked, 0) == want
+                assert await answer(client, family, request, 0) == want
                 await engine.until(lambda: engine.number(StatusBoard.ENCODINGS_FOUND, 0) == 1)
                 assert engine.number(StatusBoard.ENCODINGS, 0) == 0
             assert not writers(store)

@@ -30,7 +30,7 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
     async def answer(client: Client, prompt: object, tokens: int) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
         async with await client.submit(prompt, params, timeout=START) as stream:
-            return [one async for piece in stream for one in piece.ids]
+            return [token async for piece in stream for token in piece.ids]
 
     async def scene() -> None:
         launcher = Launcher(config)
@@ -39,14 +39,14 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
                 pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
-                got = await asyncio.gather(*(answer(client, asked.prompt, len(want)) for asked, want in pairs))
+                got = await asyncio.gather(*(answer(client, request.prompt, len(want)) for request, want in pairs))
             assert got == [list(want) for _, want in pairs]
             row = launcher.board.row(0)
             while row[StatusBoard.SAMPLED] < sum(map(len, got)):  # it is written when the result has been sent
                 await asyncio.sleep(0.01)
             assert row[StatusBoard.SAMPLED] == sum(map(len, got))
             assert (
-                0 < row[StatusBoard.COMPUTED] <= sum(len(asked.prompt) for asked, _ in pairs)
+                0 < row[StatusBoard.COMPUTED] <= sum(len(request.prompt) for request, _ in pairs)
             )  # the cache has had the rest
             assert (
                 0
@@ -69,10 +69,10 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
     sizes = {"num_gpu_blocks_override": 64, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
     config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, dtype="float32", **sizes)
 
-    async def answer(client: Client, asked: Asked) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=asked.tokens, ignore_eos=True, detokenize=False)
-        async with await client.submit(asked.prompt, params, timeout=START) as stream:
-            return [one async for piece in stream for one in piece.ids]
+    async def answer(client: Client, request: Asked) -> list[int]:
+        params = SamplingParams(temperature=0, max_tokens=request.tokens, ignore_eos=True, detokenize=False)
+        async with await client.submit(request.prompt, params, timeout=START) as stream:
+            return [token async for piece in stream for token in piece.ids]
 
     async def scene() -> None:
         launcher = Launcher(config)
@@ -80,8 +80,8 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
             launcher.start()
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
-                alone = [await answer(client, asked) for asked in requests]
-                together = await asyncio.gather(*(answer(client, asked) for asked in requests))
+                alone = [await answer(client, request) for request in requests]
+                together = await asyncio.gather(*(answer(client, request) for request in requests))
             must_be_greedy(family.path, requests, alone)
             must_be_greedy(family.path, requests, together)
         finally:
@@ -110,11 +110,11 @@ def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) ->
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
                 cached = []
-                for asked, want in zip(family.requests, family.answers, strict=True):
-                    async with await client.submit(asked.prompt, params, timeout=START) as stream:
-                        assert [one async for piece in stream for one in piece.ids] == want
+                for request, want in zip(family.requests, family.answers, strict=True):
+                    async with await client.submit(request.prompt, params, timeout=START) as stream:
+                        assert [token async for piece in stream for token in piece.ids] == want
                     cached.append(stream.cached_tokens)
-            lengths = [len(asked.prompt) for asked in family.requests]
+            lengths = [len(request.prompt) for request in family.requests]
             assert dict(zip(lengths, cached, strict=True)) == {1: 0, 2: 0, 5: 0, 23: 0, 14: 0, 17: 12, 22: 0}
         finally:
             assert await launcher.stop() == []
@@ -143,12 +143,12 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
         **sizes,
     )
 
-    async def answer(client: Client, scope: Scope | None, asked: Asked, tokens: int, has_key: bool) -> list[int]:
+    async def answer(client: Client, scope: Scope | None, request: Asked, tokens: int, has_key: bool) -> list[int]:
         params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        values = [ImageInput(family.images[key], *place, key if has_key else None) for key, *place in asked.inputs]
-        submitted = client.submit(asked.prompt, params, values=values, scope=scope, timeout=START)
+        values = [ImageInput(family.images[key], *place, key if has_key else None) for key, *place in request.inputs]
+        submitted = client.submit(request.prompt, params, values=values, scope=scope, timeout=START)
         async with await submitted as stream:
-            return [one async for piece in stream for one in piece.ids]
+            return [token async for piece in stream for token in piece.ids]
 
     async def scene() -> None:
         launcher = Launcher(config)
@@ -161,23 +161,23 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
                 pairs = list(zip(family.requests, family.answers, strict=True))
                 for has_key in (True, False):
                     scopes = [Scope(store, inline_nbytes=0) for _ in pairs]
-                    for one, held in (
+                    for sender, held in (
                         (client, scopes),
                         (other, [Scope() for _ in pairs]),
                     ):  # the other sends all inline
                         got = await asyncio.gather(
                             *(
-                                answer(one, scope, asked, len(want), has_key)
-                                for scope, (asked, want) in zip(held, pairs, strict=True)
+                                answer(sender, scope, request, len(want), has_key)
+                                for scope, (request, want) in zip(held, pairs, strict=True)
                             )
                         )
-                        assert got == [list(want) for _, want in pairs], (has_key, one is client)
+                        assert got == [list(want) for _, want in pairs], (has_key, sender is client)
                         assert all(
-                            (scope.stats().inline > 0) == (one is other) for scope in held if scope.stats().handles
+                            (scope.stats().inline > 0) == (sender is other) for scope in held if scope.stats().handles
                         )
                     assert not has_key or sum(scope.stats().hits for scope in scopes)
             assert len(store.stats().items) == len(family.images)
-            while any(one.holders for one in store.stats().items) or store.stats().pool.blocks > len(family.images):
+            while any(item.holders for item in store.stats().items) or store.stats().pool.blocks > len(family.images):
                 await asyncio.sleep(0.01)  # a worker has answered, and lets go of what it has read
         finally:
             await launcher.stop()

@@ -34,16 +34,16 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
 def child_of(pid: int, program: str) -> int:
     """Returns the only child of the process's main thread with that word in its command line."""
     children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-    (found,) = [child for child in children if program in Path(f"/proc/{child}/cmdline").read_text()]
-    return int(found)
+    (child,) = [child for child in children if program in Path(f"/proc/{child}/cmdline").read_text()]
+    return int(child)
 
 
 def answered(url: str, path: str, body: dict[str, Any] | None = None) -> dict[str, Any]:
     data = None if body is None else json.dumps(body).encode()
     request = urllib.request.Request(url + path, data, {"content-type": "application/json"})
     with urllib.request.urlopen(request, timeout=WITHIN) as response:
-        said: dict[str, Any] = json.load(response)
-        return said
+        load: dict[str, Any] = json.load(response)
+        return load
 
 
 def test_engine_reports_its_load_and_answers_open_requests_when_stopped() -> None:
@@ -55,13 +55,13 @@ def test_engine_reports_its_load_and_answers_open_requests_when_stopped() -> Non
             idle = engine.load()
             assert (idle.serving_groups, idle.open, idle.load) == (1, 0, 0.0) and idle.free_blocks == idle.blocks > 0
             body = {"prompt": ["a", "b"], "max_tokens": 60, "ignore_eos": True}
-            asked = asyncio.get_running_loop().run_in_executor(None, answered, url, "/v1/completions", body)
+            answer = asyncio.get_running_loop().run_in_executor(None, answered, url, "/v1/completions", body)
             while (load := engine.load()).running < 2:
                 await asyncio.sleep(0.005)
             assert load.load == (load.running + load.waiting) / 4
         finally:
             await engine.stop()
-        assert len((await asked)["choices"]) == 2
+        assert len((await answer)["choices"]) == 2
         assert engine.ended.result().startswith("exited with status 0") and engine.load() == NO_LOAD
 
     run(scene)

@@ -68,12 +68,12 @@ class Watcher:
     def answer(self, ids: list[int], values: list[Any]) -> list[int]:
         keys = [bytes([number]) for number in range(len(values))]
 
-        def as_torch(one: Any) -> Any:
-            return torch.from_numpy(np.array(one)) if isinstance(one, np.ndarray) else one
+        def as_torch(value: Any) -> Any:
+            return torch.from_numpy(np.array(value)) if isinstance(value, np.ndarray) else value
 
-        media = [{name: as_torch(one) for name, one in value.items()} for value in values]
-        asked = Asked(ids, [(key, 0, 0) for key in keys], TOKENS)
-        return models._answer(self.sight.stock, asked, dict(zip(keys, media, strict=True)))
+        media = [{name: as_torch(array) for name, array in value.items()} for value in values]
+        request = Asked(ids, [(key, 0, 0) for key in keys], TOKENS)
+        return models._answer(self.sight.stock, request, dict(zip(keys, media, strict=True)))
 
 
 @pytest.mark.parametrize(
@@ -117,10 +117,10 @@ def test_videos_are_answered_as_transformers_does(name: str, ranks: int, transpo
                 scope = Scope(store, inline_nbytes=0)
                 image = await watcher.images.load(picture(20, 24), scope)
                 media = [watcher.put(seeds[0], scope), image, watcher.put(seeds[1], scope)]
-                seen = [one.item.open(store).value("numpy") for one in media]
+                values = [media.item.open(store).value("numpy") for media in media]
                 ids, inputs = watcher.prompt(text, media)
-                want = watcher.answer(ids, [dict(value) for value in seen])
-                del seen
+                want = watcher.answer(ids, [dict(value) for value in values])
+                del values
                 async with await client.submit(ids, PARAMS, items=inputs, scope=scope, timeout=START) as stream:
                     answer = [id_ async for piece in stream for id_ in piece.ids]
                 return answer, want, stream.cached_tokens

@@ -31,7 +31,9 @@ FEW = [(False, 0, 1, False), (True, 2, 2, True)]  # each value of each
 
 def write_tokenizer(directory: Path) -> None:
     """Every id is a blank and its number."""
-    words = tokenizers.Tokenizer(tokenizers.models.WordLevel({f"Ġ{one}": one for one in range(VOCABULARY)}, "Ġ0"))
+    words = tokenizers.Tokenizer(
+        tokenizers.models.WordLevel({f"Ġ{number}": number for number in range(VOCABULARY)}, "Ġ0")
+    )
     words.decoder = tokenizers.decoders.ByteLevel()
     words.save(str(directory / "tokenizer.json"))
 
@@ -41,13 +43,13 @@ class Expected:
 
     def __init__(self, client: Client, prompt: list[int], greedy: list[int]) -> None:
         self.client, self.prompt, self.greedy = client, prompt, greedy
-        self.text = "".join(f" {one}" for one in greedy)
+        self.text = "".join(f" {token}" for token in greedy)
 
     async def ask(self, **params: object) -> list[tuple[list[int], str, FinishReason, object]]:
-        asked = SamplingParams(**{"temperature": 0, "max_tokens": len(self.greedy), "ignore_eos": True, **params})
-        ids: list[list[int]] = [[] for _ in range(asked.n)]
-        texts, ends = [""] * asked.n, [None] * asked.n
-        async with await self.client.submit(self.prompt, asked, timeout=START) as stream:
+        sampling = SamplingParams(**{"temperature": 0, "max_tokens": len(self.greedy), "ignore_eos": True, **params})
+        ids: list[list[int]] = [[] for _ in range(sampling.n)]
+        texts, ends = [""] * sampling.n, [None] * sampling.n
+        async with await self.client.submit(self.prompt, sampling, timeout=START) as stream:
             async for piece in stream:
                 assert ends[piece.sample] is None, "more came after the end"
                 ids[piece.sample] += piece.ids
@@ -55,11 +57,11 @@ class Expected:
                 if piece.reason is not None:
                     ends[piece.sample] = piece.reason, piece.stop
         assert (stream.prompt_tokens, stream.completion_tokens) == (len(self.prompt), sum(map(len, ids)))
-        return [(one, text, *end) for one, text, end in zip(ids, texts, ends, strict=True)]
+        return [(token, text, *end) for token, text, end in zip(ids, texts, ends, strict=True)]
 
     async def must_end_by_its_length(self) -> None:
         for length in (1, len(self.greedy)):
-            text = "".join(f" {one}" for one in self.greedy[:length])
+            text = "".join(f" {token}" for token in self.greedy[:length])
             want = (self.greedy[:length], text, FinishReason.LENGTH, None)
             assert await self.ask(max_tokens=length, n=2) == [want, want]
 
@@ -73,13 +75,13 @@ class Expected:
 
     def is_first(self, stop: str, at: int) -> bool:
         """No other one comes before it: one number may begin with another."""
-        before = "".join(f" {one}" for one in self.greedy[:at])
+        before = "".join(f" {token}" for token in self.greedy[:at])
         return self.text.index(stop) == len(before) - 1
 
     async def must_end_by_an_id(self) -> None:
         for stop in (self.greedy[3], self.greedy[-1]):
             at = self.greedy.index(stop)
-            text = "".join(f" {one}" for one in self.greedy[:at])
+            text = "".join(f" {token}" for token in self.greedy[:at])
             want = (self.greedy[: at + 1], text, FinishReason.STOP, stop)
             assert await self.ask(stop_token_ids=(stop,)) == [want]
 
@@ -88,8 +90,8 @@ class Expected:
         assert len(ids) >= 9 and end_id not in ids[:9]
 
     async def must_draw_the_same_again(self) -> None:
-        one, other = [await self.ask(temperature=1.5, seed=7, n=3) for _ in range(2)]
-        assert one == other and len({tuple(ids) for ids, *_ in one}) > 1
+        first, other = [await self.ask(temperature=1.5, seed=7, n=3) for _ in range(2)]
+        assert first == other and len({tuple(ids) for ids, *_ in first}) > 1
 
 
 @pytest.mark.timeout(6 * START)
@@ -122,12 +124,12 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
                 pairs = list(zip(family.requests, family.answers, strict=True))[:3]
-                all_asked = [Expected(client, list(asked.prompt), list(answer)) for asked, answer in pairs]
+                all_asked = [Expected(client, list(request.prompt), list(answer)) for request, answer in pairs]
                 for _ in range(2):  # the second time the cache has them
                     await asyncio.gather(
-                        *(one.must_end_by_its_length() for one in all_asked),
-                        *(one.must_end_by_a_stop_string_across_two_tokens() for one in all_asked),
-                        *(one.must_end_by_an_id() for one in all_asked),
+                        *(expected.must_end_by_its_length() for expected in all_asked),
+                        *(expected.must_end_by_a_stop_string_across_two_tokens() for expected in all_asked),
+                        *(expected.must_end_by_an_id() for expected in all_asked),
                     )
                 await all_asked[0].must_not_end_before_its_least_tokens(end_id)
                 await all_asked[0].must_draw_the_same_again()

@@ -31,9 +31,9 @@ def test_answers_keep_the_order_of_prompts_and_refusals_have_reasons() -> None:
     status, answers, err = generate(lines, "--device-model", "simulated", "--step-ms", "1", "--max-tokens", "20")
     assert status == 1, err
     rule = TokenRule(SimulatedDevice())
-    assert [one["index"] for one in answers] == [0, 1, 2, 3]
+    assert [answer["index"] for answer in answers] == [0, 1, 2, 3]
     assert answers[0]["ids"] == rule.answer(np.array([1, 2, 3], np.int32), 20)
-    assert answers[0]["text"] == "".join(f" {one}" for one in answers[0]["ids"])
+    assert answers[0]["text"] == "".join(f" {token}" for token in answers[0]["ids"])
     assert answers[0]["finish_reason"] == "length" and answers[0]["completion_tokens"] == 20
     assert answers[1]["more"][0]["ids"] == rule.answer(np.array([9], np.int32), 2, sample=1)
     assert answers[2]["status"] == 400 and "expected a prompt of 1 to" in answers[2]["error"]
@@ -75,10 +75,10 @@ def test_oversized_prompt_and_missing_model_are_reported_in_one_line() -> None:
 @contextlib.contextmanager
 def generating(tmp_path: Path, prompts: int, tokens: int) -> Iterator[tuple[subprocess.Popen, Path]]:
     """Its answers go to a file."""
-    asked, answers = tmp_path / "prompts", tmp_path / "answers"
-    asked.write_text("".join(f"[{one}]\n" for one in range(prompts)))
+    prompts_file, answers = tmp_path / "prompts", tmp_path / "answers"
+    prompts_file.write_text("".join(f"[{number}]\n" for number in range(prompts)))
     options = ["--device-model", "simulated", "--step-ms", "10", "--max-tokens", str(tokens), "--max-concurrency", "8"]
-    command = [*COMMAND, *options, "--prompts", str(asked), "--output", str(answers)]
+    command = [*COMMAND, *options, "--prompts", str(prompts_file), "--output", str(answers)]
     process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True)
     try:
         yield process, answers
@@ -104,7 +104,7 @@ def test_ctrl_c_leaves_the_answers_so_far_and_no_process(tmp_path: Path) -> None
         assert process.returncode == 130 and "Traceback" not in err and "never retrieved" not in err, err
         written = [json.loads(line) for line in answers.read_text().splitlines()]
         assert f"event=interrupted written={len(written)} requests=1000" in err and 0 < len(written) < 1000, err
-        assert all(len(one["ids"]) == 20 for one in written)
+        assert all(len(line["ids"]) == 20 for line in written)
         assert not Path(f"/proc/{core}").exists()
 
 
@@ -116,16 +116,16 @@ def test_a_group_that_dies_costs_no_answer(tmp_path: Path) -> None:
         _, err = process.communicate(timeout=100)
         assert process.returncode == 0, err
         written = [json.loads(line) for line in answers.read_text().splitlines()]
-        assert [one["index"] for one in written] == list(range(40))
-        assert all(len(one["ids"]) == 40 and "error" not in one for one in written)
+        assert [line["index"] for line in written] == list(range(40))
+        assert all(len(line["ids"]) == 40 and "error" not in line for line in written)
 
 
 def test_sampling_defaults_of_the_model_are_used_and_said_once(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = tmp_path / "model"
     shutil.copytree(SHIPPED, model)
-    said = {"eos_token_id": 1, "temperature": 5.0, "top_k": 1, "max_new_tokens": 5}
-    (model / "generation_config.json").write_text(json.dumps(said))
+    defaults = {"eos_token_id": 1, "temperature": 5.0, "top_k": 1, "max_new_tokens": 5}
+    (model / "generation_config.json").write_text(json.dumps(defaults))
     lines = '[9, 8, 7]\n{"ids": [9, 8, 7], "temperature": 0, "ignore_eos": true}\n{"ids": [9, 8, 7], "max_tokens": 3}\n'
     status, answers, err = generate(lines, str(model))
     assert status == 0, err

@@ -19,12 +19,12 @@ def section_of_the_readme() -> str:
 
 def table_of_the_readme() -> list[tuple[str, str]]:
     """Process and file of each row. A row without a process is one of the row above."""
-    found, process = [], ""
+    rows, process = [], ""
     for row in re.findall(r"^\|(.*)\|$", section_of_the_readme(), re.MULTILINE)[2:]:
         where, files, _ = row.split("|")
         process = where.strip() or process
-        found += [(process, file) for file in re.findall(r"`(\S+\.py)`", files)]
-    return found
+        rows += [(process, file) for file in re.findall(r"`(\S+\.py)`", files)]
+    return rows
 
 
 @tiers.needs_all

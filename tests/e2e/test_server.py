@@ -49,7 +49,7 @@ class Served(Running):
 
     def answer(self, prompt: str, count: int, sample: int = 0) -> str:
         ids = np.array(list(prompt.encode()), np.int32)
-        return "".join(f" {one}" for one in self.rule.answer(ids, count, sample))
+        return "".join(f" {token}" for token in self.rule.answer(ids, count, sample))
 
     async def connect(self, path: str, body: dict[str, Any]) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         reader, writer = await asyncio.open_connection("127.0.0.1", self.port)
@@ -73,9 +73,9 @@ AUTHORIZED = f"authorization: Bearer {KEY}\r\n"
 
 
 def posted(path: str, body: dict[str, Any]) -> bytes:
-    said = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(said)}\r\n\r\n"
-    return head.encode() + said
+    payload = json.dumps(body).encode()
+    head = f"POST {path} HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}content-length: {len(payload)}\r\n\r\n"
+    return head.encode() + payload
 
 
 @contextlib.asynccontextmanager
@@ -83,11 +83,11 @@ async def run_server(
     limits: dict[str, Any] | None = None, start: float = START, **options: Any
 ) -> AsyncIterator[Served]:
     usual = {"api_keys": (KEY,), "max_open_requests": MAX_OPEN, "max_body_nbytes": MAX_BODY, "client_timeout": 1.0}
-    asked = ServerOptions(port=0, **{**usual, **(limits or {})})
+    server_options = ServerOptions(port=0, **{**usual, **(limits or {})})
     config = EngineConfig(**{"simulated": simulated_device(), "max_model_len": 4096, "api_server_count": 2, **options})
-    with contextlib.closing(listen(asked)) as listener:
+    with contextlib.closing(listen(server_options)) as listener:
         port = listener.getsockname()[1]
-        launcher = ServerLauncher(config, asked, listener)
+        launcher = ServerLauncher(config, server_options, listener)
         try:
             launcher.start()
             await launcher.serving(start)
@@ -113,8 +113,8 @@ async def a_completion_is_what_the_rule_says(served: Served) -> None:
 
 
 async def a_stream_says_the_same_and_then_its_usage(served: Served) -> None:
-    asked = {"model": "simulated", "prompt": "hello stream", "max_tokens": 30}
-    stream = await served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    body = {"model": "simulated", "prompt": "hello stream", "max_tokens": 30}
+    stream = await served.client.completions.create(**body, stream=True, stream_options={"include_usage": True})
     *events, last = [event async for event in stream]
     assert "".join(event.choices[0].text for event in events) == served.answer("hello stream", 30)
     assert [event.choices[0].finish_reason for event in events][-1] == "length"
@@ -123,12 +123,12 @@ async def a_stream_says_the_same_and_then_its_usage(served: Served) -> None:
 
 
 async def a_chat_is_streamed_with_its_role_first(served: Served) -> None:
-    asked = {"model": "simulated", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
-    asked["max_completion_tokens"] = 6
+    body = {"model": "simulated", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
+    body["max_completion_tokens"] = 6
     want = served.answer("user: hi\nassistant:", 6)
-    whole = await served.client.chat.completions.create(**asked)
+    whole = await served.client.chat.completions.create(**body)
     assert whole.choices[0].message.content == want and whole.choices[0].message.role == "assistant"
-    events = [event async for event in await served.client.chat.completions.create(**asked, stream=True)]
+    events = [event async for event in await served.client.chat.completions.create(**body, stream=True)]
     assert [event.choices[0].delta.role for event in events] == ["assistant", *[None] * (len(events) - 1)]
     assert "".join(event.choices[0].delta.content or "" for event in events) == want
     assert events[-1].choices[0].finish_reason == "length" and events[0].object == "chat.completion.chunk"
@@ -150,8 +150,8 @@ async def samples_and_prompts_have_choices_of_their_own(served: Served) -> None:
 
 async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(served: Served) -> None:
     prompts = ["one", "another", "third"]
-    asked = {"model": "simulated", "prompt": prompts, "max_tokens": 4, "n": 2}
-    stream = await served.client.completions.create(**asked, stream=True, stream_options={"include_usage": True})
+    body = {"model": "simulated", "prompt": prompts, "max_tokens": 4, "n": 2}
+    stream = await served.client.completions.create(**body, stream=True, stream_options={"include_usage": True})
     texts, ends = dict.fromkeys(range(6), ""), []
     *events, last = [event async for event in stream]
     for event in events:
@@ -162,7 +162,7 @@ async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(served
     assert sorted(ends) == list(range(6)) and len({event.id for event in events}) == 1
     assert (last.usage.prompt_tokens, last.usage.completion_tokens) == (15, 24)
     with refused("BadRequestError") as caught:
-        await served.client.completions.create(**{**asked, "prompt": ["one", "x" * 5000]}, stream=True)
+        await served.client.completions.create(**{**body, "prompt": ["one", "x" * 5000]}, stream=True)
     assert caught.value.param == "prompt"
 
 
@@ -176,10 +176,10 @@ async def a_stop_string_across_tokens_is_not_shown(served: Served) -> None:
     words = whole.split()
     stop = f"{words[9][-1]} {words[10][0]}"
     shown = whole[: whole.index(stop)]
-    asked = {"model": "simulated", "prompt": "stop me", "max_tokens": 40, "stop": ["never", stop]}
-    done = await served.client.completions.create(**asked)
+    body = {"model": "simulated", "prompt": "stop me", "max_tokens": 40, "stop": ["never", stop]}
+    done = await served.client.completions.create(**body)
     assert (done.choices[0].text, done.choices[0].finish_reason) == (shown, "stop")
-    events = [event async for event in await served.client.completions.create(**asked, stream=True)]
+    events = [event async for event in await served.client.completions.create(**body, stream=True)]
     assert "".join(event.choices[0].text for event in events) == shown
     assert events[-1].choices[0].finish_reason == "stop"
 
@@ -216,8 +216,8 @@ async def prompts_share_a_cache_only_with_those_of_the_same_salt(served: Served)
         done = await served.client.completions.create(
             model="simulated", prompt="salted " * 20, max_tokens=1, extra_body=options
         )
-        found: int = done.usage.prompt_tokens_details.cached_tokens
-        return found
+        cached: int = done.usage.prompt_tokens_details.cached_tokens
+        return cached
 
     for salt in ({}, {"cache_salt": "a"}, {"cache_salt": "b"}):
         assert await cached(**salt) == 0
@@ -305,11 +305,11 @@ async def another_model_another_key_and_too_much_are_refused(served: Served) -> 
 
 
 async def more_than_may_be_open_are_told_to_come_again(served: Served) -> None:
-    asked = {"model": "simulated", "prompt": "x", "max_tokens": 4000, "stream": True}
+    body = {"model": "simulated", "prompt": "x", "max_tokens": 4000, "stream": True}
     streams = []
     with refused("RateLimitError") as caught:
         for _ in range(2 * MAX_OPEN + 1):
-            streams.append(await served.client.completions.create(**asked))
+            streams.append(await served.client.completions.create(**body))
     assert int(caught.value.response.headers["retry-after"]) >= 1 and len(streams) >= MAX_OPEN
     for stream in streams:
         await stream.close()
@@ -319,8 +319,8 @@ async def more_than_may_be_open_are_told_to_come_again(served: Served) -> None:
 # ── clients that go, or do not read ──────────────────────────────────────────────────────────────────────────────────
 async def a_client_that_goes_takes_its_request_with_it(served: Served) -> None:
     for stream in (True, False):
-        asked = {"prompt": "x", "max_tokens": 4000, "stream": stream}
-        reader, writer = await served.connect("/v1/completions", asked)
+        body = {"prompt": "x", "max_tokens": 4000, "stream": stream}
+        reader, writer = await served.connect("/v1/completions", body)
         await served.until(lambda: served.number(StatusBoard.OPEN) == 1)
         if stream:
             await reader.readuntil(b"data: ")
@@ -358,9 +358,9 @@ async def a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer(serve
 # ── what is known ────────────────────────────────────────────────────────────────────────────────────────────────────
 async def health_and_metrics_tell_of_all_processes(served: Served) -> None:
     status, body = await served.get("/health")
-    said = json.loads(body)
-    assert status == 200 and said["status"] == "ready"
-    assert {one["pid"] for one in said["servers"]} == {served.child("server", index).pid for index in range(2)}
+    health = json.loads(body)
+    assert status == 200 and health["status"] == "ready"
+    assert {server["pid"] for server in health["servers"]} == {served.child("server", index).pid for index in range(2)}
     assert (await served.get("/health/live"))[0] == (await served.get("/health/ready"))[0] == 200
     total = served.total
     before = await total("vllm:generation_tokens_total"), await total("penstock_requests_total")
@@ -384,8 +384,8 @@ async def health_and_metrics_tell_of_all_processes(served: Served) -> None:
 async def tokens_of_a_text_and_of_messages(served: Served) -> None:
     reader, writer = await served.connect("/tokenize", {"prompt": "hello"})
     head = await reader.readuntil(b"\r\n\r\n")
-    said = json.loads(await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1])))
-    assert (said["count"], said["tokens"], said["max_model_len"]) == (5, [*b"hello"], 4096)
+    answer = json.loads(await reader.readexactly(int(re.search(rb"content-length: (\d+)", head)[1])))
+    assert (answer["count"], answer["tokens"], answer["max_model_len"]) == (5, [*b"hello"], 4096)
     writer.close()
     await writer.wait_closed()
 
@@ -396,11 +396,11 @@ async def a_server_that_dies_comes_again_and_the_other_one_answers(served: Serve
     for _ in range(5):
         status, _ = await served.get("/v1/models")
         assert status == 200
-    await served.until(lambda: served.launcher.units and [one for one in served.children() if one.pid != dead])
+    await served.until(lambda: served.launcher.units and [child for child in served.children() if child.pid != dead])
 
     async def pids() -> set[int]:
         _, body = await served.get("/health")
-        return {one["pid"] for one in json.loads(body)["servers"] if one["serves"]}
+        return {server["pid"] for server in json.loads(body)["servers"] if server["serves"]}
 
     deadline = asyncio.get_running_loop().time() + 2
     while dead in await pids():  # until its place is taken again, nobody else says that it is not
@@ -466,9 +466,9 @@ def test_a_server_that_dies_comes_again_and_the_other_one_answers() -> None:
 
 def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:
     with serving("--device-model", "simulated", "--step-ms", "5") as (process, port):
-        said = {"prompt": "x", "max_tokens": 200, "stream": True}
+        request = {"prompt": "x", "max_tokens": 200, "stream": True}
         with socket.create_connection(("127.0.0.1", port), 30) as client:
-            client.sendall(posted("/v1/completions", said))
+            client.sendall(posted("/v1/completions", request))
             got = client.recv(65536)
             assert b"200 OK" in got
             process.send_signal(signal.SIGTERM)
@@ -486,17 +486,17 @@ def test_a_signal_while_it_loads_ends_the_command_at_once(number: signal.Signals
     with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
         try:
             assert process.stderr is not None
-            line, said = "", ""
+            line, output = "", ""
             while 'child="server 0.0' not in line:
                 line = process.stderr.readline()
-                said += line
-                assert line, said
+                output += line
+                assert line, output
             began = time.monotonic()
             os.killpg(process.pid, number)  # as a terminal does, or an init system
-            said += process.communicate(timeout=20)[1]
-            assert time.monotonic() - began < STOP_TIMEOUT / 2, said
-            assert process.returncode == 0 and "killed=none" in said and "level=error" not in said, said
-            for child in re.findall(r"child_pid=(\d+)", said):
+            output += process.communicate(timeout=20)[1]
+            assert time.monotonic() - began < STOP_TIMEOUT / 2, output
+            assert process.returncode == 0 and "killed=none" in output and "level=error" not in output, output
+            for child in re.findall(r"child_pid=(\d+)", output):
                 with pytest.raises(ProcessLookupError):
                     os.kill(int(child), 0)
         finally:

@@ -49,7 +49,7 @@ class Server:
     def port(self) -> int:
         def urls() -> list[str]:
             assert self.process.poll() is None, self._log.read_text()
-            return [one["url"] for one in self.lines() if one["event"] == "serving"]
+            return [line["url"] for line in self.lines() if line["event"] == "serving"]
 
         eventually(urls, within=START)
         return int(urls()[0].rpartition(":")[2])
@@ -68,9 +68,9 @@ def serve(tmp_path: Path) -> Iterator[Callable[..., Server]]:
         return servers[-1]
 
     yield start
-    for one in servers:
-        one.process.kill()
-        one.process.wait()
+    for server in servers:
+        server.process.kill()
+        server.process.wait()
 
 
 def test_connections_without_a_descriptor_wait_and_the_log_has_a_line(serve: Callable[..., Server]) -> None:
@@ -82,11 +82,13 @@ def test_connections_without_a_descriptor_wait_and_the_log_has_a_line(serve: Cal
     with contextlib.ExitStack() as clients:
         for _ in range(40):
             clients.enter_context(connected(port))
-        eventually(lambda: [one for one in server.lines() if one["event"] == "connections are not accepted"], within=20)
+        eventually(
+            lambda: [line for line in server.lines() if line["event"] == "connections are not accepted"], within=20
+        )
         assert len(os.listdir(f"/proc/{pid}/fd")) <= limit
     assert server_of(port) == pid  # clients have gone: it accepts again
     server.end()
-    (line,) = [one for one in server.lines() if one["level"] == "error"]
+    (line,) = [line for line in server.lines() if line["level"] == "error"]
     assert line["descriptors"] == limit and "Too many open files" in line["error"]
 
 
@@ -103,7 +105,7 @@ def test_refused_clients_that_have_gone_are_no_errors(serve: Callable[..., Serve
         os.kill(pid, signal.SIGCONT)
     eventually(lambda: answers(port) == pid, within=20)
     server.end()
-    assert not [one for one in server.lines() if one["level"] == "error"]
+    assert not [line for line in server.lines() if line["level"] == "error"]
 
 
 def answers(port: int) -> int | None:

@@ -23,14 +23,14 @@ BEYOND_THE_DOCUMENT = "positive_data_acceptance"
 
 
 def test_answers_and_events_of_all_options_fit_the_openapi_document() -> None:
-    async def asked(served: Served, path: str, body: dict[str, Any]) -> str:
+    async def answered(served: Served, path: str, body: dict[str, Any]) -> str:
         reader, writer = await served.connect(path, body)
         try:
-            said = (await reader.readuntil(b"\r\n\r\n")).decode()
-            assert " 200 " in said, said
+            head = (await reader.readuntil(b"\r\n\r\n")).decode()
+            assert " 200 " in head, head
             if body["stream"]:
                 return (await reader.readuntil(b"data: [DONE]\n\n")).decode()
-            return (await reader.readexactly(int(said.partition("content-length: ")[2].split()[0]))).decode()
+            return (await reader.readexactly(int(head.partition("content-length: ")[2].split()[0]))).decode()
         finally:
             writer.close()
 
@@ -48,11 +48,11 @@ def test_answers_and_events_of_all_options_fit_the_openapi_document() -> None:
             ):
                 for options in ({}, {"n": 2}, {"stop": [" 1", " 2"]}, {"stream_options": {"include_usage": True}}):
                     asking = {**body, "max_tokens": 30, **options}
-                    msgspec.json.decode(await asked(served, path, {**asking, "stream": False}), type=whole)
-                    lines = (await asked(served, path, {**asking, "stream": True})).splitlines()
+                    msgspec.json.decode(await answered(served, path, {**asking, "stream": False}), type=whole)
+                    lines = (await answered(served, path, {**asking, "stream": True})).splitlines()
                     events = [line[6:] for line in lines if line.startswith("data: {")]
-                    chunks = [msgspec.json.decode(one, type=chunk) for one in events]
-                    ends = [one for part in chunks for one in part.choices if one.finish_reason]
+                    chunks = [msgspec.json.decode(event, type=chunk) for event in events]
+                    ends = [choice for part in chunks for choice in part.choices if choice.finish_reason]
                     assert len(ends) == options.get("n", 1)
 
     asyncio.run(scene())
@@ -77,13 +77,13 @@ def test_what_the_server_answers_is_what_its_document_says(seed: int, tmp_path: 
                 cwd=tmp_path,  # where it leaves what it knows
             )
             assert process.stdout is not None
-            said = (await process.stdout.read()).decode(errors="replace")
+            output = (await process.stdout.read()).decode(errors="replace")
             await process.wait()
-            print(said)
-            assert process.returncode == 0, said
+            print(output)
+            assert process.returncode == 0, output
             for phase in ("Coverage", "Fuzzing"):
-                assert f"✅  {phase}" in said, f"{phase} did not run"
-            cases = re.search(r"(\d+) generated, (\d+) passed", said)
+                assert f"✅  {phase}" in output, f"{phase} did not run"
+            cases = re.search(r"(\d+) generated, (\d+) passed", output)
             assert cases is not None and int(cases[1]) == int(cases[2]) > 300, "too few to tell"
             await served.must_be_empty()
 

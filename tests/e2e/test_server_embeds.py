@@ -39,7 +39,7 @@ def save_tokenizer(path: Path) -> None:
     tokenizer = Tokenizer(models.BPE(ids, merges, unk_token="<unk>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Metaspace()
     tokenizer.decoder = decoders.Sequence([decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)])
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in ("<unk>", "<s>", "</s>")])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<unk>", "<s>", "</s>")])
     tokenizer.save(str(path / "tokenizer.json"))
     (path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PreTrainedTokenizerFast"}))
 
@@ -65,46 +65,46 @@ class Embedding:
         extra = {"ignore_eos": True, "skip_special_tokens": False, **more, **options.pop("extra_body", {})}
         return await self.served.client.completions.create(**usual, extra_body=extra, **options)
 
-    async def texts(self, *given: Any, **options: Any) -> list[str]:
-        return [choice.text for choice in (await self.complete(*given, **options)).choices]
+    async def texts(self, *arguments: Any, **options: Any) -> list[str]:
+        return [choice.text for choice in (await self.complete(*arguments, **options)).choices]
 
 
 # ── scenes ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def embeds_are_answered_as_their_ids_are(of: Embedding, family: Family) -> None:
     begins = []
-    for asked in family.requests:
-        whole = await of.complete(asked.prompt, logprobs=2)
-        for value in (of.value(asked.prompt), base64.b64encode(npy_of(of.rows(asked.prompt).numpy())).decode()):
+    for request in family.requests:
+        whole = await of.complete(request.prompt, logprobs=2)
+        for value in (of.value(request.prompt), base64.b64encode(npy_of(of.rows(request.prompt).numpy())).decode()):
             ours = await of.complete(None, value, logprobs=2)
-            (choice,), (wanted,) = ours.choices, whole.choices
-            assert (choice.text, choice.logprobs.tokens) == (wanted.text, wanted.logprobs.tokens)
-            assert choice.logprobs.token_logprobs == pytest.approx(wanted.logprobs.token_logprobs, abs=1e-4)
-            assert ours.usage.prompt_tokens == whole.usage.prompt_tokens == len(asked.prompt)
+            (choice,), (expected,) = ours.choices, whole.choices
+            assert (choice.text, choice.logprobs.tokens) == (expected.text, expected.logprobs.tokens)
+            assert choice.logprobs.token_logprobs == pytest.approx(expected.logprobs.token_logprobs, abs=1e-4)
+            assert ours.usage.prompt_tokens == whole.usage.prompt_tokens == len(request.prompt)
             stream = await of.complete(None, value, stream=True, stream_options={"include_usage": True})
             *events, last = [event async for event in stream]
             assert "".join(event.choices[0].text for event in events) == whole.choices[0].text
-            assert last.usage.prompt_tokens == len(asked.prompt)
+            assert last.usage.prompt_tokens == len(request.prompt)
         begins.append(whole.choices[0].text[:1])
     assert " " in begins, "no answer begins with a space, which the tokenizer may leave out"
 
 
 async def choices_are_first_for_embeds_and_then_for_texts(of: Embedding, family: Family) -> None:
-    one, two = family.requests[3].prompt, family.requests[4].prompt
-    (first,), (second,) = [await of.texts(ids) for ids in (one, two)]
+    first_ids, two = family.requests[3].prompt, family.requests[4].prompt
+    (first,), (second,) = [await of.texts(ids) for ids in (first_ids, two)]
     assert first != second
-    assert await of.texts(two, of.value(one)) == [first, second]
-    assert await of.texts([one, one], [of.value(two), of.value(one)]) == [second, first, first, first]
+    assert await of.texts(two, of.value(first_ids)) == [first, second]
+    assert await of.texts([first_ids, first_ids], [of.value(two), of.value(first_ids)]) == [second, first, first, first]
     for nothing in (None, "", []):
-        assert await of.texts(nothing, [of.value(one)]) == [first]
+        assert await of.texts(nothing, [of.value(first_ids)]) == [first]
     assert await of.texts(None, of.value(two), n=2) == [second, second]
 
 
 async def equal_embeds_share_blocks_and_a_place_in_the_store(of: Embedding, family: Family) -> None:
     ids = [7, *family.requests[3].prompt]
     store = of.served.launcher.cluster.store
-    found = [await of.complete(None, of.value(ids)) for _ in range(2)]
-    assert found[0].choices[0].text == found[1].choices[0].text == (await of.texts(ids))[0]
-    cached = [one.usage.prompt_tokens_details.cached_tokens for one in found]
+    answers = [await of.complete(None, of.value(ids)) for _ in range(2)]
+    assert answers[0].choices[0].text == answers[1].choices[0].text == (await of.texts(ids))[0]
+    cached = [answer.usage.prompt_tokens_details.cached_tokens for answer in answers]
     assert cached == [0, (len(ids) - 1) // 4 * 4]
     if store is None:
         assert await of.served.total("penstock_items_total", 'how="inline_without_store"') > 0
@@ -135,8 +135,8 @@ def test_prompt_embeds_are_prompts(name: str, options: dict[str, Any], tmp_path:
     save_tokenizer(tmp_path)
 
     async def scenes() -> None:
-        given = {**ENGINE_SIZES, "block_size": 4, "api_server_count": 1, "enable_prompt_embeds": True, **options}
-        async with run_server(simulated=None, model=str(tmp_path), **given) as served:
+        sizes = {**ENGINE_SIZES, "block_size": 4, "api_server_count": 1, "enable_prompt_embeds": True, **options}
+        async with run_server(simulated=None, model=str(tmp_path), **sizes) as served:
             of = Embedding(served, family)
             for scene in SCENES:
                 await asyncio.wait_for(scene(of, family), 60)

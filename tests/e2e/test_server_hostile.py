@@ -58,15 +58,15 @@ async def answers(served: Served, *pieces: bytes, within: float = WITHIN) -> lis
     """All that is said until the server ends the connection. Answers are read while the pieces are being sent."""
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     sending = asyncio.ensure_future(send(writer, pieces))
-    found = []
+    received = []
     try:
         while True:
             head = await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), within)
             length = re.search(rb"content-length: (\d+)", head)
             assert length is not None, head
-            found.append(Answer(head[:-4], await asyncio.wait_for(reader.readexactly(int(length[1])), within)))
+            received.append(Answer(head[:-4], await asyncio.wait_for(reader.readexactly(int(length[1])), within)))
     except (asyncio.IncompleteReadError, ConnectionResetError):
-        return found
+        return received
     finally:
         sending.cancel()
         await asyncio.gather(sending, return_exceptions=True)
@@ -74,9 +74,9 @@ async def answers(served: Served, *pieces: bytes, within: float = WITHIN) -> lis
 
 
 async def answer(served: Served, *pieces: bytes) -> Answer:
-    found = await answers(served, *pieces)
-    assert len(found) == 1, [one.status for one in found]
-    return found[0]
+    received = await answers(served, *pieces)
+    assert len(received) == 1, [answer.status for answer in received]
+    return received[0]
 
 
 def closing(request: bytes) -> bytes:
@@ -105,8 +105,8 @@ async def a_head_or_a_body_that_drips_wins_no_time(served: Served) -> None:
         writer.write(before)
 
         async def go_on() -> None:
-            async for one in dripping(piece):
-                writer.write(one)
+            async for byte in dripping(piece):
+                writer.write(byte)
 
         dropping = asyncio.ensure_future(go_on())
         try:
@@ -116,14 +116,14 @@ async def a_head_or_a_body_that_drips_wins_no_time(served: Served) -> None:
             dropping.cancel()
             writer.transport.abort()
 
-    found = await asyncio.gather(
+    received = await asyncio.gather(
         drip(b"GET / HTTP/1.1\r\n", b"a: b\r\n"),
         drip(HEAD + b"content-length: 5000\r\n\r\n", b" "),
         drip(HEAD + b"transfer-encoding: chunked\r\n\r\n", b"1\r\n \r\n"),
         drip(HEAD + b"transfer-encoding: chunked\r\n\r\n1;", b"x"),
         drip(HEAD + b"content-length: 5000\r\n\r\n", b""),
     )
-    assert [(one.status, bool(one.error)) for one in found] == [(408, True)] * 5
+    assert [(answer.status, bool(answer.error)) for answer in received] == [(408, True)] * 5
     assert await served.total("penstock_open_requests") == 0
 
 
@@ -142,13 +142,13 @@ async def as_many_as_may_be_connected_are_and_the_others_are_told(served: Served
     both = 2 * MAX_CONNECTIONS
     ends = [await asyncio.open_connection("127.0.0.1", served.port) for _ in range(both + 20)]
     try:
-        said = await asyncio.gather(*(asyncio.wait_for(reader.read(), WITHIN) for reader, _ in ends))
+        responses = await asyncio.gather(*(asyncio.wait_for(reader.read(), WITHIN) for reader, _ in ends))
     finally:
         for _, writer in ends:
             writer.transport.abort()
-    statuses = [int(one.split()[1]) for one in said if one]
+    statuses = [int(response.split()[1]) for response in responses if response]
     assert statuses.count(503) >= 20 and statuses.count(408) + statuses.count(503) == len(ends)
-    refused = next(one for one in said if b" 503 " in one)
+    refused = next(response for response in responses if b" 503 " in response)
     assert b"retry-after: 1" in refused.lower() and b'"type":"server_error"' in refused
     deadline = asyncio.get_running_loop().time() + WITHIN
     while (await answer(served, closing(MODELS))).status != 200:  # until the servers have seen them go
@@ -198,9 +198,9 @@ async def requests_without_end_behind_one_that_is_answered_end_the_connection(se
 
 # ── requests one after the other ─────────────────────────────────────────────────────────────────────────────────────
 async def pipelined_requests_are_answered_in_their_order(served: Served) -> None:
-    found = await answers(served, MODELS + sized(ASKED) + MODELS + sized(b"{}") + closing(MODELS))
-    assert [one.status for one in found] == [200, 200, 200, 400, 200]
-    assert [b"text_completion" in one.body for one in found] == [False, True, False, False, False]
+    received = await answers(served, MODELS + sized(ASKED) + MODELS + sized(b"{}") + closing(MODELS))
+    assert [answer.status for answer in received] == [200, 200, 200, 400, 200]
+    assert [b"text_completion" in answer.body for answer in received] == [False, True, False, False, False]
 
 
 async def a_client_that_goes_takes_all_its_requests_with_it(served: Served) -> None:
@@ -261,7 +261,7 @@ async def an_answer_has_the_id_of_its_request(served: Served) -> None:
         (MODELS.replace(b"GET", b"PUT"), 405),
     ):
         first, second = await ask(request, b""), await ask(request, b"")
-        assert first.status == status and len({one.headers["x-request-id"] for one in (first, second)}) == 2
+        assert first.status == status and len({response.headers["x-request-id"] for response in (first, second)}) == 2
         assert (await ask(request, b"X-Request-Id: mine/1\r\n")).headers["x-request-id"] == "mine/1"
         for odd in (b"a b", b"x" * 129, b"\xc3\xa4", b""):
             named = (await ask(request, b"x-request-id: " + odd + b"\r\n")).headers["x-request-id"]
@@ -312,8 +312,8 @@ async def a_request_names_exactly_one_host_since_http_1_1(served: Served) -> Non
         refused = await answer(served, head + b"\r\n" + ASKED + MODELS)
         assert refused.status == 400 and "Host" in refused.error["message"], head
     assert (await answer(served, b"GET /health HTTP/1.0\r\n\r\n")).status == 200
-    found = await answers(served, MODELS + b"GET /health HTTP/1.1\r\n\r\n" + MODELS)
-    assert 400 in [one.status for one in found] and len(found) <= 2
+    received = await answers(served, MODELS + b"GET /health HTTP/1.1\r\n\r\n" + MODELS)
+    assert 400 in [answer.status for answer in received] and len(received) <= 2
 
 
 async def a_length_that_is_not_the_bodys_costs_that_connection_alone(served: Served) -> None:
@@ -347,9 +347,9 @@ async def who_is_refused_and_wants_an_end_hears_of_it_first(served: Served) -> N
         (closing(HEAD).replace(b"/v1/completions", b"/v1/nothing"), 404),
         (HEAD.replace(b"HTTP/1.1", b"HTTP/1.0"), 413),
     ):
-        said = await asyncio.to_thread(sent_first, served, head + length, nbytes)
-        assert b" %d " % status in said.partition(b"\r\n")[0] and b"connection: close" in said, head
-        assert said.endswith(b"}") and said.count(b"HTTP/1.1") == 1
+        response = await asyncio.to_thread(sent_first, served, head + length, nbytes)
+        assert b" %d " % status in response.partition(b"\r\n")[0] and b"connection: close" in response, head
+        assert response.endswith(b"}") and response.count(b"HTTP/1.1") == 1
 
 
 async def nobody_is_listened_to_for_long_after_a_refusal(served: Served) -> None:
@@ -383,7 +383,7 @@ async def who_offers_another_protocol_is_answered_in_this_one(served: Served) ->
 # ── bodies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def bodies_that_make_no_sense_are_refused(served: Served) -> None:
     deep = 40_000
-    for said in (
+    for body in (
         b"",
         b"null",
         b"[]",
@@ -416,20 +416,20 @@ async def bodies_that_make_no_sense_are_refused(served: Served) -> None:
         b'{"prompt": "x", "allowed_token_ids": [5, 6], "stop_token_ids": [5, 6], "min_tokens": 2}',
         json.dumps({"prompt": "x", "logprobs": 21}).encode(),
     ):
-        assert len(said) < MAX_BODY
-        refused = await answer(served, closing(sized(said)))
-        assert refused.status == 400 and refused.error, said[:80]
+        assert len(body) < MAX_BODY
+        refused = await answer(served, closing(sized(body)))
+        assert refused.status == 400 and refused.error, body[:80]
 
 
 async def bodies_that_are_odd_and_make_sense_are_answered(served: Served) -> None:
-    for said in (
+    for body in (
         b'{"prompt": "wrong", "prompt": "a\\u0000b", "max_tokens": 3}',
         b' \r\n\t{"prompt":"a\\u0000b","max_tokens":3}\n ',
         b'{"prompt": "a\\u0000b", "max_tokens": 3, "unknown": {"a": [1e300, "\\ud83d\\ude00"]}, "a": 1, "a": 2}',
         b'{"prompt": "a\\u0000b", "max_tokens": 3, "unknown": ' + b"[" * 200 + b"]" * 200 + b"}",
     ):
-        done = await answer(served, closing(sized(said)))
-        assert json.loads(done.body)["choices"][0]["text"] == served.answer("a\0b", 3), said[:80]
+        done = await answer(served, closing(sized(body)))
+        assert json.loads(done.body)["choices"][0]["text"] == served.answer("a\0b", 3), body[:80]
 
 
 SCENES: tuple[Callable[[Served], Any], ...] = (
@@ -458,7 +458,7 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
 
 
 def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
-    def asked(origin: str, method: str = "GET") -> bytes:
+    def preflight(origin: str, method: str = "GET") -> bytes:
         head = f"{method} /v1/models HTTP/1.1\r\nhost: x\r\norigin: {origin}\r\n"
         more = "access-control-request-method: POST\r\naccess-control-request-headers: authorization\r\n"
         return closing(f"{head}{more if method == 'OPTIONS' else AUTHORIZED}\r\n".encode())
@@ -467,16 +467,16 @@ def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
         async with run_server({"allowed_origins": ("https://a.example",)}, api_server_count=1) as served:
             for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
                 for method in ("GET", "OPTIONS"):
-                    found = await answer(served, asked(origin, method))
-                    allowed = found.headers.get("access-control-allow-origin")
+                    response = await answer(served, preflight(origin, method))
+                    allowed = response.headers.get("access-control-allow-origin")
                     assert allowed == (origin if is_allowed else None), (origin, method)
-                    assert found.status == (200 if is_allowed or method == "GET" else 400)
-                    assert found.headers["x-request-id"]
-            exposed = (await answer(served, asked("https://a.example"))).headers["access-control-expose-headers"]
+                    assert response.status == (200 if is_allowed or method == "GET" else 400)
+                    assert response.headers["x-request-id"]
+            exposed = (await answer(served, preflight("https://a.example"))).headers["access-control-expose-headers"]
             assert "x-request-id" in exposed
         async with run_server(api_server_count=1) as served:
-            assert (await answer(served, asked("https://a.example", "OPTIONS"))).status == 405
-            assert "access-control-allow-origin" not in (await answer(served, asked("https://a.example"))).headers
+            assert (await answer(served, preflight("https://a.example", "OPTIONS"))).status == 405
+            assert "access-control-allow-origin" not in (await answer(served, preflight("https://a.example"))).headers
 
     asyncio.run(scene())
 

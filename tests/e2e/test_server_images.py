@@ -74,23 +74,23 @@ class Seeing(Served):
 async def a_conversation_with_images_is_answered_as_transformers_does(engine: Seeing) -> None:
     raws = [picture(50, 30), picture(20, 40, "JPEG", seed=1), picture(16, 16, seed=2)]
     first, second, third = part(raws[0]), part(raws[1], "image/jpeg"), part(raws[2])
-    for parts, seen in (
+    for parts, pictures in (
         ([text("what is it?"), first], raws[:1]),
         ([first, text("and this: "), second, third, text("?")], raws),
     ):
-        length, want = engine.want(parts, *seen)
+        length, want = engine.want(parts, *pictures)
         whole = await engine.chat(*parts)
         assert whole.choices[0].message.content == want
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (length, COUNT)
         events = await engine.chat(*parts, stream=True, stream_options={"include_usage": True})
-        *told, last = [event async for event in events]
-        assert "".join(event.choices[0].delta.content or "" for event in told) == want
+        *events_before, last = [event async for event in events]
+        assert "".join(event.choices[0].delta.content or "" for event in events_before) == want
         assert last.usage.prompt_tokens == length
         samples = await engine.chat(*parts, n=2)
         assert [choice.message.content for choice in samples.choices] == [want, want]
         assert (samples.usage.prompt_tokens, samples.usage.completion_tokens) == (length, 2 * COUNT)
-    said = {"messages": [{"role": "user", "content": parts}]}
-    assert (await engine.client.post("/../tokenize", body=said, cast_to=object))["count"] == length
+    body = {"messages": [{"role": "user", "content": parts}]}
+    assert (await engine.client.post("/../tokenize", body=body, cast_to=object))["count"] == length
 
 
 async def what_is_said_without_images_is_answered_too(engine: Seeing) -> None:
@@ -167,24 +167,24 @@ async def what_is_no_image_for_us_is_refused_with_its_place(engine: Seeing) -> N
 async def a_client_that_goes_while_its_image_is_made_holds_nothing(engine: Seeing) -> None:
     raw = flat(5000)
     for stream in (True, False):
-        seen = await engine.total("penstock_requests_total", 'status="499"')
+        total_before = await engine.total("penstock_requests_total", 'status="499"')
         body = engine.body(part(raw), stream=stream)
         _, writer = await engine.connect("/v1/chat/completions", body)
         while await engine.total("penstock_open_requests") < 1:
             await asyncio.sleep(0.01)
         writer.transport.abort()
         began = time.monotonic()
-        while await engine.total("penstock_requests_total", 'status="499"') == seen:
+        while await engine.total("penstock_requests_total", 'status="499"') == total_before:
             await asyncio.sleep(0.005)
         print(f"gone after {(time.monotonic() - began) * 1e3:.0f} ms")
         assert engine.number(StatusBoard.OPEN) == 0, "it never came to the engine"
 
 
 async def an_image_on_a_host_that_is_open_to_clients_is_seen(engine: Seeing) -> None:
-    seen = picture(36, 20, seed=13)
-    engine.elsewhere.script = whole(body=seen)
+    remote_picture = picture(36, 20, seed=13)
+    engine.elsewhere.script = whole(body=remote_picture)
     there = named(f"http://127.0.0.1:{engine.elsewhere.port}/one.png")
-    _, want = engine.want([text("a"), part(seen)], seen)
+    _, want = engine.want([text("a"), part(remote_picture)], remote_picture)
     assert (await engine.chat(text("a"), there)).choices[0].message.content == want
     engine.elsewhere.script = whole("404 Not Found")
     with pytest.raises(
@@ -224,7 +224,7 @@ async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(engine: Se
         async for _ in stream:
             pass
     await engine.until(lambda: not held(engine.store))
-    await engine.until(lambda: dead not in {one.pid for one in engine.children()}, START)
+    await engine.until(lambda: dead not in {child.pid for child in engine.children()}, START)
     assert (await engine.chat(image, timeout=START)).choices[0].message.content == want
     assert engine.store.stats().puts == puts
 

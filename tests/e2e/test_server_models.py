@@ -34,7 +34,7 @@ def save_tokenizer(path: Path) -> Tokenizer:
     tokenizer = Tokenizer(models.BPE(ids, pairs))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.add_special_tokens([AddedToken(one, special=True) for one in ("<pad>", "<s>", "</s>")])
+    tokenizer.add_special_tokens([AddedToken(token, special=True) for token in ("<pad>", "<s>", "</s>")])
     assert tokenizer.get_vocab_size() <= VOCABULARY
     tokenizer.save(str(path / "tokenizer.json"))
     kind = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE, "bos_token": "<s>"}
@@ -49,18 +49,18 @@ def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path
     async def scene() -> None:
         async with run_server(simulated=None, model=str(tmp_path), api_server_count=1, **ENGINE_SIZES) as cluster:
             client, name = cluster.client, tmp_path.name
-            for asked, want in list(zip(family.requests, family.answers, strict=True))[-2:]:
-                options = {"model": name, "prompt": asked.prompt, "max_tokens": len(want), "temperature": 0}
+            for request, want in list(zip(family.requests, family.answers, strict=True))[-2:]:
+                options = {"model": name, "prompt": request.prompt, "max_tokens": len(want), "temperature": 0}
                 options |= {"logprobs": 2, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
                 done = await client.completions.create(**options)
                 assert done.choices[0].text == tokenizer.decode(want, skip_special_tokens=False)
-                found = done.choices[0].logprobs
-                assert len(found.token_logprobs) == len(want) and found.text_offset[0] == 0
+                logprobs = done.choices[0].logprobs
+                assert len(logprobs.token_logprobs) == len(want) and logprobs.text_offset[0] == 0
                 events = [event async for event in await client.completions.create(**options, stream=True)]
                 assert "".join(event.choices[0].text for event in events) == done.choices[0].text
-                told = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
-                assert [one for part in told for one in part.tokens] == found.tokens
-                assert [one for part in told for one in part.text_offset] == found.text_offset
+                parts = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]
+                assert [token for part in parts for token in part.tokens] == logprobs.tokens
+                assert [offset for part in parts for offset in part.text_offset] == logprobs.text_offset
 
             messages = [{"role": "system", "content": "be brief"}, {"role": "user", "content": "hello  world"}]
             prompt = AutoTokenizer.from_pretrained(tmp_path).apply_chat_template(
@@ -72,13 +72,13 @@ def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path
             same = await client.completions.create(model=name, max_tokens=8, temperature=0, prompt=prompt)
             assert whole.choices[0].message.content == same.choices[0].text
             assert whole.usage.prompt_tokens == len(tokenizer.encode(prompt).ids)
-            told = whole.choices[0].logprobs.content
-            for one in told:
-                assert one.top_logprobs[0].token == one.token and len(one.top_logprobs) == 3
-                assert bytes(one.bytes).decode(errors="replace") == one.token
+            parts = whole.choices[0].logprobs.content
+            for entry in parts:
+                assert entry.top_logprobs[0].token == entry.token and len(entry.top_logprobs) == 3
+                assert bytes(entry.bytes).decode(errors="replace") == entry.token
             drawn = {"model": name, "prompt": prompt, "max_tokens": 20, "temperature": 1.5, "n": 2}
             seeded = [await client.completions.create(**drawn, seed=5) for _ in range(2)]
-            first, second = ([choice.text for choice in one.choices] for one in seeded)
+            first, second = ([choice.text for choice in answer.choices] for answer in seeded)
             assert first == second and first[0] != first[1]
             with pytest.raises(openai.BadRequestError, match=f"expected ids below {VOCABULARY}, got {VOCABULARY}"):
                 await client.completions.create(model=name, prompt=[VOCABULARY])

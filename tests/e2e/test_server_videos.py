@@ -128,9 +128,9 @@ async def a_video_is_the_same_wherever_it_lies_and_in_a_stream(engine: Watching)
 
 
 async def images_and_videos_stand_in_one_conversation(engine: Watching) -> None:
-    image, one, other = part(picture(16, 16)), clip(video(frames=20)), clip(video(frames=16))
-    answer = await engine.chat(one, text("then"), image, text("then"), other)
-    alone = [(await engine.chat(text("then"), each)).usage.prompt_tokens for each in (one, image, other)]
+    image, first, other = part(picture(16, 16)), clip(video(frames=20)), clip(video(frames=16))
+    answer = await engine.chat(first, text("then"), image, text("then"), other)
+    alone = [(await engine.chat(text("then"), each)).usage.prompt_tokens for each in (first, image, other)]
     assert max(alone) < answer.usage.prompt_tokens < sum(alone)
 
 

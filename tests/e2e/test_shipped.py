@@ -37,9 +37,9 @@ SIDES = (96, 200, 333)
 pytestmark = pytest.mark.timeout(400)
 
 
-def pictured(one: Scene, side: int, rng: np.random.Generator) -> dict[str, Any]:
+def pictured(scene_shown: Scene, side: int, rng: np.random.Generator) -> dict[str, Any]:
     file = io.BytesIO()
-    Image.fromarray(one.draw(side, rng)).save(file, "PNG")
+    Image.fromarray(scene_shown.draw(side, rng)).save(file, "PNG")
     return part(file.getvalue())
 
 
@@ -82,21 +82,31 @@ def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, 
     async def ask_all(port: int) -> None:
         async with client_of(port) as client:
             asking = Asking(client)
-            assert [one.id async for one in client.models.list()] == [NAME]
-            asked = [
-                (pictured(one, SIDES[at % len(SIDES)], rng), str(rng.choice(CAPTION)), question(one, rng))
-                for at, one in enumerate(scenes)
+            assert [model.id async for model in client.models.list()] == [NAME]
+            questions = [
+                (
+                    pictured(scene_shown, SIDES[at % len(SIDES)], rng),
+                    str(rng.choice(CAPTION)),
+                    question(scene_shown, rng),
+                )
+                for at, scene_shown in enumerate(scenes)
             ]
-            said = await asyncio.gather(
-                *(asking.say([picture, {"type": "text", "text": words}]) for picture, words, _ in asked)
-            )
-            wrong = [(got, caption(one)) for got, one in zip(said, scenes, strict=True) if got != caption(one)]
-            assert len(wrong) <= (1 - EXACT) * PICTURES, wrong
-            said = await asyncio.gather(  # the pictures are in the store now
-                *(asking.say([picture, {"type": "text", "text": words}]) for picture, _, (words, _) in asked)
+            answers = await asyncio.gather(
+                *(asking.say([picture, {"type": "text", "text": words}]) for picture, words, _ in questions)
             )
             wrong = [
-                (words, got, right) for got, (_, _, (words, right)) in zip(said, asked, strict=True) if got != right
+                (got, caption(scene_shown))
+                for got, scene_shown in zip(answers, scenes, strict=True)
+                if got != caption(scene_shown)
+            ]
+            assert len(wrong) <= (1 - EXACT) * PICTURES, wrong
+            answers = await asyncio.gather(  # the pictures are in the store now
+                *(asking.say([picture, {"type": "text", "text": words}]) for picture, _, (words, _) in questions)
+            )
+            wrong = [
+                (words, got, right)
+                for got, (_, _, (words, right)) in zip(answers, questions, strict=True)
+                if got != right
             ]
             assert len(wrong) <= (1 - ANSWERED) * PICTURES, wrong
 
@@ -114,7 +124,7 @@ async def streams_what_it_says_whole(asking: Asking, content: Any, right: str) -
 
 async def answers_several_times_at_once(asking: Asking, content: Any, right: str) -> None:
     answer = await asking.chat(content, n=4)
-    assert [one.message.content for one in answer.choices] == [right] * 4
+    assert [choice.message.content for choice in answer.choices] == [right] * 4
 
 
 async def ends_at_a_stop_string_that_spans_tokens(asking: Asking, content: Any, right: str) -> None:
@@ -133,9 +143,9 @@ async def draws_the_same_by_the_same_seed(asking: Asking, content: Any, right: s
 
 async def is_sure_of_it(asking: Asking, content: Any, right: str) -> None:
     answer = await asking.chat(content, logprobs=True, top_logprobs=3)
-    told = answer.choices[0].logprobs.content
-    assert "".join(one.token for one in told if not one.token.startswith("<|")) == right
-    assert sum(one.logprob for one in told) > -2.0
+    entries = answer.choices[0].logprobs.content
+    assert "".join(entry.token for entry in entries if not entry.token.startswith("<|")) == right
+    assert sum(entry.logprob for entry in entries) > -2.0
 
 
 async def is_unmoved_by_clients_that_go(asking: Asking, content: Any, right: str) -> None:
@@ -158,20 +168,20 @@ SCENES = (
 
 def test_it_chats_and_is_asked_in_every_way() -> None:
     rng = np.random.default_rng(SEED)
-    one = scene(rng, 2)
-    content = [pictured(one, 300, rng), {"type": "text", "text": CAPTION[0]}]
+    shown = scene(rng, 2)
+    content = [pictured(shown, 300, rng), {"type": "text", "text": CAPTION[0]}]
 
     async def all_scenes(port: int) -> None:
         async with client_of(port) as client:
             asking = Asking(client)
             right = await asking.say(content)
-            assert right == caption(one)
+            assert right == caption(shown)
             for part in SCENES:
                 print(part.__name__, flush=True)
                 await asyncio.wait_for(part(asking, content, right), 60)
             chats = [(words, answer) for all_words, answer in CHAT for words in all_words]
-            said = await asyncio.gather(*(asking.say(words) for words, _ in chats))
-            wrong = [(words, got) for (words, answer), got in zip(chats, said, strict=True) if got != answer]
+            answers = await asyncio.gather(*(asking.say(words) for words, _ in chats))
+            wrong = [(words, got) for (words, answer), got in zip(chats, answers, strict=True) if got != answer]
             assert len(wrong) <= 0.05 * len(chats), wrong
 
     with serving() as (_, port):

@@ -70,8 +70,8 @@ def test_new_images_are_misses_and_repeats_are_hits(options: tuple[str, ...]) ->
 
     with serving("--mm-encoder-tp-mode", "store", "--tensor-transport", "store", *options) as (process, port):
         asyncio.run(ask_all(port))
-        seen = counts(process.pid)
+        counted = counts(process.pid)
         new, repeats = IMAGES + 1, IMAGES * REPEATS + 2
-        assert list(seen.values()) == [(new, repeats)] * 2, seen
+        assert list(counted.values()) == [(new, repeats)] * 2, counted
         assert metric(port, "penstock_store_misses_total") == new
         assert metric(port, "penstock_store_hits_total") == repeats

@@ -57,16 +57,18 @@ def ours() -> str:
     return str(os.getpid())  # the launcher lives in the test's own process
 
 
-async def asked(served: Served, many: int, tokens: int) -> None:
+async def answered(served: Served, many: int, tokens: int) -> None:
     """So many requests, all answered."""
     ask = served.client.completions.create
-    await asyncio.gather(*(ask(model="simulated", prompt=f"{one} {PROMPT}", max_tokens=tokens) for one in range(many)))
+    await asyncio.gather(
+        *(ask(model="simulated", prompt=f"{number} {PROMPT}", max_tokens=tokens) for number in range(many))
+    )
 
 
 # ── scenes, in this order ────────────────────────────────────────────────────────────────────────────────────────────
 async def tokens_are_counted_as_they_were_asked_for(served: Served) -> None:
     before = await seen_by_top(ours())
-    await asked(served, 6, MOST)
+    await answered(served, 6, MOST)
     now = await seen_by_top(ours())
     old, new = before.moment, now.moment
     expected = {"sampled_tokens": 6 * MOST, "generation_tokens": 6 * MOST, "computed_tokens": 6 * len(f"0 {PROMPT}")}
@@ -76,30 +78,30 @@ async def tokens_are_counted_as_they_were_asked_for(served: Served) -> None:
 
 
 async def what_is_open_is_shown_alike_by_all_views(served: Served) -> None:
-    asking = asyncio.ensure_future(asked(served, 5, LONG))
+    asking = asyncio.ensure_future(answered(served, 5, LONG))
     await served.until(lambda: served.number(StatusBoard.OPEN) == 5)
-    found = await seen_by_top(ours())
+    shown = await seen_by_top(ours())
     elsewhere = await seen_by_top(f"http://127.0.0.1:{served.port}", "--api-key", KEY)
-    said = await page_data(served)
+    page = await page_data(served)
     status, out, error = await top(ours(), "--once", "--interval", "0.3")
     assert status == 0, error
     assert not asking.done(), "it has been answered while we looked: ask for more"
-    for one in (found, elsewhere, msgspec.convert(said, View)):
-        (engine,) = one.moment.engines
-        open_requests = [one.moment.total("open_requests"), engine["open_in_engine"]]
+    for view in (shown, elsewhere, msgspec.convert(page, View)):
+        (engine,) = view.moment.engines
+        open_requests = [view.moment.total("open_requests"), engine["open_in_engine"]]
         assert [*open_requests, engine["num_requests_running"], engine["num_requests_waiting"]] == [5, 5, 5, 0]
         assert 0 <= engine["free_blocks"] < engine["blocks"] == 4096
-        names = [channel.name for channel in one.moment.channels]
+        names = [channel.name for channel in view.moment.channels]
         assert sorted(names) == ["deltas 0", "deltas 1", "inbox 0", "results 0", "steps 0", "tokens 0.0"]
-        assert [process.state for process in one.moment.processes] == ["serves"] * 6
-    for rates in (found.rates, elsewhere.rates):
+        assert [process.state for process in view.moment.processes] == ["serves"] * 6
+    for rates in (shown.rates, elsewhere.rates):
         assert rates is not None and rates.total("sampled_tokens") > 0
         # What the device was told; a step more or less is counted, as not all is read at one time.
         assert rates.steps[0].device == pytest.approx(STEP, rel=0.5)
         steps = next(rate for rate, name in zip(rates.channels, names, strict=True) if name == "steps 0")
         assert steps.records == pytest.approx(rates.engines[0]["engine_steps"], rel=0.5)
     assert re.search(r"requests +5 open +5 running +0 waiting", out), out
-    for process in found.moment.processes:
+    for process in shown.moment.processes:
         assert re.search(rf"(?m)^{process.title} +{process.pid} +serves +0 ", out), out
     assert re.search(r"steps 0 +broadcast +[\d.,]+ ", out) and "\x1b" not in out
     asking.cancel()
@@ -149,21 +151,21 @@ async def without_the_key_there_is_nothing_to_see(served: Served) -> None:
     for arguments in ((), ("--api-key", "wrong")):
         status, out, error = await top(url, "--once", *arguments)
         assert (status, out) == (2, "") and "API key" in error
-    found = await seen_by_top(url, PENSTOCK_API_KEY=KEY)
-    assert found.moment.server_info.url == url
+    shown = await seen_by_top(url, PENSTOCK_API_KEY=KEY)
+    assert shown.moment.server_info.url == url
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(b"GET /dashboard HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    said = (await reader.read()).decode()
+    response = (await reader.read()).decode()
     writer.close()
-    assert " 200 " in said.partition("\r\n")[0] and KEY not in said
+    assert " 200 " in response.partition("\r\n")[0] and KEY not in response
 
 
 async def the_root_leads_to_the_page_and_the_page_to_grafana(served: Served) -> None:
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(b"GET / HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
-    said = (await reader.read()).decode()
+    response = (await reader.read()).decode()
     writer.close()
-    assert said.startswith("HTTP/1.1 307 ") and "location: /dashboard\r\n" in said
+    assert response.startswith("HTTP/1.1 307 ") and "location: /dashboard\r\n" in response
     _, page = await served.get("/dashboard")
     for path in re.findall(r'href="(/[^"]+)"', page):
         status, body = await served.get(path)
@@ -173,9 +175,9 @@ async def the_root_leads_to_the_page_and_the_page_to_grafana(served: Served) -> 
 
 async def many_that_look_are_told_of_the_same_moment(served: Served) -> None:
     """Of each server process: which one answers a connection is chance."""
-    said = await asyncio.gather(*(page_data(served) for _ in range(12)))
-    assert len({one["moment"]["at"] for one in said}) <= 2
-    assert all(one["moment"]["server_info"]["pid"] == os.getpid() for one in said)
+    pages = await asyncio.gather(*(page_data(served) for _ in range(12)))
+    assert len({page["moment"]["at"] for page in pages}) <= 2
+    assert all(page["moment"]["server_info"]["pid"] == os.getpid() for page in pages)
 
 
 async def a_worker_that_is_killed_shows_as_restarted(served: Served) -> None:
@@ -183,16 +185,16 @@ async def a_worker_that_is_killed_shows_as_restarted(served: Served) -> None:
     os.kill(dead, signal.SIGKILL)
 
     async def worker() -> tuple[str, int]:
-        found = next(one for one in (await seen_by_top(ours())).moment.processes if one.role == "worker")
-        assert found.state != "serves" or found.pid != dead, "a dead process is shown as one that serves"
-        return found.state, found.incarnation
+        process = next(process for process in (await seen_by_top(ours())).moment.processes if process.role == "worker")
+        assert process.state != "serves" or process.pid != dead, "a dead process is shown as one that serves"
+        return process.state, process.incarnation
 
     for _ in range(100):
         if await worker() == ("serves", 2):
             break
     status, out, _ = await top(ours(), "--once", "--interval", "0.3")
     assert status == 0 and re.search(r"(?m)^worker 0\.0 +\d+ +serves +1 ", out), out
-    await asked(served, 2, 5)
+    await answered(served, 2, 5)
     (engine,) = (await seen_by_top(ours())).moment.engines
     assert (engine["engine_incarnation"], engine["sampled_tokens"]) == (2, 10)
 
@@ -201,7 +203,7 @@ async def a_process_that_is_stopped_is_shown_as_stopped(served: Served) -> None:
     child = served.child("output")
     os.kill(child.pid, signal.SIGSTOP)
     try:
-        states = {one.title: one.state for one in (await seen_by_top(ours())).moment.processes}
+        states = {process.title: process.state for process in (await seen_by_top(ours())).moment.processes}
     finally:
         os.kill(child.pid, signal.SIGCONT)
     assert states["output 0.0"] == "stopped" and states["core 0.0"] == "serves"
@@ -236,11 +238,11 @@ def test_top_reports_a_gone_server_and_shows_the_next_at_its_address() -> None:
 
     async def until_it_says(reader: asyncio.StreamReader, what: str) -> str:
         got = ""
-        while not (found := re.search(what, got)):
+        while not (match := re.search(what, got)):
             line = await asyncio.wait_for(reader.readline(), 60)
             assert line, got
             got += line.decode()
-        return found[1]
+        return match[1]
 
     async def one_after_the_other() -> None:
         pipe, create = asyncio.subprocess.PIPE, asyncio.create_subprocess_exec
@@ -262,10 +264,10 @@ def test_top_reports_a_gone_server_and_shows_the_next_at_its_address() -> None:
             await until_it_says(second.stderr, "event=(serving)")
             assert view.returncode is None
         finally:
-            for one in filter(None, (first, view, second)):
-                if one.returncode is None:
-                    one.terminate()
-                await one.communicate()
+            for process in filter(None, (first, view, second)):
+                if process.returncode is None:
+                    process.terminate()
+                await process.communicate()
 
     asyncio.run(one_after_the_other())
 

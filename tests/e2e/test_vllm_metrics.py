@@ -27,6 +27,7 @@ def test_metrics_have_the_names_types_labels_and_buckets_of_a_live_vllm(tmp_path
     for name, family in ours.items():
         assert shape_of(family) == shape_of(there[name]), name
     reasons = [
-        {sample.labels["finished_reason"] for sample in one["vllm:request_success"].samples} for one in (ours, there)
+        {sample.labels["finished_reason"] for sample in families["vllm:request_success"].samples}
+        for families in (ours, there)
     ]
     assert reasons[0] <= reasons[1]

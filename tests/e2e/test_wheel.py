@@ -48,8 +48,8 @@ def sdist(tmp_path_factory: pytest.TempPathFactory) -> Path:
     build = "import sys; from scikit_build_core.build import build_sdist; build_sdist(sys.argv[1])"
     done = run(sys.executable, "-c", build, folder, folder=ROOT)
     assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = folder.iterdir()
-    return found
+    (path,) = folder.iterdir()
+    return path
 
 
 @pytest.fixture(scope="module")
@@ -59,8 +59,8 @@ def wheel(sdist: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     pip = (sys.executable, "-m", "pip", "--disable-pip-version-check", "wheel", "--no-build-isolation", "--no-deps")
     done = run(*pip, "--no-index", "--wheel-dir", folder, sdist, folder=folder, within=800)
     assert done.returncode == 0, done.stdout + done.stderr
-    (found,) = folder.glob("*.whl")
-    return found
+    (path,) = folder.glob("*.whl")
+    return path
 
 
 def test_the_source_distribution_has_what_is_needed_and_nothing_twice(sdist: Path) -> None:
@@ -153,7 +153,7 @@ def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Pat
         assert {"penstock/py.typed", "penstock/_native.pyi", "penstock/engine/_native.pyi"} <= set(names)
         metadata = next(archive.read(name).decode() for name in names if name.endswith("/METADATA"))
     needed = re.findall(r"^Requires-Dist: (\S+?)(?=[\s;]|$)(?!.*extra ==)", metadata, re.MULTILINE)
-    assert sorted(re.split(r"[<>=~]", one)[0] for one in needed) == ["msgspec", "numpy"]
+    assert sorted(re.split(r"[<>=~]", requirement)[0] for requirement in needed) == ["msgspec", "numpy"]
 
     venv.create(tmp_path / "venv", with_pip=True)
     python = tmp_path / "venv" / "bin" / "python"
@@ -165,8 +165,8 @@ def test_the_wheel_installs_into_an_empty_environment_and_works_there(wheel: Pat
     assert done.returncode == 0, done.stdout + done.stderr
 
     installed = json.loads(run(*pip, "list", "--format", "json", folder=tmp_path).stdout)
-    assert {one["name"] for one in installed} - {"pip", "setuptools"} == {"msgspec", "numpy", "penstock"}
-    version = next(one["version"] for one in installed if one["name"] == "penstock")
+    assert {package["name"] for package in installed} - {"pip", "setuptools"} == {"msgspec", "numpy", "penstock"}
+    version = next(package["version"] for package in installed if package["name"] == "penstock")
     penstock = tmp_path / "venv" / "bin" / "penstock"
     assert run(penstock, "--version", folder=tmp_path).stdout == f"penstock {version}\n"
     doctor = run(penstock, "doctor", folder=tmp_path)

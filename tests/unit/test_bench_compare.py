@@ -27,7 +27,7 @@ def without_a_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 # ── the workload ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_in_a_spread_workload_every_request_needs_one_block_in_sixteen_steps() -> None:
+def test_spread_workload_needs_one_block_per_request_in_16_steps() -> None:
     decode = Decode(40, is_spread=True)
     due: list[int] = []
     for _ in range(BLOCK):
@@ -90,7 +90,7 @@ def test_structs_without_names_hold_what_the_dataclasses_hold() -> None:
     assert msgspec.to_builtins(struct) == flat(named)
 
 
-def test_the_comparison_has_a_row_for_every_format_and_sizes_grow_with_the_requests() -> None:
+def test_comparison_has_a_row_per_format_and_sizes_grow_with_requests() -> None:
     outcomes = list(comparison.run([2, 6], rounds=2))
     found = comparison.summary(outcomes)
     for key in ("step_steady", "step_blocks"):

@@ -42,7 +42,7 @@ def test_a_prompt_and_its_answer_fit_the_model() -> None:
     assert load.within(128) == Load(96, 16, "56", "56")
 
 
-def test_who_was_served_after_another_had_ended_is_not_one_of_those_that_were_open_at_once() -> None:
+def test_request_served_after_another_ended_is_not_counted_as_concurrent() -> None:
     def met(served: float, open_at_once: float) -> bool:
         found = goals.Found(streams={"served": served, "open_at_once": open_at_once, "growth_kb": 1.0})
         return next(one.is_met for one in goals.targets(found) if one.case.startswith("streams open at once"))

@@ -42,7 +42,7 @@ def test_spread_shows_least_and_most_where_there_are_several_rounds() -> None:
 
 # ── targets ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("latency, limits", [(1.0, (1.05, 0.15)), (1.2, (1.25, 0.06)), (None, (1.25, 0.06))])
-def test_a_worker_may_use_more_of_a_processor_when_it_is_as_fast_as_a_spinning_one(
+def test_worker_may_use_more_processor_when_as_fast_as_a_spinning_one(
     latency: float | None, limits: tuple[float, float]
 ) -> None:
     assert goals.paced_limits(goals.FAST_PACE, latency) == limits

@@ -33,7 +33,7 @@ tables = load_making("tables")
 
 
 # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_every_block_can_be_run_or_is_only_to_be_read_or_says_what_it_needs() -> None:
+def test_every_block_of_the_documents_runs_is_shown_or_names_its_needs() -> None:
     for fence in (fence for page in PAGES for fence in fences(page)):
         assert fence.language in RUN | SHOWN, f"{fence.where}: a block of {fence.language or 'nothing'}"
         assert fence.needs is None or fence.needs in NEEDS, f"{fence.where}: needs {fence.needs}: what is that?"

@@ -30,7 +30,7 @@ def test_the_tree_is_this_one_and_nothing_else() -> None:
 
 
 @pytest.mark.parametrize("name", TREE)
-def test_every_error_is_in_the_package_or_in_lowlevel_and_says_what_it_is_for(name: str) -> None:
+def test_every_error_is_public_and_has_a_docstring(name: str) -> None:
     module = penstock if name in penstock.__all__ else lowlevel
     assert getattr(module, name) is getattr(errors, name)
     assert name in module.__all__

@@ -22,9 +22,7 @@ from tests.imports import calls_core, imports_torch
         ("import torches", False),
     ],
 )
-def test_a_module_imports_torch_when_it_or_a_module_of_ours_does_at_its_beginning(
-    source: str, expected: bool, tmp_path: Path
-) -> None:
+def test_module_imports_torch_when_it_or_an_imported_module_does(source: str, expected: bool, tmp_path: Path) -> None:
     module = tmp_path / "test_x.py"
     module.write_text(source)
     assert imports_torch(module) == expected

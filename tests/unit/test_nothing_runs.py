@@ -64,7 +64,7 @@ def executing(source: str) -> list[str]:
     return found
 
 
-def test_below_the_line_nothing_that_could_run_what_it_is_given_is_imported_or_called() -> None:
+def test_data_plane_neither_imports_nor_calls_code_that_runs_its_input() -> None:
     modules = [path for path in sources(*(SOURCE / name for name in BELOW)) if path.suffix == ".py"]
     assert len(modules) > 10
     found = [f"{path.name}: {what}" for path in modules for what in executing(path.read_text())]

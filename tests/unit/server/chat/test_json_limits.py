@@ -145,7 +145,7 @@ def test_a_long_string_is_found_wherever_a_search_ends(head: bytes, shift: int) 
     assert list(extract_data_urls(body)[1].values()) == [string.decode()]
 
 
-def test_a_place_in_a_body_that_is_too_long_to_be_decoded_whole_says_how_it_is_counted() -> None:
+def test_error_position_in_a_long_body_says_how_it_is_counted() -> None:
     url = "data:image/png;base64," + "A" * MAX_NBYTES
     body = json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]})
     with pytest.raises(ApiError, match=r"\(byte \d+\), long images and embeddings not counted"):

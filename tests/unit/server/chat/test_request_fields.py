@@ -73,7 +73,7 @@ def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
 
 @pytest.mark.parametrize("kind", DECODERS)
 @pytest.mark.parametrize("name", NEUTRAL_ONLY)
-def test_a_field_that_is_not_supported_is_refused_by_name_unless_its_value_is_neutral(kind: type, name: str) -> None:
+def test_unsupported_field_is_refused_unless_its_value_is_neutral(kind: type, name: str) -> None:
     if name in FIELDS[kind]:
         return
     unknown: list[str] = []

@@ -165,7 +165,7 @@ def test_prompts_are_one_or_many_texts_or_lists_of_ids() -> None:
         assert caught.value.param == "prompt"
 
 
-def test_templates_are_told_where_images_stand_and_these_go_a_way_of_their_own() -> None:
+def test_templates_get_positions_of_images_and_images_go_separately() -> None:
     text, image = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
     other = {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}
     said = chat(
@@ -268,7 +268,7 @@ def test_an_error_that_is_not_the_clients_doing_names_its_request() -> None:
     assert ApiError.of(EngineError(400, "too long"), "abc").message == "too long"
 
 
-def test_what_is_said_of_something_long_is_short_and_begins_and_ends_as_it_would() -> None:
+def test_error_shortens_a_long_value_and_keeps_its_begin_and_end() -> None:
     with pytest.raises(ApiError) as caught:
         chat(messages=[{"role": "x" * 100_000, "content": ""}])
     assert len(caught.value.body) < 3000 and caught.value.param == "messages[0].role"

@@ -131,7 +131,7 @@ async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> Non
 
 
 @in_a_loop
-async def test_an_error_before_the_first_piece_is_raised_and_a_later_one_is_an_event() -> None:
+async def test_error_before_the_first_chunk_is_raised_and_a_later_is_an_event() -> None:
     connection = Connection()
     stream, _ = answer(error=EngineError(400, "too long"))
     with pytest.raises(EngineError, match="too long"):

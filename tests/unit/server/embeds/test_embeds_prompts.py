@@ -61,7 +61,7 @@ def scene(model: Path, nbytes: int | None = 1 << 20, **config: Any) -> Iterator[
             must_be_held_by_nobody(store)
 
 
-def test_a_prompt_has_a_placeholder_for_each_row_and_holds_them_until_it_is_released(tmp_path: Path) -> None:
+def test_embeds_prompt_has_a_placeholder_per_row_held_until_release(tmp_path: Path) -> None:
     with scene(tmp_path) as (of, store):
         prompt = asyncio.run(of.prompt())
         ((item, position, length),) = prompt.items
@@ -114,9 +114,7 @@ def test_what_is_wrong_is_refused_and_nothing_is_held(text: str, words: str, tmp
         assert error.status == 400 and words in error.message, error.message
 
 
-def test_too_many_rows_are_refused_as_a_text_is_and_long_before_they_are_decoded(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_too_many_rows_are_refused_before_they_are_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with scene(tmp_path) as (of, store):
         error = of.refusal(value(np.zeros((21, HIDDEN), np.float32)))
         assert error.code == "context_length_exceeded" and "(21 in the prompt_embeds, 4 in" in error.message

@@ -135,7 +135,7 @@ def test_a_response_with_a_length_is_written_as_it_is() -> None:
     ]
 
 
-def test_a_response_without_a_length_is_chunked_and_a_connection_goes_on_after_it() -> None:
+def test_response_without_length_is_chunked_and_the_connection_goes_on() -> None:
     said = talked(stream, get() + get(more=CLOSE))
     body = b"3\r\none\r\n5\r\nthree\r\n0\r\n\r\n"
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
@@ -163,7 +163,7 @@ def test_a_body_comes_whole_however_it_is_cut() -> None:
             assert "x-trailer" not in dict(found["headers"]), "a trailer is no header"
 
 
-def test_a_request_that_offers_an_upgrade_has_its_body_and_those_behind_it_are_answered() -> None:
+def test_request_offering_an_upgrade_is_answered_as_are_later_ones() -> None:
     """As Java's client offers HTTP/2 with each first request. httptools ends such a message at its head."""
     requests = post(b"first", UPGRADE) + get(more=UPGRADE) + post(b"third", CLOSE)
     bytewise = [bytes([byte]) for byte in requests[:300]]
@@ -217,7 +217,7 @@ def test_a_head_that_is_too_long_is_refused_also_in_one_piece() -> None:
     assert len(seen(talked(echo, post(b"b" * 4 * MAX_BESIDES_NBYTES, CLOSE)))) == 1
 
 
-def test_the_last_bytes_of_a_response_are_written_when_the_application_has_returned() -> None:
+def test_last_bytes_of_a_response_follow_the_applications_return() -> None:
     """What it counts at its end is counted when a client has the response."""
     returned = []
 
@@ -403,7 +403,7 @@ def test_an_application_that_fails_before_its_response_is_an_error_500(
     assert json.loads(body)["error"]["type"] == "server_error" and b"set-cookie" not in said
 
 
-def test_an_application_that_fails_amid_its_response_leaves_it_visibly_incomplete() -> None:
+def test_response_is_visibly_incomplete_when_its_application_fails() -> None:
     said = talked(fail_late, get() + get())
     assert said == b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n"
 

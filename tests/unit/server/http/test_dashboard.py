@@ -103,7 +103,7 @@ def test_the_page_runs_what_stands_in_it_and_nothing_else() -> None:
     assert answer.headers["content-type"].startswith("text/html")
 
 
-def test_the_page_fetches_nothing_from_elsewhere_and_makes_no_markup_of_what_it_is_told() -> None:
+def test_dashboard_fetches_nothing_external_and_escapes_its_data() -> None:
     addresses = set(re.findall(r"https?://[^\s\"'`)]+", SOURCE))
     assert addresses == {"http://www.w3.org/2000/svg"}, "a name space, and no address"
     for word in ("innerHTML", "outerHTML", "insertAdjacentHTML", "document.write", "eval(", "Function(", "srcdoc"):

@@ -41,7 +41,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     return handler.seen
 
 
-def test_exceptions_of_one_kind_are_one_line_with_a_trace_and_one_with_their_number(
+def test_equal_exceptions_are_logged_once_with_trace_and_once_counted(
     lines: list[tuple[str, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(loop_errors, "PERIOD", 0.3)
@@ -64,7 +64,7 @@ def test_exceptions_of_one_kind_are_one_line_with_a_trace_and_one_with_their_num
     assert more["times_more"] == 62 and "trace" not in more
 
 
-def test_a_connection_for_which_there_is_no_descriptor_is_said_with_the_limit_and_the_way_out(
+def test_connection_without_descriptor_is_logged_with_limit_and_advice(
     lines: list[tuple[str, dict[str, Any]]],
 ) -> None:
 

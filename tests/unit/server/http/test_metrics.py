@@ -362,7 +362,7 @@ def test_items_are_counted_by_how_they_travel(pages: Pages) -> None:
     assert pages.number("penstock_items_total", server=0) == 0
 
 
-def test_media_in_flight_are_shown_by_stage_and_forgotten_with_their_process(pages: Pages) -> None:
+def test_media_in_flight_are_counted_by_stage_until_their_process_ends(pages: Pages) -> None:
     row = pages.tally.rows[2]
     row[ProcessCounters.MEDIA_LIMITS + 1] = 500
     row.set_media(0, 100, 2)

@@ -155,7 +155,7 @@ def test_of_images_in_any_format_the_first_frame_counts(
         asyncio.run(look(scene))
 
 
-def test_an_image_on_a_host_that_is_open_is_the_same_one_and_is_found_in_the_store(llava: Path) -> None:
+def test_image_of_an_allowed_host_is_found_in_the_store(llava: Path) -> None:
     with contextlib.closing(Elsewhere()) as host:
         host.script = whole(body=picture(40, 40))
         there = named(f"http://127.0.0.1:{host.port}/x.png")

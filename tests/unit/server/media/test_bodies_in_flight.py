@@ -99,7 +99,7 @@ def test_a_short_body_waits_for_nothing() -> None:
     run(work)
 
 
-def test_a_body_without_a_length_holds_as_much_as_it_may_have_until_it_has_come() -> None:
+def test_body_without_length_holds_its_maximum_until_it_is_read() -> None:
     async def work() -> None:
         async with scene() as one:
             done = asyncio.Event()
@@ -125,7 +125,7 @@ def test_a_body_beyond_the_budget_is_refused_with_both_numbers(has_length: bool)
     run(work)
 
 
-def test_a_request_that_goes_while_its_body_waits_or_is_held_gives_its_bytes_back() -> None:
+def test_request_that_leaves_returns_the_bytes_of_its_body() -> None:
     async def work() -> None:
         async with scene() as one:
             never = asyncio.Event()

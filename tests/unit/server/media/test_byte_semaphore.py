@@ -156,7 +156,7 @@ def test_a_wait_that_is_cancelled_as_it_is_granted_gives_its_bytes_back() -> Non
     run(scene)
 
 
-def test_bytes_that_lie_in_memory_already_are_held_beyond_the_limit_and_others_wait() -> None:
+def test_bytes_already_in_memory_exceed_the_limit_and_others_wait() -> None:
     async def scene() -> None:
         semaphore = ByteSemaphore(10)
         granted = Granted(semaphore)

@@ -247,7 +247,7 @@ def test_those_of_the_internet_are(said: str) -> None:
     assert is_public(ipaddress.ip_address(said))
 
 
-def test_a_name_that_means_a_machine_in_here_is_not_asked_and_nobody_is_told_that_it_does(host: Elsewhere) -> None:
+def test_host_with_an_internal_address_is_refused_without_revealing_it(host: Elsewhere) -> None:
     name = f"images.test:{host.port}"
     inside = refusal(f"http://{name}/", (name,), resolve=resolved("127.0.0.1", "10.0.0.1"))
 

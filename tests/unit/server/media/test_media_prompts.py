@@ -62,7 +62,7 @@ def refusal(model: Path, *parts: dict[str, Any], **options: Any) -> tuple[int, s
         return asyncio.run(look(scene))
 
 
-def test_placeholders_of_images_and_videos_become_their_tokens_in_the_order_of_the_conversation(qwen: Path) -> None:
+def test_media_placeholders_become_tokens_in_conversation_order(qwen: Path) -> None:
     async def look(scene: Scene) -> None:
         prompt = await scene.prompt(text("a"), CLIP, part(picture(16, 16)), OTHER, CLIP)
         values = [item.open(scene.store).value() for item, *_ in prompt.items]
@@ -80,7 +80,7 @@ def test_placeholders_of_images_and_videos_become_their_tokens_in_the_order_of_t
         asyncio.run(look(scene))
 
 
-def test_more_videos_than_the_limit_are_refused_with_the_place_of_the_first_beyond_it(qwen: Path) -> None:
+def test_videos_beyond_the_limit_are_refused_with_the_first_position(qwen: Path) -> None:
     status, field, message = refusal(qwen, CLIP, text("a"), CLIP, OTHER, video_limits=VideoLimits(count=2))
     assert (status, field) == (400, "messages[0].content[3]")
     assert message == "a request has at most 2 videos, this one has 3"

@@ -112,7 +112,7 @@ def test_a_file_is_read_when_its_bytes_are_granted(tmp_path: Path) -> None:
     run(work)
 
 
-def test_a_fetch_holds_the_most_that_may_come_until_its_host_says_how_much_does() -> None:
+def test_fetch_holds_its_maximum_until_the_host_states_a_length() -> None:
     with contextlib.closing(Elsewhere()) as host:
         host.script = whole(body=MOVIE)
         there = f"127.0.0.1:{host.port}"

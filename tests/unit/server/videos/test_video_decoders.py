@@ -312,7 +312,7 @@ def test_tensors_travel_inline_where_the_store_is_too_small(tmp_path: Path) -> N
     run(work)
 
 
-def test_a_host_that_cannot_start_refuses_videos_and_says_where_the_reason_is(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_that_cannot_start_refuses_videos_and_points_at_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(video_decoders, "MAIN", "raise SystemExit('no such package')")
 
     async def work() -> None:

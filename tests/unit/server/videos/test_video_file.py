@@ -148,7 +148,7 @@ def test_another_codec_is_refused_by_name() -> None:
     assert "expected a video of H.264, HEVC, VP8, VP9, AV1, MPEG-4, got" in refusal(file.getvalue()).reason
 
 
-def test_a_size_that_only_the_stream_has_is_refused_before_its_frame_is_allocated() -> None:
+def test_size_known_only_to_the_stream_is_refused_before_allocation() -> None:
     raw = video(4, (640, 480))
     at = raw.rindex(b"avc1") + 28  # of the sample's entry: width and height
     assert struct.unpack_from(">HH", raw, at) == (640, 480)
