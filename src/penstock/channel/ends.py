@@ -72,7 +72,7 @@ class AnyEnd:
 
 
 class BlockingEnd(AnyEnd):
-    """An end whose `with` block closes it, by an error if the block raises."""
+    """An end that its `with` block closes, by an error if the block raises."""
 
     def __enter__(self) -> Self:
         return self
