@@ -20,7 +20,7 @@ import inspect
 import itertools
 import math
 import re
-import textwrap
+import sys
 import typing
 from collections.abc import Callable, Sequence
 from types import NoneType
@@ -178,11 +178,18 @@ def _help_texts(config: type[msgspec.Struct]) -> dict[str, str]:
     """Returns the text below each field, which only the source has: it is read for help and documents alone."""
     texts = {}
     for base in config.__mro__[config.__mro__.index(msgspec.Struct) - 1 :: -1]:
-        body = ast.parse(textwrap.dedent(inspect.getsource(base))).body[0].body  # type: ignore[attr-defined]
-        for field, text in itertools.pairwise(body):
-            if isinstance(field, ast.AnnAssign) and isinstance(text, ast.Expr) and isinstance(text.value, ast.Constant):
-                texts[ast.unparse(field.target)] = " ".join(str(text.value.value).split())
+        for field, text in itertools.pairwise(_class_bodies(base.__module__)[base.__name__]):
+            match field, text:
+                case ast.AnnAssign(ast.Name(name)), ast.Expr(ast.Constant(str(sentence))):
+                    texts[name] = " ".join(sentence.split())
     return texts
+
+
+@functools.cache
+def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
+    """Returns the statements of each class of a module. Every command starts with this, so a file is parsed once."""
+    nodes = ast.parse(inspect.getsource(sys.modules[module])).body
+    return {node.name: node.body for node in nodes if isinstance(node, ast.ClassDef)}
 
 
 def check_options(config: msgspec.Struct) -> None:
