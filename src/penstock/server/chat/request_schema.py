@@ -354,7 +354,9 @@ def _with_whole_numbers(body: bytes | bytearray, kind: type[msgspec.Struct]) -> 
 
     None: no field needs that.
     """
-    fields: dict[str, Any] = msgspec.json.decode(body)
+    fields = msgspec.json.decode(body)
+    if not isinstance(fields, dict):  # a body that is a float
+        return None
     floats = [name for name in _whole_numbers(kind) & fields.keys() if isinstance(fields[name], float)]
     whole = {name: int(fields[name]) for name in floats if fields[name].is_integer()}
     return msgspec.json.encode({**fields, **whole}) if whole else None

@@ -5,7 +5,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
@@ -219,6 +219,7 @@ def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:
     st.binary()
     | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda one: json.dumps(one).encode())
 )
+@example(b"0.0")
 def test_any_bytes_are_understood_or_refused_with_400(body: bytes) -> None:
     for kind in DECODERS:
         try:
