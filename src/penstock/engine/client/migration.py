@@ -294,7 +294,7 @@ class Migration:
             )
             return
         loss.is_judged = True
-        self._counters[loss.group][MigrationCounters.MIGRATIONS.at(cause)] += 1
+        self._counters[loss.group][MigrationCounters.MIGRATIONS.at[cause]] += 1
 
 
 def _submitted(stream: OutputStream) -> SubmittedRequest:

@@ -79,7 +79,7 @@ class Served(CounterRow, scope="engine"):
         self.migration = MigrationCounters(words[self.WORDS :])
 
     def finish(self, reason: str, sequences: int = 1) -> None:
-        self.words[self.FINISHED.at(reason)] += sequences
+        self.words[self.FINISHED.at[reason]] += sequences
 
 
 ENGINE_WORDS = Served.WORDS + MigrationCounters.WORDS  # of each engine, in the row of a server process
@@ -169,7 +169,7 @@ class ProcessCounters(CounterRow, scope="server"):
         stats.hits -= put
         stats.puts += put
         for how, field in ITEM_FIELDS.items():
-            self.words[self.ITEMS.at(how)] += getattr(stats, field)
+            self.words[self.ITEMS.at[how]] += getattr(stats, field)
 
     def set_media(self, stage: int, held: int, waiting: int) -> None:
         self.words[self.MEDIA_NBYTES + stage] = held
@@ -180,7 +180,7 @@ class ProcessCounters(CounterRow, scope="server"):
         self.words[self.DECODER_WAITING] = waiting
 
     def count_video(self, end: str, seconds: float) -> None:
-        self.words[self.VIDEOS.at(end)] += 1
+        self.words[self.VIDEOS.at[end]] += 1
         self.words[self.VIDEO_NS] += round(seconds * 1e9)
 
     def clear_gauges(self) -> None:
@@ -193,7 +193,7 @@ class ProcessCounters(CounterRow, scope="server"):
     def answered(self, route: str, status: int) -> int:
         """Returns the word that counts answers of this route and status."""
         known = status if status in STATUSES else 500 if status >= 500 else 400
-        return self.ANSWERED.at(route, str(known))
+        return self.ANSWERED.at[route, str(known)]
 
 
 class ServerCounters:

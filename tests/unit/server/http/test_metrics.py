@@ -268,8 +268,8 @@ def test_migrations_are_added_up_for_the_engine_that_lost_the_requests(pages: Pa
         counters[MigrationCounters.WAITING] = number
         counters[MigrationCounters.KEPT_TOKENS] = 100 * number
         counters[MigrationCounters.GIVEN_UP] += 1
-        counters[MigrationCounters.MIGRATIONS.at("failed")] += 1
-        counters[MigrationCounters.MIGRATIONS.at("output")] += 1
+        counters[MigrationCounters.MIGRATIONS.at["failed"]] += 1
+        counters[MigrationCounters.MIGRATIONS.at["output"]] += 1
         MigrationCounters.PAUSE.observe(counters.words, 0.25)
     assert pages.number("penstock_requests_waiting_to_resume", engine=1) == 6
     assert pages.number("penstock_kept_tokens", engine=1) == 600

@@ -130,7 +130,7 @@ def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
     laid.board.row(0)[StatusBoard.SERVING] = 1
     for row, waiting in zip(laid.tally.rows, (3, 4), strict=True):
         row.engines[0].migration[MigrationCounters.WAITING] = waiting
-        row.engines[0].migration[MigrationCounters.MIGRATIONS.at("failed")] += 1
+        row.engines[0].migration[MigrationCounters.MIGRATIONS.at["failed"]] += 1
         row.engines[0].migration[MigrationCounters.GIVEN_UP] += 2
         row.engines[0].migration[MigrationCounters.KEPT_TOKENS] = 50
     moment = watch.take()
