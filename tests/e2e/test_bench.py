@@ -73,7 +73,7 @@ def test_quick_engine_bench_measures_each_cluster_with_exact_answers(tmp_path: P
 
 
 def test_quick_server_bench_serves_all_streams_and_forgets_gone_clients() -> None:
-    """The real model, and vLLM beside it, are left to whoever has minutes."""
+    """The real model, and vLLM beside it, take minutes and are not run here."""
     pytest.importorskip("httptools")
     run = subprocess.run(
         [sys.executable, "bench/serve.py", "--quick", "--json", "--only", "streams,gone"],
@@ -151,7 +151,7 @@ def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None
 
 
 def test_benchmark_ended_during_start_leaves_nothing_of_its_server(tmp_path: Path) -> None:
-    """What passes for vLLM has a child, and never answers. Nobody but the benchmark ends that child."""
+    """A stand-in for vLLM has a child, and never answers. Only the benchmark ends the child."""
     peer = tmp_path / "python"
     peer.write_text(textwrap.dedent(f"""\
         #!/bin/sh

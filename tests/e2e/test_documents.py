@@ -25,9 +25,9 @@ PORT = "8000"  # of the pages; here it is one that is free
 def in_a_session_of_its_own(
     command: list[str], folder: Path, within: float, document: Path
 ) -> Iterator[tuple[int, str]]:
-    """Its exit status and what it said, with what the document says is installed, and nothing else.
+    """Yields exit status and output of the command, with only the packages that the document installs.
 
-    Whoever is left of it when the block ends is killed, and fails the test.
+    A process left at the end of the block is killed, and fails the test.
     """
     bin_folder = Path(sys.executable).parent
     more = {"PATH": f"{bin_folder}:{os.environ['PATH']}", "PYTHONUNBUFFERED": "1"}

@@ -403,7 +403,7 @@ async def a_server_that_dies_comes_again_and_the_other_one_answers(served: Serve
         return {server["pid"] for server in json.loads(body)["servers"] if server["serves"]}
 
     deadline = asyncio.get_running_loop().time() + 2
-    while dead in await pids():  # until its place is taken again, nobody else says that it is not
+    while dead in await pids():  # until a new process has its place
         assert asyncio.get_running_loop().time() < deadline, "who is dead is said to serve"
         await asyncio.sleep(0.01)
     deadline += 20

@@ -1,4 +1,4 @@
-"""A server that has no descriptors left, or whose refused clients have gone: a line of the log, and it goes on."""
+"""A server without free descriptors, or with refused clients that have gone, logs a line and goes on."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""Prompt embeddings over the API: answered as the ids are whose embeddings they are, and refused in words."""
+"""Prompt embeddings over the API: answered like their ids, and refused with a reason."""
 
 import asyncio
 import base64

@@ -19,7 +19,7 @@ from tests.e2e.test_server import AUTHORIZED, KEY, MAX_BODY, MAX_OPEN, Served, p
 from tests.shared_server import Scene, SharedServer, shared_server
 
 PATIENCE = 1.0  # of the server, as `served` says
-WITHIN = 5.0  # seconds; until somebody who waits no longer than PATIENCE has said so, on a busy machine
+WITHIN = 5.0  # seconds until a client with a deadline of PATIENCE reports, on a busy machine
 MAX_CONNECTIONS = 4 * MAX_OPEN
 HEAD = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}".encode()
 MODELS = f"GET /v1/models HTTP/1.1\r\nhost: x\r\n{AUTHORIZED}\r\n".encode()
@@ -87,7 +87,7 @@ def sized(body: bytes) -> bytes:
     return HEAD + b"content-length: %d\r\n\r\n" % len(body) + body
 
 
-# ── who sends slowly ─────────────────────────────────────────────────────────────────────────────────────────────────
+# ── slow senders ─────────────────────────────────────────────────────────────────────────────────────────────────
 async def dripping(piece: bytes, times: int = 200) -> AsyncIterator[bytes]:
     for _ in range(times):
         yield piece
@@ -156,7 +156,7 @@ async def as_many_as_may_be_connected_are_and_the_others_are_told(served: Served
         await asyncio.sleep(0.05)
 
 
-# ── who sends too much ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── senders of too much ───────────────────────────────────────────────────────────────────────────────────────────────
 def without_end(before: bytes, piece: bytes) -> list[bytes]:
     """More than anybody keeps."""
     return [before, *[piece * (65536 // len(piece))] * 200]

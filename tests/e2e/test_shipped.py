@@ -1,4 +1,4 @@
-"""The model that ships, served without an argument: what it says of pictures that nobody has shown it is right.
+"""The model that ships, served without an argument: its answers about new pictures are right.
 
 A tensor that is torn, stale or another's is a wrong caption here: several processes, many pictures at a time.
 """

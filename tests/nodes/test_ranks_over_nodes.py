@@ -1,4 +1,4 @@
-"""A group whose workers are on two nodes answers as one on a single node, and is restarted when either part is lost.
+"""A group with workers on two nodes answers like a group on one node, and restarts when either part is lost.
 
 The simulated device's rule says what an answer is. The other node is in a pid namespace of its own.
 """

@@ -1,7 +1,7 @@
 """A device in plain Python that knows what lies where in its cache, and a core around it that knows the answers.
 
-What lies at a position is the hash of all that is before it, as a real cache's content depends on it. Whoever reads a
-block in which another prefix lies, or nothing yet, or what is no number, is found out.
+What lies at a position is the hash of all that is before it, as a real cache's content depends on it. A row that
+reads a block of another prefix, an empty block, or a value that is no number fails the test.
 """
 
 import hashlib
@@ -91,7 +91,7 @@ class Device:
         return [self.cache.get((table[at // BLOCK_SIZE], at % BLOCK_SIZE)) for at in range(end)]
 
     def launch(self, step: Step, failing: float, chance: random.Random) -> tuple[list[int], list[int]]:
-        """The ids of those who sample, and the slots that failed."""
+        """Returns the ids of sampling rows, and the failed slots."""
         now = self.schedule
         for slot in [] if step.left is None else step.left.tolist():
             self.failed.discard(slot)

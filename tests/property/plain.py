@@ -299,7 +299,7 @@ class Life:
         return [self.random.randrange(BLOCKS) for _ in range(count)]
 
     def decide(self) -> None:
-        """One step. In half of the cases nobody comes or goes, and everybody computes one token."""
+        """Takes a step. In half of the cases no row joins or leaves, and every row computes one token."""
         chance, plain = self.random.random, self.plain
         counts: dict[int, int] = {}
         for slot in plain.running():

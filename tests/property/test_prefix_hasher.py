@@ -100,7 +100,7 @@ class Both:
             self.hasher.finish(slot)
 
     def send(self) -> None:
-        """A step: all who run compute something, and who has computed all that is known samples."""
+        """Takes a step: all running rows compute, and a row with all known tokens computed samples."""
         self.step += 1
         self.scheduled.clear()
         for slot in range(SLOTS):

@@ -1,4 +1,4 @@
-"""Answers whose group is lost on the way, up to three times, against the same answers without a loss: all bytes equal.
+"""Answers with up to three losses of their group equal the same answers without a loss, byte by byte.
 
 Scheduler, sampler and output processors are real. The device's logits are a function of the ids before.
 """
@@ -42,7 +42,7 @@ def logits_after(ids: list[int]) -> Any:
 
 
 class Group(Speaking):
-    """A group, whose Deltas are delivered late: a loss takes those that are still on the way."""
+    """A group with late Deltas: a loss drops the undelivered Deltas."""
 
     def __init__(self, **choices: Any) -> None:
         super().__init__(**choices)

@@ -1,4 +1,4 @@
-"""Load on a served server for as long as somebody wants: no process of it grows."""
+"""No process of a server grows under load, for as long as the tier says."""
 
 import asyncio
 import os

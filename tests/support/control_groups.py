@@ -15,7 +15,7 @@ FILES = {"memory": ("memory.limit_in_bytes", "memory.max"), "cpu": ("cpu.cfs_quo
 
 @contextmanager
 def control_group(controller: str, limit: int) -> Iterator[Path]:
-    """A group whose processes may use so much: bytes, or microseconds of each 100 ms. Skips where none can be made."""
+    """Makes a control group with a limit in bytes, or in microseconds of each 100 ms. Skips without them."""
     if os.geteuid() != 0:
         pytest.skip("only root can make a control group")
     for line in Path("/proc/self/cgroup").read_text().splitlines():

@@ -184,7 +184,7 @@ class FakeDriver:
         self.current.put(lambda: np.copyto(target, values))
 
     def _bare(self, array: Any) -> Any:
-        """The same without what keeps shared memory: work on a stream does not know who lets go of that meanwhile."""
+        """Returns the array without the holder of its shared memory: work on a stream does not hold memory."""
         address = array.ctypes.data
         if not any(first <= address < first + len(mapping) for first, (mapping, _) in self.mapped.items()):
             return array

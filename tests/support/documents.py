@@ -1,4 +1,4 @@
-"""The documents of this repository as tests see them: their fenced blocks, and which of these somebody can run.
+"""The documents of this repository as tests see them: their fenced blocks, and which blocks are run.
 
 A block of Python stands in a file of `examples/`, word for word. The shell blocks of a page are one session, from the
 first to the last; the JSON that follows one is what its command prints. What cannot be run by a test says so in a
@@ -72,7 +72,7 @@ def fences(page: Path) -> list[Fence]:
             language = lines[begun - 1].strip()[3:].strip()
             blocks.append(Fence(page, begun, language, text, comment[1] if comment else ""))
         begun = 0 if begun else number
-    assert not begun, f"{page.name}:{begun}: a block that nobody has ended"
+    assert not begun, f"{page.name}:{begun}: a block without an end"
     return blocks
 
 

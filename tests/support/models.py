@@ -1,6 +1,6 @@
 """Tiny models of every family that is supported, what transformers answers with them, and what our device does.
 
-Without torch or transformers, whoever imports this is skipped: it comes before what needs them.
+Without torch or transformers, a test file that imports this module is skipped: import it before torch.
 """
 
 from __future__ import annotations
@@ -343,10 +343,10 @@ def opener(images: Mapping[bytes, dict[str, torch.Tensor]]) -> Callable[[Handle]
 
 
 class Told(NamedTuple):
-    """What came of requests: their tokens, and who failed."""
+    """The results of requests: tokens, and failures."""
 
     answers: list[list[int]]
-    reasons: dict[int, FinishReason]  # of those who failed
+    reasons: dict[int, FinishReason]  # of failed requests
     cached_tokens: int  # that need not be computed, of all samples each time that they were admitted
     preemptions: int
     logprobs: list[list[float]]  # of the sampled ids, where they are asked for

@@ -122,7 +122,7 @@ def running(command: list[str], within: float = 30.0, **options: Any) -> Iterato
 
 @contextlib.contextmanager
 def thread(target: Callable[[], object], within: float = 20.0) -> Iterator["Result"]:
-    """Runs target in a thread, whose end is awaited with the block's."""
+    """Runs target in a thread, and awaits the thread at the end of the block."""
     result = Result(target)
     result.start()
     try:

@@ -78,7 +78,7 @@ class Threads(TPGroup):
         super().__init__()
         self.rank, self.size = rank, len(shared)
         self._said, self._barrier = shared, barrier
-        self.is_running = False  # while a model is loaded, nobody else is there
+        self.is_running = False  # while a model is loaded, no other rank is there
 
     def _all(self, own: Any) -> list[Any]:
         if not self.is_running:

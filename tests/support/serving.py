@@ -1,4 +1,4 @@
-"""Load on a server whose answers are known beforehand: clients that read, that go in the middle, and that do not read.
+"""Load on a server with known answers: clients that read, leave in the middle, or do not read.
 
 Whatever text a client gets is right, as far as it goes, or the load fails. An answer that ended well is whole.
 """
@@ -80,7 +80,7 @@ class Load:
             all_of_them.cancel()
             await asyncio.gather(all_of_them, return_exceptions=True)
 
-    # ── who reads ──
+    # ── clients that read ──
     async def ask(self, kind: str) -> None:
         loop = asyncio.get_running_loop()
         while not self.is_over:
@@ -149,7 +149,7 @@ class Load:
         writer.write(f"{head}content-length: {len(payload)}\r\n\r\n".encode() + payload)
         return reader, writer
 
-    # ── who does not ──
+    # ── clients that do not read ──
     async def vanish(self) -> None:
         """Goes after it has read something, or before."""
         while not self.is_over:

@@ -1,4 +1,4 @@
-"""Device memory: lent out as blocks are, reused in stream order, opened once, and given back whoever dies."""
+"""Device memory: lent as blocks, reused in stream order, opened once, and returned after any death."""
 
 import gc
 import os

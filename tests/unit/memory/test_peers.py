@@ -1,4 +1,4 @@
-"""Peers: who is there, under which name and number; who left, who died and how; found at once, though nobody sends."""
+"""Peers: name, number and state; departures and deaths with causes, found at once without a send."""
 
 import gc
 import os
@@ -129,7 +129,7 @@ def test_a_death_is_told_with_how(end: object, how: str) -> None:
     pool.join("survivor")
     with program(PEER, pool.ticket, "victim", env=DYING) as other:
         assert other.hear() == "1"
-        assert named(pool)["victim"].state == "live"  # and so somebody watches it
+        assert named(pool)["victim"].state == "live"  # so a peer watches it
         end(other)  # type: ignore[operator]
         eventually(lambda: named(pool)["victim"].state == "dead")
         peer = named(pool)["victim"]

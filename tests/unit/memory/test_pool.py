@@ -1,4 +1,4 @@
-"""A pool: blocks of any size, taken by anybody; what is full says by whom; what comes back can be taken again."""
+"""A pool: any peer takes blocks of any size; a full pool names the holders; released blocks are free again."""
 
 import random
 import signal

@@ -1,4 +1,4 @@
-"""Segments: anonymous, claimed, sealed; how they reach other processes, and who is refused."""
+"""Segments: anonymous, claimed, sealed; the ways to other processes, and refused processes."""
 
 import fcntl
 import functools
@@ -259,7 +259,7 @@ def test_what_the_last_holder_leaves_is_taken_back_by_the_kernel() -> None:
         eventually(lambda: shared_memory() < held - (32 << 20))
 
 
-# ── who is refused ───────────────────────────────────────────────────────────────────────────────────────────────────
+# ── refused processes ─────────────────────────────────────────────────────────────────────────────────────────────────
 def test_another_user_is_refused() -> None:
     if os.geteuid() != 0:
         pytest.skip("only root can become another user")

@@ -332,7 +332,7 @@ def test_a_copy_to_host_memory_is_awaited_before_it_is_shared(monkeypatch: pytes
 
 # ── uploads ──
 def lent(pool: Pool, value: int, nbytes: int = 4096) -> Any:
-    """A received view, whose block is held by it alone."""
+    """Returns a received view, the only holder of its block."""
     with pool.take(nbytes) as lease:
         with memoryview(lease) as room:
             room[:] = bytes([value]) * nbytes

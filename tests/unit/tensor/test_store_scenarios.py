@@ -50,7 +50,7 @@ def test_image_of_several_samples_is_held_until_the_last_ends() -> None:
 
 
 def test_a_reference_that_is_never_opened_holds_nothing() -> None:
-    """The image of a request whose prefix was computed before: its worker never asks for it."""
+    """A worker never opens the image of a request with a cached prefix."""
     with Store(MB) as store, Store.attach(store.ticket) as worker:
         ref = store.put(image(1, 800_000), key=key(1)).ref
         store.put(image(2, 800_000), key=key(2), timeout=0)
