@@ -89,20 +89,20 @@ CPU = ("cpu_cores", "cpu_sender_cores", "cpu_receivers_cores")
 SPREAD = "µs p50 / p99 / p99.9"
 
 
-def spread(found: Figures) -> str:
-    return " / ".join(short(found[key]) for key in LATENCY[:3])
+def spread(figures: Figures) -> str:
+    return " / ".join(short(figures[key]) for key in LATENCY[:3])
 
 
-def spread_and_send(found: Figures) -> str:
-    return f"{spread(found)} (send {short(found['send_p50_us'])})"
+def spread_and_send(figures: Figures) -> str:
+    return f"{spread(figures)} (send {short(figures['send_p50_us'])})"
 
 
-def spread_and_worst(found: Figures) -> str:
-    return f"{spread_and_send(found)} max {short(found['max_us'])}"
+def spread_and_worst(figures: Figures) -> str:
+    return f"{spread_and_send(figures)} max {short(figures['max_us'])}"
 
 
 def one(key: str, form: str) -> Cell:
-    return lambda found: format(found[key], form)
+    return lambda result: format(result[key], form)
 
 
 def receivers_of(turns: Turns) -> str:
@@ -163,7 +163,7 @@ def run_silence(turns: Turns, scale: Scale) -> None:
     outcome = turns.take(turns.same_order(order), figures.paced, scale.silence_rounds)
     parameters = {"receivers": turns.receivers, "nbytes": STEP_NBYTES, "silence_s": SILENCE}
     turns.record("silence", outcome, ("p50_us", "max_us", "send_p50_us", "messages"), "p50_us", **parameters)
-    column = Column(outcome, lambda found: short(found["p50_us"]), "p50_us")
+    column = Column(outcome, lambda result: short(result["p50_us"]), "p50_us")
     title = f"First message after {SILENCE} s of silence, one way, to the last of {receivers_of(turns)}; µs"
     turns.table(title, {short_nbytes(STEP_NBYTES): column})
 
@@ -255,20 +255,20 @@ def call_ns(statement: str, names: dict[str, Any]) -> float:
 
 def run_call(turns: Turns) -> None:
     before = look()
-    found = {"len(bytes)": call_ns("len(b)", {"b": b"x"}), "a Python function": call_ns("f()", {"f": lambda: 0})}
+    result = {"len(bytes)": call_ns("len(b)", {"b": b"x"}), "a Python function": call_ns("f()", {"f": lambda: 0})}
     try:
         IMPLEMENTATIONS[PENSTOCK].check()
         import penstock
 
         sender = penstock.Ring().open_sender()
-        found["penstock: sender.is_closed"] = call_ns("s.is_closed", {"s": sender})
+        result["penstock: sender.is_closed"] = call_ns("s.is_closed", {"s": sender})
         sender.close()
     except Unavailable as missing:
         turns.output.say(f"\ncall: {missing}")
     load = load_between(before, look())
-    for name, nanoseconds in found.items():
+    for name, nanoseconds in result.items():
         turns.output.record("call", name, ns=nanoseconds, foreign_cores=load.cores, quiet=load.is_quiet)
-    turns.output.table("One call from Python", ["ns"], [(name, [f"{ns:.1f}"]) for name, ns in found.items()])
+    turns.output.table("One call from Python", ["ns"], [(name, [f"{ns:.1f}"]) for name, ns in result.items()])
 
 
 def draw(output: Output, folder: Path) -> None:
@@ -363,15 +363,15 @@ def scale_of(options: argparse.Namespace) -> Scale:
 
 def available(names: Sequence[str], output: Output) -> list[Implementation]:
     """Those that can run here; the others are named with the reason."""
-    found = []
+    result = []
     for name in names:
         try:
             IMPLEMENTATIONS[name].check()
-            found.append(IMPLEMENTATIONS[name])
+            result.append(IMPLEMENTATIONS[name])
         except Unavailable as missing:
             output.say(f"skipped {name}: {missing}")
             output.record("skipped", name, reason=str(missing))
-    return found
+    return result
 
 
 def main(arguments: Sequence[str]) -> int:

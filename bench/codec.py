@@ -31,9 +31,9 @@ ROUNDS, QUICK_ROUNDS = 9, 3
 Summary = dict[tuple[str, int], dict[str, dict[str, Any]]]
 
 
-def targets(found: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -> Iterator[Target]:
+def targets(summary: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -> Iterator[Target]:
     def ours(case: str, requests: int, key: str) -> float | None:
-        figures = found.get((case, requests), {}).get(OURS)
+        figures = summary.get((case, requests), {}).get(OURS)
         return figures[key] if figures else None
 
     for requests in comparison.REQUESTS:
@@ -50,18 +50,18 @@ def targets(found: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -> 
     yield Target("outputs to the API server, 256 requests, encode + decode", 6, "µs",
                  ours("api_outputs", 256, "encode_decode_us"))  # fmt: skip
     yield Target("outputs to the API server, 256 requests", 5000, "B", ours("api_outputs", 256, "bytes"))
-    nbytes = [one["bytes"] for one in params if one["impl"] == OURS]
+    nbytes = [param["bytes"] for param in params if param["impl"] == OURS]
     yield Target("default sampling parameters", 80, "B", nbytes[0])
     yield Target(f"request with {comparison.LONG_PROMPT:,} prompt tokens, encode + decode", 30, "µs",
                  ours("long_prompt", 1, "encode_decode_us"))  # fmt: skip
-    ratios = [one["one_way_ratio_to_penstock"] for one in broadcast if "one_way_ratio_to_penstock" in one]
+    ratios = [item["one_way_ratio_to_penstock"] for item in broadcast if "one_way_ratio_to_penstock" in item]
     yield Target(f"{collective.NBYTES:,} B to {collective.RECEIVERS} receivers, gloo's time over ours", 20, "x",
                  ratios[0] if ratios else None, is_least=True)  # fmt: skip
 
 
 def told(output: Output, rows: Iterator[Row] | Sequence[Row], table: Table) -> None:
-    for one in rows:
-        output.record(one["case"], one["impl"], **{k: v for k, v in one.items() if k not in ("bench", "case", "impl")})
+    for row in rows:
+        output.record(row["case"], row["impl"], **{k: v for k, v in row.items() if k not in ("bench", "case", "impl")})
     if table.rows:
         output.table(table.title, table.columns[1:], [(cells[0], cells[1:]) for cells in table.rows])
     else:
@@ -94,9 +94,9 @@ def main(arguments: Sequence[str]) -> int:
     output = Output("codec", is_json=options.json, folder=options.out)
     output.begin()
     before = look()
-    found = run(output, QUICK_ROUNDS if options.quick else ROUNDS)
+    result = run(output, QUICK_ROUNDS if options.quick else ROUNDS)
     load = load_between(before, look())
-    return conclude(output, OURS, found, load)
+    return conclude(output, OURS, result, load)
 
 
 if __name__ == "__main__":

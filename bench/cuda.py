@@ -76,16 +76,16 @@ def consume(talk: Connection, ticket: str, host_ticket: str, device: int) -> Non
             stream.synchronize()
             talk.send_bytes(int(wrong.item()).to_bytes(4, "little"))
             continue
-        seen = talk.recv() if word == b"torch" else tensors.view(decoder.decode(heard(talk)))
+        observed = talk.recv() if word == b"torch" else tensors.view(decoder.decode(heard(talk)))
         if word == b"reuse":
             value = heard(talk)[0]
             with torch.cuda.stream(stream):
                 for _ in range(BEHIND_PRODUCTS):
                     torch.mm(factor, factor, out=product)
-                wrong += (seen != value).any()
-                del seen
+                wrong += (observed != value).any()
+                del observed
         else:
-            del seen
+            del observed
         talk.send_bytes(b"gone")
     tensors.close()
     pool.close()
@@ -107,7 +107,7 @@ def upload(torch: Any, output: Output, rounds: int) -> float:
         ref = pool.share(lease, [pool.peer])
     view = np.frombuffer(pool.open(ref), np.uint8)
     pinned = torch.full((UPLOAD_NBYTES,), 7, dtype=torch.uint8).pin_memory()
-    found: dict[str, list[float]] = {"segment": [], "pinned": []}
+    result: dict[str, list[float]] = {"segment": [], "pinned": []}
     with Uploads(pool) as uploads:
         register = seconds(torch, lambda: uploads.copy_to_device(view))
         for number in range(rounds + 1):
@@ -117,10 +117,10 @@ def upload(torch: Any, output: Output, rounds: int) -> float:
             ):
                 took = seconds(torch, work)
                 if number:
-                    found[name].append(took)
+                    result[name].append(took)
         if uploads.stats.pageable:
             output.say(f"  not registered: {'; '.join(uploads.refusals())}")
-    rates = {name: UPLOAD_NBYTES / median(times) / 1e9 for name, times in found.items()}
+    rates = {name: UPLOAD_NBYTES / median(times) / 1e9 for name, times in result.items()}
     output.record("upload", "penstock", nbytes=UPLOAD_NBYTES, gb_per_s=rates["segment"], first_s=register)
     output.record("upload", "torch pinned", nbytes=UPLOAD_NBYTES, gb_per_s=rates["pinned"])
     output.say(f"upload of {short_nbytes(UPLOAD_NBYTES)}: {rates['segment']:.1f} GB/s, "
@@ -133,8 +133,8 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
     nbytes = mb * 1_000_000
 
     def by_reference() -> None:
-        made = tensors.empty((nbytes,), "uint8", timeout=WAIT)
-        ref = tensors.share(made, [place])
+        created = tensors.empty((nbytes,), "uint8", timeout=WAIT)
+        ref = tensors.share(created, [place])
         talk.send_bytes(b"ref")
         talk.send_bytes(msgspec.msgpack.encode(ref))
         heard(talk)
@@ -145,17 +145,17 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
         talk.send(made)
         heard(talk)
 
-    found: dict[str, list[int]] = {"penstock": [], "torch.multiprocessing": []}
+    result: dict[str, list[int]] = {"penstock": [], "torch.multiprocessing": []}
     for number in range(rounds + 3):
         for name, work in (("penstock", by_reference), ("torch.multiprocessing", by_torch)):
             begin = now()
             work()
             if number >= 3:
-                found[name].append(now() - begin)
-    for name, times in found.items():
+                result[name].append(now() - begin)
+    for name, times in result.items():
         output.say(f"ipc of {mb} MB by {name}: {median(times) / 1e3:.0f} us")
         output.record("ipc", name, nbytes=nbytes, p50_us=median(times) / 1e3)
-    return median(found["penstock"]) / median(found["torch.multiprocessing"])
+    return median(result["penstock"]) / median(result["torch.multiprocessing"])
 
 
 def reuse(torch: Any, output: Output, ends: Ends, count: int) -> int:
@@ -183,18 +183,18 @@ def with_consumer(
     torch: Any, nbytes: int, device: int, work: Callable[[tuple[Connection, CudaTensors, Any]], Any]
 ) -> Any:
     context = multiprocessing.get_context("spawn")
-    ours, theirs = context.Pipe()
+    ours, remote = context.Pipe()
     pool, host = CudaPool.create(nbytes), Store(16 << 20)
     tensors = CudaTensors(pool, host)
-    child = context.Process(target=consume, args=(theirs, str(pool.ticket), str(host.ticket), device))
+    child = context.Process(target=consume, args=(remote, str(pool.ticket), str(host.ticket), device))
     child.start()
-    theirs.close()
+    remote.close()
     try:
         place = msgspec.msgpack.decode(heard(ours), type=Place)
-        found = work((ours, tensors, place))
+        result = work((ours, tensors, place))
         ours.send_bytes(b"")
         child.join(WAIT)
-        return found
+        return result
     finally:
         child.kill()
         child.join()

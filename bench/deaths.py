@@ -59,10 +59,10 @@ def kill(gigabytes: float) -> tuple[float, float]:
             try:
                 receiver.receive(timeout=WAIT)
             except penstock.PeerDied:
-                told = time.monotonic()
+                now = time.monotonic()
             watcher.join()
             os.close(pidfd)
-    return (told - began) * 1e3, (ended[0] - began) * 1e3
+    return (now - began) * 1e3, (ended[0] - began) * 1e3
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -77,10 +77,10 @@ def main(arguments: Sequence[str]) -> int:
     rows, worst = [], 0.0
     for gigabytes in map(float, options.gigabytes.split(",")):
         times = [kill(gigabytes) for _ in range(options.rounds)]
-        told, ended = (sorted(each) for each in zip(*times, strict=True))
-        worst = max(worst, told[-1])
-        output.record("death", "penstock", gigabytes=gigabytes, told_ms=told, pidfd_ms=ended)
-        rows.append((f"{gigabytes:g} GB", [short(median(told)), short(told[-1]), short(median(ended))]))
+        outcome, ended = (sorted(each) for each in zip(*times, strict=True))
+        worst = max(worst, outcome[-1])
+        output.record("death", "penstock", gigabytes=gigabytes, told_ms=outcome, pidfd_ms=ended)
+        rows.append((f"{gigabytes:g} GB", [short(median(outcome)), short(outcome[-1]), short(median(ended))]))
     columns = ["PeerDied, p50", "worst", "pidfd, p50"]
     output.table("Milliseconds after SIGKILL", columns, rows)
     output.say(f"worst {worst:.0f} ms, target {TARGET_MS:g} ms: {'met' if worst <= TARGET_MS else 'NOT met'}")

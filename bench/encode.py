@@ -186,13 +186,13 @@ def _ratio(outcome: Outcome, mode: str) -> float:
 
 
 def targets(outcomes: dict[int, Outcome], *, is_noisy: bool) -> list[Target]:
-    found = []
+    result = []
     for images, limit in AT_LEAST.items():
         outcome = outcomes.get(images)
         is_measured = outcome is not None and {OURS, BASELINE} <= outcome.rounds.keys()
         figure = _ratio(outcome, OURS) if is_measured and (outcome.is_quiet or is_noisy) else None
-        found.append(Target(f"{images} images per request: {OURS} over {BASELINE}", limit, "x", figure, is_least=True))
-    return found
+        result.append(Target(f"{images} images per request: {OURS} over {BASELINE}", limit, "x", figure, is_least=True))
+    return result
 
 
 def main(arguments: Sequence[str]) -> int:

@@ -66,19 +66,19 @@ QUICK = Scale(
 
 def available(names: Sequence[str], output: Output) -> list[Way]:
     """Those that can run here; the others are named with the reason."""
-    found = []
+    result = []
     for each in (WAYS[name] for name in names):
         try:
             each.check()
-            found.append(each)
+            result.append(each)
         except Unavailable as missing:
             output.say(f"skipped {each.name}: {missing}")
             output.record("skipped", each.name, reason=str(missing))
-    return found
+    return result
 
 
 async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[Way]) -> goals.Found:
-    found = goals.Found()
+    result = goals.Found()
     for way in ways:
         trees.output.say(f"  {way.name}: {SAID[way.name]}")
     with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
@@ -88,18 +88,20 @@ async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[W
         if "decode" in cases:
             for place, cell in enumerate(scale.cells):
                 here = Path(scratch, str(place))
-                found.decoded[cell] = await decoding.run_cell(trees, ways, cell, model, vocabulary, here, scale.seconds)
+                result.decoded[cell] = await decoding.run_cell(
+                    trees, ways, cell, model, vocabulary, here, scale.seconds
+                )
         if "first" in cases:
             style = scale.cells[0].style
             requests = first_token.REQUESTS if scale.seconds >= DEFAULT.seconds else 5
             await first_token.run_first(trees, ways, style, requests, model, vocabulary, Path(scratch, "first"))
         if "images" in cases:
-            asked = await images.run_images(
+            request = await images.run_images(
                 trees, ways, scale.images, scale.largest_image, model, vocabulary, Path(scratch, "images")
             )
             if scale.largest_image == DEFAULT.largest_image:  # the target is not for small ones
-                found.images = asked
-    return found
+                result.images = request
+    return result
 
 
 def cells_of(text: str) -> tuple[Cell, ...]:
@@ -121,12 +123,12 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def scale_of(options: argparse.Namespace) -> Scale:
     scale = QUICK if options.quick else ALL if options.all else DEFAULT
-    given = {
+    values = {
         name: getattr(options, name)
         for name in ("cells", "rounds", "seconds", "patience")
         if getattr(options, name) is not None
     }
-    scale = replace(scale, **given)
+    scale = replace(scale, **values)
     if options.style is not None:
         cells = dict.fromkeys(cell._replace(style=STYLES[options.style]) for cell in scale.cells)
         scale = replace(scale, cells=tuple(cells))
@@ -147,9 +149,9 @@ def main(arguments: Sequence[str]) -> int:
         is_noisy=options.noisy,
     )
     before = look()
-    found = asyncio.run(run(trees, scale, cases, available(options.impl.split(","), output)))
+    result = asyncio.run(run(trees, scale, cases, available(options.impl.split(","), output)))
     load = load_between(before, look())
-    return conclude(output, OURS, list(goals.targets(found)), load)
+    return conclude(output, OURS, list(goals.targets(result)), load)
 
 
 if __name__ == "__main__":

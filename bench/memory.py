@@ -68,9 +68,9 @@ def measure(url: str, launcher: int, options: argparse.Namespace) -> None:
         began = time.monotonic()
         with ThreadPoolExecutor(options.at_once) as threads:
             statuses = list(threads.map(lambda number, body=body: ask(url, *body(number)), range(options.requests)))
-        told = ", ".join(f"{statuses.count(status)} x {status}" for status in sorted(set(statuses)))
+        output = ", ".join(f"{statuses.count(status)} x {status}" for status in sorted(set(statuses)))
         highest = watch.highest()
-        print(f"{name:34} {watch.now():6.0f} MB, highest {highest:.0f}: {told}, {time.monotonic() - began:.0f} s")
+        print(f"{name:34} {watch.now():6.0f} MB, highest {highest:.0f}: {output}, {time.monotonic() - began:.0f} s")
     for _ in range(6):
         time.sleep(options.rest / 6)
         print(f"{'then nothing':34} {watch.now():6.0f} MB")

@@ -142,9 +142,9 @@ def figures_of(trace: Trace) -> dict[str, float]:
     }
 
 
-def tell(output: Output, seeds: Sequence[int], found: Sequence[dict[str, float]], loads: Sequence[Load]) -> None:
+def tell(output: Output, seeds: Sequence[int], result: Sequence[dict[str, float]], loads: Sequence[Load]) -> None:
     rows = []
-    for seed, figures in zip(seeds, found, strict=True):
+    for seed, figures in zip(seeds, result, strict=True):
         cells = [
             f"{100 * figures['refused_share']:.1f} %",
             f"{100 * figures['fragmented_share']:.1f} %",
@@ -163,7 +163,7 @@ def tell(output: Output, seeds: Sequence[int], found: Sequence[dict[str, float]]
         "release ns p50 / p99",
     ]
     output.table("Takes from a pool that is always nearly full", columns, rows)
-    for seed, figures, load in zip(seeds, found, loads, strict=True):
+    for seed, figures, load in zip(seeds, result, loads, strict=True):
         if figures["unexplained_refusals"]:
             count = int(figures["unexplained_refusals"])
             output.say(f"  seed {seed}: {count} takes were refused although one free piece was large enough")
@@ -205,7 +205,7 @@ def main(arguments: Sequence[str]) -> int:
     pool = Pool.create(nbytes)
     output.say(f"pool of {short_nbytes(nbytes)}, objects of 4 KiB to {short_nbytes(options.largest)}, {takes} takes")
     seeds = range(options.seed, options.seed + SEEDS)
-    found, loads = [], []
+    result, loads = [], []
     for seed in seeds:
         before = look()
         figures = figures_of(churn(pool, penstock.MemoryExhausted, takes, seed, options.largest))
@@ -219,9 +219,9 @@ def main(arguments: Sequence[str]) -> int:
             foreign_cores=load.cores,
             quiet=load.is_quiet,
         )
-        found.append(figures)
+        result.append(figures)
         loads.append(load)
-    tell(output, seeds, found, loads)
+    tell(output, seeds, result, loads)
     return 0
 
 

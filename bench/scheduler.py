@@ -54,9 +54,9 @@ def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
         if number > 8:
             spent.append([*np.diff(at), done])
     columns = np.array(spent) * 1e6
-    told = dict(zip(PARTS, np.median(columns, axis=0).tolist(), strict=True))
+    output = dict(zip(PARTS, np.median(columns, axis=0).tolist(), strict=True))
     ours = columns[:, [0, 3, 4]].sum(axis=1)
-    return {**told, "plan + sent + done": float(np.median(ours)), "its best tenth": float(np.quantile(ours, 0.1))}
+    return {**output, "plan + sent + done": float(np.median(ours)), "its best tenth": float(np.quantile(ours, 0.1))}
 
 
 def main() -> None:
@@ -65,8 +65,8 @@ def main() -> None:
     steps = parser.parse_args().steps
     for samples in SAMPLES:
         for waiting in (0, 100):
-            told = times(samples, steps, waiting)
-            words = ", ".join(f"{name} {one:.0f}" for name, one in told.items())
+            output = times(samples, steps, waiting)
+            words = ", ".join(f"{name} {value:.0f}" for name, value in output.items())
             print(f"{samples} samples, {waiting} requests waiting: {words} µs")
 
 

@@ -99,63 +99,63 @@ REAL_LOADS = {
 }
 
 
-def run(servers: Servers, scale: Scale, wanted: Sequence[str], ways: Sequence[str], served: Served) -> goals.Found:
-    found = goals.Found()
+def run(servers: Servers, scale: Scale, expected: Sequence[str], ways: Sequence[str], served: Served) -> goals.Found:
+    result = goals.Found()
     directory = served.directory
-    if "load" in wanted:
+    if "load" in expected:
         if directory is None:
             directory = servers.scratch / "model"
             model.make(directory, served.shape)
         try:
             longest = model.longest(directory)
-            start_all(servers, scale, found, ways, replace(served, directory=directory), longest)
+            start_all(servers, scale, result, ways, replace(served, directory=directory), longest)
             has_images = takes_images(EngineConfig(model=str(directory)))
             for case, load in scale.loads.items():
                 if has_images or not load.images:
-                    found.loads[case] = cases.side_by_side(servers, case, load.within(longest))
+                    result.loads[case] = cases.side_by_side(servers, case, load.within(longest))
         finally:
             for server in servers.up.values():
                 server.stop()
             servers.up.clear()
-    if {"streams", "gone"} & set(wanted) and OURS in ways:
+    if {"streams", "gone"} & set(expected) and OURS in ways:
         simulated = Ours.simulated(scale.streams, servers.scratch / "simulated.log")
         try:
-            found.starts.setdefault(OURS, simulated.wait_for_an_answer())
-            if "streams" in wanted:
-                found.streams = cases.many_streams(servers, simulated, scale.streams, scale.stream_tokens)
-            if "gone" in wanted:
-                found.gone = cases.clients_that_go(servers, simulated, scale.disconnects)
+            result.starts.setdefault(OURS, simulated.wait_for_an_answer())
+            if "streams" in expected:
+                result.streams = cases.many_streams(servers, simulated, scale.streams, scale.stream_tokens)
+            if "gone" in expected:
+                result.gone = cases.clients_that_go(servers, simulated, scale.disconnects)
         except (Failed, OSError) as failure:
             servers.output.say(f"\nthe simulated device: {failure}")
             servers.output.record("failed", OURS, reason=str(failure))
         finally:
             simulated.stop()
-    if "migration" in wanted and OURS in ways:
+    if "migration" in expected and OURS in ways:
         if directory is None:
             directory = servers.scratch / "model"
             model.make(directory)
         try:
-            found.pauses = pauses.pauses(
+            result.pauses = pauses.pauses(
                 servers, directory, model.longest(directory), scale.kills, scale.migrating_streams
             )
-            found.kept = pauses.kept_memory(servers, servers.rounds, scale.kept_requests)
+            result.kept = pauses.kept_memory(servers, servers.rounds, scale.kept_requests)
         except (Failed, OSError) as failure:
             servers.output.say(f"\nmigration: {failure}")
             servers.output.record("failed", OURS, reason=str(failure))
-    cases.starts_told(servers, found.starts)
-    return found
+    cases.starts_told(servers, result.starts)
+    return result
 
 
 def start_all(
-    servers: Servers, scale: Scale, found: goals.Found, ways: Sequence[str], served: Served, longest: int
+    servers: Servers, scale: Scale, result: goals.Found, ways: Sequence[str], served: Served, longest: int
 ) -> None:
     """One after the other, as the time is taken. What cannot run here is named, with the reason."""
     assert served.directory is not None
-    theirs = partial(Theirs.of_model, longest=longest, is_compiled=scale.is_compiled, dtype=served.dtype)
+    remote = partial(Theirs.of_model, longest=longest, is_compiled=scale.is_compiled, dtype=served.dtype)
     kinds: dict[str, Callable[[Path, Path], Server]] = {
         OURS: partial(Ours.of_model, longest=longest, dtype=served.dtype),
-        THEIRS: theirs,
-        THEIRS_UNRESERVED: partial(theirs, environment=UNRESERVED),
+        THEIRS: remote,
+        THEIRS_UNRESERVED: partial(remote, environment=UNRESERVED),
     }
     for name in ways:
         with contextlib.ExitStack() as unless_up:
@@ -163,7 +163,7 @@ def start_all(
                 server = kinds[name](served.directory, servers.scratch / f"{name}.log")
                 server.name = name
                 unless_up.callback(server.stop)
-                found.starts[name] = server.wait_for_an_answer()
+                result.starts[name] = server.wait_for_an_answer()
             except (Unavailable, Failed, OSError) as reason:
                 servers.output.say(f"skipped {name}: {reason}")
                 servers.output.record("skipped", name, reason=str(reason))
@@ -196,8 +196,8 @@ def told_to_end(number: int, frame: object) -> NoReturn:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     signal.signal(signal.SIGTERM, told_to_end)
-    given = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
-    scale = replace(QUICK if options.quick else DEFAULT, **given)
+    values = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
+    scale = replace(QUICK if options.quick else DEFAULT, **values)
     if options.shape == model.REAL and not options.quick:
         scale = replace(scale, loads=REAL_LOADS)
     output = Output("serve", is_json=options.json, folder=options.out)
@@ -213,13 +213,13 @@ def main(arguments: Sequence[str]) -> int:
             is_noisy=options.noisy,
             scratch=Path(scratch),
         )
-        found = run(
+        result = run(
             servers, scale, options.only.split(","), options.impl.split(","), Served(options.model, options.shape)
         )
     load = load_between(before, look())
     if scale.streams < DEFAULT.streams:  # the target is not for fewer
-        found.streams = {}
-    return conclude(output, OURS, list(goals.targets(found)), load)
+        result.streams = {}
+    return conclude(output, OURS, list(goals.targets(result)), load)
 
 
 if __name__ == "__main__":

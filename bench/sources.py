@@ -59,8 +59,8 @@ def main(arguments: Sequence[str]) -> int:
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGTERM, told_to_end)
     scale = Scale(rounds=1, patience=0.0, is_quick=True) if options.quick else Scale()
-    given = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
-    scale = replace(scale, **given)
+    values = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
+    scale = replace(scale, **values)
     output = Output("sources", is_json=options.json, folder=options.out)
     output.begin()
     before = look()

@@ -87,17 +87,17 @@ QUICK = Scale(
 
 def available(names: Sequence[str], kinds: frozenset[str], output: Output) -> list[Implementation]:
     """Those of these kinds that can run here; the others are named with the reason."""
-    found = []
+    result = []
     for each in (IMPLEMENTATIONS[name] for name in names):
         if each.kinds != kinds:
             continue
         try:
             each.check()
-            found.append(each)
+            result.append(each)
         except Unavailable as missing:
             output.say(f"skipped {each.name}: {missing}")
             output.record("skipped", each.name, reason=str(missing))
-    return found
+    return result
 
 
 def with_options(ways: Sequence[Implementation], **options: int) -> list[Implementation]:
@@ -106,7 +106,7 @@ def with_options(ways: Sequence[Implementation], **options: int) -> list[Impleme
 
 
 def run_carrying(
-    turns: Turns, scale: Scale, ways: Sequence[Implementation], cases: Sequence[str], found: goals.Found
+    turns: Turns, scale: Scale, ways: Sequence[Implementation], cases: Sequence[str], result: goals.Found
 ) -> None:
     largest = max(*scale.sizes, *scale.to_most, scale.held)
     for receivers in scale.readers:
@@ -116,26 +116,26 @@ def run_carrying(
         here = [each for each in ways if receivers in SLOW_TO_START.get(each.name, (receivers,))]
         turns.open(with_options(here, largest=largest), receivers)
         if "memory" in cases and is_most:
-            found.memory = carrying.run_memory(turns, scale.held)
+            result.memory = carrying.run_memory(turns, scale.held)
         if "carry" in cases:
             carrying.warm(turns, largest)
             sizes = sorted({*scale.sizes, *(scale.to_most if is_most else ())})
-            found.carried[receivers] = carrying.run_sizes(turns, sizes, scale.seconds)
+            result.carried[receivers] = carrying.run_sizes(turns, sizes, scale.seconds)
         turns.close()
 
 
-def run_serving(turns: Turns, scale: Scale, ways: Sequence[Implementation], found: goals.Found) -> None:
+def run_serving(turns: Turns, scale: Scale, ways: Sequence[Implementation], result: goals.Found) -> None:
     from bench.impls import serving as ends
     from bench.impls import serving_classic, serving_penstock
 
     turns.open(with_options(ways, largest=scale.largest_image, images=scale.images), ends.SERVERS + ends.WORKERS)
-    found.served = serving.run_serving(turns, scale.images, scale.largest_image, scale.messages, scale.serving_rounds)
+    result.served = serving.run_serving(turns, scale.images, scale.largest_image, scale.messages, scale.serving_rounds)
     turns.close()
-    found.request_nbytes = serving_penstock.request_nbytes()
-    if any("classic-serving" in outcome.rounds for outcome in found.served.values()):
+    result.request_nbytes = serving_penstock.request_nbytes()
+    if any("classic-serving" in outcome.rounds for outcome in result.served.values()):
         means = "vLLM's MessageQueue" if serving_classic.has_vllm() else "pickle over a pipe for each"
         turns.output.say(f"  classic-serving: to the core by ZeroMQ, from there to the workers by {means}")
-    turns.output.say(f"  a request with the key of one image: a frame of {found.request_nbytes:.0f} B")
+    turns.output.say(f"  a request with the key of one image: a frame of {result.request_nbytes:.0f} B")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
@@ -171,21 +171,21 @@ def main(arguments: Sequence[str]) -> int:
             output, patience, reference=reference, rounds=scale.rounds, is_pinned=False, is_noisy=options.noisy
         )
 
-    found = goals.Found()
+    result = goals.Found()
     before = look()
     carriers, servers = turns_of(carrying.STORE), turns_of(serving.OURS)
     try:
         if {"carry", "memory"} & set(cases):
-            run_carrying(carriers, scale, available(names, TENSORS, output), cases, found)
+            run_carrying(carriers, scale, available(names, TENSORS, output), cases, result)
         if "serve" in cases:
-            run_serving(servers, scale, available(names, SERVING, output), found)
+            run_serving(servers, scale, available(names, SERVING, output), result)
     finally:
         carriers.kill()
         servers.kill()
     if "trade" in cases:
-        found.traded = trading.run_trading(output, scale.traders, scale.trades, scale.traded_nbytes)
+        result.traded = trading.run_trading(output, scale.traders, scale.trades, scale.traded_nbytes)
     load = load_between(before, look())
-    return conclude(output, "penstock", list(goals.targets(found)), load)
+    return conclude(output, "penstock", list(goals.targets(result)), load)
 
 
 if __name__ == "__main__":

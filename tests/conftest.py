@@ -119,8 +119,8 @@ def spawn(target: Callable[..., object], *args: Any, within: float = 30.0) -> It
 @pytest.fixture
 def seed(request: pytest.FixtureRequest) -> int:
     """A number to seed this test's randomness with. The report of a failure says how to have the same again."""
-    said = os.environ.get("PENSTOCK_SEED")
-    chosen = int(said) if said else random.SystemRandom().randrange(2**32)
+    value = os.environ.get("PENSTOCK_SEED")
+    chosen = int(value) if value else random.SystemRandom().randrange(2**32)
     request.node.add_report_section("setup", "seed", f"PENSTOCK_SEED={chosen} repeats this")
     return chosen
 
@@ -128,33 +128,33 @@ def seed(request: pytest.FixtureRequest) -> int:
 # ── nothing is left behind ───────────────────────────────────────────────────────────────────────────────────────────
 def descriptors() -> Counter[str]:
     """What our open descriptors lead to. A number alone says nothing: it is given again as soon as it is free."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the one that listed them is gone already
             target = os.readlink(f"/proc/self/fd/{number}")
             if target not in ONCE_PER_PROCESS:
-                found[f"descriptor of {target}, inode {os.stat(int(number)).st_ino}"] += 1
-    return found
+                counts[f"descriptor of {target}, inode {os.stat(int(number)).st_ino}"] += 1
+    return counts
 
 
 def mappings() -> Counter[str]:
     """Mapped bytes per segment. Not ranges: the kernel splits and merges those as it likes."""
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for line in Path("/proc/self/maps").read_text().splitlines():
         if "memfd:penstock" in line:
             first, last, inode, path = re.fullmatch(r"(\w+)-(\w+) \S+ \S+ \S+ (\d+)\s+(.*)", line).groups()
-            found[f"mapped byte of {path}, inode {inode}"] += int(last, 16) - int(first, 16)
-    return found
+            counts[f"mapped byte of {path}, inode {inode}"] += int(last, 16) - int(first, 16)
+    return counts
 
 
 def children() -> Counter[str]:
-    found: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for task in Path("/proc/self/task").iterdir():
         with contextlib.suppress(OSError):  # a thread, or a child, that ends while we look
             for pid in (task / "children").read_text().split():
                 words = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ").strip()
-                found[f"child {pid} ({words or 'dead, and nobody waited for it'})"] += 1
-    return found
+                counts[f"child {pid} ({words or 'dead, and nobody waited for it'})"] += 1
+    return counts
 
 
 def belongings() -> Counter[str]:
@@ -175,7 +175,7 @@ def warmed_up() -> None:
 
     assert Path("/proc/thread-self/children").exists(), "this kernel does not tell who our children are"
     multiprocessing.resource_tracker.ensure_running()
-    eventually(lambda: any("resource_tracker" in one for one in children()))  # it has our name until it is itself
+    eventually(lambda: any("resource_tracker" in child for child in children()))  # it has our name until it is itself
     channel = penstock.Ring()
     sender, receiver = channel.open_sender(), channel.open_receiver()
     sender.send(b"x")

@@ -23,7 +23,7 @@ def file_of(module: str) -> Path | None:
     if first not in FOLDERS:
         return None
     path = FOLDERS[first].joinpath(*module.split("."))
-    return next((one for one in (path.with_suffix(".py"), path / "__init__.py") if one.exists()), None)
+    return next((item for item in (path.with_suffix(".py"), path / "__init__.py") if item.exists()), None)
 
 
 def is_for_types(node: ast.AST) -> bool:
@@ -42,17 +42,17 @@ def statements(node: ast.AST, within_functions: bool) -> Iterator[ast.AST]:
 @cache
 def imports(path: Path, within_functions: bool = False) -> frozenset[str]:
     """Names of modules, and of what is taken from them, as in `from penstock import _native`."""
-    found: set[str] = set()
+    result: set[str] = set()
     for node in statements(ast.parse(path.read_text()), within_functions):
         if isinstance(node, ast.Import):
-            found |= {alias.name for alias in node.names}
+            result |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
             base = path.relative_to(ROOT / "src").parts[: -node.level] if node.level else ()
             name = ".".join([*base, *filter(None, [node.module])])
-            found |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
+            result |= {name, *(f"{name}.{alias.name}" for alias in node.names)}
         elif isinstance(node, ast.Call) and getattr(node.func, "attr", "") == "importorskip":
-            found |= {one.value for one in node.args[:1] if isinstance(one, ast.Constant)}
-    return frozenset(found)
+            result |= {argument.value for argument in node.args[:1] if isinstance(argument, ast.Constant)}
+    return frozenset(result)
 
 
 @cache

@@ -47,7 +47,7 @@ def shared_server(served: AbstractAsyncContextManager[Served]) -> Iterator[Share
             try:
                 yield shared
             finally:
-                del shared.cluster  # pytest keeps the fixture for longer, and a server holds its segments
+                del shared.served  # pytest keeps the fixture for longer, and a server holds its segments
                 loop.run_until_complete(served.__aexit__(None, None, None))
         finally:
             loop.run_until_complete(loop.shutdown_asyncgens())

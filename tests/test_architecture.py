@@ -182,7 +182,9 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
         for targets in reached.values():
             if between in targets:
                 targets |= reached[between]
-    groups = {frozenset(other for other in reached if other in reached[one] and one in reached[other]) for one in graph}
+    groups = {
+        frozenset(other for other in reached if other in reached[item] and item in reached[other]) for item in graph
+    }
     return sorted(sorted(group) for group in groups if group)
 
 

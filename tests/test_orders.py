@@ -42,13 +42,13 @@ def arguments(source: str, start: int) -> str:
 def without_order(source: str) -> Iterator[str]:
     """Each operation that does not say which order it has, and each that gets around Atomic."""
     source = without_comments(source)
-    for found in OPERATION.finditer(source):
-        given = arguments(source, found.end())
-        is_call = not given.strip() and found[1] == "store"  # of something else: an atomic's store has a value
-        if not is_call and not re.search(r"\bRELAXED\b|order::\w+\.\w+|\bstd::memory_order order\b", given):
-            yield source[found.start() : found.end()] + given + ")"
-    for found in BYPASS.finditer(source):
-        yield found[0]
+    for match in OPERATION.finditer(source):
+        values = arguments(source, match.end())
+        is_call = not values.strip() and match[1] == "store"  # of something else: an atomic's store has a value
+        if not is_call and not re.search(r"\bRELAXED\b|order::\w+\.\w+|\bstd::memory_order order\b", values):
+            yield source[match.start() : match.end()] + values + ")"
+    for match in BYPASS.finditer(source):
+        yield match[0]
 
 
 def declared() -> list[str]:

@@ -146,7 +146,7 @@ def foreign_private_names(modules: dict[str, Module]) -> Iterator[tuple[str, int
     """Module, line, name, expression."""
     all_of_ours = {name for module in modules.values() for name in module.defined}
     for name, module in modules.items():
-        imported = [other for other in modules if any(f"{other}.".startswith(f"{one}.") for one in module.imported)]
+        imported = [other for other in modules if any(f"{other}.".startswith(f"{item}.") for item in module.imported)]
         known = module.defined.union(*(modules[other].defined for other in imported))
         for use in module.uses(known, all_of_ours):
             yield name, *use
@@ -203,7 +203,7 @@ def names_shared_with_foreign_bases(kind: type, tree: ast.ClassDef) -> list[str]
 def test_no_class_of_ours_shares_a_private_name_with_its_foreign_base() -> None:
     pytest.importorskip("torch")
     pytest.importorskip("starlette")
-    broken, seen = [], 0
+    broken, observed = [], 0
     for path in sorted((ROOT / "src" / "penstock").rglob("*.py")):
         trees = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.bases]
         if not trees or "integrations" in path.parts:
@@ -211,9 +211,9 @@ def test_no_class_of_ours_shares_a_private_name_with_its_foreign_base() -> None:
         module = importlib.import_module(name_of(path))
         for tree in trees:
             broken += names_shared_with_foreign_bases(getattr(module, tree.name), tree)
-            seen += 1
+            observed += 1
     assert not broken, "\n".join(broken)
-    assert seen > 100
+    assert observed > 100
 
 
 # ── the tests above can fail ─────────────────────────────────────────────────────────────────────────────────────────

@@ -23,7 +23,10 @@ needs_soak = pytest.mark.skipif(TIER != "soak", reason="in a soak (PENSTOCK_TIER
 
 def only_in_all(*parameters: object) -> list[Any]:
     """Returns parameters of a test that `make test` leaves out, as others of that test stand for them."""
-    return [pytest.param(*(one if isinstance(one, tuple) else (one,)), marks=needs_all) for one in parameters]
+    return [
+        pytest.param(*(parameter if isinstance(parameter, tuple) else (parameter,)), marks=needs_all)
+        for parameter in parameters
+    ]
 
 
 def choose(push: T, everything: T, soak: T) -> T:

@@ -145,9 +145,9 @@ class GlooWorker(_Worker):
         self._distributed = joined(self._endpoint, 1 + self._rank, self._workers)
 
     def receive(self) -> Any:
-        found: list[Any] = [None]
-        self._distributed.broadcast_object_list(found, src=0)
-        return found[0]
+        result: list[Any] = [None]
+        self._distributed.broadcast_object_list(result, src=0)
+        return result[0]
 
 
 WIRES: dict[str, tuple[Any, Any]] = {"zeromq": (ZeromqCore, ZeromqWorker), "gloo": (GlooCore, GlooWorker)}
@@ -221,8 +221,8 @@ class ClassicCore(EngineCore):
 
     def _process_result(self, done: StepDone) -> None:
         sampled = self._batch.sampled.tolist()  # there is no step after it yet
-        for slot, one in zip(sampled, done.ids.tolist(), strict=True):
-            self._data[slot][1].output_token_ids.append(one)
+        for slot, token_id in zip(sampled, done.ids.tolist(), strict=True):
+            self._data[slot][1].output_token_ids.append(token_id)
         super()._process_result(done)
 
 
@@ -238,8 +238,8 @@ def run_worker(wire: str, scratch: str, cluster: Cluster, me: ProcessId) -> None
     end.meet()
     names: dict[int, str] = {}  # by slot: whom the device knows
     while not isinstance(message := end.receive(), Stop):
-        leader, number, asked = message
-        schedule, step = seen(asked, config.max_num_seqs, names)
+        leader, number, request = message
+        schedule, step = seen(request, config.max_num_seqs, names)
         sampled = device.launch(schedule, step).result()
         end.answer(leader, number, sampled.ids.tolist())
         if me.index == 0:
@@ -248,11 +248,11 @@ def run_worker(wire: str, scratch: str, cluster: Cluster, me: ProcessId) -> None
     inbox.close()
 
 
-def seen(asked: vllm2024.ExecuteModelRequest, slots: int, names: dict[int, str]) -> tuple[Any, Any]:
+def seen(request: vllm2024.ExecuteModelRequest, slots: int, names: dict[int, str]) -> tuple[Any, Any]:
     """As much of a schedule and its step as the device looks at."""
     counts, computed = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
     rows, sizes, afters, sampled, joined, prompts = [], [], [], [], [], {}
-    for group in asked.seq_group_metadata_list:
+    for group in request.seq_group_metadata_list:
         for slot, data in group.seq_data.items():
             rows.append(slot)
             sizes.append(group.token_chunk_size)

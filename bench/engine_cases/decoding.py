@@ -25,12 +25,12 @@ BLOCKS = 1 << 17  # so many that nobody is preempted
 BUDGET = 8192  # tokens of a step: everybody has joined soon
 MODEL_LEN = 1 << 15
 COLUMNS = {
-    "idle share": lambda one: f"{one['idle_share']:.2%}",
+    "idle share": lambda entry: f"{entry['idle_share']:.2%}",
     "TPOT, ms": lambda one: f"{one['tpot_ms']:.2f}",
-    "slowest": lambda one: f"{one['tpot_most_ms']:.2f}",
-    "steps/s": lambda one: f"{one['steps_per_s']:.1f}",
+    "slowest": lambda item: f"{item['tpot_most_ms']:.2f}",
+    "steps/s": lambda element: f"{element['steps_per_s']:.1f}",
     "core's own, ms a step": lambda one: f"{one['own_ms']:.3f}",
-    "its CPU, ms a step": lambda one: f"{one['core_cpu_ms']:.3f}",
+    "its CPU, ms a step": lambda each: f"{each['core_cpu_ms']:.3f}",
     "B of text a token": lambda one: f"{one['text_nbytes_per_token']:.1f}",
     "load's CPU, cores": lambda one: f"{one['load_cores']:.3f}",
 }
@@ -130,7 +130,7 @@ async def run_cell(
 
 
 def told(trees: Trees, cell: Cell, outcome: Outcome) -> None:
-    keys = [key for found in outcome.rounds.values() for key in found[0]]
+    keys = [key for result in outcome.rounds.values() for key in result[0]]
     where = {"step_ms": cell.step_ms, "batch": cell.batch, "tensor_parallel": cell.tensor_parallel}
     trees.record(
         "decode", outcome, keys, "tpot_ms", **where, style="plain" if cell.style is None else cell.style.name.lower()
@@ -147,11 +147,11 @@ def told(trees: Trees, cell: Cell, outcome: Outcome) -> None:
         trees.output.say(f"  foreign processes took up to {outcome.foreign_cores:.2f} cores in these rounds")
 
 
-def parts_told(trees: Trees, cell: Cell, found: Mapping[str, Mapping[str, float]]) -> None:
+def parts_told(trees: Trees, cell: Cell, result: Mapping[str, Mapping[str, float]]) -> None:
     """Where the core's time goes."""
-    parts = [part for part in (*spent.PARTS, spent.REST) if any(part in each for each in found.values())]
-    for name, each in found.items():
+    parts = [part for part in (*spent.PARTS, spent.REST) if any(part in each for each in result.values())]
+    for name, each in result.items():
         us = {part.replace(" ", "_") + "_us": each[part] for part in parts if part in each}
         trees.output.record("core_parts", name, cell=str(cell), **us)
-    rows = [(name, [short(each[part]) if part in each else "-" for part in parts]) for name, each in found.items()]
+    rows = [(name, [short(each[part]) if part in each else "-" for part in parts]) for name, each in result.items()]
     trees.output.table(f"The core's time in a step, µs, medians of its parts; {cell}", parts, rows)

@@ -100,6 +100,6 @@ def told(trees: Trees, outcomes: Mapping[str, Outcome]) -> None:
     heads = [f"{place}: {what}" for place in outcomes for what in ("median", "p90")]
     rows = []
     for name in next(iter(outcomes.values())).rounds:
-        found = [outcome.figures(name) for outcome in outcomes.values() if name in outcome.rounds]
-        rows.append((name, [f"{each[key]:.0f}" for each in found for key in ("ttft_us", "ttft_p90_us")]))
+        result = [outcome.figures(name) for outcome in outcomes.values() if name in outcome.rounds]
+        rows.append((name, [f"{each[key]:.0f}" for each in result for key in ("ttft_us", "ttft_p90_us")]))
     trees.output.table("Time to first token, us", heads, rows)

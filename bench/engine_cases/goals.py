@@ -27,18 +27,18 @@ class Found:
         return _figure(self.decoded, cell, OURS, key)
 
 
-def targets(found: Found) -> Iterator[Target]:
+def targets(result: Found) -> Iterator[Target]:
     for cell in (SMALL, LARGE):
-        idle = found.figure(cell, "idle_share")
+        idle = result.figure(cell, "idle_share")
         yield Target(f"idle share, {cell}", 3, "%", None if idle is None else idle * 100)
     for cell, limit in OWN_MS.items():
-        yield Target(f"core's own time per step, {cell}", limit, "ms", found.figure(cell, "own_ms"))
+        yield Target(f"core's own time per step, {cell}", limit, "ms", result.figure(cell, "own_ms"))
     for cell in OUTPUTS:
-        outcome = found.decoded.get(cell)
+        outcome = result.decoded.get(cell)
         has_both = outcome is not None and {OURS, IN_CORE} <= outcome.rounds.keys()
         ratio = 1 / outcome.ratio(IN_CORE, "tpot_ms", OURS) if outcome is not None and has_both else None
         yield Target(f"TPOT with output processors against 0, {cell}", 0.8, "x", ratio)
-    outcome = found.images.get(1.0)
+    outcome = result.images.get(1.0)
     classic = [] if outcome is None else [each for each in (CLASSIC_ZEROMQ, CLASSIC_GLOO) if each in outcome.rounds]
     ratios = [outcome.ratio(each, "ttft_ms", OURS) for each in classic] if outcome and OURS in outcome.rounds else []
     yield Target("image request at 100 % hits, time to first token, the better classic way over ours", 1.7, "x",

@@ -107,13 +107,13 @@ class Asking:
 
 def ask_all(images: Images, share: float, asking: Mapping[str, Asking], chance: np.random.Generator,
             server: Server, name: str) -> Figures:  # fmt: skip
-    one = asking[name]
+    item = asking[name]
     if not share:
-        one.renew()
+        item.renew()
     order = chance.permutation(len(images.pixels)).tolist()
-    before = one.hits()
-    took = {image: one.first_token(image, chance) * 1e3 for image in order}
-    after = one.hits()
+    before = item.hits()
+    took = {image: item.first_token(image, chance) * 1e3 for image in order}
+    after = item.hits()
     if before is not None and after is not None and after - before != share * len(order):
         raise Wrong(f"expected {share:.0%} of {len(order)} images to be found in the store, not {after - before:g}")
     return {"ttft_ms": float(np.median(list(took.values()))), "ttft_largest_ms": took[len(order) - 1]}

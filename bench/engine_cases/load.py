@@ -169,7 +169,7 @@ def decode(server: Server, batch: int, style: Style | None, seconds: float, chan
 
 def _settle(server: Server, first: int, prompts: list[Ints]) -> None:
     """Until all decode. What they have said by then is what the rule says, or it raises Wrong."""
-    got: list[list[int]] = [[] for _ in prompts]
+    actual: list[list[int]] = [[] for _ in prompts]
     behind = len(prompts)
     while behind:
         delta = server.receive()
@@ -177,12 +177,12 @@ def _settle(server: Server, first: int, prompts: list[Ints]) -> None:
         counts = [1] * delta.rows if delta.counts is None else delta.counts.tolist()
         ids = delta.ids.tolist()
         for number, count in zip(delta.requests.tolist(), counts, strict=True):
-            its = got[number - first]
-            behind -= len(its) < SETTLED <= len(its) + count
-            its += ids[at : at + count]
+            own = actual[number - first]
+            behind -= len(own) < SETTLED <= len(own) + count
+            own += ids[at : at + count]
             at += count
-    for each, (prompt, its) in enumerate(zip(prompts, got, strict=True)):
-        if its != server.rule.answer(prompt, len(its)):
+    for each, (prompt, own) in enumerate(zip(prompts, actual, strict=True)):
+        if own != server.rule.answer(prompt, len(own)):
             raise Wrong(f"request {each} of {len(prompts)} got other ids than the rule gives")
 
 

@@ -58,7 +58,7 @@ class _Spent:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._places = {part: found for part, place in PARTS.items() if (found := _find(core, place)) is not None}
+        self._places = {part: result for part, place in PARTS.items() if (result := _find(core, place)) is not None}
         self._taken: dict[str, deque[int]] = {part: deque(maxlen=LAST) for part in (*self._places, REST)}
         self._now = dict.fromkeys(self._places, 0)  # in the step that is being timed
         self._steps = self._own = 0
@@ -115,5 +115,5 @@ def _find(core: EngineCore, place: str) -> tuple[Any, str, Callable[..., Any]] |
 def read(folder: Path) -> dict[str, float]:
     """Microseconds, by part; none, where the core did not come to its end."""
     path = folder / FILE
-    told: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
-    return told
+    output: dict[str, float] = json.loads(path.read_text()) if path.exists() else {}
+    return output

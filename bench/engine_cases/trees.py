@@ -38,7 +38,7 @@ class Way:
 
     def check(self) -> None:
         """Raises Unavailable where it cannot run."""
-        missing = [one for one in self.needs if importlib.util.find_spec(one) is None]
+        missing = [need for need in self.needs if importlib.util.find_spec(need) is None]
         if missing:
             raise Unavailable(f"{' and '.join(missing)} is not installed")
 

@@ -12,13 +12,13 @@ def train(directory: Path) -> int:
     """Writes it there. Returns how many ids it has."""
     import tokenizers
 
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = tokenizers.pre_tokenizers.ByteLevel.alphabet()
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=WORDS, initial_alphabet=alphabet, show_progress=False)
     texts = [each.read_text() for folder in ("src", "bench") for each in sorted((ROOT / folder).rglob("*.py"))]
-    made.train_from_iterator(texts, trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     directory.mkdir(parents=True, exist_ok=True)
-    made.save(str(directory / "tokenizer.json"))
-    return int(made.get_vocab_size())
+    tokenizer.save(str(directory / "tokenizer.json"))
+    return int(tokenizer.get_vocab_size())

@@ -32,10 +32,10 @@ def descendants(pid: int) -> list[int]:
                 state, parent = Path(entry.path, "stat").read_bytes().rpartition(b")")[2].split()[:2]
                 if state != b"Z":
                     children.setdefault(int(parent), []).append(int(entry.name))
-    found = [pid]
-    for parent_pid in found:
-        found += children.get(parent_pid, [])
-    return found[1:]
+    result = [pid]
+    for parent_pid in result:
+        result += children.get(parent_pid, [])
+    return result[1:]
 
 
 def shared_files(pids: Sequence[int]) -> Iterator[tuple[int, str]]:

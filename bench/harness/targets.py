@@ -26,26 +26,26 @@ class Target:
         return self.figure >= self.limit if self.is_least else self.figure <= self.limit
 
 
-def show(output: Output, impl: str, found: Sequence[Target]) -> None:
+def show(output: Output, impl: str, result: Sequence[Target]) -> None:
     """The table, and a record of each line under the name of what was measured."""
     words = {True: "yes", False: "NO", None: "not measured"}
     rows = []
-    for one in found:
-        limit = f"{'≥' if one.is_least else '≤'} {one.limit:,.4g} {one.unit}".rstrip()
-        figure = "-" if one.figure is None else f"{short(one.figure)} {one.unit}".rstrip()
-        rows.append((one.case, [limit, figure, words[one.is_met]]))
-        met = {"met": one.is_met} if one.figure is not None else {"missing": "not measured"}
-        output.record("target", impl, target=one.case, unit=one.unit, limit=one.limit,
-                      **({"figure": one.figure} if one.figure is not None else {}), **met)  # fmt: skip
+    for item in result:
+        limit = f"{'≥' if item.is_least else '≤'} {item.limit:,.4g} {item.unit}".rstrip()
+        figure = "-" if item.figure is None else f"{short(item.figure)} {item.unit}".rstrip()
+        rows.append((item.case, [limit, figure, words[item.is_met]]))
+        met = {"met": item.is_met} if item.figure is not None else {"missing": "not measured"}
+        output.record("target", impl, target=item.case, unit=item.unit, limit=item.limit,
+                      **({"figure": item.figure} if item.figure is not None else {}), **met)  # fmt: skip
     output.table("Targets", ["target", "figure", "met?"], rows)
 
 
-def conclude(output: Output, impl: str, found: Sequence[Target], load: Load) -> int:
+def conclude(output: Output, impl: str, result: Sequence[Target], load: Load) -> int:
     """The end of a run: the table, and whether the machine was quiet. Its exit status: 1 if one is missed."""
-    show(output, impl, found)
+    show(output, impl, result)
     output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
     if not load.is_quiet:
         output.say(
             f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
         )
-    return 0 if all(each.is_met is not False for each in found) else 1
+    return 0 if all(each.is_met is not False for each in result) else 1

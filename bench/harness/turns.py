@@ -50,16 +50,16 @@ class Outcome:
     def ratio(self, name: str, key: str, reference: str) -> float:
         """How many times the reference's figure, round by round; the median of that."""
         pairs = zip(self.rounds[name], self.rounds[reference], strict=True)
-        return statistics.median(theirs[key] / max(ours[key], 1e-9) for theirs, ours in pairs)
+        return statistics.median(remote[key] / max(ours[key], 1e-9) for remote, ours in pairs)
 
     def part(self, prefix: str) -> Outcome:
         """The figures whose keys begin with the prefix, without it."""
         rounds = {
             name: [
                 {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
-                for figures in found
+                for figures in result
             ]
-            for name, found in self.rounds.items()
+            for name, result in self.rounds.items()
         }
         return Outcome(rounds, self.loads)
 
@@ -128,8 +128,8 @@ class Turns:
 
     def _leave_out(self, name: str, failure: Exception) -> None:
         among = {"receivers": self.receivers} if self.receivers else {}  # servers have none
-        said = f"{name} with {self.receivers} receivers" if among else name
-        self.output.say(f"\n{said} is left out from here on: {failure}")
+        actual = f"{name} with {self.receivers} receivers" if among else name
+        self.output.say(f"\n{actual} is left out from here on: {failure}")
         self.output.record("failed", name, **among, reason=str(failure))
 
     # Measuring
@@ -168,11 +168,11 @@ class Turns:
         return outcome
 
     def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Callable[..., Figures]) -> dict[str, Figures]:
-        found: dict[str, Figures] = {}
+        result: dict[str, Figures] = {}
         for name in in_turn([name for name in orders if name in self._up()], turn):
             for figures in self._turn_of(name, orders[name], measure):
-                found[name] = figures
-        return found
+                result[name] = figures
+        return result
 
     def _up(self) -> Container[str]:
         """Who takes part."""

@@ -56,10 +56,10 @@ class Images:
 def read(image: int, shown: Any) -> None:
     """Reads a byte of each page. Raises ValueError if that is another image."""
     tensors.read_pages(shown)
-    found = tensors.bytes_of(shown)
+    result = tensors.bytes_of(shown)
     first = image * PAGE_NBYTES
-    if (found[0], found[-1]) != (first % 251, (first + len(found) - 1) % 251):
-        raise ValueError(f"image {image} arrived changed or cut ({len(found)} bytes)")
+    if (result[0], result[-1]) != (first % 251, (first + len(result) - 1) % 251):
+        raise ValueError(f"image {image} arrived changed or cut ({len(result)} bytes)")
 
 
 class End:

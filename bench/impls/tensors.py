@@ -78,13 +78,13 @@ def read_pages(shown: Any) -> int:
 
 def compare(shown: Any, nbytes: int) -> None:
     """A way that loses or changes numbers is worth nothing: the first tensor of a phase is compared in full."""
-    found = bytes_of(shown)
-    is_same = len(found) == nbytes and all(
+    result = bytes_of(shown)
+    is_same = len(result) == nbytes and all(
         np.array_equal(part, CHUNK[: len(part)])
-        for part in (found[at : at + len(CHUNK)] for at in range(0, nbytes, len(CHUNK)))
+        for part in (result[at : at + len(CHUNK)] for at in range(0, nbytes, len(CHUNK)))
     )
     if not is_same:
-        raise ValueError(f"a tensor of {nbytes} bytes arrived changed or cut ({len(found)} bytes)")
+        raise ValueError(f"a tensor of {nbytes} bytes arrived changed or cut ({len(result)} bytes)")
 
 
 def weigh(*parts: str) -> int:

@@ -58,10 +58,10 @@ def main(arguments: Sequence[str]) -> int:
             except Exception as failure:
                 output.say(f"\n{name} failed: {traceback.format_exc()}")
                 output.record("failed", name, reason=f"{type(failure).__name__}: {failure}")
-        found = [
+        result = [
             target for module in known if not module.CASES.keys().isdisjoint(chosen) for target in module.targets(run)
         ]
-        return conclude(output, OURS, found, load_between(before, look()))
+        return conclude(output, OURS, result, load_between(before, look()))
 
 
 if __name__ == "__main__":

@@ -66,8 +66,8 @@ def run_frames(run: Run) -> None:
         turns.kill()
 
 
-def _spread(found: Figures) -> str:
-    return f"{short(found['p50_us'])} / {short(found['p99_us'])}"
+def _spread(figures: Figures) -> str:
+    return f"{short(figures['p50_us'])} / {short(figures['p99_us'])}"
 
 
 def _link(stores: Sequence[object], pulls: Sequence[str]) -> list[subprocess.Popen[str]]:
@@ -149,7 +149,7 @@ CASES = {"bridge": run_frames, "bridge-values": run_values}
 
 
 def targets(run: Run) -> list[Target]:
-    found = []
+    result = []
     for nbytes in SIZES:
         outcome = run.found.get(f"frames {nbytes} {PACES[0]:g}")
         over = ratio = None
@@ -157,11 +157,11 @@ def targets(run: Run) -> list[Target]:
             over = outcome.figures(BRIDGE)["p50_us"] - outcome.figures(PENSTOCK)["p50_us"]
         if isinstance(outcome, Outcome) and {VLLM, BRIDGE} <= outcome.rounds.keys():
             ratio = outcome.figures(VLLM)["p50_us"] / outcome.figures(BRIDGE)["p50_us"]
-        found.append(Target(f"{nbytes} B each ms over a bridge, more than a local broadcast: p50", 120, "µs", over))
-        found.append(Target(f"{nbytes} B each ms: vLLM's queue with remote readers over ours", 1, "", ratio, True))
-    found.append(Target("an idle side of a link", 0.002, "cores", run.found.get("idle")))
-    found.append(Target(f"64 MB by key, opened by {RANKS} over there", 80, "ms", run.found.get("value")))
-    return found
+        result.append(Target(f"{nbytes} B each ms over a bridge, more than a local broadcast: p50", 120, "µs", over))
+        result.append(Target(f"{nbytes} B each ms: vLLM's queue with remote readers over ours", 1, "", ratio, True))
+    result.append(Target("an idle side of a link", 0.002, "cores", run.found.get("idle")))
+    result.append(Target(f"64 MB by key, opened by {RANKS} over there", 80, "ms", run.found.get("value")))
+    return result
 
 
 def main(arguments: Sequence[str]) -> int:

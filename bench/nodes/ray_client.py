@@ -56,17 +56,17 @@ async def _read_events(response: aiohttp.ClientResponse, answer: Answer, began: 
         if line == b"data: [DONE]\n":
             answer.is_whole = not answer.error
         elif line.startswith(b"data: "):
-            said: dict[str, Any] = json.loads(line[6:])
-            if "error" in said:
-                answer.error = said["error"]["message"]
+            parsed: dict[str, Any] = json.loads(line[6:])
+            if "error" in parsed:
+                answer.error = parsed["error"]["message"]
                 continue
             answer.events += 1
             answer.first_s = answer.first_s or time.monotonic() - began
-            answer.text += said["choices"][0]["text"]
+            answer.text += parsed["choices"][0]["text"]
 
 
-def _read_whole(said: dict[str, Any], answer: Answer) -> None:
-    if "error" in said:
-        answer.error = said["error"]["message"]
+def _read_whole(output: dict[str, Any], answer: Answer) -> None:
+    if "error" in output:
+        answer.error = output["error"]["message"]
     else:
-        answer.text, answer.is_whole = said["choices"][0]["text"], True
+        answer.text, answer.is_whole = output["choices"][0]["text"], True

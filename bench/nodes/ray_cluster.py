@@ -76,10 +76,10 @@ class RayCluster:
                 ("SERVER_STATE_BASE", ""), ("SERVER_STATE_FILE", "server-state"),
             )
         }  # fmt: skip
-        told = json.dumps({"nodes": nodes, "port": PORT})
+        output = json.dumps({"nodes": nodes, "port": PORT})
         with self.log.open("wb") as log:
             self._process = subprocess.Popen(
-                [sys.executable, guard.__file__, sys.executable, "-m", "bench.nodes.ray_program", told],
+                [sys.executable, guard.__file__, sys.executable, "-m", "bench.nodes.ray_program", output],
                 cwd=ROOT,
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
@@ -117,8 +117,8 @@ class RayCluster:
     def processes(self) -> dict[int, Process]:
         """All in its namespace but this one."""
         me = os.getpid()
-        found = all_processes()
-        return {pid: process for pid, process in found.items() if pid != me and namespace_of(pid) == self._namespace}
+        outcome = all_processes()
+        return {pid: process for pid, process in outcome.items() if pid != me and namespace_of(pid) == self._namespace}
 
     def engines(self) -> dict[int, tuple[int, int]]:
         """By the pid of each replica: its keeper, and the launcher of its engine."""

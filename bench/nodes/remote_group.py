@@ -75,17 +75,17 @@ async def _prefixes(client: aiohttp.ClientSession, url: str) -> dict[int, str]:
         async with client.get(f"{url}/metrics") as response:
             return {int(engine): float(tokens) for engine, tokens in GENERATED.findall(await response.text())}
 
-    found: dict[int, str] = {}
+    result: dict[int, str] = {}
     before = await generated()
-    while len(found) < len(NAMES):
+    while len(result) < len(NAMES):
         prefix = f"{secrets.token_hex(64)} "  # longer than what is compared
         await ray_client.complete(client, url, prefix, TOKENS)
         after = await generated()
         while after == before:  # the board is read once in a while
             after = await generated()
         group = next(group for group in after if after[group] != before.get(group))
-        found[group], before = prefix, after
-    return found
+        result[group], before = prefix, after
+    return result
 
 
 async def _round(server: Ours, concurrency: int, requests: int, turn: int) -> dict[int, float]:
@@ -107,17 +107,17 @@ async def _round(server: Ours, concurrency: int, requests: int, turn: int) -> di
 
 def remote_group(run: Run) -> None:
     """The first token of an engine of the other node, beside that of an engine at home."""
-    found: dict[int, list[dict[int, float]]] = {}
+    result: dict[int, list[dict[int, float]]] = {}
     with two_nodes(run) as server:
         for concurrency in CONCURRENCIES[:1] if run.is_quick else CONCURRENCIES:
             for turn in range(run.rounds):
                 run.patience.wait_for_quiet()
                 requests = 8 if run.is_quick else REQUESTS * concurrency
-                found.setdefault(concurrency, []).append(asyncio.run(_round(server, concurrency, requests, turn)))
-    run.found["remote-group"] = found
+                result.setdefault(concurrency, []).append(asyncio.run(_round(server, concurrency, requests, turn)))
+    run.found["remote-group"] = result
     rows = []
-    for concurrency, rounds in found.items():
-        medians = {group: statistics.median(one[group] for one in rounds) for group in NAMES}
+    for concurrency, rounds in result.items():
+        medians = {group: statistics.median(item[group] for item in rounds) for group in NAMES}
         for group, name in NAMES.items():
             run.output.record("remote-group", name, concurrency=concurrency, ttft_ms=medians[group])
         added = added_ms(rounds)
@@ -127,15 +127,15 @@ def remote_group(run: Run) -> None:
 
 
 def added_ms(rounds: list[dict[int, float]]) -> float:
-    return statistics.median(one[REMOTE] - one[HOME] for one in rounds)
+    return statistics.median(item[REMOTE] - item[HOME] for item in rounds)
 
 
 CASES = {"remote-group": remote_group}
 
 
 def targets(run: Run) -> Iterator[Target]:
-    found = run.found.get("remote-group", {})
+    value = run.found.get("remote-group", {})
     for concurrency in CONCURRENCIES:
-        rounds = found.get(concurrency)
+        rounds = value.get(concurrency)
         case = f"first token of the other node's engine over that of one at home, {concurrency} at a time"
         yield Target(case, TARGET_MS, "ms", added_ms(rounds) if rounds else None)

@@ -77,41 +77,41 @@ def first_token(run: Run) -> None:
             ((_, launcher),) = started.engines().values()
             ways = {DIRECT: Way(DIRECT, SnapshotReader(launcher).info().url), SERVE: Way(SERVE, started.url)}
             for concurrency in (1,) if run.is_quick else CONCURRENCIES:
-                found = _rounds(run, ways, concurrency)
-                run.found["first-token"][mode, concurrency] = found
-                _show(run, mode, concurrency, found)
+                result = _rounds(run, ways, concurrency)
+                run.found["first-token"][mode, concurrency] = result
+                _show(run, mode, concurrency, result)
 
 
 def _rounds(run: Run, ways: dict[str, Way], concurrency: int) -> dict[str, list[Figures]]:
     load = Load(REQUESTS * concurrency if not run.is_quick else 4, concurrency, "32", str(TOKENS))
-    found: dict[str, list[Figures]] = {name: [] for name in ways}
+    result: dict[str, list[Figures]] = {name: [] for name in ways}
     for turn in range(run.rounds):
         run.patience.wait_for_quiet()
         for name in in_turn(list(ways), turn):
             figures = asked(ways[name], load, run.scratch, turn, concurrency)  # type: ignore[arg-type]
-            found[name].append(
+            result[name].append(
                 {
                     "ttft_ms": figures["ttft"]["p50"],
                     "ttft_p99_ms": figures["ttft"]["p99"],
                     "tpot_ms": figures["tpot"]["p50"],
                 }
             )
-    return found
+    return result
 
 
-def added_ms(found: dict[str, list[Figures]]) -> float:
+def added_ms(result: dict[str, list[Figures]]) -> float:
     """What Serve adds to the first token: the median over the rounds."""
-    pairs = zip(found[SERVE], found[DIRECT], strict=True)
+    pairs = zip(result[SERVE], result[DIRECT], strict=True)
     return statistics.median(serve["ttft_ms"] - direct["ttft_ms"] for serve, direct in pairs)
 
 
-def _show(run: Run, mode: str, concurrency: int, found: dict[str, list[Figures]]) -> None:
+def _show(run: Run, mode: str, concurrency: int, result: dict[str, list[Figures]]) -> None:
     rows = []
-    for name, rounds in found.items():
+    for name, rounds in result.items():
         figures = median_figures(rounds)
         run.output.record("first-token", f"{mode}, {name}", concurrency=concurrency, **figures)
         rows.append((name, [short(figures[key]) for key in figures]))
-    rows.append(("added", [short(added_ms(found)), "", ""]))
+    rows.append(("added", [short(added_ms(result)), "", ""]))
     title = f"{mode}: {concurrency} streams at a time of {TOKENS} tokens; ms"
     run.output.table(title, ["TTFT p50", "TTFT p99", "time per token"], rows)
 
@@ -147,21 +147,21 @@ async def _next_after_kill(started: RayCluster) -> float:
 
 
 async def _until_both_answer(started: RayCluster, server: Any) -> None:
-    seen, deadline = {0}, time.monotonic() + SERVES_WITHIN
-    while len(seen) < 3 or len(started.engines()) < 2:
+    observed, deadline = {0}, time.monotonic() + SERVES_WITHIN
+    while len(observed) < 3 or len(started.engines()) < 2:
         if time.monotonic() > deadline:
             raise TimeoutError(f"two replicas do not answer within {SERVES_WITHIN:g} s")
         with contextlib.suppress(OSError):
-            seen.add(await server())
+            observed.add(await server())
 
 
 CASES = {"first-token": first_token, "deaths": deaths}
 
 
 def targets(run: Run) -> Iterator[Target]:
-    found = run.found.get("first-token", {})
+    value = run.found.get("first-token", {})
     for concurrency, limit in TARGETS.items():
-        rounds = found.get((HAPROXY, concurrency))
+        rounds = value.get((HAPROXY, concurrency))
         case = f"first token over direct, {HAPROXY}, {concurrency} at a time"
         yield Target(case, limit, "ms", added_ms(rounds) if rounds else None)
     for mode in MODES:

@@ -30,10 +30,10 @@ COLUMNS = {
     "tokens/s": lambda one: short(one["tokens_per_s"]),
     "TTFT, ms p50 / p99": lambda one: f"{short(one['ttft_ms'])} / {short(one['ttft_p99_ms'])}",
     "TPOT, ms p50 / p99": lambda one: f"{short(one['tpot_ms'])} / {short(one['tpot_p99_ms'])}",
-    "latency, ms p50": lambda one: short(one["latency_ms"]),
-    "front's CPU, s a 1,000 tokens": lambda one: f"{one['front_cpu_s']:.3f}",
-    "workers'": lambda one: f"{one['worker_cpu_s']:.3f}",
-    "load's, cores": lambda one: f"{one['load_cores']:.2f}",
+    "latency, ms p50": lambda item: short(item["latency_ms"]),
+    "front's CPU, s a 1,000 tokens": lambda entry: f"{entry['front_cpu_s']:.3f}",
+    "workers'": lambda element: f"{element['worker_cpu_s']:.3f}",
+    "load's, cores": lambda each: f"{each['load_cores']:.2f}",
 }
 COMPARED = ("requests_per_s", "ttft_ms", "tpot_ms", "front_cpu_s")
 
@@ -62,19 +62,19 @@ class Load:
         return replace(self, **sizes)
 
     def options(self) -> list[str]:
-        said = {
+        output = {
             "num-prompts": self.requests,
             "max-concurrency": self.concurrency,
             "input-len": self.input_tokens,
             "output-len": self.output_tokens,
             "images": self.images,
         }
-        return [*(f"--{name}={value}" for name, value in said.items()), "--ignore-eos", f"--model={NAME}"]
+        return [*(f"--{name}={value}" for name, value in output.items()), "--ignore-eos", f"--model={NAME}"]
 
 
 def asked(server: Server, load: Load, scratch: Path, seed: int, warm_up: int = 0) -> dict[str, Any]:
     """The figures of one load, after so many requests. Raises Failed where one was not answered."""
-    said = scratch / "figures.json"
+    output = scratch / "figures.json"
     command = [
         sys.executable,
         "-m",
@@ -82,33 +82,33 @@ def asked(server: Server, load: Load, scratch: Path, seed: int, warm_up: int = 0
         "bench",
         "serve",
         f"--base-url={server.url}",
-        f"--result-filename={said}",
+        f"--result-filename={output}",
     ]
     command += [*load.options(), f"--seed={seed}", f"--num-warmups={warm_up}"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
     if done.returncode:
         raise Failed(f"{server.name}: {(done.stderr or done.stdout).strip()[-600:]}")
-    found: dict[str, Any] = json.loads(said.read_text())["figures"]
-    return found
+    result: dict[str, Any] = json.loads(output.read_text())["figures"]
+    return result
 
 
 def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """One way's turn: what clients saw, and what its processes used for it, what came before the load included."""
     before = server.cpu_seconds()
-    found = asked(server, load, scratch, seed, load.concurrency)
+    result = asked(server, load, scratch, seed, load.concurrency)
     used = {role: cpu - before.get(role, 0.0) for role, cpu in server.cpu_seconds().items()}
-    thousands = (found["output_tokens"] * (1 + load.concurrency / load.requests)) / 1e3  # of the warm-up, too
+    thousands = (result["output_tokens"] * (1 + load.concurrency / load.requests)) / 1e3  # of the warm-up, too
     return {
-        "requests_per_s": found["requests_per_s"],
-        "tokens_per_s": found["output_tokens_per_s"],
-        "ttft_ms": found["ttft"]["p50"],
-        "ttft_p99_ms": found["ttft"]["p99"],
-        "tpot_ms": found["tpot"]["p50"],
-        "tpot_p99_ms": found["tpot"]["p99"],
-        "itl_p99_ms": found["itl"]["p99"],
-        "latency_ms": found["latency"]["p50"],
-        "load_cores": found["cpu_cores"],
-        "tokens_per_event": found["tokens_per_event"],
+        "requests_per_s": result["requests_per_s"],
+        "tokens_per_s": result["output_tokens_per_s"],
+        "ttft_ms": result["ttft"]["p50"],
+        "ttft_p99_ms": result["ttft"]["p99"],
+        "tpot_ms": result["tpot"]["p50"],
+        "tpot_p99_ms": result["tpot"]["p99"],
+        "itl_p99_ms": result["itl"]["p99"],
+        "latency_ms": result["latency"]["p50"],
+        "load_cores": result["cpu_cores"],
+        "tokens_per_event": result["tokens_per_event"],
         "front_cpu_s": sum(used.get(role, 0.0) for role in server.front) / thousands,
         "worker_cpu_s": used.get("worker", 0.0) / thousands,
         **{f"{role}_cpu_s": cpu / thousands for role, cpu in used.items() if role != "worker"},
@@ -175,8 +175,8 @@ def roles_told(servers: Servers, outcome: Outcome) -> None:
     for name in outcome.rounds:
         figures = outcome.figures(name)
         parts = {key.removesuffix("_cpu_s"): value for key, value in figures.items() if key.endswith("_cpu_s")}
-        said = ", ".join(f"{role} {value:.3f}" for role, value in parts.items() if role != "front")
-        servers.output.say(f"  {name}: CPU seconds a 1,000 tokens: {said}")
+        actual = ", ".join(f"{role} {value:.3f}" for role, value in parts.items() if role != "front")
+        servers.output.say(f"  {name}: CPU seconds a 1,000 tokens: {actual}")
 
 
 # ── many streams ─────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -184,18 +184,18 @@ def many_streams(servers: Servers, server: Ours, streams: int, tokens: int) -> F
     """All open at once, on one server process: who is served, and what each costs it in memory."""
     asked(server, Load(20, 10), servers.scratch, 0)  # what every server has, whoever asks
     before = server.resident_nbytes("server")
-    with most_resident(server, "server") as seen:
-        found = asked(server, Load(streams, streams, "32", str(tokens)), servers.scratch, 1)
+    with most_resident(server, "server") as observed:
+        result = asked(server, Load(streams, streams, "32", str(tokens)), servers.scratch, 1)
     figures = {
         "streams": streams,
-        "served": found["requests"],
-        "open_at_once": found["most_open"],
-        "growth_kb": (max(seen) - before) / streams / 1e3,
-        "server_mb": max(seen) / 1e6,
-        "ttft_ms": found["ttft"]["p50"],
-        "tpot_ms": found["tpot"]["p50"],
-        "tokens_per_s": found["output_tokens_per_s"],
-        "load_cores": found["cpu_cores"],
+        "served": result["requests"],
+        "open_at_once": result["most_open"],
+        "growth_kb": (max(observed) - before) / streams / 1e3,
+        "server_mb": max(observed) / 1e6,
+        "ttft_ms": result["ttft"]["p50"],
+        "tpot_ms": result["tpot"]["p50"],
+        "tokens_per_s": result["output_tokens_per_s"],
+        "load_cores": result["cpu_cores"],
     }
     servers.output.record("streams", OURS, **figures)
     rows = [(OURS, [short(figures[key]) for key in list(figures)[1:]])]
@@ -207,16 +207,16 @@ def many_streams(servers: Servers, server: Ours, streams: int, tokens: int) -> F
 @contextlib.contextmanager
 def most_resident(server: Server, role: str) -> Iterator[list[int]]:
     """What the processes of a role have resident, looked at every so often."""
-    seen, is_over = [0], threading.Event()
+    observed, is_over = [0], threading.Event()
 
     def look() -> None:
         while not is_over.wait(0.2):
-            seen.append(server.resident_nbytes(role))
+            observed.append(server.resident_nbytes(role))
 
     looking = threading.Thread(target=look)
     looking.start()
     try:
-        yield seen
+        yield observed
     finally:
         is_over.set()
         looking.join()
@@ -239,9 +239,9 @@ def gone_after(server: Ours) -> float:
     body = json.dumps({"model": NAME, "prompt": "hello", "max_tokens": 1000, "stream": True}).encode()
     with socket.create_connection(("127.0.0.1", server.port), GONE) as client:
         client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
-        got = b""
-        while b"data: " not in got:
-            got += client.recv(65536) or b"data: "
+        text = b""
+        while b"data: " not in text:
+            text += client.recv(65536) or b"data: "
         if server.open_requests() == nothing:
             raise Failed("a request that is answered is known to nobody")
         client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # closing is a reset

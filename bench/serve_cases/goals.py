@@ -38,20 +38,20 @@ class Found:
         return min(self.streams["served"], self.streams["open_at_once"])
 
 
-def targets(found: Found) -> Iterator[Target]:
-    for case in found.loads or ("text", "images"):
-        requests = found.ratio(case, "requests_per_s", is_least=True)
+def targets(result: Found) -> Iterator[Target]:
+    for case in result.loads or ("text", "images"):
+        requests = result.ratio(case, "requests_per_s", is_least=True)
         yield Target(f"{case}: requests/s, ours over vLLM's", 1, "x", requests, is_least=True)
-        yield Target(f"{case}: TTFT p50, ours over vLLM's", 1, "x", found.ratio(case, "ttft_ms"))
-        yield Target(f"{case}: TPOT p50, ours over vLLM's", 1, "x", found.ratio(case, "tpot_ms"))
-    front = found.ratio("text", "front_cpu_s")
+        yield Target(f"{case}: TTFT p50, ours over vLLM's", 1, "x", result.ratio(case, "ttft_ms"))
+        yield Target(f"{case}: TPOT p50, ours over vLLM's", 1, "x", result.ratio(case, "tpot_ms"))
+    front = result.ratio("text", "front_cpu_s")
     yield Target("CPU per token, server + core + output over API server + engine core", 0.5, "x", front)
-    yield Target("streams open at once on one server, all served", 1000, "", found.served_at_once(), is_least=True)
-    yield Target("server's memory for each of them", 100, "KB", found.streams.get("growth_kb"))
-    yield Target("from the start to the first answer", 15, "s", found.starts.get(OURS))
-    yield Target("a client goes, until its request is gone everywhere", 100, "ms", found.gone.get("gone_most_ms"))
-    pause = found.pauses.get(ANOTHER, {}).get("pause_max_ms")
+    yield Target("streams open at once on one server, all served", 1000, "", result.served_at_once(), is_least=True)
+    yield Target("server's memory for each of them", 100, "KB", result.streams.get("growth_kb"))
+    yield Target("from the start to the first answer", 15, "s", result.starts.get(OURS))
+    yield Target("a client goes, until its request is gone everywhere", 100, "ms", result.gone.get("gone_most_ms"))
+    pause = result.pauses.get(ANOTHER, {}).get("pause_max_ms")
     yield Target("a worker is killed, another group is there: longest pause of a stream", 300, "ms", pause)
-    beyond = found.pauses.get(ONLY, {}).get("beyond_restart_ms")
+    beyond = result.pauses.get(ONLY, {}).get("beyond_restart_ms")
     yield Target("the same, the only group: longest pause beyond the restart", 200, "ms", beyond)
-    yield Target("server's memory for an open request of 4,000 tokens", 40, "KB", found.kept.get("difference"))
+    yield Target("server's memory for an open request of 4,000 tokens", 40, "KB", result.kept.get("difference"))

@@ -65,17 +65,17 @@ def make_tokenizer(directory: Path, ids: int = IDS) -> None:
     import tokenizers
     import transformers
 
-    made = tokenizers.Tokenizer(tokenizers.models.BPE())
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    made.decoder = tokenizers.decoders.ByteLevel()
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = tokenizers.decoders.ByteLevel()
     alphabet = ["Ġ", *map(chr, range(0x21, 0x7F))]
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=IDS, initial_alphabet=alphabet, special_tokens=list(SPECIAL), show_progress=False
     )
     texts = [each.read_text() for each in sorted(Path(__file__).parent.parent.rglob("*.py"))]
     words = [" ".join(text.encode("ascii", "ignore").decode().split()) for text in texts]
-    made.train_from_iterator([*words, " ".join(WORDS * 20)], trainer)
-    trained = json.loads(made.to_str())
+    tokenizer.train_from_iterator([*words, " ".join(WORDS * 20)], trainer)
+    trained = json.loads(tokenizer.to_str())
     vocabulary = trained["model"]["vocab"]
     if len(vocabulary) != IDS:
         raise ValueError(f"expected a tokenizer of {IDS} ids, got {len(vocabulary)}")

@@ -75,16 +75,16 @@ def pauses(servers: Servers, directory: Path, longest: int, rounds: int, streams
         for cluster in trees.values():
             cluster.wait_for_an_answer()
             cluster.wait_until_whole()
-        found: dict[str, list[Figures]] = {name: [] for name in trees}
+        result: dict[str, list[Figures]] = {name: [] for name in trees}
         for turn in range(rounds):
             for name in in_turn(list(trees), turn):
-                found[name].append(
+                result[name].append(
                     asyncio.run(one_kill(trees[name], streams, longest * 7 // 8, has_other=name == ANOTHER))
                 )
     finally:
         for cluster in trees.values():
             cluster.stop()
-    figures = {name: median_figures(found_rounds) for name, found_rounds in found.items()}
+    figures = {name: median_figures(found_rounds) for name, found_rounds in result.items()}
     for name, medians in figures.items():
         servers.output.record("migration", OURS, cluster=name, rounds=rounds, streams=streams, **medians)
     columns = ["streams that paused", "pause, ms p50", "longest", "restart, ms", "longest pause - restart, ms"]
@@ -143,19 +143,19 @@ async def until(condition: Callable[[], bool], running: asyncio.Future[list[None
 # ── what is kept ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def kept_memory(servers: Servers, rounds: int, streams: int) -> Figures:
     """Private memory of a server process for each open request of KEPT_TOKENS tokens, with and without migration."""
-    found: dict[str, list[float]] = {KEPT: [], NOT_KEPT: []}
+    result: dict[str, list[float]] = {KEPT: [], NOT_KEPT: []}
     for turn in range(rounds):
-        for name in in_turn(list(found), turn):
+        for name in in_turn(list(result), turn):
             limit = "0" if name == NOT_KEPT else "3"
             log = servers.scratch / f"{name.replace(' ', '-')}-{turn}.log"
             options = ("--migration-limit", limit, "--max-model-len", str(2 * KEPT_TOKENS))
             server = Ours.simulated(streams, log, step_ms=2.0, options=options)
             try:
                 server.wait_for_an_answer()
-                found[name].append(asyncio.run(growth(server, streams)))
+                result[name].append(asyncio.run(growth(server, streams)))
             finally:
                 server.stop()
-    figures = {name: statistics.median(values) for name, values in found.items()}
+    figures = {name: statistics.median(values) for name, values in result.items()}
     figures["difference"] = figures[KEPT] - figures[NOT_KEPT]
     servers.output.record("migration memory", OURS, rounds=rounds, streams=streams, **figures)
     rows = [(OURS, [short(value) for value in figures.values()])]

@@ -49,11 +49,11 @@ class Server:
         self.port = port
         self.log = log
         self.began = time.monotonic()
-        with log.open("wb") as said:
+        with log.open("wb") as output:
             self._process = subprocess.Popen(
                 command,
-                stdout=said,
-                stderr=said,
+                stdout=output,
+                stderr=output,
                 env={**os.environ, **environment},
                 start_new_session=True,  # so that all of it can be stopped, and ended
                 preexec_fn=die_with_parent,
@@ -120,7 +120,7 @@ class Server:
         return used
 
     def resident_nbytes(self, role: str) -> int:
-        return sum(process.rss_nbytes for its, process in self.processes() if its == role)
+        return sum(process.rss_nbytes for own, process in self.processes() if own == role)
 
 
 class Ours(Server):
@@ -148,12 +148,12 @@ class Ours(Server):
 
     def open_requests(self) -> tuple[int, int, int]:
         """Of the servers and of the groups, and the blocks that are free."""
-        said = json.loads(self.asked("GET", "/health")[1])
-        groups, servers = said["groups"], said["servers"]
+        parsed = json.loads(self.asked("GET", "/health")[1])
+        groups, servers = parsed["groups"], parsed["servers"]
         return (
-            sum(one["open"] for one in servers),
-            sum(one["open"] for one in groups),
-            sum(one["free_blocks"] for one in groups),
+            sum(server["open"] for server in servers),
+            sum(item["open"] for item in groups),
+            sum(item["free_blocks"] for item in groups),
         )
 
     def wait_until_whole(self) -> None:
@@ -176,8 +176,8 @@ class Ours(Server):
         os.kill(pid, signal.SIGKILL)
 
         def restarted_in() -> float | None:
-            found = serves.search(self.log.read_text(errors="replace"))
-            return None if found is None else datetime.fromisoformat(f"{found[1]}+00:00").timestamp() - since_epoch
+            match = serves.search(self.log.read_text(errors="replace"))
+            return None if match is None else datetime.fromisoformat(f"{match[1]}+00:00").timestamp() - since_epoch
 
         return killed, restarted_in
 
@@ -227,7 +227,7 @@ class Theirs(Server):
 
 
 def free_port() -> int:
-    with socket.socket() as one:
-        one.bind(("127.0.0.1", 0))
-        port: int = one.getsockname()[1]
+    with socket.socket() as item:
+        item.bind(("127.0.0.1", 0))
+        port: int = item.getsockname()[1]
         return port

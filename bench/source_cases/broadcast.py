@@ -34,8 +34,8 @@ def run(context: Context) -> Iterator[Target]:
             context.output.say(f"skipped broadcast: {reason}")
             return
         table: list[tuple[str, list[str]]] = []
-        for nbytes, found in rounds_by_size.items():
-            figures = collective.medians(found)
+        for nbytes, value in rounds_by_size.items():
+            figures = collective.medians(value)
             rows, details = collective.describe(
                 figures, about, {"receivers": receivers, "nbytes": nbytes, "rounds": rounds}
             )

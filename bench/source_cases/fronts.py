@@ -34,9 +34,9 @@ def run(context: Context) -> Iterator[Target]:
         ours = (*payloads.STORE_OPTIONS, "--api-server-count", str(count))
         kinds[f"{OURS}, {count}"] = partial(payloads.serve_ours, model, ours)
         if THEIRS in context.ways:
-            theirs = ("--api-server-count", str(count))
+            remote = ("--api-server-count", str(count))
             # Its one worker computes with all processors, as ours does.
-            kinds[f"{THEIRS}, {count}"] = partial(payloads.serve_theirs, model, theirs, environment=UNRESERVED)
+            kinds[f"{THEIRS}, {count}"] = partial(payloads.serve_theirs, model, remote, environment=UNRESERVED)
     rows: dict[str, list[str]] = {name: [] for name in kinds}
     loads = QUICK_LOADS if context.is_quick else LOADS
     with context.servers(kinds, f"{OURS}, 1") as servers:
@@ -65,9 +65,9 @@ def _cells(context: Context, what: str, name: str, outcome: Outcome) -> list[str
 
 def _targets(what: str, outcome: Outcome) -> Iterator[Target]:
     for count in FRONTS:
-        ours, theirs = f"{OURS}, {count}", f"{THEIRS}, {count}"
+        ours, remote = f"{OURS}, {count}", f"{THEIRS}, {count}"
         figure = None
-        if {ours, theirs} <= outcome.rounds.keys():
-            figure = 1 / outcome.ratio(theirs, "requests_per_s", ours)
+        if {ours, remote} <= outcome.rounds.keys():
+            figure = 1 / outcome.ratio(remote, "requests_per_s", ours)
         about = f"{what} a second with {count} server processes, times vLLM's"
         yield Target(about, 1, "x", figure, is_least=True)

@@ -80,8 +80,8 @@ def _twice(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     for hits in HITS:
         before = _counts(server)
         figures |= {f"{hits}.{key}": value for key, value in measure_once(server, load, scratch, seed).items()}
-        found, of = (count - earlier for count, earlier in zip(_counts(server), before, strict=True))
-        figures[f"{hits}.hit_rate"] = found / of if of else math.nan  # no cache: nothing is counted
+        result, of = (count - earlier for count, earlier in zip(_counts(server), before, strict=True))
+        figures[f"{hits}.hit_rate"] = result / of if of else math.nan  # no cache: nothing is counted
     return figures
 
 
@@ -90,10 +90,10 @@ def _counts(server: Server) -> tuple[float, float]:
     lines = server.asked("GET", "/metrics")[1].decode().splitlines()
     words = [line.replace("{", " ", 1).split(" ") for line in lines if not line.startswith("#")]
     counts = [(line[0], float(line[-1])) for line in words]
-    found = sum(count for name, count in counts if name in FOUND)
+    result = sum(count for name, count in counts if name in FOUND)
     missed = sum(count for name, count in counts if name == MISSED)
     queries = sum(count for name, count in counts if name == QUERIES)
-    return found, queries or found + missed
+    return result, queries or result + missed
 
 
 def measure_once(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
@@ -135,9 +135,9 @@ def _targets(about: str, outcome: Outcome, kinds: Kinds) -> Iterator[Target]:
     for hits, share in HITS.items():
         key = f"{hits}.requests_per_s"
         yield over(f"{about}, {share}", outcome, key, [INLINE], "inline's")
-        theirs = [name for name in kinds if name in IMAGE_WAYS]
-        owner = f"{theirs[0]}'s" if len(theirs) == 1 else "vLLM's best"
-        yield over(f"{about}, {share}", outcome, key, theirs, owner)
+        remote = [name for name in kinds if name in IMAGE_WAYS]
+        owner = f"{remote[0]}'s" if len(remote) == 1 else "vLLM's best"
+        yield over(f"{about}, {share}", outcome, key, remote, owner)
 
 
 def over(about: str, outcome: Outcome, key: str, others: Sequence[str], owner: str) -> Target:

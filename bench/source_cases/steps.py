@@ -44,19 +44,19 @@ def run(context: Context) -> Iterator[Target]:
     )
     try:
         server.wait_for_an_answer()
-        found = _measured(server, context.is_quick)
+        result = _measured(server, context.is_quick)
     finally:
         server.stop()
     rows = []
     for way, name in MESSAGES.items():
-        figures = {key: found[name][key] for key in KEYS}
+        figures = {key: result[name][key] for key in KEYS}
         cells = [short(figures[key]) for key in KEYS]
         rows.append((f"{way}: {name}", [*cells, f"{SOURCE[way]:,}"]))
         context.output.record("steps", OURS, way=way, message=name, **figures)
     heads = ["seen", "bytes", "distance to the one before", "decode, us", "encode, us", "the document's bytes"]
     context.output.table("A step and its result, live: four prompts at TP 2 (#6241); medians", heads, rows)
-    yield Target("four prompts, TP 2, live: bytes in a step", 24, "B", found["Step"]["median_bytes"])
-    yield Target("bytes out", 64, "B", found["StepDone"]["median_bytes"])
+    yield Target("four prompts, TP 2, live: bytes in a step", 24, "B", result["Step"]["median_bytes"])
+    yield Target("bytes out", 64, "B", result["StepDone"]["median_bytes"])
 
 
 def _make(directory: Path, shape: dict[str, int]) -> None:

@@ -63,5 +63,5 @@ def _side_by_side(context: Context, about: str, kinds: Kinds) -> Iterator[Target
                 record(context, "videos", about, name, way, outcome)
             context.output.table(f"New videos of {name} at {about}, no cache (#32104)", heads, rows)
             yield over(f"{about}, video, {name}", outcome, "requests_per_s", [INLINE], "inline's")
-            theirs = [way for way in kinds if way in VIDEO_WAYS]
-            yield over(f"{about}, video, {name}", outcome, "requests_per_s", theirs, "vLLM's best")
+            remote = [way for way in kinds if way in VIDEO_WAYS]
+            yield over(f"{about}, video, {name}", outcome, "requests_per_s", remote, "vLLM's best")

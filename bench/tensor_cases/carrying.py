@@ -35,7 +35,7 @@ def carry(session: Session, order: Order) -> Figures:
     views = [max(each) for each in zip(*(report.arrivals for report in receivers), strict=True)]
     reads = [max(each) for each in zip(*(report.reads for report in receivers), strict=True)]
     gets = [each for report in receivers for each in differences(report.tokens, report.arrivals)[skipped:]]
-    found = {
+    result = {
         **spread(differences(sender.begins, sender.puts)[skipped:], "put"),
         **spread(gets, "get"),
         **spread(differences(sender.begins, views)[skipped:], "view"),
@@ -44,8 +44,8 @@ def carry(session: Session, order: Order) -> Figures:
     }
     if sender.copies:
         copies = spread(list(sender.copies[skipped:]), "copy")
-        found |= {**copies, "put_of_memcpy": copies["copy_p50_us"] / found["put_p50_us"]}
-    return found
+        result |= {**copies, "put_of_memcpy": copies["copy_p50_us"] / result["put_p50_us"]}
+    return result
 
 
 def weigh(session: Session, order: Order) -> Figures:
@@ -71,7 +71,7 @@ def run_memory(turns: Turns, nbytes: int) -> Outcome:
     """Before anything else is carried: memory that is touched for the first time shows."""
     outcome = turns.take(turns.same_order(Order("hold", nbytes, 1)), weigh, rounds=1)
     turns.record("memory", outcome, ("copies",), "copies", receivers=turns.receivers, nbytes=nbytes)
-    column = Column(outcome, lambda found: f"{found['copies']:.2f}", "copies")
+    column = Column(outcome, lambda result: f"{result['copies']:.2f}", "copies")
     title = f"Memory for one tensor of {short_nbytes(nbytes)} that {titled(turns)} hold; times its size"
     turns.table(title, {"copies": column})
     return outcome
@@ -91,8 +91,8 @@ def run_sizes(turns: Turns, sizes: Sequence[int], seconds: float) -> dict[int, O
         turns.record("carry", outcome, FIGURES, "view_p50_us", **parameters)
         for name in outcome.rounds:
             if name in (*STORES, PRODUCE):
-                found = {key: each for key, each in median_of(outcome, name).items() if key in PUT_AND_GET}
-                turns.output.record("put_and_get", name, **parameters, **found, quiet=outcome.is_quiet)
+                result = {key: each for key, each in median_of(outcome, name).items() if key in PUT_AND_GET}
+                turns.output.record("put_and_get", name, **parameters, **result, quiet=outcome.is_quiet)
     put_and_get(turns, outcomes)
     about = f"{titled(turns)}, µs p50 / p99"
     turns.table(f"Request to last view, {about}", {
@@ -105,7 +105,7 @@ def run_sizes(turns: Turns, sizes: Sequence[int], seconds: float) -> dict[int, O
 
 
 def two(name: str) -> Callable[[Figures], str]:
-    return lambda found: f"{short(found[f'{name}_p50_us'])} / {short(found[f'{name}_p99_us'])}"
+    return lambda result: f"{short(result[f'{name}_p50_us'])} / {short(result[f'{name}_p99_us'])}"
 
 
 def median_of(outcome: Outcome, name: str) -> Figures:
@@ -130,10 +130,10 @@ def put_and_get(turns: Turns, outcomes: dict[int, Outcome]) -> None:
     row("memcpy", of(STORE, rate("copy_p50_us")))
     for name in STORES:
         row(f"{name}: put", of(name, rate("put_p50_us")))
-    row(f"{STORE}: put, of memcpy's bandwidth", of(STORE, lambda _, found: f"{found['put_of_memcpy']:.2f}"))
+    row(f"{STORE}: put, of memcpy's bandwidth", of(STORE, lambda _, result: f"{result['put_of_memcpy']:.2f}"))
     row(f"{PRODUCE}: make + share, filled in place", of(PRODUCE, lambda _, found: two("put")(found)))
     for name in (*STORES, PRODUCE):
-        row(f"{name}: get + view", of(name, lambda _, found: two("get")(found)))
+        row(f"{name}: get + view", of(name, lambda _, actual: two("get")(actual)))
     if rows:
         title = f"Put and get, {titled(turns)}, µs; two figures: p50 / p99"
         turns.output.table(title, [short_nbytes(nbytes) for nbytes in outcomes], rows)
@@ -144,4 +144,4 @@ def median_ratio(outcome: Outcome, name: str, other: str, key: str) -> float | N
     if name not in outcome.rounds or other not in outcome.rounds:
         return None
     pairs: Any = zip(outcome.rounds[name], outcome.rounds[other], strict=True)
-    return statistics.median(mine[key] / theirs[key] for mine, theirs in pairs)
+    return statistics.median(mine[key] / remote[key] for mine, remote in pairs)

@@ -36,27 +36,27 @@ class Found:
         return max((each for each in figures if each is not None), default=None)
 
 
-def targets(found: Found) -> Iterator[Target]:
-    for receivers in sorted(found.carried):
+def targets(result: Found) -> Iterator[Target]:
+    for receivers in sorted(result.carried):
         yield Target(f"put of 64 MB, warm, of memcpy's bandwidth, {receivers} receivers", 0.85, "x",
-                     found.figure(receivers, 64 * MB, STORE, "put_of_memcpy"), is_least=True)  # fmt: skip
-    yield Target("make in place + share, p50, any size, any receivers", 30, "µs", found.worst(PRODUCE, "put_p50_us"))
-    for receivers in sorted(found.carried):
-        gets = [found.figure(receivers, nbytes, STORE, "get_p50_us") for nbytes in found.carried[receivers]]
+                     result.figure(receivers, 64 * MB, STORE, "put_of_memcpy"), is_least=True)  # fmt: skip
+    yield Target("make in place + share, p50, any size, any receivers", 30, "µs", result.worst(PRODUCE, "put_p50_us"))
+    for receivers in sorted(result.carried):
+        gets = [result.figure(receivers, nbytes, STORE, "get_p50_us") for nbytes in result.carried[receivers]]
         most = max((each for each in gets if each is not None), default=None)
         yield Target(f"get of a stored tensor, p50, any size, {receivers} receivers", 15, "µs", most)
     for mib, limit in OF_DEFAULT.items():
-        outcome = found.carried.get(READERS, {}).get(mib * MB)
+        outcome = result.carried.get(READERS, {}).get(mib * MB)
         yield Target(f"{mib} MB tensor to {READERS} workers, request to last view, of vLLM's default", limit, "x",
                      median_ratio(outcome, STORE, "vllm-queue", "view_p50_us") if outcome else None)  # fmt: skip
-    memory = found.memory
+    memory = result.memory
     copies = round(median_of(memory, STORE)["copies"], 1) if memory and STORE in memory.rounds else None
     yield Target("memory for one image at 4 workers, times its size (rounded to tenths)", 1, "x", copies)
-    yield Target("request message with one image, all hits", 200, "B", found.request_nbytes)
-    hits = found.served.get(1.0)
+    yield Target("request message with one image, all hits", 200, "B", result.request_nbytes)
+    hits = result.served.get(1.0)
     touched = median_of(hits, OURS)["touched_nbytes"] if hits and OURS in hits.rounds else None
     yield Target("shared memory that servers and core touch per request, all hits (control structures)", 0.1, "MB",
                  None if touched is None else touched / 1e6)  # fmt: skip
-    for name, trade in found.traded.items():
+    for name, trade in result.traded.items():
         yield Target(f"{name} threads, 3x the capacity: errors, duplicates, drift", 0, "", float(len(trade.faults)))
         yield Target(f"{name} threads, 3x the capacity: longest operation", 50, "ms", trade.longest.wall / 1e6)

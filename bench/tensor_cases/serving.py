@@ -65,7 +65,7 @@ def run_serving(turns: Turns, images: int, largest: int, messages: int, rounds: 
     def table(title: str, cell: Any, key: str) -> None:
         turns.table(f"{title}; {about}", {f"{share:.0%}": Column(each, cell, key) for share, each in outcomes.items()})
 
-    table("Requests per second", lambda found: short(found["per_s"]), "per_s")
+    table("Requests per second", lambda result: short(result["per_s"]), "per_s")
     table("Request to last view, µs p50 / p99", two("view"), "view_p50_us")
     table("Request until all workers have read it, µs p50 / p99", two("read"), "read_p50_us")
     table("Request to answer, µs p50 / p99", two("answer"), "answer_p50_us")

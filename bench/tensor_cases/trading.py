@@ -109,10 +109,10 @@ class Thread:
             stored = self.timed("put", lambda: self.store.put(array, key=key(name)))
         else:
             self.traded.counts["hit"] += 1
-        seen = stored.value()
-        if seen.nbytes != self.sizes[name] or seen[0] != name or seen[-1] != name:
-            self.traded.faults.append(f"key {name} gave {seen.nbytes} bytes of {seen[0]}, {seen[-1]}")
-        self.held = seen
+        observed = stored.value()
+        if observed.nbytes != self.sizes[name] or observed[0] != name or observed[-1] != name:
+            self.traded.faults.append(f"key {name} gave {observed.nbytes} bytes of {observed[0]}, {observed[-1]}")
+        self.held = observed
 
     def timed(self, what: str, operation: Any) -> Any:
         on_cpu, queued = self.parts()
@@ -209,9 +209,9 @@ def left_over(store: Any) -> list[str]:
     if len({item.key for item in items}) != len(items):
         faults.append("a key is there twice")
     faults += [f"{item.holders} still hold a value" for item in items if item.holders]
-    taken, kept = store.stats().pool.taken_nbytes, sum(-(-item.nbytes // 64) * 64 for item in items)
-    if taken != kept:
-        faults.append(f"{taken} bytes are taken, and the keys have {kept}")
+    taken, saved = store.stats().pool.taken_nbytes, sum(-(-item.nbytes // 64) * 64 for item in items)
+    if taken != saved:
+        faults.append(f"{taken} bytes are taken, and the keys have {saved}")
     store.clear()
     if store.stats().pool.taken_nbytes:
         faults.append(f"{store.stats().pool.taken_nbytes} bytes are taken after everything was cleared")
@@ -223,28 +223,28 @@ def run_trading(output: Output, traders: Sequence[tuple[int, int]], operations: 
     rows = []
     for processes, threads in traders:
         name = f"{processes} × {threads}"
-        done[name] = found = run(processes, threads, operations, nbytes)
-        counts: Counter[str] = sum((each.counts for each in found.traded), Counter())
-        longest = found.longest
-        figures: dict[str, float] = {"per_s": len(found.walls("get", "put")) / found.seconds}
+        done[name] = value = run(processes, threads, operations, nbytes)
+        counts: Counter[str] = sum((each.counts for each in value.traded), Counter())
+        longest = value.longest
+        figures: dict[str, float] = {"per_s": len(value.walls("get", "put")) / value.seconds}
         cells = [short(figures["per_s"]), f"{counts['hit'] / max(1, counts.total()):.0%}"]
         for kind in ("get", "put"):
-            walls = found.walls(kind)
+            walls = value.walls(kind)
             for label, share in (("p50", 0.5), ("p99", 0.99), ("p999", 0.999), ("max", 1.0)):
                 figures[f"{kind}_{label}_us"] = quantile(walls, share) / 1e3
             cells.append(" / ".join(short(figures[f"{kind}_{label}_us"]) for label in ("p50", "p99", "p999", "max")))
         parts = {"on_cpu": longest.on_cpu, "queued": longest.queued, "asleep": longest.asleep}
         cells.append(f"{longest.what} {' + '.join(short(each / 1e6) for each in parts.values())}")
-        cells.append(str(len(found.faults)))
+        cells.append(str(len(value.faults)))
         rows.append((name, cells))
         output.record(
             "trading", "penstock-store", processes=processes, threads=threads, nbytes=nbytes, **figures,
             longest_ms=longest.wall / 1e6, longest_what=longest.what,
             **{f"longest_{part}_ms": each / 1e6 for part, each in parts.items()},
-            hits=counts["hit"], misses=counts["miss"], faults=len(found.faults),
-            foreign_cores=found.foreign_cores, quiet=found.is_quiet,
+            hits=counts["hit"], misses=counts["miss"], faults=len(value.faults),
+            foreign_cores=value.foreign_cores, quiet=value.is_quiet,
         )  # fmt: skip
-        for fault in found.faults[:5]:
+        for fault in value.faults[:5]:
             output.say(f"  {name}: {fault}")
     output.table(
         f"{operations:,} operations on keys of 4 KiB to {short_nbytes(nbytes // LARGEST_SHARE)}, "
@@ -253,7 +253,7 @@ def run_trading(output: Output, traders: Sequence[tuple[int, int]], operations: 
          "faults"],
         rows,
     )  # fmt: skip
-    for name, found in done.items():
-        if not found.is_quiet:
-            output.say(f"  {name}: foreign processes took {found.foreign_cores:.2f} cores; its times say little")
+    for name, value in done.items():
+        if not value.is_quiet:
+            output.say(f"  {name}: foreign processes took {value.foreign_cores:.2f} cores; its times say little")
     return done

@@ -37,21 +37,21 @@ class Found:
     reserved: dict[str, Figures] = field(default_factory=dict)  # bytes before the first request, by way
 
 
-def targets(found: Found) -> Iterator[Target]:
+def targets(result: Found) -> Iterator[Target]:
     for kind in ("text", "images"):
         for concurrency, (rate, cpu) in SERVED.items():
-            if kind in found.served:
-                yield from _served(kind, concurrency, rate, cpu, found.served[kind].get(concurrency))
-    yield from _queue(found)
-    yield from _tensors(found)
-    if found.codec:
-        yield from _codec(found.codec.get(256))
-    if found.reserved:
-        claimed = found.reserved.get(OURS, {}).get("claimed_nbytes")
+            if kind in result.served:
+                yield from _served(kind, concurrency, rate, cpu, result.served[kind].get(concurrency))
+    yield from _queue(result)
+    yield from _tensors(result)
+    if result.codec:
+        yield from _codec(result.codec.get(256))
+    if result.reserved:
+        claimed = result.reserved.get(OURS, {}).get("claimed_nbytes")
         yield Target("shared memory claimed at TP 2 before the first request", 32, "MiB",
                      None if claimed is None else claimed / MB)  # fmt: skip
-    if found.starts:
-        yield Target("seconds to the first answer, of vLLM as it is", 1.05, "x", _start_ratio(found.starts))
+    if result.starts:
+        yield Target("seconds to the first answer, of vLLM as it is", 1.05, "x", _start_ratio(result.starts))
 
 
 def _served(kind: str, concurrency: int, rate: float, cpu: float, outcome: Outcome | None) -> Iterator[Target]:
@@ -67,11 +67,11 @@ def _served(kind: str, concurrency: int, rate: float, cpu: float, outcome: Outco
                  ratio(outcome, OURS, AS_IT_IS, "cpu_ms"))  # fmt: skip
 
 
-def _queue(found: Found) -> Iterator[Target]:
-    for (workers, requests), outcome in found.steps.items():
+def _queue(result: Found) -> Iterator[Target]:
+    for (workers, requests), outcome in result.steps.items():
         about = f"back to back, {workers} worker(s), {requests} requests: p50, of vLLM's"
         yield Target(about, STEPS[workers], "x", ratio(outcome, OURS, AS_IT_IS, "round_trip_p50_us"))
-    for (pace, workers), outcome in found.paced.items():
+    for (pace, workers), outcome in result.paced.items():
         latency = ratio(outcome, OURS, AS_IT_IS, "one_way_p50_us")
         cores = median_figures(outcome.rounds[OURS])["worker_cores"] if OURS in outcome.rounds else None
         slowest, most = paced_limits(pace, latency)
@@ -88,20 +88,20 @@ def paced_limits(pace: float, latency: float | None) -> tuple[float, float]:
     return (1.05, 0.15) if is_as_fast else (1.25, 0.06)
 
 
-def _tensors(found: Found) -> Iterator[Target]:
+def _tensors(result: Found) -> Iterator[Target]:
     key = "round_trip_p50_us"
-    for (workers, nbytes), outcome in found.tensors.items():
+    for (workers, nbytes), outcome in result.tensors.items():
         about = f"{nbytes // MB} MiB in a step, {workers} workers"
         copies, views = AS_COPIES[nbytes // MB], AS_VIEWS[nbytes // MB]
         yield Target(f"{about}: as copies, of vLLM's default", copies, "x", ratio(outcome, OURS, AS_IT_IS, key))
         yield Target(f"{about}: as views, of vLLM's default", views, "x", ratio(outcome, OURS + VIEWS, AS_IT_IS, key))
         figure = ratio(outcome, OURS + VIEWS, AS_IT_IS + VIEWS, key)
         yield Target(f"{about}: as views, of vLLM's arena", 1.05, "x", figure)
-    for nbytes, outcome in found.images.items():
+    for nbytes, outcome in result.images.items():
         about = f"one image of {nbytes // MB} MiB to 4 workers of a device, of vLLM's default"
         yield Target(about, 0.1, "x", ratio(outcome, ON_DEVICE, AS_IT_IS, key))
-    if found.memory is not None:
-        rounds = found.memory.rounds.get(ON_DEVICE)
+    if result.memory is not None:
+        rounds = result.memory.rounds.get(ON_DEVICE)
         copies = round(median_figures(rounds)["copies"], 1) if rounds else None
         yield Target(
             "memory of an image that 4 workers of a device hold, times its size (rounded to tenths)", 1, "x", copies

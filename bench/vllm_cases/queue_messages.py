@@ -154,9 +154,9 @@ class ImageSender:
 class ImageReceiver:
     """vLLM's cache of a worker."""
 
-    def __init__(self, made: tuple[Any, Any]) -> None:
-        self._cache = _classes["factories"].worker_receiver_cache_from_config(*made)
+    def __init__(self, created: tuple[Any, Any]) -> None:
+        self._cache = _classes["factories"].worker_receiver_cache_from_config(*created)
 
     def get(self, features: list[Any]) -> list[Any]:
-        found: list[Any] = self._cache.get_and_update_features(features)
-        return found
+        and_update_features: list[Any] = self._cache.get_and_update_features(features)
+        return and_update_features

@@ -215,9 +215,9 @@ def run_images(turns: QueueTurns, scale: Scale) -> tuple[dict[int, Outcome], Out
         order = {"workers": workers, "nbytes": nbytes, "messages": scale.tensors}
         image = {**order, "case": "image"}
         default = turns.measure({AS_IT_IS: {**order, "case": "tensor"}, OURS: image, ON_DEVICE: image})
-        theirs = turns.measure({AS_IT_IS: image})
-        if AS_IT_IS in theirs.rounds:
-            default.rounds[AS_IT_IS + cached] = theirs.rounds[AS_IT_IS]
+        remote = turns.measure({AS_IT_IS: image})
+        if AS_IT_IS in remote.rounds:
+            default.rounds[AS_IT_IS + cached] = remote.rounds[AS_IT_IS]
         columns = {"p50, ms": ("round_trip_p50_us", 1e-3), "p99, ms": ("round_trip_p99_us", 1e-3)}
         title = f"One image of {nbytes // MB} MiB to {workers} workers, all pages read, and all replies"
         outcomes[nbytes] = tell(turns, "image", title, default, columns, workers=workers, nbytes=nbytes)

@@ -167,20 +167,20 @@ def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """One way's turn: what clients saw, and what its processes used for it, requests before the load included."""
     warm_up = min(load.concurrency, MAX_WARM_UP)
     used, busy, began = server.cpu_seconds(), idle_seconds(), time.monotonic()
-    found = asked(server, load, scratch, seed, warm_up)
+    result = asked(server, load, scratch, seed, warm_up)
     wall, idle = time.monotonic() - began, idle_seconds() - busy
     cpu = {role: seconds - used.get(role, 0.0) for role, seconds in server.cpu_seconds().items()}
     figures: Figures = {
-        "requests_per_s": found["requests_per_s"],
-        "tokens_per_s": found["output_tokens_per_s"],
+        "requests_per_s": result["requests_per_s"],
+        "tokens_per_s": result["output_tokens_per_s"],
         "cpu_ms": sum(cpu.values()) / (load.requests + warm_up) * 1e3,
         "cores": sum(cpu.values()) / wall,
         "idle_share": idle / wall / CORES,
-        "load_cores": found["cpu_cores"],
+        "load_cores": result["cpu_cores"],
         **{f"{role}_cores": cpu.get(role, 0.0) / wall for role in ROLES},
     }
     for name in ("latency", "ttft", "tpot"):
-        spread: dict[str, Any] = found[name]
+        spread: dict[str, Any] = result[name]
         figures |= {f"{name}_{quantile}_ms": spread[quantile] for quantile in ("p50", "p99")}
     return figures
 

@@ -63,8 +63,8 @@ class Group:
     def alone(self, what: str, messages: int, nbytes: int) -> float:
         """What only the sender does; the median, in microseconds."""
         self._ends[0].send({"what": what, "messages": messages, "nbytes": nbytes, "pace_ns": 0})
-        found = self._ends[0].receive(ROUND_LIMIT)
-        return float(statistics.median(b - a for a, b in zip(found["begins"], found["ends"]))) / 1e3
+        message = self._ends[0].receive(ROUND_LIMIT)
+        return float(statistics.median(b - a for a, b in zip(message["begins"], message["ends"]))) / 1e3
 
     def close(self) -> None:
         for end in self._ends:
@@ -159,13 +159,13 @@ def medians(rounds: Sequence[Figures]) -> Figures:
 def told(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple[list[Row], Table]:
     parameters: dict[str, Any] = {"receivers": receivers, "nbytes": nbytes}
     try:
-        about, found = measure(rounds, receivers=receivers, nbytes=nbytes)
+        about, result = measure(rounds, receivers=receivers, nbytes=nbytes)
     except Unavailable as error:
         title = f"One message of {nbytes:,} bytes to {receivers} receivers (#4440)"
         return [row("compare", "broadcast", "gloo", **parameters, missing=str(error))], Table(
             title, (), (), [f"not measured: {error}"]
         )
-    return describe(medians(found), about, {**parameters, "rounds": rounds})
+    return describe(medians(result), about, {**parameters, "rounds": rounds})
 
 
 def describe(figures: Figures, about: dict[str, Any], parameters: dict[str, Any]) -> tuple[list[Row], Table]:

@@ -43,8 +43,8 @@ class Outcome:
     rounds: int
 
     def figures(self, name: str) -> dict[str, float] | None:
-        one = self.found.get(name)
-        return one.figures() if one is not None and one.nbytes and not one.missing else None
+        value = self.found.get(name)
+        return value.figures() if value is not None and value.nbytes and not value.missing else None
 
 
 def steps_of(requests: int) -> int:
@@ -71,24 +71,24 @@ def run(requests: Sequence[int] = REQUESTS, rounds: int = ROUNDS) -> Iterator[Ou
 
 
 def rows_of(outcome: Outcome) -> Iterator[Row]:
-    for name, found in outcome.found.items():
+    for name, value in outcome.found.items():
         parameters = {"requests": outcome.case.requests, "rounds": outcome.rounds}
-        if found.missing:
-            yield row("compare", outcome.case.key, name, **parameters, missing=found.missing)
+        if value.missing:
+            yield row("compare", outcome.case.key, name, **parameters, missing=value.missing)
         else:
-            yield row("compare", outcome.case.key, name, **parameters, **found.figures())
+            yield row("compare", outcome.case.key, name, **parameters, **value.figures())
 
 
 def table_of(outcome: Outcome) -> Table:
     ours = outcome.figures(OURS)
     cells = []
     notes = []
-    for name, found in outcome.found.items():
-        if found.missing:
-            notes.append(f"{name}: {found.missing}")
+    for name, value in outcome.found.items():
+        if value.missing:
+            notes.append(f"{name}: {value.missing}")
             continue
-        figures = found.figures()
-        most = "" if found.is_exact else "≤ "
+        figures = value.figures()
+        most = "" if value.is_exact else "≤ "
         cells.append(
             [
                 name,
@@ -110,9 +110,9 @@ def table_of(outcome: Outcome) -> Table:
 # ── default sampling parameters ──────────────────────────────────────────────────────────────────────────────────────
 def params_told() -> tuple[list[Row], Table]:
     """What sampling parameters cost in a request."""
-    found = formats.params_nbytes()
-    rows = [row("compare", "sampling_params", name, bytes=nbytes) for name, nbytes in found.items()]
-    cells = [[name, f"{nbytes:,}"] for name, nbytes in found.items()]
+    result = formats.params_nbytes()
+    rows = [row("compare", "sampling_params", name, bytes=nbytes) for name, nbytes in result.items()]
+    cells = [[name, f"{nbytes:,}"] for name, nbytes in result.items()]
     return rows, Table("Default sampling parameters", ("", "bytes"), cells)
 
 
@@ -120,16 +120,16 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     groups: list[tuple[str, list[tuple[str, float]]]] = []
     for outcome in outcomes:
         if outcome.case.key == "step_blocks":
-            found = [(name, outcome.figures(name)) for name in outcome.found]
-            bars: list[tuple[str, float]] = [(name, figures["bytes"]) for name, figures in found if figures]
+            result = [(name, outcome.figures(name)) for name in outcome.found]
+            bars: list[tuple[str, float]] = [(name, figures["bytes"]) for name, figures in result if figures]
             groups.append((f"{outcome.case.requests} requests", bars))
     bar_chart.draw(path, "Bytes of a decode step, new blocks where they fall due", "means of 16 steps", "B", groups)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:
     """Figures by case and number of requests, then by format."""
-    found: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
+    result: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for outcome in outcomes:
         named = {name: figures for name in outcome.found if (figures := outcome.figures(name))}
-        found[outcome.case.key, outcome.case.requests] = named
-    return found
+        result[outcome.case.key, outcome.case.requests] = named
+    return result

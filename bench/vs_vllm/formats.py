@@ -69,7 +69,7 @@ def _exchanged(hint: Any, known: dict[type, type]) -> Any:
         return structs_of(typing.cast("type", hint), known)
     origin, arguments = typing.get_origin(hint), typing.get_args(hint)
     if origin in (list, dict):
-        return origin[tuple(_exchanged(one, known) for one in arguments)]
+        return origin[tuple(_exchanged(argument, known) for argument in arguments)]
     return hint
 
 
@@ -80,9 +80,9 @@ def as_structs(value: Any, known: Mapping[type, type]) -> Any:
             *(as_structs(getattr(value, field.name), known) for field in dataclasses.fields(value))
         )
     if type(value) is list:
-        return [as_structs(one, known) for one in value]
+        return [as_structs(item, known) for item in value]
     if type(value) is dict:
-        return {key: as_structs(one, known) for key, one in value.items()}
+        return {key: as_structs(item, known) for key, item in value.items()}
     return value
 
 
@@ -131,10 +131,10 @@ def dumps5(message: Any) -> bytes:
 def plain_step(decode: Decode, advance: Advance) -> dict[str, Any]:
     """As plain data, for another interpreter."""
     return {
-        "names": [one.name for one in decode.running],
+        "names": [item.name for item in decode.running],
         "new_blocks": [advance.due.get(row) for row in range(len(decode.running))],
-        "computed": [one.computed for one in decode.running],
-        "outputs": [len(one.output) for one in decode.running],
+        "computed": [item.computed for item in decode.running],
+        "outputs": [len(item.output) for item in decode.running],
         "sampled": advance.sampled,
     }
 

@@ -66,11 +66,11 @@ class Steps:
         self._core, self._worker = (BatchState(self._requests, MAX_BLOCKS, BLOCK) for _ in range(2))
         self._plan = StepBuilder(self._core)
         params = SamplingParams(temperature=TEMPERATURE, top_p=TOP_P)
-        for row, one in enumerate(decode.running):
-            blocks = np.array(one.blocks, np.int32)
+        for row, item in enumerate(decode.running):
+            blocks = np.array(item.blocks, np.int32)
             # What it has generated comes as if it were prompt. The step in which it joins computes one, as all do.
-            known = np.array([*one.prompt, *one.output][: one.computed], np.int32)
-            self._plan.join(row, known, params, blocks, computed=one.computed - 1)
+            known = np.array([*item.prompt, *item.output][: item.computed], np.int32)
+            self._plan.join(row, known, params, blocks, computed=item.computed - 1)
         self._number = LATER
         first = self._finish()
         self._worker.apply(self._coder.decode(whole(self._coder.encode(first))))
@@ -133,8 +133,8 @@ def worker_outputs(decode: Decode) -> Way:
     following = advances(decode)
 
     def make(messages: int) -> list[Any]:
-        found = (next(following) for _ in range(messages))
-        return [StepDone(LEADER, number, np.array(sampled, np.int32)) for number, sampled in found]
+        result = (next(following) for _ in range(messages))
+        return [StepDone(LEADER, number, np.array(sampled, np.int32)) for number, sampled in result]
 
     return way(Coder(RESULTS), make)
 
@@ -148,8 +148,8 @@ def api_outputs(decode: Decode) -> Way:
     text = b" the" * rows
 
     def make(messages: int) -> list[Any]:
-        found = (np.array(next(following)[1], np.int32) for _ in range(messages))
-        return [Delta(rows, np.concatenate((requests, lengths, sampled)), text) for sampled in found]
+        result = (np.array(next(following)[1], np.int32) for _ in range(messages))
+        return [Delta(rows, np.concatenate((requests, lengths, sampled)), text) for sampled in result]
 
     return way(Coder(DELTAS), make)
 

@@ -47,13 +47,13 @@ class Local:
     decode: Callable[[bytes], object]
 
     def perform(self, messages: int) -> Round:
-        made = self.make(messages)
+        created = self.make(messages)
         encode, decode = self.encode, self.decode
         with collector_off():
             began = now()
-            encoded = [encode(message) for message in made]
+            encoded = [encode(message) for message in created]
             written = now()
-            frames = [whole(one) for one in encoded]  # as the channel does it: one copy, into the ring
+            frames = [whole(item) for item in encoded]  # as the channel does it: one copy, into the ring
             gathered = now()
             for frame in frames:
                 decode(frame)
@@ -88,33 +88,33 @@ class Found:
 
     def figures(self) -> dict[str, float]:
         """Medians of the rounds; bytes in the mean of all messages, because blocks fall due in some of them."""
-        found: dict[str, float] = {"bytes": statistics.fmean(self.nbytes)}
+        result: dict[str, float] = {"bytes": statistics.fmean(self.nbytes)}
         if self.edits:
-            found["distance_bytes"] = statistics.fmean(self.edits)
+            result["distance_bytes"] = statistics.fmean(self.edits)
         encode, decode = statistics.median(self.encode_ns), statistics.median(self.decode_ns)
         both = statistics.median(a + b for a, b in zip(self.encode_ns, self.decode_ns, strict=True))
-        return found | {"encode_us": encode / 1e3, "decode_us": decode / 1e3, "encode_decode_us": both / 1e3}
+        return result | {"encode_us": encode / 1e3, "decode_us": decode / 1e3, "encode_decode_us": both / 1e3}
 
 
 def take_turns(ways: Mapping[str, Way], messages: int, rounds: int, *, warm_up: int = 1) -> dict[str, Found]:
     """The first rounds warm up: their times are not counted, their frames are."""
-    found = {name: Found() for name in ways}
+    outcome = {name: Found() for name in ways}
     for turn in range(rounds + warm_up):
-        for name in in_turn([name for name in ways if not found[name].missing], turn):
-            one = found[name]
+        for name in in_turn([name for name in ways if not outcome[name].missing], turn):
+            item = outcome[name]
             try:
                 result = ways[name].perform(messages)
             except Unavailable as error:
-                one.missing = str(error)
+                item.missing = str(error)
                 continue
             if turn == 0:
                 pairs = 2 if len(result.frames[0]) > LONG_NBYTES else MAX_COMPARED
                 for before, after in zip(result.frames[:pairs], result.frames[1 : pairs + 1]):
                     distance = between(before, after, near=NEAR)
-                    one.edits.append(distance.edits)
-                    one.is_exact &= distance.is_exact
-            one.nbytes += [len(frame) for frame in result.frames]
+                    item.edits.append(distance.edits)
+                    item.is_exact &= distance.is_exact
+            item.nbytes += [len(frame) for frame in result.frames]
             if turn >= warm_up:
-                one.encode_ns.append(result.encode_ns)
-                one.decode_ns.append(result.decode_ns)
-    return found
+                item.encode_ns.append(result.encode_ns)
+                item.decode_ns.append(result.decode_ns)
+    return outcome

@@ -104,17 +104,17 @@ def whole_state(decode: Decode, params: Sequence[SamplingParams]) -> ExecuteMode
             request_id=str(row),
             is_prompt=False,
             seq_data={
-                row: SequenceData(list(one.prompt), list(one.output), one.logprob, one.computed, SequenceStage.DECODE)
+                row: SequenceData(list(seq.prompt), list(seq.output), seq.logprob, seq.computed, SequenceStage.DECODE)
             },
             sampling_params=params[row],
-            block_tables={row: list(one.blocks)},
+            block_tables={row: list(seq.blocks)},
         )
-        for row, one in enumerate(decode.running)
+        for row, seq in enumerate(decode.running)
     ]  # fmt: skip
     return ExecuteModelRequest(groups, running_queue_size=len(groups))
 
 
 def params_of(requests: int) -> list[SamplingParams]:
     """Each request has its own copy, as it had there."""
-    made: list[Any] = [SamplingParams(temperature=TEMPERATURE, top_p=TOP_P) for _ in range(requests)]
-    return made
+    created: list[Any] = [SamplingParams(temperature=TEMPERATURE, top_p=TOP_P) for _ in range(requests)]
+    return created

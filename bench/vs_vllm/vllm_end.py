@@ -73,7 +73,7 @@ def coder(what: str) -> tuple[Any, Any]:
 
 
 def joined(encoded: Any) -> bytes:
-    return b"".join(bytes(one) for one in encoded) if isinstance(encoded, (list, tuple)) else bytes(encoded)
+    return b"".join(bytes(item) for item in encoded) if isinstance(encoded, (list, tuple)) else bytes(encoded)
 
 
 BUILDERS = {  # of each kind of message: the module of vLLM's classes, and the function that builds it
@@ -103,14 +103,14 @@ def main() -> None:
         began = now()
         encoded = [encode(message) for message in messages]
         written = now()
-        for one in encoded:
-            decode(one)
+        for item in encoded:
+            decode(item)
         read = now()
         gc.enable()
         answer = {
             "encode_ns": (written - began) / len(messages),
             "decode_ns": (read - written) / len(messages),
-            "frames": [base64.b64encode(joined(one)).decode() for one in encoded],
+            "frames": [base64.b64encode(joined(entry)).decode() for entry in encoded],
         }
         print(json.dumps(answer), file=answers, flush=True)
     os._exit(0)

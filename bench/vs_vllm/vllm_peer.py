@@ -39,9 +39,9 @@ def peer() -> PeerProcess:
 
 def close() -> None:
     while _peer:
-        one = _peer.pop()
-        if isinstance(one, PeerProcess):
-            one.close()
+        item = _peer.pop()
+        if isinstance(item, PeerProcess):
+            item.close()
 
 
 @dataclass(frozen=True)
@@ -53,5 +53,5 @@ class Remote:
         there = peer()
         there.send({"what": self.what, "steps": self.make(messages)})
         answer = there.receive(ROUND_LIMIT)
-        frames = [base64.b64decode(one) for one in answer["frames"]]
+        frames = [base64.b64decode(item) for item in answer["frames"]]
         return Round(answer["encode_ns"], answer["decode_ns"], frames)

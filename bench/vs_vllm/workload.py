@@ -79,13 +79,13 @@ class Decode:
     def step(self) -> Advance:
         """Gives out the blocks that fall due."""
         due = {}
-        for row, one in enumerate(self.running):
-            if one.computed == len(one.blocks) * BLOCK:
+        for row, entry in enumerate(self.running):
+            if entry.computed == len(entry.blocks) * BLOCK:
                 due[row] = self._block()
-                one.blocks.append(due[row])
+                entry.blocks.append(due[row])
         return Advance(due, [self._token() for _ in self.running])
 
     def finish(self, advance: Advance) -> None:
-        for one, token in zip(self.running, advance.sampled, strict=True):
-            one.output.append(token)
-            one.logprob += self._logprob()
+        for item, token in zip(self.running, advance.sampled, strict=True):
+            item.output.append(token)
+            item.logprob += self._logprob()

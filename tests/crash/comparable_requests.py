@@ -235,13 +235,15 @@ def differences(undisturbed: Answer, disturbed: Answer) -> list[str]:
         differences_of.append(f"id and created are not constant: {disturbed.heads}")
     if set(disturbed.choices) != set(undisturbed.choices):
         return [*differences_of, f"choices {set(disturbed.choices)} for {set(undisturbed.choices)}"]
-    for index, want in undisturbed.choices.items():
-        got = disturbed.choices[index]
+    for index, choice in undisturbed.choices.items():
+        actual = disturbed.choices[index]
         for name in ("ids", "text", "reason", "stop", "tokens", "events"):
-            differences_of += _difference(f"choice {index}: {name}", getattr(want, name), getattr(got, name))
-        if len(got.logprobs) != len(want.logprobs):
-            differences_of.append(f"choice {index}: {len(got.logprobs)} log-probabilities for {len(want.logprobs)}")
-        elif want.logprobs and (worst := float(np.abs(np.subtract(got.logprobs, want.logprobs)).max())) > (
+            differences_of += _difference(f"choice {index}: {name}", getattr(choice, name), getattr(actual, name))
+        if len(actual.logprobs) != len(choice.logprobs):
+            differences_of.append(
+                f"choice {index}: {len(actual.logprobs)} log-probabilities for {len(choice.logprobs)}"
+            )
+        elif choice.logprobs and (worst := float(np.abs(np.subtract(actual.logprobs, choice.logprobs)).max())) > (
             LOGPROB_TOLERANCE
         ):
             differences_of.append(f"choice {index}: log-probabilities differ by {worst:g}")
@@ -260,23 +262,25 @@ def _usage(answer: Answer) -> tuple[dict[str, Any], int]:
     return usage, usage.pop("prompt_tokens_details")["cached_tokens"]
 
 
-def _difference(name: str, want: Any, got: Any) -> list[str]:
-    if want == got:
+def _difference(name: str, expected: Any, actual: Any) -> list[str]:
+    if expected == actual:
         return []
-    if not isinstance(want, (str, bytes, list)):
-        return [f"{name}: {got!r} for {want!r}"]
-    at = next((at for at, pair in enumerate(zip(want, got, strict=False)) if pair[0] != pair[1]), -1)
-    at = min(len(want), len(got)) if at < 0 else at
+    if not isinstance(expected, (str, bytes, list)):
+        return [f"{name}: {actual!r} for {expected!r}"]
+    at = next((at for at, pair in enumerate(zip(expected, actual, strict=False)) if pair[0] != pair[1]), -1)
+    at = min(len(expected), len(actual)) if at < 0 else at
     around = slice(max(0, at - 3), at + 6)
-    return [f"{name}: differs at {at} of {len(want)} ({len(got)} came): {got[around]!r} for {want[around]!r}"]
+    return [
+        f"{name}: differs at {at} of {len(expected)} ({len(actual)} came): {actual[around]!r} for {expected[around]!r}"
+    ]
 
 
 def require_equal(requests: Sequence[AnyRequest], undisturbed: Sequence[Answer], disturbed: Sequence[Answer]) -> None:
     """Fails with what differs, of the first requests of which something does."""
     wrong = [
         f"{request}\n    " + "\n    ".join(line[:SHOWN_CHARACTERS] for line in lines)
-        for request, want, got in zip(requests, undisturbed, disturbed, strict=True)
-        if (lines := differences(want, got))
+        for request, expected, actual in zip(requests, undisturbed, disturbed, strict=True)
+        if (lines := differences(expected, actual))
     ]
     assert not wrong, f"{len(wrong)} of {len(requests)} answers differ:\n" + "\n".join(wrong[:SHOWN])
 

@@ -192,7 +192,7 @@ def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> Non
     async def scene() -> None:
         async with migrating(simulated=simulated_device(step_seconds=0.003, vocabulary=1000)) as engine:
             request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=1500, n=2, ignore_eos=True))
-            (want,) = await ask_all(engine, [request], "undisturbed", Progress())
+            (expected,) = await ask_all(engine, [request], "undisturbed", Progress())
             progress = Progress()
             asking = asyncio.ensure_future(ask_all(engine, [request], "disturbed", progress))
             for incarnation in range(1, 4):
@@ -200,8 +200,8 @@ def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> Non
                 before = progress.deliveries
                 await engine.until(lambda before=before: progress.deliveries > before)
                 engine.child(kind).signal(signal.SIGKILL)
-            (got,) = await asking
-            require_equal([request], [want], [got])
+            (actual,) = await asking
+            require_equal([request], [expected], [actual])
             await engine.must_be_whole()
 
     asyncio.run(scene())

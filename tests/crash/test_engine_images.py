@@ -44,8 +44,8 @@ async def ask(client: Client, number: int, tokens: int) -> tuple[list[int], list
 
 
 async def must_answer(engine: Running, client: Client, number: int) -> None:
-    ids, got = await ask(client, number, 20)
-    assert got == engine.rule.answer(ids, 20)
+    ids, actual = await ask(client, number, 20)
+    assert actual == engine.rule.answer(ids, 20)
 
 
 async def must_be_held_by_nobody(engine: Running) -> None:

@@ -282,12 +282,12 @@ def test_server_with_sigterm_before_the_launcher_answers_open_requests() -> None
             pid = json.loads(answer.partition(b"\r\n\r\n")[2])["pid"]
         with socket.create_connection(("127.0.0.1", port), 30) as client:
             client.sendall(posted("/v1/completions", {"prompt": "x", "max_tokens": 300, "stream": True}))
-            got = client.recv(65536)
+            message = client.recv(65536)
             os.kill(pid, signal.SIGTERM)
             time.sleep(0.2)
             process.send_signal(signal.SIGTERM)
-            while b"[DONE]" not in got:
+            while b"[DONE]" not in message:
                 more = client.recv(65536)
                 assert more, "the answer has been cut off"
-                got += more
+                message += more
         process.wait(20)

@@ -54,7 +54,7 @@ class Storm:
     async def read(self, stream, ids, tokens: int) -> None:
         began = time.monotonic()
         try:
-            got = [token async for piece in stream for token in piece.ids]
+            actual = [token async for piece in stream for token in piece.ids]
         except EngineError as error:
             now = time.monotonic()
             assert error.status == 503, f"after {now - began:.1f} s: {error}"
@@ -63,7 +63,7 @@ class Storm:
             self.told_after.append(now - blows[-1].at)
             self.ends["told"] += 1
         else:
-            assert got == self.engine.rule.answer(ids, tokens)
+            assert actual == self.engine.rule.answer(ids, tokens)
             self.ends["answered"] += 1
 
     # ── who strikes ──

@@ -70,7 +70,7 @@ def receiver(talk: Connection, role: Role) -> None:
     count = 0
     while True:
         try:
-            got = end.receive(timeout=20)
+            message = end.receive(timeout=20)
         except penstock.EndOfChannel:
             break
         except penstock.PeerDied:
@@ -79,10 +79,12 @@ def receiver(talk: Connection, role: Role) -> None:
             time.sleep(0.001)
             continue
         if due is not None:
-            assert got.number == (due[1] if got.sender == due[0] else 0), f"message {got.number} where {due} was due"
-        assert got.settings == VALUES[got.number * 7 % 40]
-        assert len(got.ids) == got.number % 3000 and (got.ids == got.number).all()
-        due = got.sender, got.number + 1
+            assert message.number == (due[1] if message.sender == due[0] else 0), (
+                f"message {message.number} where {due} was due"
+            )
+        assert message.settings == VALUES[message.number * 7 % 40]
+        assert len(message.ids) == message.number % 3000 and (message.ids == message.number).all()
+        due = message.sender, message.number + 1
         count += 1
         board.note(role.actor, 1, count)
     talk.send(("seen", count))

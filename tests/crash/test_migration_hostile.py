@@ -163,7 +163,7 @@ async def a_request_whose_time_runs_out_while_it_waits_is_answered_504(engine: M
 async def new_requests_wait_for_the_group_as_others_do(engine: Migrating, gate: Gate) -> None:
     gate.close()
     newcomers = [over_http(20, is_streamed=False), over_http(20), over_client(20)]
-    want = await ask_all(engine, newcomers, "", Progress())
+    expected = await ask_all(engine, newcomers, "", Progress())
     waiting, _ = await begun(engine, over_http(300), over_client(300))
     await kill_group(engine)
     asking = asyncio.ensure_future(ask_all(engine, newcomers, "", Progress()))
@@ -173,7 +173,7 @@ async def new_requests_wait_for_the_group_as_others_do(engine: Migrating, gate: 
     gate.open()
     answers = await asyncio.wait_for(waiting, START)
     assert not any(answer.error for answer in answers), answers
-    require_equal(newcomers, want, await asyncio.wait_for(asking, START))
+    require_equal(newcomers, expected, await asyncio.wait_for(asking, START))
     await engine.must_be_whole()
 
 
@@ -307,7 +307,7 @@ def test_request_too_long_to_migrate_gets_503_and_shorter_ones_migrate() -> None
         async with migrating(simulated=SIMULATED, migration_max_seq_len=600) as engine:
             long = ClientRequest([1] * 590, SamplingParams(max_tokens=LONG, ignore_eos=True))
             short = over_http(200)
-            (want,) = await ask_all(engine, [short], "undisturbed", Progress())
+            (expected,) = await ask_all(engine, [short], "undisturbed", Progress())
             progress = Progress()
             first = asyncio.ensure_future(ask_all(engine, [long], "", progress))
             await engine.until(lambda: progress.deliveries > 20)
@@ -315,7 +315,7 @@ def test_request_too_long_to_migrate_gets_503_and_shorter_ones_migrate() -> None
             await kill_group(engine)
             (refused,) = await asyncio.wait_for(first, WITHIN)
             assert refused.status == 503 and "600" in refused.error, refused
-            require_equal([short], [want], await asyncio.wait_for(second, START))
+            require_equal([short], [expected], await asyncio.wait_for(second, START))
             await engine.must_be_whole()
 
     asyncio.run(scene())
@@ -326,16 +326,16 @@ async def undisturbed_and_begun(
     engine: Migrating, seed: int, count: int
 ) -> tuple[list[AnyRequest], list[Answer], asyncio.Task[list[Answer]]]:
     requests = await Mix(SHAPE, seed).requests(engine, count)
-    want = await ask_all(engine, requests, "undisturbed", Progress())
+    expected = await ask_all(engine, requests, "undisturbed", Progress())
     asking, _ = await begun(engine, *requests)
-    return requests, want, asking
+    return requests, expected, asking
 
 
 @pytest.mark.timeout(120)
 def test_output_dying_twice_during_resubmission_loses_no_request(seed: int) -> None:
     async def scene() -> None:
         async with migrating(simulated=SIMULATED) as engine:
-            requests, want, asking = await undisturbed_and_begun(engine, seed, 20)
+            requests, expected, asking = await undisturbed_and_begun(engine, seed, 20)
             killed: set[int] = set()
             for pause in (0.0, 0.02, 0.0):
                 await engine.until(lambda: outputs(engine) - killed)
@@ -344,7 +344,7 @@ def test_output_dying_twice_during_resubmission_loses_no_request(seed: int) -> N
                 killed.add(pid)
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, signal.SIGKILL)
-            require_equal(requests, want, await asyncio.wait_for(asking, START))
+            require_equal(requests, expected, await asyncio.wait_for(asking, START))
             await engine.must_be_whole()
 
     asyncio.run(scene())
@@ -360,11 +360,11 @@ def outputs(engine: Migrating) -> set[int]:
 def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
     async def scene() -> None:
         async with migrating(simulated=SIMULATED, data_parallel_size=2) as engine:
-            requests, want, asking = await undisturbed_and_begun(engine, seed, 30)
+            requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
             for group, kind in enumerate(kinds):
                 places = {(child.member.kind, child.member.group): child for child in engine.children()}
                 places[kind, group].signal(signal.SIGKILL)
-            require_equal(requests, want, await asyncio.wait_for(asking, START))
+            require_equal(requests, expected, await asyncio.wait_for(asking, START))
             await engine.must_be_whole()
 
     asyncio.run(scene())
@@ -377,9 +377,9 @@ def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate
         prepare = with_workers(starts_behind_the_gate, (1,))
         async with migrating(simulated=SIMULATED, data_parallel_size=2, prepare=prepare) as engine:
             gate.close()
-            requests, want, asking = await undisturbed_and_begun(engine, seed, 30)
+            requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
             await kill_group(engine, 1)
-            require_equal(requests, want, await asyncio.wait_for(asking, START))
+            require_equal(requests, expected, await asyncio.wait_for(asking, START))
             assert engine.serving(1) == 0
             gate.open()
             await engine.must_be_whole()
@@ -396,11 +396,11 @@ def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> Non
                 HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
                 for number in range(200)
             ]
-            want = await ask_all(engine, requests, "undisturbed", Progress())
+            expected = await ask_all(engine, requests, "undisturbed", Progress())
             asking, _ = await begun(engine, *requests)
             assert engine.number(StatusBoard.OPEN) == 200
             await kill_group(engine)
-            require_equal(requests, want, await asyncio.wait_for(asking, START))
+            require_equal(requests, expected, await asyncio.wait_for(asking, START))
             await engine.must_be_whole()
 
     asyncio.run(scene())

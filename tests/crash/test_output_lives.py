@@ -38,8 +38,8 @@ class Answers:
         self.tasks = [asyncio.ensure_future(self._ask(client, ids)) for ids in self.prompts]
 
     async def _ask(self, client: Client, ids: npt.NDArray[Any]) -> list[int]:
-        ((got, _),) = await answered(client, ids, max_tokens=self._tokens, ignore_eos=True)
-        return got
+        ((actual, _),) = await answered(client, ids, max_tokens=self._tokens, ignore_eos=True)
+        return actual
 
     async def begun(self) -> None:
         row = self._engine.launcher.board.row(0)
@@ -48,8 +48,10 @@ class Answers:
         await self._engine.until(lambda: row[StatusBoard.STEPS] > steps + 20)
 
     async def must_be_exact(self) -> None:
-        for ids, got in zip(self.prompts, await asyncio.wait_for(asyncio.gather(*self.tasks), PATIENCE), strict=True):
-            assert got == self._engine.rule.answer(ids, self._tokens)
+        for ids, outcome in zip(
+            self.prompts, await asyncio.wait_for(asyncio.gather(*self.tasks), PATIENCE), strict=True
+        ):
+            assert outcome == self._engine.rule.answer(ids, self._tokens)
 
 
 def others(engine: Running) -> set[int]:
@@ -202,8 +204,8 @@ def test_request_that_is_given_up_while_its_output_is_away_leaves_nothing() -> N
             for stream in streams[:2]:
                 stream.abort()
             await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 1)
-            got = [token async for piece in streams[2] for token in piece.ids]
-            assert len(got) == 9
+            actual = [token async for piece in streams[2] for token in piece.ids]
+            assert len(actual) == 9
             await engine.must_be_empty()
 
     asyncio.run(scene())

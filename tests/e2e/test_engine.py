@@ -18,8 +18,8 @@ END = 7
 
 async def must_answer_by_the_rule(engine: Running, client: Client, length: int, tokens: int, samples: int = 1) -> None:
     ids = prompt(length)
-    got = await answered(client, ids, max_tokens=tokens, n=samples)
-    for sample, (answer, reason) in enumerate(got):
+    actual = await answered(client, ids, max_tokens=tokens, n=samples)
+    for sample, (answer, reason) in enumerate(actual):
         assert answer == engine.rule.answer(ids, tokens, sample)
         assert reason == (FinishReason.STOP if answer[-1] == END else FinishReason.LENGTH)
 
@@ -67,11 +67,11 @@ def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, 
                 size = chance.randint(1, min(length - 1, 1500))
                 ids = np.concatenate([beginning[: chance.randint(0, size - 1)], prompt(size)])[:size]
                 params = SamplingParams(n=samples, max_tokens=length - size)
-                got: list[list[int]] = [[] for _ in range(samples)]
+                actual: list[list[int]] = [[] for _ in range(samples)]
                 async with await client.submit(ids, params, priority=priority) as stream:
                     async for piece in stream:
-                        got[piece.sample] += piece.ids
-                assert got == [engine.rule.answer(ids, length - size, sample) for sample in range(samples)]
+                        actual[piece.sample] += piece.ids
+                assert actual == [engine.rule.answer(ids, length - size, sample) for sample in range(samples)]
 
             lengths = [size + more for size in (256, 512, 1024, 2048) for more in (0, 1, chance.randint(2, 200))]
             lengths += [longest, longest, chance.randint(2, longest)]

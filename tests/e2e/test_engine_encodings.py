@@ -84,9 +84,9 @@ def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mode: st
             async with Client(launcher.cluster, 0) as client:
                 together = [answer(client, family, pairs[2][0], group) for group in range(groups)]
                 assert await asyncio.gather(*together) == [pairs[2][1]] * groups
-                for request, want in pairs:
+                for request, expected in pairs:
                     for group in range(groups):
-                        assert await answer(client, family, request, group) == want
+                        assert await answer(client, family, request, group) == expected
             await engine.until(lambda: encoded(engine) >= len(family.images))
             assert encoded(engine) == len(family.images)
             assert encoded(engine, StatusBoard.ENCODINGS_UNSHARED) == 0
@@ -126,7 +126,7 @@ def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = slow(tmp_path, monkeypatch)
-    request, want = family.requests[0], family.answers[0]
+    request, expected = family.requests[0], family.answers[0]
 
     async def scene() -> None:
         launcher = Launcher(config_of(family, tmp_path, data_parallel_size=2))
@@ -146,15 +146,15 @@ def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
                     child for child in engine.children() if (child.member.kind, child.member.group) == ("worker", 0)
                 )
                 os.kill(worker.pid, signal.SIGKILL)
-                assert await waiting == want
+                assert await waiting == expected
                 try:
-                    assert await dying == want  # a request may have moved to the other engine
+                    assert await dying == expected  # a request may have moved to the other engine
                 except EngineError as error:
                     assert error.status == 503
                 await engine.until(lambda: engine.number(StatusBoard.ENCODINGS, 1) == 1)
                 assert engine.number(StatusBoard.ENCODINGS_UNSHARED, 1) == 0
                 await engine.serving_again(client)
-                assert await answer(client, family, request, 0) == want
+                assert await answer(client, family, request, 0) == expected
                 await engine.until(lambda: engine.number(StatusBoard.ENCODINGS_FOUND, 0) == 1)
                 assert engine.number(StatusBoard.ENCODINGS, 0) == 0
             assert not writers(store)

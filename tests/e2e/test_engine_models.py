@@ -39,12 +39,14 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
                 pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
-                got = await asyncio.gather(*(answer(client, request.prompt, len(want)) for request, want in pairs))
-            assert got == [list(want) for _, want in pairs]
+                results = await asyncio.gather(
+                    *(answer(client, request.prompt, len(expected)) for request, expected in pairs)
+                )
+            assert results == [list(expected) for _, expected in pairs]
             row = launcher.board.row(0)
-            while row[StatusBoard.SAMPLED] < sum(map(len, got)):  # it is written when the result has been sent
+            while row[StatusBoard.SAMPLED] < sum(map(len, results)):  # it is written when the result has been sent
                 await asyncio.sleep(0.01)
-            assert row[StatusBoard.SAMPLED] == sum(map(len, got))
+            assert row[StatusBoard.SAMPLED] == sum(map(len, results))
             assert (
                 0 < row[StatusBoard.COMPUTED] <= sum(len(request.prompt) for request, _ in pairs)
             )  # the cache has had the rest
@@ -110,9 +112,9 @@ def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) ->
             await launcher.serving(2 * START)
             async with Client(launcher.cluster, 0) as client:
                 cached = []
-                for request, want in zip(family.requests, family.answers, strict=True):
+                for request, answer in zip(family.requests, family.answers, strict=True):
                     async with await client.submit(request.prompt, params, timeout=START) as stream:
-                        assert [token async for piece in stream for token in piece.ids] == want
+                        assert [token async for piece in stream for token in piece.ids] == answer
                     cached.append(stream.cached_tokens)
             lengths = [len(request.prompt) for request in family.requests]
             assert dict(zip(lengths, cached, strict=True)) == {1: 0, 2: 0, 5: 0, 23: 0, 14: 0, 17: 12, 22: 0}
@@ -165,13 +167,13 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
                         (client, scopes),
                         (other, [Scope() for _ in pairs]),
                     ):  # the other sends all inline
-                        got = await asyncio.gather(
+                        results = await asyncio.gather(
                             *(
-                                answer(sender, scope, request, len(want), has_key)
-                                for scope, (request, want) in zip(held, pairs, strict=True)
+                                answer(sender, scope, request, len(pair), has_key)
+                                for scope, (request, pair) in zip(held, pairs, strict=True)
                             )
                         )
-                        assert got == [list(want) for _, want in pairs], (has_key, sender is client)
+                        assert results == [list(expected) for _, expected in pairs], (has_key, sender is client)
                         assert all(
                             (scope.stats().inline > 0) == (sender is other) for scope in held if scope.stats().handles
                         )

@@ -119,11 +119,11 @@ def test_videos_are_answered_as_transformers_does(name: str, ranks: int, transpo
                 media = [watcher.put(seeds[0], scope), image, watcher.put(seeds[1], scope)]
                 values = [media.item.open(store).value("numpy") for media in media]
                 ids, inputs = watcher.prompt(text, media)
-                want = watcher.answer(ids, [dict(value) for value in values])
+                expected = watcher.answer(ids, [dict(value) for value in values])
                 del values
                 async with await client.submit(ids, PARAMS, items=inputs, scope=scope, timeout=START) as stream:
                     answer = [id_ async for piece in stream for id_ in piece.ids]
-                return answer, want, stream.cached_tokens
+                return answer, expected, stream.cached_tokens
 
             async with Client(launcher.cluster, 0) as client:
                 answer, want, cached = await ask(client, (1, 2))

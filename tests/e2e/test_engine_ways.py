@@ -67,8 +67,13 @@ class Expected:
 
     async def must_end_by_a_stop_string_across_two_tokens(self) -> None:
         at = next(at for at in range(1, len(self.greedy)) if self.is_first(self.stop(at), at))
-        want = (self.greedy[: at + 1], self.text[: self.text.index(self.stop(at))], FinishReason.STOP, self.stop(at))
-        assert await self.ask(stop=(self.stop(at), "no such text")) == [want]
+        expected = (
+            self.greedy[: at + 1],
+            self.text[: self.text.index(self.stop(at))],
+            FinishReason.STOP,
+            self.stop(at),
+        )
+        assert await self.ask(stop=(self.stop(at), "no such text")) == [expected]
 
     def stop(self, at: int) -> str:
         return f"{str(self.greedy[at - 1])[-1]} {self.greedy[at]}"

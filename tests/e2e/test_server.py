@@ -125,27 +125,27 @@ async def a_stream_says_the_same_and_then_its_usage(served: Served) -> None:
 async def a_chat_is_streamed_with_its_role_first(served: Served) -> None:
     body = {"model": "simulated", "messages": [{"role": "user", "content": [{"type": "text", "text": "hi"}]}]}
     body["max_completion_tokens"] = 6
-    want = served.answer("user: hi\nassistant:", 6)
+    expected = served.answer("user: hi\nassistant:", 6)
     whole = await served.client.chat.completions.create(**body)
-    assert whole.choices[0].message.content == want and whole.choices[0].message.role == "assistant"
+    assert whole.choices[0].message.content == expected and whole.choices[0].message.role == "assistant"
     events = [event async for event in await served.client.chat.completions.create(**body, stream=True)]
     assert [event.choices[0].delta.role for event in events] == ["assistant", *[None] * (len(events) - 1)]
-    assert "".join(event.choices[0].delta.content or "" for event in events) == want
+    assert "".join(event.choices[0].delta.content or "" for event in events) == expected
     assert events[-1].choices[0].finish_reason == "length" and events[0].object == "chat.completion.chunk"
 
 
 async def samples_and_prompts_have_choices_of_their_own(served: Served) -> None:
     prompts = ["one", "another"]
     done = await served.client.completions.create(model="simulated", prompt=prompts, max_tokens=4, n=2)
-    want = [served.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
-    assert [choice.text for choice in done.choices] == want
+    expected = [served.answer(prompt, 4, sample) for prompt in prompts for sample in range(2)]
+    assert [choice.text for choice in done.choices] == expected
     assert [choice.index for choice in done.choices] == [0, 1, 2, 3]
     assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (10, 16)
     texts = {0: "", 1: ""}
     stream = await served.client.completions.create(model="simulated", prompt="one", max_tokens=4, n=2, stream=True)
     async for event in stream:
         texts[event.choices[0].index] += event.choices[0].text
-    assert list(texts.values()) == want[:2]
+    assert list(texts.values()) == expected[:2]
 
 
 async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(served: Served) -> None:
@@ -186,7 +186,7 @@ async def a_stop_string_across_tokens_is_not_shown(served: Served) -> None:
 
 async def a_truncated_prompt_is_its_end_or_its_beginning(served: Served) -> None:
     prompt = "hello world"
-    for options, want in (
+    for options, expected in (
         ({"truncate_prompt_tokens": 5}, "world"),
         ({"truncate_prompt_tokens": 5, "truncation_side": "right"}, "hello"),
         ({"truncate_prompt_tokens": 11}, prompt),
@@ -196,8 +196,8 @@ async def a_truncated_prompt_is_its_end_or_its_beginning(served: Served) -> None
         done = await served.client.completions.create(
             model="simulated", prompt=prompt, max_tokens=3, extra_body=options
         )
-        assert done.choices[0].text == served.answer(want, 3), options
-        assert done.usage.prompt_tokens == len(want)
+        assert done.choices[0].text == served.answer(expected, 3), options
+        assert done.usage.prompt_tokens == len(expected)
     long = "x" * 5000
     done = await served.client.completions.create(
         model="simulated", prompt=long, max_tokens=6, extra_body={"truncate_prompt_tokens": -1}
@@ -469,14 +469,14 @@ def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:
         request = {"prompt": "x", "max_tokens": 200, "stream": True}
         with socket.create_connection(("127.0.0.1", port), 30) as client:
             client.sendall(posted("/v1/completions", request))
-            got = client.recv(65536)
-            assert b"200 OK" in got
+            message = client.recv(65536)
+            assert b"200 OK" in message
             process.send_signal(signal.SIGTERM)
-            while b"[DONE]" not in got:
+            while b"[DONE]" not in message:
                 more = client.recv(65536)
                 assert more, "the answer has been cut off"
-                got += more
-        assert got.count(b"data: {") == 200
+                message += more
+        assert message.count(b"data: {") == 200
         process.wait(20)
 
 

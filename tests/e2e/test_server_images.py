@@ -78,26 +78,26 @@ async def a_conversation_with_images_is_answered_as_transformers_does(engine: Se
         ([text("what is it?"), first], raws[:1]),
         ([first, text("and this: "), second, third, text("?")], raws),
     ):
-        length, want = engine.want(parts, *pictures)
+        length, expected = engine.want(parts, *pictures)
         whole = await engine.chat(*parts)
-        assert whole.choices[0].message.content == want
+        assert whole.choices[0].message.content == expected
         assert (whole.usage.prompt_tokens, whole.usage.completion_tokens) == (length, COUNT)
         events = await engine.chat(*parts, stream=True, stream_options={"include_usage": True})
         *events_before, last = [event async for event in events]
-        assert "".join(event.choices[0].delta.content or "" for event in events_before) == want
+        assert "".join(event.choices[0].delta.content or "" for event in events_before) == expected
         assert last.usage.prompt_tokens == length
         samples = await engine.chat(*parts, n=2)
-        assert [choice.message.content for choice in samples.choices] == [want, want]
+        assert [choice.message.content for choice in samples.choices] == [expected, expected]
         assert (samples.usage.prompt_tokens, samples.usage.completion_tokens) == (length, 2 * COUNT)
     body = {"messages": [{"role": "user", "content": parts}]}
     assert (await engine.client.post("/../tokenize", body=body, cast_to=object))["count"] == length
 
 
 async def what_is_said_without_images_is_answered_too(engine: Seeing) -> None:
-    _, want = engine.want([text("hello")])
+    _, expected = engine.want([text("hello")])
     for content in ("hello", [text("hello")]):
         messages = [{"role": "user", "content": content}]
-        assert (await engine.chat(messages=messages)).choices[0].message.content == want
+        assert (await engine.chat(messages=messages)).choices[0].message.content == expected
 
 
 async def the_server_does_without_torch(engine: Seeing) -> None:
@@ -107,11 +107,11 @@ async def the_server_does_without_torch(engine: Seeing) -> None:
 
 async def the_same_image_is_found_in_the_store(engine: Seeing) -> None:
     image = part(picture(33, 21, seed=9))
-    _, want = engine.want([image, text("a")], picture(33, 21, seed=9))
+    _, expected = engine.want([image, text("a")], picture(33, 21, seed=9))
     before = engine.store.stats()
-    assert (await engine.chat(image, text("a"))).choices[0].message.content == want
+    assert (await engine.chat(image, text("a"))).choices[0].message.content == expected
     first = engine.store.stats()
-    assert (await engine.chat(image, text("a"))).choices[0].message.content == want
+    assert (await engine.chat(image, text("a"))).choices[0].message.content == expected
     await engine.chat(image, image, text("another"))
     last = engine.store.stats()
     assert (first.puts, first.hits) == (before.puts + 1, before.hits)
@@ -133,10 +133,10 @@ async def images_of_any_format_are_seen_wherever_they_lie(engine: Seeing) -> Non
         raw = picture(24, 24, kind, seed=4)
         (engine.sight.path / "open" / f"one.{kind}").write_bytes(raw)
         parts = [text("a"), part(raw, f"image/{kind.lower()}")]
-        _, want = engine.want(parts, raw)
+        _, expected = engine.want(parts, raw)
         there = named(f"file://{engine.sight.path}/open/one.{kind}")
         for image in (parts[1], there):
-            assert (await engine.chat(text("a"), image)).choices[0].message.content == want, kind
+            assert (await engine.chat(text("a"), image)).choices[0].message.content == expected, kind
 
 
 async def what_is_no_image_for_us_is_refused_with_its_place(engine: Seeing) -> None:
@@ -184,8 +184,8 @@ async def an_image_on_a_host_that_is_open_to_clients_is_seen(engine: Seeing) -> 
     remote_picture = picture(36, 20, seed=13)
     engine.elsewhere.script = whole(body=remote_picture)
     there = named(f"http://127.0.0.1:{engine.elsewhere.port}/one.png")
-    _, want = engine.want([text("a"), part(remote_picture)], remote_picture)
-    assert (await engine.chat(text("a"), there)).choices[0].message.content == want
+    _, expected = engine.want([text("a"), part(remote_picture)], remote_picture)
+    assert (await engine.chat(text("a"), there)).choices[0].message.content == expected
     engine.elsewhere.script = whole("404 Not Found")
     with pytest.raises(
         openai.BadRequestError, match=r"could not be fetched from its host: its status is 404"
@@ -213,7 +213,7 @@ def flat(edge: int) -> bytes:
 
 async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(engine: Seeing) -> None:
     image = part(picture(40, 40, seed=11))
-    _, want = engine.want([image], picture(40, 40, seed=11))
+    _, expected = engine.want([image], picture(40, 40, seed=11))
     stream = await engine.chat(image, stream=True, max_tokens=400)
     await anext(aiter(stream))
     puts = engine.store.stats().puts
@@ -225,7 +225,7 @@ async def a_server_that_dies_holds_no_image_and_the_next_one_finds_it(engine: Se
             pass
     await engine.until(lambda: not held(engine.store))
     await engine.until(lambda: dead not in {child.pid for child in engine.children()}, START)
-    assert (await engine.chat(image, timeout=START)).choices[0].message.content == want
+    assert (await engine.chat(image, timeout=START)).choices[0].message.content == expected
     assert engine.store.stats().puts == puts
 
 

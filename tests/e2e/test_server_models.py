@@ -49,13 +49,13 @@ def test_a_model_answers_as_transformers_does_whichever_way_it_is_asked(tmp_path
     async def scene() -> None:
         async with run_server(simulated=None, model=str(tmp_path), api_server_count=1, **ENGINE_SIZES) as cluster:
             client, name = cluster.client, tmp_path.name
-            for request, want in list(zip(family.requests, family.answers, strict=True))[-2:]:
-                options = {"model": name, "prompt": request.prompt, "max_tokens": len(want), "temperature": 0}
+            for request, expected in list(zip(family.requests, family.answers, strict=True))[-2:]:
+                options = {"model": name, "prompt": request.prompt, "max_tokens": len(expected), "temperature": 0}
                 options |= {"logprobs": 2, "extra_body": {"ignore_eos": True, "skip_special_tokens": False}}
                 done = await client.completions.create(**options)
-                assert done.choices[0].text == tokenizer.decode(want, skip_special_tokens=False)
+                assert done.choices[0].text == tokenizer.decode(expected, skip_special_tokens=False)
                 logprobs = done.choices[0].logprobs
-                assert len(logprobs.token_logprobs) == len(want) and logprobs.text_offset[0] == 0
+                assert len(logprobs.token_logprobs) == len(expected) and logprobs.text_offset[0] == 0
                 events = [event async for event in await client.completions.create(**options, stream=True)]
                 assert "".join(event.choices[0].text for event in events) == done.choices[0].text
                 parts = [event.choices[0].logprobs for event in events if event.choices[0].logprobs]

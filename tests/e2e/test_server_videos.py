@@ -116,14 +116,14 @@ async def the_server_does_without_torch(engine: Watching) -> None:
 
 async def a_video_is_the_same_wherever_it_lies_and_in_a_stream(engine: Watching) -> None:
     raw = video(frames=24)
-    want = await engine.answer_to(clip(raw), text("a"))
+    expected = await engine.answer_to(clip(raw), text("a"))
     (engine.path / "open" / "a.mp4").write_bytes(raw)
     engine.elsewhere.script = whole(body=raw)
     puts = engine.store.stats().puts
     for url in (f"file://{engine.path}/open/a.mp4", f"http://127.0.0.1:{engine.elsewhere.port}/a.mp4"):
-        assert await engine.answer_to(clip_at(url), text("a")) == want
+        assert await engine.answer_to(clip_at(url), text("a")) == expected
     stream = await engine.chat(clip(raw), text("a"), stream=True)
-    assert "".join([event.choices[0].delta.content or "" async for event in stream]) == want
+    assert "".join([event.choices[0].delta.content or "" async for event in stream]) == expected
     assert engine.store.stats().puts == puts
 
 
@@ -160,12 +160,12 @@ async def what_is_no_video_for_us_is_refused_with_its_place(engine: Watching) ->
 
 async def a_video_without_end_ends_with_its_own_request(engine: Watching) -> None:
     small = clip(video(frames=20))
-    want = await engine.answer_to(small)
+    expected = await engine.answer_to(small)
     hostile = asyncio.ensure_future(engine.chat(clip(repeated(ENDLESS), "video/webm")))
     others = [await engine.answer_to(small) for _ in range(5)]
     with pytest.raises(openai.BadRequestError, match="at most 2 s of a decoder, this one takes longer"):
         await hostile
-    assert others == [want] * 5
+    assert others == [expected] * 5
     assert await engine.total("penstock_videos_total", 'end="timeout"') == 1
 
 
@@ -183,14 +183,14 @@ async def a_client_that_goes_takes_its_decoder_with_it(engine: Watching) -> None
 
 async def a_server_that_dies_takes_its_decoders_with_it(engine: Watching) -> None:
     raw = video(frames=28)
-    want = await engine.answer_to(clip(raw))
+    expected = await engine.answer_to(clip(raw))
     puts = engine.store.stats().puts
     hosts, dead = engine.decoders(), engine.child("server").pid
     assert hosts
     os.kill(dead, signal.SIGKILL)
     await engine.until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in hosts))
     await engine.until(lambda: dead not in {child.pid for child in engine.children()}, START)
-    assert await engine.answer_to(clip(raw), timeout=START) == want
+    assert await engine.answer_to(clip(raw), timeout=START) == expected
     assert engine.store.stats().puts == puts
 
 

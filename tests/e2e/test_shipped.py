@@ -95,18 +95,18 @@ def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, 
                 *(asking.say([picture, {"type": "text", "text": words}]) for picture, words, _ in questions)
             )
             wrong = [
-                (got, caption(scene_shown))
-                for got, scene_shown in zip(answers, scenes, strict=True)
-                if got != caption(scene_shown)
+                (answer, caption(scene_shown))
+                for answer, scene_shown in zip(answers, scenes, strict=True)
+                if answer != caption(scene_shown)
             ]
             assert len(wrong) <= (1 - EXACT) * PICTURES, wrong
             answers = await asyncio.gather(  # the pictures are in the store now
                 *(asking.say([picture, {"type": "text", "text": words}]) for picture, _, (words, _) in questions)
             )
             wrong = [
-                (words, got, right)
-                for got, (_, _, (words, right)) in zip(answers, questions, strict=True)
-                if got != right
+                (words, answer, right)
+                for answer, (_, _, (words, right)) in zip(answers, questions, strict=True)
+                if answer != right
             ]
             assert len(wrong) <= (1 - ANSWERED) * PICTURES, wrong
 
@@ -181,7 +181,9 @@ def test_it_chats_and_is_asked_in_every_way() -> None:
                 await asyncio.wait_for(part(asking, content, right), 60)
             chats = [(words, answer) for all_words, answer in CHAT for words in all_words]
             answers = await asyncio.gather(*(asking.say(words) for words, _ in chats))
-            wrong = [(words, got) for (words, answer), got in zip(chats, answers, strict=True) if got != answer]
+            wrong = [
+                (words, actual) for (words, answer), actual in zip(chats, answers, strict=True) if actual != answer
+            ]
             assert len(wrong) <= 0.05 * len(chats), wrong
 
     with serving() as (_, port):

@@ -119,19 +119,19 @@ async def on_a_terminal_it_has_a_screen_of_its_own_until_q(served: Served) -> No
         process = await asyncio.create_subprocess_exec(
             *command, stdin=its_end, stdout=its_end, stderr=its_end, env=environment
         )
-        got = bytearray()
+        actual = bytearray()
         loop = asyncio.get_running_loop()
-        loop.add_reader(ours_end, lambda: got.extend(os.read(ours_end, 1 << 16)))
+        loop.add_reader(ours_end, lambda: actual.extend(os.read(ours_end, 1 << 16)))
         try:
-            await served.until(lambda: got.count(b"\x1b[H") > 3)  # drawn anew each time
-            assert got.count(b"\x1b[?1049h") == 1 and b"\x1b[?1049l" not in got
+            await served.until(lambda: actual.count(b"\x1b[H") > 3)  # drawn anew each time
+            assert actual.count(b"\x1b[?1049h") == 1 and b"\x1b[?1049l" not in actual
             os.write(ours_end, b"xq")
             assert await asyncio.wait_for(process.wait(), 30) == 0
-            await served.until(lambda: b"\x1b[?1049l" in got)
+            await served.until(lambda: b"\x1b[?1049l" in actual)
         finally:
             loop.remove_reader(ours_end)
         assert termios.tcgetattr(its_end) == before
-        assert b"worker 0.0" in got and b"q or Ctrl-C: end" in got
+        assert b"worker 0.0" in actual and b"q or Ctrl-C: end" in actual
     finally:
         os.close(ours_end)
         os.close(its_end)
@@ -237,11 +237,11 @@ def test_top_reports_a_gone_server_and_shows_the_next_at_its_address() -> None:
     serve = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--served-model-name", "again"]
 
     async def until_it_says(reader: asyncio.StreamReader, what: str) -> str:
-        got = ""
-        while not (match := re.search(what, got)):
+        text = ""
+        while not (match := re.search(what, text)):
             line = await asyncio.wait_for(reader.readline(), 60)
-            assert line, got
-            got += line.decode()
+            assert line, text
+            text += line.decode()
         return match[1]
 
     async def one_after_the_other() -> None:

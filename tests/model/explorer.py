@@ -634,9 +634,9 @@ class Walk:
             node = self.states[before][1][p]
             table = self.tables[p]
             now = self.states[at][1][p]
-            got = [str(r) for r, to in table.edges[node].items() if to == now] if not label else []
+            actual = [str(r) for r, to in table.edges[node].items() if to == now] if not label else []
             step = table.labels[node] + label if label.startswith(" (") else label or table.labels[node]
-            lines.append(f"  {self.processes[p].name}: {step}{' -> ' + ' or '.join(got) if got else ''}")
+            lines.append(f"  {self.processes[p].name}: {step}{' -> ' + ' or '.join(actual) if actual else ''}")
             at = before
         return "\n".join([fault, *reversed(lines)])
 

@@ -58,17 +58,17 @@ def wait(
         is_ready = False
         if without != "second look":
             is_ready = yield from ready()
-        got = 0
+        actual = 0
         if not is_ready:
-            got = yield futex_wait(bell + "rings", rings, mask=bit)
+            actual = yield futex_wait(bell + "rings", rings, mask=bit)
         del rings
         others = 0
         if clears:
             others = yield fetch_and(bell + "parked", ~bit, orders.bell.seq_cst_then)
             others &= ~bit
-        if others != 0 and got == 0 and not is_ready:
+        if others != 0 and actual == 0 and not is_ready:
             yield from hand_on(others)
-        del others, got
+        del others, actual
         if is_ready:
             return
         is_ready = yield from ready()

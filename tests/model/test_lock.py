@@ -60,9 +60,9 @@ def lock(slot: int, epoch: int, may_time_out: bool = True, without: str = "") ->
         return False
     del actual
     while True:
-        got = yield from try_lock_or_sleep((slot, epoch, True), may_time_out, without)
-        if got is not None:
-            return got
+        outcome = yield from try_lock_or_sleep((slot, epoch, True), may_time_out, without)
+        if outcome is not None:
+            return outcome
 
 
 def try_lock_or_sleep(mine: tuple[int, int, bool], may_time_out: bool, without: str) -> Step:

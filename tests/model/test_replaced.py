@@ -60,8 +60,8 @@ def coming(senders: tuple[str, ...], records: tuple[int, ...], closes: bool, mut
     def receives() -> Step:
         me = Receiver(mutation, is_counted=False)
         yield from me.come(CLOSED)
-        got = yield from me.receive(1 << 30 if closes else sum(records))
-        return got
+        actual = yield from me.receive(1 << 30 if closes else sum(records))
+        return actual
 
     def at_end(view: View) -> None:
         nothing_was_sent_to_nobody(view)

@@ -380,8 +380,8 @@ def channel(
     def at_end(view: View) -> None:
         must(view.result("sender") == "all", f"the sender ended with {view.result('sender')}")
         for r in range(receivers):
-            got = view.result(f"receiver {r}")
-            must(got == ("end", len(needs)), f"receiver {r} has {got} of {len(needs)} records")
+            actual = view.result(f"receiver {r}")
+            must(actual == ("end", len(needs)), f"receiver {r} has {actual} of {len(needs)} records")
 
     processes = [
         sending(cells, receivers, needs, mutation),
@@ -562,11 +562,11 @@ def joining(mutation: str = "", leaves_at_once: bool = False) -> Scene:
         return outcome, me.first, following
 
     def at_end(view: View) -> None:
-        sent, got = view.result("sender"), view.result("receiver 0")
+        sent, actual = view.result("sender"), view.result("receiver 0")
         must(sent in ("all", "no receiver"), f"the sender ended with {sent}")
         if not leaves_at_once:
             expected = ("end", 0, 3) if sent == "all" else ("end", None, None)
-            must(got == expected, f"the sender ended with {sent}, and the receiver has {got}")
+            must(actual == expected, f"the sender ended with {sent}, and the receiver has {actual}")
 
     words = lane(cells, 1)
     words |= {("word", 0): ("closed", 1), ("mode", 0): ("out", 1), "committed": 1, ("cell", 0): (0, "bytes", 1, -1)}

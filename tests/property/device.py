@@ -242,10 +242,10 @@ class Core:
         for owner, token in zip(flight.sampling, flight.ids, strict=True):
             if owner in self.ended:
                 continue
-            submit, got = self.submits[owner[:2]], self.got[owner]
-            got.append(token)
+            submit, actual = self.submits[owner[:2]], self.got[owner]
+            actual.append(token)
             most = min(MAX_MODEL_LEN - submit.prompt.size, submit.params.max_tokens or MAX_MODEL_LEN)
-            if token == EOS or len(got) >= most:
+            if token == EOS or len(actual) >= most:
                 self.end(owner, "done")
         self.check_open()
 

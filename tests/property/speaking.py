@@ -101,20 +101,20 @@ class Servers:
         for request, sample, length, count in zip(
             delta.requests.tolist(), samples, delta.text_lengths.tolist(), counts, strict=True
         ):
-            got = self.got.setdefault((server, request, sample), Got())
-            assert got.end is None, f"{(server, request, sample)} goes on after its end"
-            got.ids += ids[:count]
-            got.text += text[:length]
+            token_id = self.got.setdefault((server, request, sample), Got())
+            assert token_id.end is None, f"{(server, request, sample)} goes on after its end"
+            token_id.ids += ids[:count]
+            token_id.text += text[:length]
             ids, text = ids[count:], text[length:]
-            rows.append(got)
+            rows.append(token_id)
         assert not ids and not text
         if delta.logprobs is not None:
             assert delta.logprobs.counts is not None
             ends = np.cumsum(delta.logprobs.counts).tolist()
-            with_ids = [got for got, count in zip(rows, counts, strict=True) if count]
-            for got, end, many in zip(with_ids, ends, delta.logprobs.counts.tolist(), strict=True):
+            with_ids = [actual for actual, count in zip(rows, counts, strict=True) if count]
+            for token_id, end, many in zip(with_ids, ends, delta.logprobs.counts.tolist(), strict=True):
                 if many:
-                    got.logprobs.append(delta.logprobs.ids[end - many : end].tolist())
+                    token_id.logprobs.append(delta.logprobs.ids[end - many : end].tolist())
         if delta.finished is not None:
             size = delta.finished.rows.size
             stops = delta.finished.stops or [None] * size

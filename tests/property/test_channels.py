@@ -111,16 +111,16 @@ class Channels(RuleBasedStateMachine):
         if reader is None:
             return
         try:
-            got = reader.receiver.receive_view_nowait() if as_view else reader.receiver.receive_nowait()
+            actual = reader.receiver.receive_view_nowait() if as_view else reader.receiver.receive_nowait()
         except WouldBlock:
             assert not any(reader.expected), "a record was lost"
             return
         record = reader.expected[reader.receiver.source].pop(0)
-        if isinstance(got, bytes):
-            assert got == record
+        if isinstance(actual, bytes):
+            assert actual == record
         else:
-            assert bytes(got) == record
-            reader.held.append((got, record))
+            assert bytes(actual) == record
+            reader.held.append((actual, record))
 
     @rule(data=st.data(), index=st.integers(0, 3))
     def let_go(self, data: st.DataObject, index: int) -> None:

@@ -67,17 +67,17 @@ class Play:
     def receive(self, index: int) -> bool:
         receiver = self.receivers[index]
         try:
-            got = receiver.receive_nowait()
+            actual = receiver.receive_nowait()
         except penstock.WouldBlock:
             return False
         if self.due[index] < 0:
-            self.due[index] = got.number
-        assert got.number == self.due[index], f"receiver {index} got {got.number} where {self.due[index]} was due"
+            self.due[index] = actual.number
+        assert actual.number == self.due[index], f"receiver {index} got {actual.number} where {self.due[index]} was due"
         self.due[index] += 1
-        sent = self.sent[got.number]
-        assert (got.one, got.two) == (sent.one, sent.two)
-        assert (got.ids is None) == (sent.ids is None)
-        assert got.ids is None or (len(got.ids) == len(sent.ids) and (got.ids == got.number).all())  # type: ignore[arg-type]
+        sent = self.sent[actual.number]
+        assert (actual.one, actual.two) == (sent.one, sent.two)
+        assert (actual.ids is None) == (sent.ids is None)
+        assert actual.ids is None or (len(actual.ids) == len(sent.ids) and (actual.ids == actual.number).all())  # type: ignore[arg-type]
         return True
 
     def replace(self, index: int) -> None:

@@ -26,11 +26,11 @@ def test_every_sample_says_what_it_would_say_alone_and_ends_once(seed: int, dept
     requests = 0
     for _ in range(STEPS):
         what = chance.random()
-        got = engine.servers.got
+        actual = engine.servers.got
         running = [
             sample
             for key, sample in engine.samples.items()
-            if key in got and got[key].end is None and key not in aborted
+            if key in actual and actual[key].end is None and key not in aborted
         ]
         if what < 0.04 and running:
             sample = chance.choice(running)

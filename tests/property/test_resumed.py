@@ -96,12 +96,12 @@ class Asked:
 
     @property
     def is_over(self) -> bool:
-        return all(got.end is not None for got in self.samples)
+        return all(sample.end is not None for sample in self.samples)
 
     def numbered(self, number: int, chance: random.Random) -> Submit:
         """The request with what its samples have said."""
-        counts = [len(got.ids) if got.end is None else -1 for got in self.samples]
-        ids = [token for got in self.samples if got.end is None for token in got.ids]
+        counts = [len(sample.ids) if sample.end is None else -1 for sample in self.samples]
+        ids = [token for sample in self.samples if sample.end is None for token in sample.ids]
         progress = Progress(np.array(counts, np.int32), np.array(ids, np.int32)) if self.losses else None
         if not any(counts) and chance.random() < 0.5:
             progress = None
@@ -167,10 +167,10 @@ class Tree:
         at = self.chance.randrange(GROUPS)
         group, self.number = self.groups[at], self.number + 1
         submit = request.numbered(self.number, self.chance)
-        self.resumed += sum(bool(got.ids) and got.end is None for got in request.samples)
-        for sample, got in enumerate(request.samples):
-            if got.end is None:
-                group.servers.got[submit.server, self.number, sample] = got
+        self.resumed += sum(bool(outcome.ids) and outcome.end is None for outcome in request.samples)
+        for sample, actual in enumerate(request.samples):
+            if actual.end is None:
+                group.servers.got[submit.server, self.number, sample] = actual
         self.open[at][self.number] = request
         group.scheduler.submit(submit)
 
@@ -185,7 +185,9 @@ class Tree:
                 self.submit(request)
 
     def is_on_its_way(self, at: int) -> bool:
-        return any(got.ids and got.end is None for request in self.open[at].values() for got in request.samples)
+        return any(
+            outcome.ids and outcome.end is None for request in self.open[at].values() for outcome in request.samples
+        )
 
     def run(self) -> None:
         chance = self.chance
@@ -220,13 +222,13 @@ def test_answers_are_the_same_bytes_when_groups_are_lost_on_the_way(seed: int) -
     assert cluster.resumed, "no loss has met an answer"
     ends = set()
     for alone, request in zip(whole, cut, strict=True):
-        for expected, got in zip(alone.samples, request.samples, strict=True):
-            assert got.end is not None and expected.end is not None
-            assert (got.ids, got.text, got.end, got.logprobs) == (
+        for expected, sample in zip(alone.samples, request.samples, strict=True):
+            assert sample.end is not None and expected.end is not None
+            assert (sample.ids, sample.text, sample.end, sample.logprobs) == (
                 expected.ids,
                 expected.text,
                 expected.end,
                 expected.logprobs,
             ), (request.losses, request.submit.params)
-            ends.add(got.end[0])
+            ends.add(sample.end[0])
     assert ends == {FinishReason.STOP, FinishReason.LENGTH}

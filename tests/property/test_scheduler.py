@@ -59,9 +59,9 @@ def test_whatever_happens_everybody_reads_its_own_and_nothing_is_left(memory: st
         core = run(seed, MEMORY[memory], failing=0.002, has_overlap=has_overlap)
         ends.update(core.ended.values())
         shared, preempted = shared + core.shared, preempted + core.preempted
-        for owner, got in core.got.items():
+        for owner, value in core.got.items():
             expected = answer(core.submits[owner[:2]], owner[2])
-            assert got == expected if core.ended[owner] == "done" else got == expected[: len(got)], (seed, owner)
+            assert value == expected if core.ended[owner] == "done" else value == expected[: len(value)], (seed, owner)
     assert set(ends) == {"done", "aborted", "stopped", "failed"}, ends
     assert shared > 100 and (preempted > 10) == (memory != "plenty"), (shared, preempted)
 
@@ -102,9 +102,9 @@ SLOTS = 2 * SLOT_SHARE
 def test_slots_reserved_for_small_clients_change_no_answer(memory: str) -> None:
     for seed in range(SEEDS // 2):
         core = run(seed, MEMORY[memory], failing=0.002, requests=40, slots=SLOTS)
-        for owner, got in core.got.items():
+        for owner, value in core.got.items():
             expected = answer(core.submits[owner[:2]], owner[2])
-            assert got == expected if core.ended[owner] == "done" else got == expected[: len(got)], (seed, owner)
+            assert value == expected if core.ended[owner] == "done" else value == expected[: len(value)], (seed, owner)
 
 
 def asking(number: int, client: str, chance: random.Random, n: int = 1) -> Submit:

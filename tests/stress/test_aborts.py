@@ -77,12 +77,12 @@ def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int)
                 async def request() -> None:
                     ids, tokens = prompt(5), chance.randrange(1, 30)
                     stream = await client.submit(ids, SamplingParams(max_tokens=tokens), timeout=2 * PATIENCE)
-                    got: list[int] = []
+                    actual: list[int] = []
                     async for piece in stream:
-                        got += piece.ids
+                        actual += piece.ids
                         await asyncio.sleep(chance.choice([0.0, 0.0, 0.0, 0.3]))
-                    assert got == engine.rule.answer(ids, tokens)
-                    assert stream.completion_tokens == len(got)
+                    assert actual == engine.rule.answer(ids, tokens)
+                    assert stream.completion_tokens == len(actual)
 
                 await asyncio.gather(*(request() for _ in range(1000)))
                 assert client.open_requests == 0

@@ -90,16 +90,16 @@ def prompt(length: int = 12) -> npt.NDArray[np.int32]:
 async def answered(client: Client, ids: npt.NDArray[np.int32], **params: Any) -> list[tuple[list[int], FinishReason]]:
     """Ids and reason of each sample."""
     sampling = SamplingParams(**params)
-    got: list[list[int]] = [[] for _ in range(sampling.n)]
+    actual: list[list[int]] = [[] for _ in range(sampling.n)]
     reasons: dict[int, FinishReason] = {}
     async with await client.submit(ids, sampling, timeout=PATIENCE) as stream:
         async for piece in stream:
             assert piece.sample not in reasons, "more came after the end"
-            got[piece.sample] += piece.ids
+            actual[piece.sample] += piece.ids
             if piece.reason is not None:
                 reasons[piece.sample] = piece.reason
-    assert stream.completion_tokens == sum(map(len, got))
-    return [(ids, reasons[sample]) for sample, ids in enumerate(got)]
+    assert stream.completion_tokens == sum(map(len, actual))
+    return [(ids, reasons[sample]) for sample, ids in enumerate(actual)]
 
 
 async def fate(client: Client, ids: npt.NDArray[np.int32], tokens: int) -> tuple[float, EngineError | None]:

@@ -95,12 +95,12 @@ def must_run(name: str, text: str) -> None:
 
 def public_members(name: str) -> Iterator[tuple[str, Any]]:
     """The object of a public name, and its public methods and properties."""
-    found = getattr(penstock, name)
-    yield name, found
-    if inspect.isclass(found) and name not in ERRORS:
-        for key in dir(found):
-            if not key.startswith("_") and callable(getattr(found, key)):
-                yield f"{name}.{key}", getattr(found, key)
+    result = getattr(penstock, name)
+    yield name, result
+    if inspect.isclass(result) and name not in ERRORS:
+        for key in dir(result):
+            if not key.startswith("_") and callable(getattr(result, key)):
+                yield f"{name}.{key}", getattr(result, key)
 
 
 MEMBERS = [member for name in sorted(NAMES | ERRORS) for member in public_members(name)]

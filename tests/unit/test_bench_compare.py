@@ -33,8 +33,8 @@ def test_spread_workload_needs_one_block_per_request_in_16_steps() -> None:
     for _ in range(BLOCK):
         advance = decode.step()
         due += advance.due
-        for one in decode.running:
-            assert len(one.blocks) * BLOCK > one.computed, "the token that is computed has a place"
+        for item in decode.running:
+            assert len(item.blocks) * BLOCK > item.computed, "the token that is computed has a place"
         decode.finish(advance)
     assert sorted(due) == list(range(40))
 
@@ -51,7 +51,7 @@ def test_blocks_belong_to_one_request_each() -> None:
     decode = Decode(40, is_spread=True)
     for _ in range(3 * BLOCK):
         decode.finish(decode.step())
-    blocks = [block for one in decode.running for block in one.blocks]
+    blocks = [block for item in decode.running for block in item.blocks]
     assert len(set(blocks)) == len(blocks)
 
 
@@ -75,31 +75,31 @@ def test_structs_without_names_hold_what_the_dataclasses_hold() -> None:
     decode, params = Decode(3, is_spread=True), vllm2024.params_of(3)
     state = vllm2024.whole_state(decode, params)
     classes: dict[type, type] = {}
-    made = formats.structs_of(vllm2024.ExecuteModelRequest, classes)
+    created = formats.structs_of(vllm2024.ExecuteModelRequest, classes)
     struct = formats.as_structs(state, classes)
-    assert type(struct) is made
+    assert type(struct) is created
     named = msgspec.to_builtins(state)
 
     def flat(value: object) -> object:
         if isinstance(value, dict) and all(isinstance(key, str) for key in value):
-            return [flat(one) for one in value.values()]
+            return [flat(item) for item in value.values()]
         if isinstance(value, dict):
-            return {key: flat(one) for key, one in value.items()}
-        return [flat(one) for one in value] if isinstance(value, list) else value
+            return {key: flat(item) for key, item in value.items()}
+        return [flat(item) for item in value] if isinstance(value, list) else value
 
     assert msgspec.to_builtins(struct) == flat(named)
 
 
 def test_comparison_has_a_row_per_format_and_sizes_grow_with_requests() -> None:
     outcomes = list(comparison.run([2, 6], rounds=2))
-    found = comparison.summary(outcomes)
+    result = comparison.summary(outcomes)
     for key in ("step_steady", "step_blocks"):
         for name in (formats.WHOLE_PICKLE, formats.WHOLE_NAMES, formats.WHOLE_ARRAYS, formats.GRAPH_PICKLE):
-            few, more = found[key, 2][name], found[key, 6][name]
+            few, more = result[key, 2][name], result[key, 6][name]
             assert 0 < few["bytes"] < more["bytes"]
             assert few["distance_bytes"] < few["bytes"]
             assert few["encode_us"] > 0 and few["decode_us"] > 0
-    names = found["step_steady", 2]
+    names = result["step_steady", 2]
     assert names[formats.WHOLE_ARRAYS]["bytes"] < names[formats.WHOLE_NAMES]["bytes"]
     lines = [line for outcome in outcomes for line in comparison.rows_of(outcome)]
     assert all(json.loads(json.dumps(line)) == line for line in lines)
@@ -128,10 +128,10 @@ def test_what_we_measure_is_applied_on_both_sides(kind: type[ours.Steps]) -> Non
 
 def test_our_steps_are_as_short_as_they_shall_be() -> None:
     outcomes = list(comparison.run([4, 32], rounds=1))
-    found = comparison.summary(outcomes)
+    result = comparison.summary(outcomes)
     for requests, most in ((4, 40), (32, 60)):
-        assert found["step_steady", requests][formats.OURS]["bytes"] <= 24
-        assert found["step_blocks", requests][formats.OURS]["bytes"] <= most
+        assert result["step_steady", requests][formats.OURS]["bytes"] <= 24
+        assert result["step_blocks", requests][formats.OURS]["bytes"] <= most
     assert formats.params_nbytes()[formats.OURS] <= 80
 
 
@@ -163,10 +163,10 @@ class Counting:
 
 def test_ways_take_turns_and_the_first_rounds_are_not_timed() -> None:
     log: list[str] = []
-    found = take_turns({name: Counting(log, name) for name in "abc"}, messages=4, rounds=3)
+    turns = take_turns({name: Counting(log, name) for name in "abc"}, messages=4, rounds=3)
     assert "".join(log) == "abcbcacababc"
-    figures = found["a"].figures()
-    assert (len(found["a"].encode_ns), figures["bytes"], figures["distance_bytes"]) == (3, 2.5, 1)
+    figures = turns["a"].figures()
+    assert (len(turns["a"].encode_ns), figures["bytes"], figures["distance_bytes"]) == (3, 2.5, 1)
     assert (figures["encode_us"], figures["decode_us"], figures["encode_decode_us"]) == (1, 2, 3)
 
 
@@ -248,9 +248,9 @@ def test_the_ratio_is_taken_in_each_round() -> None:
         each = {"gloo_each_us": gloo, "penstock_each_us": ours}
         return {"gloo_one_way_us": gloo, "known_one_way_us": gloo / 2, "penstock_one_way_us": ours, **each}
 
-    found = collective.medians([figures(100, 10), figures(300, 10), figures(1000, 500)])
-    assert found["one_way_ratio"] == 10 and found["known_ratio"] == 5
-    assert found["gloo_one_way_us"] == 300
+    result = collective.medians([figures(100, 10), figures(300, 10), figures(1000, 500)])
+    assert result["one_way_ratio"] == 10 and result["known_ratio"] == 5
+    assert result["gloo_one_way_us"] == 300
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────

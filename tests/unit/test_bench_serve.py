@@ -28,9 +28,9 @@ def test_no_server_is_asked_for_more_than_the_model_knows(config: dict[str, Any]
 
 def test_what_is_no_model_is_said_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("[]")
-    for said, why in (("/nowhere", "got '/nowhere'"), (str(tmp_path), "config.json is invalid")):
+    for output, why in (("/nowhere", "got '/nowhere'"), (str(tmp_path), "config.json is invalid")):
         with pytest.raises(SystemExit) as ended:
-            main(["--model", said])
+            main(["--model", output])
         err = capsys.readouterr().err
         assert ended.value.code == 2 and why in err and err.count("\n") == 1
 
@@ -44,8 +44,8 @@ def test_a_prompt_and_its_answer_fit_the_model() -> None:
 
 def test_request_served_after_another_ended_is_not_counted_as_concurrent() -> None:
     def met(served: float, open_at_once: float) -> bool:
-        found = goals.Found(streams={"served": served, "open_at_once": open_at_once, "growth_kb": 1.0})
-        return next(one.is_met for one in goals.targets(found) if one.case.startswith("streams open at once"))
+        result = goals.Found(streams={"served": served, "open_at_once": open_at_once, "growth_kb": 1.0})
+        return next(target.is_met for target in goals.targets(result) if target.case.startswith("streams open at once"))
 
     assert met(1000, 1000) and not met(1000, 999) and not met(999, 1000)
     assert goals.Found().served_at_once() is None

@@ -24,8 +24,8 @@ def rounds_of(key: str, **by_way: list[float]) -> Outcome:
     return Outcome({name.replace("_", "-"): [{key: value} for value in values] for name, values in by_way.items()})
 
 
-def met(found: goals.Found) -> dict[str, bool | None]:
-    return {target.case: target.is_met for target in goals.targets(found)}
+def met(result: goals.Found) -> dict[str, bool | None]:
+    return {target.case: target.is_met for target in goals.targets(result)}
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -76,14 +76,14 @@ def test_targets_of_steps_are_of_a_step_and_its_output_together() -> None:
         return [("step", step), ("output", output)]
 
     outcome = Outcome({"pickle": [figures(100, 60)], "change": [figures(2, 6)]})
-    found = goals.Found(codec={256: outcome})
-    assert [target.figure for target in goals.targets(found)] == [0.05, 0.05]
+    result = goals.Found(codec={256: outcome})
+    assert [target.figure for target in goals.targets(result)] == [0.05, 0.05]
     assert [target.figure for target in goals.targets(goals.Found(codec={256: Outcome()}))] == [None, None]
 
 
 def test_the_ratio_of_starts_is_of_servers_started_in_the_same_case() -> None:
-    found = goals.Found(starts=[{AS_IT_IS: 10.0, OURS: 9.0}, {AS_IT_IS: 30.0}, {AS_IT_IS: 20.0, OURS: 30.0}])
-    target = next(target for target in goals.targets(found) if "first answer" in target.case)
+    result = goals.Found(starts=[{AS_IT_IS: 10.0, OURS: 9.0}, {AS_IT_IS: 30.0}, {AS_IT_IS: 20.0, OURS: 30.0}])
+    target = next(target for target in goals.targets(result) if "first answer" in target.case)
     assert target.figure == pytest.approx(1.2)
 
 
@@ -95,8 +95,8 @@ def test_servers_are_refused_when_memory_is_short(monkeypatch: pytest.MonkeyPatc
 
 
 def test_an_image_load_asks_for_large_images_in_chats() -> None:
-    said = serving.IMAGES.loads[0].options()
-    assert "--images=1" in said and "--image-size=504x504" in said and "--backend=openai-chat" in said
+    output = serving.IMAGES.loads[0].options()
+    assert "--images=1" in output and "--image-size=504x504" in output and "--backend=openai-chat" in output
     assert "--images=0" in serving.TEXT.loads[0].options()
     assert [load.concurrency for load in serving.quick(serving.TEXT).loads] == [4, 16]
 

@@ -20,8 +20,8 @@ class Repository:
         self.commit("native/core.h", "one")
 
     def git(self, *words: str) -> None:
-        said = ("-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false", *words)
-        subprocess.run(["git", *said], cwd=self.folder, check=True, capture_output=True, timeout=30)
+        output = ("-c", "user.name=x", "-c", "user.email=x@localhost", "-c", "commit.gpgsign=false", *words)
+        subprocess.run(["git", *output], cwd=self.folder, check=True, capture_output=True, timeout=30)
 
     def write(self, name: str, text: str) -> None:
         path = self.folder / name

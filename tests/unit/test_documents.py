@@ -59,7 +59,7 @@ def test_normalized_text_keeps_words_and_drops_numbers() -> None:
 
 def test_every_block_of_python_stands_in_an_example() -> None:
     examples = [path.read_text() for path in EXAMPLES]
-    blocks = [one for page in PAGES for one in fences(page) if one.language == "python" and one.needs is None]
+    blocks = [fence for page in PAGES for fence in fences(page) if fence.language == "python" and fence.needs is None]
     assert blocks, "looked at nothing"
     for fence in blocks:
         indented = [textwrap.indent(fence.text, " " * depth) for depth in (0, 4, 8)]
@@ -133,10 +133,10 @@ def test_everything_that_inspect_tells_is_explained() -> None:
         with inbox.open_sender() as first, inbox.open_sender() as second, inbox.open_receiver():
             first.send(b"x")
             second.send(b"x")
-            seen = inspect.look(os.getpid())
+            observed = inspect.look(os.getpid())
         held.release()
-    columns = {column for table in inspect.tables_of(seen) for column in table.columns}
-    names = keys_of(seen) | columns
+    columns = {column for table in inspect.tables_of(observed) for column in table.columns}
+    names = keys_of(observed) | columns
     assert len(names) > 60
     assert not names - told(COUNTERS), f"to be explained in {COUNTERS.relative_to(ROOT)}"
 
@@ -159,12 +159,12 @@ def leaves(command: ArgumentParser, name: str) -> Iterator[tuple[str, ArgumentPa
     """The commands below one, or itself where there is none."""
     if not command.commands:
         yield name, command
-    for inner, (_, its) in command.commands.items():
-        yield from leaves(its, f"{name} {inner}")
+    for inner, (_, own) in command.commands.items():
+        yield from leaves(own, f"{name} {inner}")
 
 
 def test_every_command_and_option_is_on_the_page_that_is_made_of_them() -> None:
-    sections = dict(one.split("\n", 1) for one in re.split(r"^## ", made("commands"), flags=re.MULTILINE)[1:])
+    sections = dict(word.split("\n", 1) for word in re.split(r"^## ", made("commands"), flags=re.MULTILINE)[1:])
     commands = dict(leaves(parser(), "penstock"))
     assert sections.keys() == commands.keys() and "penstock bench serve" in commands
     for name, command in commands.items():
@@ -221,11 +221,11 @@ def test_every_headline_stands_in_the_entry_of_the_ledger_that_it_names() -> Non
     headlines = json.loads((ROOT / "bench" / "headlines.json").read_text())
     entries: dict[str, str] = {}
     for name, source in headlines["sources"].items():
-        found = [one for one in re.split(r"^## ", ledger, flags=re.MULTILINE) if one.startswith(source["entry"])]
-        assert len(found) == 1, f"{name}: {source['entry']}"
-        entries[name] = found[0]
+        result = [item for item in re.split(r"^## ", ledger, flags=re.MULTILINE) if item.startswith(source["entry"])]
+        assert len(result) == 1, f"{name}: {source['entry']}"
+        entries[name] = result[0]
         words = source["command"].split() + source["machine"].split()
-        assert not [word for word in words if word.strip("(),") not in found[0]], name
+        assert not [word for word in words if word.strip("(),") not in result[0]], name
     figures = [
         (row, row[key]) for row in headlines["rows"] for key in ("ours", "theirs", "times", "ratio") if key in row
     ]

@@ -25,8 +25,8 @@ TREE = {
 
 
 def test_the_tree_is_this_one_and_nothing_else() -> None:
-    found = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)}
-    assert {name: cls.__bases__ for name, cls in found.items()} == TREE
+    result = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)}
+    assert {name: cls.__bases__ for name, cls in result.items()} == TREE
 
 
 @pytest.mark.parametrize("name", TREE)

@@ -15,8 +15,8 @@ def installed_from(direct_url: str | None, monkeypatch: pytest.MonkeyPatch) -> N
             assert name == "direct_url.json"
             return direct_url
 
-    found: Any = lambda name: Distribution()  # noqa: E731
-    monkeypatch.setattr(importlib.metadata, "distribution", found)
+    result: Any = lambda name: Distribution()  # noqa: E731
+    monkeypatch.setattr(importlib.metadata, "distribution", result)
 
 
 @pytest.mark.parametrize(

@@ -48,27 +48,27 @@ class Bomb:
 
 def executing(source: str) -> list[str]:
     """What a module calls, or imports, that runs what it is given."""
-    found = []
+    result = []
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Call):
             name = node.func.attr if isinstance(node.func, ast.Attribute) else getattr(node.func, "id", "")
             is_pattern = isinstance(node.func, ast.Attribute) and getattr(node.func.value, "id", "") == "re"
             if name in CALLS and not is_pattern:
-                found.append(f"line {node.lineno} calls {name}")
+                result.append(f"line {node.lineno} calls {name}")
         names = []
         if isinstance(node, ast.Import):
             names = [alias.name for alias in node.names]
         elif isinstance(node, ast.ImportFrom):
             names = [node.module or ""]
-        found += [f"line {node.lineno} imports {name}" for name in names if name.split(".")[0] in EXECUTABLE]  # type: ignore[attr-defined]
-    return found
+        result += [f"line {node.lineno} imports {name}" for name in names if name.split(".")[0] in EXECUTABLE]  # type: ignore[attr-defined]
+    return result
 
 
 def test_data_plane_neither_imports_nor_calls_code_that_runs_its_input() -> None:
     modules = [path for path in sources(*(SOURCE / name for name in BELOW)) if path.suffix == ".py"]
     assert len(modules) > 10
-    found = [f"{path.name}: {what}" for path in modules for what in executing(path.read_text())]
-    assert not found, found
+    result = [f"{path.name}: {what}" for path in modules for what in executing(path.read_text())]
+    assert not result, result
     native = [path for path in sources(SOURCE.parent.parent / "native") if path.suffix in {".h", ".cpp"}]
     for path in native:
         assert not re.search(r"PyRun_|PyEval_Eval|PyMarshal|PyImport_|nb::exec|nb::eval", path.read_text()), path
@@ -135,5 +135,5 @@ def test_a_class_is_never_looked_up_by_a_name_that_came_from_outside() -> None:
     for name in ("os.system", "lowlevel.Pool", "builtins.eval"):
         with pytest.raises(DecodeError):
             decoder.decode(b"\x02" + msgspec.msgpack.encode([name]))
-        got = decoder.decode(b"\x01" + msgspec.msgpack.encode([name]))
-        assert got == Message(name)
+        text = decoder.decode(b"\x01" + msgspec.msgpack.encode([name]))
+        assert text == Message(name)

@@ -96,8 +96,8 @@ def test_full_disk_and_missing_reader_lose_text() -> None:
 
 
 def test_full_socket_loses_text() -> None:
-    ours, theirs = socket.socketpair()
-    with ours, theirs:
+    ours, remote = socket.socketpair()
+    with ours, remote:
         stream = LossyStream(ours.fileno())
         stream.write(bytes(10 * SIZE))
         assert stream.lost == 1 and ours.getblocking()

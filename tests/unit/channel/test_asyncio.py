@@ -175,9 +175,9 @@ def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: floa
             await receiver.receive(timeout=timeout)
         assert max(timeout, 0) <= time.monotonic() - started < 5
         await fill(sender)
-        with pytest.raises(Timeout, match="'ring' is full for") as told:
+        with pytest.raises(Timeout, match="'ring' is full for") as output:
             await sender.send(b"x" * 960, timeout=timeout)
-        assert (told.value.receiver, told.value.pid, told.value.records_behind) == (0, os.getpid(), 4)
+        assert (output.value.receiver, output.value.pid, output.value.records_behind) == (0, os.getpid(), 4)
 
     for type in (bytes, Buffer):
         run(work, type=type)
@@ -209,7 +209,7 @@ def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) ->
     choose = random.Random(seed)
 
     async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        got: list[bytes] = []
+        actual: list[bytes] = []
         sent = 0
         for _ in range(500):
             task = asyncio.create_task(receiver.receive())
@@ -222,10 +222,10 @@ def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) ->
                 await asyncio.sleep(0)
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError):
-                got.append(await task)
-        while len(got) < sent:
-            got.append(await receiver.receive(timeout=5))
-        assert got == [b"%d" % number for number in range(sent)]
+                actual.append(await task)
+        while len(actual) < sent:
+            actual.append(await receiver.receive(timeout=5))
+        assert actual == [b"%d" % number for number in range(sent)]
         with pytest.raises(WouldBlock):
             receiver.receive_nowait()
 
@@ -287,8 +287,8 @@ def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
         tasks = [asyncio.create_task(consume()) for _ in range(4)]
         await asyncio.gather(*(sender.send(b"%d" % number) for number in range(200)))
         sender.close()
-        got = [record for task in tasks for record in await task]
-        assert sorted(got, key=int) == [b"%d" % number for number in range(200)]
+        actual = [record for task in tasks for record in await task]
+        assert sorted(actual, key=int) == [b"%d" % number for number in range(200)]
 
     run(work)
 
@@ -516,11 +516,11 @@ def test_a_senders_death_ends_a_wait_within_a_tenth_of_a_second() -> None:
             waiting = asyncio.create_task(receiver.receive())
             await waits(waiting)
             killed_at = kill()
-            with pytest.raises(PeerDied) as told:
+            with pytest.raises(PeerDied) as output:
                 await waiting
             took = time.monotonic() - killed_at
-            assert told.value.name == "victim"
-            assert_how(told.value, "killed by SIGKILL", channel.peers)
+            assert output.value.name == "victim"
+            assert_how(output.value, "killed by SIGKILL", channel.peers)
             return took
 
     def measure() -> float:
@@ -743,10 +743,10 @@ def test_a_task_that_waits_in_an_end_is_kept_though_nothing_else_refers_to_it() 
     async def main() -> None:
         ring = new_ring()
         sender = ring.open_sender()
-        got: list[bytes] = []
+        actual: list[bytes] = []
 
         async def receive() -> None:
-            got.append(await ring.open_async_receiver().receive())
+            actual.append(await ring.open_async_receiver().receive())
 
         asyncio.ensure_future(receive())  # noqa: RUF006
         for _ in range(5):
@@ -754,6 +754,6 @@ def test_a_task_that_waits_in_an_end_is_kept_though_nothing_else_refers_to_it() 
             gc.collect()
         sender.send(b"kept")
         await asyncio.sleep(0.05)
-        assert got == [b"kept"]
+        assert actual == [b"kept"]
 
     asyncio.run(main())

@@ -74,9 +74,9 @@ def test_the_slowest_receiver_is_the_one_that_is_named() -> None:
         receivers[2].receive(timeout=1)
         with pytest.raises(
             Timeout, match=r"receiver 1, 'worker 1' \(pid \d+\), is 4 records \(3.9 KiB\) behind"
-        ) as told:
+        ) as output:
             sender.send(b"y" * 960, timeout=0.01)
-        assert (told.value.receiver, told.value.records_behind, told.value.nbytes_behind) == (1, 4, 4 * 992)
+        assert (output.value.receiver, output.value.records_behind, output.value.nbytes_behind) == (1, 4, 4 * 992)
         receivers[1].receive(timeout=1)
         sender.send(b"y" * 960, timeout=1)
 
@@ -133,11 +133,11 @@ def test_an_expected_receiver_that_is_absent_has_its_records_kept() -> None:
 
 def test_places_are_given_by_number_or_first_come() -> None:
     channel = penstock.Broadcast(receivers=3)
-    with channel.open_receiver(1) as one, channel.open_receiver() as zero, channel.open_receiver() as two:
-        assert (zero.index, one.index, two.index) == (0, 1, 2)
+    with channel.open_receiver(1) as receiver, channel.open_receiver() as zero, channel.open_receiver() as two:
+        assert (zero.index, receiver.index, two.index) == (0, 1, 2)
         with pytest.raises(ValueError, match="receiver 0 of 'broadcast' is taken"):
             channel.open_receiver()
-        one.close()
+        receiver.close()
         with channel.open_receiver() as again:
             assert again.index == 1
 
@@ -270,11 +270,11 @@ def test_receivers_of_other_processes_are_waited_for() -> None:
             hear()
     """
     with penstock.Broadcast(receivers=2) as channel, channel.open_sender() as sender:
-        with program(source, channel.ticket, 0) as one, program(source, channel.ticket, 1) as other:
-            assert (one.hear(), other.hear()) == ("attached", "attached")
+        with program(source, channel.ticket, 0) as item, program(source, channel.ticket, 1) as other:
+            assert (item.hear(), other.hear()) == ("attached", "attached")
             with pytest.raises(Timeout, match=r"\[0, 1\]"):
                 channel.wait_for_receivers(timeout=0.05)  # the attached process has not opened one yet
-            one.say("open")
+            item.say("open")
             eventually(lambda: channel.snapshot()["receivers"][0]["state"] == "live", within=20)
             with pytest.raises(Timeout, match=r"\[1\]"):
                 penstock.attach(channel.ticket).wait_for_receivers(timeout=0.05)
@@ -282,4 +282,4 @@ def test_receivers_of_other_processes_are_waited_for() -> None:
                 other.say("open")
                 assert waiting.ended().error is None
             sender.send(b"to both")
-            assert (one.hear(), other.hear()) == ("to both", "to both")
+            assert (item.hear(), other.hear()) == ("to both", "to both")

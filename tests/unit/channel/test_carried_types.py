@@ -66,8 +66,8 @@ def test_a_channel_carries_what_its_type_says(cls: type[Channel[Any]], type: Any
         for send in (sender.send, sender.send_nowait):
             send(example(type))
             for receiver in receivers:
-                got = receiver.receive(timeout=5)
-                assert got == example(type) and got.__class__ is example(type).__class__
+                message = receiver.receive(timeout=5)
+                assert message == example(type) and message.__class__ is example(type).__class__
         for receiver in receivers:
             receiver.close()
 
@@ -226,8 +226,8 @@ def test_a_channel_reaches_a_spawned_process_with_its_type(cls: type[Channel[Any
         for channel, answers, carried in zip(there, back, CARRIED, strict=True):
             with answers.open_receiver() as receiver, channel.open_sender() as sender:
                 sender.send(example(carried))
-                got = receiver.receive(timeout=60)
-                assert got == example(carried) and got.__class__ is example(carried).__class__
+                message = receiver.receive(timeout=60)
+                assert message == example(carried) and message.__class__ is example(carried).__class__
     finally:
         child.join(60)
     assert child.exitcode == 0

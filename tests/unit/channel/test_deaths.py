@@ -81,9 +81,9 @@ def test_the_signal_is_named(number: int, how: str) -> None:
     with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         other.kill(number)
-        with pytest.raises(PeerDied) as told:
+        with pytest.raises(PeerDied) as output:
             receiver.receive(timeout=10)
-        assert_how(told.value, how, channel.peers)
+        assert_how(output.value, how, channel.peers)
 
 
 def test_the_signal_is_named_of_a_peer_that_ended_before_it_was_watched() -> None:
@@ -104,10 +104,10 @@ def test_the_exit_status_of_one_that_left_without_closing_is_named(status: int) 
     with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         assert other.hear() == "ready"
         other.say("exit", status)
-        with pytest.raises(PeerDied) as told:
+        with pytest.raises(PeerDied) as output:
             receiver.receive(timeout=10)
         how = f"exit status {status}" if status else "exited with status 0"
-        assert_how(told.value, how, channel.peers, how if status else "exited with status 0 without closing")
+        assert_how(output.value, how, channel.peers, how if status else "exited with status 0 without closing")
 
 
 def test_a_process_that_closes_and_ends_has_not_died() -> None:
@@ -143,9 +143,9 @@ def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
             tell(other, "reserve", 800_000)
             assert channel.snapshot()["pool"][0]["blocks"] == 1
             other.kill()
-            with pytest.raises(PeerDied, match=r"it held 1 block \(781.2 KiB\), given back") as told:
+            with pytest.raises(PeerDied, match=r"it held 1 block \(781.2 KiB\), given back") as output:
                 receiver.receive(timeout=5)
-            assert told.value.held == "1 block (781.2 KiB), given back"
+            assert output.value.held == "1 block (781.2 KiB), given back"
             assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
@@ -158,9 +158,9 @@ def test_a_sender_that_follows_one_that_died_goes_on_and_the_death_is_told_once(
                 tell(other, "send", "of", generation)
                 assert receiver.receive(timeout=5) == b"of %d" % generation
                 other.kill()
-                with pytest.raises(PeerDied) as told:
+                with pytest.raises(PeerDied) as output:
                     receiver.receive(timeout=5)
-                assert told.value.pid == other.pid
+                assert output.value.pid == other.pid
         with channel.open_sender() as sender:
             sender.send(b"new")
             assert receiver.receive(timeout=5) == b"new"
@@ -182,9 +182,9 @@ def test_a_death_that_the_receiver_did_not_see_is_told_before_the_first_record_o
             sender.send(b"new")
             assert receiver.receive(timeout=5) == b"old"
             assert receiver.receive(timeout=5) == b"older"
-            with pytest.raises(PeerDied) as told:
+            with pytest.raises(PeerDied) as output:
                 receiver.receive(timeout=5)
-            assert told.value.pid == other.pid
+            assert output.value.pid == other.pid
             assert receiver.receive(timeout=5) == b"new"
             assert receiver.try_receive() is None
 
@@ -215,14 +215,14 @@ def test_an_inbox_tells_each_death_once_and_goes_on_with_the_others() -> None:
             tell(other, "send", number)
             other.kill()
             other.process.wait()
-        told, records = [], []
+        output, records = [], []
         alive.send(b"alive")
-        while len(told) + len(records) < 7:
+        while len(output) + len(records) < 7:
             try:
                 records.append(receiver.receive(timeout=5))
             except PeerDied as error:
-                told.append(error.pid)
-        assert sorted(told) == sorted(other.pid for other in victims)
+                output.append(error.pid)
+        assert sorted(output) == sorted(other.pid for other in victims)
         assert sorted(records) == [b"0", b"1", b"2", b"alive"]
         with pytest.raises(WouldBlock):
             receiver.receive_nowait()
@@ -248,7 +248,7 @@ def test_senders_that_never_pause_do_not_keep_a_death_from_the_receiver() -> Non
                 alive.send(b"more")  # there is always something to read
                 records.append(receiver.receive(timeout=5))
         assert death.value.pid == other.pid
-        assert [one for one in records if one != b"more"] == [b"0", b"1", b"2"]
+        assert [record for record in records if record != b"more"] == [b"0", b"1", b"2"]
         assert len(records) <= 10  # the dead one's, and as many of the other's in turn
 
 
@@ -315,16 +315,16 @@ def test_a_broadcast_tells_each_death_once_and_goes_on_with_the_others() -> None
         for other in victims:
             other.kill()
             other.process.wait()
-        told, sent = [], 0
+        output, sent = [], 0
         while sent < 50:
             try:
                 sender.send(b"%d" % sent * 400, timeout=5)
             except PeerDied as error:
-                told.append(error.pid)
+                output.append(error.pid)
                 continue
             assert alive.receive(timeout=5) == b"%d" % sent * 400
             sent += 1
-        assert sorted(told) == sorted(other.pid for other in victims)
+        assert sorted(output) == sorted(other.pid for other in victims)
 
 
 def test_a_broadcast_that_ignores_deaths_goes_on_without_a_word() -> None:
@@ -369,11 +369,11 @@ def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: 
         tell(other, "hold")
         _native.arm_point("reap.marked", "delay", 1, delay_us)  # the end is marked, the block not yet counted
         other.kill()
-        with pytest.raises(PeerDied) as told:
+        with pytest.raises(PeerDied) as output:
             for _ in range(5000):
                 sender.send(b"x", timeout=5)
                 time.sleep(0.001)
-        assert told.value.held == held
+        assert output.value.held == held
         eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
         table = {peer["name"]: peer for peer in channel.snapshot()["peers"]}
         assert table["victim"]["reaped_blocks"] == 1
@@ -391,9 +391,9 @@ def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() 
             other.kill()
             eventually(lambda: is_reaped(channel))
         with channel.open_receiver() as receiver:
-            with pytest.raises(PeerDied) as told:
+            with pytest.raises(PeerDied) as output:
                 sender.send(b"2")
-            assert told.value.pid == other.pid
+            assert output.value.pid == other.pid
             sender.send(b"2")
             assert receiver.receive(timeout=5) == b"2"
             assert receiver.try_receive() is None
@@ -401,13 +401,13 @@ def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() 
 
 def test_a_death_is_told_once_only_to_each_sender_of_an_inbox() -> None:
     channel = penstock.Inbox(senders=2)
-    with channel.open_sender() as one, channel.open_sender() as other_sender:
+    with channel.open_sender() as item, channel.open_sender() as other_sender:
         with victim(channel, "receiver") as other:
             assert other.hear() == "ready"
             other.kill()
             eventually(lambda: is_reaped(channel))
         with channel.open_receiver() as receiver:
-            for sender in (one, other_sender):
+            for sender in (item, other_sender):
                 with pytest.raises(PeerDied):
                     sender.send(b"x")
                 sender.send(b"y")

@@ -135,13 +135,13 @@ hear()
                 assert receiver.receive(timeout=10) == b"ready"
                 assert other.hear() == "large"
                 killed_at = other.kill()
-                with pytest.raises(PeerDied) as told:
+                with pytest.raises(PeerDied) as output:
                     receiver.receive(timeout=10)
                 took = time.monotonic() - killed_at
-                if told.value.held == "what has not been given back yet":
+                if output.value.held == "what has not been given back yet":
                     if states(pool)["peer"] == "dying":
                         assert pool.stats().blocks == 1 or states(pool)["peer"] == "dead"
-                assert_how(told.value, "killed by SIGKILL", channel.peers)
+                assert_how(output.value, "killed by SIGKILL", channel.peers)
                 eventually(lambda: states(pool)["peer"] == "dead")
                 assert pool.stats().blocks == 0
                 return took

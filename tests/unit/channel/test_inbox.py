@@ -50,10 +50,10 @@ def test_a_busy_sender_does_not_starve_another() -> None:
 
 def test_a_full_lane_holds_up_its_own_sender_only() -> None:
     with inbox(2) as (senders, receiver):
-        with pytest.raises(Timeout, match="receiver 0, 'pid") as told:
+        with pytest.raises(Timeout, match="receiver 0, 'pid") as output:
             for _ in range(5):
                 senders[0].send(b"x" * 960, timeout=0.01)
-        assert told.value.records_behind == 4
+        assert output.value.records_behind == 4
         senders[1].send_nowait(b"free")
         assert sorted(receiver.receive(timeout=1) for _ in range(5)) == [b"free", *[b"x" * 960] * 4]
 
@@ -134,12 +134,12 @@ def test_what_was_sent_before_the_receiver_came_is_kept_for_it() -> None:
 
 def test_a_receiver_that_follows_another_gets_what_is_sent_after_it_came_by_everybody() -> None:
     channel = penstock.Inbox(senders=2)
-    with channel.open_sender() as one, channel.open_sender() as other:
+    with channel.open_sender() as sender, channel.open_sender() as other:
         with channel.open_receiver():
-            one.send(b"lost")
+            sender.send(b"lost")
         with channel.open_receiver() as receiver:
             other.send(b"a")
-            one.send(b"b")
+            sender.send(b"b")
             assert sorted(receiver.receive(timeout=1) for _ in range(2)) == [b"a", b"b"]
             assert receiver.try_receive() is None
 

@@ -129,22 +129,37 @@ def test_the_channels_have_the_defaults_that_they_state(given: Callable[..., dic
         ("broadcast", 2, 1, 2, 1 << 20),
         ("inbox", 3, 3, 1, 256 << 10),
     ):
-        found = given(shape)
-        assert (found["name"], found["style"], found["lanes"], found["receivers"]) == (shape, style, lanes, receivers)
-        assert (found["lane_nbytes"], found["inline_limit"], found["schema"]) == (capacity, 64 << 10, b"")
-        assert (found["latency"], found["receiver_death"], found["sender_death"], found["prefault"]) == (1, 0, 0, True)
+        result = given(shape)
+        assert (result["name"], result["style"], result["lanes"], result["receivers"]) == (
+            shape,
+            style,
+            lanes,
+            receivers,
+        )
+        assert (result["lane_nbytes"], result["inline_limit"], result["schema"]) == (capacity, 64 << 10, b"")
+        assert (result["latency"], result["receiver_death"], result["sender_death"], result["prefault"]) == (
+            1,
+            0,
+            0,
+            True,
+        )
 
 
 @pytest.mark.parametrize("shape", MAKE)
 def test_what_a_channel_was_made_with_is_in_its_snapshot(shape: str) -> None:
     options = {"capacity": 1 << 13, "latency": "eco", "max_peers": 8, "inline_limit": 100}
     with MAKE[shape](name="other", pool_nbytes=1 << 16, max_records=7, **options) as channel:
-        found = channel.snapshot()
-    assert (found["name"], found["kind"], found["lane_nbytes"], found["latency"]) == ("other", shape, 1 << 13, "eco")
-    assert (found["max_peers"], found["inline_limit"]) == (8, 100)
-    assert (found["pool"][0]["nbytes"], found["pool"][0]["max_blocks"]) == (1 << 16, 7)
+        result = channel.snapshot()
+    assert (result["name"], result["kind"], result["lane_nbytes"], result["latency"]) == (
+        "other",
+        shape,
+        1 << 13,
+        "eco",
+    )
+    assert (result["max_peers"], result["inline_limit"]) == (8, 100)
+    assert (result["pool"][0]["nbytes"], result["pool"][0]["max_blocks"]) == (1 << 16, 7)
     counts = {"ring": (1, 1), "broadcast": (1, 2), "inbox": (3, 1)}[shape]
-    assert (len(found["senders"]), len(found["receivers"])) == counts
+    assert (len(result["senders"]), len(result["receivers"])) == counts
 
 
 @pytest.mark.parametrize("options", [{"capacity": 4096.0}, {"capacity": "4096"}, {"pool_nbytes": 1.5}], ids=repr)
@@ -199,11 +214,11 @@ def test_a_segment_and_a_pool_have_at_least_one_byte(create: object, nbytes: int
     "nbytes", [1 << 42, (1 << 44) - 4096, 1 << 44, (1 << 44) + 1, 1 << 50, (1 << 63) - 1, 1 << 64, 1 << 70]
 )
 def test_more_than_there_can_be_is_memory_exhausted_with_both_numbers(create: object, nbytes: int) -> None:
-    with pytest.raises(MemoryExhausted) as told:
+    with pytest.raises(MemoryExhausted) as output:
         create(nbytes)  # type: ignore[operator]
-    assert told.value.asked >= nbytes
-    assert 0 < told.value.free < 1 << 42
-    assert isinstance(told.value, MemoryError)
+    assert output.value.asked >= nbytes
+    assert 0 < output.value.free < 1 << 42
+    assert isinstance(output.value, MemoryError)
 
 
 @pytest.mark.parametrize("latency", ["eco", "auto", "spin"])
@@ -258,9 +273,9 @@ def test_any_name_will_do_and_is_shown_as_far_as_it_fits(name: str) -> None:
         for shown in (channel.name, receiver.name, penstock.attach(channel.ticket).name):
             assert name.startswith(shown)
             assert len(shown.encode()) >= min(28, len(name.encode()))
-        with pytest.raises(penstock.Timeout) as told:
+        with pytest.raises(penstock.Timeout) as output:
             receiver.receive(timeout=0)
-        assert channel.name in str(told.value)
+        assert channel.name in str(output.value)
         peer = channel.peers()[0].name
         assert peer.startswith("pid ") if name == "" else len(peer) > 0
     pool = lowlevel.Pool.create(4096, name=name, peer_name=name)

@@ -80,9 +80,9 @@ def test_an_exception_goes_its_way_though_a_view_is_still_there(nbytes: int) -> 
                 view[: nbytes // 2] = b"x" * (nbytes // 2)
                 raise KeyboardInterrupt
 
-        with pytest.raises(KeyboardInterrupt) as told:
+        with pytest.raises(KeyboardInterrupt) as output:
             fill_half()
-        del told  # and with it the frame that holds the view
+        del output  # and with it the frame that holds the view
         gc.collect()
         assert receiver.try_receive() is None
         sender.send(b"next")

@@ -315,9 +315,9 @@ def test_a_full_ring_says_by_whom_how_far_and_for_how_long() -> None:
     with channel.open_sender() as sender, channel.open_receiver(name="worker"):
         for _ in range(32):
             sender.send(b"x" * 96)
-        with pytest.raises(Timeout) as told:
+        with pytest.raises(Timeout) as output:
             sender.send(b"y", timeout=0.05)
-        error = told.value
+        error = output.value
         assert "'steps' is full for 5" in str(error)
         assert "receiver 0, 'worker' (pid" in str(error)
         assert "is 32 records (4.0 KiB) behind" in str(error)
@@ -332,10 +332,10 @@ def test_a_full_ring_says_by_whom_how_far_and_for_how_long() -> None:
 def test_a_receiver_that_never_came_is_named_as_such() -> None:
     channel = penstock.Ring(capacity=CAPACITY)
     with channel.open_sender() as sender:
-        with pytest.raises(Timeout, match="receiver 0, which has not attached yet, is 4 records") as told:
+        with pytest.raises(Timeout, match="receiver 0, which has not attached yet, is 4 records") as output:
             for _ in range(5):
                 sender.send(b"x" * 900, timeout=0.02)
-        assert told.value.pid == 0
+        assert output.value.pid == 0
 
 
 def test_waiting_for_a_record_ends_with_the_deadline_and_says_of_whom() -> None:
@@ -425,10 +425,10 @@ def test_spilled_memory_is_given_back_as_soon_as_it_is_read() -> None:
 
 def test_a_record_longer_than_the_pool_is_an_error_with_both_numbers_and_the_next_one_goes() -> None:
     with ring() as (sender, receiver):
-        with pytest.raises(penstock.MemoryExhausted, match=r"block of 1.0 MiB does not fit pool 'ring'") as told:
+        with pytest.raises(penstock.MemoryExhausted, match=r"block of 1.0 MiB does not fit pool 'ring'") as output:
             sender.send(bytes((1 << 20) + 1))
-        assert told.value.asked == (1 << 20) + 1
-        assert told.value.free == told.value.largest == 1 << 20
+        assert output.value.asked == (1 << 20) + 1
+        assert output.value.free == output.value.largest == 1 << 20
         sender.send(b"next")
         assert receiver.receive(timeout=1) == b"next"
 
@@ -440,11 +440,11 @@ def test_a_full_pool_holds_the_sender_up_and_says_how_much_was_asked_and_who_hol
         view = receiver.receive_view(timeout=1)
         with pytest.raises(WouldBlock):
             sender.send_nowait(bytes(500_000))
-        with pytest.raises(Timeout) as told:
+        with pytest.raises(Timeout) as output:
             sender.send(bytes(500_000), timeout=0.02)
-        assert "488.3 KiB" in str(told.value)  # 500,000 bytes
-        assert "'worker'" in str(told.value)
-        assert told.value.asked == 500_000  # type: ignore[attr-defined]
+        assert "488.3 KiB" in str(output.value)  # 500,000 bytes
+        assert "'worker'" in str(output.value)
+        assert output.value.asked == 500_000  # type: ignore[attr-defined]
         view.release()
         sender.send(bytes(500_000), timeout=1)
         assert receiver.receive(timeout=1) == bytes(500_000)
@@ -459,19 +459,25 @@ def test_the_counters_add_up() -> None:
             sender.send(bytes(nbytes))
         receiver.receive(timeout=1)
         receiver.receive(timeout=1)
-        seen = channel.snapshot()
-        assert (seen["name"], seen["kind"], seen["lane_nbytes"], seen["inline_limit"]) == (
+        observed = channel.snapshot()
+        assert (observed["name"], observed["kind"], observed["lane_nbytes"], observed["inline_limit"]) == (
             "counted",
             "ring",
             4096,
             1024,
         )
-        one, other = seen["senders"][0], seen["receivers"][0]
-        assert (one["name"], one["state"], one["records"], one["nbytes"], one["spills"]) == ("a", "live", 5, 7059, 2)
+        item, other = observed["senders"][0], observed["receivers"][0]
+        assert (item["name"], item["state"], item["records"], item["nbytes"], item["spills"]) == (
+            "a",
+            "live",
+            5,
+            7059,
+            2,
+        )
         assert (other["name"], other["state"], other["records"], other["nbytes"]) == ("b", "live", 2, 10)
         assert (other["records_behind"], other["nbytes_behind"]) == (3, (32 + 1024) + 2 * (32 + 32))
-        assert seen["pool"][0]["blocks"] == 2
-        assert one["furthest_behind_nbytes"] == 32 + 64 + (32 + 1024) + 2 * 64
+        assert observed["pool"][0]["blocks"] == 2
+        assert item["furthest_behind_nbytes"] == 32 + 64 + (32 + 1024) + 2 * 64
 
 
 def test_another_process_sends_and_this_one_receives() -> None:

@@ -51,13 +51,13 @@ def test_a_tap_sees_what_is_sent_with_its_number_and_when() -> None:
         for number in range(3):
             sender.send(b"record %d" % number)
         ended = time.monotonic_ns()
-        seen = tap.read()
-        assert [(lane, sequence, frame) for lane, sequence, _, frame in seen] == [
+        data = tap.read()
+        assert [(lane, sequence, frame) for lane, sequence, _, frame in data] == [
             (0, number, b"record %d" % number) for number in range(3)
         ]
-        times = [committed_ns for _, _, committed_ns, _ in seen]
+        times = [committed_ns for _, _, committed_ns, _ in data]
         assert times == sorted(times) and began <= times[0] and times[-1] <= ended
-        assert [receiver.receive() for _ in range(3)] == frames(seen)
+        assert [receiver.receive() for _ in range(3)] == frames(data)
         assert tap.read() == [] and tap.missed == 0
 
 
@@ -82,11 +82,11 @@ def test_a_tap_sees_every_lane_of_an_inbox_each_in_order() -> None:
         for number in range(10):
             for sender in senders[number % 5 :]:
                 sender.send(b"%d %d" % (sender.index, number))
-    seen = all_of(tap)
+    observed = all_of(tap)
     for index in range(5):
         expected = [b"%d %d" % (index, number) for number in range(10) if number % 5 <= index]
-        assert [frame for lane, _, _, frame in seen if lane == index] == expected
-        assert [sequence for lane, sequence, _, _ in seen if lane == index] == list(range(len(expected)))
+        assert [frame for lane, _, _, frame in observed if lane == index] == expected
+        assert [sequence for lane, sequence, _, _ in observed if lane == index] == list(range(len(expected)))
     assert tap.missed == 0
 
 
@@ -179,17 +179,19 @@ def test_what_a_tap_did_not_see_it_has_counted_as_missed(seed_of_sizes: int) -> 
     channel = small()
     tap = tap_of(channel)
     sizes = random.Random(seed_of_sizes)
-    seen: list[Record] = []
+    observed: list[Record] = []
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(3000):
             sender.send(b"%d " % number + bytes(sizes.randrange(1000)))
             receiver.receive()
             if sizes.random() < 0.1:
-                seen += tap.read()
-    seen += all_of(tap)
-    assert len(seen) + tap.missed == 3000
-    assert seen and tap.missed
-    assert [int((frame or b"").split()[0]) for _, _, _, frame in seen] == [sequence for _, sequence, _, _ in seen]
+                observed += tap.read()
+    observed += all_of(tap)
+    assert len(observed) + tap.missed == 3000
+    assert observed and tap.missed
+    assert [int((frame or b"").split()[0]) for _, _, _, frame in observed] == [
+        sequence for _, sequence, _, _ in observed
+    ]
 
 
 def test_a_tap_that_was_lapped_while_nobody_had_read_begins_again_where_the_slowest_receiver_is() -> None:
@@ -334,9 +336,9 @@ def test_a_tap_sees_all_that_a_sender_had_committed_before_it_was_killed_and_all
     with channel.open_sender(name="next") as sender:
         for number in range(5):
             sender.send(b"next %d" % number)
-    seen = tap.read()
-    assert frames(seen) == [b"next %d" % number for number in range(5)]
-    assert [sequence for _, sequence, _, _ in seen] == list(range(5, 10))
+    data = tap.read()
+    assert frames(data) == [b"next %d" % number for number in range(5)]
+    assert [sequence for _, sequence, _, _ in data] == list(range(5, 10))
     assert tap.read() == [] and tap.missed == 0
 
 

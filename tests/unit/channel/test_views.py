@@ -115,8 +115,8 @@ def test_views_are_released_in_random_order_and_no_byte_of_a_held_one_ever_chang
             assert bytes(lease) == record
             lease.release()
         assert [receiver.receive(timeout=1) for _ in sent] == sent
-        seen = channel.snapshot()
-        assert (seen["receivers"][0]["nbytes_behind"], seen["pool"][0]["blocks"]) == (0, 0)
+        observed = channel.snapshot()
+        assert (observed["receivers"][0]["nbytes_behind"], observed["pool"][0]["blocks"]) == (0, 0)
 
 
 @pytest.mark.parametrize("nbytes", [1000, 5000])
@@ -124,8 +124,8 @@ def test_arrays_and_slices_keep_the_bytes_and_the_last_of_them_gives_them_back(n
     with ring() as (channel, sender, receiver):
 
         def in_use() -> int:
-            seen = channel.snapshot()
-            return int(seen["receivers"][0]["nbytes_behind"]) + int(seen["pool"][0]["taken_nbytes"])
+            observed = channel.snapshot()
+            return int(observed["receivers"][0]["nbytes_behind"]) + int(observed["pool"][0]["taken_nbytes"])
 
         sender.send(np.arange(nbytes // 8, dtype=np.int64))
         lease = receiver.receive_view(timeout=1)
@@ -174,9 +174,9 @@ def test_a_view_outlives_its_receiver_and_keeps_its_place() -> None:
             sender.close()
             assert bytes(lease) == b"x" * nbytes
             lease.release()
-            seen = channel.snapshot()
-            assert seen["receivers"][0]["state"] == "closed"
-            assert seen["pool"][0]["blocks"] == 0
+            observed = channel.snapshot()
+            assert observed["receivers"][0]["state"] == "closed"
+            assert observed["pool"][0]["blocks"] == 0
 
 
 def test_a_view_outlives_the_channel() -> None:
@@ -205,32 +205,32 @@ def test_an_exception_in_a_receivers_block_gives_the_room_back_and_the_next_reco
 
 def test_views_of_several_receivers_are_independent() -> None:
     channel = penstock.Broadcast(receivers=2, capacity=4096)
-    with channel.open_sender() as sender, channel.open_receiver() as one, channel.open_receiver() as other:
+    with channel.open_sender() as sender, channel.open_receiver() as item, channel.open_receiver() as other:
         for _ in range(4):
             sender.send(b"x" * 960)
-        view = one.receive_view(timeout=1)
+        view = item.receive_view(timeout=1)
         assert [other.receive(timeout=1) for _ in range(4)] == [b"x" * 960] * 4
-        with pytest.raises(Timeout) as told:
+        with pytest.raises(Timeout) as output:
             sender.send(b"y" * 960, timeout=0.01)
-        assert told.value.receiver == 0
+        assert output.value.receiver == 0
         view.release()
         sender.send(b"y" * 960, timeout=1)
 
 
 def test_views_from_one_sender_do_not_hold_another_one_up() -> None:
     channel = penstock.Inbox(senders=2, capacity=4096)
-    with channel.open_sender() as one, channel.open_sender() as other, channel.open_receiver() as receiver:
+    with channel.open_sender() as sender, channel.open_sender() as other, channel.open_receiver() as receiver:
         for _ in range(4):
-            one.send(b"x" * 960)
+            sender.send(b"x" * 960)
         views = [receiver.receive_view(timeout=1) for _ in range(4)]
         with pytest.raises(WouldBlock):
-            one.send_nowait(b"y" * 960)
+            sender.send_nowait(b"y" * 960)
         for _ in range(20):
             other.send(b"z" * 960, timeout=1)
             assert receiver.receive(timeout=1) == b"z" * 960
         for view in views:
             view.release()
-        one.send_nowait(b"y" * 960)
+        sender.send_nowait(b"y" * 960)
 
 
 def test_a_record_in_a_ring_is_not_shared_and_says_what_to_do() -> None:

@@ -550,12 +550,12 @@ def test_a_program_ends_with_its_own_status_while_daemon_threads_of_its_are_insi
 # ── several threads in one end ───────────────────────────────────────────────────────────────────────────────────────
 def test_threads_share_a_receiver_and_each_record_goes_to_one_of_them() -> None:
     with ring(capacity=1 << 14) as (_, sender, receiver):
-        got: list[bytes] = []
+        actual: list[bytes] = []
 
         def read() -> None:
             with contextlib.suppress(EndOfChannel):
                 while True:
-                    got.append(receiver.receive(timeout=20))
+                    actual.append(receiver.receive(timeout=20))
 
         with contextlib.ExitStack() as threads:
             for _ in range(4):
@@ -563,7 +563,7 @@ def test_threads_share_a_receiver_and_each_record_goes_to_one_of_them() -> None:
             for number in range(500):
                 sender.send(b"%d" % number, timeout=20)
             sender.close()
-        assert sorted(got, key=int) == [b"%d" % number for number in range(500)]
+        assert sorted(actual, key=int) == [b"%d" % number for number in range(500)]
 
 
 def test_threads_share_a_sender_and_every_record_arrives_whole() -> None:
@@ -617,10 +617,10 @@ def test_a_deadline_holds_while_another_thread_is_in_the_end() -> None:
 
 def test_closing_ends_the_waits_of_all_threads_in_an_end() -> None:
     with ring() as (channel, _, receiver):
-        with thread(receiver.receive) as one, thread(receiver.receive) as other:
+        with thread(receiver.receive) as item, thread(receiver.receive) as other:
             eventually(lambda: is_parked(channel, "receivers"))
             receiver.close()
-            assert isinstance(one.ended().error, ClosedError)
+            assert isinstance(item.ended().error, ClosedError)
             assert isinstance(other.ended().error, ClosedError)
 
 

@@ -118,11 +118,11 @@ def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytes
 def entries_of(text: str) -> dict[str, str]:
     """The help of each option and argument, by the first of its names."""
     _, _, groups = text.partition("\n\n")
-    found = {re.split(r"[ ,]", name)[0]: said for name, said in ENTRY.findall(groups)}
+    result = {re.split(r"[ ,]", name)[0]: output for name, output in ENTRY.findall(groups)}
     named = set(re.findall(r"^  ([^\s,]+)", groups, re.MULTILINE))
-    assert found.keys() == named, f"without help: {named - found.keys()}"
-    del found["-h"]
-    return found
+    assert result.keys() == named, f"without help: {named - result.keys()}"
+    del result["-h"]
+    return result
 
 
 def test_each_command_has_its_help_looked_at(capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
@@ -138,13 +138,13 @@ def test_help_of_an_option_is_a_sentence_that_ends_with_its_default(
 ) -> None:
     options = cli.parser().parse_args([*command.split(), *REQUIRED.get(command, [])])
     for name, text in entries_of(help_of(command, capsys, monkeypatch)).items():
-        found = re.fullmatch(r"[A-Z].+ \((?:default: (.+)|required.*)\)", text)
-        assert found is not None, f"{name}: {text!r}"
+        match = re.fullmatch(r"[A-Z].+ \((?:default: (.+)|required.*)\)", text)
+        assert match is not None, f"{name}: {text!r}"
         default = getattr(options, name.removeprefix("--").replace("-", "_"), None)
         if isinstance(default, bool):
-            assert found[1] == ("on" if default else "off"), name
+            assert match[1] == ("on" if default else "off"), name
         elif isinstance(default, int | float) or (isinstance(default, str) and default):
-            assert str(default) in found[1], f"{name}: {text!r}, but it is {default!r}"
+            assert str(default) in match[1], f"{name}: {text!r}, but it is {default!r}"
 
 
 def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +186,8 @@ OURS_BENCH = ("--api-key --image-size --images --timeout --video-fps --video-sec
 def test_options_are_those_of_vllm_and_ours(
     command: str, expected: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = entries_of(help_of(command, capsys, monkeypatch)).keys() - {"MODEL"}
-    assert found == set(expected)
+    result = entries_of(help_of(command, capsys, monkeypatch)).keys() - {"MODEL"}
+    assert result == set(expected)
 
 
 @pytest.mark.parametrize(
@@ -275,11 +275,11 @@ def test_a_limit_that_is_of_neither_images_nor_videos_is_refused(text: str, caps
 
 
 def test_synonyms_of_types_are_those_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: told.append(config) or 0)
+    output: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: output.append(config) or 0)
     for name in ("half", "float", "bfloat16"):
         assert cli.main(["serve", "--device-model", "simulated", "--dtype", name]) == 0
-    assert [config.dtype for config in told] == ["float16", "float32", "bfloat16"]
+    assert [config.dtype for config in output] == ["float16", "float32", "bfloat16"]
 
 
 def test_a_model_that_was_taken_for_one_more_name_is_refused(

@@ -30,8 +30,8 @@ class Launcher:
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
     status = cli.main(["migrate", *words])
-    said = capsys.readouterr()
-    return status, said.out, said.err
+    captured = capsys.readouterr()
+    return status, captured.out, captured.err
 
 
 def test_process_that_is_no_server_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

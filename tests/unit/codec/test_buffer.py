@@ -144,9 +144,9 @@ def test_source_is_the_sender_of_the_last_buffer() -> None:
 
 def test_a_broadcast_of_buffers_is_released_by_each_receiver() -> None:
     channel = penstock.Broadcast(Buffer, receivers=2, capacity=4096, long_records=SMALL_POOL)
-    with channel.open_sender() as sender, channel.open_receiver() as one, channel.open_receiver() as other:
+    with channel.open_sender() as sender, channel.open_receiver() as item, channel.open_receiver() as other:
         sender.send(b"x" * 5000)
-        held = [receiver.receive(timeout=1) for receiver in (one, other)]
+        held = [receiver.receive(timeout=1) for receiver in (item, other)]
         held[0].release()
         assert bytes(held[1]) == b"x" * 5000
         assert channel.snapshot()["pool"][0]["blocks"] == 1
@@ -369,9 +369,9 @@ def test_a_loop_that_waits_for_room_sends_what_a_buffer_held_when_it_was_sent(ty
             room[:] = bytes(450)
             letters = list(b"abcdefgh")
             while letters:
-                got = bytes(await asyncio.to_thread(receiver.receive, 5))
-                if got != b"full" * 200:
-                    assert got == bytes([letters.pop(0)]) * 450
+                actual = bytes(await asyncio.to_thread(receiver.receive, 5))
+                if actual != b"full" * 200:
+                    assert actual == bytes([letters.pop(0)]) * 450
                 await asyncio.sleep(0)
             await asyncio.gather(*sending)
             receiver.close()
@@ -401,12 +401,12 @@ def test_a_buffer_that_is_released_while_it_waits_to_be_sent_is_sent() -> None:
 def test_a_buffer_in_a_short_message_does_not_keep_room_in_the_channel(nbytes: int) -> None:
     with ring(Image, capacity=1 << 20, long_records=LongRecords(pool_nbytes=4 << 20)) as (channel, sender, receiver):
         sender.send(Image(1, Buffer(b"x" * nbytes)))
-        got = receiver.receive(timeout=1)
-        assert got == Image(1, Buffer(b"x" * nbytes)) and got.pixels.view.readonly
+        message = receiver.receive(timeout=1)
+        assert message == Image(1, Buffer(b"x" * nbytes)) and message.pixels.view.readonly
         assert in_use(channel) == 0
-        got.pixels.release()
+        message.pixels.release()
         with pytest.raises(ClosedError):
-            bytes(got.pixels)
+            bytes(message.pixels)
 
 
 @pytest.mark.parametrize("way", ["released", "dropped"])
@@ -414,18 +414,18 @@ def test_a_buffer_in_a_long_message_lies_in_the_pool_until_it_and_its_neighbours
     with ring(Image, capacity=1 << 20, long_records=LongRecords(pool_nbytes=4 << 20)) as (channel, sender, receiver):
         pixels, mask = random.Random(1).randbytes(100_000), np.arange(20_000, dtype=np.int32)
         sender.send(Image(1, Buffer(pixels), mask))
-        got = receiver.receive(timeout=1)
+        message = receiver.receive(timeout=1)
         assert in_use(channel) >= 180_000
-        view = got.pixels.view[5:10]
-        array = got.mask
+        view = message.pixels.view[5:10]
+        array = message.mask
         if way == "released":
-            got.pixels.release()
-            got.pixels.release()
+            message.pixels.release()
+            message.pixels.release()
             with pytest.raises(ClosedError):
-                got.pixels.view  # noqa: B018
+                message.pixels.view  # noqa: B018
         else:
-            assert bytes(got.pixels) == pixels
-        del got
+            assert bytes(message.pixels) == pixels
+        del message
         assert in_use(channel) >= 180_000
         assert bytes(view) == pixels[5:10] and np.array_equal(array, mask)
         del view

@@ -99,10 +99,10 @@ def test_every_kind_of_number_arrives_as_it_was_sent(dtype: np.dtype[Any], count
     cls = msgspec.defstruct("Carrier", [("it", np.ndarray[Any, np.dtype[dtype.type]])], array_like=True)  # type: ignore[name-defined]
     wire = Wire(Catalogue(cls))
     sent = np.random.default_rng(count).integers(0, 2, count).astype(dtype)
-    got = wire.over(cls(sent)).it
-    assert got.dtype == dtype and got.shape == (count,)
-    assert np.array_equal(got, sent)
-    assert not got.flags.writeable
+    actual = wire.over(cls(sent)).it
+    assert actual.dtype == dtype and actual.shape == (count,)
+    assert np.array_equal(actual, sent)
+    assert not actual.flags.writeable
 
 
 def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
@@ -111,17 +111,17 @@ def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
     frame = wire.encoder.encode(Arrays(sent, wide=np.ones(700)))
     assert any(piece is sent for piece in frame), "the array was copied before it was sent"
     whole = joined(frame)
-    got = wire.decoder.decode(whole)
+    text = wire.decoder.decode(whole)
     inside = np.frombuffer(whole, np.uint8)
-    assert np.shares_memory(got.ids, inside) and np.shares_memory(got.wide, inside)
-    assert np.array_equal(got.ids, sent) and np.array_equal(got.wide, np.ones(700))
+    assert np.shares_memory(text.ids, inside) and np.shares_memory(text.wide, inside)
+    assert np.array_equal(text.ids, sent) and np.array_equal(text.wide, np.ones(700))
 
 
 def test_what_was_received_is_read_only_whatever_the_frame_is() -> None:
     wire = Wire()
     sent = Arrays(np.arange(3, dtype=np.int32), wide=np.ones(700), image=Buffer(b"x" * 300))
-    got = wire.decoder.decode(bytearray(wire.frame(sent)))
-    assert not got.ids.flags.writeable and not got.wide.flags.writeable and got.image.view.readonly
+    text = wire.decoder.decode(bytearray(wire.frame(sent)))
+    assert not text.ids.flags.writeable and not text.wide.flags.writeable and text.image.view.readonly
 
 
 def test_a_million_numbers_never_become_python_objects() -> None:
@@ -141,11 +141,11 @@ def test_a_million_numbers_never_become_python_objects() -> None:
         whole = joined(frame)
         tracemalloc.reset_peak()
         before = tracemalloc.get_traced_memory()[0]
-        got = wire.decoder.decode(whole)
+        text = wire.decoder.decode(whole)
         decoding = tracemalloc.get_traced_memory()[1] - before
     finally:
         tracemalloc.stop()
-    assert np.array_equal(got.ids, sent)
+    assert np.array_equal(text.ids, sent)
     assert encoding < 20_000 and decoding < 20_000, (encoding, decoding)
 
 
@@ -159,19 +159,19 @@ def test_parts_lie_at_multiples_of_8_and_long_ones_of_64() -> None:
         )
         at = -whole.ctypes.data % 64
         whole[at : at + len(frame)] = np.frombuffer(frame, np.uint8)
-        got = wire.decoder.decode(whole[at : at + len(frame)].data)
-        for found in (got.ids, *(one.weights for one in got.inner)):
-            if found.nbytes > INLINE_NBYTES:
-                assert found.ctypes.data % (64 if found.nbytes >= LONG_NBYTES else 8) == 0
-                assert found.flags.aligned
+        text = wire.decoder.decode(whole[at : at + len(frame)].data)
+        for result in (text.ids, *(item.weights for item in text.inner)):
+            if result.nbytes > INLINE_NBYTES:
+                assert result.ctypes.data % (64 if result.nbytes >= LONG_NBYTES else 8) == 0
+                assert result.flags.aligned
 
 
 @pytest.mark.parametrize("shape", [(), (0,), (0, 5), (3, 4), (2, 3, 4), (1, 1, 1, 1), (100, 70)])
 def test_shapes_arrive(shape: tuple[int, ...]) -> None:
     sent = np.arange(int(np.prod(shape)), dtype=np.int32).reshape(shape)
-    got = Wire().over(Arrays(sent)).ids
-    assert got.shape == shape
-    assert np.array_equal(got, sent)
+    actual = Wire().over(Arrays(sent)).ids
+    assert actual.shape == shape
+    assert np.array_equal(actual, sent)
 
 
 def test_what_is_not_contiguous_or_not_of_our_byte_order_is_made_so() -> None:
@@ -250,23 +250,23 @@ def test_a_message_that_a_signal_handler_encodes_does_not_change_the_one_it_inte
     part = wire.encoder._part
 
     def interrupted(kind: int, nbytes: int, at: Any) -> int:
-        found = part(kind, nbytes, at)
+        result = part(kind, nbytes, at)
         if not inner:
             inner.append(b"")  # once
             inner[0] = wire.frame(Arrays(np.arange(5000, dtype=np.int32)))
-        return found
+        return result
 
     monkeypatch.setattr(wire.encoder, "_part", interrupted)
     outer = wire.frame(Arrays(np.arange(3000, dtype=np.int32), wide=np.ones(700)))
     assert wire.decoder.decode(inner[0]).ids.size == 5000
-    got = wire.decoder.decode(outer)
-    assert np.array_equal(got.ids, np.arange(3000)) and got.wide.sum() == 700
+    text = wire.decoder.decode(outer)
+    assert np.array_equal(text.ids, np.arange(3000)) and text.wide.sum() == 700
 
 
 def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None:
     wire = Wire()
-    got = wire.over(Arrays(array.array("i", [1, 2, 3])))  # type: ignore[arg-type]
-    assert got.ids.tolist() == [1, 2, 3]
+    actual = wire.over(Arrays(array.array("i", [1, 2, 3])))  # type: ignore[arg-type]
+    assert actual.ids.tolist() == [1, 2, 3]
     assert wire.over(Arrays(array.array("i"))).ids.size == 0  # type: ignore[arg-type]
     assert wire.over(Plain(np.int64(5), ratio=np.float32(0.5))) == Plain(5, ratio=0.5)  # type: ignore[arg-type]
 
@@ -274,9 +274,9 @@ def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None
 def test_parts_carry_bytes_of_anything() -> None:
     wire = Wire()
     for sent in (b"", b"abc", bytes(100_000), bytearray(b"x" * 300), memoryview(np.arange(6.0).reshape(2, 3))):
-        got = wire.over(Arrays(np.zeros(1, np.int32), image=Buffer(sent)))
-        assert bytes(got.image) == bytes(sent) and len(got.image) == memoryview(sent).nbytes
-        assert got.image.view.readonly
+        actual = wire.over(Arrays(np.zeros(1, np.int32), image=Buffer(sent)))
+        assert bytes(actual.image) == bytes(sent) and len(actual.image) == memoryview(sent).nbytes
+        assert actual.image.view.readonly
 
 
 def test_a_message_that_is_none_tells_what_it_was_meant_to_be() -> None:
@@ -364,10 +364,10 @@ def test_mutated_frames_are_messages_or_decode_errors(seed: int) -> None:
             if not frame:
                 frame = bytearray(1)
         try:
-            got = wire.decoder.decode(bytes(frame))
+            text = wire.decoder.decode(bytes(frame))
         except DecodeError:
             continue
-        assert isinstance(got, (Plain, Arrays, Asking))
+        assert isinstance(text, (Plain, Arrays, Asking))
         decoded += 1
     assert 1 / 300 < decoded / tiers.FRAMES_MUTATIONS < 29 / 30, decoded
     for message, frame in zip(messages, frames, strict=True):
@@ -376,12 +376,12 @@ def test_mutated_frames_are_messages_or_decode_errors(seed: int) -> None:
 
 def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
     wire = Wire()
-    found = split(wire.frame(Asking("name", Settings(0.7))))
-    assert found.number == 3
-    assert msgspec.msgpack.decode(found.struct) == ["name", [0.7, []], None]
-    assert len(found.parts) == 0
-    found = split(wire.frame(Arrays(np.arange(2000, dtype=np.int32))))
-    assert found.number == 2 and np.frombuffer(found.parts, np.int32).tolist() == list(range(2000))
+    result = split(wire.frame(Asking("name", Settings(0.7))))
+    assert result.number == 3
+    assert msgspec.msgpack.decode(result.struct) == ["name", [0.7, []], None]
+    assert len(result.parts) == 0
+    result = split(wire.frame(Arrays(np.arange(2000, dtype=np.int32))))
+    assert result.number == 2 and np.frombuffer(result.parts, np.int32).tolist() == list(range(2000))
 
 
 @pytest.mark.parametrize(

@@ -68,12 +68,12 @@ def test_messages_go_in_and_come_out(style: str) -> None:
         ):
             sender.send(sent)
             for receiver in receivers:
-                got = receiver.receive(timeout=5)
-                assert type(got) is type(sent)
+                message = receiver.receive(timeout=5)
+                assert type(message) is type(sent)
                 if isinstance(sent, Job):
-                    assert (got.number, got.settings) == (sent.number, sent.settings)
-                    assert (got.ids is None) if sent.ids is None else np.array_equal(got.ids, sent.ids)
-                    assert got.image == sent.image
+                    assert (message.number, message.settings) == (sent.number, sent.settings)
+                    assert (message.ids is None) if sent.ids is None else np.array_equal(message.ids, sent.ids)
+                    assert message.image == sent.image
         sender.close()
         for receiver in receivers:
             if style != "inbox":  # two more senders may come
@@ -96,14 +96,14 @@ def test_what_was_received_stays_as_it_is_however_much_comes_after() -> None:
         channel.open_sender() as sender,
         channel.open_receiver() as receiver,
     ):
-        kept = []
+        saved = []
         for size in (3, 300, 50_000):
             sender.send(Job(size, ids=np.arange(size, dtype=np.int32)))
-            kept.append(receiver.receive(timeout=5).ids)
+            saved.append(receiver.receive(timeout=5).ids)
         for _ in range(200):
             sender.send(Job(0, ids=np.full(2000, 7, np.int32)))
             assert receiver.receive(timeout=5).ids[0] == 7
-        for ids in kept:
+        for ids in saved:
             assert np.array_equal(ids, np.arange(len(ids)))
             with pytest.raises(ValueError, match="read-only"):
                 ids[0] = 1
@@ -116,15 +116,15 @@ def test_a_long_message_keeps_its_room_until_its_arrays_are_gone() -> None:
         channel.open_receiver() as receiver,
     ):
         sender.send(Job(1, ids=np.arange(2000, dtype=np.int32)))
-        got = receiver.receive(timeout=5)
+        message = receiver.receive(timeout=5)
         with pytest.raises((penstock.Timeout, penstock.WouldBlock)):
             for _ in range(20):
                 sender.send(Job(2, ids=np.zeros(2000, np.int32)), timeout=0.01)
-        assert np.array_equal(got.ids, np.arange(2000))
+        assert np.array_equal(message.ids, np.arange(2000))
         with pytest.raises(penstock.WouldBlock):
             sender.send_nowait(Job(3, ids=np.zeros(2000, np.int32)))
-        ids = got.ids[5:]
-        del got
+        ids = message.ids[5:]
+        del message
         with pytest.raises(penstock.WouldBlock):
             sender.send_nowait(Job(3, ids=np.zeros(2000, np.int32)))
         del ids
@@ -138,15 +138,15 @@ def test_a_long_message_is_held_in_the_pool_and_the_ring_stays_free() -> None:
         channel.open_sender() as sender,
         channel.open_receiver() as receiver,
     ):
-        kept = []
+        saved = []
         for number in range(20):
             sender.send(Job(number, ids=np.full(50_000, number, np.int32)), timeout=5)
-            kept.append(receiver.receive(timeout=5).ids)
+            saved.append(receiver.receive(timeout=5).ids)
         assert channel.snapshot()["pool"][0]["blocks"] == 20
-        for number, ids in enumerate(kept):
+        for number, ids in enumerate(saved):
             assert (ids == number).all()
         del ids
-        kept.clear()
+        saved.clear()
         assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
@@ -182,7 +182,7 @@ def test_the_same_classes_from_another_process_fit() -> None:
     with opened("ring") as channel, channel.open_receiver() as receiver:
         subprocess.run([sys.executable, "-c", program, str(channel.ticket)], check=True, timeout=60)
         assert receiver.receive(timeout=5) == Job(5, WARM)
-        assert [type(one) for one in receiver] == [Stop]
+        assert [type(item) for item in receiver] == [Stop]
 
 
 def _echo(inward: Channel[Any], outward: Channel[Any]) -> None:
@@ -202,8 +202,8 @@ def test_a_channel_of_messages_reaches_a_spawned_process() -> None:
         child = context.Process(target=_echo, args=(there, back))
         child.start()
         sender.send(Job(9, COLD, np.arange(5000, dtype=np.int32)))
-        got = receiver.receive(timeout=60)
-        assert got.settings == COLD and np.array_equal(got.ids, np.arange(5000))
+        message = receiver.receive(timeout=60)
+        assert message.settings == COLD and np.array_equal(message.ids, np.arange(5000))
         sender.close()
         child.join(60)
         assert list(receiver) == []
@@ -212,9 +212,9 @@ def test_a_channel_of_messages_reaches_a_spawned_process() -> None:
 def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
     with opened("ring") as channel:
         schema = Schema.decode(channel.snapshot()["schema"])
-    assert [one.name for one in schema.messages] == ["Job", "Stop"]
+    assert [message.name for message in schema.messages] == ["Job", "Stop"]
     assert dict(schema.messages[0].fields)["ids"] == "None | array[int32]"
-    assert [one.name for one in schema.structs] == ["Settings"]
+    assert [struct.name for struct in schema.structs] == ["Settings"]
 
 
 def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
@@ -290,7 +290,7 @@ def test_threads_share_ends() -> None:
         channel.open_receiver() as receiver,
     ):
         values = [Settings(float(i)) for i in range(50)]
-        got: list[Job] = []
+        actual: list[Job] = []
 
         def send(which: int) -> None:
             for number in range(300):
@@ -301,7 +301,7 @@ def test_threads_share_ends() -> None:
         def receive() -> None:
             for job in receiver:
                 assert len(job.ids) == 0 or job.ids[-1] == len(job.ids) - 1
-                got.append(job)
+                actual.append(job)
 
         senders = [threading.Thread(target=send, args=(which,)) for which in range(4)]
         receivers = [threading.Thread(target=receive) for _ in range(3)]
@@ -312,9 +312,9 @@ def test_threads_share_ends() -> None:
         sender.close()
         for thread in receivers:
             thread.join()
-        assert len(got) == 1200
+        assert len(actual) == 1200
         for which in range(4):
-            settings = sorted(job.settings.heat for job in got if job.number == which)  # type: ignore[union-attr]
+            settings = sorted(job.settings.heat for job in actual if job.number == which)  # type: ignore[union-attr]
             assert settings == sorted(float((number * 7 + which) % 50) for number in range(300))
 
 
@@ -369,17 +369,17 @@ def test_tasks_that_wait_for_their_turn_send_what_was_given_to_them() -> None:
         channel = opened("ring", capacity=4096, long_records=LongRecords(inline_limit=1024))
         async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
             arrays = [np.full(150, number, np.int32) for number in range(30)]
-            tasks = [asyncio.ensure_future(sender.send(Job(i, WARM, one))) for i, one in enumerate(arrays)]
+            tasks = [asyncio.ensure_future(sender.send(Job(i, WARM, item))) for i, item in enumerate(arrays)]
             await asyncio.sleep(0.01)
             assert not all(task.done() for task in tasks)
             with pytest.raises(penstock.WouldBlock):
                 sender.send_nowait(Job(0))
-            for one in arrays:
-                one[:] = -1
-            got = [await receiver.receive(timeout=5) for _ in tasks]
+            for array in arrays:
+                array[:] = -1
+            actual = [await receiver.receive(timeout=5) for _ in tasks]
             await asyncio.gather(*tasks)
-            assert sorted(job.number for job in got) == list(range(30))
-            assert all((job.ids == job.number).all() and job.settings == WARM for job in got)
+            assert sorted(job.number for job in actual) == list(range(30))
+            assert all((job.ids == job.number).all() and job.settings == WARM for job in actual)
         channel.close()
 
     asyncio.run(play())
@@ -446,8 +446,8 @@ def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
                 await asyncio.sleep(0)
             room[:] = bytes(450)
             for letter in b"bcdefghijk":
-                got = await asyncio.to_thread(receiver.receive, 5)
-                assert bytes(got.at) == got.more[0] == bytes([letter]) * 450
+                actual = await asyncio.to_thread(receiver.receive, 5)
+                assert bytes(actual.at) == actual.more[0] == bytes([letter]) * 450
                 await asyncio.sleep(0)
             await asyncio.gather(*sending)
             receiver.close()

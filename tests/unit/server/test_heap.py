@@ -19,9 +19,9 @@ MB = 1 << 20
 
 
 def private() -> int:
-    found = private_nbytes_of(os.getpid())
-    assert found is not None
-    return found
+    result = private_nbytes_of(os.getpid())
+    assert result is not None
+    return result
 
 
 async def until(condition: Callable[[], bool]) -> None:
@@ -39,10 +39,10 @@ class Cycle:
         self.me = self
 
 
-def fill_a_heap(kept: list[np.ndarray]) -> None:
+def fill_a_heap(saved: list[np.ndarray]) -> None:
     """With 200 MB in pieces that glibc takes from a thread's heap, and one behind them that keeps it from its end."""
     pieces = [np.ones(100_000, np.uint8) for _ in range(2000)]
-    kept.append(np.ones(100_000, np.uint8))
+    saved.append(np.ones(100_000, np.uint8))
     Cycle(pieces)
 
 
@@ -51,9 +51,9 @@ def test_what_was_freed_is_given_back_after_something_large(monkeypatch: pytest.
     monkeypatch.setattr(heap, "PAUSE", 0.01)
 
     async def run() -> None:
-        ours, kept = Heap(), []
+        ours, saved = Heap(), []
         before = private()
-        thread = threading.Thread(target=fill_a_heap, args=(kept,))
+        thread = threading.Thread(target=fill_a_heap, args=(saved,))
         thread.start()
         thread.join()
         assert private() - before > 150 * MB, "nothing is left to be given back"

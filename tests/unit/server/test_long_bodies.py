@@ -98,55 +98,55 @@ async def asked() -> AsyncIterator[Asked]:
 @pytest.fixture
 def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
     """Of the decoder."""
-    found = Turn()
+    result = Turn()
 
-    def slowly(*given: Any) -> Any:
-        found.wait()
-        return decoded(*given)
+    def slowly(*values: Any) -> Any:
+        result.wait()
+        return decoded(*values)
 
     monkeypatch.setattr(endpoint, "decoded", slowly)
-    return found
+    return result
 
 
 def test_while_a_long_body_is_decoded_the_loop_goes_on(turn: Turn) -> None:
     async def scene() -> None:
-        async with asked() as one:
+        async with asked() as item:
             asyncio.get_running_loop().call_later(0.01, turn.loop_goes_on.set)
-            await one.ask({"messages": [{"role": "user", "content": "x" * LONG}]})
-            assert one.status == 200 and turn.threads != [threading.current_thread().name]
+            await item.ask({"messages": [{"role": "user", "content": "x" * LONG}]})
+            assert item.status == 200 and turn.threads != [threading.current_thread().name]
 
     asyncio.run(scene())
 
 
 def test_while_many_messages_become_a_prompt_the_loop_goes_on() -> None:
     async def scene() -> None:
-        async with asked() as one:
-            one.words.turn = Turn()
-            asyncio.get_running_loop().call_later(0.01, one.words.turn.loop_goes_on.set)
-            await one.ask({"messages": WORDS * (MANY + 1)})
-            assert one.status == 200
+        async with asked() as item:
+            item.words.turn = Turn()
+            asyncio.get_running_loop().call_later(0.01, item.words.turn.loop_goes_on.set)
+            await item.ask({"messages": WORDS * (MANY + 1)})
+            assert item.status == 200
             parts = [{"type": "text", "text": "a"}] * (MANY + 1)
-            one.words.turn = Turn()
-            asyncio.get_running_loop().call_later(0.01, one.words.turn.loop_goes_on.set)
-            await one.ask({"messages": [{"role": "user", "content": parts}]})
+            item.words.turn = Turn()
+            asyncio.get_running_loop().call_later(0.01, item.words.turn.loop_goes_on.set)
+            await item.ask({"messages": [{"role": "user", "content": parts}]})
 
     asyncio.run(scene())
 
 
 def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
     async def scene() -> None:
-        async with asked() as one:
-            seen = set()
+        async with asked() as item:
+            observed = set()
 
             async def look() -> None:
                 while True:
-                    seen.add(one.words.encoded)
+                    observed.add(item.words.encoded)
                     await asyncio.sleep(0)
 
             looking = asyncio.ensure_future(look())
-            await one.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
+            await item.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
             looking.cancel()
-            assert one.status == 400 and seen >= {1, 2, 3, 4}
+            assert item.status == 400 and observed >= {1, 2, 3, 4}
 
     asyncio.run(scene())
 
@@ -159,13 +159,13 @@ class Answering:
 
 
 def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def gathered(*given: Any) -> list[int]:
+    async def gathered(*values: Any) -> list[int]:
         return [1, 2, 3, 4]
 
-    told: list[int] = []
+    output: list[int] = []
 
     def tell(choice: int, *given: Any) -> int:
-        told.append(choice)
+        output.append(choice)
         return choice
 
     monkeypatch.setattr(app, "collect", gathered)
@@ -174,44 +174,44 @@ def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch:
     monkeypatch.setattr(app, "StreamedChoice", mock.Mock(of_completion=tell))
 
     async def scene() -> None:
-        async with asked() as one:
-            one.api._client = Answering()  # type: ignore[assignment]
-            seen = set()
+        async with asked() as item:
+            item.api._client = Answering()  # type: ignore[assignment]
+            observed = set()
 
             async def look() -> None:
                 while True:
-                    seen.add(len(told))
+                    observed.add(len(output))
                     await asyncio.sleep(0)
 
             looking = asyncio.ensure_future(look())
-            await one.ask({"prompt": "a", "n": 4}, "/v1/completions")
+            await item.ask({"prompt": "a", "n": 4}, "/v1/completions")
             looking.cancel()
-            assert one.status == 200 and json.loads(one.told[1]["body"])["choices"] == [1, 2, 3, 4]
-            assert seen >= {1, 2, 3}
+            assert item.status == 200 and json.loads(item.told[1]["body"])["choices"] == [1, 2, 3, 4]
+            assert observed >= {1, 2, 3}
 
     asyncio.run(scene())
 
 
 def test_a_short_request_costs_no_thread(turn: Turn) -> None:
     async def scene() -> None:
-        async with asked() as one:
-            one.words.turn = turn
+        async with asked() as item:
+            item.words.turn = turn
             turn.loop_goes_on.set()
-            await one.ask({"messages": WORDS})
-            assert one.status == 200 and turn.threads == [threading.current_thread().name] * 2
+            await item.ask({"messages": WORDS})
+            assert item.status == 200 and turn.threads == [threading.current_thread().name] * 2
 
     asyncio.run(scene())
 
 
 def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn) -> None:
     async def scene() -> None:
-        async with asked() as one:
-            asking = asyncio.ensure_future(one.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
+        async with asked() as item:
+            asking = asyncio.ensure_future(item.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
             await asyncio.to_thread(turn.began.wait, 10)
-            assert one.row[ProcessCounters.OPEN] == 1 and one.api._bodies.reading_nbytes > LONG
-            one.gone.set()
+            assert item.row[ProcessCounters.OPEN] == 1 and item.api._bodies.reading_nbytes > LONG
+            item.gone.set()
             await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
-            assert one.told == [] and one.row[ProcessCounters.OPEN] == 0 and one.api._bodies.reading_nbytes == 0
+            assert item.told == [] and item.row[ProcessCounters.OPEN] == 0 and item.api._bodies.reading_nbytes == 0
             turn.loop_goes_on.set()
 
     asyncio.run(scene())
@@ -219,8 +219,8 @@ def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn)
 
 def test_what_is_wrong_in_a_long_body_is_told_as_ever() -> None:
     async def scene() -> None:
-        async with asked() as one:
-            await one.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
-            assert one.status == 400 and b"$.messages[0].role" in one.told[1]["body"]
+        async with asked() as item:
+            await item.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
+            assert item.status == 400 and b"$.messages[0].role" in item.told[1]["body"]
 
     asyncio.run(scene())

@@ -261,30 +261,30 @@ def test_what_is_put_has_numbers() -> None:
 
 def test_a_process_that_wants_what_is_being_made_waits_and_has_it() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as other:
-        got: list[Any] = []
+        actual: list[Any] = []
 
         def want(number: int) -> None:
             if number % 2:
-                got.append(other.put({"pixels": np.zeros(1000, np.int32)}, key=key(1), timeout=20))
+                actual.append(other.put({"pixels": np.zeros(1000, np.int32)}, key=key(1), timeout=20))
             else:
                 second = other.loan(key(1), spec(), timeout=20)
                 assert isinstance(second, Lease)
-                got.append(second)
+                actual.append(second)
 
         threads = [threading.Thread(target=want, args=(number,)) for number in range(4)]
         with lent(store, key(1)) as loan:
             for thread in threads:
                 thread.start()
             eventually(lambda: store.stats().fills_awaited >= 4)
-            assert not got
+            assert not actual
             with pytest.raises(Timeout, match="is being written by"):
                 other.loan(key(1), spec(), timeout=0.01)
             fill(loan.value(), 6)
             committed = loan.commit()
         for thread in threads:
             thread.join(20)
-        assert [lease.ref for lease in got] == [committed.ref] * 4
-        assert all(is_whole(lease.value(), 6) for lease in got)
+        assert [lease.ref for lease in actual] == [committed.ref] * 4
+        assert all(is_whole(lease.value(), 6) for lease in actual)
         assert store.stats().puts == 1
 
 

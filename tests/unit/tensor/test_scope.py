@@ -416,8 +416,8 @@ def test_core_without_a_store_forwards_handles_without_mapping_values() -> None:
                     sender.send(request, timeout=20)
                 number = inline = 0
                 for _ in sent:
-                    got = receiver.receive(timeout=20)
-                    for handle in got.handles:
+                    message = receiver.receive(timeout=20)
+                    for handle in message.handles:
                         assert shows(handle.open(store).value(), number)
                         inline += handle.is_inline
                         number += 1
@@ -425,7 +425,7 @@ def test_core_without_a_store_forwards_handles_without_mapping_values() -> None:
                 segments = core.hear()
                 assert "inbox" in segments and "steps" in segments and "images" not in segments
                 assert {peer.pid for peer in store.peers() if peer.state == "live"} == {store.pool.peer.pid}
-            del got, handle
+            del message, handle
             sender.close()
             receiver.close()
         assert is_not_held(store)

@@ -47,8 +47,8 @@ def test_what_was_put_is_got_by_all_without_a_copy() -> None:
     with Store(4 * MB) as store, Store.attach(store.ticket) as other:
         put = store.put(tree(1, MB), key=key(1))
         for peer in (store, other):
-            with peer.get(key(1)) as got:
-                value = got.value()
+            with peer.get(key(1)) as actual:
+                value = actual.value()
                 assert holds(value, 1)
                 assert not value["pixels"].flags.writeable and not value["pixels"].flags.owndata
                 assert value["pixels"].ctypes.data % 64 == 0

@@ -49,9 +49,9 @@ def test_a_recording_that_was_cut_off_is_measured_and_it_is_said(
     path = recorded(tmp_path / "x.rec", b"hello world", b"hello w0rld")
     path.write_bytes(path.read_bytes()[:-1])
     assert measure(path, "--json") == 0
-    said = capsys.readouterr()
-    assert json.loads(said.out.splitlines()[0])["messages"] == 1
-    assert "was cut off: its last 42 bytes are no whole record" in said.err
+    captured = capsys.readouterr()
+    assert json.loads(captured.out.splitlines()[0])["messages"] == 1
+    assert "was cut off: its last 42 bytes are no whole record" in captured.err
 
 
 def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -66,9 +66,9 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureF
         ([path, "--record", tmp_path / "again"], "is a recording already"),
     ):
         assert measure(*arguments) == 2
-        said = capsys.readouterr()
-        assert words in said.err and said.err.startswith("penstock measure: ")
-        assert not said.out
+        captured = capsys.readouterr()
+        assert words in captured.err and captured.err.startswith("penstock measure: ")
+        assert not captured.out
 
 
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -50,16 +50,16 @@ def stats_of(source: CapturedChannel, *frames: bytes | int | None, lane: int = 0
 
 
 def test_consecutive_messages_are_compared() -> None:
-    one = stats_of(PLAIN, b"hello world", b"hello w0rld", b"hello w0rld").classes["bytes"]
-    assert (one.nbytes.count, one.nbytes.total) == (3, 33)
-    assert (one.edits.count, one.edits.total) == (2, 1)
-    assert one.repeated_share == 21 / 22
+    item = stats_of(PLAIN, b"hello world", b"hello w0rld", b"hello w0rld").classes["bytes"]
+    assert (item.nbytes.count, item.nbytes.total) == (3, 33)
+    assert (item.edits.count, item.edits.total) == (2, 1)
+    assert item.repeated_share == 21 / 22
 
 
 def test_what_follows_a_gap_is_not_compared() -> None:
     stats = stats_of(PLAIN, b"aaaa", 5, b"bbbb", b"bbbb", None, b"cccc")
-    one = stats.classes["bytes"]
-    assert (one.nbytes.count, one.edits.count, one.edits.total) == (4, 1, 0)
+    item = stats.classes["bytes"]
+    assert (item.nbytes.count, item.edits.count, item.edits.total) == (4, 1, 0)
     assert (stats.missed, stats.gone, stats.seen) == (5, 1, 5)
 
 
@@ -79,7 +79,7 @@ def test_a_message_is_compared_with_the_last_of_its_class() -> None:
     assert (step.edits.count, step.edits.total) == (1, 1)
     assert (stop.edits.count, stop.edits.total) == (1, 0)
     assert (step.fields["number"].unchanged, step.fields["rows"].unchanged) == (0, 1)
-    assert sum(one.nbytes for one in step.fields.values()) == step.nbytes.total
+    assert sum(field.nbytes for field in step.fields.values()) == step.nbytes.total
     assert step.decode_ns.count == step.encode_ns.count == 2
 
 
@@ -91,16 +91,16 @@ def test_what_is_not_described_is_counted_and_disturbs_nothing() -> None:
 
 
 def test_a_distribution_has_its_mean_and_ends_exactly() -> None:
-    found = Distribution()
+    distribution = Distribution()
     for value in range(10_000, 0, -1):
-        found.add(value)
-    assert (found.mean, found.least, found.most, found.count) == (5000.5, 1, 10_000, 10_000)
-    assert 4000 < found.median < 6000
+        distribution.add(value)
+    assert (distribution.mean, distribution.least, distribution.most, distribution.count) == (5000.5, 1, 10_000, 10_000)
+    assert 4000 < distribution.median < 6000
 
 
 def test_lines_of_json_have_the_same_keys_for_every_class_and_add_up() -> None:
     rows = [np.arange(size, dtype=np.int32) for size in (3, 100, 5000)]
-    stats = stats_of(TYPED, *(frame_of(Step(number, one)) for number, one in enumerate(rows)), frame_of(Stop("x")))
+    stats = stats_of(TYPED, *(frame_of(Step(number, row)) for number, row in enumerate(rows)), frame_of(Stop("x")))
     lines = list(channel_report.rows_of(stats))
     assert all(json.loads(json.dumps(line)) == line for line in lines)
     assert {line["bench"] for line in lines} == {"measure"}
@@ -113,10 +113,10 @@ def test_lines_of_json_have_the_same_keys_for_every_class_and_add_up() -> None:
 
 
 def test_the_table_says_what_was_missed() -> None:
-    said = io.StringIO()
-    tables.print_tables(channel_report.tables_of(stats_of(PLAIN, b"[bold]x", 30, b"x", None)), said)
-    assert "30 more (90.9 %) were overwritten before they were seen" in said.getvalue()
-    assert "1 long ones were gone" in said.getvalue()
+    string_i_o = io.StringIO()
+    tables.print_tables(channel_report.tables_of(stats_of(PLAIN, b"[bold]x", 30, b"x", None)), string_i_o)
+    assert "30 more (90.9 %) were overwritten before they were seen" in string_i_o.getvalue()
+    assert "1 long ones were gone" in string_i_o.getvalue()
 
 
 def test_a_chart_is_drawn(tmp_path: Path) -> None:

@@ -44,9 +44,9 @@ def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytes
 def test_the_doctor_says_who_leaves_no_more_memory(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nbytes, whose = _native.memory_available()
+    nbytes, owner = _native.memory_available()
     assert nbytes > 0
-    assert whose in ("the machine", "its control group")
+    assert owner in ("the machine", "its control group")
     monkeypatch.setattr(_native, "memory_available", lambda: (3 << 20, "a small box"))
     cli.main(["doctor"])
     assert "3.0 MiB available, as a small box leaves them" in capsys.readouterr().out
@@ -117,16 +117,16 @@ def test_packages_that_are_not_installed_are_named_with_what_to_type(monkeypatch
         return "1.0"
 
     monkeypatch.setattr(metadata, "version", version)
-    found = examine_packages()
-    assert found.level == "warning" and found.text.startswith("not installed: starlette, tokenizers; ")
-    assert f"{sys.executable} -m pip install" in found.text
+    result = examine_packages()
+    assert result.level == "warning" and result.text.startswith("not installed: starlette, tokenizers; ")
+    assert f"{sys.executable} -m pip install" in result.text
 
 
 def test_a_port_that_is_taken_is_named_and_is_missing_only_if_it_was_asked_for() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        found = examine_port("127.0.0.1", port)
-        assert found.level == "missing" and f"{port} of 127.0.0.1: Address already in use" in found.text
+        result = examine_port("127.0.0.1", port)
+        assert result.level == "missing" and f"{port} of 127.0.0.1: Address already in use" in result.text
         with pytest.MonkeyPatch.context() as patched:
             patched.setattr(doctor, "USUAL_PORT", port)
             assert examine_port("127.0.0.1", None).level == "warning"
@@ -139,5 +139,5 @@ def test_a_directory_that_could_not_be_served_is_missing(tmp_path: Path, capsys:
     assert cli.main(["doctor", str(tmp_path)]) == 1
     line = capsys.readouterr().out.splitlines()[-1]
     assert line.startswith("missing  model") and "(model_type 'gemma3') are not supported" in line
-    found = examine_model("")
-    assert found.level == "ok" and found.text.startswith("penstock-shapes: LlavaForConditionalGeneration, 6.9 MiB")
+    result = examine_model("")
+    assert result.level == "ok" and result.text.startswith("penstock-shapes: LlavaForConditionalGeneration, 6.9 MiB")

@@ -31,17 +31,17 @@ def test_a_small_change_in_a_long_message_is_found_exactly(seed: int) -> None:
     before = random.Random(seed).randbytes(100_000)
     after = before[:50] + b"12345" + before[50:90_000] + before[90_003:]
     assert before[90_000:90_003] != b"" and between(before, before).edits == 0
-    found = between(before, after)
-    assert found.is_exact
-    assert found.edits <= 8
+    result = between(before, after)
+    assert result.is_exact
+    assert result.edits <= 8
 
 
 def test_long_messages_that_have_little_in_common_get_a_bound(seed: int) -> None:
     chance = random.Random(seed)
     before, after = chance.randbytes(20_000), chance.randbytes(19_000)
-    found = between(before, after)
-    assert not found.is_exact
-    assert 15_000 < found.edits <= 20_000
+    result = between(before, after)
+    assert not result.is_exact
+    assert 15_000 < result.edits <= 20_000
     assert between(before, after, near=20_000).is_exact
 
 

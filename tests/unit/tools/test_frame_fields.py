@@ -71,9 +71,9 @@ def test_a_short_frame_is_its_head_and_its_fields() -> None:
 def test_the_bytes_of_an_array_belong_to_its_field_wherever_they_lie() -> None:
     for count in (0, 3, 32, 33, 1000, 5000):
         frame = frame_of(Step(7, numbers(count)))
-        found = sizes(LAYOUT.take_apart(frame))
-        assert sum(found.values()) == len(frame)
-        assert 4 * count <= found["rows"] <= 4 * count + 6
+        result = sizes(LAYOUT.take_apart(frame))
+        assert sum(result.values()) == len(frame)
+        assert 4 * count <= result["rows"] <= 4 * count + 6
 
 
 def test_arrays_inside_of_structs_lists_dicts_and_tuples_are_told_apart() -> None:
@@ -88,16 +88,16 @@ def test_arrays_inside_of_structs_lists_dicts_and_tuples_are_told_apart() -> Non
         Kind.NEW,
     )
     frame = frame_of(message)
-    found = sizes(LAYOUT.take_apart(frame))
-    assert sum(found.values()) == len(frame)
-    assert 400 < found["rows"] < 410
-    assert 800 < found["inner.lengths"] < 810
-    assert found["inner"] == 1  # that it has two fields
-    assert 2808 < found["many"] < 2850
-    assert 5003 < found["images"] < 5020
-    assert 2400 < found["pair"] < 2410
-    assert found["kind"] == 1 + len(Kind.NEW.value)
-    assert PADDING in found
+    result = sizes(LAYOUT.take_apart(frame))
+    assert sum(result.values()) == len(frame)
+    assert 400 < result["rows"] < 410
+    assert 800 < result["inner.lengths"] < 810
+    assert result["inner"] == 1  # that it has two fields
+    assert 2808 < result["many"] < 2850
+    assert 5003 < result["images"] < 5020
+    assert 2400 < result["pair"] < 2410
+    assert result["kind"] == 1 + len(Kind.NEW.value)
+    assert PADDING in result
 
 
 def test_the_pieces_are_the_frame_to_the_byte_whatever_the_message(seed: int) -> None:
@@ -117,9 +117,9 @@ def test_the_pieces_are_the_frame_to_the_byte_whatever_the_message(seed: int) ->
             chance.choice([None, (1, some().astype("float32"))]),
         )
         frame = frame_of(message)
-        found = sizes(LAYOUT.take_apart(frame))
-        assert sum(found.values()) == len(frame)
-        assert found.get(PADDING, 0) < 64 * 12
+        result = sizes(LAYOUT.take_apart(frame))
+        assert sum(result.values()) == len(frame)
+        assert result.get(PADDING, 0) < 64 * 12
 
 
 def test_plain_bytes_are_one_piece() -> None:

@@ -84,14 +84,14 @@ def said(level: str, *words: str) -> Callable[[], str]:
 
     def look() -> str:
         sentences = inspect.look(os.getpid())["verdict"]
-        fitting = [one["text"] for one in sentences if one["level"] == level]
+        fitting = [sentence["text"] for sentence in sentences if sentence["level"] == level]
         return next((text for text in fitting if all(word in text for word in words)), "")
 
     return look
 
 
 def levels() -> set[str]:
-    return {one["level"] for one in inspect.look(os.getpid())["verdict"]}
+    return {item["level"] for item in inspect.look(os.getpid())["verdict"]}
 
 
 # ── why somebody waits ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -118,7 +118,7 @@ def test_two_processes_that_only_send_to_each_other_are_a_deadlock_and_told_once
         assert "waits for room in ring 'there'" in text or "waits for room in ring 'back'" in text
         assert "a deadlock" in text
         sentences = inspect.look(os.getpid())["verdict"]
-        assert [one["level"] for one in sentences if one["kind"] == "wait"] == ["deadlock"]
+        assert [sentence["level"] for sentence in sentences if sentence["kind"] == "wait"] == ["deadlock"]
 
 
 def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None:
@@ -173,7 +173,7 @@ def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
         spawn(answer_once, inbox, "bad") as bad,
         spawn(receive_until_killed, inbox, "us"),
     ):
-        eventually(lambda: [one["records"] for one in inbox.snapshot()["receivers"]] == [2], within=20)
+        eventually(lambda: [item["records"] for item in inbox.snapshot()["receivers"]] == [2], within=20)
         assert bad.pid is not None
         os.kill(bad.pid, signal.SIGSTOP)
         text = eventually(said("warning", "receiver 'us'", "for records of inbox 'answers'"), within=20)
@@ -232,16 +232,24 @@ def test_a_process_that_died_is_a_note_that_says_how() -> None:
 
 def snapshot(name: str, inode: int, **more: Any) -> dict[str, Any]:
     """As the core gives it, for what is hard to bring about."""
-    made = {"name": name, "kind": "pool", "inode": inode, "age_ns": 10**10, "peers": [], "asked": True, "held_by": []}
-    return {**made, **more}
+    created = {
+        "name": name,
+        "kind": "pool",
+        "inode": inode,
+        "age_ns": 10**10,
+        "peers": [],
+        "asked": True,
+        "held_by": [],
+    }
+    return {**created, **more}
 
 
 def test_a_lock_that_a_stopped_peer_holds_is_told() -> None:
     pool = {"nbytes": 10, "taken_nbytes": 0, "blocks": 0, "max_blocks": 5, "exhaustions": 0, "lock_holder": 3}
     peer = {"index": 3, "pid": 999999999, "name": "sleepy", "state": "stopped", "how": "", "waiting_for_memory_ns": 0}
-    found = inspect.verdict_of([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
-    assert found[0]["level"] == "stuck"
-    assert found[0]["text"].startswith("the lock of the pool 'p' is held by 'sleepy' (pid 999999999, stopped)")
+    result = inspect.verdict_of([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
+    assert result[0]["level"] == "stuck"
+    assert result[0]["text"].startswith("the lock of the pool 'p' is held by 'sleepy' (pid 999999999, stopped)")
 
 
 def store_of(pool: lowlevel.Pool) -> Any:
@@ -285,14 +293,14 @@ def test_a_store_tells_its_counts_and_what_it_keeps(capsys: pytest.CaptureFixtur
         assert {word: store[word] for word in ("hits", "misses", "puts", "evictions", "keys", "nbytes")} == {
             "hits": 1, "misses": 2, "puts": 2, "evictions": 0, "keys": 2, "nbytes": 4000,
         }  # fmt: skip
-        (seen,) = (one for one in store["items"] if one["key"] == "ab" * 32)
-        assert {word: seen[word] for word in ("nbytes", "hits", "holders", "state", "writer")} == {
+        (observed,) = (item for item in store["items"] if item["key"] == "ab" * 32)
+        assert {word: observed[word] for word in ("nbytes", "hits", "holders", "state", "writer")} == {
             "nbytes": 3000, "hits": 1, "holders": 1, "state": "ready", "writer": -1,
         }  # fmt: skip
-        assert 0 <= seen["idle_ns"] <= seen["age_ns"] < 60e9
+        assert 0 <= observed["idle_ns"] <= observed["age_ns"] < 60e9
         inspect.show(inspect.look(os.getpid()))
         held.release()
-        assert {one["holders"] for one in store_seen()["items"]} == {0}
+        assert {item["holders"] for item in store_seen()["items"]} == {0}
     shown = capsys.readouterr().out
     assert "store of 'images': 2 keys, 3.9 KiB, 1 hits, 2 misses, 2 puts, 0 evictions (0 B)" in shown
     assert shown.index("abababababab…") < shown.index("010101010101…"), "what is held comes first"
@@ -335,13 +343,13 @@ def test_looking_disturbs_nothing() -> None:
     ring = penstock.Ring(name="x")
     with closing(ring.open_sender(name="a"), ring.open_receiver(name="b")):
         before = ring.snapshot()
-        seen = inspect.look(os.getpid())
+        observed = inspect.look(os.getpid())
         after = ring.snapshot()
-    for one in (before, after):
-        one.pop("age_ns")
+    for item in (before, after):
+        item.pop("age_ns")
     assert before == after
-    assert [segment["name"] for segment in seen["segments"]] == ["x"]
-    assert seen["segments"][0]["held_by"] == [{"pid": os.getpid(), "fd": ring.fd}]
+    assert [segment["name"] for segment in observed["segments"]] == ["x"]
+    assert observed["segments"][0]["held_by"] == [{"pid": os.getpid(), "fd": ring.fd}]
 
 
 def test_idle_processes_are_one_line_and_the_headline_counts_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
@@ -383,17 +391,17 @@ def test_a_peer_without_a_name_is_shown_by_its_name_in_another_segment() -> None
     with penstock.Store(1 << 20, name="values") as store, penstock.Ring(name="x") as ring:
         with ring.open_sender(name="core 7"), store.put(np.zeros(50_000, np.uint8)):
             snapshot = inspect.look(os.getpid())
-            (found,) = (segment for segment in snapshot["segments"] if segment["name"] == "values")
-            assert [peer["name"] for peer in found["peers"]] == ["core 7"]
-            assert [holder["name"] for holder in found["pool"][0]["holders"]] == ["core 7"]
+            (result,) = (segment for segment in snapshot["segments"] if segment["name"] == "values")
+            assert [peer["name"] for peer in result["peers"]] == ["core 7"]
+            assert [holder["name"] for holder in result["pool"][0]["holders"]] == ["core 7"]
             assert ["core 7"] in [process["peers"] for process in snapshot["processes"]]
 
 
 def test_a_ticket_shows_its_own_segment_alone() -> None:
-    one, other = penstock.Ring(name="one"), penstock.Ring(name="other")
-    seen = inspect.look(one.ticket)
-    assert [segment["name"] for segment in seen["segments"] if segment["asked"]] == ["one"]
-    assert {table.title.partition(":")[0] for table in inspect.tables_of(seen) if "old" in table.title} == {
+    item, other = penstock.Ring(name="one"), penstock.Ring(name="other")
+    observed = inspect.look(item.ticket)
+    assert [segment["name"] for segment in observed["segments"] if segment["asked"]] == ["one"]
+    assert {table.title.partition(":")[0] for table in inspect.tables_of(observed) if "old" in table.title} == {
         "ring 'one'"
     }
     del other
@@ -404,8 +412,8 @@ def test_the_descendants_of_a_process_are_looked_at_too() -> None:
     with spawn(receive_until_killed, ring, "child") as child:
 
         def has_found_it() -> bool:
-            found = inspect.look(os.getpid())["processes"]
-            return [one["peers"] for one in found if one["pid"] == child.pid] == [["child"]]
+            result = inspect.look(os.getpid())["processes"]
+            return [item["peers"] for item in result if item["pid"] == child.pid] == [["child"]]
 
         eventually(has_found_it, within=20)
         assert child.pid is not None
@@ -424,18 +432,18 @@ def test_who_is_not_there_is_one_line_and_status_two(
     target: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["inspect", target]) == 2
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert words in said.err
-    assert said.err.count("\n") == 1
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert words in captured.err
+    assert captured.err.count("\n") == 1
 
 
 def test_a_process_without_segments_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
     with spawn(time.sleep, 60) as process:
         assert cli.main(["inspect", str(process.pid)]) == 2
-    said = capsys.readouterr().err
-    assert "has no segment of penstock open" in said
-    assert said.count("\n") == 1
+    output = capsys.readouterr().err
+    assert "has no segment of penstock open" in output
+    assert output.count("\n") == 1
 
 
 def test_a_ticket_whose_segment_is_closed_is_one_line_and_status_two(capsys: pytest.CaptureFixture[str]) -> None:
@@ -458,10 +466,10 @@ def test_json_is_the_whole_picture_and_the_sentences(capsys: pytest.CaptureFixtu
     ring = penstock.Ring(name="x")
     with closing(ring.open_sender(name="a")):
         assert cli.main(["inspect", str(os.getpid()), "--json"]) == 0
-    seen = json.loads(capsys.readouterr().out)
-    assert set(seen) == {"target", "verdict", "processes", "segments", "unreadable"}
-    assert seen["segments"][0]["senders"][0]["name"] == "a"
-    assert all(set(one) == {"level", "kind", "text", "pids"} for one in seen["verdict"])
+    parsed = json.loads(capsys.readouterr().out)
+    assert set(parsed) == {"target", "verdict", "processes", "segments", "unreadable"}
+    assert parsed["segments"][0]["senders"][0]["name"] == "a"
+    assert all(set(item) == {"level", "kind", "text", "pids"} for item in parsed["verdict"])
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
@@ -491,16 +499,19 @@ class Stop(msgspec.Struct, array_like=True):
 
 def test_a_channel_of_messages_says_which(capsys: pytest.CaptureFixture[str]) -> None:
     ring, plain = penstock.Ring(Step | Stop, name="steps"), penstock.Ring(name="bytes")
-    seen = inspect.look(os.getpid())
-    assert {one["name"]: one.get("messages") for one in seen["segments"]} == {"steps": ["Step", "Stop"], "bytes": None}
-    inspect.show(seen)
+    observed = inspect.look(os.getpid())
+    assert {item["name"]: item.get("messages") for item in observed["segments"]} == {
+        "steps": ["Step", "Stop"],
+        "bytes": None,
+    }
+    inspect.show(observed)
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("ring ")]
     assert [title.partition(", carries ")[2] for title in titles] == ["", "Step, Stop"]
     with mmap.mmap(ring.fd, min(os.fstat(ring.fd).st_size, 8 << 20)) as memory:
         at = memory.find(b'"messages"')
         assert at > 0, "the description lies further behind"
         memory[at + 1] = 0
-    (broken,) = (one for one in inspect.look(os.getpid())["segments"] if one["name"] == "steps")
+    (broken,) = (item for item in inspect.look(os.getpid())["segments"] if item["name"] == "steps")
     assert broken["messages"] == []
     assert "is no description" in broken["messages_error"]
     inspect.show(inspect.look(os.getpid()))
@@ -534,10 +545,10 @@ def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pyte
                     at = chance.randrange(shape_ends, len(memory) - 8) // 4 * 4
                     word = chance.choice((0, 1, 2**63, 2**64 - 1, chance.getrandbits(64), os.getpid() << 38 | 1 << 60))
                     memory[at : at + 8] = word.to_bytes(8, "little")
-        seen = inspect.look(os.getpid())
-        assert len(seen["segments"]) == 5
-        json.dumps(seen)
-        inspect.show(seen)
+        observed = inspect.look(os.getpid())
+        assert len(observed["segments"]) == 5
+        json.dumps(observed)
+        inspect.show(observed)
         capsys.readouterr()
 
 
@@ -555,9 +566,9 @@ def test_a_segment_of_another_build_is_named_and_does_not_hide_the_others() -> N
     ring, other = penstock.Ring(name="fine"), penstock.Ring(name="other")
     with mmap.mmap(other.fd, 4096) as memory:
         memory[8] ^= 0xFF  # the version
-        seen = inspect.look(os.getpid())
-        assert [segment["name"] for segment in seen["segments"]] == ["fine"]
-        assert "both sides need the same build" in seen["unreadable"][0]
+        observed = inspect.look(os.getpid())
+        assert [segment["name"] for segment in observed["segments"]] == ["fine"]
+        assert "both sides need the same build" in observed["unreadable"][0]
     del ring
 
 

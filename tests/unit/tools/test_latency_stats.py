@@ -15,7 +15,7 @@ from penstock.tools.load.latency_stats import Figures, Paces, Spread, figures_of
 def told(*stamps: float, due: float = 10.0, tokens: int | None = None, counts: tuple[int, ...] = ()) -> Outcome:
     """An answer whose events came so many seconds after it was due, and that was whole 0.5 s after the last."""
     done = due + max(stamps, default=0.0) + 0.5
-    outcome = Outcome(due, due, [due + one for one in stamps], list(counts), done, 3)
+    outcome = Outcome(due, due, [due + stamp for stamp in stamps], list(counts), done, 3)
     outcome.completion_tokens = tokens
     return outcome
 
@@ -31,13 +31,13 @@ def itl(outcome: Outcome) -> list[tuple[float, float]]:
 def test_with_one_token_an_event_itl_is_the_gap_and_tpot_its_mean() -> None:
     outcome = told(0.2, 0.3, 0.6, tokens=3)
     assert itl(outcome) == [(0.1, 1), (0.3, 1)]
-    found = figures(outcome)
-    assert found.ttft is not None and found.tpot is not None and found.latency is not None
-    assert found.ttft.mean == pytest.approx(200) and found.tpot.mean == pytest.approx(200)
-    assert found.latency.mean == pytest.approx(1100)
-    assert (found.requests, found.output_tokens, found.prompt_tokens) == (1, 3, 3)
-    assert found.requests_per_s == pytest.approx(0.1) and found.output_tokens_per_s == pytest.approx(0.3)
-    assert found.cpu_cores == pytest.approx(0.1)
+    result = figures(outcome)
+    assert result.ttft is not None and result.tpot is not None and result.latency is not None
+    assert result.ttft.mean == pytest.approx(200) and result.tpot.mean == pytest.approx(200)
+    assert result.latency.mean == pytest.approx(1100)
+    assert (result.requests, result.output_tokens, result.prompt_tokens) == (1, 3, 3)
+    assert result.requests_per_s == pytest.approx(0.1) and result.output_tokens_per_s == pytest.approx(0.3)
+    assert result.cpu_cores == pytest.approx(0.1)
 
 
 def test_tokens_that_came_in_one_event_share_its_gap() -> None:
@@ -72,14 +72,14 @@ def test_an_event_that_brought_no_token_lends_its_gap_to_the_next() -> None:
 
 
 def test_events_without_usage_count_as_tokens_and_it_is_said() -> None:
-    found = figures(told(0.1, 0.2), told(0.1, tokens=9))
-    assert (found.output_tokens, found.counted_by_events) == (11, 1)
+    result = figures(told(0.1, 0.2), told(0.1, tokens=9))
+    assert (result.output_tokens, result.counted_by_events) == (11, 1)
 
 
 def test_one_event_has_a_ttft_and_no_itl_and_none_has_neither() -> None:
-    found = figures(told(0.1, tokens=4))
-    assert found.itl is None and found.tpot is None
-    assert found.ttft == Spread(*[pytest.approx(100)] * 4)
+    result = figures(told(0.1, tokens=4))
+    assert result.itl is None and result.tpot is None
+    assert result.ttft == Spread(*[pytest.approx(100)] * 4)
     silent = figures(told(tokens=4))
     assert silent.ttft is None and silent.latency is not None and silent.output_tokens == 4
 
@@ -99,11 +99,11 @@ def test_what_failed_or_was_interrupted_is_counted_and_in_no_figure() -> None:
     failed.append(told(0.1))
     failed[2].failure = Failure("silent", "third")
     is_open = Outcome(10.0, 10.0, [10.1])
-    found = figures(told(0.2, tokens=2), *failed, is_open)
-    assert (found.requests, found.failed, found.unfinished, found.output_tokens) == (1, 3, 1, 2)
-    told_of = [(one.kind, one.requests, one.example) for one in found.errors]
+    result = figures(told(0.2, tokens=2), *failed, is_open)
+    assert (result.requests, result.failed, result.unfinished, result.output_tokens) == (1, 3, 1, 2)
+    told_of = [(error.kind, error.requests, error.example) for error in result.errors]
     assert told_of == [("closed", 2, "first"), ("silent", 1, "third")]
-    assert found.most_open == 5
+    assert result.most_open == 5
     nothing = figures()
     assert (nothing.requests, nothing.ttft, nothing.errors) == (0, None, [])
 
@@ -111,6 +111,6 @@ def test_what_failed_or_was_interrupted_is_counted_and_in_no_figure() -> None:
 def test_a_request_that_is_sent_late_is_timed_from_when_it_was_due() -> None:
     outcome = told(0.3, tokens=1)
     outcome.sent = outcome.due + 0.2
-    found = figures(outcome)
-    assert found.ttft is not None and found.ttft.mean == pytest.approx(300)
-    assert found.late is not None and found.late.p99 == pytest.approx(200)
+    result = figures(outcome)
+    assert result.ttft is not None and result.ttft.mean == pytest.approx(300)
+    assert result.late is not None and result.late.p99 == pytest.approx(200)

@@ -54,11 +54,11 @@ def send_at_full_speed(channel: Any) -> None:
 
 
 def lines_of(text: str) -> dict[str, list[dict[str, Any]]]:
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for line in text.splitlines():
-        one = json.loads(line)
-        found.setdefault(one["case"], []).append(one)
-    return found
+        parsed = json.loads(line)
+        result.setdefault(parsed["case"], []).append(parsed)
+    return result
 
 
 def has_sent(channel: Any) -> bool:
@@ -77,24 +77,24 @@ def in_use() -> Iterator[tuple[Any, int]]:
 def test_messages_of_a_process_are_measured_by_class_and_by_field(capsys: pytest.CaptureFixture[str]) -> None:
     with in_use() as (_, pid):
         assert cli.main(["measure", str(pid), "--seconds", "0.5", "--json"]) == 0
-        found = lines_of(capsys.readouterr().out)
-        (channel,) = found["channel"]
+        result = lines_of(capsys.readouterr().out)
+        (channel,) = result["channel"]
         assert (channel["channel"], channel["kind"], channel["undecodable"]) == ("steps", "ring", 0)
         assert channel["messages"] > 4
-        step, stop = found["message"]
+        step, stop = result["message"]
         assert (step["message"], stop["message"]) == ("Step", "Stop")
         assert stop["mean_bytes"] == 2 + 11
         assert stop["mean_distance_bytes"] == 0 and stop["repeated_share"] == 1
         assert 0 < step["mean_distance_bytes"] < 3
-        unchanged = {one["field"]: one["unchanged_share"] for one in found["field"] if one["message"] == "Step"}
+        unchanged = {item["field"]: item["unchanged_share"] for item in result["field"] if item["message"] == "Step"}
         assert (unchanged["rows"], unchanged["number"]) == (1, 0)
 
 
 def test_a_ticket_leads_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
     with in_use() as (ring, _):
         assert cli.main(["measure", str(ring.ticket), "--seconds", "0.3"]) == 0
-        said = capsys.readouterr().out
-        assert "ring 'steps'" in said and "Step, by field" in said
+        output = capsys.readouterr().out
+        assert "ring 'steps'" in output and "Step, by field" in output
 
 
 def test_what_is_recorded_is_measured_to_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -121,7 +121,7 @@ def test_nobody_notices_that_somebody_looks() -> None:
         before = ring.snapshot()
         assert cli.main(["measure", str(pid), "--seconds", "0.2"]) == 0
         after = ring.snapshot()
-        assert [one["name"] for one in after["peers"]] == [one["name"] for one in before["peers"]]
+        assert [item["name"] for item in after["peers"]] == [item["name"] for item in before["peers"]]
         assert len(after["receivers"]) == len(before["receivers"])
 
 
@@ -131,7 +131,7 @@ def test_under_load_what_was_seen_and_what_was_missed_is_all_that_was_sent() -> 
         assert child.pid is not None
         watched = live_capture.channels_of(child.pid, None)
         first: int | None = None
-        last = seen = missed = 0
+        last = observed = missed = 0
         for entry in live_capture.entries(watched, 0.7):
             if entry is None:
                 continue
@@ -141,28 +141,28 @@ def test_under_load_what_was_seen_and_what_was_missed_is_all_that_was_sent() -> 
             assert entry.frame == b"x" * 100
             first = entry.sequence if first is None else first
             last = entry.sequence
-            seen += 1
-            if seen % 50 == 0:
+            observed += 1
+            if observed % 50 == 0:
                 time.sleep(0.01)  # slower than they are
         assert missed > 0, "this was no load"
         assert first is not None
-        assert seen <= last - first + 1 <= seen + missed
+        assert observed <= last - first + 1 <= observed + missed
 
 
 def test_when_those_who_had_the_channel_are_gone_it_ends_with_the_table(tmp_path: Path) -> None:
     with in_use() as (_, pid), looking_at(pid, tmp_path / "x.rec") as looking:
         os.kill(pid, signal.SIGKILL)
-        said = ended(looking)
+        output = ended(looking)
     assert looking.returncode == 0
-    assert "Step, by field" in said
+    assert "Step, by field" in output
 
 
 def test_an_interrupt_ends_it_with_the_table(tmp_path: Path) -> None:
     with in_use() as (_, pid), looking_at(pid, tmp_path / "x.rec") as looking:
         os.kill(looking.pid, signal.SIGINT)
-        said = ended(looking)
+        output = ended(looking)
     assert looking.returncode == 0
-    assert "ring 'steps'" in said and "Step, by field" in said
+    assert "ring 'steps'" in output and "Step, by field" in output
 
 
 @contextlib.contextmanager

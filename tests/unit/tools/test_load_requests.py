@@ -53,13 +53,13 @@ def test_delays_of_a_script_are_what_is_measured(tmp_path: Path) -> None:
     """Least times only: a busy machine adds to them. A first token that is read late shortens what follows it."""
     script: Script = [HEAD, 0.2, text(), 0.1, text(), 0.1, text(), 0.3, ending(3)]
     with answering(script) as (_, url):
-        status, said = bench(url, tmp_path, "--num-prompts", 4, "--max-concurrency", 4)
-    found = said["figures"]
-    assert status == 0 and found["requests"] == 4 and found["output_tokens"] == 12
-    assert 195 < found["ttft"]["p50"] and 50 < found["tpot"]["p50"] and 695 < found["latency"]["p50"]
-    assert found["latency"]["p50"] - found["ttft"]["p50"] > 300  # the end of the answer is not its last token
-    assert found["tpot"]["mean"] == pytest.approx(found["itl"]["mean"])
-    assert found["prompt_tokens"] == 20 and found["counted_by_events"] == 0
+        status, output = bench(url, tmp_path, "--num-prompts", 4, "--max-concurrency", 4)
+    result = output["figures"]
+    assert status == 0 and result["requests"] == 4 and result["output_tokens"] == 12
+    assert 195 < result["ttft"]["p50"] and 50 < result["tpot"]["p50"] and 695 < result["latency"]["p50"]
+    assert result["latency"]["p50"] - result["ttft"]["p50"] > 300  # the end of the answer is not its last token
+    assert result["tpot"]["mean"] == pytest.approx(result["itl"]["mean"])
+    assert result["prompt_tokens"] == 20 and result["counted_by_events"] == 0
 
 
 def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Path) -> None:
@@ -69,29 +69,29 @@ def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Pa
         pieces += [whole[at : at + 7], 0.001]
     for script in (pieces, [HEAD + whole]):
         with answering(script) as (_, url):
-            status, said = bench(url, tmp_path, "--num-prompts", 1)
-        assert status == 0 and said["figures"]["output_tokens"] == 2
-        assert said["figures"]["tokens_per_event"] == 1
+            status, output = bench(url, tmp_path, "--num-prompts", 1)
+        assert status == 0 and output["figures"]["output_tokens"] == 2
+        assert output["figures"]["tokens_per_event"] == 1
 
 
 def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> None:
     first, second, third = text(" a", usage=usage(1)), text(" b c d e", usage=usage(5)), text(" f", usage=usage(6))
     with answering([HEAD, first, 0.2, second, 0.4, third, ending(6)]) as (_, url):
-        _, said = bench(url, tmp_path, "--num-prompts", 1)
+        _, output = bench(url, tmp_path, "--num-prompts", 1)
     # A gap of 200 ms for four tokens, and one of 400 for one, each as long as the client reads at once; spread over
     # events, they would be 200 and 400.
-    assert 20 < said["figures"]["itl"]["p50"] < 150
-    assert said["figures"]["itl"]["p99"] > 300
-    assert said["figures"]["tokens_per_event"] == 2
+    assert 20 < output["figures"]["itl"]["p50"] < 150
+    assert output["figures"]["itl"]["p99"] > 300
+    assert output["figures"]["tokens_per_event"] == 2
 
 
 def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
     stream = b": a comment\ndata: one\n\ndata:two\r\nid: 4\r\n\r\nevent: x\n\ndata: a\ndata: b\n\ndata: half"
     for size in range(1, len(stream)):
-        data, found = SseParser(), []
+        data, result = SseParser(), []
         for at in range(0, len(stream), size):
-            found += data.feed(stream[at : at + size])
-        assert found == [b"one", b"two", b"a\nb"]
+            result += data.feed(stream[at : at + size])
+        assert result == [b"one", b"two", b"a\nb"]
 
 
 def test_an_event_that_does_not_end_is_not_awaited() -> None:
@@ -107,16 +107,16 @@ def test_an_event_that_does_not_end_is_not_awaited() -> None:
 # ── what is asked, and when ──────────────────────────────────────────────────────────────────────────────────────────
 def test_no_more_are_open_than_were_asked_for_and_connections_are_kept(tmp_path: Path) -> None:
     with answering([HEAD, text(), 0.01, ending(1)]) as (fake, url):
-        status, said = bench(url, tmp_path, "--num-prompts", 30, "--max-concurrency", 3)
-    assert status == 0 and fake.most_open == fake.connections == said["figures"]["most_open"] == 3
+        status, output = bench(url, tmp_path, "--num-prompts", 30, "--max-concurrency", 3)
+    assert status == 0 and fake.most_open == fake.connections == output["figures"]["most_open"] == 3
     assert len(fake.asked) == 30
 
 
 def test_arrivals_at_a_rate_do_not_wait_for_answers(tmp_path: Path) -> None:
     with answering([HEAD, text(), 1.0, ending(1)]) as (fake, url):
-        status, said = bench(url, tmp_path, "--num-prompts", 40, "--request-rate", 200)
+        status, output = bench(url, tmp_path, "--num-prompts", 40, "--request-rate", 200)
     assert status == 0 and fake.most_open > 20
-    assert said["figures"]["seconds"] >= 1.0
+    assert output["figures"]["seconds"] >= 1.0
 
 
 def test_arrivals_are_the_same_for_the_same_seed_and_have_the_rate_they_are_to_have() -> None:
@@ -130,7 +130,7 @@ def test_arrivals_are_the_same_for_the_same_seed_and_have_the_rate_they_are_to_h
         load = Load(Wire(), [("/", b"")] * 200, lambda outcome: None)  # type: ignore[arg-type]
         asyncio.run(load.open(2000.0, seed))
         outcomes: list[Outcome] = load.outcomes
-        return [round(one.due - outcomes[0].due, 9) for one in outcomes]
+        return [round(item.due - outcomes[0].due, 9) for item in outcomes]
 
     first = dues(7)
     assert first == pytest.approx(dues(7), abs=1e-6) and first != pytest.approx(dues(8), abs=1e-4)
@@ -169,10 +169,10 @@ def test_prompts_have_as_many_tokens_as_asked_for_as_the_server_counts_them(tmp_
         assert 46 <= min(sizes) < 60 and 74 < max(sizes) <= 88
         assert {body["max_tokens"] for body in bodies} <= {5, 6, 7, 8, 9}
         assert all(body["ignore_eos"] and body["stream"] and body["model"] == "theirs" for body in bodies)
-        said = json.dumps(sorted(map(str, bodies)))
-        kept = tmp_path / f"bodies{seed}"
-        assert not kept.exists() or kept.read_text() == said, "the same seed, and other prompts"
-        kept.write_text(said)
+        output = json.dumps(sorted(map(str, bodies)))
+        saved = tmp_path / f"bodies{seed}"
+        assert not saved.exists() or saved.read_text() == output, "the same seed, and other prompts"
+        saved.write_text(output)
         assert json.loads((tmp_path / "x").read_text())["figures"]["prompt_tokens"] == sum(sizes)
     assert (tmp_path / "bodies1").read_text() != (tmp_path / "bodies2").read_text()
 
@@ -186,13 +186,13 @@ def test_images_are_png_files_of_the_size_asked_for(tmp_path: Path) -> None:
         options = ("--images", "2", "--image-size", "50x33", "--num-prompts", "2", "--model", "m")
         assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
     parts = [body["messages"][0]["content"] for _, body in fake.asked[2:]]
-    assert [[part["type"] for part in one] for one in parts] == [["image_url", "image_url", "text"]] * 2
-    urls = [part["image_url"]["url"] for one in parts for part in one[:2]]
+    assert [[part["type"] for part in entry] for entry in parts] == [["image_url", "image_url", "text"]] * 2
+    urls = [part["image_url"]["url"] for entry in parts for part in entry[:2]]
     assert len(set(urls)) == 4
-    for one in urls:
-        found = image.open(io.BytesIO(base64.b64decode(one.removeprefix("data:image/png;base64,"))))
-        found.load()
-        assert (found.size, found.mode) == ((50, 33), "RGB") and len(found.getcolors(50 * 33)) == 4 * 3
+    for item in urls:
+        result = image.open(io.BytesIO(base64.b64decode(item.removeprefix("data:image/png;base64,"))))
+        result.load()
+        assert (result.size, result.mode) == ((50, 33), "RGB") and len(result.getcolors(50 * 33)) == 4 * 3
 
 
 def test_videos_are_mp4_files_of_the_size_and_duration_asked_for() -> None:
@@ -215,11 +215,11 @@ def test_videos_are_mp4_files_of_the_size_and_duration_asked_for() -> None:
         )
         assert cli.main(["bench", "serve", "--base-url", url, *options, "--num-prompts", "3", "--model", "m"]) == 0
     parts = [body["messages"][0]["content"] for _, body in fake.asked[2:]]
-    assert [[part["type"] for part in one] for one in parts] == [["image_url", "video_url", "text"]] * 3
-    urls = [one[1]["video_url"]["url"] for one in parts]
+    assert [[part["type"] for part in entry] for entry in parts] == [["image_url", "video_url", "text"]] * 3
+    urls = [entry[1]["video_url"]["url"] for entry in parts]
     assert len(set(urls)) == 3
-    for one in urls:
-        with av.open(io.BytesIO(base64.b64decode(one.removeprefix("data:video/mp4;base64,")))) as container:
+    for item in urls:
+        with av.open(io.BytesIO(base64.b64decode(item.removeprefix("data:video/mp4;base64,")))) as container:
             stream = container.streams.video[0]
             assert (stream.width, stream.height, stream.average_rate) == (48, 32, 5)
             assert stream.frames in (5, 10, 15) and len(list(container.decode(stream))) == stream.frames
@@ -240,15 +240,15 @@ def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: P
             "m",
         )
         assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
-    asked = [(body["prompt"], body["max_tokens"], body["temperature"]) for _, body in fake.asked]
-    assert asked == [("one", 128, 0), ([1, 2], 128, 0), ("three", 9, 1.5), ("one", 128, 0)]
+    request = [(body["prompt"], body["max_tokens"], body["temperature"]) for _, body in fake.asked]
+    assert request == [("one", 128, 0), ([1, 2], 128, 0), ("three", 9, 1.5), ("one", 128, 0)]
 
 
 def test_prompts_may_come_through_a_pipe() -> None:
-    ours, its = os.pipe()
+    ours, own = os.pipe()
     try:
-        os.write(its, b'"one"\n"two"\n')
-        os.close(its)
+        os.write(own, b'"one"\n"two"\n')
+        os.close(own)
         with answering(GOOD) as (fake, url):
             options = (
                 "--dataset-path",
@@ -320,17 +320,17 @@ MISDEEDS: list[tuple[Script, str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("script", "kind", "words"), MISDEEDS, ids=[f"{one[1]}-{at}" for at, one in enumerate(MISDEEDS)]
+    ("script", "kind", "words"), MISDEEDS, ids=[f"{misdeed[1]}-{at}" for at, misdeed in enumerate(MISDEEDS)]
 )
 def test_a_misdeed_is_counted_under_its_name_and_the_others_are_measured(
     script: Script, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with faked_in_a_thread(lambda index, body: GOOD if index % 2 else script) as (_, url):
         timeout = 0.5 if kind == "silent" else 10  # seconds without an event
-        status, said = bench(url, tmp_path, "--num-prompts", 6, "--max-concurrency", 1, "--timeout", timeout)
-    found = said["figures"]
-    assert status == 1 and (found["requests"], found["failed"]) == (3, 3)
-    (error,) = found["errors"]
+        status, output = bench(url, tmp_path, "--num-prompts", 6, "--max-concurrency", 1, "--timeout", timeout)
+    result = output["figures"]
+    assert status == 1 and (result["requests"], result["failed"]) == (3, 3)
+    (error,) = result["errors"]
     assert (error["kind"], error["requests"]) == (kind, 3) and words in error["example"]
     assert len(error["example"]) < 400
     assert kind in capsys.readouterr().out
@@ -339,14 +339,14 @@ def test_a_misdeed_is_counted_under_its_name_and_the_others_are_measured(
 def test_nobody_who_listens_is_a_failure_of_each_request(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and nobody listens
-        status, said = bench(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, "--num-prompts", 5)
-    assert status == 1 and [one["kind"] for one in said["figures"]["errors"]] == ["not connected"]
+        status, output = bench(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, "--num-prompts", 5)
+    assert status == 1 and [item["kind"] for item in output["figures"]["errors"]] == ["not connected"]
 
 
 def test_a_kept_connection_that_the_server_closes_is_nobodys_fault(tmp_path: Path) -> None:
     with faked_in_a_thread(lambda index, body: [*GOOD, None]) as (fake, url):
-        status, said = bench(url, tmp_path, "--num-prompts", 20, "--max-concurrency", 2)
-    assert status == 0 and said["figures"]["requests"] == 20 and fake.connections >= 20
+        status, output = bench(url, tmp_path, "--num-prompts", 20, "--max-concurrency", 2)
+    assert status == 0 and output["figures"]["requests"] == 20 and fake.connections >= 20
 
 
 def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -358,8 +358,8 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, m
 
 def test_a_server_that_closes_whatever_it_is_asked_is_not_asked_twice(tmp_path: Path) -> None:
     with answering([None]) as (fake, url):
-        status, said = bench(url, tmp_path, "--num-prompts", 5)
-    assert status == 1 and said["figures"]["failed"] == len(fake.asked) == 5
+        status, output = bench(url, tmp_path, "--num-prompts", 5)
+    assert status == 1 and output["figures"]["failed"] == len(fake.asked) == 5
 
 
 def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
@@ -375,9 +375,9 @@ def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
 
         thread = threading.Thread(target=serve)
         thread.start()
-        status, said = bench(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, "--num-prompts", 2)
+        status, output = bench(f"http://127.0.0.1:{listener.getsockname()[1]}", tmp_path, "--num-prompts", 2)
         thread.join(10)
-    assert status == 0 and said["figures"]["counted_by_events"] == 2
+    assert status == 0 and output["figures"]["counted_by_events"] == 2
 
 
 def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_measure(
@@ -422,11 +422,11 @@ def test_signal_prints_a_partial_table(numbers: list[signal.Signals], tmp_path: 
     assert process.returncode == 128 + numbers[0], err
     assert f"partial: ended by {numbers[0].name}" in " ".join(out.split())
     assert re.search(r"answered +5", out) and "interrupted: 2 requests were open" in out and not err
-    said = json.loads((tmp_path / "x").read_text())
-    assert said["interrupted"] == numbers[0].name and said["figures"]["unfinished"] == 2
+    parsed = json.loads((tmp_path / "x").read_text())
+    assert parsed["interrupted"] == numbers[0].name and parsed["figures"]["unfinished"] == 2
 
 
 def test_no_engine_is_imported_for_it() -> None:
     code = "import sys, penstock.tools.load.command; print(*sys.modules)"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
-    assert not [one for one in found.stdout.split() if re.match(r"penstock\.(engine|server)|torch|httpx", one)]
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
+    assert not [word for word in completed.stdout.split() if re.match(r"penstock\.(engine|server)|torch|httpx", word)]

@@ -89,7 +89,7 @@ def test_the_parts_are_the_whole_time_without_a_hole(seed: int) -> None:
         sent, taken, replied, reply_taken = (at := at + chance.randrange(1, 50) for _ in range(4))
         answered.append((sent, taken, replied, reply_taken))
         at = chance.choice([sent + 1, reply_taken])
-    answered.sort(key=lambda one: one[2])
+    answered.sort(key=lambda item: item[2])
     waits = []
     for pid, end in ((CORE, RESULTS_END), (CORE, TOKENS_END), (WORKER, STEPS_END)):
         since = 0

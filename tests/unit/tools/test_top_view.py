@@ -32,40 +32,40 @@ def busy(at: float, name: str = "m") -> ServerSnapshot:
         engine_steps=many, sampled_tokens=4 * many, engine_busy_seconds=0.008 * many, engine_idle_seconds=0.002 * many,
         engine_core_seconds=0.0005 * many,
     )  # fmt: skip
-    found = moment(
+    result = moment(
         at,
         time=at,
         engines=(engine, engine),
         served=(view("served"), view("served")),
         servers=(view("servers", open_requests=7),),
         processes=tuple(
-            zero(ProcessView, role="worker", index=one, pid=one + 1, incarnation=1 + (one == 3), state="serves")
-            for one in range(12)
+            zero(ProcessView, role="worker", index=item, pid=item + 1, incarnation=1 + (item == 3), state="serves")
+            for item in range(12)
         ),
-        channels=tuple(zero(ChannelView, name=f"{name} {one}", kind="inbox", records=many) for one in range(30)),
+        channels=tuple(zero(ChannelView, name=f"{name} {item}", kind="inbox", records=many) for item in range(30)),
         stores=(zero(StoreView, name="s", hits=many, misses=many, holders=(HolderView(name, 1, 2048),)),),
     )
-    return msgspec.structs.replace(found, server_info=server_info)
+    return msgspec.structs.replace(result, server_info=server_info)
 
 
 def seen(name: str = "m") -> tuple[View, History]:
-    found, history = View.after(busy(10.0, name), busy(12.0, name), 5.0), History()
-    history.add(found.rates)
-    return found, history
+    result, history = View.after(busy(10.0, name), busy(12.0, name), 5.0), History()
+    history.add(result.rates)
+    return result, history
 
 
 def shown(width: int, height: int, name: str = "m", is_terminal: bool = True, **options: Any) -> list[str]:
-    told = {"force_terminal": is_terminal, "color_system": None, "legacy_windows": False, "highlight": False}
-    console = Console(file=io.StringIO(), width=width, height=height, **told)
+    output = {"force_terminal": is_terminal, "color_system": None, "legacy_windows": False, "highlight": False}
+    console = Console(file=io.StringIO(), width=width, height=height, **output)
     console.print(drawn(*seen(name), console, **options))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_memory_of_each_process_is_its_own_and_what_is_shared_stands_once() -> None:
-    found, _ = seen()
+    result, _ = seen()
     known = zero(ProcessView, role="core", pid=1, state="serves", private_nbytes=3 << 20)
     gone = zero(ProcessView, role="core", index=1, state="gone", private_nbytes=None)
-    moment = msgspec.structs.replace(found.moment, processes=(known, gone), shared_nbytes=5 << 30)
+    moment = msgspec.structs.replace(result.moment, processes=(known, gone), shared_nbytes=5 << 30)
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(drawn(View(moment, None), History(), console))
     rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
@@ -122,10 +122,12 @@ def test_a_group_that_restarted_counts_once_and_a_process_that_is_gone_is_counte
     group = [
         zero(ProcessView, role=role, pid=1, incarnation=3, state="serves") for role in ("core", "worker", "output")
     ]
-    servers = [zero(ProcessView, role="server", index=one, incarnation=1 + one, state="serves") for one in range(2)]
+    servers = [
+        zero(ProcessView, role="server", index=entry, incarnation=1 + entry, state="serves") for entry in range(2)
+    ]
     gone = zero(ProcessView, role="worker", group=1, incarnation=1, state="gone")
-    one, two = shown_moment(processes=(*group, *servers)), shown_moment(processes=(*group, *servers, gone))
-    assert any("3 restarts" in line and "gone" not in line for line in one)
+    item, two = shown_moment(processes=(*group, *servers)), shown_moment(processes=(*group, *servers, gone))
+    assert any("3 restarts" in line and "gone" not in line for line in item)
     assert any("3 restarts   1 gone" in line for line in two)
     assert any("0 restarts" in line for line in shown_moment())
 
@@ -170,11 +172,11 @@ def test_before_there_are_rates_nothing_is_made_up() -> None:
 
 
 def test_group_that_is_coming_back_has_a_line_with_the_requests_that_wait() -> None:
-    found = busy(10.0)
-    engines = (found.engines[0], view("engines"))
-    served = (found.served[0], view("served", requests_waiting_to_resume=5))
+    result = busy(10.0)
+    engines = (result.engines[0], view("engines"))
+    served = (result.served[0], view("served", requests_waiting_to_resume=5))
     console = Console(file=io.StringIO(), width=120, color_system=None)
-    lost = msgspec.structs.replace(found, engines=engines, served=served)
+    lost = msgspec.structs.replace(result, engines=engines, served=served)
     console.print(drawn(View(lost, None), History(), console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
     assert "5 waiting to resume" in text and "group 1     is coming back, 5 requests to resume" in text
@@ -197,4 +199,11 @@ def test_a_curve_ends_with_now_and_only_nothing_is_blank() -> None:
 
 
 def test_amounts_have_three_figures() -> None:
-    assert [amount(one) for one in (None, 0, 0.04, 3.14159, 99.96, 1234.5)] == ["–", "0", "0.0", "3.1", "100", "1,234"]
+    assert [amount(item) for item in (None, 0, 0.04, 3.14159, 99.96, 1234.5)] == [
+        "–",
+        "0",
+        "0.0",
+        "3.1",
+        "100",
+        "1,234",
+    ]

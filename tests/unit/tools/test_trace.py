@@ -62,7 +62,7 @@ class Tracing:
 
     def events(self, timeline: Timeline, path: Path) -> list[dict[str, Any]]:
         nbytes = write_trace(
-            path, TraceEvents(timeline, self.time).all([(found, []) for found in find_series(timeline)]), {}
+            path, TraceEvents(timeline, self.time).all([(series, []) for series in find_series(timeline)]), {}
         )
         assert nbytes == path.stat().st_size
         events: list[dict[str, Any]] = json.loads(path.read_text())["traceEvents"]
@@ -234,8 +234,8 @@ def test_events_that_were_overwritten_are_counted() -> None:
             receiver.receive()
         timeline = tracing.end()
     (traced,) = timeline.channels
-    seen = sum(len(traced.events(end)) for end in (0, 1))
-    assert traced.missed and seen + traced.missed == 10_000 and traced.records_without_events() == 0
+    observed = sum(len(traced.events(end)) for end in (0, 1))
+    assert traced.missed and observed + traced.missed == 10_000 and traced.records_without_events() == 0
     assert all(record.takes[0].taken_ns >= record.sent_ns for record in timeline.records.values() if record.takes)
 
 
@@ -297,7 +297,7 @@ def must_nest(events: list[dict[str, Any]]) -> None:
             assert event["dur"] > 0
             tracks.setdefault(event["tid"], []).append((event["ts"], event["ts"] + event["dur"]))
     for slices in tracks.values():
-        slices.sort(key=lambda one: (one[0], -one[1]))
+        slices.sort(key=lambda item: (item[0], -item[1]))
         open_until: list[float] = []
         for begin, end in slices:
             while open_until and open_until[-1] <= begin + 0.0015:  # a slice has at least 1 ns

@@ -218,13 +218,13 @@ class SSEResponse:
     """
 
     def __init__(
-        self, batch: RequestStreams, head: bytes, includes_usage: bool, latency: LatencyRecorder, request_id: str
+        self, batch: RequestStreams, head: bytes, includes_usage: bool, latencies: LatencyRecorder, request_id: str
     ) -> None:
         self.status_code = 200  # for the counters: an error after the head was sent changes it
         self._batch = batch
         self._head = head
         self._includes_usage = includes_usage
-        self._latency = latency
+        self._latencies = latencies
         self._request_id = request_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -238,10 +238,10 @@ class SSEResponse:
         """Sends all events but the last one, which it returns."""
         has_begun = False
         try:
-            with self._latency.watching(self._batch):
+            with self._latencies.watching(self._batch):
                 async with contextlib.aclosing(self._batch.chunks()) as chunks:
                     async for prompt, chunk in chunks:
-                        self._latency.chunk(self._batch.streams[prompt], chunk)
+                        self._latencies.chunk(self._batch.streams[prompt], chunk)
                         if not has_begun:
                             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                             has_begun = True
@@ -333,12 +333,14 @@ def likely(logprobs: Logprobs) -> Iterator[list[tuple[int, float]]]:
         at += count
 
 
-async def collect(batch: RequestStreams, prompts: int, samples: int, latency: LatencyRecorder) -> list[StreamedChoice]:
+async def collect(
+    batch: RequestStreams, prompts: int, samples: int, latencies: LatencyRecorder
+) -> list[StreamedChoice]:
     """Returns the choices of all prompts, in order. Raises EngineError if one stays incomplete."""
     choices = [StreamedChoice() for _ in range(prompts * samples)]
-    with latency.watching(batch):
+    with latencies.watching(batch):
         async with contextlib.aclosing(batch.chunks()) as chunks:
             async for prompt, chunk in chunks:
-                latency.chunk(batch.streams[prompt], chunk)
+                latencies.chunk(batch.streams[prompt], chunk)
                 choices[prompt * samples + chunk.sample].add(chunk)
     return choices

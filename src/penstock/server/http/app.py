@@ -227,7 +227,7 @@ class ApiServer:
             params.require_choice(self._config.end_ids, self._reader.tokenizer.vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="allowed_token_ids") from None
-        latency = LatencyRecorder(self._row, request.state.began)
+        latencies = LatencyRecorder(self._row, request.state.began)
         short, name = NAMES[style]
         if sampling.request_id is not None and not request.state.is_named:
             if not is_valid(sampling.request_id):  # a line's end after it, which its pattern lets pass
@@ -240,14 +240,14 @@ class ApiServer:
         if not sampling.stream:
             batch = self._batch(sampling, params, prompts, request_id, account)
             return await cancel_on_disconnect(
-                request.receive, self._whole(style, batch, params, len(prompts), answer, latency)
+                request.receive, self._whole(style, batch, params, len(prompts), answer, latencies)
             )
         if style == Style.CHAT:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
         batch = self._batch(sampling, params, prompts, request_id, account, ChunkFormat(style, head + nothing_yet))
-        return SSEResponse(batch, head, sampling.includes_usage, latency, request_id)
+        return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id)
 
     def _batch(
         self,
@@ -334,9 +334,9 @@ class ApiServer:
         params: SamplingParams,
         prompts: int,
         answer: dict[str, Any],
-        latency: LatencyRecorder,
+        latencies: LatencyRecorder,
     ) -> Response:
-        choices = await collect(batch, prompts, params.n, latency)
+        choices = await collect(batch, prompts, params.n, latencies)
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
         build_choice = StreamedChoice.of_chat if style == Style.CHAT else StreamedChoice.of_completion
         answer["choices"] = []

@@ -40,8 +40,8 @@ def core(slots: int = 4, blocks: int = 100) -> Core:
 
 def finish(engine_core: Core) -> None:
     engine_core.drain()
-    for owner, got in engine_core.got.items():
-        assert got == answer(engine_core.submits[owner[:2]], owner[2])
+    for owner, value in engine_core.got.items():
+        assert value == answer(engine_core.submits[owner[:2]], owner[2])
 
 
 def running(engine_core: Core) -> list[tuple[int, int]]:

@@ -38,9 +38,9 @@ def answered(*samples: Sample, chunk_format: ChunkFormat | None = None) -> list[
     return [engine.servers.got[sample.key] for sample in samples]
 
 
-def lines(got: Got) -> list[Any]:
+def lines(actual: Got) -> list[Any]:
     """What a server passes on, as a client reads it."""
-    events = got.text.decode().split("\n\n")
+    events = actual.text.decode().split("\n\n")
     assert events.pop() == ""
     assert all(event.startswith("data: ") for event in events)
     return [json.loads(event.removeprefix("data: ")) for event in events]
@@ -48,9 +48,9 @@ def lines(got: Got) -> list[Any]:
 
 # ── plain ──
 def test_text_comes_with_ids_and_an_end() -> None:
-    (got,) = answered(saying(A, QUOTE, EURO, B))
-    assert (got.ids, got.text.decode()) == ([A, QUOTE, EURO, B], 'a "b€b')
-    assert got.end == (FinishReason.LENGTH, None)
+    (actual,) = answered(saying(A, QUOTE, EURO, B))
+    assert (actual.ids, actual.text.decode()) == ([A, QUOTE, EURO, B], 'a "b€b')
+    assert actual.end == (FinishReason.LENGTH, None)
 
 
 def test_half_a_character_waits_for_the_other_half() -> None:
@@ -81,13 +81,13 @@ def test_stop_string_in_the_last_token_is_the_reason_without_an_abort() -> None:
     for _ in range(2):
         engine.step()
         engine.hear()
-    got = engine.servers.got[0, 1, 0]
-    assert (got.text, got.end) == (b"", (FinishReason.STOP, "ab")) and not engine.aborts
+    actual = engine.servers.got[0, 1, 0]
+    assert (actual.text, actual.end) == (b"", (FinishReason.STOP, "ab")) and not engine.aborts
 
 
 def test_who_does_not_want_text_gets_none() -> None:
-    (got,) = answered(saying(A, EURO, detokenize=False))
-    assert (got.ids, got.text) == ([A, EURO], b"")
+    (actual,) = answered(saying(A, EURO, detokenize=False))
+    assert (actual.ids, actual.text) == ([A, EURO], b"")
 
 
 def test_servers_get_their_own_rows_only() -> None:
@@ -194,11 +194,11 @@ def test_columns_that_do_not_fit_each_other_are_refused(tokens: Tokens, why: str
 
 # ── ready-made lines ──
 def test_chat_chunks_begin_with_the_role_and_end_with_the_reason() -> None:
-    (got,) = answered(
+    (actual,) = answered(
         saying(E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS, ignore_eos=False, max_tokens=20),
         chunk_format=ChunkFormat(Style.CHAT, HEAD),
     )
-    first, *others = lines(got)
+    first, *others = lines(actual)
     assert first["id"] == "x" and first["object"] == "chat.completion.chunk"
     assert first["choices"] == [
         {"index": 0, "delta": {"role": "assistant", "content": "é"}, "logprobs": None, "finish_reason": None}
@@ -210,12 +210,12 @@ def test_chat_chunks_begin_with_the_role_and_end_with_the_reason() -> None:
         {},
     ]
     assert [chunk["choices"][0]["finish_reason"] for chunk in others] == [None, None, None, "stop"]
-    assert got.ids == [E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS]
+    assert actual.ids == [E_BEGINS, E_ENDS, QUOTE, QUOTE, 9, EOS]
 
 
 def test_a_completion_comes_as_lines_with_text() -> None:
-    (got,) = answered(saying(A, SPECIAL, B, EURO), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
-    assert [chunk["choices"][0] for chunk in lines(got)] == [
+    (actual,) = answered(saying(A, SPECIAL, B, EURO), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
+    assert [chunk["choices"][0] for chunk in lines(actual)] == [
         {"index": 0, "text": "a", "logprobs": None, "finish_reason": None},
         {"index": 0, "text": "b", "logprobs": None, "finish_reason": None},
         {"index": 0, "text": "€", "logprobs": None, "finish_reason": "length"},
@@ -235,15 +235,15 @@ def test_each_sample_of_a_request_has_its_index_and_says_first_who_speaks() -> N
 
 
 def test_a_stop_string_ends_a_chat_as_it_ends_text() -> None:
-    (got,) = answered(saying(A, B, A, B, max_tokens=9, stop=("ba",)), chunk_format=ChunkFormat(Style.CHAT, HEAD))
-    choices = [chunk["choices"][0] for chunk in lines(got)]
+    (actual,) = answered(saying(A, B, A, B, max_tokens=9, stop=("ba",)), chunk_format=ChunkFormat(Style.CHAT, HEAD))
+    choices = [chunk["choices"][0] for chunk in lines(actual)]
     assert "".join(choice["delta"].get("content", "") for choice in choices) == "a"
-    assert choices[-1]["finish_reason"] == "stop" and got.end == (FinishReason.STOP, "ba")
+    assert choices[-1]["finish_reason"] == "stop" and actual.end == (FinishReason.STOP, "ba")
 
 
 def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
-    (got,) = answered(saying(E_BEGINS, E_ENDS, logprobs=1), chunk_format=ChunkFormat(Style.CHAT, HEAD))
-    choices = [chunk["choices"][0] for chunk in lines(got)]
+    (actual,) = answered(saying(E_BEGINS, E_ENDS, logprobs=1), chunk_format=ChunkFormat(Style.CHAT, HEAD))
+    choices = [chunk["choices"][0] for chunk in lines(actual)]
     assert [choice["delta"]["content"] for choice in choices] == ["", "é"]
     assert choices[0]["logprobs"] == {
         "content": [
@@ -255,12 +255,12 @@ def test_log_probabilities_of_a_chat_stand_in_its_lines() -> None:
             }
         ]
     }
-    assert not got.logprobs, "and not once more in columns"
+    assert not actual.logprobs, "and not once more in columns"
 
 
 def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
-    (got,) = answered(saying(EURO, A, logprobs=1), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
-    assert [chunk["choices"][0]["logprobs"] for chunk in lines(got)] == [
+    (actual,) = answered(saying(EURO, A, logprobs=1), chunk_format=ChunkFormat(Style.COMPLETION, b'{"id":"y"'))
+    assert [chunk["choices"][0]["logprobs"] for chunk in lines(actual)] == [
         {"text_offset": [0], "token_logprobs": [-0.5], "tokens": ["€"], "top_logprobs": [{' "b': -0.5}]},
         {"text_offset": [1], "token_logprobs": [-0.5], "tokens": ["a"], "top_logprobs": [{"b": -0.5}]},
     ]
@@ -317,18 +317,18 @@ def resumed(sample: Sample, count: int, chunk_format: ChunkFormat | None = None)
     """What the whole sample says, and what it said before and after a loss that came after `count` ids."""
     before, after = Speaking(), Speaking()
     before.ask(sample, chunk_format=chunk_format)
-    got = before.servers.got[sample.key] = Got()
-    while len(got.ids) < count:
+    actual = before.servers.got[sample.key] = Got()
+    while len(actual.ids) < count:
         before.step()
         before.hear()
-    assert got.end is None
-    ids = np.array(got.ids, np.int32)
-    after.servers.got[sample.key] = got
+    assert actual.end is None
+    ids = np.array(actual.ids, np.int32)
+    after.servers.got[sample.key] = actual
     after.samples[sample.key] = sample
     prompt, progress = np.zeros(sample.prompt, np.int32), Progress(np.array([count], np.int32), ids)
     after.scheduler.submit(Submit(*sample.key[:2], prompt, sample.params, chunk_format=chunk_format, progress=progress))
     after.finish()
-    return answered(sample, chunk_format=chunk_format)[0], got
+    return answered(sample, chunk_format=chunk_format)[0], actual
 
 
 @pytest.mark.parametrize("style", [None, Style.CHAT, Style.COMPLETION])

@@ -137,9 +137,9 @@ def test_answers_in_bfloat16_differ_where_two_ids_are_nearly_as_likely(tmp_path:
         requests = requests_of(number)[:4]
         of = odd(number, tmp_path / str(number), requests=requests, dtype=torch.bfloat16)
         stock = transformers.AutoModelForCausalLM.from_pretrained(of.path, dtype=torch.bfloat16).eval()
-        got = ask(device(of, dtype="bfloat16"), requests).answers
+        actual = ask(device(of, dtype="bfloat16"), requests).answers
         count += len(requests)
-        for request, ours, reference in zip(requests, got, of.answers, strict=True):
+        for request, ours, reference in zip(requests, actual, of.answers, strict=True):
             if ours != reference:
                 gaps.append(roundings_apart(stock, request.prompt, ours, reference))
     near = [sum(gap <= most for gap in gaps) for most in (1, 2)]

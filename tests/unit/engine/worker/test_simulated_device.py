@@ -86,16 +86,16 @@ def test_tokens_are_those_of_the_rule_whatever_else_is_in_the_batch() -> None:
     rule, bench = TokenRule(TOLD), Bench()
     first, second = ids(1, 2, 3), ids(9, 8)
     bench.join(first)
-    got: dict[int, list[int]] = {0: [], 1: []}
+    actual: dict[int, list[int]] = {0: [], 1: []}
     for number in range(6):
         if number == 2:
             bench.join(second)
         flight = bench.launch()
         bench.now += 2**-6
         for slot, token in zip(bench.schedule.sampled.tolist(), flight.result().ids.tolist(), strict=True):
-            got[slot].append(token)
-    assert got == {0: rule.answer(first, 6), 1: rule.answer(second, 4)}
-    assert len(set(got[0])) > 3
+            actual[slot].append(token)
+    assert actual == {0: rule.answer(first, 6), 1: rule.answer(second, 4)}
+    assert len(set(actual[0])) > 3
 
 
 def test_samples_of_one_prompt_differ_and_seeds_do_too() -> None:

@@ -81,8 +81,8 @@ def test_a_long_video_is_encoded_in_parts_as_its_tokens_are_computed(
     monkeypatch.setattr(
         encoding_exchange.EncodingExchange, "run", lambda own, images: runs.append(len(images)) or run(own, images)
     )
-    request, want = of.requests[number], of.answers[number]
-    assert ask(device(of, blocks=64), [request], budget=6, slots=1).answers == [want]
+    request, expected = of.requests[number], of.answers[number]
+    assert ask(device(of, blocks=64), [request], budget=6, slots=1).answers == [expected]
     parts = [(key, part) for key, part in calls if part is not None]
     assert len(parts) == len(set(parts)) >= 4 and max(runs) <= 3
     for key in {key for key, _ in parts}:
@@ -112,16 +112,16 @@ def test_parts_of_a_video_without_a_key_are_kept_for_its_request_alone(
 @pytest.mark.parametrize("name", VIDEO)
 def test_a_video_is_seen_and_found_by_its_key(name: str, family: Callable[[str], Family]) -> None:
     of = family(name)
-    request, want = of.requests[0], of.answers[0]
+    request, expected = of.requests[0], of.answers[0]
     result = ask(device(of, blocks=64), [request, request], slots=1)
-    assert result.answers == [want] * 2 and result.cached_tokens > request.inputs[0][1]
+    assert result.answers == [expected] * 2 and result.cached_tokens > request.inputs[0][1]
     (key, position, length), tensor = request.inputs[0], "pixel_values" if name == "smolvlm" else "pixel_values_videos"
     changed = {key: {**of.images[key], tensor: -of.images[key][tensor]}}
-    assert ask(device(of, blocks=64, open_handle=opener(changed)), [request]).answers != [want]
+    assert ask(device(of, blocks=64, open_handle=opener(changed)), [request]).answers != [expected]
     other = Asked(request.prompt, [(bytes(32), position, length)])  # the same ids, and another video
     shared = device(of, blocks=64, open_handle=opener({**of.images, bytes(32): changed[key]}))
     result = ask(shared, [request, other], slots=1)
-    assert result.answers[0] == want != result.answers[1]
+    assert result.answers[0] == expected != result.answers[1]
     assert result.cached_tokens <= position
 
 

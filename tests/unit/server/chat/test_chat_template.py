@@ -17,9 +17,9 @@ TEMPLATE = "{{ bos_token }}{{ messages[0].content }}{% if add_generation_prompt 
 
 
 def template(path: Path, **files: Any) -> ChatTemplate:
-    for name, said in files.items():
-        kind = ".jinja" if isinstance(said, str) else ".json"
-        (path / f"{name}{kind}").write_text(said if isinstance(said, str) else json.dumps(said))
+    for name, file in files.items():
+        kind = ".jinja" if isinstance(file, str) else ".json"
+        (path / f"{name}{kind}").write_text(file if isinstance(file, str) else json.dumps(file))
     return ChatTemplate(path)
 
 
@@ -37,15 +37,15 @@ def template(path: Path, **files: Any) -> ChatTemplate:
     ],
 )
 def test_a_template_is_found_wherever_models_keep_theirs(files: dict[str, Any], tmp_path: Path) -> None:
-    found = template(tmp_path, **files)
-    assert found.prompt(MESSAGES, True, {}) == "hi>"
-    assert found.prompt(MESSAGES, False, {"tone": "!"}) == "hi!"
+    result = template(tmp_path, **files)
+    assert result.prompt(MESSAGES, True, {}) == "hi>"
+    assert result.prompt(MESSAGES, False, {"tone": "!"}) == "hi!"
 
 
 def test_special_tokens_are_told_to_it(tmp_path: Path) -> None:
-    for one in ("<s>", {"content": "<s>", "special": True}):
-        said = {"chat_template": TEMPLATE, "bos_token": one, "pad_token": None, "add_bos_token": True}
-        assert template(tmp_path, tokenizer_config=said).prompt(MESSAGES, False, {}) == "<s>hi"
+    for text in ("<s>", {"content": "<s>", "special": True}):
+        output = {"chat_template": TEMPLATE, "bos_token": text, "pad_token": None, "add_bos_token": True}
+        assert template(tmp_path, tokenizer_config=output).prompt(MESSAGES, False, {}) == "<s>hi"
 
 
 def test_what_a_client_may_not_say_and_what_a_template_refuses_is_its_own_doing(tmp_path: Path) -> None:
@@ -53,9 +53,9 @@ def test_what_a_client_may_not_say_and_what_a_template_refuses_is_its_own_doing(
         with pytest.raises(ApiError) as caught:
             template(tmp_path, chat_template=TEMPLATE).prompt(MESSAGES, True, {name: "{{ 1 }}"})
         assert caught.value.param == f"chat_template_kwargs.{name}"
-    for said, words in (("{{ raise_exception('no system') }}", "no system"), ("{{ messages.a.b }}", "chat template")):
+    for output, words in (("{{ raise_exception('no system') }}", "no system"), ("{{ messages.a.b }}", "chat template")):
         with pytest.raises(ApiError, match=words) as caught:
-            template(tmp_path, chat_template=said).prompt(MESSAGES, True, {})
+            template(tmp_path, chat_template=output).prompt(MESSAGES, True, {})
         assert caught.value.status == 400
 
 
@@ -83,6 +83,6 @@ ONLY_PARTS = (
 def test_a_template_is_told_what_is_said_as_it_takes_it(
     said: str, of_parts: str, of_an_image: str, tmp_path: Path
 ) -> None:
-    found = template(tmp_path, chat_template=said)
-    for content, want in (("hi", "hi"), ([TEXT, TEXT], of_parts), ([TEXT, IMAGE, TEXT], of_an_image)):
-        assert found.prompt([{"role": "user", "content": content}], False, {}) == want
+    result = template(tmp_path, chat_template=said)
+    for content, expected in (("hi", "hi"), ([TEXT, TEXT], of_parts), ([TEXT, IMAGE, TEXT], of_an_image)):
+        assert result.prompt([{"role": "user", "content": content}], False, {}) == expected

@@ -36,23 +36,23 @@ STRICT, LENIENT = request_schema.STRICT[ChatRequest], request_schema.DECODERS[Ch
 def whole(body: bytes) -> ChatRequest:
     """Decoded in one go."""
     try:
-        found: ChatRequest = STRICT.decode(body)
+        text: ChatRequest = STRICT.decode(body)
     except msgspec.ValidationError:  # there may be unknown fields
-        found = LENIENT.decode(body)
-    return found
+        text = LENIENT.decode(body)
+    return text
 
 
 @pytest.fixture
 def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of all that goes through a decoder."""
-    seen: list[int] = []
+    observed: list[int] = []
 
     class Decoder:
         def __init__(self, kind: type[msgspec.Struct]) -> None:
             self._decode = msgspec.json.Decoder(kind).decode
 
         def decode(self, body: bytes) -> Any:
-            seen.append(len(body))
+            observed.append(len(body))
             return self._decode(body)
 
     monkeypatch.setattr(request_schema, "DECODERS", {kind: Decoder(kind) for kind in (ChatRequest, TokenizeRequest)})
@@ -61,7 +61,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         "STRICT",
         {kind: Decoder(request_schema.STRICT[kind].type) for kind in (ChatRequest, TokenizeRequest)},
     )
-    return seen
+    return observed
 
 
 def test_the_decoder_sees_nothing_of_long_images(lengths: list[int]) -> None:
@@ -108,11 +108,11 @@ def test_what_looks_like_an_image_elsewhere_stays_what_it_is(body: bytes) -> Non
     ],
 )
 def test_what_is_wrong_is_told_with_the_places_of_the_whole(body: bytes) -> None:
-    with pytest.raises(msgspec.DecodeError) as want:
+    with pytest.raises(msgspec.DecodeError) as expected:
         whole(body)
-    with pytest.raises(ApiError) as found:
+    with pytest.raises(ApiError) as result:
         decoded(body, ChatRequest)
-    assert found.value.message == request_schema.body_error(want.value).message
+    assert result.value.message == request_schema.body_error(expected.value).message
 
 
 def test_no_client_can_write_a_mark() -> None:

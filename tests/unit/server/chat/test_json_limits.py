@@ -21,10 +21,10 @@ from penstock.server.errors import ApiError
 CHAT = '{"messages":[{"role":"user","content":"a"}],'
 
 
-def filled(head: str, one: str, tail: str, nbytes: int) -> bytes:
+def filled(head: str, item: str, tail: str, nbytes: int) -> bytes:
     """With as many of them as there is room for, or as a list of so many."""
-    most = (nbytes - len(head) - len(tail) + 1) // (len(one) + 1)
-    return (head + ",".join([one] * most) + tail).encode()
+    most = (nbytes - len(head) - len(tail) + 1) // (len(item) + 1)
+    return (head + ",".join([item] * most) + tail).encode()
 
 
 @pytest.fixture
@@ -73,8 +73,8 @@ def test_what_is_long_and_not_much_is_taken() -> None:
     assert len(decoded(json.dumps({"messages": messages}).encode(), ChatRequest).messages) == 10_000
     url = "data:image/png;base64," + "iVBORw0KGgo/" * 133_000  # 1.2 MB of it
     parts = [{"type": "image_url", "image_url": {"url": url}}] * 16
-    (said,) = decoded(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), ChatRequest).messages
-    assert isinstance(said.content, list) and len(said.content) == 16
+    (output,) = decoded(json.dumps({"messages": [{"role": "user", "content": parts}]}).encode(), ChatRequest).messages
+    assert isinstance(output.content, list) and len(output.content) == 16
 
 
 @pytest.mark.parametrize(("one", "most"), [("[]", MAX_THINGS - 3), ('"a"', MAX_THINGS - 3), ("1", MAX_VALUES + 1)])
@@ -88,16 +88,16 @@ def test_exactly_as_much_may_be_said_as_the_limit_says(one: str, most: int) -> N
         check_json_size(b'"' + b"a" * (MAX_NBYTES - 1) + b'"')
 
 
-def things_in(said: Any) -> int:
-    if isinstance(said, dict):
-        return 1 + sum(1 + things_in(one) for one in said.values())
-    if isinstance(said, list):
-        return 1 + sum(map(things_in, said))
-    return int(isinstance(said, str))
+def things_in(output: Any) -> int:
+    if isinstance(output, dict):
+        return 1 + sum(1 + things_in(item) for item in output.values())
+    if isinstance(output, list):
+        return 1 + sum(map(things_in, output))
+    return int(isinstance(output, str))
 
 
-def values_in(said: Any) -> int:
-    inside = list(said.values() if isinstance(said, dict) else said if isinstance(said, list) else ())
+def values_in(output: Any) -> int:
+    inside = list(output.values() if isinstance(output, dict) else output if isinstance(output, list) else ())
     return max(len(inside) - 1, 0) + sum(map(values_in, inside))
 
 
@@ -116,13 +116,13 @@ def test_what_is_counted_is_what_a_decoder_finds(seed: int, monkeypatch: pytest.
         return (text(), 7, None, True)[kind]
 
     for _ in range(200):
-        said = some(4)
-        body = json.dumps(said, ensure_ascii=chance.random() < 0.5).encode()
+        output = some(4)
+        body = json.dumps(output, ensure_ascii=chance.random() < 0.5).encode()
         monkeypatch.setattr(json_limits, "CHUNK", chance.randrange(2, 20))
-        monkeypatch.setattr(json_limits, "MAX_THINGS", things_in(said))
-        monkeypatch.setattr(json_limits, "MAX_VALUES", values_in(said))
+        monkeypatch.setattr(json_limits, "MAX_THINGS", things_in(output))
+        monkeypatch.setattr(json_limits, "MAX_VALUES", values_in(output))
         check_json_size(body)
-        for name, most in (("MAX_THINGS", things_in(said)), ("MAX_VALUES", values_in(said))):
+        for name, most in (("MAX_THINGS", things_in(output)), ("MAX_VALUES", values_in(output))):
             with monkeypatch.context() as less, pytest.raises(ApiError):
                 less.setattr(json_limits, name, most - 1)
                 check_json_size(body)

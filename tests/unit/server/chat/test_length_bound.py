@@ -21,29 +21,29 @@ TEXTS = st.text() | st.text(alphabet="ab \n<x>\u0301e\u1100\u1161\u11a8é", max_
 
 
 def byte_level(**parts: Any) -> Any:
-    vocabulary = {piece: one for one, piece in enumerate([*BYTES, "ab", "abab", "\u0120\u0120"])}
+    vocabulary = {piece: item for item, piece in enumerate([*BYTES, "ab", "abab", "\u0120\u0120"])}
     merges = [("a", "b"), ("ab", "ab"), ("\u0120", "\u0120")]
-    made = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
-    made.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
-    return _with(made, parts)
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE(vocabulary, merges))
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    return _with(tokenizer, parts)
 
 
 def byte_fallback(**parts: Any) -> Any:
     pieces = ["<unk>", *FALLBACK, "a", "b", "ab", "\u2581", "\u2581\u2581"]
-    vocabulary = {piece: one for one, piece in enumerate(pieces)}
+    vocabulary = {piece: item for item, piece in enumerate(pieces)}
     merges = [("a", "b"), ("\u2581", "\u2581")]
-    made = tokenizers.Tokenizer(
+    tokenizer = tokenizers.Tokenizer(
         tokenizers.models.BPE(vocabulary, merges, byte_fallback=True, unk_token="<unk>", fuse_unk=True)
     )
     normalizers = tokenizers.normalizers
-    made.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-    return _with(made, parts)
+    tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
+    return _with(tokenizer, parts)
 
 
-def _with(made: Any, parts: dict[str, Any]) -> Any:
+def _with(created: Any, parts: dict[str, Any]) -> Any:
     for name, part in parts.items():
-        setattr(made, name, part)
-    return made
+        setattr(created, name, part)
+    return created
 
 
 def bound_of(tokenizer: Any, folder: Path) -> LengthBound | None:
@@ -127,7 +127,7 @@ def test_there_is_no_bound_where_a_text_may_be_few_tokens(tmp_path: Path) -> Non
 
 
 def test_no_character_is_composed_of_more_than_the_bound_says() -> None:
-    decomposed = (unicodedata.normalize("NFD", chr(one)) for one in range(sys.maxunicode + 1))
+    decomposed = (unicodedata.normalize("NFD", chr(index)) for index in range(sys.maxunicode + 1))
     assert max(map(len, decomposed)) == NFC_SHRINKS
 
 

@@ -92,9 +92,10 @@ def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeyp
     async def scene() -> None:
         with contextlib.closing(PromptBuilder(config, build_tokenizer(config))) as reader:
             monkeypatch.setattr(model_dir, "load_tokenizer", pytest.fail)
-            found = await reader.vocabulary()
+            result = await reader.vocabulary()
             assert (
-                b"".join(map(found.token_bytes, await reader.ids("a red circle", add_special=False))) == b"a red circle"
+                b"".join(map(result.token_bytes, await reader.ids("a red circle", add_special=False)))
+                == b"a red circle"
             )
 
     asyncio.run(scene())
@@ -130,8 +131,8 @@ def test_tensor_transport_is_checked_once_for_option_and_variable(
     arguments.add(parser)
 
     def config(*options: str) -> tuple[str, int]:
-        found = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
-        return found.tensor_transport, found.store_nbytes
+        result = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
+        return result.tensor_transport, result.store_nbytes
 
     (tmp_path / "config.json").write_text('{"model_type": "llava"}')
     assert config() == ("auto", 256 << 20)
@@ -154,8 +155,8 @@ def test_images_are_encoded_once_where_they_are_in_a_store_on_a_cpu(tmp_path: Pa
     arguments.add(parser)
 
     def mode(*options: str) -> tuple[str, int]:
-        found = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
-        return found.encoder_tp_mode, found.encoder_cache_nbytes
+        result = arguments.engine_config(parser.parse_args([str(tmp_path), *options]))
+        return result.encoder_tp_mode, result.encoder_cache_nbytes
 
     (tmp_path / "config.json").write_text('{"model_type": "llama"}')
     assert mode() == ("weights", 256 << 20)
@@ -179,20 +180,20 @@ def test_without_a_model_the_one_that_ships_is_served() -> None:
 
 
 def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[EngineConfig] = []
-    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: told.append(config))
-    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: told.append(config))
+    output: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: output.append(config))
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: output.append(config))
     options = ("--max-model-len", "512", "--max-num-seqs", "3", "--output-processors", "0", "--dtype", "float32")
     for more in ((), ("--device-model", "simulated", "--step-ms", "2")):
         for command in ("generate", "serve"):
             parsed = cli.parser().parse_args([command, *options, *more])
             parsed.run(parsed)
     common = [field.name for field in option_fields(EngineConfig) if field.option.group in (*GROUPS, "logging")]
-    for one, other in (told[:2], told[2:]):
-        assert all(getattr(one, name) == getattr(other, name) for name in ("simulated", *common))
-        assert (one.max_model_len, one.max_num_seqs, one.output_processors, one.dtype) == (512, 3, 0, "float32")
-    assert [config.model for config in told[1:3]] == [SHIPPED, ""]
-    assert told[2].simulated == SimulatedDevice(step_seconds=0.002)
+    for item, other in (output[:2], output[2:]):
+        assert all(getattr(item, name) == getattr(other, name) for name in ("simulated", *common))
+        assert (item.max_model_len, item.max_num_seqs, item.output_processors, item.dtype) == (512, 3, 0, "float32")
+    assert [config.model for config in output[1:3]] == [SHIPPED, ""]
+    assert output[2].simulated == SimulatedDevice(step_seconds=0.002)
 
 
 def test_origins_are_named_as_vllm_has_it_or_with_commas_between_them() -> None:
@@ -202,10 +203,10 @@ def test_origins_are_named_as_vllm_has_it_or_with_commas_between_them() -> None:
         return arguments.server_options(parser.parse_args(list(options)))
 
     assert options_of().allowed_origins == () and options_of().allowed_methods == ("*",)
-    for said in ('["https://a.example", "http://b:1"]', "https://a.example,http://b:1"):
-        found = options_of("--allowed-origins", said, "--allowed-methods", "GET", "--allow-credentials")
-        assert found.allowed_origins == ("https://a.example", "http://b:1")
-        assert found.allowed_methods == ("GET",) and found.allow_credentials
+    for text in ('["https://a.example", "http://b:1"]', "https://a.example,http://b:1"):
+        result = options_of("--allowed-origins", text, "--allowed-methods", "GET", "--allow-credentials")
+        assert result.allowed_origins == ("https://a.example", "http://b:1")
+        assert result.allowed_methods == ("GET",) and result.allow_credentials
     assert options_of("--allowed-origins", "*").allowed_origins == ("*",)
 
 
@@ -276,5 +277,5 @@ def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> Non
             ),
         ):
             assert cli.main(["serve", *options]) == 2
-            said = capfd.readouterr().err
-            assert words in said and "process started" not in said, options
+            output = capfd.readouterr().err
+            assert words in output and "process started" not in output, options

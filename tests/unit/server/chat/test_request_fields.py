@@ -117,8 +117,8 @@ def test_unknown_fields_are_returned_also_of_a_body_with_long_images() -> None:
         image = {"type": "image_url", "image_url": {"url": url}}
         messages = [{"role": "user", "content": [image]}]
         body = body_of(ChatRequest, messages=messages, max_token=3, stream_options={"include_usge": True}, stream=False)
-        found = decoded(body, ChatRequest, unknown)
-        assert found.messages[0].content[0].image_url.url == url  # type: ignore[index,union-attr]
+        result = decoded(body, ChatRequest, unknown)
+        assert result.messages[0].content[0].image_url.url == url  # type: ignore[index,union-attr]
         assert unknown == ["max_token", "stream_options.include_usge"]
 
 
@@ -136,8 +136,8 @@ def test_an_unknown_field_is_named_with_the_nearest_one_and_logged_once(caplog: 
 
 def test_names_of_unknown_fields_fit_a_header_whatever_they_are(caplog: pytest.LogCaptureFixture) -> None:
     names = ["a\r\nset-cookie: b", "ä\U0001f600", "x" * 10_000, "", *map(str, range(MAX_NAMES))]
-    said = UnknownFields(()).describe(names)
-    assert re.fullmatch(r"[ -~]+", said) and len(said) < 1000 and said.endswith(" and 4 more")
+    output = UnknownFields(()).describe(names)
+    assert re.fullmatch(r"[ -~]+", output) and len(output) < 1000 and output.endswith(" and 4 more")
     fields = UnknownFields(())
     for number in range(2 * MAX_REMEMBERED):
         assert fields.describe([f"name{number}"]) == f"name{number}"

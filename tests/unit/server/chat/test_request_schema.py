@@ -27,12 +27,12 @@ from penstock.server.media.media_kind import IMAGE, VIDEO
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 
 
-def completion(**said: Any) -> CompletionRequest:
-    return decoded(json.dumps({"prompt": "x", **said}).encode(), CompletionRequest)
+def completion(**output: Any) -> CompletionRequest:
+    return decoded(json.dumps({"prompt": "x", **output}).encode(), CompletionRequest)
 
 
-def chat(**said: Any) -> ChatRequest:
-    return decoded(json.dumps({**CHAT, **said}).encode(), ChatRequest)
+def chat(**output: Any) -> ChatRequest:
+    return decoded(json.dumps({**CHAT, **output}).encode(), ChatRequest)
 
 
 def test_what_is_not_said_is_what_openai_says_it_is() -> None:
@@ -59,13 +59,25 @@ def test_null_is_not_said_and_what_is_not_known_is_passed_over() -> None:
 
 
 def test_everything_that_is_said_arrives() -> None:
-    said = {"n": 2, "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1, "seed": -5}
-    said |= {"frequency_penalty": -1, "repetition_penalty": 1.5, "stop": "end", "stop_token_ids": [5], "min_tokens": 2}
-    said |= {"ignore_eos": True, "logit_bias": {"7": -100}, "allowed_token_ids": [7, 8], "logprobs": 3, "max_tokens": 9}
-    said |= {"skip_special_tokens": False, "include_stop_str_in_output": True}
-    given = {name: tuple(value) if isinstance(value, list) else value for name, value in said.items()}
-    given |= {"stop": ("end",), "logit_bias": ((7, -100.0),)}
-    assert completion(**said).sampling() == SamplingParams(**given)
+    output = {"n": 2, "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1, "seed": -5}
+    output |= {
+        "frequency_penalty": -1,
+        "repetition_penalty": 1.5,
+        "stop": "end",
+        "stop_token_ids": [5],
+        "min_tokens": 2,
+    }
+    output |= {
+        "ignore_eos": True,
+        "logit_bias": {"7": -100},
+        "allowed_token_ids": [7, 8],
+        "logprobs": 3,
+        "max_tokens": 9,
+    }
+    output |= {"skip_special_tokens": False, "include_stop_str_in_output": True}
+    values = {name: tuple(value) if isinstance(value, list) else value for name, value in output.items()}
+    values |= {"stop": ("end",), "logit_bias": ((7, -100.0),)}
+    assert completion(**output).sampling() == SamplingParams(**values)
     assert completion(stop=["a", "b"]).sampling().stop == ("a", "b")
     assert completion(top_k=-1).sampling().top_k == 0
     assert completion(stream_options={"include_usage": True}).includes_usage and not completion().includes_usage
@@ -80,10 +92,10 @@ def test_a_chat_says_some_of_it_in_its_own_way() -> None:
 
 
 def test_a_whole_number_may_be_written_with_a_point() -> None:
-    found = completion(max_tokens=10.0, n=2.0, seed=-5.0, top_k=1e1, logprobs=3.0, min_tokens=0.0).sampling()
-    assert found == SamplingParams(max_tokens=10, n=2, seed=-5, top_k=10, logprobs=3)
+    result = completion(max_tokens=10.0, n=2.0, seed=-5.0, top_k=1e1, logprobs=3.0, min_tokens=0.0).sampling()
+    assert result == SamplingParams(max_tokens=10, n=2, seed=-5, top_k=10, logprobs=3)
     assert chat(max_completion_tokens=3.0, top_logprobs=2.0, logprobs=True).sampling().max_tokens == 3
-    assert type(found.max_tokens) is int
+    assert type(result.max_tokens) is int
     long = completion(prompt="x" * 200_000, max_tokens=10.0)
     assert long.max_tokens == 10 and len(long.prompts()[0]) == 200_000
 
@@ -107,7 +119,7 @@ def test_a_whole_number_may_be_written_with_a_point() -> None:
         ({"stop": ["a"] * 65}, "stop", "<= 64"),
         ({"stop": "a" * 1025}, "stop", "<= 1024"),
         ({"user": "a" * 1025}, "user", "<= 1024"),
-        ({"logit_bias": {str(one): 0 for one in range(1025)}}, "logit_bias", "<= 1024"),
+        ({"logit_bias": {str(index): 0 for index in range(1025)}}, "logit_bias", "<= 1024"),
         ({"stop": [1]}, "stop[0]", "expected str"),
         ({"logit_bias": {"x": 1}}, "logit_bias", "expected int, got str"),
         ({"logit_bias": {"-1": 1}}, "logit_bias", ">= 0"),
@@ -151,14 +163,14 @@ def test_a_chat_that_makes_no_sense_is_refused_with_its_field(said: dict[str, An
 
 
 def test_prompts_are_one_or_many_texts_or_lists_of_ids() -> None:
-    for prompt, want in (
+    for prompt, expected in (
         ("a", ["a"]),
         (["a", "b"], ["a", "b"]),
         ([1, 2], [[1, 2]]),
         ([[1], [2, 3]], [[1], [2, 3]]),
         ([[]], [[]]),
     ):
-        assert completion(prompt=prompt).prompts() == want
+        assert completion(prompt=prompt).prompts() == expected
     for prompt in ([], ["a", 1], [[1], "a"], [1, [1]]):
         with pytest.raises(ApiError) as caught:
             completion(prompt=prompt).prompts()
@@ -168,7 +180,7 @@ def test_prompts_are_one_or_many_texts_or_lists_of_ids() -> None:
 def test_templates_get_positions_of_images_and_images_go_separately() -> None:
     text, image = {"type": "text", "text": "a"}, {"type": "image_url", "image_url": {"url": "http://x/y.png"}}
     other = {"type": "image_url", "image_url": {"url": "data:,", "detail": "low"}}
-    said = chat(
+    output = chat(
         messages=[
             {"role": "system", "content": "s", "name": "n"},
             {"role": "user", "content": [text, image, text]},
@@ -176,7 +188,7 @@ def test_templates_get_positions_of_images_and_images_go_separately() -> None:
             {"role": "user", "content": [other]},
         ]
     )
-    messages, images = Conversation.of(said.messages)
+    messages, images = Conversation.of(output.messages)
     assert messages == [
         {"role": "system", "content": "s", "name": "n"},
         {"role": "user", "content": [text, {"type": "image"}, text]},
@@ -217,7 +229,7 @@ def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:
 
 @given(
     st.binary()
-    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda one: json.dumps(one).encode())
+    | st.recursive(st.none() | st.integers() | st.text(), st.lists).map(lambda item: json.dumps(item).encode())
 )
 @example(b"0.0")
 def test_any_bytes_are_understood_or_refused_with_400(body: bytes) -> None:
@@ -240,9 +252,9 @@ def test_any_bytes_are_understood_or_refused_with_400(body: bytes) -> None:
 )
 def test_any_values_are_understood_or_refused_with_400(said: dict[str, Any]) -> None:
     try:
-        asked = decoded(msgspec.json.encode(said), CompletionRequest)
-        asked.sampling()
-        asked.prompts()
+        request = decoded(msgspec.json.encode(said), CompletionRequest)
+        request.sampling()
+        request.prompts()
     except ApiError as error:
         assert error.status == 400 and error.param
 

@@ -57,7 +57,7 @@ class Connection:
 
     @property
     def body(self) -> bytes:
-        return b"".join(one.get("body", b"") for one in self.sent)
+        return b"".join(item.get("body", b"") for item in self.sent)
 
 
 def answer(
@@ -123,9 +123,9 @@ async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> Non
     )
     first, usage, done, rest = connection.body.split(b"\n\n")
     assert (first, done, rest) == (b"data: 1", b"data: [DONE]", b"")
-    said = json.loads(usage.removeprefix(b"data: "))
-    assert said["id"] == "x" and said["choices"] == [] and said["usage"]["total_tokens"] == 6
-    assert said["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
+    parsed = json.loads(usage.removeprefix(b"data: "))
+    assert parsed["id"] == "x" and parsed["choices"] == [] and parsed["usage"]["total_tokens"] == 6
+    assert parsed["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert (b"x-accel-buffering", b"no") in connection.sent[0]["headers"]  # a proxy passes events on as they come
     assert connection.sent[0]["status"] == 200 and connection.sent[-1]["more_body"] is False
 
@@ -217,29 +217,29 @@ async def test_pieces_are_gathered_by_sample() -> None:
     )
     stream, _ = answer(*chunks, samples=2)
     first, second = await collect(batch_of(stream), 1, 2, LatencyRecorder(row(), 0.0))
-    said = first.of_chat(0, None)
-    assert said["message"] == {"role": "assistant", "content": "é"} and said["logprobs"] is None
-    assert (said["finish_reason"], said["stop_reason"]) == ("stop", "x")
-    said = second.of_completion(1, None)
-    assert (said["text"], said["index"], said["finish_reason"]) == ("bc", 1, "length")
+    output = first.of_chat(0, None)
+    assert output["message"] == {"role": "assistant", "content": "é"} and output["logprobs"] is None
+    assert (output["finish_reason"], output["stop_reason"]) == ("stop", "x")
+    output = second.of_completion(1, None)
+    assert (output["text"], output["index"], output["finish_reason"]) == ("bc", 1, "length")
 
 
 def test_log_probabilities_are_told_in_both_ways() -> None:
     vocabulary = Vocabulary([b"a", b"b", b"\xc3"])
     values = np.array([-1, -1, -2, -3, -np.inf], np.float32)
     ids = np.array([0, 0, 1, 2, 1], np.int32)
-    found = Logprobs(ids, values, np.array([1, 2], np.int32), np.array([3, 2], np.uint16))
+    result = Logprobs(ids, values, np.array([1, 2], np.int32), np.array([3, 2], np.uint16))
     choice = StreamedChoice()
     choice.add(OutputChunk(0, b"", [9], logprobs=None))
-    choice.add(OutputChunk(0, b"ab", [0, 2], FinishReason.LENGTH, logprobs=found))
+    choice.add(OutputChunk(0, b"ab", [0, 2], FinishReason.LENGTH, logprobs=result))
     first, second = choice.of_chat(0, vocabulary)["logprobs"]["content"]
     assert (first["token"], first["logprob"], first["bytes"]) == ("a", -1.0, [97])
-    assert [(one["token"], one["logprob"]) for one in first["top_logprobs"]] == [("a", -1.0), ("b", -2.0)]
+    assert [(item["token"], item["logprob"]) for item in first["top_logprobs"]] == [("a", -1.0), ("b", -2.0)]
     assert (second["token"], second["bytes"]) == ("\ufffd", [0xC3])
     assert second["top_logprobs"][0]["logprob"] == -9999.0
-    said = choice.of_completion(0, vocabulary)["logprobs"]
-    assert said["tokens"] == ["a", "\ufffd"] and said["token_logprobs"] == [-1.0, -3.0]
-    assert said["top_logprobs"] == [{"a": -1.0, "b": -2.0}, {"b": -9999.0}]
+    output = choice.of_completion(0, vocabulary)["logprobs"]
+    assert output["tokens"] == ["a", "\ufffd"] and output["token_logprobs"] == [-1.0, -3.0]
+    assert output["top_logprobs"] == [{"a": -1.0, "b": -2.0}, {"b": -9999.0}]
 
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -250,10 +250,10 @@ def total(histogram: Counter, engine: Served) -> tuple[int, float]:
 def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
     """One stream of two samples, begun at 0, whose chunks are passed on at these times."""
     stream, row_of_it = OutputStream(1, 1, 1, 5, 2), row(engines=2)
-    latency = LatencyRecorder(row_of_it, 0.0)
+    latencies = LatencyRecorder(row_of_it, 0.0)
     for now, chunk in steps:
         with mock.patch("penstock.server.chat.streaming.time.monotonic", lambda now=now: now):
-            latency.chunk(stream, chunk)
+            latencies.chunk(stream, chunk)
     assert sum(Served.FIRST_TOKEN.counts(row_of_it.engines[0].words)) == 0, "the other engine has done nothing"
     return row_of_it.engines[1], stream
 
@@ -277,7 +277,7 @@ def test_times_are_counted_for_each_sequence() -> None:
     )  # 0 for a single token
     assert total(Served.REQUEST, engine) == (2, 3.25)
     assert (engine[Served.PROMPT_TOKENS], engine[Served.GENERATION_TOKENS]) == (10, 6)
-    assert [engine[Served.FINISHED + one] for one in range(4)] == [1, 1, 0, 0]
+    assert [engine[Served.FINISHED + index] for index in range(4)] == [1, 1, 0, 0]
 
 
 @pytest.mark.parametrize(
@@ -290,19 +290,19 @@ def test_times_are_counted_for_each_sequence() -> None:
     ids=["error", "refused", "gone"],
 )
 def test_sequences_that_do_not_end_are_counted_by_what_ended_them(error: BaseException, reasons: list[int]) -> None:
-    stream, its = OutputStream(1, 0, 1, 5, 2), row()
+    stream, own = OutputStream(1, 0, 1, 5, 2), row()
     batch = batch_of(stream)
     batch.streams[0] = stream
-    latency = LatencyRecorder(its, 0.0)
+    latencies = LatencyRecorder(own, 0.0)
 
     def scene() -> None:
-        with latency.watching(batch):
-            latency.chunk(stream, OutputChunk(1, b"", [1], FinishReason.STOP))
+        with latencies.watching(batch):
+            latencies.chunk(stream, OutputChunk(1, b"", [1], FinishReason.STOP))
             raise error
 
     with pytest.raises(type(error)):
         scene()
-    assert [its.engines[0][Served.FINISHED + one] for one in range(4)] == reasons
+    assert [own.engines[0][Served.FINISHED + index] for index in range(4)] == reasons
 
 
 def test_options_that_make_no_sense_are_refused() -> None:

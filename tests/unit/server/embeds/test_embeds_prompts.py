@@ -38,8 +38,8 @@ class Scene:
         (model / "config.json").write_text(json.dumps({"hidden_size": HIDDEN}))
         nbytes = 0 if store is None else store.nbytes
         self.counted: list[ScopeStats] = []
-        asked = EngineConfig(model=str(model), max_model_len=21, store_nbytes=nbytes, **config)
-        self.prompts = EmbedsPrompts(asked, store, PLACEHOLDER, self.counted.append)
+        engine_config = EngineConfig(model=str(model), max_model_len=21, store_nbytes=nbytes, **config)
+        self.prompts = EmbedsPrompts(engine_config, store, PLACEHOLDER, self.counted.append)
 
     async def prompt(self, text: str = value(), where: str = "prompt_embeds") -> Prompt:
         return await self.prompts.prompt(text, where, LIMIT)
@@ -54,9 +54,9 @@ class Scene:
 def scene(model: Path, nbytes: int | None = 1 << 20, **config: Any) -> Iterator[tuple[Scene, Any]]:
     with contextlib.ExitStack() as stack:
         store = None if nbytes is None else stack.enter_context(Store(nbytes))
-        found = Scene(model, store, **config)
-        yield found, store
-        found.prompts.close()
+        result = Scene(model, store, **config)
+        yield result, store
+        result.prompts.close()
         if store is not None:
             must_be_held_by_nobody(store)
 
@@ -73,7 +73,7 @@ def test_embeds_prompt_has_a_placeholder_per_row_held_until_release(tmp_path: Pa
         assert again.items[0][0].key == item.key and store.stats().puts == 1
         assert [(stats.puts, stats.hits) for stats in of.counted] == [(1, 0), (0, 1)]
         prompt.release()
-        assert any(one.holders for one in store.stats().items)
+        assert any(entry.holders for entry in store.stats().items)
         again.release()
 
 

@@ -49,8 +49,13 @@ async def echo(scope: Any, receive: Any, send: Any) -> None:
     """What has arrived, as JSON."""
     body = await take_body(receive)
     headers = [[name.decode("latin-1"), value.decode("latin-1")] for name, value in scope["headers"]]
-    seen = {"path": scope["path"], "query": scope["query_string"].decode(), "body": body.decode(), "headers": headers}
-    await respond(send, json.dumps(seen).encode())
+    observed = {
+        "path": scope["path"],
+        "query": scope["query_string"].decode(),
+        "body": body.decode(),
+        "headers": headers,
+    }
+    await respond(send, json.dumps(observed).encode())
 
 
 async def stream(scope: Any, receive: Any, send: Any) -> None:
@@ -83,9 +88,9 @@ class Server:
         for piece in pieces:
             writer.write(piece)
             await asyncio.sleep(0.002)
-        said = await asyncio.wait_for(reader.read(), WITHIN)
+        output = await asyncio.wait_for(reader.read(), WITHIN)
         writer.close()
-        return re.sub(rb"date: [A-Z][a-z]{2}, [^\r]* GMT\r\n", b"", said)
+        return re.sub(rb"date: [A-Z][a-z]{2}, [^\r]* GMT\r\n", b"", output)
 
 
 @contextlib.asynccontextmanager
@@ -109,58 +114,58 @@ def run(scene: Callable[[], Awaitable[None]]) -> None:
 
 
 def talked(app: Application, *pieces: bytes, patience: float = 5.0) -> bytes:
-    said = b""
+    text = b""
 
     async def scene() -> None:
-        nonlocal said
+        nonlocal text
         async with serving(app, patience) as server:
-            said = await server.talk(*pieces)
+            text = await server.talk(*pieces)
 
     run(scene)
-    return said
+    return text
 
 
-def seen(said: bytes) -> list[dict[str, Any]]:
+def seen(output: bytes) -> list[dict[str, Any]]:
     """What `echo` has found in each request."""
-    return [json.loads(body) for body in re.findall(rb'\{"path".*?\]\]\}', said)]
+    return [json.loads(body) for body in re.findall(rb'\{"path".*?\]\]\}', output)]
 
 
 # ── framing ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_response_with_a_length_is_written_as_it_is() -> None:
-    said = talked(echo, get("/a%20b?c=d", CLOSE))
-    head, _, body = said.partition(b"\r\n\r\n")
+    output = talked(echo, get("/a%20b?c=d", CLOSE))
+    head, _, body = output.partition(b"\r\n\r\n")
     assert head == b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close" % len(body)
-    assert seen(said) == [
+    assert seen(output) == [
         {"path": "/a b", "query": "c=d", "body": "", "headers": [["host", "x"], ["connection", "close"]]}
     ]
 
 
 def test_response_without_length_is_chunked_and_the_connection_goes_on() -> None:
-    said = talked(stream, get() + get(more=CLOSE))
+    output = talked(stream, get() + get(more=CLOSE))
     body = b"3\r\none\r\n5\r\nthree\r\n0\r\n\r\n"
     head = b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n"
-    assert said == head + b"\r\n" + body + head + CLOSE + b"\r\n" + body
+    assert output == head + b"\r\n" + body + head + CLOSE + b"\r\n" + body
 
 
 def test_a_client_of_http_1_0_gets_no_chunks_and_no_100() -> None:
     assert talked(stream, get(version="1.0")) == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nonethree"
-    said = talked(echo, post(b"abc", b"expect: 100-continue\r\nconnection: keep-alive\r\n", "1.0"))
-    assert said.count(b"HTTP/1.1") == 1 and seen(said)[0]["body"] == "abc"
+    output = talked(echo, post(b"abc", b"expect: 100-continue\r\nconnection: keep-alive\r\n", "1.0"))
+    assert output.count(b"HTTP/1.1") == 1 and seen(output)[0]["body"] == "abc"
 
 
 def test_a_head_has_the_header_of_a_get_and_no_body() -> None:
-    said = talked(echo, get(method="HEAD") + get(method="HEAD", more=CLOSE))
-    assert said.count(b"content-length: ") == 2 and b"{" not in said and said.endswith(b"\r\n\r\n")
+    output = talked(echo, get(method="HEAD") + get(method="HEAD", more=CLOSE))
+    assert output.count(b"content-length: ") == 2 and b"{" not in output and output.endswith(b"\r\n\r\n")
 
 
 def test_a_body_comes_whole_however_it_is_cut() -> None:
     chunked = get(method="POST", more=CLOSE + b"transfer-encoding: chunked\r\n")
     chunked += b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nx-trailer: 1\r\n\r\n"
     for request, body in ((post(b"abcde", CLOSE), "abcde"), (chunked, "abcde")):
-        for pieces in ([request], [request[:50], request[50:]], [bytes([one]) for one in request]):
-            (found,) = seen(talked(echo, *pieces))
-            assert found["body"] == body
-            assert "x-trailer" not in dict(found["headers"]), "a trailer is no header"
+        for pieces in ([request], [request[:50], request[50:]], [bytes([item]) for item in request]):
+            (result,) = seen(talked(echo, *pieces))
+            assert result["body"] == body
+            assert "x-trailer" not in dict(result["headers"]), "a trailer is no header"
 
 
 def test_request_offering_an_upgrade_is_answered_as_are_later_ones() -> None:
@@ -168,14 +173,14 @@ def test_request_offering_an_upgrade_is_answered_as_are_later_ones() -> None:
     requests = post(b"first", UPGRADE) + get(more=UPGRADE) + post(b"third", CLOSE)
     bytewise = [bytes([byte]) for byte in requests[:300]]
     for pieces in ([requests], [requests[:70], requests[70:]], [*bytewise, requests[300:]]):
-        found = seen(talked(echo, *pieces))
-        assert [one["body"] for one in found] == ["first", "", "third"]
-        assert ["http2-settings", "AAMAAABkAAQAAP__"] in found[0]["headers"]
+        result = seen(talked(echo, *pieces))
+        assert [item["body"] for item in result] == ["first", "", "third"]
+        assert ["http2-settings", "AAMAAABkAAQAAP__"] in result[0]["headers"]
 
 
 def test_a_tunnel_is_refused() -> None:
-    said = talked(echo, get("x:443", method="CONNECT"))
-    assert said.startswith(b"HTTP/1.1 400 ") and b"CONNECT is for proxies" in said and CLOSE in said
+    output = talked(echo, get("x:443", method="CONNECT"))
+    assert output.startswith(b"HTTP/1.1 400 ") and b"CONNECT is for proxies" in output and CLOSE in output
 
 
 def test_100_is_said_when_the_body_is_wanted_and_not_there() -> None:
@@ -195,8 +200,8 @@ def test_100_is_said_when_the_body_is_wanted_and_not_there() -> None:
 # ── order and ends ───────────────────────────────────────────────────────────────────────────────────────────────────
 def test_nothing_after_the_last_request_is_answered() -> None:
     for more in (get(), b"\r\n", b"garbage\0", post(b"x" * 100_000)):
-        said = talked(echo, get(more=CLOSE) + more, more)
-        assert said.count(b"HTTP/1.1") == 1 and len(seen(said)) == 1
+        output = talked(echo, get(more=CLOSE) + more, more)
+        assert output.count(b"HTTP/1.1") == 1 and len(seen(output)) == 1
 
 
 def test_a_response_before_the_end_of_the_body_says_that_it_is_the_last() -> None:
@@ -253,8 +258,8 @@ def test_an_idle_connection_ends_also_when_it_sends_empty_lines(monkeypatch: pyt
 
             dripping = asyncio.ensure_future(drip())
             with contextlib.suppress(ConnectionError):
-                said = await asyncio.wait_for(reader.read(), WITHIN)
-                assert len(seen(said)) == 1
+                output = await asyncio.wait_for(reader.read(), WITHIN)
+                assert len(seen(output)) == 1
             dripping.cancel()
             writer.transport.abort()
 
@@ -397,15 +402,15 @@ def test_an_application_that_fails_before_its_response_is_an_error_500(
     app: Application, caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.ERROR):
-        said = talked(app, get() + get())
-    head, _, body = said.partition(b"\r\n\r\n")
-    assert head.startswith(b"HTTP/1.1 500 ") and b"connection: close" in head and said.count(b"HTTP/1.1") == 1
-    assert json.loads(body)["error"]["type"] == "server_error" and b"set-cookie" not in said
+        output = talked(app, get() + get())
+    head, _, body = output.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 500 ") and b"connection: close" in head and output.count(b"HTTP/1.1") == 1
+    assert json.loads(body)["error"]["type"] == "server_error" and b"set-cookie" not in output
 
 
 def test_response_is_visibly_incomplete_when_its_application_fails() -> None:
-    said = talked(fail_late, get() + get())
-    assert said == b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n"
+    output = talked(fail_late, get() + get())
+    assert output == b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5\r\nfirst\r\n"
 
 
 # ── the server's end ─────────────────────────────────────────────────────────────────────────────────────────────────
@@ -457,8 +462,8 @@ def test_a_server_that_stops_cancels_what_takes_longer_than_it_has(has_begun: bo
             writer.write(get())
             await asyncio.sleep(0.05)
             await server.http.stop(0.1)
-            said = await asyncio.wait_for(reader.read(), WITHIN)
-            assert cancelled and (said.endswith(b"first\r\n") if has_begun else said.startswith(b"HTTP/1.1 503 "))
+            output = await asyncio.wait_for(reader.read(), WITHIN)
+            assert cancelled and (output.endswith(b"first\r\n") if has_begun else output.startswith(b"HTTP/1.1 503 "))
             writer.close()
 
     run(scene)

@@ -43,7 +43,7 @@ class Server:
 
 
 async def told(page: Dashboard, many: int = 1) -> list[Any]:
-    return [json.loads(bytes(one.body)) for one in await asyncio.gather(*(page.data(ASKED) for _ in range(many)))]
+    return [json.loads(bytes(item.body)) for item in await asyncio.gather(*(page.data(ASKED) for _ in range(many)))]
 
 
 def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -52,7 +52,7 @@ def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeypatch: 
     async def ask() -> None:
         page = Dashboard()
         first = await told(page, 10)
-        assert server.looks == 1 and all(one == first[0] for one in first)
+        assert server.looks == 1 and all(item == first[0] for item in first)
         server.now += FRESH - 0.01
         assert await told(page, 10) == first and server.looks == 1
         server.now += 0.02
@@ -82,9 +82,9 @@ def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: p
     async def ask() -> None:
         page = Dashboard()
         server.is_gone = True
-        with pytest.raises(ApiError, match="has ended") as found:
+        with pytest.raises(ApiError, match="has ended") as result:
             await page.data(ASKED)
-        assert found.value.status == 503
+        assert result.value.status == 503
         server.is_gone = False
         assert (await told(page))[0]["moment"]["at"] == server.now
         assert server.found == 2, "where it has been seen before there may be nothing any more"
@@ -113,5 +113,5 @@ def test_dashboard_fetches_nothing_external_and_escapes_its_data() -> None:
 
 def test_the_key_goes_into_a_header_and_not_into_an_address() -> None:
     assert "Authorization: `Bearer ${tried}`" in SOURCE
-    (asked,) = re.findall(r"fetch\(([^,]+),", SOURCE)
-    assert asked == '"/dashboard/data"' and "location" not in SOURCE
+    (request,) = re.findall(r"fetch\(([^,]+),", SOURCE)
+    assert request == '"/dashboard/data"' and "location" not in SOURCE

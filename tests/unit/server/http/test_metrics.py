@@ -109,7 +109,7 @@ class Pages:
 
     def families(self) -> dict[str, Metric]:
         text = Metrics(ServerCounters(self._tally, SERVERS), StatusBoard(self._board), NAME).text().decode()
-        return {one.name: one for one in text_string_to_metric_families(text)}
+        return {item.name: item for item in text_string_to_metric_families(text)}
 
     def number(self, name: str, **labels: Any) -> float:
         """Of the samples that have these labels, and others."""
@@ -121,10 +121,10 @@ class Pages:
 
 @pytest.fixture
 def pages() -> Iterator[Pages]:
-    found = Pages()
-    yield found
-    found.board.close()
-    vars(found).clear()
+    result = Pages()
+    yield result
+    result.board.close()
+    vars(result).clear()
 
 
 def shape_of(family: Metric) -> tuple[str, set[str], list[float]]:
@@ -138,15 +138,15 @@ def shape_of(family: Metric) -> tuple[str, set[str], list[float]]:
 @pytest.mark.parametrize(("name", "kind", "buckets"), VLLM, ids=[name for name, *_ in VLLM])
 def test_a_metric_of_vllm_has_its_type_labels_and_buckets(pages: Pages, name: str, kind: str, buckets: str) -> None:
     labels = LABELS | {"finished_reason"} if name == "request_success" else LABELS
-    assert shape_of(pages.families()[f"vllm:{name}"]) == (kind, labels, [float(one) for one in buckets.split()])
+    assert shape_of(pages.families()[f"vllm:{name}"]) == (kind, labels, [float(word) for word in buckets.split()])
 
 
 def test_metrics_are_those_of_vllm_and_ours(pages: Pages) -> None:
     row = pages.tally.rows[0]
     row[row.answered("chat", 200)] += 1
-    found = pages.families()
-    assert found.keys() == {f"vllm:{name}" for name, *_ in VLLM} | OURS.keys()
-    assert {name: shape_of(found[name])[:2] for name in OURS} == OURS
+    result = pages.families()
+    assert result.keys() == {f"vllm:{name}" for name, *_ in VLLM} | OURS.keys()
+    assert {name: shape_of(result[name])[:2] for name in OURS} == OURS
 
 
 def test_reasons_are_those_of_vllm(pages: Pages) -> None:
@@ -170,7 +170,7 @@ def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages
     there = {sample.name for family in families.values() for sample in family.samples}
     dashboard = json.loads(grafana.encoded())
     expressions = [target["expr"] for panel in dashboard["panels"] for target in panel.get("targets", ())]
-    queries = [*expressions, *(one["query"] for one in dashboard["templating"]["list"] if one["type"] == "query")]
+    queries = [*expressions, *(item["query"] for item in dashboard["templating"]["list"] if item["type"] == "query")]
     assert len(expressions) > 12
     for query in queries:
         named = set(re.findall(r"\b(?:vllm:|penstock_)\w+", query))
@@ -204,7 +204,7 @@ def test_what_servers_count_is_added_up_for_each_engine(pages: Pages) -> None:
     assert [pages.number(f"{name}_bucket", le=le, **where) for le in ("80.0", "+Inf")] == [0, 6]
     assert (pages.number(f"{name}_count", **where), pages.number(f"{name}_sum", **where)) == (6, 6000)
     assert pages.number("vllm:e2e_request_latency_seconds_bucket", le="0.3", **where) == 3
-    assert all(pages.number(f"vllm:{one}", engine=0) == 0 for one in ("prompt_tokens_total", "request_success_total"))
+    assert all(pages.number(f"vllm:{text}", engine=0) == 0 for text in ("prompt_tokens_total", "request_success_total"))
 
 
 def test_what_cores_write_is_shown_for_each_engine(pages: Pages) -> None:
@@ -292,7 +292,7 @@ def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
             for word in range(Served.WORDS):
                 engine[word] += 1
     words = [
-        one for row in pages.tally.rows for engine in row.engines for one in (engine[w] for w in range(Served.WORDS))
+        item for row in pages.tally.rows for engine in row.engines for item in (engine[w] for w in range(Served.WORDS))
     ]
     assert set(words) == {1}
     assert all(row[ProcessCounters.FAILED_STARTS] == row[row.answered("models", 504)] == 1 for row in pages.tally.rows)

@@ -27,17 +27,17 @@ class Client:
         self._app = app
 
     def get(self, path: str) -> tuple[int, str]:
-        told: list[Any] = []
+        output: list[Any] = []
 
         async def receive() -> Any:
             return {"type": "http.request", "body": b"", "more_body": False}
 
         async def send(message: Any) -> None:
-            told.append(message)
+            output.append(message)
 
         scope = {"type": "http", "method": "GET", "path": path, "headers": [], "query_string": b""}
         asyncio.run(self._app(scope, receive, send))
-        return told[0]["status"], b"".join(one.get("body", b"") for one in told).decode()
+        return output[0]["status"], b"".join(item.get("body", b"") for item in output).decode()
 
     def get_json(self, path: str) -> Any:
         return json.loads(self.get(path)[1])
@@ -48,17 +48,17 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     options = ServerOptions(served_model_name=request.param)
     tally, board = ServerCounters(ServerCounters.create(1), 1, writable=True), StatusBoard(StatusBoard.create(1))
     absent: Any = None
-    found = Client(ApiServer(CONFIG, options, absent, absent, tally, board, 0).app())
-    yield found
+    result = Client(ApiServer(CONFIG, options, absent, absent, tally, board, 0).app())
+    yield result
     board.close()
-    vars(found).clear()  # pytest holds the object until it has looked what is left
+    vars(result).clear()  # pytest holds the object until it has looked what is left
     del tally
     gc.collect()
 
 
 @pytest.mark.parametrize("client", [("a", "b/c")], indirect=True)
 def test_a_model_answers_to_each_of_its_names_and_to_its_directory(client: Client) -> None:
-    assert [one["id"] for one in client.get_json("/v1/models")["data"]] == ["a", "b/c"]
+    assert [item["id"] for item in client.get_json("/v1/models")["data"]] == ["a", "b/c"]
     assert client.get_json("/v1/models/b/c")["id"] == "b/c"
     assert client.get_json(f"/v1/models/{CONFIG.model}")["id"] == "a"
     status, body = client.get("/v1/models/its-directory")
@@ -69,5 +69,5 @@ def test_a_model_answers_to_each_of_its_names_and_to_its_directory(client: Clien
 
 @pytest.mark.parametrize("client", [()], indirect=True)
 def test_a_model_without_a_name_has_that_of_its_directory(client: Client) -> None:
-    assert [one["id"] for one in client.get_json("/v1/models")["data"]] == ["its-directory"]
+    assert [item["id"] for item in client.get_json("/v1/models")["data"]] == ["its-directory"]
     assert 'model_name="its-directory"' in client.get("/metrics")[1]

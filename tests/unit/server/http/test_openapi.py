@@ -48,8 +48,8 @@ def test_every_route_is_in_the_document_and_no_other() -> None:
         if isinstance(route, Route) and route.path != openapi.PATH
         for method in (route.methods or set()) - {"HEAD"}
     }
-    said = {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
-    assert said == routes
+    output = {(path, method) for path, methods in DOCUMENT["paths"].items() for method in methods}
+    assert output == routes
     board.close()
 
 
@@ -65,17 +65,17 @@ def test_it_asks_for_a_key_where_one_is_needed_and_nowhere_else() -> None:
 
 
 def test_all_that_it_refers_to_is_there() -> None:
-    def references(one: Any) -> list[str]:
-        if isinstance(one, list):
-            return [found for each in one for found in references(each)]
-        if not isinstance(one, dict):
+    def references(item: Any) -> list[str]:
+        if isinstance(item, list):
+            return [reference for each in item for reference in references(each)]
+        if not isinstance(item, dict):
             return []
-        return [one[name] for name in ("$ref",) if name in one] + [
-            found for each in one.values() for found in references(each)
+        return [item[name] for name in ("$ref",) if name in item] + [
+            reference for each in item.values() for reference in references(each)
         ]
 
-    found = {one.removeprefix(openapi.SCHEMAS) for one in references(DOCUMENT)}
-    assert {"ChatRequest", "CompletionRequest", "ErrorResponse", "ChatChunk"} <= found <= SCHEMAS.keys()
+    result = {reference.removeprefix(openapi.SCHEMAS) for reference in references(DOCUMENT)}
+    assert {"ChatRequest", "CompletionRequest", "ErrorResponse", "ChatChunk"} <= result <= SCHEMAS.keys()
 
 
 FIELDS = [
@@ -84,7 +84,11 @@ FIELDS = [
 RELATED = {"min_tokens", "best_of"}  # to other fields: no schema says that
 
 
-@given(st.dictionaries(st.sampled_from([one for one in FIELDS if one not in RELATED]), NUMBERS, min_size=1, max_size=3))
+@given(
+    st.dictionaries(
+        st.sampled_from([field for field in FIELDS if field not in RELATED]), NUMBERS, min_size=1, max_size=3
+    )
+)
 def test_numbers_that_it_allows_are_taken_and_others_are_refused(said: dict[str, Any]) -> None:
     body = {"prompt": "x", **said}
     try:

@@ -44,12 +44,12 @@ def named(url: str) -> dict[str, Any]:
     return {"type": "image_url", "image_url": {"url": url}}
 
 
-def text(said: str) -> dict[str, Any]:
-    return {"type": "text", "text": said}
+def text(output: str) -> dict[str, Any]:
+    return {"type": "text", "text": output}
 
 
 def plain(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    return [{"type": "image"} if one["type"] == "image_url" else one for one in parts]
+    return [{"type": "image"} if part["type"] == "image_url" else part for part in parts]
 
 
 class Scene:
@@ -63,8 +63,8 @@ class Scene:
         self.reader = PromptBuilder(config, build_tokenizer(config), images)
 
     async def prompt(self, *parts: dict[str, Any]) -> Prompt:
-        said = Conversation.of(asked(*parts).messages)
-        return await self.reader.conversation(said, True, {})
+        output = Conversation.of(asked(*parts).messages)
+        return await self.reader.conversation(output, True, {})
 
     async def length(self, *parts: dict[str, Any]) -> int:
         """Of a prompt that is made and given back."""
@@ -74,7 +74,7 @@ class Scene:
 
     async def must_hold_nothing(self) -> None:
         deadline = time.monotonic() + 10
-        while any(one.holders for one in self.store.stats().items) and time.monotonic() < deadline:
+        while any(item.holders for item in self.store.stats().items) and time.monotonic() < deadline:
             await asyncio.sleep(0.01)  # a thread is at its last image
         must_be_held_by_nobody(self.store)
 
@@ -103,11 +103,11 @@ def test_placeholders_become_what_transformers_writes_for_these_images(name: str
     sight = Sight(name, tmp_path)
     raws = [picture(50, 30), picture(20, 64, seed=1), picture(16, 16, seed=2)]
     parts = [text("first "), part(raws[0]), part(raws[1]), text("then\n"), part(raws[2]), text("what?")]
-    want = sight.inputs([{"role": "user", "content": plain(parts)}], raws)["input_ids"][0].tolist()
+    expected = sight.inputs([{"role": "user", "content": plain(parts)}], raws)["input_ids"][0].tolist()
 
     async def look(scene: Scene) -> None:
         prompt = await scene.prompt(*parts)
-        assert prompt.ids == want
+        assert prompt.ids == expected
         for raw, (item, position, length) in zip(raws, prompt.items, strict=True):
             there = prompt.ids[position : position + length].count(sight.stock.config.image_token_id)
             value = item.open(scene.store).value("torch", writable=True)
@@ -140,15 +140,15 @@ def test_of_images_in_any_format_the_first_frame_counts(
     more = {"save_all": True, "append_images": frames[1:]} if kind in ("webp", "gif") else {}
     frames[0].save(raw, kind, **more)
     (tmp_path / "an image").write_bytes(raw.getvalue())
-    seen = []
+    observed = []
     decode = image_processor._decoded
-    monkeypatch.setattr(image_processor, "_decoded", lambda *args: seen.append(decode(*args)) or seen[-1])
+    monkeypatch.setattr(image_processor, "_decoded", lambda *args: observed.append(decode(*args)) or observed[-1])
 
     async def look(scene: Scene) -> None:
         lengths = {await scene.length(part(raw.getvalue(), f"image/{kind}"))}
         lengths.add(await scene.length(named(f"file://{tmp_path}/an%20image")))
         assert len(lengths) == 1
-        (picture,) = seen  # by whichever way it came, it is the same one
+        (picture,) = observed  # by whichever way it came, it is the same one
         assert picture.mode == "RGB" and picture.getpixel((15, 15))[0] > 250 and max(picture.getpixel((15, 15))[1:]) < 5
 
     with scene_of(llava, allowed_local_media_path=(str(tmp_path),)) as scene:
@@ -248,9 +248,9 @@ def test_a_model_that_takes_no_images_says_so() -> None:
 
     async def look() -> None:
         with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
-            said = Conversation.of(asked(text("a"), SMALL).messages)
+            output = Conversation.of(asked(text("a"), SMALL).messages)
             with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
-                await reader.conversation(said, True, {})
+                await reader.conversation(output, True, {})
             assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
             words = Conversation.of(asked(text("a"), text("b")).messages)
             assert (await reader.conversation(words, True, {})).ids == list(b"user: a\nb\nassistant:")

@@ -58,9 +58,9 @@ async def settle() -> None:
 
 @contextlib.asynccontextmanager
 async def scene() -> AsyncIterator[Scene]:
-    made = Scene()
-    yield made
-    assert (made.budget.bodies.held, made.budget.bodies.waiting, made.reader.reading_nbytes) == (0, 0, 0)
+    created = Scene()
+    yield created
+    assert (created.budget.bodies.held, created.budget.bodies.waiting, created.reader.reading_nbytes) == (0, 0, 0)
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -72,15 +72,15 @@ def run(work: Callable[[], Awaitable[None]]) -> None:
 
 def test_a_long_body_is_not_read_before_its_bytes_are_granted() -> None:
     async def work() -> None:
-        async with scene() as one:
+        async with scene() as item:
             done = asyncio.Event()
-            first = [one.start(Upload(4 * LONG), done) for _ in range(4)]
+            first = [item.start(Upload(4 * LONG), done) for _ in range(4)]
             await settle()
-            assert one.budget.bodies.held == one.budget.bodies.nbytes
+            assert item.budget.bodies.held == item.budget.bodies.nbytes
             late = Upload(4 * LONG)
-            waiting = one.start(late, done)
+            waiting = item.start(late, done)
             await settle()
-            assert late.taken == 0 and one.budget.bodies.waiting == 1
+            assert late.taken == 0 and item.budget.bodies.waiting == 1
             done.set()
             assert await asyncio.gather(*first, waiting) == [4 * LONG] * 5
 
@@ -89,11 +89,11 @@ def test_a_long_body_is_not_read_before_its_bytes_are_granted() -> None:
 
 def test_a_short_body_waits_for_nothing() -> None:
     async def work() -> None:
-        async with scene() as one:
-            lease = await one.budget.bodies.acquire("a", one.budget.bodies.nbytes)
+        async with scene() as item:
+            lease = await item.budget.bodies.acquire("a", item.budget.bodies.nbytes)
             done = asyncio.Event()
             done.set()
-            assert await one.start(Upload(LONG), done) == LONG
+            assert await item.start(Upload(LONG), done) == LONG
             lease.release()
 
     run(work)
@@ -101,11 +101,11 @@ def test_a_short_body_waits_for_nothing() -> None:
 
 def test_body_without_length_holds_its_maximum_until_it_is_read() -> None:
     async def work() -> None:
-        async with scene() as one:
+        async with scene() as item:
             done = asyncio.Event()
-            task = one.start(Upload(3 * LONG, has_length=False), done)
+            task = item.start(Upload(3 * LONG, has_length=False), done)
             await settle()
-            assert one.budget.bodies.held == BODY_COPIES * 3 * LONG, "it has come, and the rest was given back"
+            assert item.budget.bodies.held == BODY_COPIES * 3 * LONG, "it has come, and the rest was given back"
             done.set()
             assert await task == 3 * LONG
 
@@ -115,11 +115,11 @@ def test_body_without_length_holds_its_maximum_until_it_is_read() -> None:
 @pytest.mark.parametrize("has_length", [True, False])
 def test_a_body_beyond_the_budget_is_refused_with_both_numbers(has_length: bool) -> None:
     async def work() -> None:
-        async with scene() as one:
-            most = one.budget.bodies.nbytes // BODY_COPIES
+        async with scene() as item:
+            most = item.budget.bodies.nbytes // BODY_COPIES
             upload = Upload(most + LONG, has_length=has_length)
             with pytest.raises(ApiError, match=rf"at most {most} bytes here .*, this one has {most + LONG}") as caught:
-                await one.start(upload, asyncio.Event())
+                await item.start(upload, asyncio.Event())
             assert caught.value.status == 413 and (upload.taken == 0) == has_length
 
     run(work)
@@ -127,11 +127,11 @@ def test_a_body_beyond_the_budget_is_refused_with_both_numbers(has_length: bool)
 
 def test_request_that_leaves_returns_the_bytes_of_its_body() -> None:
     async def work() -> None:
-        async with scene() as one:
+        async with scene() as item:
             never = asyncio.Event()
-            tasks = [one.start(Upload(16 * LONG), never), one.start(Upload(16 * LONG), never)]
+            tasks = [item.start(Upload(16 * LONG), never), item.start(Upload(16 * LONG), never)]
             await settle()
-            assert one.budget.bodies.waiting == 1
+            assert item.budget.bodies.waiting == 1
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*tasks, return_exceptions=True)
@@ -141,12 +141,12 @@ def test_request_that_leaves_returns_the_bytes_of_its_body() -> None:
 
 def test_clients_take_turns_by_their_addresses() -> None:
     async def work() -> None:
-        async with scene() as one:
-            lease = await one.budget.bodies.acquire("other", one.budget.bodies.nbytes)
+        async with scene() as item:
+            lease = await item.budget.bodies.acquire("other", item.budget.bodies.nbytes)
             order: list[str] = []
 
             async def read(client: str) -> None:
-                async with one.reader.receive(Upload(16 * LONG, client=client).request):
+                async with item.reader.receive(Upload(16 * LONG, client=client).request):
                     order.append(client)
 
             tasks = []

@@ -40,8 +40,8 @@ async def settle() -> None:
 
 def test_bytes_are_granted_at_once_where_they_are_free_and_counted() -> None:
     async def scene() -> None:
-        seen: list[tuple[int, int]] = []
-        semaphore = ByteSemaphore(10, lambda held, waiting: seen.append((held, waiting)))
+        observed: list[tuple[int, int]] = []
+        semaphore = ByteSemaphore(10, lambda held, waiting: observed.append((held, waiting)))
         with await semaphore.acquire("a", 6) as lease:
             assert (lease.nbytes, semaphore.held, semaphore.waiting) == (6, 6, 0)
             lease.shrink(8)
@@ -50,7 +50,7 @@ def test_bytes_are_granted_at_once_where_they_are_free_and_counted() -> None:
             assert (lease.nbytes, semaphore.held) == (2, 2)
         lease.release()
         assert semaphore.held == 0
-        assert seen[0] == (6, 0) and seen[-1] == (0, 0)
+        assert observed[0] == (6, 0) and observed[-1] == (0, 0)
 
     run(scene)
 
@@ -203,12 +203,12 @@ def test_random_use_never_holds_more_and_leaves_nothing(seed: int) -> None:
 
 def test_the_stages_of_a_budget_do_not_wait_for_each_other() -> None:
     async def scene() -> None:
-        seen: dict[int, tuple[int, int]] = {}
-        budget = MediaBudget(1000, lambda stage, held, waiting: seen.update({stage: (held, waiting)}))
+        observed: dict[int, tuple[int, int]] = {}
+        budget = MediaBudget(1000, lambda stage, held, waiting: observed.update({stage: (held, waiting)}))
         parts = [getattr(budget, stage).nbytes for stage in STAGES]
         assert parts == [250, 250, 500]
         for stage, nbytes in zip(STAGES, parts, strict=True):
             await getattr(budget, stage).acquire("a", nbytes)
-        assert seen == {0: (250, 0), 1: (250, 0), 2: (500, 0)}
+        assert observed == {0: (250, 0), 1: (250, 0), 2: (500, 0)}
 
     run(scene)

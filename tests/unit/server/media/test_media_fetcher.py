@@ -50,8 +50,8 @@ OaSYxb+2erLvnzKXTcdlKm+gMN2hRANCAARty3jVBBHYT5pYNlufpVejpxXY37l2
 
 
 def whole(status: str = "200 OK", body: bytes = PNG, head: bytes = b"") -> Script:
-    said = f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n".encode() + head
-    return lambda line: line.sendall(said + b"\r\n" + body)
+    output = f"HTTP/1.1 {status}\r\ncontent-length: {len(body)}\r\n".encode() + head
+    return lambda line: line.sendall(output + b"\r\n" + body)
 
 
 def bare(*pieces: bytes, until_gone: bool = False) -> Script:
@@ -107,8 +107,8 @@ class Elsewhere:
     def close(self) -> None:
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
-        for one in (self._accepting, *self._threads):
-            one.join(WITHIN)
+        for item in (self._accepting, *self._threads):
+            item.join(WITHIN)
 
     def until(self, many: int) -> None:
         eventually(lambda: self.open == many, WITHIN)
@@ -116,8 +116,8 @@ class Elsewhere:
 
 @pytest.fixture
 def host() -> Iterator[Elsewhere]:
-    with contextlib.closing(Elsewhere()) as found:
-        yield found
+    with contextlib.closing(Elsewhere()) as result:
+        yield result
 
 
 def fetched(url: str, hosts: tuple[str, ...], most: int = MOST, **options: Any) -> bytes:
@@ -138,11 +138,11 @@ def refusal(url: str, hosts: tuple[str, ...], **options: Any) -> ImageRefused:
     return caught.value
 
 
-def resolved(*found: str) -> Callable[..., list[Any]]:
+def resolved(*result: str) -> Callable[..., list[Any]]:
     """Says these addresses for every name."""
 
     def resolve(name: str, port: int, **_: Any) -> list[Any]:
-        return [socket.getaddrinfo(one, port, type=socket.SOCK_STREAM)[0] for one in found]
+        return [socket.getaddrinfo(item, port, type=socket.SOCK_STREAM)[0] for item in result]
 
     return resolve
 
@@ -192,10 +192,10 @@ def test_no_other_host_is_asked_however_it_is_written(host: Elsewhere) -> None:
 
 def test_a_host_without_a_port_is_open_at_the_ports_of_its_schemes_alone() -> None:
     def resolve(name: str, port: int, **_: Any) -> list[Any]:
-        asked.append((name, port))
+        request.append((name, port))
         return []
 
-    asked: list[tuple[str, int]] = []
+    request: list[tuple[str, int]] = []
     for url in (
         "http://example.org/a",
         "https://Example.org:443/a",
@@ -203,7 +203,7 @@ def test_a_host_without_a_port_is_open_at_the_ports_of_its_schemes_alone() -> No
         "http://example.org:8080",
     ):
         refusal(url, ("EXAMPLE.org",), resolve=resolve)
-    assert asked == [("example.org", 80), ("example.org", 443), ("example.org", 443)]
+    assert request == [("example.org", 80), ("example.org", 443), ("example.org", 443)]
 
 
 @pytest.mark.parametrize("said", ["", "a/b", "http://a", "u@a", "a b", "a:x", "a:99999", "a:0", "*.a?", "é", "[::1"])
@@ -287,15 +287,15 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
     ours = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
     ours.load_cert_chain(tmp_path / "pem")
     trusting = ssl.create_default_context(cafile=str(tmp_path / "pem"))
-    given: dict[str, Any] = {"resolve": resolved("127.0.0.1"), "is_open": lambda _: True}
+    values: dict[str, Any] = {"resolve": resolved("127.0.0.1"), "is_open": lambda _: True}
     with contextlib.closing(Elsewhere(ours)) as host:
         right, wrong = f"images.test:{host.port}", f"other.test:{host.port}"
-        assert fetched(f"https://{right}/x", (right,), tls=trusting, **given) == PNG
-        assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **given).reason == FAILED
-        assert refusal(f"https://{right}/x", (right,), **given).reason == FAILED  # no authority has signed it
+        assert fetched(f"https://{right}/x", (right,), tls=trusting, **values) == PNG
+        assert refusal(f"https://{wrong}/x", (wrong,), tls=trusting, **values).reason == FAILED
+        assert refusal(f"https://{right}/x", (right,), **values).reason == FAILED  # no authority has signed it
         assert len(host.heads) == 1
         host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
-        late = refusal(f"https://{right}/x", (right,), tls=trusting, seconds=1.0, **given)
+        late = refusal(f"https://{right}/x", (right,), tls=trusting, seconds=1.0, **values)
         assert "within 1 s" in late.reason
         host.until(0)
 
@@ -336,7 +336,7 @@ def test_what_is_no_image_or_too_long_is_refused(host: Elsewhere, script: Script
 def test_one_of_just_the_length_is_taken_in_pieces_too(host: Elsewhere) -> None:
     place = f"127.0.0.1:{host.port}"
     assert fetched(f"http://{place}/x", (place,), most=len(PNG)) == PNG
-    chunks = b"".join(b"%x\r\n%b\r\n" % (len(one), one) for one in (PNG[:7], PNG[7:]))
+    chunks = b"".join(b"%x\r\n%b\r\n" % (len(item), item) for item in (PNG[:7], PNG[7:]))
     host.script = bare(b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n" + chunks + b"0\r\n\r\n")
     assert fetched(f"http://{place}/x", (place,), most=len(PNG)) == PNG
 
@@ -366,8 +366,8 @@ def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
         with contextlib.closing(MediaFetcher((place,), seconds=60.0)) as fetcher:
             asking = [asyncio.ensure_future(fetcher.fetch(f"http://{place}/", MOST)) for _ in range(AT_ONCE + 2)]
             await asyncio.to_thread(host.until, AT_ONCE)  # and the others wait for their turn
-            for one in asking:
-                one.cancel()
+            for item in asking:
+                item.cancel()
             await asyncio.gather(*asking, return_exceptions=True)
             await asyncio.to_thread(host.until, 0)
             assert len(host.heads) == AT_ONCE, "one that nobody waits for has begun"

@@ -125,10 +125,10 @@ def test_media_of_more_tokens_than_the_model_takes_are_refused(qwen: Path) -> No
     async def look(scene: Scene) -> None:
         media = scene.reader._media
         assert media is not None
-        one = await scene.length(part(picture(16, 16)))
-        media._max_tokens = one
+        item = await scene.length(part(picture(16, 16)))
+        media._max_tokens = item
         with pytest.raises(ApiError) as caught:
-            await scene.prompt(*(part(picture(16, 16, seed=seed)) for seed in range(one + 1)))
+            await scene.prompt(*(part(picture(16, 16, seed=seed)) for seed in range(item + 1)))
         assert caught.value.status == 400 and "tokens" in caught.value.message
 
     with scene_of(qwen) as scene:

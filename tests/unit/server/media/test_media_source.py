@@ -31,9 +31,9 @@ async def source(
     folder: Path | None = None, host: str = "", budget: MediaBudget | None = None
 ) -> AsyncIterator[tuple[MediaSource, MediaBudget]]:
     budget = MediaBudget(BUDGET) if budget is None else budget
-    made = MediaSource([str(folder)] if folder else [], [host] if host else [], budget)
-    with contextlib.closing(made):
-        yield made, budget
+    media_source = MediaSource([str(folder)] if folder else [], [host] if host else [], budget)
+    with contextlib.closing(media_source):
+        yield media_source, budget
     assert (budget.files.held, budget.files.waiting) == (0, 0)
 
 
@@ -119,14 +119,14 @@ def test_fetch_holds_its_maximum_until_the_host_states_a_length() -> None:
 
         async def work() -> None:
             async with source(host=there) as (media, budget):
-                seen: list[int] = []
+                observed: list[int] = []
                 budget = media._budget
-                budget.files._changed = lambda held, waiting: seen.append(held)
+                budget.files._changed = lambda held, waiting: observed.append(held)
                 async with media.video(ref(f"http://{there}/a.mp4"), 50_000, "a") as read:
                     assert budget.files.held == len(MOVIE)
                     with await asyncio.to_thread(read) as upload:
                         assert upload.nbytes == len(MOVIE)
-                assert seen[0] == 50_000 and seen[-1] == 0
+                assert observed[0] == 50_000 and observed[-1] == 0
 
         run(work)
 

@@ -28,8 +28,8 @@ NOTICE = ServerInfo(
 def zero(kind: type[Any], /, **numbers: Any) -> Any:
     """All numbers are 0, but those that are given."""
     kinds = {int: 0, float: 0.0, str: "", bool: False, int | None: None}
-    found = {one.name: kinds.get(one.type, ()) for one in msgspec.structs.fields(kind)}
-    return kind(**{**found, **numbers})
+    result = {field.name: kinds.get(field.type, ()) for field in msgspec.structs.fields(kind)}
+    return kind(**{**result, **numbers})
 
 
 def view(part: str, /, **numbers: float) -> CounterView:
@@ -42,8 +42,8 @@ def view(part: str, /, **numbers: float) -> CounterView:
 
 
 def moment(at: float, **parts: Any) -> ServerSnapshot:
-    found: ServerSnapshot = zero(ServerSnapshot, at=at, server_info=NOTICE, **parts)
-    return found
+    result: ServerSnapshot = zero(ServerSnapshot, at=at, server_info=NOTICE, **parts)
+    return result
 
 
 def between(seconds: float, before: dict[str, Any], after: dict[str, Any]) -> Any:
@@ -99,7 +99,11 @@ def test_channels_and_stores_are_told_apart_by_name_and_a_new_one_counts_from_no
         (zero(StoreView, name="s", hits=40, misses=20, evictions=2),),
     )
     rates = between(2.0, {"channels": old, "stores": stores[0]}, {"channels": new, "stores": stores[1]})
-    assert [(one.records, one.nbytes, one.sleeps) for one in rates.channels] == [(2, 0, 1), (2, 20, 0), (4, 0, 0)]
+    assert [(channel.records, channel.nbytes, channel.sleeps) for channel in rates.channels] == [
+        (2, 0, 1),
+        (2, 20, 0),
+        (4, 0, 0),
+    ]
     (store,) = rates.stores
     assert (store.hits, store.misses, store.evictions, store.hit_share) == (15.0, 5.0, 1.0, 0.75)
 
@@ -147,9 +151,9 @@ def test_what_is_seen_travels_as_json() -> None:
         servers=(view("servers"),),
         stores=(zero(StoreView, name="s", holders=(HolderView("x", 1, 2),)),),
     )
-    seen = View.after(now, msgspec.structs.replace(now, at=11.0), 5.0)
-    assert seen.rates is not None
-    encoded = msgspec.json.encode(seen)
-    assert msgspec.json.decode(encoded, type=View) == seen
+    observed = View.after(now, msgspec.structs.replace(now, at=11.0), 5.0)
+    assert observed.rates is not None
+    encoded = msgspec.json.encode(observed)
+    assert msgspec.json.decode(encoded, type=View) == observed
     with pytest.raises(msgspec.ValidationError, match=r"expected the counters engine_steps at \$\.engines"):
         msgspec.json.decode(encoded.replace(b"engine_steps", b"engine_stops"), type=View)

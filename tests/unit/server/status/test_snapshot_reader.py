@@ -41,16 +41,16 @@ class Laid:
 
 @pytest.fixture
 def laid() -> Iterator[Laid]:
-    found = Laid(api_server_count=2, tensor_parallel_size=2)
-    yield found
-    found.board.close()
-    found.cluster.close()
-    vars(found).clear()  # pytest holds the object until it has looked what is left
+    result = Laid(api_server_count=2, tensor_parallel_size=2)
+    yield result
+    result.board.close()
+    result.cluster.close()
+    vars(result).clear()  # pytest holds the object until it has looked what is left
     gc.collect()
 
 
-def looked(one: ProcessView) -> tuple[str, str, int]:
-    return one.title, one.state, one.incarnation
+def looked(process_view: ProcessView) -> tuple[str, str, int]:
+    return process_view.title, process_view.state, process_view.incarnation
 
 
 def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: Laid) -> None:
@@ -89,7 +89,7 @@ def test_numbers_of_the_board_and_the_tally_are_those_that_were_written(laid: La
 
 def test_a_process_starts_serves_dies_and_comes_again(laid: Laid) -> None:
     watch = SnapshotReader(os.getpid())
-    assert [looked(one) for one in watch.take().processes][1:] == [
+    assert [looked(process) for process in watch.take().processes][1:] == [
         (title, "starting", 0)
         for title in ("core 0.0", "worker 0.0", "worker 0.1", "output 0.0", "server 0", "server 1")
     ]
@@ -146,10 +146,10 @@ def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
     assert watch.take().coming_back == {0: 0}
     laid.tally.rows[0].engines[0].migration[MigrationCounters.WAITING] = 1
     idle = {"level": "idle", "kind": "wait", "text": "x waits", "pids": []}
-    found = {"verdict": [idle]}
-    add_lost_groups(found, os.getpid())
+    result = {"verdict": [idle]}
+    add_lost_groups(result, os.getpid())
     text = "group 0 is coming back: 1 request to resume"
-    assert found["verdict"] == [{"level": "note", "kind": "group", "text": text, "pids": []}, idle]
+    assert result["verdict"] == [{"level": "note", "kind": "group", "text": text, "pids": []}, idle]
 
 
 def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> None:
@@ -182,7 +182,7 @@ def test_private_memory_is_without_what_others_may_map() -> None:
 
 def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: Laid) -> None:
     assert laid.cluster.store is not None
-    before = {one.name: one for one in SnapshotReader(os.getpid()).take().channels}
+    before = {channel.name: channel for channel in SnapshotReader(os.getpid()).take().channels}
     assert set(before) == {"inbox 0", "steps 0", "results 0", "tokens 0.0", "deltas 0", "deltas 1"}
     group = laid.cluster.groups[0]
     with laid.cluster.store.put({"x": b"y" * 5000}, key=KEY):
@@ -191,17 +191,17 @@ def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: L
         moment = SnapshotReader(os.getpid()).take()
         sender.close()
         receiver.close()
-    inbox = next(one for one in moment.channels if one.name == "inbox 0")
+    inbox = next(channel for channel in moment.channels if channel.name == "inbox 0")
     assert (inbox.kind, inbox.records, inbox.behind, inbox.slowest) == ("inbox", 1, 1, "core 0.0 #1")
     assert inbox.nbytes > 0 and inbox.behind_nbytes > 0
     (store,) = moment.stores
     assert (store.keys, store.held_keys, store.puts, store.nbytes) == (1, 1, 1, 1 << 20)
-    assert store.kept_nbytes > 5000 and [one.blocks for one in store.holders] == [1]
+    assert store.kept_nbytes > 5000 and [holder.blocks for holder in store.holders] == [1]
 
 
 def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
     def standing() -> tuple[list[str], int, int]:
-        peers = [one.name for group in laid.cluster.groups for one in group.steps.peers()]
+        peers = [peer.name for group in laid.cluster.groups for peer in group.steps.peers()]
         return peers, len(os.listdir("/proc/self/fd")), Path("/proc/self/maps").read_text().count("/memfd:penstock")
 
     watch = SnapshotReader(os.getpid())
@@ -217,8 +217,8 @@ def test_what_a_name_holds_is_printable(laid: Laid) -> None:
 
 
 def test_the_server_of_this_machine_is_found_by_pid_name_and_url_and_by_nothing(laid: Laid) -> None:
-    here = {pid: one for pid, one in servers_here().items() if pid == os.getpid()}
-    assert [one.url for one in here.values()] == [URL]
+    here = {pid: value for pid, value in servers_here().items() if pid == os.getpid()}
+    assert [item.url for item in here.values()] == [URL]
     for target in (None, os.getpid(), "a?[31mb", URL):
         assert choose(target, here) == os.getpid()
     with pytest.raises(NoServer, match=r"(?s)no server 'other', but\n.*127\.0\.0\.1:1"):

@@ -86,10 +86,10 @@ class Scene:
 
 
 def upload(raw: bytes) -> VideoUpload:
-    made = VideoUpload()
-    made.write(raw)
-    made.seal()
-    return made
+    video_upload = VideoUpload()
+    video_upload.write(raw)
+    video_upload.seal()
+    return video_upload
 
 
 def settings(**changed: Any) -> VideoSettings:
@@ -130,17 +130,17 @@ def expected(raw: bytes, tmp_path: Path) -> dict[str, Any]:
 @contextlib.asynccontextmanager
 async def scene(store: Store | None, **options: Any) -> AsyncIterator[Scene]:
     budget = MediaBudget(256 * MIB)
-    seen = Scene.__new__(Scene)
+    observed = Scene.__new__(Scene)
 
     def changed(busy: int, waiting: int) -> None:
-        seen.busy = busy, waiting
+        observed.busy = busy, waiting
 
     usual: dict[str, Any] = {"count": 2, "max_tokens": 100_000, "limits": VideoLimits(decoder_seconds=START)}
-    usual.update(options, changed=changed, ended=lambda end, _: seen.ends.append(end))
+    usual.update(options, changed=changed, ended=lambda end, _: observed.ends.append(end))
     loader = VideoLoader(settings(), store, budget, **usual)
-    seen.__init__(loader, store, budget)  # type: ignore[misc]
+    observed.__init__(loader, store, budget)  # type: ignore[misc]
     with contextlib.closing(loader):
-        yield seen
+        yield observed
 
 
 def run(work: Callable[[], Awaitable[None]]) -> None:
@@ -155,110 +155,112 @@ def same(value: dict[str, Any], other: dict[str, Any]) -> bool:
 
 
 # ── scenes: with a store of 8 MiB ────────────────────────────────────────────────────────────────────────────────────
-async def tensors_are_made_in_the_store_and_found_there_the_next_time(seen: Scene, tmp_path: Path) -> None:
-    assert seen.store is not None
+async def tensors_are_made_in_the_store_and_found_there_the_next_time(scene: Scene, tmp_path: Path) -> None:
+    assert scene.store is not None
     want = expected(video(), tmp_path)
-    assert same(await seen.load(video()), want)
-    assert same(await seen.load(video()), want)
-    assert (seen.store.stats().puts, seen.ends) == (1, ["decoded"])
+    assert same(await scene.load(video()), want)
+    assert same(await scene.load(video()), want)
+    assert (scene.store.stats().puts, scene.ends) == (1, ["decoded"])
 
 
-async def one_video_of_many_requests_is_decoded_once(seen: Scene, tmp_path: Path) -> None:
+async def one_video_of_many_requests_is_decoded_once(scene: Scene, tmp_path: Path) -> None:
     want = expected(video(frames=21), tmp_path)
-    values = await asyncio.gather(*(seen.load(video(frames=21), f"client {number}") for number in range(8)))
-    assert all(same(value, want) for value in values) and seen.ends == ["decoded"]
+    values = await asyncio.gather(*(scene.load(video(frames=21), f"client {number}") for number in range(8)))
+    assert all(same(value, want) for value in values) and scene.ends == ["decoded"]
 
 
-async def many_videos_leave_neither_processes_nor_places_nor_descriptors(seen: Scene, tmp_path: Path) -> None:
+async def many_videos_leave_neither_processes_nor_places_nor_descriptors(scene: Scene, tmp_path: Path) -> None:
     raws = [video(frames=8 + number, size=(32, 32)) for number in range(24)]
     for first in range(0, len(raws), 4):
-        await asyncio.gather(*map(seen.load, raws[first : first + 4]))
-    assert seen.ends == ["decoded"] * len(raws)
-    await seen.must_hold_nothing()
-    assert len(os.listdir(f"/proc/{seen.host}/fd")) < 24
+        await asyncio.gather(*map(scene.load, raws[first : first + 4]))
+    assert scene.ends == ["decoded"] * len(raws)
+    await scene.must_hold_nothing()
+    assert len(os.listdir(f"/proc/{scene.host}/fd")) < 24
 
 
-async def a_video_that_the_model_has_no_tokens_for_is_refused_before_it_is_decoded(seen: Scene, tmp_path: Path) -> None:
-    seen.loader._max_tokens, most = 7, seen.loader._max_tokens
+async def a_video_that_the_model_has_no_tokens_for_is_refused_before_it_is_decoded(
+    scene: Scene, tmp_path: Path
+) -> None:
+    scene.loader._max_tokens, most = 7, scene.loader._max_tokens
     with pytest.raises(ImageRefused, match="this model has at most 7 tokens, and the video takes 8") as caught:
-        await seen.load(video(frames=31))
-    seen.loader._max_tokens = most
-    assert caught.value.status == 400 and seen.ends == ["refused"]
+        await scene.load(video(frames=31))
+    scene.loader._max_tokens = most
+    assert caught.value.status == 400 and scene.ends == ["refused"]
 
 
-async def a_video_above_a_limit_is_refused_in_the_words_of_its_decoder(seen: Scene, tmp_path: Path) -> None:
+async def a_video_above_a_limit_is_refused_in_the_words_of_its_decoder(scene: Scene, tmp_path: Path) -> None:
     for raw, status, reason in (
         (video(frames=602, size=(32, 32), fps=1), 413, r"a video has at most 600 s, this one has \d+"),
         (video()[:400], 400, "expected a video as MP4, MOV, WebM or Matroska: Invalid data"),
         (repeated(40), 413, r"decoding the video takes \d+ bytes, and at most \d+ are held at a time"),
     ):
-        held, seen.budget.decoded.nbytes = seen.budget.decoded.nbytes, 1000 if status == 413 else 128 * MIB
+        held, scene.budget.decoded.nbytes = scene.budget.decoded.nbytes, 1000 if status == 413 else 128 * MIB
         with pytest.raises(ImageRefused, match=reason) as caught:
-            await seen.load(raw)
-        seen.budget.decoded.nbytes = held
+            await scene.load(raw)
+        scene.budget.decoded.nbytes = held
         assert caught.value.status == status
-    assert seen.ends == ["refused"] * 3
+    assert scene.ends == ["refused"] * 3
 
 
-async def a_video_waits_for_the_bytes_that_others_hold(seen: Scene, tmp_path: Path) -> None:
-    lease = await seen.budget.decoded.acquire("other", seen.budget.decoded.nbytes)
-    loading = asyncio.ensure_future(seen.load(video(frames=20)))
-    await seen.until(lambda: seen.budget.decoded.waiting == 1)
+async def a_video_waits_for_the_bytes_that_others_hold(scene: Scene, tmp_path: Path) -> None:
+    lease = await scene.budget.decoded.acquire("other", scene.budget.decoded.nbytes)
+    loading = asyncio.ensure_future(scene.load(video(frames=20)))
+    await scene.until(lambda: scene.budget.decoded.waiting == 1)
     lease.release()
     assert PIXELS in await loading
 
 
-async def a_decoder_that_dies_ends_its_own_video_only(seen: Scene, tmp_path: Path) -> None:
-    lease = await seen.budget.decoded.acquire("other", seen.budget.decoded.nbytes)
-    videos = [asyncio.ensure_future(seen.load(video(frames=frames))) for frames in (10, 11)]
-    await seen.until(lambda: seen.budget.decoded.waiting == 2)
-    victim = seen.decoders()[0]
+async def a_decoder_that_dies_ends_its_own_video_only(scene: Scene, tmp_path: Path) -> None:
+    lease = await scene.budget.decoded.acquire("other", scene.budget.decoded.nbytes)
+    videos = [asyncio.ensure_future(scene.load(video(frames=frames))) for frames in (10, 11)]
+    await scene.until(lambda: scene.budget.decoded.waiting == 2)
+    victim = scene.decoders()[0]
     os.kill(victim, signal.SIGKILL)
-    await seen.until(lambda: victim not in seen.decoders())
+    await scene.until(lambda: victim not in scene.decoders())
     lease.release()
     results = await asyncio.gather(*videos, return_exceptions=True)
     refused = [result for result in results if isinstance(result, ImageRefused)]
     assert len(refused) == 1 and "the decoder of this video has crashed" in refused[0].reason
-    assert sum(isinstance(result, dict) for result in results) == 1 and sorted(seen.ends) == ["decoded", "died"]
+    assert sum(isinstance(result, dict) for result in results) == 1 and sorted(scene.ends) == ["decoded", "died"]
 
 
-async def a_request_that_goes_kills_its_decoder_and_gives_its_bytes_back(seen: Scene, tmp_path: Path) -> None:
-    loading = await seen.stopped(video(frames=12))
-    await seen.until(lambda: seen.budget.decoded.held > 0)
+async def a_request_that_goes_kills_its_decoder_and_gives_its_bytes_back(scene: Scene, tmp_path: Path) -> None:
+    loading = await scene.stopped(video(frames=12))
+    await scene.until(lambda: scene.budget.decoded.held > 0)
     loading.cancel()
     with pytest.raises(asyncio.CancelledError):
         await loading
-    await seen.must_hold_nothing()
-    assert seen.ends == ["cancelled"]
+    await scene.must_hold_nothing()
+    assert scene.ends == ["cancelled"]
 
 
-async def a_decoder_that_takes_too_long_is_killed_and_the_next_video_is_decoded(seen: Scene, tmp_path: Path) -> None:
-    seen.loader._decoders._settings = msgspec.structs.replace(
-        seen.loader._decoders._settings, limits=VideoLimits(decoder_seconds=0.5)
+async def a_decoder_that_takes_too_long_is_killed_and_the_next_video_is_decoded(scene: Scene, tmp_path: Path) -> None:
+    scene.loader._decoders._settings = msgspec.structs.replace(
+        scene.loader._decoders._settings, limits=VideoLimits(decoder_seconds=0.5)
     )
-    loading = await seen.stopped(video(frames=13))
+    loading = await scene.stopped(video(frames=13))
     with pytest.raises(ImageRefused, match=r"at most 0\.5 s of a decoder, this one takes longer") as caught:
         await loading
-    assert caught.value.status == 400 and seen.ends == ["timeout"]
-    seen.loader._decoders._settings = msgspec.structs.replace(
-        seen.loader._decoders._settings, limits=VideoLimits(decoder_seconds=START)
+    assert caught.value.status == 400 and scene.ends == ["timeout"]
+    scene.loader._decoders._settings = msgspec.structs.replace(
+        scene.loader._decoders._settings, limits=VideoLimits(decoder_seconds=START)
     )
-    assert PIXELS in await seen.load(video(frames=13))
+    assert PIXELS in await scene.load(video(frames=13))
 
 
-async def signals_that_all_processes_get_do_not_end_the_host(seen: Scene, tmp_path: Path) -> None:
-    host = seen.host
+async def signals_that_all_processes_get_do_not_end_the_host(scene: Scene, tmp_path: Path) -> None:
+    host = scene.host
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         os.kill(host, number)
-    await seen.load(video(frames=14))
-    assert seen.host == host
+    await scene.load(video(frames=14))
+    assert scene.host == host
 
 
-async def a_host_that_dies_is_started_again(seen: Scene, tmp_path: Path) -> None:
-    first = seen.host
+async def a_host_that_dies_is_started_again(scene: Scene, tmp_path: Path) -> None:
+    first = scene.host
     os.kill(first, signal.SIGKILL)
-    assert PIXELS in await seen.load(video(frames=15))
-    assert seen.host != first and seen.ends == ["decoded"]
+    assert PIXELS in await scene.load(video(frames=15))
+    assert scene.host != first and scene.ends == ["decoded"]
 
 
 WITH_A_STORE = (
@@ -282,13 +284,13 @@ def test_on_one_host_with_a_store(tmp_path: Path) -> None:
 
     async def work() -> None:
         with Store(8 * MIB, max_peers=6) as store:
-            async with scene(store) as seen:
-                for one in WITH_A_STORE:
-                    print(one.__name__, flush=True)
-                    seen.ends.clear()
-                    await one(seen, tmp_path)
-                    await seen.must_hold_nothing()
-                host = seen.host
+            async with scene(store) as observed:
+                for item in WITH_A_STORE:
+                    print(item.__name__, flush=True)
+                    observed.ends.clear()
+                    await item(observed, tmp_path)
+                    await observed.must_hold_nothing()
+                host = observed.host
             assert not Path(f"/proc/{host}").exists(), "it ends with its loader"
 
     run(work)
@@ -297,17 +299,17 @@ def test_on_one_host_with_a_store(tmp_path: Path) -> None:
 def test_tensors_travel_inline_where_the_store_is_too_small(tmp_path: Path) -> None:
     async def work() -> None:
         with Store(64 << 10) as store:
-            async with scene(store) as seen:
+            async with scene(store) as observed:
                 with pytest.warns(RuntimeWarning, match="does not fit the store"):  # of the server's own, once
-                    assert same(await seen.load(video()), expected(video(), tmp_path))
+                    assert same(await observed.load(video()), expected(video(), tmp_path))
                 assert store.stats().puts == 0
-                seen.loader._must_store = True
+                observed.loader._must_store = True
                 with pytest.raises(
                     ImageRefused, match=r"the store has \d+ bytes, the tensors of this video have"
                 ) as no:
-                    await seen.load(video())
+                    await observed.load(video())
                 assert no.value.status == 413
-                await seen.must_hold_nothing()
+                await observed.must_hold_nothing()
 
     run(work)
 
@@ -316,24 +318,26 @@ def test_host_that_cannot_start_refuses_videos_and_points_at_the_reason(monkeypa
     monkeypatch.setattr(video_decoders, "MAIN", "raise SystemExit('no such package')")
 
     async def work() -> None:
-        async with scene(None) as seen:
+        async with scene(None) as observed:
             with pytest.raises(ImageRefused, match="no video decoder can be started: the server's log says why") as no:
-                await seen.load(video())
-            assert no.value.status == 500 and seen.budget.decoded.held == 0 and seen.busy == (0, 0)
+                await observed.load(video())
+            assert no.value.status == 500 and observed.budget.decoded.held == 0 and observed.busy == (0, 0)
 
     run(work)
 
 
 # ── files of memory ──────────────────────────────────────────────────────────────────────────────────────────────────
 def test_an_upload_is_sealed_and_its_key_is_that_of_its_bytes() -> None:
-    with upload(b"abc" * 1000) as made, upload(b"abc" * 1000) as twin, upload(b"abd" * 1000) as other:
-        assert made.key(b"salt") == twin.key(b"salt") != other.key(b"salt") and made.key(b"x") != made.key(b"salt")
+    with upload(b"abc" * 1000) as created, upload(b"abc" * 1000) as twin, upload(b"abd" * 1000) as other:
+        assert created.key(b"salt") == twin.key(b"salt") != other.key(b"salt") and created.key(b"x") != created.key(
+            b"salt"
+        )
         with pytest.raises(OSError, match="not permitted"):
-            made.write(b"more")
+            created.write(b"more")
         with pytest.raises(OSError, match="not permitted"):
-            os.ftruncate(made.fd, 1)
+            os.ftruncate(created.fd, 1)
         with pytest.raises(PermissionError):
-            mmap.mmap(made.fd, 3000)
+            mmap.mmap(created.fd, 3000)
     with upload(b"") as empty:
         assert empty.key(b"") and empty.container is None
 
@@ -346,19 +350,19 @@ def test_an_upload_that_no_request_waits_for_any_more_is_closed() -> None:
         def slowly() -> VideoUpload:
             began.set()
             assert goes_on.wait(START)
-            made = upload(b"abc")
-            fds.append(made.fd)
-            return made
+            created = upload(b"abc")
+            fds.append(created.fd)
+            return created
 
-        async with scene(None) as seen:
+        async with scene(None) as observed:
             with Scope(None) as scope:
-                loading = asyncio.ensure_future(seen.loader.load(slowly, scope, "a"))
-                await seen.until(began.is_set)
+                loading = asyncio.ensure_future(observed.loader.load(slowly, scope, "a"))
+                await observed.until(began.is_set)
                 loading.cancel()
                 with pytest.raises(asyncio.CancelledError):
                     await loading
             goes_on.set()
-            await seen.until(lambda: fds and not is_memory_file(fds[0]))
+            await observed.until(lambda: fds and not is_memory_file(fds[0]))
 
     run(work)
 
