@@ -123,7 +123,8 @@ def test_signals_from_outside_convict_no_request(seed: int) -> None:
 
     async def scene() -> None:
         simulated = simulated_device(step_seconds=STEP_SECONDS, vocabulary=1000)
-        async with migrating(simulated=simulated, data_parallel_size=ENGINES, output_processors=1) as engine:
+        options = {"data_parallel_size": ENGINES, "migration_limit": 100}  # a stream is hit by many signals
+        async with migrating(simulated=simulated, output_processors=1, **options) as engine:
             async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
                 for _ in range(tiers.BLAME_SIGNALS):
                     await engine.until(lambda: all(map(engine.serving, range(ENGINES))), START)

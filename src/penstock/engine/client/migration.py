@@ -197,11 +197,12 @@ class Migration:
                 self._give_up(stream, f"{loss.why}; no group has taken the request within {self._timeout:g} s")
 
     async def _submit_all(self) -> None:
-        """Submits the requests of judged losses, in the order in which a core runs them."""
+        """Submits the requests of judged losses, in the order in which a core runs them. The most suspected ones come
+        last, so that a core knows the others when it chooses which suspects to admit."""
         if not self._submitter.can_submit:
             return
         ready = [(_submitted(stream), stream, loss) for stream, loss in self._waiting.items() if loss.is_judged]
-        for submitted, stream, loss in sorted(ready, key=lambda entry: entry[0].order):
+        for submitted, stream, loss in sorted(ready, key=lambda entry: (*entry[0].suspicion, *entry[0].order)):
             if self._waiting.get(stream) is not loss:  # it has ended meanwhile
                 continue
             if not self._submitter.groups_for(submitted):  # the group for trials is coming back

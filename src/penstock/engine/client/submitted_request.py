@@ -90,6 +90,11 @@ class SubmittedRequest:
         return self.failures >= SUSPECT or (self.failures > 0 and self.delivered < CONFINED_TOKENS)
 
     @property
+    def suspicion(self) -> tuple[int, int]:
+        """Returns a key that is larger for a request that is more suspected."""
+        return self.failures, -max(map(len, self.generated.values()), default=0) if self.failures else 0
+
+    @property
     def traces(self) -> list[bytes]:
         """Returns the keys of the request's affinity to a group."""
         inputs = self.first.inputs

@@ -2,9 +2,8 @@
 
 A suspect was in the steps in flight of a group that failed by itself. A suspect that generates TRIAL_TOKENS more is
 cleared, also beside other requests: a request that makes its group fail at some token fails again at that token. So
-suspects are admitted in batches, the next batch when the one before it is cleared: each time half of those that are
-left, the least suspected first, and the last MAX_SINGLES of them one by one. If the group fails again, the suspects are
-the last batch.
+suspects are admitted in batches, the next batch when the one before it is cleared: each time 1/BATCH_SHARE of those
+that are left, the least suspected first. If the group fails again, the suspects are the last batch.
 
 Where no other request is open, the most suspected one runs alone. Where other requests run, the last suspect, if it has
 several failures, runs alone after SERVED_RESULTS of their results. No other request runs during such a trial: a failure
@@ -18,7 +17,7 @@ from typing import TypeAlias
 
 from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Submit
 
-MAX_SINGLES = 8  # suspects; a batch of one takes as long as a larger one
+BATCH_SHARE = 4  # a smaller share makes suspects wait for longer, a larger one makes the group fail more often
 SERVED_RESULTS = 64  # of other requests, between two trials that they wait for
 
 Number: TypeAlias = tuple[int, int]  # of a server, and its number of a request
@@ -109,8 +108,6 @@ class AdmissionGate:
     def _next_batch(self, is_quiet: bool) -> list[Number]:
         """Returns the suspects that are admitted next; none while the last one waits to run alone."""
         ready = sorted(self._ready(self._suspects), key=self._suspicion)
-        if len(ready) > MAX_SINGLES:
-            return ready[: (len(ready) + 1) // 2]
         if len(ready) == 1 and not self._may_be_tried(ready[0]):
             self._suspects.pop(ready[0])
             self._refused += ready
@@ -125,7 +122,7 @@ class AdmissionGate:
             return ready[-1:]
         if len(ready) == 1 and self._suspects[ready[0]][0].failures >= SUSPECT:
             return []
-        return ready[:1]
+        return ready[: -(-len(ready) // BATCH_SHARE)]
 
     def _may_be_tried(self, number: Number) -> bool:
         submit = self._suspects[number][0]
@@ -133,7 +130,7 @@ class AdmissionGate:
 
     def _suspicion(self, number: Number) -> tuple[int, int]:
         submit = self._suspects[number][0]
-        return submit.failures, 0 if submit.progress is None else -submit.progress.ids.size
+        return submit.failures, 0 if submit.progress is None else -int(submit.progress.counts.max())
 
     def take_refused(self) -> list[Number]:
         """Returns the suspects that are the last ones, and may not be tried, and forgets them."""

@@ -83,9 +83,10 @@ class Request:
         return hash_blocks(root_hash(self._salt), self.prompt, self.block_size, items)
 
     def generated(self, ids: Callable[[int], int]) -> int:
-        """Returns the most tokens that a sample has generated since the request was submitted. `ids`: by slot."""
+        """Returns how many tokens each running sample has generated at least since the request was submitted. `ids`: by
+        slot."""
         slots = [(sample, sample.slot) for sample in self.samples if sample.slot is not None and not sample.is_ended]
-        return max((ids(slot) - sample.num_tokens for sample, slot in slots), default=0)
+        return min((ids(slot) - sample.num_tokens for sample, slot in slots), default=0)
 
     def items_of(self, block: int) -> bytes:
         """Returns what the block's hash covers besides ids: the inputs that lie in it."""

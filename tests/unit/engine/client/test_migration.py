@@ -755,7 +755,7 @@ def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(cause: Cau
             group.lose(cause, running)
             await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
             group.serve()
-            assert [(await group.submitted()).failures for _ in range(2)] == [failures, 0]
+            assert sorted([(await group.submitted()).failures for _ in range(2)]) == [0, failures]
             queued.abort()
 
     asyncio.run(scene())
@@ -768,7 +768,7 @@ async def test_request_that_fails_twice_alone_is_convicted_and_no_other_is(event
         failures = [[0, 0, 0, 0], [1, 1, 1, 0], [2, 2, 2, 0], [0, 3, 0, 0]]
         for loss, counts in enumerate(failures):
             submits = [await group.submitted() for _ in streams]
-            assert [submit.failures for submit in submits] == counts
+            assert [submit.failures for submit in submits] == sorted(counts), "the most suspected one comes last"
             in_flight = streams[:3] if loss < 2 else streams[1:2]
             group.lose(Cause.ITSELF, *in_flight, is_trial=loss >= 2)
             await until(lambda: client.counters[0][MigrationCounters.WAITING] >= 3)

@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from penstock.engine.core.admission_gate import MAX_SINGLES, SERVED_RESULTS, AdmissionGate, Number
+from penstock.engine.core.admission_gate import BATCH_SHARE, SERVED_RESULTS, AdmissionGate, Number
 from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Progress, SamplingParams, Submit
 
 
@@ -69,18 +69,18 @@ def test_requests_of_a_server_that_died_are_dropped() -> None:
 
 
 # ── suspects ──
-def test_suspects_are_admitted_by_halves_and_the_least_suspected_first() -> None:
+def test_suspects_are_admitted_in_batches_and_the_least_suspected_first() -> None:
     gate = AdmissionGate(1)
-    for request in range(2 * MAX_SINGLES):
-        gate.put(submit(request, failures=1, generated=10 * request), 0)
+    for request in range(2 * BATCH_SHARE):
+        gate.put(submit(request, failures=1, generated=10 * request, n=1 + request % 2), 0)
     gate.put(submit(70, failures=SUSPECT, generated=900), 0)
     gate.put(submit(80), 0)
-    first = [(0, request) for request in reversed(range(MAX_SINGLES - 1, 2 * MAX_SINGLES))]
-    assert taken(gate, False) == first and gate.suspects == 2 * MAX_SINGLES + 1
+    first = [(0, request) for request in reversed(range(2 * BATCH_SHARE - 3, 2 * BATCH_SHARE))]
+    assert taken(gate, False) == first and gate.suspects == 2 * BATCH_SHARE + 1
     assert taken(gate, False, *first) == [(0, 80)], "a request that is no suspect runs beside the batch"
-    assert taken(gate, False, first[3]) == [], "one of the batch is not cleared"
-    for request in reversed(range(MAX_SINGLES - 1)):
-        assert taken(gate, False) == [(0, request)] and gate.trial is None, "the last ones come one by one"
+    assert taken(gate, False, first[1]) == [], "one of the batch is not cleared"
+    for requests in ((4, 3), (2,), (1,), (0,)):
+        assert taken(gate, False) == [(0, request) for request in requests] and gate.trial is None
     assert taken(gate, False) == [], "the last one has failed twice, and waits to run alone"
 
 
