@@ -262,6 +262,8 @@ class Migration:
         elif has_failed and verdict.is_trial:  # the request on trial is the reason also for the failures before
             submitted.failures *= submitted.failures_alone > 0  # but for those of a request that has failed alone, too
             submitted.forgive()
+        elif has_failed and submitted.failures == 1:  # a request in flight is the reason, also for the failure before
+            submitted.failures = 0
         # A request that was in no step of a group that failed by itself had no part in its end.
         # Failures while a request ran alone have a limit of their own.
         is_counted = verdict.cause != Cause.PLANNED and (not has_failed or (was_in_flight and not verdict.is_trial))

@@ -802,6 +802,18 @@ async def test_request_of_another_server_on_trial_clears_this_server_s() -> None
         assert (await group.submitted()).failures == 0
 
 
+@in_a_loop
+async def test_failure_without_a_suspect_of_one_failure_clears_the_suspect() -> None:
+    async with engine() as ([group], client):
+        stream, other = await client.submit([1]), await client.submit([2])
+        for failures in ([0, 0], [1, 1], [0, 2]):
+            assert [(await group.submitted()).failures for _ in range(2)] == failures
+            group.lose(Cause.ITSELF, *((stream, other) if failures == [0, 0] else (other,)))
+            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
+            group.serve()
+        stream.abort(), other.abort()
+
+
 async def fail_twice(group: Group, client: Client, *streams: OutputStream) -> None:
     """The group fails by itself two times, with these requests in flight."""
     for _ in range(2):
