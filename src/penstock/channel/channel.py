@@ -18,7 +18,16 @@ from penstock.channel.ends import Receiver, Sender
 from penstock.codec.codecs import BytesCodec, Codec
 from penstock.errors import ClosedError, Timeout
 from penstock.memory.peers import Peer
-from penstock.memory.segment import MemoryOptions, Shareable, create_segment, fitting, granule_nbytes, short, within
+from penstock.memory.segment import (
+    MemoryOptions,
+    Shareable,
+    create_segment,
+    fitting,
+    granule_nbytes,
+    require_class,
+    short,
+    within,
+)
 
 if TYPE_CHECKING:
     from typing_extensions import Self, TypeVar
@@ -275,6 +284,8 @@ def create_channel(
     within("capacity", capacity, 4096, 1 << 31)
     if capacity & (capacity - 1):
         raise ValueError(f"capacity is a power of two, not {capacity}")
+    require_class("memory", memory, MemoryOptions)
+    require_class("long_records", long_records, LongRecords)
     inline_limit = long_records.inline_limit
     if inline_limit is None:
         inline_limit = min(INLINE_LIMIT, capacity // 4)

@@ -73,6 +73,12 @@ def within(what: str, value: int, least: int, most: int) -> int:
     return value
 
 
+def require_class(name: str, value: object, kind: type) -> None:
+    """Raises TypeError for an option that is an object of another class."""
+    if not isinstance(value, kind):
+        raise TypeError(f"expected {name} to be a {kind.__name__}, got {value!r}")
+
+
 def fitting(nbytes: int, what: str) -> int:
     """The size, if a segment can have it at all."""
     if not isinstance(nbytes, int):
@@ -135,6 +141,7 @@ def short(name: str) -> str:
 
 def create_segment(name: str, shape: dict[str, Any], memory: MemoryOptions, *, schema: bytes = b"") -> _native.Segment:
     """Creates a segment. `shape` says what lies in it, as the native core names it."""
+    require_class("memory", memory, MemoryOptions)
     return _native.Segment.create(
         short(name),
         shape,

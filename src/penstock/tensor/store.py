@@ -14,7 +14,15 @@ from penstock import _native
 from penstock.errors import LayoutMismatch, Missing
 from penstock.memory import MemoryOptions, Peer, Pool, PoolStats, Ref, Ticket
 from penstock.memory.pool import BLOCK_ALIGN
-from penstock.memory.segment import Shareable, attached_segment, create_segment, fitting, granule_nbytes, within
+from penstock.memory.segment import (
+    Shareable,
+    attached_segment,
+    create_segment,
+    fitting,
+    granule_nbytes,
+    require_class,
+    within,
+)
 from penstock.tensor.lease import Loan, block_nbytes
 from penstock.tensor.tree import Plan, plan
 
@@ -88,6 +96,7 @@ class Store(Shareable):
         peer_name: str = "",
         memory: MemoryOptions = MemoryOptions(),
     ) -> None:
+        require_class("memory", memory, MemoryOptions)
         within("max_items", max_items, 1, _native.MAX_BLOCKS)
         pool_nbytes = -(-fitting(nbytes, "a store") // BLOCK_ALIGN) * BLOCK_ALIGN
         granule = granule_nbytes(pool_nbytes)  # huge pages are claimed whole, and what is no larger than a granule

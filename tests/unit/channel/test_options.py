@@ -304,3 +304,10 @@ def test_ends_and_counts_are_told() -> None:
             penstock.Broadcast,
             penstock.Inbox,
         ]
+
+
+@pytest.mark.parametrize("options", [{"memory": {"prefault": True}}, {"long_records": 64}])
+def test_options_of_another_class_are_refused_by_name(options: dict[str, Any]) -> None:
+    (name,) = options
+    with pytest.raises(TypeError, match=f"expected {name} to be a "):
+        penstock.Ring(**options)
