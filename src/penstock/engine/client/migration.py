@@ -197,8 +197,8 @@ class Migration:
                 self._give_up(stream, f"{loss.why}; no group has taken the request within {self._timeout:g} s")
 
     async def _submit_all(self) -> None:
-        """Submits the requests of judged losses, in the order in which a core runs them. The most suspected ones come
-        last, so that a core knows the others when it chooses which suspects to admit."""
+        """Submits the requests of judged losses, in the order in which a core runs them. The most suspected requests
+        come last: a core must know all suspects when it chooses which to admit."""
         if not self._submitter.can_submit:
             return
         ready = [(_submitted(stream), stream, loss) for stream, loss in self._waiting.items() if loss.is_judged]
