@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
@@ -30,17 +28,12 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, microseconds: dict[int, list[int]]) -> None:
         self._microseconds, self._now = microseconds, 0
         self.tried: list[tuple[int, int]] = []
-        self._delays: dict[str, int] = {}
-        self.delay = 0  # microseconds that another program takes from each thread in each step
         monkeypatch.setattr(cpu_threads.time, "monotonic_ns", lambda: self._now)
-        monkeypatch.setattr(cpu_threads, "_run_delays", lambda: dict(self._delays))
 
     def compute(self, tokens: int) -> None:
         count = torch.get_num_threads()
         self.tried.append((count, tokens))
-        self._now += 1000 * (self._microseconds[count][tokens > SHORT] + self.delay)
-        for thread in range(count):
-            self._delays[str(thread)] = self._delays.get(str(thread), 0) + 1000 * self.delay
+        self._now += 1000 * self._microseconds[count][tokens > SHORT]
 
 
 def used(chosen: CpuThreads, tokens: int) -> int:
@@ -65,18 +58,6 @@ def test_a_step_that_takes_long_is_not_tried_with_fewer(monkeypatch: pytest.Monk
     chosen = tune_threads(4, machine.compute, TPGroup())
     assert (used(chosen, 1), used(chosen, 1000)) == (4, 4)
     assert len(machine.tried) == 4, "each once to be warm, and once to be seen"
-
-
-def test_threads_are_those_of_a_quiet_machine_when_others_compute(monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine(monkeypatch, {2: [1000, 1000], 1: [1290, 1900]})
-    machine.delay = 5000
-    assert tune_threads(2, machine.compute, TPGroup()) == CpuThreads(1, 2)
-
-
-def test_run_delays_of_this_process_are_known_where_the_kernel_counts_them() -> None:
-    if not Path("/proc/self/schedstat").exists():
-        pytest.skip("this kernel does not count how long a thread waits for a processor")
-    assert str(os.getpid()) in cpu_threads._run_delays()
 
 
 def test_one_processor_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
