@@ -15,7 +15,7 @@ import msgspec
 from penstock import _native
 from penstock.channel.aio import AsyncReceiver, AsyncSender
 from penstock.channel.ends import Receiver, Sender
-from penstock.codec.codecs import BytesCodec, Codec
+from penstock.codec.codecs import BytesCodec, Codec, codec_for
 from penstock.errors import ClosedError, Timeout
 from penstock.memory.peers import Peer
 from penstock.memory.segment import (
@@ -253,11 +253,11 @@ class LongRecords(msgspec.Struct, frozen=True, kw_only=True):
 
 def create_channel(
     style: int,
+    type: Any,
     *,
     name: str,
     senders: int = 1,
     receivers: int = 1,
-    schema: bytes,
     capacity: int | None,
     latency: Latency,
     on_receiver_death: OnDeath,
@@ -265,8 +265,10 @@ def create_channel(
     max_peers: int | None,
     memory: MemoryOptions,
     long_records: LongRecords,
-) -> _native.Segment:
-    """Creates the segment of a channel. The options are those of the classes in channel/channels.py."""
+) -> tuple[_native.Segment, Codec]:
+    """Creates the segment and the codec of a channel. The classes of channel/channels.py document the options."""
+    codec = codec_for(type)
+    schema = codec.schema()
     if not 1 <= senders <= _native.MAX_SENDERS:
         raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
     if not 1 <= receivers <= _native.MAX_RECEIVERS:
@@ -308,7 +310,7 @@ def create_channel(
         # Huge pages are claimed whole: such a pool does not grow.
         "granule_nbytes": 0 if memory.huge_pages else granule_nbytes(pool_nbytes),
     }
-    return create_segment(name, fields, memory, schema=schema)
+    return create_segment(name, fields, memory, schema=schema), codec
 
 
 def machine_nbytes() -> int:

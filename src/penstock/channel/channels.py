@@ -62,10 +62,9 @@ class Ring(Channel[T]):
         memory: MemoryOptions = MemoryOptions(),
         long_records: LongRecords = LongRecords(),
     ) -> None:
-        codec = codec_for(type)
-        segment = create_channel(
+        created = create_channel(
             self.STYLE,
-            schema=codec.schema(),
+            type,
             name=name,
             capacity=capacity,
             latency=latency,
@@ -75,7 +74,7 @@ class Ring(Channel[T]):
             memory=memory,
             long_records=long_records,
         )
-        super().__init__(segment, codec)
+        super().__init__(*created)
 
 
 class Broadcast(Channel[T]):
@@ -125,10 +124,9 @@ class Broadcast(Channel[T]):
         memory: MemoryOptions = MemoryOptions(),
         long_records: LongRecords = LongRecords(),
     ) -> None:
-        codec = codec_for(type)
-        segment = create_channel(
+        created = create_channel(
             self.STYLE,
-            schema=codec.schema(),
+            type,
             receivers=receivers,
             name=name,
             capacity=capacity,
@@ -139,7 +137,7 @@ class Broadcast(Channel[T]):
             memory=memory,
             long_records=long_records,
         )
-        super().__init__(segment, codec)
+        super().__init__(*created)
 
 
 class Inbox(Channel[T]):
@@ -192,10 +190,9 @@ class Inbox(Channel[T]):
         memory: MemoryOptions = MemoryOptions(),
         long_records: LongRecords = LongRecords(),
     ) -> None:
-        codec = codec_for(type)
-        segment = create_channel(
+        created = create_channel(
             self.STYLE,
-            schema=codec.schema(),
+            type,
             senders=senders,
             name=name,
             capacity=capacity,
@@ -206,7 +203,7 @@ class Inbox(Channel[T]):
             memory=memory,
             long_records=long_records,
         )
-        super().__init__(segment, codec)
+        super().__init__(*created)
 
 
 def channel_of(segment: _native.Segment, type: Any) -> Channel[Any]:
