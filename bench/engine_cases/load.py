@@ -1,7 +1,7 @@
 """What is asked of a cluster, by a server's ends that do as little as can be done: 2 cores are to serve, not to ask.
 
 It submits as the client does. What comes it stamps and counts by columns, and looks at closely only before the measured
-time begins: then each request's ids are compared with the device's rule. Leaves to `trees` whose cluster it is.
+time begins: then each request's ids are compared with the device's rule. `trees` makes the clusters.
 """
 
 from __future__ import annotations

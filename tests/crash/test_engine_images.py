@@ -131,7 +131,7 @@ def test_servers_die_while_they_put_and_hold_images() -> None:
             for unit in engine.launcher.units:
                 if not unit.is_group:
                     unit.signal(signal.SIGTERM)
-            engine.launcher.is_stopping = True  # and nobody starts them again
+            engine.launcher.is_stopping = True  # and the launcher restarts no server
             await engine.until(lambda: not servers(engine))
             await engine.until(lambda: engine.number(StatusBoard.OPEN) == 0)
             await must_be_held_by_nobody(engine)

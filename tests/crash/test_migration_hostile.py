@@ -40,7 +40,7 @@ from tests.support.engine import START, simulated_device
 SHAPE = Shape("simulated", 1000, tuple(range(40, 62)))
 LONG = 1500  # tokens: 4 s and more
 WITHIN = 20.0  # seconds, on a busy machine, for what takes a moment
-ENDS_WITHIN = 12.0  # seconds: a engine with waiting requests; less than its shutdown_timeout
+ENDS_WITHIN = 12.0  # seconds: an engine with waiting requests; less than its shutdown_timeout
 SIMULATED = simulated_device(step_seconds=0.003, vocabulary=1000)
 
 

@@ -1,4 +1,4 @@
-"""Processes of a served server are killed and stopped in turn, under load: whoever is not concerned does not notice."""
+"""Processes of a server are killed and stopped in turn, under load: streams of the other processes are exact."""
 
 import asyncio
 import contextlib

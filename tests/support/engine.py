@@ -1,4 +1,4 @@
-"""What tests of the whole engine share: a engine on a simulated device, and what its rule says of an answer."""
+"""What tests of the whole engine share: an engine on a simulated device, and what its rule says of an answer."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.worker.simulated_device import TokenRule
 
-START = 60.0  # seconds; until a engine serves on a busy machine
+START = 60.0  # seconds; until an engine serves on a busy machine
 PATIENCE = 30.0  # seconds; for anything else
 SHAPE = {"tensor_parallel_size": 2, "output_processors": 1}  # of a group that has every kind of process
 

@@ -502,7 +502,7 @@ def test_a_deadline_holds_while_another_thread_receives_messages() -> None:
 
 
 # A signal handler may use the end in the middle of a call of the thread that it interrupts.
-def test_message_that_a_signal_handler_sends_leaves_the_interrupted_one_as_it_is(
+def test_send_in_a_signal_handler_leaves_the_interrupted_message_intact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
@@ -523,7 +523,7 @@ def test_message_that_a_signal_handler_sends_leaves_the_interrupted_one_as_it_is
             assert job.number == number and np.array_equal(job.ids, np.arange(size))
 
 
-def test_message_that_a_signal_handler_receives_leaves_the_interrupted_one_as_it_is(
+def test_receive_in_a_signal_handler_leaves_the_interrupted_message_intact(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     hook = FrameDecoder._hook

@@ -60,7 +60,7 @@ def held_by(stream_of: Any, store: Store) -> OutputStream:
     scope.put(pixels(), key=key(1))
     scope.put(pixels())
     stream: OutputStream = stream_of(scope)
-    scopes.append(scope)  # as who made it may
+    scopes.append(scope)  # the fixture above ends it
     return stream
 
 

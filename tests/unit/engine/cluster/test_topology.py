@@ -1,4 +1,4 @@
-"""What the processes of a engine share: who has which end, what their names say, and what their logs do."""
+"""Topology of a cluster: the end of each process, the names of processes, and their logs."""
 
 import asyncio
 import contextlib
@@ -213,7 +213,7 @@ def load(cluster: Cluster, me: ProcessId) -> None:
 
 
 class Loading(Launcher):
-    """A engine whose groups do not serve, but for the first `served` of them."""
+    """A cluster whose groups do not serve, but for the first `served` of them."""
 
     def __init__(self, config: EngineConfig, served: int = 0) -> None:
         self._to_serve = served

@@ -399,7 +399,7 @@ def test_a_request_is_aborted_wherever_it_is() -> None:
     assert running(engine_core) == [1, 2]
     steps(engine_core, 1)
     assert running(engine_core) == [2] and not engine_core.got[0, 1, 0]
-    engine_core.abort(0, 7)  # nobody knows it
+    engine_core.abort(0, 7)  # an unknown request
     engine_core.abort(0, 2)
     engine_core.drain()
     assert set(engine_core.ended.values()) == {"aborted"}

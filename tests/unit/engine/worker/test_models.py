@@ -187,7 +187,7 @@ def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[
     assert result.answers[0] == result.answers[1] != of.answers[2] and not result.failed
     assert len(opened) == len({id(item) for item in opened}) == 4
     assert ours._images is not None
-    assert result.cached_tokens <= inputs[0][1]  # nobody has found what stands under no key
+    assert result.cached_tokens <= inputs[0][1]  # an image without a key is never cached
     for slot in range(2):
         ours._images.leave(slot)
     assert not ours._images._encoded and not ours._images._nbytes

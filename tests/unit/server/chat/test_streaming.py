@@ -248,7 +248,7 @@ def total(histogram: Counter, engine: Served) -> tuple[int, float]:
 
 
 def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
-    """One stream of two samples, begun at 0, whose chunks are passed on at these times."""
+    """One stream of two samples, begun at 0, with chunks at these times."""
     stream, row_of_it = OutputStream(1, 1, 1, 5, 2), row(engines=2)
     latencies = LatencyRecorder(row_of_it, 0.0)
     for now, chunk in steps:

@@ -67,7 +67,7 @@ def test_counts_become_rates_and_times_become_means() -> None:
     assert (rates.total("sampled_tokens"), rates.total("computed_tokens"), rates.seconds) == (100.0, 10.0, 2.0)
 
 
-def test_engine_that_restarted_counts_from_0_and_one_that_ended_has_no_rate() -> None:
+def test_rates_count_from_0_after_a_restart_and_are_none_after_the_end() -> None:
     old = view("engines", engine_incarnation=1, engine_steps=1000, sampled_tokens=9000)
     new = view("engines", engine_incarnation=2, engine_steps=1500, sampled_tokens=30)
     rates = between(1.0, {"engines": (old, old)}, {"engines": (new, view("engines"))})
