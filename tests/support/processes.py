@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -171,14 +172,18 @@ def forked(work: Callable[[], object], within: float = 20.0) -> int:
             traceback.print_exc()
         finally:
             os._exit(status)
-    watchdog = threading.Timer(within, os.kill, (child, signal.SIGKILL))
-    watchdog.daemon = True
-    watchdog.start()
+    # No thread waits with us: one that has not quite ended holds a lock of AddressSanitizer, which the next child inherits.
+    pidfd = os.pidfd_open(child)
     try:
-        _, status = os.waitpid(child, 0)
+        poll = select.poll()
+        poll.register(pidfd, select.POLLIN)
+        has_ended = bool(poll.poll(within * 1000))
     finally:
-        watchdog.cancel()
-        watchdog.join()
+        os.close(pidfd)
+    if not has_ended:
+        os.kill(child, signal.SIGKILL)
+    _, status = os.waitpid(child, 0)
+    assert has_ended, f"the child still ran after {within:g} s"
     return os.waitstatus_to_exitcode(status)
 
 
