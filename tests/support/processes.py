@@ -172,7 +172,7 @@ def forked(work: Callable[[], object], within: float = 20.0) -> int:
             traceback.print_exc()
         finally:
             os._exit(status)
-    # No thread waits with us: one that has not quite ended holds a lock of AddressSanitizer, which the next child inherits.
+    # Without a thread: while a thread ends, it holds locks of AddressSanitizer, and the next child would inherit them.
     pidfd = os.pidfd_open(child)
     try:
         poll = select.poll()

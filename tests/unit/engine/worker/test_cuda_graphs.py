@@ -1,8 +1,6 @@
-"""Graphs of a CUDA device: in which order they are recorded, on a double; and on a device, where there is one."""
+"""Graphs on a CUDA device, where there is one. `test_cuda_double` records them on a double."""
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from typing import Any
+from collections.abc import Callable
 
 import numpy as np
 import pytest
@@ -19,93 +17,6 @@ from penstock.engine.worker.model_runner import TorchPendingStep
 NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a graph is recorded there")
 
 
-class Double:
-    """In place of `torch.cuda`: it notes in which order it is told what, and its streams do nothing."""
-
-    def __init__(self) -> None:
-        self.stream_now, self.mode, self.is_recording = "default", 0, False
-        self.seen: list[tuple[str, int, bool]] = []
-
-    def compute(self, *, fails_at: int = 9, waits: bool = False) -> torch.Tensor:
-        self.seen.append((self.stream_now, self.mode, self.is_recording))
-        if len(self.seen) == fails_at or (waits and self.mode):
-            raise RuntimeError("called a synchronizing CUDA operation")
-        return torch.full((2,), len(self.seen))
-
-    def set_up(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        double = self
-
-        class Stream:
-            def __init__(self, name: str = "side") -> None:
-                self.name = name
-
-            def wait_stream(self, _: Any) -> None: ...
-
-        @contextmanager
-        def stream(of: Stream) -> Iterator[None]:
-            before, double.stream_now = double.stream_now, of.name
-            try:
-                yield
-            finally:
-                double.stream_now = before
-
-        class Recording:
-            def __init__(self, graph: Any, *, pool: Any, stream: Stream, capture_error_mode: str) -> None:
-                assert (pool, capture_error_mode) == ("pool", "thread_local")
-                self._stream = stream
-
-            def __enter__(self) -> None:
-                double.stream_now, double.is_recording = self._stream.name, True
-
-            def __exit__(self, kind: Any, *_: Any) -> None:
-                double.is_recording = False
-                if kind is not None:
-                    raise RuntimeError("the recording was invalidated")  # and, as torch's, stays on its stream
-                double.stream_now = "side"
-
-        class Graph:
-            def replay(self) -> None:
-                double.seen.append(("replay", 0, False))
-
-        for name, value in {
-            "Stream": Stream,
-            "stream": stream,
-            "graph": Recording,
-            "CUDAGraph": Graph,
-            "graph_pool_handle": lambda: "pool",
-            "current_stream": lambda: Stream(double.stream_now),
-            "get_sync_debug_mode": lambda: double.mode,
-            "set_sync_debug_mode": lambda mode: setattr(double, "mode", 2 if mode == "error" else mode),
-        }.items():
-            monkeypatch.setattr(torch.cuda, name, value)
-
-
-def test_graph_is_recorded_after_a_warm_up_without_synchronization(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    double = Double()
-    double.set_up(monkeypatch)
-    replay = CudaGraphs().record(double.compute)
-    assert double.seen == [("side", 0, False), ("side", 2, False), ("side", 0, True)]
-    assert replay().tolist() == [3, 3] and double.seen[3:] == [("replay", 0, False)]
-    assert (double.stream_now, double.mode) == ("default", 0)
-
-
-@pytest.mark.parametrize(
-    ("options", "calls", "why"), [({"waits": True}, 2, "synchronizing"), ({"fails_at": 3}, 3, "inval")]
-)
-def test_a_graph_that_cannot_be_recorded_leaves_the_device_as_it_was(
-    options: dict[str, Any], calls: int, why: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    double = Double()
-    double.set_up(monkeypatch)
-    with pytest.raises(RuntimeError, match=why):
-        CudaGraphs().record(lambda: double.compute(**options))
-    assert len(double.seen) == calls
-    assert (double.stream_now, double.mode, double.is_recording) == ("default", 0, False)
-
-
-# ── on a device ──────────────────────────────────────────────────────────────────────────────────────────────────────
 @NEEDS_CUDA
 @pytest.mark.parametrize("name", ["llama", "gemma2", "qwen2_vl", "qwen3_moe"])
 def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Callable[[str], Family]) -> None:

@@ -1,0 +1,560 @@
+"""A CUDA device that is not there: tensors say that they lie on `cuda:0`, and their numbers lie on the CPU.
+
+    with CudaDouble() as double:
+        runner = ModelRunner(path, device="cuda", ...)  # runs whole, and answers
+        with double.watched() as report:
+            runner.launch(batch, step)
+        assert not report.faults
+
+The double computes at once. What a device does later, it does late where the host can notice it:
+
+* A copy to the device reads pinned memory, which must not change until an event behind the copy has passed.
+* A copy to the host arrives when an event behind it has passed. Until then its memory holds POISON.
+* A replay of a graph runs the recorded operations on the recorded memory. What the replay before it has written is
+  POISON then, as graphs share one pool of memory.
+
+A report counts launches, copies and allocations, and names the line of each operation that makes the host wait for the
+device or copies memory that is not pinned. Kernels of our own need a launcher that passes `OnDevice.numbers`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import shutil
+import subprocess
+import sys
+import tempfile
+import weakref
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten, tree_map_only
+
+CUDA = torch.device("cuda", 0)
+POISON = 0x5B  # each byte of memory that holds no result yet, or no longer
+GRANULE = 512  # bytes: the allocator of torch rounds up to a multiple
+# Operations of several that one kernel or library call computes on a device.
+FUSED = ("scaled_dot_product_attention", "linear", "matmul", "layer_norm", "rms_norm")
+# Their result, or its shape, depends on numbers: the host waits for the device.
+READING = ("_local_scalar_dense", "nonzero", "masked_select", "unique", "_unique", "equal", "is_nonzero", "bincount")
+INDEXING = ("index", "index_put", "index_put_", "_index_put_impl_")
+SILENT = ("empty", "new_empty", "detach", "_unsafe_view", "lift")  # no kernel
+SKIPPED = (
+    "/torch/",
+    "/tests/support/cuda_double.py",
+    "/contextlib.py",
+)  # frames that are not the cause of an operation
+
+
+class Fault(NamedTuple):
+    what: str
+    line: str  # file:line of the call, and of the line of ours that has led to it, if that is another
+
+
+class Report:
+    """What happened while a double was watched."""
+
+    def __init__(self) -> None:
+        self.faults: list[Fault] = []
+        self.launches: Counter[str] = Counter()  # by line
+        self.allocations: Counter[str] = Counter()  # on the device, by line
+        self.copies_up = self.copies_back = self.pinned = self.replays = 0
+
+    def counts(self) -> dict[str, int]:
+        return {
+            "launches": self.launches.total() + self.replays,
+            "allocations": self.allocations.total(),
+            "copies_up": self.copies_up,
+            "copies_back": self.copies_back,
+            "pinned": self.pinned,
+        }
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on the device. `numbers` has its contents."""
+
+    numbers: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, numbers: torch.Tensor) -> OnDevice:
+        wrapper: OnDevice = torch.Tensor._make_wrapper_subclass(
+            cls,
+            numbers.shape,
+            strides=numbers.stride(),
+            storage_offset=numbers.storage_offset(),
+            dtype=numbers.dtype,
+            device=CUDA,
+        )
+        wrapper.numbers = numbers
+        return wrapper
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        CudaDouble.current.hold(self)
+
+    def tolist(self) -> Any:
+        double = CudaDouble.current
+        double.wait("tolist")
+        return self.numbers.tolist()
+
+    def __repr__(self, **_: Any) -> str:
+        return f"OnDevice({tuple(self.shape)}, {self.dtype})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return CudaDouble.current.__torch_dispatch__(func, types, args, kwargs)
+
+
+class _Copy(NamedTuple):
+    """A copy that the device has been told to make."""
+
+    source: torch.Tensor
+    before: torch.Tensor | None  # what the pinned source held when an upload was launched; None: a copy to the host
+    target: torch.Tensor
+    line: str
+
+
+class CudaDouble(TorchDispatchMode):
+    """A device with `total_nbytes` of memory. `fail_at`: the number of the allocation that fails, from 1 on."""
+
+    current: ClassVar[CudaDouble]
+
+    def __init__(self, total_nbytes: int = 1 << 30) -> None:
+        super().__init__()
+        self.total_nbytes = total_nbytes
+        self.held_nbytes = self.peak_nbytes = self.allocated = 0
+        self.fail_at = 0
+        self.report = Report()  # read only while the double is watched
+        self.tape: list[_Operation] | None = None
+        self.sync_mode = 0
+        self._copies: list[_Copy] = []  # that the host cannot know to be done, the oldest first
+        self._launched = 0  # of all copies
+        self._pinned: dict[
+            int, torch.Tensor
+        ] = {}  # by address: alive as long as the double, so that none is used again
+        self._references: Counter[int] = Counter()  # tensors of each memory on the device, by address
+        self._replayed: _Graph | None = None
+        self._undo: contextlib.ExitStack | None = None
+
+    def __enter__(self) -> CudaDouble:
+        load_guard()
+        CudaDouble.current = self
+        self._undo = contextlib.ExitStack()
+        _replace_torch(self, self._undo)
+        super().__enter__()
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)
+        assert self._undo is not None
+        self._undo.close()
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[Report]:
+        """Reports what happens within."""
+        before, self.report = self.report, Report()
+        try:
+            yield self.report
+        finally:
+            self.report = before
+
+    # ── what the host asks of the device ──
+    def wait(self, why: str) -> None:
+        """The host waits for the device. RuntimeError where that is forbidden, as by torch."""
+        self.fault(f"waits: {why}")
+        if self.tape is not None:
+            raise RuntimeError(f"operation not permitted when stream is capturing: {why}")
+        if self.sync_mode == 2:
+            raise RuntimeError(f"called a synchronizing CUDA operation: {why}")
+        self.pass_copies(self._launched)
+
+    def fault(self, what: str) -> None:
+        self.report.faults.append(Fault(what, line_of_call()))
+
+    def pass_copies(self, launched: int) -> None:
+        """All copies up to this one are done: those to the host arrive."""
+        while self._copies and self._launched - len(self._copies) < launched:
+            copy = self._copies.pop(0)
+            if copy.before is None:
+                copy.target.copy_(copy.source)
+            elif not _same_bytes(copy.source, copy.before):
+                self.report.faults.append(Fault("pinned memory was written before its copy was done", copy.line))
+
+    @property
+    def launched(self) -> int:
+        return self._launched
+
+    # ── memory ──
+    def hold(self, tensor: OnDevice) -> None:
+        storage = tensor.numbers.untyped_storage()
+        address, nbytes = storage.data_ptr(), -(-storage.nbytes() // GRANULE) * GRANULE
+        if not self._references[address] and nbytes:
+            self.allocated += 1
+            if self.allocated == self.fail_at or self.held_nbytes + nbytes > self.total_nbytes:
+                raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes. (a double)")
+            self.held_nbytes += nbytes
+            self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
+            self.report.allocations[line_of_call()] += 1
+        self._references[address] += 1
+        weakref.finalize(tensor, self._let_go, address, nbytes)
+
+    def _let_go(self, address: int, nbytes: int) -> None:
+        self._references[address] -= 1
+        if not self._references[address]:
+            del self._references[address]
+            self.held_nbytes -= nbytes
+
+    def pin(self, tensor: torch.Tensor) -> torch.Tensor:
+        self._pinned[tensor.untyped_storage().data_ptr()] = tensor
+        self.report.pinned += 1
+        return tensor
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        return tensor.untyped_storage().data_ptr() in self._pinned
+
+    # ── operations ──
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        with torch.inference_mode(False), torch.no_grad():  # inference tensors cannot be views of wrappers
+            return self._dispatch(func, args, dict(kwargs or {}))
+
+    def _dispatch(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+        name = func.overloadpacket.__name__
+        if name in ("pin_memory", "_pin_memory"):
+            return self.pin(args[0].clone())
+        if name == "is_pinned":
+            return self.is_pinned(args[0])
+        if name not in FUSED and torch._C._dispatch_has_kernel_for_dispatch_key(
+            func.name(), "CompositeImplicitAutograd"
+        ):
+            with self:
+                result = func.decompose(*args, **kwargs)
+            if result is not NotImplemented:
+                return result
+        ours = [value for value in tree_flatten((args, kwargs))[0] if isinstance(value, OnDevice)]
+        device = None if kwargs.get("device") is None else torch.device(kwargs["device"])
+        if not ours and (device is None or device.type != "cuda"):
+            must_pin = kwargs.pop("pin_memory", None)
+            result = func(*args, **kwargs)
+            return self.pin(result) if must_pin else result
+        if name == "_to_copy" and device is not None:
+            if not ours:
+                return self._upload(func, args[0], kwargs)
+            if device.type == "cpu":
+                return self._copy_back(func, ours[0], kwargs)
+        if name == "copy_" and isinstance(args[0], OnDevice) != isinstance(args[1], OnDevice):
+            return self._copy_over(*args, **kwargs)
+        self._check_operands(name, args, kwargs)
+        return self._compute(func, name, args, kwargs, ours)
+
+    def _check_operands(self, name: str, args: Any, kwargs: Any) -> None:
+        if name.startswith(READING):
+            self.wait(name)
+        if name == "repeat_interleave" and kwargs.get("output_size") is None:
+            self.wait("repeat_interleave without output_size")
+        if name in INDEXING:
+            for index in args[1]:
+                if index is None:
+                    continue
+                if index.dtype in (torch.bool, torch.uint8):
+                    self.wait("index of booleans")
+                elif not isinstance(index, OnDevice):
+                    self.fault("copies pageable memory: an index on the host")
+            args = [args[0], *args[2:]]
+        if name.endswith("_like") or name.startswith("new_"):  # a shape alone is taken
+            return
+        for value in tree_flatten((args, kwargs))[0]:
+            if isinstance(value, torch.Tensor) and not isinstance(value, OnDevice) and value.dim():
+                raise RuntimeError(f"Expected all tensors to be on the same device: {name}")
+
+    def _compute(self, func: Any, name: str, args: Any, kwargs: Any, ours: list[OnDevice]) -> Any:
+        if kwargs.get("device") is not None:
+            kwargs["device"] = torch.device("cpu")
+        for option in ("pin_memory", *(("non_blocking",) if name == "_to_copy" else ())):
+            kwargs.pop(option, None)
+        if name == "histc" and not args[0].is_floating_point():
+            func = _Widened(func)
+        numbers = func(*_numbers_of(args), **_numbers_of(kwargs))
+        known = {id(tensor.numbers): tensor for tensor in ours}
+        result = tree_map_only(
+            torch.Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else OnDevice(tensor), numbers
+        )
+        if not _is_view(func):
+            if not name.startswith(SILENT):
+                self.report.launches[line_of_call()] += 1
+            if self.tape is not None:
+                self.tape.append(_Operation(func, _numbers_of(args), _numbers_of(kwargs), numbers))
+        return result
+
+    # ── copies ──
+    def _upload(self, func: Any, source: torch.Tensor, kwargs: Any) -> OnDevice:
+        is_queued = kwargs.pop("non_blocking", False)
+        numbers = func(source, **{**kwargs, "device": torch.device("cpu")})
+        if numbers.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
+            numbers = numbers.clone()
+        on_device = OnDevice(numbers)
+        self._note_upload(source, numbers, is_queued)
+        return on_device
+
+    def _note_upload(self, source: torch.Tensor, target: torch.Tensor, is_queued: bool) -> None:
+        self.report.copies_up += 1
+        if not self.is_pinned(source):
+            self.fault(f"copies pageable memory: {source.numel() * source.element_size()} bytes to the device")
+            if self.tape is not None or self.sync_mode == 2:
+                self.wait("a pageable copy")
+        elif not is_queued:
+            self.wait("a copy to the device that is not queued")
+        else:
+            self._queue(_Copy(source, source.clone(), target, line_of_call()))
+
+    def _copy_back(self, func: Any, source: OnDevice, kwargs: Any) -> torch.Tensor:
+        is_queued = kwargs.pop("non_blocking", False)
+        target: torch.Tensor = func(source.numbers, **kwargs)
+        if target.untyped_storage().data_ptr() == source.numbers.untyped_storage().data_ptr():
+            target = target.clone()
+        self.report.copies_back += 1
+        if not is_queued:
+            self.wait("a copy to the host that is not queued")
+            return target
+        # As torch does, into pinned memory.
+        return self._queue_back(target.clone(), self.pin(target))
+
+    def _copy_over(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
+        if isinstance(target, OnDevice):
+            numbers = target.numbers.copy_(source)
+            if source.dim():
+                self._note_upload(source, numbers, non_blocking)
+            return target
+        assert isinstance(source, OnDevice)
+        self.report.copies_back += 1
+        if not non_blocking or not self.is_pinned(target):
+            self.wait("a copy to the host that is not queued, or into pageable memory")
+            return target.copy_(source.numbers)
+        return self._queue_back(source.numbers.to(target.dtype).expand_as(target).clone(), target)
+
+    def _queue_back(self, result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        _poison(target)
+        self._queue(_Copy(result, None, target, line_of_call()))
+        return target
+
+    def _queue(self, copy: _Copy) -> None:
+        self._copies.append(copy)
+        self._launched += 1
+
+    # ── graphs ──
+    def replay(self, graph: _Graph) -> None:
+        self.report.replays += 1
+        if self._replayed is not None and self._replayed is not graph:
+            self._replayed.poison()
+        self._replayed = graph
+        with torch.utils._python_dispatch._disable_current_modes():
+            for operation in graph.operations:
+                operation.run_again()
+
+
+class _Operation(NamedTuple):
+    func: Any
+    args: Any
+    kwargs: Any
+    results: Any
+
+    def run_again(self) -> None:
+        results = self.func(*self.args, **self.kwargs)
+        for recorded, again in zip(tree_flatten(self.results)[0], tree_flatten(results)[0], strict=True):
+            if isinstance(recorded, torch.Tensor) and recorded is not again:
+                recorded.copy_(again)
+
+
+class _Graph:
+    """In place of `torch.cuda.CUDAGraph`."""
+
+    def __init__(self) -> None:
+        self.operations: list[_Operation] = []
+
+    def replay(self) -> None:
+        CudaDouble.current.replay(self)
+
+    def reset(self) -> None:
+        self.operations.clear()
+
+    def poison(self) -> None:
+        for operation in self.operations:
+            for result in tree_flatten(operation.results)[0]:
+                is_argument = any(result is value for value in tree_flatten((operation.args, operation.kwargs))[0])
+                if isinstance(result, torch.Tensor) and not is_argument:
+                    _poison(result)
+
+
+class _Widened:
+    """An operation that the CPU has for floats alone."""
+
+    def __init__(self, func: Any) -> None:
+        self._func, self._schema = func, func._schema
+
+    def __call__(self, first: torch.Tensor, *others: Any, **kwargs: Any) -> Any:
+        return self._func(first.float(), *others, **kwargs)
+
+
+# ── in place of torch.cuda ──
+class _Event:
+    """Has passed when its second question is asked, or when the host has waited for it."""
+
+    def __init__(self, **_: Any) -> None:
+        self._launched = 0
+        self._was_asked = False
+
+    def record(self, *_: Any) -> None:
+        self._launched, self._was_asked = CudaDouble.current.launched, False
+
+    def query(self) -> bool:
+        was_asked, self._was_asked = self._was_asked, True
+        if was_asked:
+            CudaDouble.current.pass_copies(self._launched)
+        return was_asked
+
+    def synchronize(self) -> None:
+        CudaDouble.current.pass_copies(self._launched)
+
+
+class _Stream:
+    cuda_stream = 0
+
+    def __init__(self, **_: Any) -> None: ...
+
+    def wait_stream(self, other: _Stream) -> None: ...
+
+    def wait_event(self, event: _Event) -> None: ...
+
+    def synchronize(self) -> None:
+        CudaDouble.current.wait("Stream.synchronize")
+
+
+def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
+    """Until `undo` is closed."""
+    default = now = _Stream()
+
+    @contextlib.contextmanager
+    def stream(entered: _Stream) -> Iterator[None]:
+        nonlocal now
+        before, now = now, entered
+        try:
+            yield
+        finally:
+            now = before
+
+    @contextlib.contextmanager
+    def graph(recorded: _Graph, *, stream: _Stream, **_: Any) -> Iterator[None]:
+        nonlocal now
+        before, now, double.tape = now, stream, recorded.operations
+        try:
+            yield
+        except Exception:
+            raise RuntimeError("the recording was invalidated") from None  # and, as torch's, it stays on its stream
+        finally:
+            double.tape = None
+        now = before
+
+    def set_sync_mode(mode: int | str) -> None:
+        double.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
+
+    def reset_peak(*_: Any) -> None:
+        double.peak_nbytes = double.held_nbytes
+
+    plain = torch.tensor  # it copies to the device below the dispatch
+
+    def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        on_host = plain(data, *args, **kwargs)
+        if device is None or torch.device(device).type == "cpu":
+            return on_host
+        if torch.device(device).type != "cuda":
+            return on_host.to(device)
+        return on_host.to(CUDA)
+
+    replaced: dict[str, Any] = {
+        "_lazy_init": lambda: None,
+        "is_available": lambda: True,
+        "device_count": lambda: 1,
+        "current_device": lambda: 0,
+        "set_device": lambda _: None,
+        "get_device_capability": lambda *_: (9, 0),
+        "mem_get_info": lambda *_: (double.total_nbytes - double.held_nbytes, double.total_nbytes),
+        "memory_allocated": lambda *_: double.held_nbytes,
+        "max_memory_allocated": lambda *_: double.peak_nbytes,
+        "reset_peak_memory_stats": reset_peak,
+        "synchronize": lambda *_: double.wait("torch.cuda.synchronize"),
+        "Event": _Event,
+        "Stream": _Stream,
+        "current_stream": lambda *_: now,
+        "default_stream": lambda *_: default,
+        "stream": stream,
+        "CUDAGraph": _Graph,
+        "graph": graph,
+        "graph_pool_handle": lambda: 0,
+        "get_sync_debug_mode": lambda: double.sync_mode,
+        "set_sync_debug_mode": set_sync_mode,
+    }
+    for name, value in replaced.items():
+        undo.callback(setattr, torch.cuda, name, getattr(torch.cuda, name))
+        setattr(torch.cuda, name, value)
+    undo.callback(setattr, torch, "tensor", plain)
+    torch.tensor = tensor
+
+
+def load_guard() -> None:
+    """Builds and loads a device guard for CUDA, once for each torch. A torch that is built with CUDA has its own."""
+    assert torch.version.cuda is None, "the double of a device needs a torch without CUDA"
+    folder = Path(torch.__file__).parent
+    built = Path(tempfile.gettempdir()) / f"penstock-cuda-guard-{torch.__version__}-{sys.version_info[1]}.so"
+    if not built.exists():
+        compiler = shutil.which("g++") or shutil.which("c++")
+        assert compiler, "a C++ compiler builds the guard"
+        source = Path(__file__).with_name("cuda_guard.cpp")
+        with tempfile.TemporaryDirectory(dir=built.parent) as aside:
+            library = Path(aside) / built.name
+            flags = ["-std=c++20", "-shared", "-fPIC", f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10"]
+            subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+            library.replace(built)  # whole or not at all: another process may build it too
+    ctypes.CDLL(str(built), ctypes.RTLD_GLOBAL)
+
+
+# ── helpers ──
+def line_of_call() -> str:
+    """Returns the innermost line that is neither torch's nor the double's, and the line of ours that led to it."""
+    frame: FrameType | None = sys._getframe(1)
+    innermost = ""
+    while frame is not None:
+        path = frame.f_code.co_filename
+        if not any(part in path for part in SKIPPED):
+            line = f"{Path(path).name}:{frame.f_lineno}"
+            if "/penstock/" in path or "/tests/" in path:
+                return line if not innermost else f"{innermost}, from {line}"
+            innermost = innermost or line
+        frame = frame.f_back
+    return innermost
+
+
+def _numbers_of(value: Any) -> Any:
+    return tree_map_only(OnDevice, lambda tensor: tensor.numbers, value)
+
+
+def _is_view(func: Any) -> bool:
+    returns = func._schema.returns
+    return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
+
+
+def _same_bytes(tensor: torch.Tensor, other: torch.Tensor) -> bool:
+    return torch.equal(_bytes_of(tensor), _bytes_of(other))
+
+
+def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
+
+
+def _poison(tensor: torch.Tensor) -> None:
+    filled = torch.empty(tensor.numel(), dtype=tensor.dtype)
+    filled.view(torch.uint8).fill_(POISON & 1 if tensor.dtype == torch.bool else POISON)
+    tensor.copy_(filled.view(tensor.shape))
