@@ -102,12 +102,13 @@ def test_a_layer_imports_itself_and_what_is_below_and_nothing_executable() -> No
 
 
 # ── the engine's rooms ──
-# From the bottom up. Rooms of one line are processes: they do not know each other. The launcher starts all of them.
+# From the bottom up. Rooms of one line do not know each other. Most are processes; `text` and `media` are shared by
+# processes, and video decoders run code of `media` only. The launcher starts all of them.
 ROOMS = [
     {"protocol"},
     {"cluster"},
     {"model_dir"},
-    {"text"},
+    {"text", "media"},
     {"core", "worker", "output", "client", "nodes"},
     {"launcher"},
 ]

@@ -13,12 +13,12 @@ pytest.importorskip("PIL.Image")
 
 from penstock import content_key  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
-from penstock.engine.client.image_processor import ImageProcessor, ProcessedImage  # noqa: E402
-from penstock.engine.client.media_placeholders import MediaPlaceholders  # noqa: E402
-from penstock.engine.client.video_processor import ProcessedVideo, VideoProcessor  # noqa: E402
-from penstock.engine.client.video_settings import VideoInfo, VideoSettings  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher.launcher import Launcher  # noqa: E402
+from penstock.engine.media.image_processor import ImageProcessor, ProcessedImage  # noqa: E402
+from penstock.engine.media.media_placeholders import MediaPlaceholders  # noqa: E402
+from penstock.engine.media.video_processor import ProcessedVideo, VideoProcessor  # noqa: E402
+from penstock.engine.media.video_settings import VideoInfo, VideoSettings  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from penstock.tensor import Scope  # noqa: E402
@@ -27,7 +27,7 @@ from tests.support import models  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.models import Asked  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
-from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
+from tests.unit.engine.media.test_image_processor import picture  # noqa: E402
 
 INFO = VideoInfo(30, 10.0, 40, 28)
 TOKENS = 8

@@ -18,17 +18,17 @@ pytest.importorskip("httptools")
 pillow = pytest.importorskip("PIL.Image")
 
 from penstock import Store  # noqa: E402
-from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
+from penstock.engine.media.image_processor import ImageLimits  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, run_server  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.models import families  # noqa: E402
 from tests.support.sights import Sight  # noqa: E402
-from tests.unit.engine.client.test_encoded_image import scans_of_nothing  # noqa: E402
-from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
+from tests.unit.engine.media.test_encoded_image import scans_of_nothing  # noqa: E402
+from tests.unit.engine.media.test_image_processor import picture  # noqa: E402
+from tests.unit.engine.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
 from tests.unit.server.images.test_image_prompts import named, part, plain, text  # noqa: E402
-from tests.unit.server.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
 
 COUNT = 10
 SIZES = {

@@ -18,16 +18,16 @@ pytest.importorskip("av")
 
 from penstock import Store  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.server.videos.video_file import VideoLimits  # noqa: E402
+from penstock.engine.media.video_file import VideoLimits  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, run_server  # noqa: E402
 from tests.support.engine import START  # noqa: E402
 from tests.support.sights import Sight  # noqa: E402
 from tests.support.videos import repeated, video  # noqa: E402
 from tests.tiers import needs_all  # noqa: E402
-from tests.unit.engine.client.test_image_processor import picture  # noqa: E402
+from tests.unit.engine.media.test_image_processor import picture  # noqa: E402
+from tests.unit.engine.media.test_media_fetcher import Elsewhere, whole  # noqa: E402
 from tests.unit.server.images.test_image_prompts import part, text  # noqa: E402
-from tests.unit.server.media.test_media_fetcher import Elsewhere, whole  # noqa: E402
 
 COUNT = 8
 SIZES = {

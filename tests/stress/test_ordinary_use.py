@@ -33,7 +33,7 @@ from tests.support.engine import START  # noqa: E402
 from tests.support.models import ENGINE_SIZES, IMAGE, stock_of  # noqa: E402
 from tests.support.serving import must_be_as_before  # noqa: E402
 from tests.support.sights import TEMPLATES  # noqa: E402
-from tests.unit.engine.client.test_image_processor import picture, processor_in  # noqa: E402
+from tests.unit.engine.media.test_image_processor import picture, processor_in  # noqa: E402
 
 MAX_LENGTH, MAX_TOKENS = 2304, 2000
 VOCABULARY = 400

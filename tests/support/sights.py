@@ -15,7 +15,7 @@ from PIL import Image
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from tests.support.models import AFTER, BEFORE, IMAGE, VIDEO, VOCABULARY, stock_of
-from tests.unit.engine.client.test_image_processor import processor_in
+from tests.unit.engine.media.test_image_processor import processor_in
 
 TILED = ("idefics3", "smolvlm")
 SPECIAL = {

@@ -9,14 +9,14 @@ from typing import Annotated
 import msgspec
 
 from penstock.engine import cli_args as engine_args
-from penstock.engine.client.image_processor import ImageLimits
+from penstock.engine.media.image_processor import ImageLimits
+from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 from penstock.engine.protocol.option import Option, add_options, option_values
 from penstock.environment import API_KEY, TENSOR_TRANSPORT
 from penstock.server import node_args
 from penstock.server.options import ServerOptions
-from penstock.server.videos.video_file import VideoLimits
 
 GROUPS = (*engine_args.GROUPS, "nodes", "server", "multimodal", "limits", "logging")
 CACHE_NBYTES = 1 << 28  # of a model that takes images

@@ -9,11 +9,11 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.engine.client.image_processor import ImageLimits
+from penstock.engine.media.image_processor import ImageLimits
+from penstock.engine.media.media_fetcher import AllowedHost
+from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.protocol.option import MAX_SECONDS, MIB, Option, check_options
 from penstock.environment import API_KEY
-from penstock.server.media.media_fetcher import AllowedHost
-from penstock.server.videos.video_file import VideoLimits
 
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 

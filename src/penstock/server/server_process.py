@@ -24,14 +24,14 @@ from penstock.engine.cluster.logs import LOGGER, event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.media.media_budget import STAGES, MediaBudget
+from penstock.server.chat.media_prompts import build_media_prompts
 from penstock.server.chat.prompt_builder import PromptBuilder, build_tokenizer
 from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.http.app import ApiServer
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.http.segment_metrics import SegmentMetrics
-from penstock.server.media.media_budget import STAGES, MediaBudget
-from penstock.server.media.media_prompts import build_media_prompts
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 

@@ -18,10 +18,10 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.text.detokenizer import Vocabulary, load_vocabulary
 from penstock.server.chat.chat_template import ChatTemplate, join_texts
 from penstock.server.chat.length_bound import length_bound
+from penstock.server.chat.media_prompts import MediaPrompts, Prompt
 from penstock.server.chat.request_schema import Conversation
 from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
-from penstock.server.media.media_prompts import MediaPrompts, Prompt
 
 T = TypeVar("T")
 

@@ -10,15 +10,15 @@ import functools
 from collections.abc import Callable
 
 from penstock import Missing
-from penstock.engine.client.turns import FairThreadPool
 from penstock.engine.cluster.logs import tensor_event
+from penstock.engine.media.base64_text import decode_base64, decoded_nbytes
+from penstock.engine.media.fair_thread_pool import FairThreadPool
 from penstock.engine.model_dir import hidden_size_of
 from penstock.engine.protocol.columns import EMBEDS
 from penstock.engine.protocol.config import EngineConfig
-from penstock.server.base64_text import decode_base64, decoded_nbytes
+from penstock.server.chat.media_prompts import Prompt
 from penstock.server.embeds.embeds_file import MAX_HEADER, parse_embeds
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
-from penstock.server.media.media_prompts import Prompt
 from penstock.tensor import Handle, Scope, ScopeStats, Store, content_key
 
 THREADS = 2  # each may hold a body, the file in it, and a copy inline

@@ -25,8 +25,10 @@ from starlette.routing import Route
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import OutputStream
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
+from penstock.server.chat.media_prompts import Prompt
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.request_schema import (
     ChatRequest,
@@ -62,8 +64,6 @@ from penstock.server.http.endpoint import (
 from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
-from penstock.server.media.media_budget import MediaBudget
-from penstock.server.media.media_prompts import Prompt
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ServerCounters
 from penstock.server.status.server_info import served_name

@@ -25,6 +25,8 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.logs import event
+from penstock.engine.media.byte_semaphore import ByteLease
+from penstock.engine.media.media_budget import BODY_COPIES, MediaBudget
 from penstock.server.chat import request_schema
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.request_fields import HEADER as IGNORED_FIELDS
@@ -33,8 +35,6 @@ from penstock.server.chat.request_schema import REQUEST_ID_PATTERN, decoded
 from penstock.server.chat.streaming import SSEResponse, cancel_on_disconnect, engine_failed
 from penstock.server.errors import ApiError, Gone
 from penstock.server.heap import Heap
-from penstock.server.media.byte_semaphore import ByteLease
-from penstock.server.media.media_budget import BODY_COPIES, MediaBudget
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ROUTES, ProcessCounters
 

@@ -21,7 +21,7 @@ from penstock.engine.cluster.counter import (
 )
 from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.server.media.media_budget import STAGES
+from penstock.engine.media.media_budget import STAGES
 from penstock.tensor import ScopeStats
 
 ROUTES = ("chat", "completions", "tokenize", "models")

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 pytest.importorskip("starlette")
 
 from penstock.engine.client.stream import EngineError
+from penstock.engine.media.media_kind import IMAGE, VIDEO
 from penstock.engine.protocol.config import SamplingDefaults
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.server.chat.request_schema import (
@@ -22,7 +23,6 @@ from penstock.server.chat.request_schema import (
     decoded,
 )
 from penstock.server.errors import ApiError
-from penstock.server.media.media_kind import IMAGE, VIDEO
 
 CHAT = {"messages": [{"role": "user", "content": "hi"}]}
 

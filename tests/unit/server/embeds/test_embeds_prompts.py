@@ -16,10 +16,10 @@ pytest.importorskip("starlette")
 from penstock import Store
 from penstock.engine.protocol.columns import EMBEDS
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.server.chat.media_prompts import Prompt
 from penstock.server.embeds import embeds_prompts
 from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.errors import ApiError, Limit
-from penstock.server.media.media_prompts import Prompt
 from penstock.tensor import ScopeStats
 from tests.unit.engine.test_images_of_requests import must_be_held_by_nobody
 from tests.unit.server.embeds.test_embeds_file import npy_of

@@ -19,19 +19,19 @@ pytest.importorskip("starlette")
 pillow = pytest.importorskip("PIL.Image")
 
 from penstock import Store  # noqa: E402
-from penstock.engine.client import image_processor  # noqa: E402
-from penstock.engine.client.image_processor import ImageLimits  # noqa: E402
+from penstock.engine.media import image_processor  # noqa: E402
+from penstock.engine.media.image_processor import ImageLimits  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice  # noqa: E402
+from penstock.server.chat.media_prompts import Prompt, build_media_prompts  # noqa: E402
 from penstock.server.chat.prompt_builder import NumberTokenizer, PromptBuilder, build_tokenizer  # noqa: E402
 from penstock.server.chat.request_schema import ChatRequest, Conversation, decoded  # noqa: E402
 from penstock.server.errors import ApiError  # noqa: E402
-from penstock.server.media.media_prompts import Prompt, build_media_prompts  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from tests.support.models import VISION  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
-from tests.unit.engine.client.test_image_processor import picture, png_of  # noqa: E402
+from tests.unit.engine.media.test_image_processor import picture, png_of  # noqa: E402
+from tests.unit.engine.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
 from tests.unit.engine.test_images_of_requests import must_be_held_by_nobody  # noqa: E402
-from tests.unit.server.media.test_media_fetcher import Elsewhere, bare, whole  # noqa: E402
 
 WHERE = "messages[0].content[{}]"
 

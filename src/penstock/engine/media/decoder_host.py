@@ -1,0 +1,75 @@
+"""The process that forks a decoder for each video of a server process.
+
+It imports what decoders need (FFmpeg, torch) once, in seconds, and forks in milliseconds. So a decoder can be killed at
+no cost, keeps nothing of a video for the next one, and shares the memory of the imports with all others. The server
+starts it at the first video. It has one thread and decodes nothing itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import socket
+from typing import NoReturn
+
+import msgspec
+
+from penstock import standard_streams
+from penstock.engine.cluster import logs
+from penstock.engine.media import decoder_process, video_messages
+from penstock.engine.media.video_file import VideoLimits
+from penstock.engine.media.video_messages import SETUP, HostReady
+from penstock.engine.media.video_processor import VideoProcessor
+from penstock.engine.media.video_settings import VideoSettings
+
+# What a terminal or an init system sends to all processes: the server decides when its decoders end.
+IGNORED = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+def main(fd: int, parent: int) -> NoReturn:
+    """Serves the process at the other end of the socket `fd`, until that is closed."""
+    for number in IGNORED:
+        signal.signal(number, signal.SIG_IGN)
+    standard_streams.guard()
+    decoder_process.end_with(parent)
+    line = socket.socket(fileno=fd)
+    setup = SETUP.decode(video_messages.receive(line)[0])
+    logs.configure("video decoder", setup.log_format, setup.log_level)
+    processor = VideoProcessor(msgspec.msgpack.decode(setup.settings, type=VideoSettings))
+    limits = msgspec.msgpack.decode(setup.limits, type=VideoLimits)
+    _import_all()
+    gc.freeze()  # a collection in a decoder would copy the pages of all objects
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps decoders
+    video_messages.send(line, HostReady())
+    me = os.getpid()
+    while True:
+        _, fds = video_messages.receive(line)
+        if not fds:
+            os._exit(0)
+        pid = os.fork()
+        if pid == 0:
+            try:
+                line.close()
+                decoder_process.end_with(me)
+                decoder_line = socket.socket(fileno=fds[0])
+                decoder_process.run(decoder_line, processor, limits, setup.store, setup.memory_nbytes)
+            finally:
+                standard_streams.flush()
+                os._exit(0)
+        os.close(fds[0])
+        pidfds = []
+        with contextlib.suppress(ProcessLookupError):  # it has ended already, as its socket says
+            pidfds.append(os.pidfd_open(pid))
+        video_messages.send(line, HostReady(), pidfds)
+        for pidfd in pidfds:
+            os.close(pidfd)
+
+
+def _import_all() -> None:
+    """Imports what decoders would import. One thread each: decoders run beside each other, and a fork copies one."""
+    import av  # noqa: F401
+    import torch
+
+    torch.set_num_threads(1)

@@ -1,1 +1,0 @@
-"""What images and videos of requests share: the bytes that a server holds of them at a time."""

@@ -1,0 +1,261 @@
+"""Videos: which frames a model wants, and what they become, beside what transformers has made of them."""
+
+import itertools
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+
+from penstock import Store  # noqa: E402
+from penstock.engine.media import video_processor  # noqa: E402
+from penstock.engine.media.image_processor import ImageRefused  # noqa: E402
+from penstock.engine.media.video_processor import ProcessedVideo, VideoProcessor  # noqa: E402
+from penstock.engine.media.video_settings import VideoInfo, VideoSettings  # noqa: E402
+from penstock.tensor import Scope  # noqa: E402
+from tests.support.video_references import CASES, FILE, LENGTHS, Case, model_in  # noqa: E402
+
+NUMBERS = range(len(CASES))
+TENSORS = {"pixels": ("pixel_values", "pixel_values_videos"), "grid": ("video_grid_thw",)}
+
+
+def info_of(case: Case) -> VideoInfo:
+    return VideoInfo(case.frames, case.fps, case.width, case.height)
+
+
+def processed(case: Case, folder: Path) -> dict[str, Any]:
+    videos = VideoProcessor(VideoSettings.from_model(model_in(folder, case)))
+    plan = videos.plan(info_of(case))
+    return videos.process(case.video[list(plan.indices)], plan)
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_a_video_becomes_what_transformers_makes_of_it(number: int, tmp_path: Path) -> None:
+    """Bit by bit where torch resizes with the same instructions; a level apart elsewhere."""
+    case, reference = CASES[number], np.load(FILE)
+    videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
+    plan = videos.plan(info_of(case))
+    assert list(plan.indices) == reference[f"{number} indices"].tolist()
+    value = videos.process(case.video[list(plan.indices)], plan)
+    (pixels,) = [value[name] for name in TENSORS["pixels"] if name in value]
+    expected = reference[f"{number} pixels"]
+    assert pixels.dtype == expected.dtype == np.float32 and pixels.shape == expected.shape
+    is_same_kernel = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
+    level = max(videos.settings.scale / min(videos.settings.std or (1.0,)), 1e-6)
+    assert np.abs(pixels - expected).max() <= (0 if is_same_kernel else 2.01 * level)
+    if f"{number} grid" in reference:
+        assert value["video_grid_thw"].tolist() == reference[f"{number} grid"].tolist()
+        assert plan.tokens == value["tokens"] == reference[f"{number} grid"].prod() // 4
+    if f"{number} seconds" in reference:
+        assert value["second_per_grid_ts"] == pytest.approx(float(reference[f"{number} seconds"]))
+    nbytes = sum(tensor.nbytes for tensor in value.values() if isinstance(tensor, np.ndarray))
+    assert nbytes <= plan.nbytes <= nbytes + 64
+
+
+@pytest.mark.parametrize("number", NUMBERS)
+def test_the_frames_are_those_that_transformers_samples(number: int, tmp_path: Path) -> None:
+    settings, reference = VideoSettings.from_model(model_in(tmp_path, CASES[number])), np.load(FILE)
+    compared = 0
+    for frames, fps in [*LENGTHS, (9, 1.0), (64, 2.0)]:
+        name = f"{number} of {frames} at {fps}"
+        if name in reference and len(reference[name]):
+            indices = settings.plan(VideoInfo(frames, fps, 64, 48)).indices
+            assert list(indices) == reference[name].tolist(), name
+            assert all(before < after for before, after in itertools.pairwise(indices)) and indices[-1] < frames
+            compared += 1
+    assert compared >= 2
+
+
+def test_a_long_video_is_processed_in_pieces_that_fit_together(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for number in (1, 4, 8):
+        whole = processed(CASES[number], tmp_path)
+        with monkeypatch.context() as patched:
+            patched.setattr(video_processor, "CHUNK_NBYTES", 1)
+            chunks = processed(CASES[number], tmp_path)
+        assert chunks.keys() == whole.keys()
+        assert all(np.array_equal(chunks[name], whole[name]) for name in whole)
+
+
+@pytest.mark.parametrize("number", [0, 5, 8])
+def test_a_video_is_processed_where_it_stays(number: int, tmp_path: Path) -> None:
+    """In the store; and what is found there says all that a prompt needs."""
+    case = CASES[number]
+    videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
+    plan = videos.plan(info_of(case))
+    frames = case.video[list(plan.indices)]
+    frames.flags.writeable = False  # as those of another process are
+    alone, key = videos.process(frames, plan), bytes(32)
+    with Store(8 << 20) as store, Scope(store) as scope:
+        with store.loan(key, videos.layout(plan)) as loan:
+            assert videos.process(frames, plan, out=loan.value()) is not None
+            loan.commit()
+        with store.get(key) as lease:
+            value = lease.value()
+            assert all(np.array_equal(value[name], alone[name]) for name in alone)
+            processed = ProcessedVideo.of(scope.add(lease, key=key), value)
+        assert processed.item.key == key and processed.tokens == plan.tokens
+        assert processed.timestamps == pytest.approx(plan.timestamps) and processed.duration == case.frames / case.fps
+
+
+class FramesOnDemand:
+    """Frames that can be read once, in order, and no two groups at a time."""
+
+    ndim, dtype = 4, np.dtype(np.uint8)
+
+    def __init__(self, frames: Any) -> None:
+        self._frames, self.shape, self._next = frames, frames.shape, 0
+
+    def __len__(self) -> int:
+        return len(self._frames)
+
+    def __getitem__(self, part: slice) -> Any:
+        begin, end, step = part.indices(len(self))
+        assert (begin, step) == (self._next, 1) and end - begin <= 2
+        self._next = end
+        return self._frames[part]
+
+
+@pytest.mark.parametrize("number", [0, 4, 8])
+def test_frames_are_read_once_and_in_order(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_processor, "CHUNK_NBYTES", 1)
+    videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, CASES[number])))
+    plan = videos.plan(info_of(CASES[number]))
+    frames = CASES[number].video[list(plan.indices)]
+    lazy, value = videos.process(FramesOnDemand(frames), plan), videos.process(frames, plan)  # type: ignore[arg-type]
+    assert all(np.array_equal(lazy[name], value[name]) for name in value)
+
+
+def test_frames_that_were_not_planned_are_refused(tmp_path: Path) -> None:
+    case = CASES[0]
+    videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
+    plan = videos.plan(info_of(case))
+    with pytest.raises(ImageRefused, match="4 frames of the video were wanted, and 3 could be decoded") as refused:
+        videos.process(case.video[:3], plan)
+    assert refused.value.status == 400
+    with pytest.raises(ValueError, match=r"expected uint8 \[frames, height, width, 3\], got float32 \(4, 48, 64, 3\)"):
+        videos.process(case.video[:4].astype(np.float32), plan)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("info", "text"),
+    [
+        (VideoInfo(1, 1.0, 64, 48), "a video has at least 2 frames for this model, this one has 1, at 1.0 a second"),
+        (VideoInfo(0, 1.0, 64, 48), "this one has 0"),
+        (VideoInfo(9, 0.0, 64, 48), "this one has 9, at 0.0 a second"),
+        (VideoInfo(9, -1.0, 64, 48), "at -1.0 a second"),
+        (VideoInfo(9, math.nan, 64, 48), "at nan a second"),
+        (VideoInfo(9, math.inf, 64, 48), "at inf a second"),
+        (
+            VideoInfo(9, 1e-320, 64, 48),
+            "a video has at least 2 frames for this model, this one has 9, at 1e-320 a second",
+        ),
+        (VideoInfo(9, 1.0, 0, 48), "the frames of the video are 0 x 48"),
+        (VideoInfo(9, 1.0, 4000, 10), "a frame is at most 200 times as long as it is wide, here 4000 x 10"),
+    ],
+)
+def test_a_video_that_no_processor_takes_is_refused(info: VideoInfo, text: str, tmp_path: Path) -> None:
+    settings = VideoSettings.from_model(model_in(tmp_path, CASES[0]))
+    with pytest.raises(ImageRefused) as refused:
+        settings.plan(info)
+    assert text in refused.value.reason and refused.value.status == 400
+
+
+def test_a_plan_of_any_video_is_one_that_can_be_processed(tmp_path: Path) -> None:
+    """Or it is refused: whatever a container says, and each family's limits hold."""
+    chance = np.random.default_rng(3)
+    for case in (CASES[0], CASES[3], CASES[5], CASES[6], CASES[8]):
+        settings = VideoSettings.from_model(model_in(tmp_path, case))
+        for _ in range(200):
+            frames, fps = int(10 ** chance.uniform(0, 7)), float(10 ** chance.uniform(-3, 4))
+            width, height = (int(10 ** chance.uniform(0, 4)) for _ in range(2))
+            try:
+                plan = settings.plan(VideoInfo(frames, fps, width, height))
+            except ImageRefused:
+                assert frames < 2 or max(width, height) > 100 * min(width, height)
+                continue
+            assert 0 < len(plan.indices) <= min(frames, 768)
+            assert plan.indices[0] >= 0 and plan.indices[-1] < frames
+            assert plan.groups == len(plan.timestamps) and plan.tokens > 0 and plan.tokens % plan.groups == 0
+
+
+def test_settings_are_plain_data_and_their_salt_is_theirs(tmp_path: Path) -> None:
+    settings = VideoSettings.from_model(model_in(tmp_path, CASES[0]))
+    again = msgspec.msgpack.decode(msgspec.msgpack.encode(settings), type=VideoSettings)
+    assert again == settings and again.salt == settings.salt
+    for name, other in (("fps", 3.0), ("mode", "bilinear"), ("max_frames", 2), ("mean", None), ("size", {"a": 1})):
+        assert msgspec.structs.replace(settings, **{name: other}).salt != settings.salt, name
+
+
+def test_a_processors_file_is_found_where_transformers_finds_it(tmp_path: Path) -> None:
+    model_in(tmp_path, CASES[0])
+    assert VideoSettings.from_model(tmp_path).size["longest_edge"] == 28 * 28 * 4
+    (tmp_path / "video_preprocessor_config.json").write_text(json.dumps({"max_pixels": 7000}))
+    assert VideoSettings.from_model(tmp_path).size == {"shortest_edge": 128 * 28 * 28, "longest_edge": 7000}
+    (tmp_path / "processor_config.json").write_text(json.dumps({"processor_class": "Qwen2VLProcessor"}))
+    assert VideoSettings.from_model(tmp_path).size["longest_edge"] == 7000
+    (tmp_path / "processor_config.json").write_text(json.dumps({"video_processor": {"max_pixels": 8000}}))
+    assert VideoSettings.from_model(tmp_path).size["longest_edge"] == 8000
+
+
+@pytest.mark.parametrize(
+    ("file", "text"),
+    [
+        ({"patch_size": 0}, "preprocessor_config.json is invalid: Expected `int` >= 1 - at `$.patch_size`"),
+        ({"fps": "two"}, "Expected `float | null`, got `str` - at `$.fps`"),
+        ({"resample": 0}, "expected a resample of 1, 2, 3, got 0"),
+        ({"size": {"height": 8, "width": 8}}, "expected a size with shortest_edge and longest_edge, got"),
+        (None, "no video_preprocessor_config.json, and no other file of a processor"),
+    ],
+)
+def test_a_processors_file_that_is_malformed_is_refused(file: Any, text: str, tmp_path: Path) -> None:
+    model_in(tmp_path, CASES[0]._replace(file=file))
+    if file is None:
+        (tmp_path / "preprocessor_config.json").unlink()
+    with pytest.raises(ValueError) as refused:
+        VideoSettings.from_model(tmp_path)
+    assert text in str(refused.value)
+
+
+def test_a_model_without_videos_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text('{"model_type": "llava"}')
+    with pytest.raises(ValueError, match="'llava' takes no videos; model types that do: qwen2_5_vl, qwen2_vl, "):
+        VideoSettings.from_model(tmp_path)
+
+
+def test_decoding_process_imports_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys, penstock.engine.media.video_processor; "
+        "assert not {'torch', 'transformers', 'PIL'} & set(sys.modules)"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
+
+
+def test_bytes_are_resized_as_floats_where_torch_has_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 60), np.uint8))
+    by_bytes = video_processor._resized(pixels, (20, 30), "bilinear")
+    monkeypatch.setattr(video_processor, "_has_bytes_kernel", lambda: False)
+    by_floats = video_processor._resized(pixels, (20, 30), "bilinear")
+    assert by_floats.dtype == torch.uint8 and by_floats.shape == by_bytes.shape
+    assert (by_floats.int() - by_bytes.int()).abs().max() <= 1
+
+
+def test_a_video_with_fewer_frames_than_the_model_samples_is_refused(tmp_path: Path) -> None:
+    settings = VideoSettings.from_model(model_in(tmp_path, CASES[0]))
+    with pytest.raises(ImageRefused, match="the model samples 8 frames, the video has 6"):
+        msgspec.structs.replace(settings, num_frames=8).plan(VideoInfo(6, 1.0, 64, 48))
+
+
+def test_frames_that_are_not_resized_must_have_sides_of_whole_tokens(tmp_path: Path) -> None:
+    settings = msgspec.structs.replace(VideoSettings.from_model(model_in(tmp_path, CASES[0])), mode="")
+    factor = settings.patch_size * settings.merge_size
+    assert settings.plan(VideoInfo(8, 1.0, 3 * factor, 2 * factor)).width == 3 * factor
+    with pytest.raises(ImageRefused, match=f"the sides of a frame are multiples of {factor}"):
+        settings.plan(VideoInfo(8, 1.0, 3 * factor + 1, 2 * factor))
