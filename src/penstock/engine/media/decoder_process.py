@@ -24,8 +24,8 @@ import msgspec
 from penstock import MemoryExhausted, Timeout
 from penstock.engine.cluster.logs import event
 from penstock.engine.media import video_messages
-from penstock.engine.media.image_processor import ImageRefused
-from penstock.engine.media.video_file import VideoFile, VideoLimits, VideoRejected
+from penstock.engine.media.media_kind import MediaRefused
+from penstock.engine.media.video_file import VideoFile, VideoLimits
 from penstock.engine.media.video_messages import TO_DECODER, Decode, Inline, Open, Opened, Rejected, Stored
 from penstock.engine.media.video_processor import VideoProcessor
 from penstock.engine.media.video_settings import VideoInfo, VideoPlan
@@ -56,7 +56,7 @@ def run(line: socket.socket, processor: VideoProcessor, limits: VideoLimits, tic
     with contextlib.suppress(DecoderEnd):
         try:
             _Decoder(line, processor, limits, ticket).run()
-        except (VideoRejected, ImageRefused) as refused:
+        except MediaRefused as refused:
             _send(line, Rejected(refused.status, refused.reason))
         except MemoryError:
             _send(line, Rejected(413, f"decoding the video takes more than {nbytes} bytes of memory"))
@@ -109,9 +109,7 @@ class _Decoder:
         planned = self._processor.plan(info)
         kept, most = len(planned.indices), self._limits.frames
         if kept > most:
-            raise VideoRejected(
-                413, f"of a video the model gets at most {most} frames, of this one it would get {kept}"
-            )
+            raise MediaRefused(413, f"of a video the model gets at most {most} frames, of this one it would get {kept}")
         return planned
 
     def _store(self, ticket: str, key: bytes, frames: Any, planned: VideoPlan) -> bool:

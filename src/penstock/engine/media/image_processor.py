@@ -29,10 +29,10 @@ import numpy as np
 from penstock import Missing
 from penstock.engine.media.encoded_image import UPRIGHT, EncodedImage
 from penstock.engine.media.fair_thread_pool import FairThreadPool
+from penstock.engine.media.media_kind import MediaRefused
 from penstock.engine.media.patches import PatchProcessor
 from penstock.engine.model_dir import VISION
 from penstock.engine.protocol.option import MEGAPIXELS, MIB, Option, check_options
-from penstock.errors import PenstockError
 from penstock.tensor import Handle, Scope, Store, content_key
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF")
@@ -57,15 +57,6 @@ class ImageLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         check_options(self)
-
-
-class ImageRefused(PenstockError):
-    """An image that is refused. `status` is the HTTP status of the answer."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
 
 
 class ProcessedImage(NamedTuple):
@@ -116,7 +107,7 @@ class ImageProcessor:
         """Processes an image in a thread. `raw`: its bytes, or a function that reads them there. The request's scope
         holds the image. `admit`: waits for the bytes of its pixels, which are held in the context that it returns.
 
-        If cancelled, work that has not begun is dropped. Raises ImageRefused, the errors of `raw()`, and ClosedError if
+        If cancelled, work that has not begun is dropped. Raises MediaRefused, the errors of `raw()`, and ClosedError if
         the scope was released meanwhile.
         """
         found = await self._small.run(scope, functools.partial(self._find_or_parse, raw, scope))
@@ -136,7 +127,7 @@ class ImageProcessor:
         if not isinstance(raw, bytes):
             raw = raw()
         if len(raw) > self.limits.nbytes:
-            raise ImageRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
+            raise MediaRefused(413, f"an image has at most {self.limits.nbytes} bytes, this one has {len(raw)}")
         key = content_key(raw, salt=self._salt)
         image = self._find(key, scope)
         return (key, self._parse(raw)) if image is None else image
@@ -148,7 +139,7 @@ class ImageProcessor:
     def _load_encoded(self, key: bytes, encoded: EncodedImage, scope: Scope) -> ProcessedImage:
         tree = self._make(encoded)
         if self._max_tokens is not None and tree["tokens"] > self._max_tokens:
-            raise ImageRefused(
+            raise MediaRefused(
                 400, f"this model has at most {self._max_tokens} tokens, and the image takes {tree['tokens']}"
             )
         item = scope.put(tree, key=key)
@@ -159,10 +150,10 @@ class ImageProcessor:
     def _refuse_inline(self, item: Handle) -> None:
         room = 0 if self._store is None else self._store.nbytes
         if item.nbytes > room:
-            raise ImageRefused(
+            raise MediaRefused(
                 413, f"the store for images has {room} bytes, the tensors of this one have {item.nbytes}"
             )
-        raise ImageRefused(
+        raise MediaRefused(
             503, f"the store for images has no room for {item.nbytes} bytes now: images of open requests fill it"
         )
 
@@ -177,7 +168,7 @@ class ImageProcessor:
         return None
 
     def _parse(self, raw: bytes) -> EncodedImage:
-        """Raises ImageRefused if decoding the image, or padding it to a square, would exceed a limit."""
+        """Raises MediaRefused if decoding the image, or padding it to a square, would exceed a limit."""
         try:
             encoded = EncodedImage.parse(raw)
         except ValueError as error:
@@ -188,13 +179,13 @@ class ImageProcessor:
         limit = self.limits.pixels
         if width * height > limit:
             actual = f"this one has {width} x {height} = {width * height}"
-            raise ImageRefused(413, f"an image has at most {limit} pixels, {actual}")
+            raise MediaRefused(413, f"an image has at most {limit} pixels, {actual}")
         if max(sides) > MAX_RATIO * min(sides):
             actual = f"this one is {sides[0]} x {sides[1]}"
-            raise ImageRefused(400, f"an image is at most {MAX_RATIO} times as long as it is wide, {actual}")
+            raise MediaRefused(400, f"an image is at most {MAX_RATIO} times as long as it is wide, {actual}")
         if encoded.work > MAX_PASSES * limit:
             actual = f"this one of {sides[0]} x {sides[1]} has {encoded.scans} scans, which are {encoded.work}"
-            raise ImageRefused(400, f"the scans of an image pass over at most {MAX_PASSES * limit} pixels, {actual}")
+            raise MediaRefused(400, f"the scans of an image pass over at most {MAX_PASSES * limit} pixels, {actual}")
         return encoded
 
     def _make(self, encoded: EncodedImage) -> dict[str, Any]:
@@ -208,7 +199,7 @@ class ImageProcessor:
             tensors = {name: np.asarray(feature) for name, feature in features.items() if name not in ("rows", "cols")}
             return {**tensors, "tokens": self._count(tensors), "rows": shape[0], "columns": shape[1]}
         except (ValueError, ArithmeticError, MemoryError) as error:  # of an odd shape, say
-            raise ImageRefused(
+            raise MediaRefused(
                 400, f"the model's processor takes no image of {picture.width} x {picture.height}: {error}"
             ) from None
 
@@ -247,7 +238,7 @@ def _decoded(encoded: EncodedImage) -> Any:
             raise ValueError(f"the headers say {encoded.width} x {encoded.height}, the decoder says {picture.size}")
         upright = picture.convert("RGB")
     except Image.DecompressionBombError as error:
-        raise ImageRefused(413, f"Pillow refuses to decode so many pixels: {error}") from None
+        raise MediaRefused(413, f"Pillow refuses to decode so many pixels: {error}") from None
     except Exception as error:  # whatever its decoder stumbles on
         raise _unreadable(error) from None
     return upright if encoded.orientation == UPRIGHT else upright.transpose(_turned(encoded.orientation))
@@ -260,8 +251,8 @@ def _turned(orientation: int) -> Any:
     return [*ways, Transpose.ROTATE_270, Transpose.TRANSVERSE, Transpose.ROTATE_90][orientation - 2]
 
 
-def _unreadable(why: Exception) -> ImageRefused:
-    return ImageRefused(400, f"expected an image as {', '.join(FORMATS)}: {why}")
+def _unreadable(why: Exception) -> MediaRefused:
+    return MediaRefused(400, f"expected an image as {', '.join(FORMATS)}: {why}")
 
 
 # ── what a family makes of an image ──────────────────────────────────────────────────────────────────────────────────

@@ -21,10 +21,8 @@ from typing import Any, NamedTuple, TypeAlias
 from urllib.parse import urlsplit
 
 from penstock.engine.cluster.logs import event
-from penstock.engine.media.image_processor import ImageRefused
-from penstock.engine.media.media_kind import IMAGE, UNKNOWN, VIDEO, MediaKind
+from penstock.engine.media.media_kind import HEAD, IMAGE, UNKNOWN, VIDEO, MediaKind, MediaRefused
 from penstock.engine.media.media_urls import too_long
-from penstock.engine.media.video_file import HEAD
 
 AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
 # Of a fetch, with the wait for its turn, for its host's name, and all that the host sends.
@@ -101,7 +99,7 @@ class MediaFetcher:
         kind: MediaKind = IMAGE,
         announced: Callable[[int], object] = lambda nbytes: None,
     ) -> bytes:
-        """Returns the bytes of a medium. If cancelled, it closes its connection at once. Raises ImageRefused.
+        """Returns the bytes of a medium. If cancelled, it closes its connection at once. Raises MediaRefused.
 
         `announced` gets the number of bytes that the host says it will send, in the event loop.
         """
@@ -113,7 +111,7 @@ class MediaFetcher:
         try:
             return await asyncio.wait_for(doing, seconds)
         except asyncio.TimeoutError:
-            raise ImageRefused(400, f"{fetch.failed} within {seconds:g} s") from None
+            raise MediaRefused(400, f"{fetch.failed} within {seconds:g} s") from None
         finally:
             fetch.end()
 
@@ -122,20 +120,20 @@ class MediaFetcher:
             parts = urlsplit(url)
             name, port = (parts.hostname or "").lower(), parts.port
         except ValueError:
-            raise ImageRefused(400, f"expected a URL with a host, got {url[:80]!r}") from None
+            raise MediaRefused(400, f"expected a URL with a host, got {url[:80]!r}") from None
         if not name or "@" in parts.netloc or not _is_plain(url) or parts.scheme not in PORTS:
-            raise ImageRefused(400, f"expected a URL like https://HOST/PATH, percent-encoded, got {url[:80]!r}")
+            raise MediaRefused(400, f"expected a URL like https://HOST/PATH, percent-encoded, got {url[:80]!r}")
         usual = PORTS[parts.scheme]
         port = usual if port is None else port
         if AllowedHost(name, port) not in self._hosts and (port != usual or AllowedHost(name, None) not in self._hosts):
             way_out = f"send this one as data:{kind.example};base64,…"
-            raise ImageRefused(400, f"{kind.noun}s are not fetched from this host: {way_out}")
+            raise MediaRefused(400, f"{kind.noun}s are not fetched from this host: {way_out}")
         target = (parts.path or "/") + (f"?{parts.query}" if parts.query else "")
         host = f"[{name}]" if ":" in name else name
         return Target(parts.scheme == "https", name, port, host if port == usual else f"{host}:{port}", target)
 
     def _run(self, fetch: _Fetch) -> bytes:
-        """Resolves and fetches, in a thread. Raises ImageRefused."""
+        """Resolves and fetches, in a thread. Raises MediaRefused."""
         target = fetch.target
         try:
             addresses = self._resolve(target.name, target.port, type=socket.SOCK_STREAM)
@@ -152,7 +150,7 @@ class MediaFetcher:
                 event(
                     f"{fetch.kind.noun} not fetched", logging.WARNING, host=target.host_header, error=failure[:MAX_SAID]
                 )
-            raise ImageRefused(400, fetch.failed) from None
+            raise MediaRefused(400, fetch.failed) from None
 
 
 class Target(NamedTuple):
@@ -190,7 +188,7 @@ class _Fetch:
                     self._dup.shutdown(socket.SHUT_RDWR)
 
     def run(self, places: Sequence[tuple[int, Any]], tls: ssl.SSLContext | None) -> bytes:
-        """`places`: families and addresses, all checked. Raises OSError, HTTPException, ImageRefused."""
+        """`places`: families and addresses, all checked. Raises OSError, HTTPException, MediaRefused."""
         failed = OSError("the host has no allowed address")
         for family, address in places[:MAX_ADDRESSES]:
             with contextlib.closing(socket.socket(family, socket.SOCK_STREAM)) as plain, self._watched(plain):
@@ -226,9 +224,9 @@ class _Fetch:
         connection.request("GET", self.target.path, headers={"Host": self.target.host_header, **HEADERS})
         with connection.getresponse() as answer:
             if answer.status != 200:
-                raise ImageRefused(400, f"{self.failed}: its status is {answer.status}, and redirects are not followed")
+                raise MediaRefused(400, f"{self.failed}: its status is {answer.status}, and redirects are not followed")
             if answer.getheader("Content-Encoding", "identity").lower() != "identity":
-                raise ImageRefused(400, f"{self.failed}: its Content-Encoding was not requested")
+                raise MediaRefused(400, f"{self.failed}: its Content-Encoding was not requested")
             max_nbytes = self._max_nbytes
             if answer.length is not None and answer.length <= max_nbytes:
                 self._announced(answer.length)
@@ -239,7 +237,7 @@ class _Fetch:
                 raise http.client.IncompleteRead(raw, answer.length)
         if self.kind.format_of(raw[:HEAD]) == UNKNOWN:
             types = ", ".join(self.kind.types)
-            raise ImageRefused(400, f"expected {self.kind.described} of type {types} from its host, got something else")
+            raise MediaRefused(400, f"expected {self.kind.described} of type {types} from its host, got something else")
         return raw
 
 

@@ -1,14 +1,26 @@
-"""The kinds of media in conversations, and their formats: what URLs may say, and what the first bytes of a file say."""
+"""The kinds of media in conversations, their formats, and how a medium is named and refused."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
-from penstock.engine.media.video_file import MATROSKA, MP4, container_of
+from penstock.errors import PenstockError
 
 UNKNOWN = "something else"
+HEAD = 16  # bytes of a file that show its format
+MP4, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as FFmpeg names their readers
 CONTAINERS = {MP4: "MP4 or MOV", MATROSKA: "WebM or Matroska"}
+
+
+class MediaRefused(PenstockError):
+    """An image or a video that is not processed. `status` is the HTTP status of the answer."""
+
+    def __init__(self, status: int, reason: str) -> None:
+        super().__init__(reason)
+        self.status = status
+        self.reason = reason
 
 
 class MediaKind(NamedTuple):
@@ -21,6 +33,21 @@ class MediaKind(NamedTuple):
     @property
     def described(self) -> str:
         return f"{self.article} {self.noun}"
+
+
+class MediaRef(NamedTuple):
+    """An image or a video of a conversation, as its request names it."""
+
+    where: str  # in the body: "messages[0].content[1]"
+    url: str
+    kind: MediaKind
+
+
+def container_of(head: bytes) -> str | None:
+    """Returns the container's format by the first bytes of a video; None: it is none that is read."""
+    if re.match(rb"....ftyp", head, re.DOTALL) or re.match(rb"....(?:moov|mdat|wide|free|skip)", head, re.DOTALL):
+        return MP4
+    return MATROSKA if head.startswith(b"\x1a\x45\xdf\xa3") else None
 
 
 def _image_format(head: bytes) -> str:

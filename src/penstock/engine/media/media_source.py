@@ -15,7 +15,7 @@ from pathlib import Path
 from penstock.engine.media import media_urls
 from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.media.media_fetcher import MediaFetcher, is_remote
-from penstock.engine.media.media_ref import MediaRef
+from penstock.engine.media.media_kind import MediaRef
 from penstock.engine.media.video_upload import VideoUpload
 
 THREADS = 2  # that look at files
@@ -38,7 +38,7 @@ class MediaSource:
 
     @contextlib.asynccontextmanager
     async def image(self, ref: MediaRef, max_nbytes: int, client: str) -> AsyncIterator[bytes | Callable[[], bytes]]:
-        """Yields the bytes of an image, or a function that reads them in a thread. Raises ImageRefused."""
+        """Yields the bytes of an image, or a function that reads them in a thread. Raises MediaRefused."""
         async with self._admitted(ref, max_nbytes, client) as source:
             yield (
                 source
@@ -48,7 +48,7 @@ class MediaSource:
 
     @contextlib.asynccontextmanager
     async def video(self, ref: MediaRef, max_nbytes: int, client: str) -> AsyncIterator[Callable[[], VideoUpload]]:
-        """Yields a function that reads a video in a thread, for a caller that closes it. Raises ImageRefused."""
+        """Yields a function that reads a video in a thread, for a caller that closes it. Raises MediaRefused."""
         async with self._admitted(ref, max_nbytes, client) as source:
             yield functools.partial(self._upload, ref, source)
 

@@ -14,9 +14,7 @@ from typing import BinaryIO
 from urllib.parse import unquote_to_bytes, urlsplit
 
 from penstock.engine.media.base64_text import base64_chunks, decode_base64, decoded_nbytes
-from penstock.engine.media.image_processor import ImageRefused
-from penstock.engine.media.media_kind import IMAGE, MediaKind
-from penstock.engine.media.video_file import HEAD
+from penstock.engine.media.media_kind import HEAD, IMAGE, MediaKind, MediaRefused
 
 LONGEST_HEAD = 256  # characters, before the comma of a data URL
 CHUNK = 1 << 20  # bytes of a file that are copied at a time
@@ -25,7 +23,7 @@ BAD_BASE64 = "the data of the URL is not base64"
 
 def read(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
     """Reads an image in this thread. `folders`: allowed directories, without symbolic links in their own paths.
-    Raises ImageRefused."""
+    Raises MediaRefused."""
     if _is_file(url, IMAGE):
         with _open_file(url, max_nbytes, folders, IMAGE) as file:
             return file.read(max_nbytes)
@@ -53,7 +51,7 @@ def copy(url: str, max_nbytes: int, folders: Sequence[Path], kind: MediaKind, wr
 
 
 def file_nbytes(url: str, max_nbytes: int, folders: Sequence[Path], kind: MediaKind) -> int:
-    """Returns the size of the file that a URL names; 0 for a data URL. Raises ImageRefused."""
+    """Returns the size of the file that a URL names; 0 for a data URL. Raises MediaRefused."""
     if not _is_file(url, kind):
         return 0
     with _open_file(url, max_nbytes, folders, kind) as file:
@@ -68,9 +66,9 @@ def _is_file(url: str, kind: MediaKind) -> bool:
     scheme = url.partition(":")[0].lower() if ":" in url[:16] else ""
     if scheme in ("http", "https"):
         way_out = f"send this one as data:{kind.example};base64,…"
-        raise ImageRefused(400, f"{kind.noun}s are not fetched from other hosts: {way_out}")
+        raise MediaRefused(400, f"{kind.noun}s are not fetched from other hosts: {way_out}")
     if scheme not in ("data", "file"):
-        raise ImageRefused(400, f"expected a URL that begins with data:, got {url[:40]!r}")
+        raise MediaRefused(400, f"expected a URL that begins with data:, got {url[:40]!r}")
     return scheme == "file"
 
 
@@ -80,24 +78,24 @@ def _data_begin(url: str, max_nbytes: int, kind: MediaKind) -> int:
     comma = url.find(",", 0, LONGEST_HEAD)
     media_type, *parameters = url[len("data:") : max(comma, 0)].lower().split(";")
     if comma < 0 or parameters[-1:] != ["base64"]:
-        raise ImageRefused(400, f"expected data:{kind.example};base64,…, got {url[:40]!r}")
+        raise MediaRefused(400, f"expected data:{kind.example};base64,…, got {url[:40]!r}")
     if media_type not in kind.types:
-        raise ImageRefused(400, f"expected {kind.described} of type {', '.join(kind.types)}, got {media_type!r}")
+        raise MediaRefused(400, f"expected {kind.described} of type {', '.join(kind.types)}, got {media_type!r}")
     if decoded_nbytes(url, comma + 1) > max_nbytes:
         raise too_long(kind, max_nbytes)
     return comma + 1
 
 
 def _require_format(url: str, head: bytes, kind: MediaKind) -> None:
-    """Raises ImageRefused if the first bytes are of another format than the data URL says."""
+    """Raises MediaRefused if the first bytes are of another format than the data URL says."""
     said, got = kind.types[url[len("data:") :].partition(";")[0].lower()], kind.format_of(head)
     if said != got:
         article = "an" if said.startswith("MP") else "a"
-        raise ImageRefused(400, f"expected {article} {said} {kind.noun}, as its URL says, got {got}")
+        raise MediaRefused(400, f"expected {article} {said} {kind.noun}, as its URL says, got {got}")
 
 
-def too_long(kind: MediaKind, max_nbytes: int, actual: object = "more") -> ImageRefused:
-    return ImageRefused(413, f"{kind.described} has at most {max_nbytes} bytes, this one has {actual}")
+def too_long(kind: MediaKind, max_nbytes: int, actual: object = "more") -> MediaRefused:
+    return MediaRefused(413, f"{kind.described} has at most {max_nbytes} bytes, this one has {actual}")
 
 
 @contextlib.contextmanager
@@ -105,7 +103,7 @@ def _base64_errors() -> Iterator[None]:
     try:
         yield
     except ValueError as error:
-        raise ImageRefused(400, f"{BAD_BASE64}: {error}") from None
+        raise MediaRefused(400, f"{BAD_BASE64}: {error}") from None
 
 
 # ── files ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -113,7 +111,7 @@ def _base64_errors() -> Iterator[None]:
 def _open_file(url: str, max_nbytes: int, folders: Sequence[Path], kind: MediaKind) -> Iterator[BinaryIO]:
     """Opens a file of at most `max_nbytes`, of which no more are to be read: it may grow."""
     if not folders:
-        raise ImageRefused(400, "files are not open to clients here: see --allowed-local-media-path")
+        raise MediaRefused(400, "files are not open to clients here: see --allowed-local-media-path")
     path = _path_of(url)
     _require_beneath(os.path.realpath(path), folders)  # before opening, as opening a device may have effects
     try:
@@ -122,12 +120,12 @@ def _open_file(url: str, max_nbytes: int, folders: Sequence[Path], kind: MediaKi
             _require_beneath(os.readlink(f"/proc/self/fd/{file.fileno()}"), folders)
             status = os.fstat(file.fileno())
             if not stat.S_ISREG(status.st_mode):
-                raise ImageRefused(400, "the file cannot be read: it is no regular file")
+                raise MediaRefused(400, "the file cannot be read: it is no regular file")
             if status.st_size > max_nbytes:
                 raise too_long(kind, max_nbytes, status.st_size)
             yield file
     except OSError as error:
-        raise ImageRefused(400, f"the file cannot be read: {error.strerror}") from None
+        raise MediaRefused(400, f"the file cannot be read: {error.strerror}") from None
 
 
 def _open(path: str, flags: int) -> int:
@@ -143,10 +141,10 @@ def _path_of(url: str) -> str:
             return path
     except ValueError:
         pass
-    raise ImageRefused(400, f"expected file:///and an absolute path, got {url[:80]!r}")
+    raise MediaRefused(400, f"expected file:///and an absolute path, got {url[:80]!r}")
 
 
 def _require_beneath(path: str, folders: Sequence[Path]) -> None:
-    """Raises ImageRefused if the path is in no allowed directory, whether or not the file exists."""
+    """Raises MediaRefused if the path is in no allowed directory, whether or not the file exists."""
     if not any(Path(path).is_relative_to(folder) for folder in folders):
-        raise ImageRefused(400, "the file is not beneath a folder that is open to clients")
+        raise MediaRefused(400, "the file is not beneath a folder that is open to clients")

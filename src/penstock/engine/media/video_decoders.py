@@ -27,8 +27,9 @@ import msgspec
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.media import video_messages
-from penstock.engine.media.byte_semaphore import ByteLease, ByteSemaphore
-from penstock.engine.media.video_file import VideoLimits, VideoRejected
+from penstock.engine.media.media_budget import ByteLease, ByteSemaphore
+from penstock.engine.media.media_kind import MediaRefused
+from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.media.video_messages import (
     TO_SERVER,
     Decode,
@@ -88,13 +89,13 @@ class VideoDecoder:
         self._leases.append(lease)
 
     async def open(self, upload: VideoUpload, key: bytes) -> Opened:
-        """Returns what the container says. Raises VideoRejected."""
+        """Returns what the container says. Raises MediaRefused."""
         reply, _ = await self._ask(Open(key), upload.fd)
         assert isinstance(reply, Opened), "what a decoder answers first"
         return reply
 
     async def decode(self) -> tuple[Stored | Inline, int | None]:
-        """Returns where the tensors are; of Inline the file, too, which the caller closes. Raises VideoRejected."""
+        """Returns where the tensors are; of Inline the file, too, which the caller closes. Raises MediaRefused."""
         reply, fds = await self._ask(Decode())
         assert isinstance(reply, Stored | Inline), "what a decoder answers last"
         return reply, fds[0] if fds else None
@@ -108,17 +109,17 @@ class VideoDecoder:
             self.end = "timeout"
             event("video decoder killed", logging.WARNING, seconds=self._limit)
             reason = f"decoding a video takes at most {self._limit:g} s of a decoder, this one takes longer"
-            raise VideoRejected(400, reason) from None
+            raise MediaRefused(400, reason) from None
         except ConnectionError:
             packet, received = b"", []
         self._left -= time.monotonic() - began
         if not packet:
             self.end = "died"
             event("video decoder died", logging.WARNING)
-            raise VideoRejected(400, "the decoder of this video has crashed: the file may be damaged")
+            raise MediaRefused(400, "the decoder of this video has crashed: the file may be damaged")
         reply = TO_SERVER.decode(packet)
         if isinstance(reply, Rejected):
-            raise VideoRejected(reply.status, reply.reason)
+            raise MediaRefused(reply.status, reply.reason)
         return reply, received
 
     def close(self, *, is_taken: bool) -> None:
@@ -176,7 +177,7 @@ class VideoDecoders:
 
     @contextlib.asynccontextmanager
     async def decoder(self, client: str) -> AsyncIterator[VideoDecoder]:
-        """Waits for a place, and yields a decoder. Raises VideoRejected if none can be started."""
+        """Waits for a place, and yields a decoder. Raises MediaRefused if none can be started."""
         place = await self._places.acquire(client, 1)
         try:
             async with self._lock:
@@ -212,7 +213,7 @@ class VideoDecoders:
                 self._drop_host()
                 raise
         event("video decoders do not start", logging.ERROR)
-        raise VideoRejected(500, "no video decoder can be started: the server's log says why")
+        raise MediaRefused(500, "no video decoder can be started: the server's log says why")
 
     async def _fork_from(self, host: socket.socket) -> tuple[socket.socket, int | None]:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)

@@ -13,7 +13,6 @@ runs in a process of its own: `decoder_process`.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, BinaryIO, NamedTuple, TypeAlias
 
@@ -21,10 +20,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.media.media_kind import HEAD, MediaRefused, container_of
 from penstock.engine.protocol.option import MAX_SECONDS, MEGAPIXELS, MIB, Option, check_options
 
-MP4, MATROSKA = "mov,mp4,m4a,3gp,3g2,mj2", "matroska,webm"  # as FFmpeg names their readers
-HEAD = 16  # bytes of a file that show its format
 CODECS = ("h264", "hevc", "vp8", "vp9", "av1", "mpeg4")
 DECODERS = (*CODECS, "libdav1d")
 NAMES = "H.264, HEVC, VP8, VP9, AV1, MPEG-4"
@@ -59,27 +57,11 @@ class VideoLimits(msgspec.Struct, frozen=True, kw_only=True):
         check_options(self)
 
 
-class VideoRejected(Exception):
-    """A video that is not decoded. `status` is the HTTP status of the answer."""
-
-    def __init__(self, status: int, reason: str) -> None:
-        super().__init__(reason)
-        self.status = status
-        self.reason = reason
-
-
 class ContainerInfo(NamedTuple):
     frames: int
     fps: float
     width: int  # as displayed: a quarter turn has been applied
     height: int
-
-
-def container_of(head: bytes) -> str | None:
-    """Returns the container's format by the first bytes of a file; None: it is none that is read."""
-    if re.match(rb"....ftyp", head, re.DOTALL) or re.match(rb"....(?:moov|mdat|wide|free|skip)", head, re.DOTALL):
-        return MP4
-    return MATROSKA if head.startswith(b"\x1a\x45\xdf\xa3") else None
 
 
 class VideoFrames:
@@ -100,7 +82,7 @@ class VideoFrames:
         return self.shape[0]
 
     def __getitem__(self, part: slice) -> Picture:
-        """Decodes frames. Raises VideoRejected, MemoryError, and IndexError for frames that have been read."""
+        """Decodes frames. Raises MediaRefused, MemoryError, and IndexError for frames that have been read."""
         begin, end, step = part.indices(len(self))
         if begin != self._next or step != 1:
             raise IndexError(f"expected frames from {self._next} on, got {part}")
@@ -115,7 +97,7 @@ class VideoFile:
     """One video file, in the process that decodes it."""
 
     def __init__(self, file: BinaryIO, limits: VideoLimits) -> None:
-        """Reads the container, and the first frame. Raises VideoRejected, and MemoryError."""
+        """Reads the container, and the first frame. Raises MediaRefused, and MemoryError."""
         self._file = file
         self._limits = limits
         file.seek(0)
@@ -197,19 +179,19 @@ class VideoFile:
                 continue
             frames += not packet.is_discard
             if frames > most:
-                raise VideoRejected(413, f"a video has at most {most} frames, this one has more")
+                raise MediaRefused(413, f"a video has at most {most} frames, this one has more")
             if packet.pts is not None:
                 end = packet.pts + (packet.duration or 0)
                 first, last = min(first or packet.pts, packet.pts), max(last or end, end)
         if not frames:
-            raise VideoRejected(400, "expected a video: its stream has no packets")
+            raise MediaRefused(400, "expected a video: its stream has no packets")
         seconds = 0.0 if first is None or last is None else float((last - first) * stream.time_base)
         self._require_duration(seconds)
         return frames, seconds
 
     def _require_duration(self, seconds: float) -> None:
         if not seconds <= self._limits.seconds:
-            raise VideoRejected(413, f"a video has at most {self._limits.seconds:g} s, this one has {seconds:.6g}")
+            raise MediaRefused(413, f"a video has at most {self._limits.seconds:g} s, this one has {seconds:.6g}")
 
     def _require_size(self, width: int, height: int) -> None:
         if width < 1 or height < 1:
@@ -217,11 +199,11 @@ class VideoFile:
         limit = self._limits.pixels
         if width * height > limit:
             actual = f"this one has {width} x {height} = {width * height}"
-            raise VideoRejected(413, f"a frame of a video has at most {limit} pixels, {actual}")
+            raise MediaRefused(413, f"a frame of a video has at most {limit} pixels, {actual}")
 
     # ── frames ──
     def _decode(self) -> Iterator[Any]:
-        """Yields the frames in the order of display. Raises VideoRejected."""
+        """Yields the frames in the order of display. Raises MediaRefused."""
         import av
 
         try:
@@ -234,13 +216,13 @@ class VideoFile:
 
 
 def _video_stream(container: Any) -> Any:
-    """Returns the first stream of moving pictures. Raises VideoRejected."""
+    """Returns the first stream of moving pictures. Raises MediaRefused."""
     if not container.streams.video:
-        raise VideoRejected(400, "expected a video: the file has no stream of pictures")
+        raise MediaRefused(400, "expected a video: the file has no stream of pictures")
     stream = container.streams.video[0]
     name = None if stream.codec_context is None else stream.codec_context.name
     if name not in DECODERS:
-        raise VideoRejected(400, f"expected a video of {NAMES}, got {name or 'a codec that is not known'}")
+        raise MediaRefused(400, f"expected a video of {NAMES}, got {name or 'a codec that is not known'}")
     return stream
 
 
@@ -254,6 +236,6 @@ def _rate(stream: Any, frames: int, seconds: float) -> float:
     return fps
 
 
-def _unreadable(why: object) -> VideoRejected:
+def _unreadable(why: object) -> MediaRefused:
     reason = getattr(why, "strerror", None) or why
-    return VideoRejected(400, f"expected a video as MP4, MOV, WebM or Matroska: {reason}")
+    return MediaRefused(400, f"expected a video as MP4, MOV, WebM or Matroska: {reason}")

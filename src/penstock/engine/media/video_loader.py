@@ -10,10 +10,10 @@ from collections.abc import Callable
 
 from penstock import Missing
 from penstock.engine.media.fair_thread_pool import FairThreadPool
-from penstock.engine.media.image_processor import ImageRefused
 from penstock.engine.media.media_budget import MediaBudget, admit
+from penstock.engine.media.media_kind import MediaRefused
 from penstock.engine.media.video_decoders import DecoderSettings, VideoDecoder, VideoDecoders
-from penstock.engine.media.video_file import VideoLimits, VideoRejected
+from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.media.video_messages import Inline
 from penstock.engine.media.video_processor import ProcessedVideo
 from penstock.engine.media.video_settings import VideoSettings
@@ -75,7 +75,7 @@ class VideoLoader:
     ) -> tuple[ProcessedVideo, bool]:
         """Returns a video that the request's scope holds, and whether a decoder has put it into the store for it.
 
-        `read_file` runs in a thread. If cancelled, the decoder is killed. Raises ImageRefused, the errors of
+        `read_file` runs in a thread. If cancelled, the decoder is killed. Raises MediaRefused, the errors of
         `read_file`, and ClosedError if the scope was released meanwhile.
         """
         upload, key = await self._threads.run(scope, functools.partial(self._read, read_file))
@@ -88,11 +88,8 @@ class VideoLoader:
                 video = self._find(key, scope)
                 if video is not None:
                     return video, False
-                try:
-                    async with self._decoders.decoder(client) as decoder:
-                        return await self._decode(decoder, upload, key, scope, client)
-                except VideoRejected as rejected:
-                    raise ImageRefused(rejected.status, rejected.reason) from None
+                async with self._decoders.decoder(client) as decoder:
+                    return await self._decode(decoder, upload, key, scope, client)
 
     def _read(self, read_file: Callable[[], VideoUpload]) -> tuple[VideoUpload, bytes]:
         upload = read_file()
@@ -118,7 +115,7 @@ class VideoLoader:
         opened = await decoder.open(upload, key)
         if opened.tokens > self._max_tokens:
             reason = f"this model has at most {self._max_tokens} tokens, and the video takes {opened.tokens}"
-            raise ImageRefused(400, reason)
+            raise MediaRefused(400, reason)
         decoder.hold(await admit(self._budget.decoded, client, opened.nbytes, "decoding the video"))
         stored, fd = await decoder.decode()
         if isinstance(stored, Inline):
@@ -129,7 +126,7 @@ class VideoLoader:
             return await self._threads.run(scope, take), False
         found = self._find(key, scope, is_decoded=True)  # the decoder holds it meanwhile
         if found is None:
-            raise ImageRefused(503, "the video was removed from the store before its request had it: send it again")
+            raise MediaRefused(503, "the video was removed from the store before its request had it: send it again")
         return found, stored.is_new
 
     def _take_inline(self, stored: Inline, room: mmap.mmap, key: bytes, scope: Scope) -> ProcessedVideo:
@@ -139,8 +136,8 @@ class VideoLoader:
             raise self._no_room(item)
         return ProcessedVideo.of(item, tree)
 
-    def _no_room(self, item: Handle) -> ImageRefused:
+    def _no_room(self, item: Handle) -> MediaRefused:
         room = 0 if self._store is None else self._store.nbytes
         if item.nbytes > room:
-            return ImageRefused(413, f"the store has {room} bytes, the tensors of this video have {item.nbytes}")
-        return ImageRefused(503, f"the store has no room for {item.nbytes} bytes now: open requests fill it")
+            return MediaRefused(413, f"the store has {room} bytes, the tensors of this video have {item.nbytes}")
+        return MediaRefused(503, f"the store has no room for {item.nbytes} bytes now: open requests fill it")

@@ -18,7 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import Empty
-from penstock.engine.media.image_processor import ImageRefused
+from penstock.engine.media.media_kind import MediaRefused
 from penstock.engine.media.video_settings import SMOLVLM, VideoInfo, VideoPlan, VideoSettings
 from penstock.tensor import Handle
 
@@ -48,7 +48,7 @@ class VideoProcessor:
         self.settings = settings
 
     def plan(self, info: VideoInfo) -> VideoPlan:
-        """Returns which frames of a video are wanted, and what they will be. Raises ImageRefused."""
+        """Returns which frames of a video are wanted, and what they will be. Raises MediaRefused."""
         return self.settings.plan(info)
 
     def layout(self, plan: VideoPlan) -> dict[str, Any]:
@@ -77,13 +77,13 @@ class VideoProcessor:
         from the first frame to the last, each once, so it may be an object that decodes them then. `out`: a value of
         this layout, with arrays of NumPy: it is filled, and returned.
 
-        Raises ImageRefused if there are fewer frames, or more, than were planned.
+        Raises MediaRefused if there are fewer frames, or more, than were planned.
         """
         if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
             raise ValueError(f"expected uint8 [frames, height, width, 3], got {frames.dtype} {frames.shape}")
         if len(frames) != len(plan.indices):
             reason = f"{len(plan.indices)} frames of the video were wanted, and {len(frames)} could be decoded"
-            raise ImageRefused(400, reason)
+            raise MediaRefused(400, reason)
         value = _empty(self.layout(plan)) if out is None else out
         group = self.settings.temporal_patch_size
         step = self.frames_at_once(plan, *frames.shape[1:3]) // group

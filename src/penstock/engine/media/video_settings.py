@@ -19,7 +19,7 @@ from typing import Annotated, Any, NamedTuple
 import msgspec
 import numpy as np
 
-from penstock.engine.media.image_processor import ImageRefused
+from penstock.engine.media.media_kind import MediaRefused
 from penstock.engine.model_dir import VIDEO, expected, read_config
 
 MODES = {1: "lanczos", 2: "bilinear", 3: "bicubic"}  # of resizing, by Pillow's number in `resample`
@@ -222,13 +222,13 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     # ── planning ──
     def plan(self, info: VideoInfo) -> VideoPlan:
-        """Returns which frames of a video the model's processor wants, and what they will be. Raises ImageRefused."""
+        """Returns which frames of a video the model's processor wants, and what they will be. Raises MediaRefused."""
         least = self.temporal_patch_size
         if info.frames < least or not (info.fps > 0 and math.isfinite(info.fps) and math.isfinite(info.duration)):
             actual = f"this one has {info.frames}, at {info.fps} a second"
-            raise ImageRefused(400, f"a video has at least {least} frames for this model, {actual}")
+            raise MediaRefused(400, f"a video has at least {least} frames for this model, {actual}")
         if min(info.width, info.height) < 1:
-            raise ImageRefused(400, f"the frames of the video are {info.width} x {info.height}")
+            raise MediaRefused(400, f"the frames of the video are {info.width} x {info.height}")
         indices = self._sample(info)
         height, width = self._resized(len(indices), info.height, info.width)
         groups = -(-len(indices) // self.temporal_patch_size)
@@ -269,7 +269,7 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
             frames = min(max(info.frames / info.fps * self.fps, self.min_frames), most, info.frames)
             count = math.floor(frames / group) * group
         if not 0 < count <= info.frames:
-            raise ImageRefused(400, f"the model samples {count} frames, the video has {info.frames}")
+            raise MediaRefused(400, f"the model samples {count} frames, the video has {info.frames}")
         # In numbers of 32 bits, as transformers does: the last one may be rounded up to the end.
         indices = torch.arange(0, info.frames, info.frames / count).int()
         return [index for index in indices.tolist() if index < info.frames]
@@ -298,7 +298,7 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
         factor = self.patch_size * self.merge_size
         if not self.mode:
             if height % factor or width % factor:
-                raise ImageRefused(400, f"the sides of a frame are multiples of {factor}, here {width} x {height}")
+                raise MediaRefused(400, f"the sides of a frame are multiples of {factor}, here {width} x {height}")
             return height, width
         if self.family == QWEN3:
             return self._resized_qwen3(frames, height, width)
@@ -340,10 +340,10 @@ def fit_pixels(
 ) -> tuple[int, int]:
     """Returns the sides of a frame as multiples of `factor`, with `least` to `most` pixels in all frames together.
 
-    `rounded`: the frames, as they are counted where the sides need no change. Raises ImageRefused for a long frame.
+    `rounded`: the frames, as they are counted where the sides need no change. Raises MediaRefused for a long frame.
     """
     if max(height, width) > MAX_RATIO * min(height, width):
-        raise ImageRefused(400, f"a frame is at most {MAX_RATIO} times as long as it is wide, here {width} x {height}")
+        raise MediaRefused(400, f"a frame is at most {MAX_RATIO} times as long as it is wide, here {width} x {height}")
     sides = round(height / factor) * factor, round(width / factor) * factor
     pixels = rounded * sides[0] * sides[1]
     if pixels > most:

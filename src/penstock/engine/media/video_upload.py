@@ -7,7 +7,7 @@ import mmap
 import os
 from typing import TYPE_CHECKING
 
-from penstock.engine.media.video_file import HEAD, container_of
+from penstock.engine.media.media_kind import HEAD, container_of
 from penstock.tensor import content_key
 
 if TYPE_CHECKING:

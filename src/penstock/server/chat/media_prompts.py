@@ -17,12 +17,10 @@ from contextlib import AbstractContextManager
 from typing import Any, NamedTuple
 
 from penstock.engine.cluster.logs import event, tensor_event
-from penstock.engine.media.image_processor import ImageProcessor, ImageRefused, ProcessedImage
-from penstock.engine.media.media_budget import MediaBudget, admit
-from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaKind
+from penstock.engine.media.image_processor import ImageProcessor, ProcessedImage
+from penstock.engine.media.media_budget import MediaBudget, MediaScope, admit
+from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaKind, MediaRef, MediaRefused
 from penstock.engine.media.media_placeholders import MediaPlaceholders
-from penstock.engine.media.media_ref import MediaRef
-from penstock.engine.media.media_scope import MediaScope
 from penstock.engine.media.media_source import MediaSource
 from penstock.engine.media.video_loader import VideoLoader
 from penstock.engine.media.video_processor import ProcessedVideo
@@ -195,7 +193,7 @@ class MediaPrompts:
             if is_new:
                 decoded.append(video)
             return video
-        except ImageRefused as refused:
+        except MediaRefused as refused:
             raise ApiError(refused.status, f"{refused.reason} at $.{ref.where}", param=ref.where) from None
 
     async def _load_image(self, ref: MediaRef, scope: Scope, client: str) -> ProcessedImage:

@@ -14,8 +14,7 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 import msgspec
 import msgspec.inspect
 
-from penstock.engine.media.media_kind import IMAGE, VIDEO
-from penstock.engine.media.media_ref import MediaRef
+from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaRef
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size

@@ -25,8 +25,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.logs import event
-from penstock.engine.media.byte_semaphore import ByteLease
-from penstock.engine.media.media_budget import BODY_COPIES, MediaBudget
+from penstock.engine.media.media_budget import BODY_COPIES, ByteLease, MediaBudget
 from penstock.server.chat import request_schema
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.request_fields import HEADER as IGNORED_FIELDS

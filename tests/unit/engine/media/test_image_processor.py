@@ -18,7 +18,7 @@ pillow = pytest.importorskip("PIL.Image", reason="needs Pillow: pip install 'pen
 from penstock import ClosedError, Store  # noqa: E402
 from penstock.engine.media import image_processor  # noqa: E402
 from penstock.engine.media.encoded_image import EncodedImage  # noqa: E402
-from penstock.engine.media.image_processor import ImageLimits, ImageProcessor, ImageRefused  # noqa: E402
+from penstock.engine.media.image_processor import ImageLimits, ImageProcessor, MediaRefused  # noqa: E402
 from penstock.tensor import Scope  # noqa: E402
 from tests.support.models import VISION, stock_of  # noqa: E402
 from tests.unit.engine.media.test_encoded_image import scans_of_nothing  # noqa: E402
@@ -138,7 +138,7 @@ def test_an_image_that_is_too_much_or_none_is_refused(
 ) -> None:
     limits = ImageLimits(nbytes=10_000, pixels=2000)
     with ImageProcessor(model_in(tmp_path), None, limits=limits, threads=1) as loader, Scope() as scope:
-        with pytest.raises(ImageRefused, match=reason) as caught:
+        with pytest.raises(MediaRefused, match=reason) as caught:
             load(loader, scope, *raws)
         assert caught.value.status == status
         assert load(loader, scope, picture())[0].tokens == 4
@@ -147,7 +147,7 @@ def test_an_image_that_is_too_much_or_none_is_refused(
 def test_what_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_processor, "MAX_RATIO", 1000)
     with ImageProcessor(model_in(tmp_path, "qwen2_vl"), None, threads=1) as loader, Scope() as scope:
-        with pytest.raises(ImageRefused, match="takes no image of 1000 x 2: absolute aspect ratio"):
+        with pytest.raises(MediaRefused, match="takes no image of 1000 x 2: absolute aspect ratio"):
             load(loader, scope, picture(1000, 2))
 
 
@@ -155,7 +155,7 @@ def test_what_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pyte
 def test_thin_image_is_refused_before_its_short_side_is_enlarged(name: str, tmp_path: Path) -> None:
     with ImageProcessor(model_in(tmp_path, name), None, threads=1) as loader, Scope() as scope:
         for width, height in ((20_000, 2), (2, 20_000)):
-            with pytest.raises(ImageRefused, match=f"at most 100 times as long .* this one is {width} x {height}"):
+            with pytest.raises(MediaRefused, match=f"at most 100 times as long .* this one is {width} x {height}"):
                 load(loader, scope, picture(width, height))
         assert load(loader, scope, picture(200, 2))
 
@@ -166,7 +166,7 @@ def test_a_jpeg_of_many_scans_is_refused_before_it_is_decoded(tmp_path: Path, mo
         assert load(loader, scope, scans_of_nothing(32, side=200))
         monkeypatch.setattr(image_processor, "_decoded", None)
         expected = "at most 1280000 pixels, this one of 200 x 200 has 33 scans, which are 1320000"
-        with pytest.raises(ImageRefused, match=expected) as caught:
+        with pytest.raises(MediaRefused, match=expected) as caught:
             load(loader, scope, scans_of_nothing(33, side=200))
         assert caught.value.status == 400
 
@@ -222,7 +222,7 @@ def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> N
     limits = ImageLimits(pixels=10_000)
     with ImageProcessor(tmp_path, None, threads=1, limits=limits) as loader, Scope() as scope:
         loader._is_squared = True  # CLIP's processor, which is saved here, knows no squares
-        with pytest.raises(ImageRefused, match="at most 10000 pixels, this one has 200 x 200 = 40000"):
+        with pytest.raises(MediaRefused, match="at most 10000 pixels, this one has 200 x 200 = 40000"):
             load(loader, scope, picture(200, 10))
 
 
@@ -232,7 +232,7 @@ def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path
             ImageProcessor(model_in(tmp_path), store, threads=1, max_tokens=3) as loader,
             Scope(store) as scope,
         ):
-            with pytest.raises(ImageRefused, match="at most 3 tokens, and the image takes 4"):
+            with pytest.raises(MediaRefused, match="at most 3 tokens, and the image takes 4"):
                 load(loader, scope, picture())
         assert store.stats().puts == 0
 
@@ -244,7 +244,7 @@ def test_image_without_room_is_refused_when_it_must_lie_in_the_store(tmp_path: P
             assert not item.is_inline
         store.clear()
         with Scope(store, inline_nbytes=0, timeout=0.0) as scope, store.put(bytes(store.nbytes - item.nbytes)):
-            with pytest.raises(ImageRefused, match=r"no room for \d+ bytes now") as full:
+            with pytest.raises(MediaRefused, match=r"no room for \d+ bytes now") as full:
                 load(loader, scope, picture())
     processor_in(tmp_path, "llava", size={"height": 64, "width": 64}, crop_size={"height": 64, "width": 64})
     with (
@@ -252,7 +252,7 @@ def test_image_without_room_is_refused_when_it_must_lie_in_the_store(tmp_path: P
         ImageProcessor(tmp_path, small, threads=1, must_store=True) as loader,
         Scope(small, inline_nbytes=0) as scope,
         pytest.warns(RuntimeWarning, match="does not fit"),
-        pytest.raises(ImageRefused, match="images has 4096 bytes, the tensors of this one have") as large,
+        pytest.raises(MediaRefused, match="images has 4096 bytes, the tensors of this one have") as large,
     ):
         load(loader, scope, picture())
     assert (full.value.status, large.value.status) == (503, 413)
@@ -301,7 +301,7 @@ def test_an_image_is_turned_upright_as_its_exif_says(orientation: int, tmp_path:
 
 def test_an_image_whose_decoder_contradicts_its_headers_is_refused() -> None:
     encoded = EncodedImage.parse(picture(50, 30))
-    with pytest.raises(ImageRefused, match="expected an image as PNG") as caught:
+    with pytest.raises(MediaRefused, match="expected an image as PNG") as caught:
         image_processor._decoded(encoded._replace(width=49))
     assert caught.value.status == 400
 
@@ -309,6 +309,6 @@ def test_an_image_whose_decoder_contradicts_its_headers_is_refused() -> None:
 def test_an_image_that_pillow_takes_for_a_bomb_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     encoded = EncodedImage.parse(picture(50, 30))
     monkeypatch.setattr(pillow, "MAX_IMAGE_PIXELS", 100)
-    with pytest.raises(ImageRefused, match="Pillow refuses to decode so many pixels") as caught:
+    with pytest.raises(MediaRefused, match="Pillow refuses to decode so many pixels") as caught:
         image_processor._decoded(encoded)
     assert caught.value.status == 413

@@ -16,9 +16,8 @@ import pytest
 pytest.importorskip("starlette")
 
 from penstock.engine.media import media_fetcher
-from penstock.engine.media.image_processor import ImageRefused
 from penstock.engine.media.media_fetcher import AT_ONCE, AllowedHost, MediaFetcher, Target, is_public, is_remote
-from penstock.engine.media.media_kind import IMAGE
+from penstock.engine.media.media_kind import IMAGE, MediaRefused
 from penstock.server.options import ServerOptions
 from tests.conftest import eventually
 
@@ -131,8 +130,8 @@ def fetched(url: str, hosts: tuple[str, ...], most: int = MOST, **options: Any) 
 FAILED = f"the image {media_fetcher.FAILED}"
 
 
-def refusal(url: str, hosts: tuple[str, ...], **options: Any) -> ImageRefused:
-    with pytest.raises(ImageRefused) as caught:
+def refusal(url: str, hosts: tuple[str, ...], **options: Any) -> MediaRefused:
+    with pytest.raises(MediaRefused) as caught:
         fetched(url, hosts, **options)
     assert len(caught.value.reason) < 200, "it says again what was sent"
     return caught.value

@@ -7,12 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from penstock.engine.media.image_processor import ImageRefused
 from penstock.engine.media.media_budget import MediaBudget
-from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaKind
-from penstock.engine.media.media_ref import MediaRef
+from penstock.engine.media.media_kind import IMAGE, MATROSKA, MP4, VIDEO, MediaKind, MediaRef, MediaRefused
 from penstock.engine.media.media_source import MediaSource
-from penstock.engine.media.video_file import MATROSKA, MP4
 from tests.unit.engine.media.test_media_fetcher import Elsewhere, whole
 from tests.unit.engine.media.test_media_urls import PNG, data_url
 
@@ -76,7 +73,7 @@ def test_a_video_in_a_data_url_is_uploaded_as_it_is(raw: bytes, media_type: str,
 def test_a_video_that_is_refused_says_why(url: str, status: int, reason: str) -> None:
     async def work() -> None:
         async with source() as (media, _):
-            with pytest.raises(ImageRefused, match=reason) as caught:
+            with pytest.raises(MediaRefused, match=reason) as caught:
                 async with media.video(ref(url), 10_000, "a") as read:
                     await asyncio.to_thread(read)
             assert caught.value.status == status
@@ -105,7 +102,7 @@ def test_a_file_is_read_when_its_bytes_are_granted(tmp_path: Path) -> None:
             assert await task == len(MOVIE)
             async with media.image(ref(f"file://{tmp_path}/a.png", IMAGE), 10_000, "a") as raw:
                 assert budget.files.held == len(PNG) and callable(raw) and raw() == PNG
-            with pytest.raises(ImageRefused, match=f"a video has at most 100 bytes, this one has {len(MOVIE)}"):
+            with pytest.raises(MediaRefused, match=f"a video has at most 100 bytes, this one has {len(MOVIE)}"):
                 async with media.video(ref(f"file://{tmp_path}/a.mp4"), 100, "a"):
                     pass
 
@@ -138,10 +135,10 @@ def test_what_a_host_sends_must_be_a_video() -> None:
 
         async def work() -> None:
             async with source(host=there) as (media, _):
-                with pytest.raises(ImageRefused, match=r"expected a video of type video/mp4, .* from its host"):
+                with pytest.raises(MediaRefused, match=r"expected a video of type video/mp4, .* from its host"):
                     async with media.video(ref(f"http://{there}/a.mp4"), 50_000, "a"):
                         pass
-                with pytest.raises(ImageRefused, match="videos are not fetched from this host"):
+                with pytest.raises(MediaRefused, match="videos are not fetched from this host"):
                     async with media.video(ref("http://127.0.0.1:1/a.mp4"), 50_000, "a"):
                         pass
 

@@ -8,8 +8,7 @@ import pytest
 
 from penstock.engine.media import base64_text, media_urls
 from penstock.engine.media.base64_text import CHUNK
-from penstock.engine.media.image_processor import ImageRefused
-from penstock.engine.media.media_kind import IMAGE
+from penstock.engine.media.media_kind import IMAGE, MediaRefused
 from penstock.engine.media.media_urls import file_nbytes, read
 
 RAWS = {
@@ -26,8 +25,8 @@ def data_url(raw: bytes, kind: str = "image/png") -> str:
     return f"data:{kind};base64,{base64.b64encode(raw).decode()}"
 
 
-def refusal(url: str, *folders: Path, most: int = MOST) -> ImageRefused:
-    with pytest.raises(ImageRefused) as caught:
+def refusal(url: str, *folders: Path, most: int = MOST) -> MediaRefused:
+    with pytest.raises(MediaRefused) as caught:
         read(url, most, folders)
     assert len(caught.value.reason) < 200, "it says again what was sent"
     return caught.value

@@ -20,8 +20,8 @@ pytest.importorskip("av")
 
 from penstock import Store
 from penstock.engine.media import video_decoders
-from penstock.engine.media.image_processor import ImageRefused
 from penstock.engine.media.media_budget import MediaBudget
+from penstock.engine.media.media_kind import MediaRefused
 from penstock.engine.media.video_file import VideoFile, VideoLimits
 from penstock.engine.media.video_loader import VideoLoader
 from penstock.engine.media.video_processor import VideoProcessor
@@ -182,7 +182,7 @@ async def a_video_that_the_model_has_no_tokens_for_is_refused_before_it_is_decod
     scene: Scene, tmp_path: Path
 ) -> None:
     scene.loader._max_tokens, most = 7, scene.loader._max_tokens
-    with pytest.raises(ImageRefused, match="this model has at most 7 tokens, and the video takes 8") as caught:
+    with pytest.raises(MediaRefused, match="this model has at most 7 tokens, and the video takes 8") as caught:
         await scene.load(video(frames=31))
     scene.loader._max_tokens = most
     assert caught.value.status == 400 and scene.ends == ["refused"]
@@ -195,7 +195,7 @@ async def a_video_above_a_limit_is_refused_in_the_words_of_its_decoder(scene: Sc
         (repeated(40), 413, r"decoding the video takes \d+ bytes, and at most \d+ are held at a time"),
     ):
         held, scene.budget.decoded.nbytes = scene.budget.decoded.nbytes, 1000 if status == 413 else 128 * MIB
-        with pytest.raises(ImageRefused, match=reason) as caught:
+        with pytest.raises(MediaRefused, match=reason) as caught:
             await scene.load(raw)
         scene.budget.decoded.nbytes = held
         assert caught.value.status == status
@@ -219,7 +219,7 @@ async def a_decoder_that_dies_ends_its_own_video_only(scene: Scene, tmp_path: Pa
     await scene.until(lambda: victim not in scene.decoders())
     lease.release()
     results = await asyncio.gather(*videos, return_exceptions=True)
-    refused = [result for result in results if isinstance(result, ImageRefused)]
+    refused = [result for result in results if isinstance(result, MediaRefused)]
     assert len(refused) == 1 and "the decoder of this video has crashed" in refused[0].reason
     assert sum(isinstance(result, dict) for result in results) == 1 and sorted(scene.ends) == ["decoded", "died"]
 
@@ -239,7 +239,7 @@ async def a_decoder_that_takes_too_long_is_killed_and_the_next_video_is_decoded(
         scene.loader._decoders._settings, limits=VideoLimits(decoder_seconds=0.5)
     )
     loading = await scene.stopped(video(frames=13))
-    with pytest.raises(ImageRefused, match=r"at most 0\.5 s of a decoder, this one takes longer") as caught:
+    with pytest.raises(MediaRefused, match=r"at most 0\.5 s of a decoder, this one takes longer") as caught:
         await loading
     assert caught.value.status == 400 and scene.ends == ["timeout"]
     scene.loader._decoders._settings = msgspec.structs.replace(
@@ -305,7 +305,7 @@ def test_tensors_travel_inline_where_the_store_is_too_small(tmp_path: Path) -> N
                 assert store.stats().puts == 0
                 observed.loader._must_store = True
                 with pytest.raises(
-                    ImageRefused, match=r"the store has \d+ bytes, the tensors of this video have"
+                    MediaRefused, match=r"the store has \d+ bytes, the tensors of this video have"
                 ) as no:
                     await observed.load(video())
                 assert no.value.status == 413
@@ -319,7 +319,7 @@ def test_host_that_cannot_start_refuses_videos_and_points_at_the_reason(monkeypa
 
     async def work() -> None:
         async with scene(None) as observed:
-            with pytest.raises(ImageRefused, match="no video decoder can be started: the server's log says why") as no:
+            with pytest.raises(MediaRefused, match="no video decoder can be started: the server's log says why") as no:
                 await observed.load(video())
             assert no.value.status == 500 and observed.budget.decoded.held == 0 and observed.busy == (0, 0)
 

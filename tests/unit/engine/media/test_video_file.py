@@ -10,14 +10,8 @@ import pytest
 
 av = pytest.importorskip("av")
 
-from penstock.engine.media.video_file import (  # noqa: E402
-    MATROSKA,
-    MP4,
-    VideoFile,
-    VideoLimits,
-    VideoRejected,
-    container_of,
-)
+from penstock.engine.media.media_kind import MATROSKA, MP4, MediaRefused, container_of  # noqa: E402
+from penstock.engine.media.video_file import VideoFile, VideoLimits  # noqa: E402
 from tests.support.videos import FORMATS, FPS, brightness, turned, video  # noqa: E402
 from tests.tiers import VIDEO_MUTATIONS  # noqa: E402
 
@@ -29,8 +23,8 @@ def opened(raw: bytes, **limits: Any) -> VideoFile:
     return VideoFile(io.BytesIO(raw), VideoLimits(**limits))
 
 
-def refusal(raw: bytes, **limits: Any) -> VideoRejected:
-    with pytest.raises(VideoRejected) as caught:
+def refusal(raw: bytes, **limits: Any) -> MediaRefused:
+    with pytest.raises(MediaRefused) as caught:
         read = opened(raw, **limits)
         read.frames(range(read.info.frames))[:]
     return caught.value
@@ -123,7 +117,7 @@ def test_a_video_that_ends_early_is_refused_with_the_frame() -> None:
     raw = video(FRAMES, SIZE, "webm", "libvpx")
     read = opened(raw[:-200])
     assert 1 <= read.info.frames < FRAMES
-    with pytest.raises(VideoRejected, match=rf"frame 29 of {read.info.frames} cannot be decoded, as the file ends"):
+    with pytest.raises(MediaRefused, match=rf"frame 29 of {read.info.frames} cannot be decoded, as the file ends"):
         read.frames([0, 29])[:]
 
 
@@ -168,7 +162,7 @@ def test_limits_that_are_none_are_refused_by_name(bad: dict[str, Any]) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3))
 def test_mutations_are_read_or_refused_in_words(number: int, seed: int) -> None:
-    """Each is read to its end within the limits, or is a VideoRejected or MemoryError: never another error, a hang or
+    """Each is read to its end within the limits, or is a MediaRefused or MemoryError: never another error, a hang or
     a crash."""
     container, codec = (("mp4", "libx264"), ("webm", "libvpx"), ("mov", "mpeg4"))[number]
     raw = video(6, (32, 32), container, codec)
@@ -181,7 +175,7 @@ def test_mutations_are_read_or_refused_in_words(number: int, seed: int) -> None:
             frames = file.frames(range(0, file.info.frames, 2))
             assert frames[:].size <= 50_000_000
             read += 1
-        except VideoRejected as error:
+        except MediaRefused as error:
             assert error.status in (400, 413) and error.reason
             refused += 1
         except MemoryError:  # the container asks for too much; its process answers 413

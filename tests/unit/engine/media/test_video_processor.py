@@ -17,7 +17,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'pen
 
 from penstock import Store  # noqa: E402
 from penstock.engine.media import video_processor  # noqa: E402
-from penstock.engine.media.image_processor import ImageRefused  # noqa: E402
+from penstock.engine.media.image_processor import MediaRefused  # noqa: E402
 from penstock.engine.media.video_processor import ProcessedVideo, VideoProcessor  # noqa: E402
 from penstock.engine.media.video_settings import VideoInfo, VideoSettings  # noqa: E402
 from penstock.tensor import Scope  # noqa: E402
@@ -137,7 +137,7 @@ def test_frames_that_were_not_planned_are_refused(tmp_path: Path) -> None:
     case = CASES[0]
     videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
     plan = videos.plan(info_of(case))
-    with pytest.raises(ImageRefused, match="4 frames of the video were wanted, and 3 could be decoded") as refused:
+    with pytest.raises(MediaRefused, match="4 frames of the video were wanted, and 3 could be decoded") as refused:
         videos.process(case.video[:3], plan)
     assert refused.value.status == 400
     with pytest.raises(ValueError, match=r"expected uint8 \[frames, height, width, 3\], got float32 \(4, 48, 64, 3\)"):
@@ -163,7 +163,7 @@ def test_frames_that_were_not_planned_are_refused(tmp_path: Path) -> None:
 )
 def test_a_video_that_no_processor_takes_is_refused(info: VideoInfo, text: str, tmp_path: Path) -> None:
     settings = VideoSettings.from_model(model_in(tmp_path, CASES[0]))
-    with pytest.raises(ImageRefused) as refused:
+    with pytest.raises(MediaRefused) as refused:
         settings.plan(info)
     assert text in refused.value.reason and refused.value.status == 400
 
@@ -178,7 +178,7 @@ def test_a_plan_of_any_video_is_one_that_can_be_processed(tmp_path: Path) -> Non
             width, height = (int(10 ** chance.uniform(0, 4)) for _ in range(2))
             try:
                 plan = settings.plan(VideoInfo(frames, fps, width, height))
-            except ImageRefused:
+            except MediaRefused:
                 assert frames < 2 or max(width, height) > 100 * min(width, height)
                 continue
             assert 0 < len(plan.indices) <= min(frames, 768)
@@ -249,7 +249,7 @@ def test_bytes_are_resized_as_floats_where_torch_has_no_kernel_for_them(monkeypa
 
 def test_a_video_with_fewer_frames_than_the_model_samples_is_refused(tmp_path: Path) -> None:
     settings = VideoSettings.from_model(model_in(tmp_path, CASES[0]))
-    with pytest.raises(ImageRefused, match="the model samples 8 frames, the video has 6"):
+    with pytest.raises(MediaRefused, match="the model samples 8 frames, the video has 6"):
         msgspec.structs.replace(settings, num_frames=8).plan(VideoInfo(6, 1.0, 64, 48))
 
 
@@ -257,5 +257,5 @@ def test_frames_that_are_not_resized_must_have_sides_of_whole_tokens(tmp_path: P
     settings = msgspec.structs.replace(VideoSettings.from_model(model_in(tmp_path, CASES[0])), mode="")
     factor = settings.patch_size * settings.merge_size
     assert settings.plan(VideoInfo(8, 1.0, 3 * factor, 2 * factor)).width == 3 * factor
-    with pytest.raises(ImageRefused, match=f"the sides of a frame are multiples of {factor}"):
+    with pytest.raises(MediaRefused, match=f"the sides of a frame are multiples of {factor}"):
         settings.plan(VideoInfo(8, 1.0, 3 * factor + 1, 2 * factor))

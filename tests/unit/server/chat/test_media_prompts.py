@@ -15,9 +15,7 @@ pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 pytest.importorskip("av")
 
-from penstock.engine.media.byte_semaphore import ByteSemaphore
-from penstock.engine.media.media_budget import MediaBudget
-from penstock.engine.media.media_scope import MediaScope
+from penstock.engine.media.media_budget import ByteSemaphore, MediaBudget, MediaScope
 from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.protocol.config import EngineConfig
 from penstock.server.chat import media_prompts

@@ -6,8 +6,7 @@ from collections.abc import Awaitable, Callable
 
 import pytest
 
-from penstock.engine.media.byte_semaphore import ByteLease, ByteSemaphore
-from penstock.engine.media.media_budget import STAGES, MediaBudget
+from penstock.engine.media.media_budget import STAGES, ByteLease, ByteSemaphore, MediaBudget
 
 
 def run(scene: Callable[[], Awaitable[None]]) -> None:
