@@ -190,15 +190,13 @@ def cycles(graph: dict[str, set[str]]) -> list[list[str]]:
 
 
 def import_graph() -> dict[str, set[str]]:
-    """What each module imports when it is imported: not inside functions, and not under TYPE_CHECKING."""
+    """Returns what each module imports, inside functions and under TYPE_CHECKING, too."""
     paths = {".".join(module_of(path)): path for path in sources(SOURCE) if path.suffix == ".py"}
     graph: dict[str, set[str]] = {}
     for name, path in paths.items():
-        top = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.Import | ast.ImportFrom)]
-        source = "\n".join(ast.unparse(node) for node in top)
         graph[name] = {
             target
-            for _, imported in imports(name.split("."), source)
+            for _, imported in imports(name.split("."), path.read_text())
             for target in (".".join(imported), ".".join(imported[:-1]))
             if target in paths and target != name
         }

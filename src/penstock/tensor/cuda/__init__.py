@@ -8,10 +8,11 @@ Imports without CUDA, and without torch; what needs a device raises NoDevice, wh
     images = tensors.view(ref)  # over there: the same memory
 """
 
-from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, NoDevice, driver_of
+from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, NoDevice
 from penstock.tensor.cuda.pool import CudaPool, Slice
 from penstock.tensor.cuda.ref import CudaRef, HostRef, Place, Reference
 from penstock.tensor.cuda.tensors import CudaStats, CudaTensors
+from penstock.tensor.cuda.torch_driver import driver_of
 from penstock.tensor.cuda.uploads import Uploads, UploadStats
 
 __all__ = [

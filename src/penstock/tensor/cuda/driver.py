@@ -6,7 +6,6 @@ another, and does not mind which device the calling thread has made current.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, Protocol
 
 from penstock.errors import PenstockError
@@ -90,14 +89,3 @@ class Driver(Protocol):
 
     def on(self, stream: Any) -> Any:
         """A context in which this stream is current; None: the one that is."""
-
-
-@functools.cache
-def driver_of(device: int | None = None) -> Driver:
-    """The driver of a device by its number in this process; None: of torch's current one. Raises NoDevice."""
-    # Imported here: without a device, or without torch, this package can still be imported and says what is missing.
-    from penstock.tensor.cuda.torch_driver import TorchDriver, current_device
-
-    if device is None:
-        return driver_of(current_device())
-    return TorchDriver(device)

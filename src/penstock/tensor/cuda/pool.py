@@ -31,8 +31,9 @@ from penstock import _native
 from penstock.errors import ClosedError, LayoutMismatch, MemoryExhausted, PeerDied, Timeout
 from penstock.memory import Peer, Pool, PoolStats, Ref, Ticket
 from penstock.memory.segment import Shareable, attached_segment, fitting, short, within
-from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, driver_of
+from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice
 from penstock.tensor.cuda.order import NEVER, wait_for
+from penstock.tensor.cuda.torch_driver import driver_of
 
 ROOM_POLL_S = 0.05  # seconds; of a take() that waits for room, and must see to its own slices in flight
 SHARE_TIMEOUT = 30.0  # seconds, for the device to finish what it writes

@@ -17,10 +17,11 @@ from penstock._native import Lease
 from penstock.codec.buffer import Buffer
 from penstock.errors import MemoryExhausted, Missing, StaleRef, Timeout
 from penstock.memory import Ref
-from penstock.tensor.cuda.driver import Driver, ForeignDevice, Found, driver_of
+from penstock.tensor.cuda.driver import Driver, ForeignDevice, Found
 from penstock.tensor.cuda.order import wait_for
 from penstock.tensor.cuda.pool import SHARE_TIMEOUT, CudaPool, Slice
 from penstock.tensor.cuda.ref import CudaRef, HostRef, Place, Reference
+from penstock.tensor.cuda.torch_driver import driver_of
 from penstock.tensor.cuda.uploads import Uploads
 from penstock.tensor.handle import Handle
 from penstock.tensor.kinds import Kind, kind_of, nbytes_of

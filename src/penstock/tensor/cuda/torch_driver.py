@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 from penstock.errors import MemoryExhausted, UnsupportedTensor
 from penstock.installing import how_to_install
-from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found, NoDevice
+from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, Found, NoDevice
 from penstock.tensor.cuda.order import DeferredReleases, Marker
 from penstock.tensor.cuda.ref import UUID_NBYTES
 from penstock.tensor.kinds import Kind, kind_of, nbytes_of, torch_dtype
@@ -41,11 +42,6 @@ def needed() -> tuple[Any, Any]:
     if not torch.cuda.is_available():
         raise NoDevice("no tensors of a device: torch sees none (no GPU, no NVIDIA driver, or CUDA_VISIBLE_DEVICES)")
     return torch, driver
-
-
-def current_device() -> int:
-    torch, _ = needed()
-    return int(torch.cuda.current_device())
 
 
 class TorchDriver:
@@ -213,3 +209,12 @@ class _Exported:
 def _what(tensor: Any) -> str:
     where = getattr(tensor, "device", None)
     return f"a {type(tensor).__name__}" + (f" on {where}" if where is not None else "")
+
+
+@functools.cache
+def driver_of(device: int | None = None) -> Driver:
+    """Returns the driver of a device by its number in this process; None: of torch's current device.
+
+    Raises NoDevice. A process has one driver for each device.
+    """
+    return driver_of(int(needed()[0].cuda.current_device())) if device is None else TorchDriver(device)

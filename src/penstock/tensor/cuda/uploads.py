@@ -17,8 +17,9 @@ import msgspec
 from penstock import _native
 from penstock.errors import ClosedError, Timeout, UnsupportedTensor
 from penstock.memory.segment import Shareable
-from penstock.tensor.cuda.driver import Driver, driver_of
+from penstock.tensor.cuda.driver import Driver
 from penstock.tensor.cuda.order import DeferredReleases, wait_for
+from penstock.tensor.cuda.torch_driver import driver_of
 from penstock.tensor.source import source
 
 CLOSE_TIMEOUT = 5.0  # seconds, for copies that are under way
