@@ -10,7 +10,7 @@ import pytest
 
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream
-from penstock.engine.cluster.outbox import MAX_KEPT, Outbox
+from penstock.engine.cluster.group_ends import MAX_KEPT, Outbox
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice

@@ -11,12 +11,12 @@ NODES = Path("/sys/devices/system/node")
 
 def nodes() -> dict[int, set[int]]:
     """Returns the processors of each node; nothing where the kernel lists no nodes."""
-    found = {}
+    processors = {}
     for path in NODES.glob("node*/cpulist"):
         number = path.parent.name.removeprefix("node")
         if number.isdecimal():
-            found[int(number)] = _numbers(path.read_text())
-    return found
+            processors[int(number)] = _numbers(path.read_text())
+    return processors
 
 
 def node_of(processors: Collection[int]) -> int | None:

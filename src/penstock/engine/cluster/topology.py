@@ -6,13 +6,11 @@ takes the ends of the dead one. `launcher` starts and restarts processes.
 
 from __future__ import annotations
 
-import time
-from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import penstock
-from penstock import LongRecords, MemoryOptions, PeerDied, Store, lowlevel
+from penstock import LongRecords, MemoryOptions, Store, lowlevel
 from penstock.bridge import PullChannels
 from penstock.channel import Channel
 from penstock.engine.cluster.blame_ledger import BlameLedger
@@ -22,9 +20,7 @@ from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import DELTAS, INBOX, RESULTS, STEPS, TOKENS
 
-T = TypeVar("T")
 AGAIN = 0.01  # seconds between two attempts while the successor of a dead process has not attached
-NAMELESS = "?"  # name in a PeerDied when the place of the dead peer has been taken since
 STEPS_IN_FLIGHT = 2  # at most: a step is sent while the one before it runs
 MAX_BESIDE = 256  # requests that the verdict board lists before they are in a step, and as many after
 PEERS = 128  # places are reused, but a process that dies often needs some while dead peers are being reaped
@@ -275,26 +271,3 @@ def live_receivers(channel: Channel[Any], incarnation: int) -> list[ProcessId]:
     names = {peer["index"]: peer["name"] for peer in snapshot["peers"]}
     owners = [ProcessId.of(names.get(end["peer"], "")) for end in snapshot["receivers"] if end["state"] == "live"]
     return [owner for owner in owners if owner is not None and owner.incarnation == incarnation]
-
-
-def is_stale_death(me: ProcessId, death: PeerDied) -> bool:
-    """Returns whether a process of a former incarnation of this group died.
-
-    A nameless death is one, too: another process has the dead one's place by now, and all processes of a group have
-    ended before their successors start.
-    """
-    dead = ProcessId.of(death.name)
-    return death.name == NAMELESS or (dead is not None and dead.group == me.group and dead.incarnation < me.incarnation)
-
-
-def retry_past_stale_deaths(me: ProcessId, call: Callable[[], T], timeout: float) -> T:
-    """Returns the result of `call`, and repeats it while it raises stale deaths: their successors have not come yet.
-    Raises PeerDied for any other death, and for a stale one when the time is up."""
-    deadline = time.monotonic() + timeout
-    while True:
-        try:
-            return call()
-        except PeerDied as death:
-            if not is_stale_death(me, death) or time.monotonic() >= deadline:
-                raise
-            time.sleep(AGAIN)

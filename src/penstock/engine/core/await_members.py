@@ -6,7 +6,8 @@ import time
 
 import penstock
 from penstock import PeerDied, Timeout
-from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, live_receivers
+from penstock.engine.cluster.group_ends import is_stale_death
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, live_receivers
 from penstock.engine.protocol.messages import INBOX, OutputReady, Ready, Stop
 
 

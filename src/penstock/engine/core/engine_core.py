@@ -17,11 +17,11 @@ from typing import Any, Protocol, TypeVar
 
 from penstock import DecodeError, PeerDied, Timeout, WouldBlock
 from penstock.codec.sequence import SequenceSender
+from penstock.engine.cluster.group_ends import TOO_SLOW, GroupSender, Outbox, is_stale_death
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, is_stale_death, retry_past_stale_deaths
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.core.admission_gate import AdmissionGate
 from penstock.engine.core.await_members import await_members, await_receivers, require_one_model
 from penstock.engine.core.in_flight_requests import InFlightRequests
@@ -94,7 +94,7 @@ class EngineCore:
         name = str(me)
         self._inbox = group.inbox.open_receiver(name=name)
         self._results = group.results.open_receiver(0, name=name)
-        self._steps = group.steps.open_sender(name=name)
+        self._steps = GroupSender(group.steps.open_sender(name=name), me, cluster.config.step_timeout)
         self._outputs = OutputSenders(cluster, me, self._waiting)
         self._gate = AdmissionGate(cluster.config.output_processors)
         self._outbox = Outbox(cluster, me)
@@ -130,7 +130,7 @@ class EngineCore:
         """Runs steps until the launcher sends a Stop, which is passed on when the last result is in."""
         if not self._is_stopped:
             self._run_steps()
-        retry_past_stale_deaths(self._me, partial(self._steps.send, Stop(), STOP_TIMEOUT), STOP_TIMEOUT)
+        self._steps.send(Stop(), STOP_TIMEOUT)
         self._outputs.stop()
         self._row[StatusBoard.SERVING] = 0
 
@@ -158,17 +158,15 @@ class EngineCore:
         await_receivers(self._cluster, self._me)
 
     def _begin(self, begin: Begin) -> None:
-        timeout = self._config.step_timeout
-        retry_past_stale_deaths(self._me, lambda: self._sequence.send_whole(begin, timeout), timeout)
+        self._sequence.send_whole(begin, self._config.step_timeout)
 
     # ── the loop's parts ──
     def _broadcast_step(self) -> None:
         """Sends the step that the scheduler has decided, and applies it here."""
         scheduler = self._scheduler
         step = self._plan.build(self._sequence.leader, self._sequence.next_number)
-        timeout = self._config.step_timeout
         self._in_flight_requests.on_step(step, self._gate.trial is not None)
-        retry_past_stale_deaths(self._me, lambda: self._sequence.send(step, timeout), timeout)
+        self._sequence.send(step, self._config.step_timeout)
         self._batch.apply(step)
         self._outputs.queue(scheduler.on_sent(step), scheduler.closed)
         if scheduler.admitted_ns:
@@ -197,7 +195,9 @@ class EngineCore:
         while submits := gate.take(self._is_quiet, self._has_delivered, scheduler.generated):
             if gate.trial is not None:
                 event("suspect is tried alone", request=str(gate.trial))
-            self._in_flight_requests.on_admit([(one.server, one.request) for one, _ in submits], gate.trial is not None)
+            self._in_flight_requests.on_admit(
+                [(submit.server, submit.request) for submit, _ in submits], gate.trial is not None
+            )
             for submit, queued_ns in submits:
                 try:
                     scheduler.submit(submit, queued_ns)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 import gc
 from collections import deque
-from functools import partial
 
 from penstock import Timeout, WouldBlock
+from penstock.engine.cluster.group_ends import TOO_SLOW, GroupReceiver, GroupSender, Outbox
 from penstock.engine.cluster.logs import event
-from penstock.engine.cluster.outbox import TOO_SLOW, Outbox
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.messages import Abort, Failed, OutputReady, Stop, Tokens
 from penstock.engine.text.detokenizer import Vocabulary, load_vocabulary
@@ -35,24 +34,22 @@ def run(cluster: Cluster, me: ProcessId) -> OutputProcessor:
 class OutputProcessor:
     def __init__(self, cluster: Cluster, me: ProcessId, vocabulary: Vocabulary) -> None:
         config, group, name = cluster.config, cluster.groups[me.group], str(me)
-        self._me = me
         self._state = OutputState(vocabulary, config.max_num_seqs)
         self._outbox = Outbox(cluster, me)
-        self._inbox = group.inbox.open_sender(cluster.output_lane(me.index), name=name)
+        inbox = group.inbox.open_sender(cluster.output_lane(me.index), name=name)
+        self._inbox = GroupSender(inbox, me, config.step_timeout)
         self._to_core: deque[Abort] = deque()  # that there was no room for yet
-        self._start_timeout, self._timeout = config.start_timeout, config.step_timeout
         self._row = StatusBoard(cluster.board, writable=True).output_row(cluster.output_place(me.group, me.index))
         self._row[0] = self._received = 0  # messages of this life
-        self._tokens = group.tokens[me.index].open_receiver(name=name)
-        ready = OutputReady(me.index, me.incarnation, me.life)
-        retry_past_stale_deaths(me, partial(self._inbox.send, ready, self._timeout), self._start_timeout)
+        self._tokens = GroupReceiver(group.tokens[me.index].open_receiver(name=name), me, config.start_timeout)
+        self._inbox.send(OutputReady(me.index, me.incarnation, me.life), config.start_timeout)
 
     def process_next(self) -> bool:
         """Answers the next message; or sends, if none comes in time, messages that there was no room for. Returns False
         after the last message. Raises PeerDied when the core has died."""
         wait = AGAIN if self._outbox.has_backlog or self._to_core else None
         try:
-            message = retry_past_stale_deaths(self._me, partial(self._tokens.receive, wait), self._start_timeout)
+            message = self._tokens.receive(wait)
         except Timeout:
             self._outbox.flush()
             self._send_aborts()
@@ -82,7 +79,7 @@ class OutputProcessor:
         """Sends aborts while there is room: the core may be waiting for this process to receive its tokens."""
         while self._to_core:
             try:
-                retry_past_stale_deaths(self._me, partial(self._inbox.send_nowait, self._to_core[0]), self._timeout)
+                self._inbox.send_nowait(self._to_core[0])
             except WouldBlock:
                 return
             self._to_core.popleft()

@@ -27,7 +27,7 @@ class EncodingCounts:
     """Encodings of images, of all ranks of a model."""
 
     encoded: int = 0  # by the model's vision encoder
-    found: int = 0  # in the store, where another engine or an earlier request has left them
+    hits: int = 0  # in the store, where another engine or an earlier request has left them
     unshared: int = 0  # of those encoded, for which the store had no room, or another engine took too long
 
 

@@ -178,7 +178,7 @@ class EncodingExchange:
         if image.is_encoded:
             return
         if state == FOUND:
-            counts.found += 1
+            counts.hits += 1
         elif state in (OWN, ENCODED):
             counts.encoded += 1 if self._is_divided else self._ranks.size
             counts.unshared += state == OWN and self._options.store is not None and image.item.key is not None

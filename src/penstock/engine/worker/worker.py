@@ -18,11 +18,12 @@ from penstock import EndOfChannel, Handle, Lease, MemoryExhausted, Missing, Peer
 from penstock.bridge import Puller
 from penstock.codec.sequence import SequenceCheck
 from penstock.engine.cluster.counter import Row
+from penstock.engine.cluster.group_ends import GroupReceiver, GroupSender
 from penstock.engine.cluster.logs import event, tensor_event
 from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId, retry_past_stale_deaths
+from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
@@ -161,20 +162,20 @@ def recorder_of(config: EngineConfig) -> GraphRecorder | None:
 class Worker:
     def __init__(self, cluster: Cluster, me: ProcessId, device: Device) -> None:
         config, group = cluster.config, cluster.groups[me.group]
-        self._me = me
         self._device = device
         self._flights: deque[tuple[Step, PendingStep]] = deque()
         self._timeout = config.step_timeout
         row = StatusBoard(cluster.board, writable=True).row(me.group)
         self._stats = DeviceStats(device, row) if me.index == 0 else None
-        name = str(me)
-        self._steps = group.steps.open_receiver(cluster.steps_receiver(me.index), name=name)
-        self._inbox = group.inbox.open_sender(cluster.worker_lane(me.index), name=name)
-        self._results = group.results.open_sender(name=name) if me.index == 0 else None
+        name, patience = str(me), config.start_timeout
+        steps = group.steps.open_receiver(cluster.steps_receiver(me.index), name=name)
+        self._steps = GroupReceiver(steps, me, patience)
+        self._inbox = GroupSender(group.inbox.open_sender(cluster.worker_lane(me.index), name=name), me, patience)
+        self._results = GroupSender(group.results.open_sender(name=name), me, patience) if me.index == 0 else None
         ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt, device.model)
-        retry_past_stale_deaths(me, lambda: self._inbox.send(ready, config.start_timeout), config.start_timeout)
+        self._inbox.send(ready, config.start_timeout)
         event("worker ready", blocks=device.blocks)
-        first = retry_past_stale_deaths(me, self._steps.receive, config.start_timeout)
+        first = self._steps.receive()
         self._is_stopped = isinstance(first, Stop)
         if self._is_stopped:
             return
@@ -228,8 +229,7 @@ class Worker:
             return
         done = build_result(step, sampled)
         done_at = time.monotonic_ns()
-        results = self._results
-        retry_past_stale_deaths(self._me, lambda: results.send(done, self._timeout), self._timeout)
+        self._results.send(done, self._timeout)
         assert self._stats is not None, "rank 0 sends results and counts them"
         self._stats.done(sampled, done_at)  # no process waits for that
 
@@ -283,5 +283,5 @@ class DeviceStats:
         self._free_at = now
         row[StatusBoard.SAMPLED] += sampled.ids.size
         row[StatusBoard.ENCODINGS] = self._encodings.encoded
-        row[StatusBoard.ENCODINGS_FOUND] = self._encodings.found
+        row[StatusBoard.ENCODINGS_FOUND] = self._encodings.hits
         row[StatusBoard.ENCODINGS_UNSHARED] = self._encodings.unshared

@@ -13,10 +13,9 @@ import msgspec
 import pytest
 from msgspec.structs import replace
 
-from penstock import PeerDied
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes, retry_past_stale_deaths
+from penstock.engine.cluster.topology import Cluster, ProcessId, all_processes
 from penstock.engine.core.engine_core import EngineCore
 from penstock.engine.launcher.launcher import STOP_TIMEOUT, Launcher, Run
 from penstock.engine.model_dir import with_model_defaults
@@ -91,31 +90,6 @@ def test_a_name_says_who_it_is_and_others_say_nothing() -> None:
     assert ProcessId.of(str(member)) == member and len(str(member)) <= 31
     for name in ("", "core", "core 1 2", "core 1.x #1", "python3.11"):
         assert ProcessId.of(name) is None
-
-
-def death_of(name: str) -> PeerDied:
-    error = PeerDied("died")
-    error.name = name
-    return error
-
-
-def test_the_deaths_of_those_before_us_are_passed_over_and_no_others() -> None:
-    me = ProcessId("worker", 1, 0, 3)
-    deaths = [death_of("core 1.0 #1"), death_of("core 1.0 #2")]
-
-    def call() -> str:
-        if deaths:
-            raise deaths.pop()
-        return "done"
-
-    assert retry_past_stale_deaths(me, call, 10) == "done"
-    for name in ("core 1.0 #3", "core 0.0 #2", "launcher"):
-        deaths.append(death_of(name))
-        with pytest.raises(PeerDied):
-            retry_past_stale_deaths(me, call, 10)
-    deaths += [death_of("core 1.0 #2")]
-    with pytest.raises(PeerDied):
-        retry_past_stale_deaths(me, call, 0)
 
 
 def record(**fields: object) -> logging.LogRecord:

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from penstock import PeerDied, Receiver, Sender, WouldBlock
-from penstock.engine.cluster import outbox
+from penstock.engine.cluster import group_ends
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.output.output_processor import OutputProcessor
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
@@ -137,7 +137,7 @@ def test_server_that_reads_nothing_delays_no_other_and_is_aborted(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     with playing() as scene:
-        monkeypatch.setattr(outbox, "MAX_KEPT", 3)
+        monkeypatch.setattr(group_ends, "MAX_KEPT", 3)
         head = b'{"id":"' + b"x" * 20_000 + b'"'  # so that little fits its lane
         for request in (5, 6):
             scene.start(request, server=1, chunk_format=ChunkFormat(Style.COMPLETION, head))

@@ -168,7 +168,7 @@ def test_an_engine_encodes_nothing_that_another_has_encoded(
     assert sorted(encoder.keys) == sorted(keys_of(of.requests))
     first, second = (engine.encodings for engine in engines)
     assert (first.encoded, first.unshared) == (len(encoder.keys), 0)
-    assert (second.encoded, second.unshared) == (0, 0) and second.found >= len(encoder.keys)
+    assert (second.encoded, second.unshared) == (0, 0) and second.hits >= len(encoder.keys)
 
 
 def test_engines_that_need_the_same_images_at_once_encode_each_once(
@@ -184,7 +184,7 @@ def test_engines_that_need_the_same_images_at_once_encode_each_once(
     assert answers == [[of.answers[2]]] * 2
     assert sorted(encoder.keys) == sorted(keys_of([of.requests[2]]))
     assert [engine.encodings.encoded for engine in engines] == [1, 1]
-    assert [engine.encodings.found for engine in engines] == [1, 1]
+    assert [engine.encodings.hits for engine in engines] == [1, 1]
 
 
 def test_an_image_that_another_engine_cannot_encode_is_tried_again(
