@@ -1,13 +1,13 @@
-"""Requests that wait in front of the scheduler: for an output processor that is away, or while a suspect is on trial.
+"""Requests that wait in front of the scheduler: for an absent output processor, or while a suspect is on trial.
 
-A suspect was in the steps in flight of a group that failed by itself. A suspect that generates TRIAL_TOKENS more is
-cleared, also beside other requests: a request that makes its group fail at some token fails again at that token. So
-suspects are admitted in batches, the next batch when the one before it is cleared: each time 1/BATCH_SHARE of those
-that are left, the least suspected first. If the group fails again, the suspects are the last batch.
+A suspect was in the steps in flight of a group that failed by itself. A suspect that generates TRIAL_TOKENS more tokens
+is cleared, also beside innocent requests: a request that makes a group fail at some token fails again at that token.
+Suspects are admitted in batches, each when the previous batch is cleared: a batch is 1/BATCH_SHARE of the remaining
+suspects, the least suspected first. If the group fails again, only the last batch is suspected.
 
-Where no other request is open, the most suspected one runs alone. Where other requests run, the last suspect, if it has
-several failures, runs alone after SERVED_RESULTS of their results. No other request runs during such a trial: a failure
-then is the doing of the suspect.
+While only suspects are open, the most suspected request runs alone. While innocent requests run, the last suspect with
+several failures runs alone after SERVED_RESULTS of their results. A failure during a trial convicts the suspect, as
+nothing else runs.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import TypeAlias
 from penstock.engine.protocol.messages import SUSPECT, TRIAL_TOKENS, Submit
 
 BATCH_SHARE = 4  # a smaller share makes suspects wait for longer, a larger one makes the group fail more often
-SERVED_RESULTS = 64  # of other requests, between two trials that they wait for
+SERVED_RESULTS = 64  # of innocent requests, between two trials
 
 Number: TypeAlias = tuple[int, int]  # of a server, and its number of a request
 Queued: TypeAlias = tuple[Submit, int]  # and when it came
@@ -68,7 +68,7 @@ class AdmissionGate:
         return True
 
     def abort(self, server: int, request: int) -> None:
-        """Drops a request that waits. Another one is no error."""
+        """Drops a waiting request. An unknown request is no error."""
         for held in (self._waiting, self._suspects):
             held.pop((server, request), None)
 
@@ -133,7 +133,7 @@ class AdmissionGate:
         return submit.failures, 0 if submit.progress is None else -int(submit.progress.counts.max())
 
     def take_refused(self) -> list[Number]:
-        """Returns the suspects that are the last ones, and may not be tried, and forgets them."""
+        """Returns the last suspects if a trial is not allowed, and forgets these suspects."""
         refused, self._refused = self._refused, []
         return refused
 

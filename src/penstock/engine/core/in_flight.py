@@ -96,7 +96,7 @@ class InFlight:
         self._before_last = min(self._before_last, limit - sample.generated.size)
 
     def begin(self, slot: int, published: int) -> None:
-        """Records that the sample has got its blocks; the first `published` of them can be found by hash already."""
+        """Records the blocks of an admitted sample; the first `published` blocks can be found by hash already."""
         self._hasher.allocate(slot, published)
 
     def end(self, slot: int) -> None:
@@ -132,9 +132,9 @@ class InFlight:
         return [Ended(slot, reason) for slot, reason in failures if slot < slots and first_step(slot) <= step.number]
 
     def publish(self, step: InFlightStep) -> None:
-        """Publishes the blocks that the device has filled by this step: they are found by hash from now on.
+        """Publishes the blocks that the device has filled by this step: the cache finds the blocks by hash now.
 
-        A sequence preempted since then no longer owns these blocks; it looks them up again by hash.
+        A sequence preempted meanwhile no longer owns these blocks, and looks them up again.
         """
         batch = self._batch
         self._hasher.publish(step.number, step.computed, batch.status, RUNNING, batch.table)
@@ -146,8 +146,8 @@ class InFlight:
             self._queue.charge(sample.request.client, sample.serve(tokens))
 
     def receive(self, step: InFlightStep, ids: Ints) -> tuple[Index | None, list[Ended]]:
-        """Appends the ids that a step has sampled. Returns the rows of samples that have not ended before, None for
-        all; and the ends of those that these ids end."""
+        """Appends the ids that a step has sampled. Returns the rows of samples that had not ended before (None: all),
+        and the samples that end now."""
         slots = step.sampled
         open_rows: Index | None = self._hasher.append(step.number, slots, ids)
         if open_rows is not None:

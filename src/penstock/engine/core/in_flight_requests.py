@@ -1,7 +1,7 @@
-"""The requests in the steps in flight, on the verdict board: what servers find there when this group is lost.
+"""The requests in the steps in flight, on the verdict board: servers read the board when this group is lost.
 
-Two other kinds stand there as well, so that a request is found that makes a core or an output processor fail: requests
-that the scheduler gets next, and requests that have ended, until an output processor has delivered that.
+The board also lists the requests that the scheduler gets next, and ended requests until an output processor has
+delivered their end: a request may make the core or an output processor fail.
 """
 
 from __future__ import annotations

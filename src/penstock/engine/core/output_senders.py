@@ -1,8 +1,8 @@
-"""The core's ends to its output processors. Each of these may die, and be started again in its place.
+"""The core's ends to the output processors. An output processor may die, and be started again.
 
-What a dead output processor had not delivered is lost: the samples that it knew, and the ends of requests that the core
-has closed already. So each output processor writes on the status board how many messages it has delivered, and the core
-keeps the numbers of closed requests until the message with their end has been delivered.
+The undelivered messages of a dead output processor are lost: with all open samples, and the ends of requests that the
+core has closed already. Each output processor counts delivered messages on the status board, and the core keeps the
+numbers of closed requests until the message with their end has been delivered.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class OutputSenders:
     """Sends `Tokens` to output processors, and knows which of them receive."""
 
     def __init__(self, cluster: Cluster, me: ProcessId, waiting: Callable[[Callable[[], None]], None]) -> None:
-        """`waiting` calls its argument, which waits: that time is not the core's own."""
+        """`waiting` calls its argument, and does not count the time as the core's."""
         self._me = me
         self._channels = cluster.groups[me.group].tokens
         self._senders = [channel.open_sender(name=str(me)) for channel in self._channels]
@@ -45,7 +45,7 @@ class OutputSenders:
         self._row = board.row(me.group)
         self._delivered = [board.output_row(cluster.output_place(me.group, output)) for output in self._indices]
         self._lives = [0 for _ in self._indices]
-        self.absent: set[int] = set()  # those that have died, until their next life receives
+        self.absent: set[int] = set()  # dead output processors, until the next life receives
         # The sender to these may have to report the death of a former process. The name of a dead peer may be gone.
         self._may_be_stale = set(self._indices)
         self._queue: list[tuple[int, Tokens]] = []
@@ -59,8 +59,8 @@ class OutputSenders:
 
     # ── messages ──
     def queue(self, messages: Iterable[tuple[int, Tokens]], closed: list[tuple[int, int]]) -> None:
-        """Adds messages with their output processors. `closed`: requests (server, number) that have closed with them or
-        before; it is cleared."""
+        """Adds messages with their output processors. `closed`: requests (server, number) that have closed up to these
+        messages; the list is cleared."""
         for output, tokens in messages:
             if output not in self.absent:
                 if self._senders:
@@ -96,7 +96,7 @@ class OutputSenders:
         return [(server, request) for closed in self._closed for _, server, request in closed]
 
     def take_queue(self) -> list[Tokens]:
-        """Returns what is queued, and clears it: the core itself processes it."""
+        """Returns and clears the queue, for a core that processes messages itself."""
         queue, self._queue = self._queue, []
         return [tokens for _, tokens in queue]
 
@@ -126,7 +126,7 @@ class OutputSenders:
         return is_alive
 
     def _unless_dead(self, output: int, send: Callable[[], object]) -> bool:
-        """Returns False where `send` raises the death of the present life. Re-raises that of one that has failed."""
+        """Returns False where `send` raises the death of the present life. Re-raises a failed processor's death."""
         while True:
             try:
                 send()
@@ -149,9 +149,9 @@ class OutputSenders:
 
     # ── deaths and lives ──
     def find_death(self, death: PeerDied) -> int | None:
-        """Returns the output processor that has died, as the core's inbox reports; None: no new death of one. The name
-        of a dead peer may be gone: then its sender or its next life reports the death. Re-raises the death of one that
-        has failed."""
+        """Returns the output processor that has died, as the core's inbox reports; None: no new death. The name of a
+        dead peer may be gone: then the sender or the next life reports the death. Re-raises the death of a failed
+        output processor."""
         output, dead = death.index - self._first_lane, ProcessId.of(death.name)
         if output not in self._indices or dead is None or output in self.absent or self._is_former(output, dead):
             return None

@@ -1,8 +1,8 @@
-"""A request in the core: its prompt and its samples, and the hashes of the blocks in which their tokens lie.
+"""A request in the core: prompt, samples, and the hashes of their blocks.
 
-A resumed request has ids that its samples generated before their group was lost; they are computed again like a prompt.
+A resumed request has the ids that its samples generated in the lost group. These ids are computed again like a prompt.
 
-Hashes are cryptographic, as a collision would show one user what another wrote; and chained, so equal hashes mean equal
+Hashes are cryptographic, as a collision would show a user the text of a stranger; and chained: equal hashes mean equal
 prefixes.
 """
 
@@ -63,7 +63,7 @@ class Request:
         self.queued_ns = queued_ns
         self.cached = 0  # tokens of the prompt that the cache had when the request began, if it has begun here
         self.is_waiting = False
-        self.slots: set[int] = set()  # of its samples; one that joins may share the prompt of any of them
+        self.slots: set[int] = set()  # of running samples; a joining sample may share the prompt of any
         self.seed = submit.seed
         progress = submit.progress
         generated = [NOTHING] * self.params.n if progress is None else progress.generated()
@@ -89,7 +89,7 @@ class Request:
         return min((ids(slot) - sample.num_tokens for sample, slot in slots), default=0)
 
     def items_of(self, block: int) -> bytes:
-        """Returns what the block's hash covers besides ids: the inputs that lie in it."""
+        """Returns the inputs in the block, which the hash covers besides ids."""
         if not self._keys:
             return b""
         return image_salt(self._keys, block * self.block_size, (block + 1) * self.block_size)

@@ -1,20 +1,20 @@
-"""What waits, requests and samples, and which of them is admitted next. The scheduler decides whether it fits.
+"""The queue of waiting requests and samples: chooses the next to admit. The scheduler decides whether the choice fits.
 
-The better priority goes first, and within one priority the client served least. Fairness is by tokens (a virtual token
-counter): each client has a count of the tokens computed and generated for it, and the client with the smallest count is
-next. Requests would be the wrong unit, as one may cost a thousand times as much as another; shares of time would leave
-the device idle. A client that comes, or comes again, begins at least at the count of the client chosen last, so that no
+The better priority goes first, and within a priority the client served least. Fairness is by tokens (a virtual token
+counter): each client has a count of computed and generated tokens, and the client with the smallest count is next.
+Requests would be the wrong unit, as a long request costs a thousand times as much as a short request; shares of time
+would leave the device idle. A new or returning client begins at least at the count of the client chosen last: no
 client saves up by staying away.
 
-A request that has begun in a group that was lost waits like a preempted sample, before newcomers of its priority. Its
-client has been charged there for the prompt and for what was generated, and is not charged again.
+A request that began in a lost group waits like a preempted sample, before newcomers of the priority. Its client paid in
+the lost group for the prompt and the generated tokens, and is not charged again.
 
-One of `OLDEST_EVERY` admissions is that of the sample that has been here longest, and it is not preempted for others;
-so no priority and no client can starve another.
+Every `OLDEST_EVERY`-th admission goes to the oldest sample, which is never preempted: no priority and no client
+starves.
 
-Slots are shared as well, as samples keep them for the whole of long answers: a large client, one that has 1/SLOT_SHARE
-of them, lets the samples of smaller clients go first and leaves the last 1/SLOT_SHARE to them. In this a request
-without a client counts as a client of its own, so that many small ones may have all slots.
+Slots are shared as well, as samples keep slots for the whole of long answers. A large client has 1/SLOT_SHARE of all
+slots: the samples of smaller clients go first, and the last 1/SLOT_SHARE of the slots is left to smaller clients. Each
+request without a client counts as a separate client here, and many small clients may have all slots.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from penstock.engine.core.request import Arrival, Request, Sample, SortKey
 
 OLDEST_EVERY = 8
 OLDEST = -(1 << 40)  # a priority that no request has
-SLOT_SHARE = 16  # a client with one slot in so many is large, and one in so many is kept for those that are not
+SLOT_SHARE = 16  # a client with 1/SLOT_SHARE of the slots is large; 1/SLOT_SHARE is kept for small clients
 MAX_ABSENT = 4096  # counts that are kept of clients without a request
 MAX_STALE = 1024  # removed requests that the heaps hold besides as many as wait
 
@@ -83,7 +83,7 @@ class RequestQueue:
         return self._admissions % OLDEST_EVERY == OLDEST_EVERY - 1
 
     def next(self, free_slots: int) -> Sample | None:
-        """Returns the sample to be admitted next: no other one is, before it fits."""
+        """Returns the sample to be admitted next. No sample overtakes, even if this sample does not fit yet."""
         small, large = self._first_aside()
         if self.is_oldest_next:
             oldest = self._oldest()
@@ -135,8 +135,8 @@ class RequestQueue:
 
     # ── slots ──
     def take_slot(self, sample: Sample, slot: int) -> None:
-        """Counts the slot that a sample has got. The request's other samples wait until its prompt has been computed,
-        and then follow one after the other."""
+        """Counts the slot of an admitted sample. The request's remaining samples wait until the prompt has been
+        computed, and then follow one by one."""
         request = sample.request
         self._count_slot(request.client, 1)
         if request.client in self._begun:
@@ -153,11 +153,11 @@ class RequestQueue:
 
     @property
     def forking(self) -> list[tuple[int, Request]]:
-        """Returns the requests with other samples that wait for their prompt, by the slot that computes it."""
+        """Returns the requests with samples that wait for the prompt, by the slot that computes the prompt."""
         return list(self._forking.items())
 
     def fork(self, slot: int) -> None:
-        """Lets the other samples wait for a slot: the prompt blocks that they can share are there, or will never be."""
+        """Lets the remaining samples wait for a slot: the shared blocks of the prompt exist now, or never will."""
         request = self._forking.pop(slot, None)
         if request is not None:
             self._put_next_aside(request, request.first.index + 1)
@@ -185,7 +185,7 @@ class RequestQueue:
         self._requests.charge(client, tokens)
 
     def close(self, request: Request) -> None:
-        """Removes a request that has ended: its client is not charged for it any more."""
+        """Removes an ended request: the client is no longer charged."""
         if request.is_waiting:
             self._requests.drop(request)
         if request.client in self._begun:
@@ -278,7 +278,7 @@ class FairQueue:
         self._served[client] += tokens
 
     def close(self, client: str) -> None:
-        """Closes a request of the client that has ended: it is not charged for that request any more."""
+        """Closes an ended request of the client: the client is no longer charged."""
         self._open[client] -= 1
         if self._open[client]:
             return
@@ -295,7 +295,7 @@ class _Level:
     def __init__(self) -> None:
         self._queues: dict[str, list[tuple[Arrival, Request]]] = {}  # heaps
         self._heap: list[tuple[int, int, str]] = []
-        self._pushes = 0  # so that of equal counts the client that came first is first
+        self._pushes = 0  # with equal counts, the earlier client is first
 
     def push(self, request: Request, served: int) -> None:
         queue = self._queues.get(request.client)

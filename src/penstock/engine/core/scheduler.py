@@ -1,13 +1,13 @@
 """Decides which samples run in the next step, and with which blocks. No input, no output, no clock.
 
-Every step computes one token for each sample that decodes, and with what is left of the token budget the next chunks of
-prompts. A sample gets blocks for all of its known tokens when it is admitted, and then one at a time. Its full blocks
-are found by others, and by itself after a preemption, as soon as the device has computed them.
+Every step computes one token for each decoding sample, and chunks of prompts with the rest of the token budget. A
+sample gets blocks for all known tokens at admission, and then one block at a time. Full blocks can be found by hash as
+soon as the device has computed them: by further samples, and by the sample itself after a preemption.
 
 A sample that reaches its maximum length in a step in flight computes nothing more, and waits for the result.
 
-A sample is preempted only for a better one: of a better priority, or of the same priority and here for longer. So the
-best sample always advances, and in the end all do; a sample that is short of a block waits if no worse one runs.
+A sample is preempted only for a better sample: of a better priority, or older with equal priority. The best sample
+always advances, and in the end all samples do. A sample without a free block waits if no worse sample runs.
 
 `request_queue` says which sample is admitted next, the cache assigns blocks, `in_flight` keeps what steps have sampled,
 `step_builder` writes the step, and `tokens_builder` the messages to output processors.
@@ -74,7 +74,7 @@ class Scheduler:
         # ── steps ──
         self._newly_scheduled: list[int] = []  # slots that join with the step that is being planned, or get blocks
         self._removed_slots: set[int] = set()  # rows that do not run in that step any more
-        self._awaiting_result: set[int] = set()  # rows that compute nothing in it: all of their tokens are sampled
+        self._awaiting_result: set[int] = set()  # rows that compute nothing: all of their tokens are sampled
         self.open_samples = 0  # that have not ended
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
@@ -119,7 +119,7 @@ class Scheduler:
         return None if request is None else request.generated(self._in_flight.ids)
 
     def forget_output(self, output: int) -> None:
-        """Drops what is due to an output processor that has died, and that its next life must not get."""
+        """Drops messages due to a dead output processor, which the next life must not get."""
         self._tokens.forget(output)
 
     @property
@@ -226,7 +226,7 @@ class Scheduler:
         self._prefilling -= self._awaiting_result
 
     def _allocate_decode_blocks(self, builder: StepBuilder, preempted: list[Sample]) -> list[int]:
-        """Gives a block to each row that needs one for its next token. Returns the slots that must wait for one."""
+        """Gives a block to each row without room for the next token. Returns the slots that must wait."""
         short = self._short_of_blocks(1)  # no row that prefills: it has blocks for all known tokens
         if not short.size:
             return []
@@ -255,7 +255,7 @@ class Scheduler:
         return out_of_blocks
 
     def _short_of_blocks(self, by: int) -> Index:
-        """Returns the slots that advance and have no block for one of their next `by` tokens."""
+        """Returns the advancing slots without a block for all of the next `by` tokens."""
         batch = self._batch
         short = batch.short_of_blocks(by)
         short = short[batch.block_counts[short] < batch.max_blocks_per_request]  # the others end before
@@ -306,7 +306,7 @@ class Scheduler:
             rows += 1
 
     def _admit(self, builder: StepBuilder, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:
-        """Admits a sample: it gets a slot if it has none, and blocks in which `computed` of its tokens are found."""
+        """Admits a sample: assigns a slot if necessary, and blocks in which `computed` tokens were found."""
         request = sample.request
         self._queue.admit(sample)
         slot = sample.slot
@@ -330,7 +330,7 @@ class Scheduler:
                 generated=sample.generated,
             )
             self._take_slot(sample, slot)
-            if not sample.generated.size:  # else all of this was done in the group that was lost
+            if not sample.generated.size:  # else the lost group did all of the above
                 self._count_admitted(request, computed)
         self._priorities[slot] = sample.sort_key[0]
         self._in_flight.begin(slot, computed // self._size)
@@ -382,7 +382,7 @@ class Scheduler:
         return self._tokens.build(step.sampled, done.ids, rows, done.logprobs, failed + ended)
 
     def _end(self, sample: Sample) -> None:
-        """Ends a sample: ids that it still samples are discarded. It leaves its slot with the next step."""
+        """Ends a sample: later ids are discarded. The sample leaves the slot with the next step."""
         if sample.is_ended:
             return
         sample.is_ended, sample.is_aside = True, False

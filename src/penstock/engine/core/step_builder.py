@@ -54,13 +54,13 @@ class StepBuilder:
         seed: int = 0,
         generated: Ints = NOTHING,
     ) -> int:
-        """Gives a request a slot. `computed` tokens are in its blocks already; this step computes `chunk` more.
+        """Gives a request a slot. `computed` tokens are in the blocks already; this step computes `chunk` more.
 
-        With a `parent` (a slot) it is another `sample` of the prompt in that slot: prompt and inputs are not sent
+        With a `parent` (a slot), the row is a further `sample` of the parent's prompt: prompt and inputs are not sent
         again. `generated` are the ids of a resumed sample. Raises ValueError when there is no slot.
         """
         if not self._free:
-            raise ValueError("no slot is free: `free_slots` says how many are")
+            raise ValueError("no slot is free")
         slot = heapq.heappop(self._free)
         self._joined[slot] = _NewRow(
             request, prompt, params, blocks, computed, parent, server, inputs, sample, seed, generated
@@ -77,7 +77,7 @@ class StepBuilder:
         heapq.heappush(self._free, slot)
 
     def preempt(self, slot: int) -> None:
-        """Preempts a request: it loses its blocks and keeps its slot."""
+        """Preempts a request: the request loses all blocks and keeps the slot."""
         self._take_back(slot)
         if self._resumed.pop(slot, None) is None:
             self._preempted.append(slot)
@@ -97,7 +97,7 @@ class StepBuilder:
         self._appended.setdefault(slot, []).extend(blocks)
 
     def append_one_each(self, slots: Column, blocks: Ints) -> None:
-        """Appends one block to each slot. In this step none of them gets other blocks, leaves or is preempted."""
+        """Appends one block to each slot. No slot gets further blocks, leaves or is preempted in this step."""
         if slots.size:
             self._each.append((slots, blocks))
 

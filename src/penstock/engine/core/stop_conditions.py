@@ -11,7 +11,7 @@ from penstock.engine._native import count_tokens
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ended, FinishReason, Ints, SamplingParams
 
-BUCKETS = 1 << 14  # stop ids are looked up by their low bits first: few other ids share them
+BUCKETS = 1 << 14  # stop ids are looked up by their low bits first, which few ids share
 
 
 class StopConditions:
@@ -64,11 +64,10 @@ class StopConditions:
         return bool(self.generated[slot] > self._least[slot])
 
     def check(self, slots: Index, ids: Ints) -> list[Ended]:
-        """Counts one more token of each slot, none of them twice. Returns the ends of samples that it ends, and marks
-        them.
+        """Counts one more token of each slot, without duplicates. Returns and marks the samples that end.
 
-        An id ends a sample only after `min_tokens` others; so the sampler does not choose it before. Slots that have
-        ended already are skipped.
+        An id ends a sample only after `min_tokens` ids; the sampler does not choose end ids before. Ended slots are
+        skipped.
         """
         rows = count_tokens(self.generated, self.limits, self._marks, slots, ids)
         if rows is None:
