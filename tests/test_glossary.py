@@ -29,7 +29,6 @@ EXCEPTIONS = {
     "Segment verdicts",
     "ServerCounters tally",
     "ServerInfo _info",
-    "Store _kept",
     "Store encodings",
     "Store keeper",
     "Submit first",

@@ -19,10 +19,10 @@ def how_to_install(extra: str) -> str:
 def _source() -> tuple[str, str]:
     """An option of pip, and what it installs."""
     try:
-        said = json.loads(metadata.distribution("penstock").read_text("direct_url.json") or "{}")
+        origin = json.loads(metadata.distribution("penstock").read_text("direct_url.json") or "{}")
     except metadata.PackageNotFoundError:
-        said = {}
-    url = str(said.get("url", ""))
-    if not url.startswith("file://") or "dir_info" not in said:  # of an index, or a wheel
+        origin = {}
+    url = str(origin.get("url", ""))
+    if not url.startswith("file://") or "dir_info" not in origin:  # of an index, or a wheel
         return "", "penstock"
-    return "--editable " if said["dir_info"].get("editable") else "", unquote(url.removeprefix("file://"))
+    return "--editable " if origin["dir_info"].get("editable") else "", unquote(url.removeprefix("file://"))

@@ -31,7 +31,7 @@ class HandshakeConnection:
         self.deadline = time.monotonic() + HANDSHAKE_S  # of the whole handshake
         self._unsent = memoryview(b"")
         self._read = bytearray()
-        self._wanted = LENGTH.size
+        self._message_nbytes = LENGTH.size
         self._has_length = False
 
     def advance(self) -> bool:
@@ -67,8 +67,8 @@ class HandshakeConnection:
     def _receive(self) -> bytes | None:
         """Returns the next message; None: it is not there yet. Reads no byte beyond it: packets may follow."""
         while True:
-            while len(self._read) < self._wanted:
-                part = bytearray(self._wanted - len(self._read))
+            while len(self._read) < self._message_nbytes:
+                part = bytearray(self._message_nbytes - len(self._read))
                 count = self.wire.recv_into(memoryview(part))
                 if count is None:
                     return None
@@ -78,15 +78,15 @@ class HandshakeConnection:
             taken, self._read = bytes(self._read), bytearray()
             self._has_length = not self._has_length
             if not self._has_length:
-                self._wanted = LENGTH.size
+                self._message_nbytes = LENGTH.size
                 return taken
-            (self._wanted,) = LENGTH.unpack(taken)
+            (self._message_nbytes,) = LENGTH.unpack(taken)
             if taken[0] in RECORD_TYPES and taken[1] == RECORD_VERSION:
                 raise OneSidedTls
-            if not 1 <= self._wanted <= self.handshake.max_nbytes:
+            if not 1 <= self._message_nbytes <= self.handshake.max_nbytes:
                 raise BridgeRefused.of(
                     "foreign",
-                    f"a message of {self._wanted} bytes, where one of up to {self.handshake.max_nbytes} is expected",
+                    f"expected a message of up to {self.handshake.max_nbytes} bytes, got one of {self._message_nbytes}",
                 )
 
     def _flush(self) -> bool:

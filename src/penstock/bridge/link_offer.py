@@ -89,20 +89,20 @@ def differences(here: LinkOffer, there: LinkOffer) -> list[str]:
     """Returns why the two sides do not fit, a sentence part each; empty: they do."""
     reasons = []
     for what in ("version", "layout", "link", "epoch", "has_values"):
-        ours, theirs = getattr(here, what), getattr(there, what)
-        if ours != theirs:
-            reasons.append(f"{_NAMES[what]} is {ours!r} here, {theirs!r} there")
+        own, other = getattr(here, what), getattr(there, what)
+        if own != other:
+            reasons.append(f"{_NAMES[what]} is {own!r} here, {other!r} there")
     for what in sorted(here.same.keys() | there.same.keys()):
-        ours, theirs = here.same.get(what, "not given"), there.same.get(what, "not given")
-        if ours != theirs:
-            reasons.append(f"{what} is {ours} here, {theirs} there")
+        own, other = here.same.get(what, "not given"), there.same.get(what, "not given")
+        if own != other:
+            reasons.append(f"{what} is {own} here, {other} there")
     reasons += _of_channels(here, there)
     reasons += _of_words(here, there)
-    for mine, other, place in ((here, there, "here"), (there, here, "there")):
-        if mine.silence_s < 2 * other.heartbeat_s:
+    for side, peer, place in ((here, there, "here"), (there, here, "there")):
+        if side.silence_s < 2 * peer.heartbeat_s:
             reasons.append(
-                f"a silence of {mine.silence_s:g} s {place} is less than two heartbeats of the other side, every "
-                f"{other.heartbeat_s:g} s"
+                f"a silence of {side.silence_s:g} s {place} is less than two heartbeats of the other side, every "
+                f"{peer.heartbeat_s:g} s"
             )
     if len(reasons) > MAX_DIFFERENCES:
         reasons[MAX_DIFFERENCES:] = [f"and {len(reasons) - MAX_DIFFERENCES} more"]
@@ -120,17 +120,18 @@ _NAMES = {
 
 def _of_channels(here: LinkOffer, there: LinkOffer) -> list[str]:
     reasons = []
-    ours = {channel.name: channel for channel in here.channels}
-    theirs = {channel.name: channel for channel in there.channels}
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        reasons.append(f"channel '{name}' is only {'here' if name in ours else 'there'}")
-    for name in sorted(ours.keys() & theirs.keys()):
-        mine, other = ours[name], theirs[name]
-        if mine.is_outbound == other.is_outbound:
-            reasons.append(f"channel '{name}' is {'outbound' if mine.is_outbound else 'inbound'} at both sides")
+    own = {channel.name: channel for channel in here.channels}
+    other = {channel.name: channel for channel in there.channels}
+    for name in sorted(own.keys() ^ other.keys()):
+        reasons.append(f"channel '{name}' is only {'here' if name in own else 'there'}")
+    for name in sorted(own.keys() & other.keys()):
+        own_channel, peer_channel = own[name], other[name]
+        if own_channel.is_outbound == peer_channel.is_outbound:
+            reasons.append(f"channel '{name}' is {'outbound' if own_channel.is_outbound else 'inbound'} at both sides")
             continue
         try:
-            reasons += [f"channel '{name}': {reason}" for reason in schema_differences(mine.schema, other.schema)]
+            schemas = own_channel.schema, peer_channel.schema
+            reasons += [f"channel '{name}': {reason}" for reason in schema_differences(*schemas)]
         except LayoutMismatch as error:
             reasons.append(f"channel '{name}': {error}")
     return reasons
@@ -138,13 +139,13 @@ def _of_channels(here: LinkOffer, there: LinkOffer) -> list[str]:
 
 def _of_words(here: LinkOffer, there: LinkOffer) -> list[str]:
     reasons = []
-    ours = {words.name: words for words in here.words}
-    theirs = {words.name: words for words in there.words}
-    for name in sorted(ours.keys() ^ theirs.keys()):
-        reasons.append(f"words '{name}' are only {'here' if name in ours else 'there'}")
-    for name in sorted(ours.keys() & theirs.keys()):
-        if ours[name].is_outbound == theirs[name].is_outbound:
+    own = {words.name: words for words in here.words}
+    other = {words.name: words for words in there.words}
+    for name in sorted(own.keys() ^ other.keys()):
+        reasons.append(f"words '{name}' are only {'here' if name in own else 'there'}")
+    for name in sorted(own.keys() & other.keys()):
+        if own[name].is_outbound == other[name].is_outbound:
             reasons.append(f"words '{name}' go the same way at both sides")
-        elif ours[name].words != theirs[name].words:
-            reasons.append(f"words '{name}' are {ours[name].words} here, {theirs[name].words} there")
+        elif own[name].words != other[name].words:
+            reasons.append(f"words '{name}' are {own[name].words} here, {other[name].words} there")
     return reasons

@@ -338,9 +338,9 @@ class LinkSession:
         if self._deaths.get(end) == death.pid:
             return  # the last death is raised by every call
         self._deaths[end] = death.pid
-        told = ChannelDeath(lane.spec.name, death.index, death.name, death.pid, death.how)
-        self.queue.put(packets.DEATH, lane.number, int(is_receiver), msgspec.msgpack.encode(told))
-        self._tell(told)
+        message = ChannelDeath(lane.spec.name, death.index, death.name, death.pid, death.how)
+        self.queue.put(packets.DEATH, lane.number, int(is_receiver), msgspec.msgpack.encode(message))
+        self._tell(message)
 
     def _on_remote_death(self, number: int, is_receiver: bool, payload: memoryview) -> None:
         try:

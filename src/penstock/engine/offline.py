@@ -59,7 +59,7 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     logs.configure("launcher", config.log_format, config.log_level)
     config = with_model_defaults(config)
     require_startable(config)
-    defaults = {**GREEDY, **config.sampling_defaults.given, **defaults}
+    defaults = {**GREEDY, **config.sampling_defaults.explicit, **defaults}
     with contextlib.ExitStack() as files:
         lines = sys.stdin.buffer if prompts == "-" else files.enter_context(open(prompts, "rb"))
         requests = list(_read_lines(lines, config, defaults))

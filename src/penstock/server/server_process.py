@@ -151,7 +151,7 @@ def _max_connections(options: ServerOptions) -> int:
             "few connections",
             logging.WARNING,
             most=max_connections,
-            wanted=connections,
+            required=connections,
             descriptors=hard,
             remedy=remedy,
         )

@@ -149,13 +149,13 @@ def examine_proc() -> Finding:
 
 
 def examine_memory() -> Finding:
-    available, whose = _native.memory_available()
+    available, limit = _native.memory_available()
     limits = [
         f"{name} {in_units(soft)}"
         for name, number in (("address space", resource.RLIMIT_AS), ("file size", resource.RLIMIT_FSIZE))
         if (soft := resource.getrlimit(number)[0]) != resource.RLIM_INFINITY
     ]
-    text = f"{in_units(available)} available, as {whose} leaves them"
+    text = f"{in_units(available)} available, as {limit} leaves them"
     text += f"; limits of this process: {', '.join(limits)}" if limits else ""
     return Finding("ok" if available >= 1 << 30 else "warning", "memory", text)
 
@@ -340,7 +340,7 @@ def examine_model(model: str) -> Finding:
         return Finding("missing", "model", str(error))
     name = ", ".join(whole.get("architectures") or [str(whole.get("model_type"))])
     text = f"{directory.name}: {name}, {in_units(weights)} of weights, {config.max_model_len} tokens at most"
-    defaults = " ".join(f"{field}={value}" for field, value in config.sampling_defaults.given.items())
+    defaults = " ".join(f"{field}={value}" for field, value in config.sampling_defaults.explicit.items())
     text += f"; sampling defaults {defaults}" if defaults else ""
     available, _ = _native.memory_available()
     if weights > available:

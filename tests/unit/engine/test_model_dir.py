@@ -57,13 +57,13 @@ def test_simulated_device_with_a_model_directory_gives_ids_of_tokenizer(tmp_path
 def test_sampling_defaults_are_those_of_generation_config(tmp_path: Path, file: dict, sampling: dict) -> None:
     (tmp_path / "generation_config.json").write_text(json.dumps(file))
     config = EngineConfig(model=str(tmp_path))
-    assert with_model_defaults(config).sampling_defaults.given == sampling
+    assert with_model_defaults(config).sampling_defaults.explicit == sampling
     neutral = msgspec.structs.replace(config, generation_config="vllm")
-    assert with_model_defaults(neutral).sampling_defaults.given == {}
+    assert with_model_defaults(neutral).sampling_defaults.explicit == {}
 
 
 def test_sampling_defaults_are_neutral_without_generation_config(tmp_path: Path) -> None:
-    assert with_model_defaults(EngineConfig(model=str(tmp_path))).sampling_defaults.given == {}
+    assert with_model_defaults(EngineConfig(model=str(tmp_path))).sampling_defaults.explicit == {}
 
 
 @pytest.mark.parametrize(

@@ -60,7 +60,7 @@ def test_what_follows_a_gap_is_not_compared() -> None:
     stats = stats_of(PLAIN, b"aaaa", 5, b"bbbb", b"bbbb", None, b"cccc")
     item = stats.classes["bytes"]
     assert (item.nbytes.count, item.edits.count, item.edits.total) == (4, 1, 0)
-    assert (stats.missed, stats.gone, stats.seen) == (5, 1, 5)
+    assert (stats.missed, stats.gone, stats.records) == (5, 1, 5)
 
 
 def test_lanes_are_told_apart() -> None:

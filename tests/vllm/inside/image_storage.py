@@ -44,12 +44,12 @@ def test_writer_without_a_store_and_its_readers_use_vllms_ring_buffer(monkeypatc
 
     monkeypatch.setattr(SignedStore, "create", create)
     ring = shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
-    assert type(ring) is images.TheirRing
+    assert type(ring) is images.VllmRing
     writer = storage(ring)
-    assert type(writer) is images.TheirStorage
+    assert type(writer) is images.VllmStorage
     address, number = writer.put("a", item(1))
     reader = storage(shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own"), SimpleNamespace())
-    assert type(reader) is images.TheirStorage
+    assert type(reader) is images.VllmStorage
     assert writer.get(address, number) == item(1)
     assert list(settings.fall_backs) == [("images", "no store: no memory left")]
     reader.close()
@@ -59,7 +59,7 @@ def test_writer_without_a_store_and_its_readers_use_vllms_ring_buffer(monkeypatc
 def test_server_without_a_shareable_store_uses_vllms_ring_buffer(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(images.image_caches, "is_refused", True)
     ring = shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test_own", create=True)
-    assert type(ring) is images.TheirRing
+    assert type(ring) is images.VllmRing
     ring.close()
 
 
@@ -116,10 +116,10 @@ def test_the_setting_says_where_views_are_safe(
 
 def test_a_fork_server_leaves_vllms_cache_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (shm_object_storage, shm):
-        monkeypatch.setattr(module, "SingleWriterShmRingBuffer", images.TheirRing)
+        monkeypatch.setattr(module, "SingleWriterShmRingBuffer", images.VllmRing)
     monkeypatch.setenv("VLLM_WORKER_MULTIPROC_METHOD", "forkserver")
     images.replace(settings.Settings())
-    assert shm.SingleWriterShmRingBuffer is images.TheirRing
+    assert shm.SingleWriterShmRingBuffer is images.VllmRing
     assert [part for part, _ in settings.fall_backs] == ["images"]
 
 

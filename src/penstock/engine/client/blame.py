@@ -58,10 +58,10 @@ class Blame:
             raise EngineError(500, f"{reason}: it is not run again within {max(left):.0f} s")
 
     def groups_for(self, submitted: SubmittedRequest, serving: dict[int, int], has_confined: bool) -> dict[int, int]:
-        """Returns those of the groups that serve (with their incarnations) which may run a request now.
+        """Returns the serving groups that may run a request now, with their incarnations.
 
-        Suspects are tried in one group, and no other request goes there while another group serves. That group is
-        awaited, unless its starts fail. `has_confined`: a request of this client waits for the group."""
+        Suspects are tried in one group, and other requests go to the other groups while any serves. Suspects wait for
+        the trial group, unless its starts fail. `has_confined`: a request of this client waits for the group."""
         trial, rows = self._board.cluster[StatusBoard.TRIAL_GROUP] - 1, self._board.rows
         if not submitted.is_confined:
             avoided = {group for group in serving if rows[group][StatusBoard.SUSPECTS]}

@@ -1,7 +1,7 @@
-"""A request as its server keeps it while it is open, so that it can be submitted again when its group is lost.
+"""A request as its server keeps it while it is open: the server submits it again when its group is lost.
 
-A `Delta` carries ids together with the text that they have made visible. So the ids received of each sample say exactly
-what the client of the server has got: a group that gets them continues the answer after them.
+A `Delta` carries ids together with the text of these ids. The ids received of each sample are exactly the ids of the
+text that the HTTP client has: another group continues the answer after them.
 """
 
 from __future__ import annotations
@@ -153,5 +153,5 @@ class SubmittedRequest:
         counts[list(self._over)] = -1
         for sample, ids in self.generated.items():
             counts[sample] = len(ids)
-        kept = [np.frombuffer(ids, np.int32) for _, ids in sorted(self.generated.items())]
-        return Progress(counts, np.concatenate(kept) if kept else np.empty(0, np.int32))
+        arrays = [np.frombuffer(ids, np.int32) for _, ids in sorted(self.generated.items())]
+        return Progress(counts, np.concatenate(arrays) if arrays else np.empty(0, np.int32))

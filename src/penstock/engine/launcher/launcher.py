@@ -80,8 +80,8 @@ class Launcher:
         loop = asyncio.get_running_loop()
         loop.add_signal_handler(signal.SIGCHLD, self._check_stopped)
         config = self.cluster.config
-        if config.sampling_defaults.given:
-            source, defaults = f"{config.model}/{GENERATION}", config.sampling_defaults.given
+        if config.sampling_defaults.explicit:
+            source, defaults = f"{config.model}/{GENERATION}", config.sampling_defaults.explicit
             event("default sampling parameters", source=source, **defaults, neutral_ones=NEUTRAL_ONES)
         if config.store_nbytes or config.tensor_transport != "auto":
             by = "store" if config.store_nbytes else "inline"

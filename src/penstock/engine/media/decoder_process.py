@@ -95,10 +95,10 @@ class _Decoder:
             video = VideoFile(file, self._limits)
             info = VideoInfo(**video.info._asdict())
             planned = self._plan(info)
-            kept, size = len(planned.indices), (info.width, info.height)
-            at_once = min(kept, self._processor.frames_at_once(planned, info.height, info.width))
+            frame_count, size = len(planned.indices), (info.width, info.height)
+            at_once = min(frame_count, self._processor.frames_at_once(planned, info.height, info.width))
             nbytes = planned.nbytes + COPIES * at_once * RGB * info.width * info.height
-            self._send(Opened(info.frames, info.duration, *size, kept, planned.tokens, nbytes))
+            self._send(Opened(info.frames, info.duration, *size, frame_count, planned.tokens, nbytes))
             message, _ = self._receive()
             assert isinstance(message, Decode), "the second message of a server"
             frames: Any = video.frames(planned.indices)
@@ -107,9 +107,11 @@ class _Decoder:
 
     def _plan(self, info: VideoInfo) -> VideoPlan:
         planned = self._processor.plan(info)
-        kept, most = len(planned.indices), self._limits.frames
-        if kept > most:
-            raise MediaRefused(413, f"of a video the model gets at most {most} frames, of this one it would get {kept}")
+        count, most = len(planned.indices), self._limits.frames
+        if count > most:
+            raise MediaRefused(
+                413, f"of a video the model gets at most {most} frames, of this one it would get {count}"
+            )
         return planned
 
     def _store(self, ticket: str, key: bytes, frames: Any, planned: VideoPlan) -> bool:

@@ -110,10 +110,10 @@ class ImageProcessor:
         If cancelled, work that has not begun is dropped. Raises MediaRefused, the errors of `raw()`, and ClosedError if
         the scope was released meanwhile.
         """
-        found = await self._small.run(scope, functools.partial(self._find_or_parse, raw, scope))
-        if isinstance(found, ProcessedImage):
-            return found
-        key, encoded = found
+        result = await self._small.run(scope, functools.partial(self._find_or_parse, raw, scope))
+        if isinstance(result, ProcessedImage):
+            return result
+        key, encoded = result
         is_large = encoded.work > LARGE_PIXELS or len(encoded.data) > LARGE_NBYTES
         threads = self._large if is_large else self._small
         load = functools.partial(self._load_parsed, key, encoded, scope)

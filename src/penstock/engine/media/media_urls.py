@@ -88,10 +88,10 @@ def _data_begin(url: str, max_nbytes: int, kind: MediaKind) -> int:
 
 def _require_format(url: str, head: bytes, kind: MediaKind) -> None:
     """Raises MediaRefused if the first bytes are of another format than the data URL says."""
-    said, got = kind.types[url[len("data:") :].partition(";")[0].lower()], kind.format_of(head)
-    if said != got:
-        article = "an" if said.startswith("MP") else "a"
-        raise MediaRefused(400, f"expected {article} {said} {kind.noun}, as its URL says, got {got}")
+    announced, actual = kind.types[url[len("data:") :].partition(";")[0].lower()], kind.format_of(head)
+    if announced != actual:
+        article = "an" if announced.startswith("MP") else "a"
+        raise MediaRefused(400, f"expected {article} {announced} {kind.noun}, as its URL says, got {actual}")
 
 
 def too_long(kind: MediaKind, max_nbytes: int, actual: object = "more") -> MediaRefused:

@@ -216,39 +216,39 @@ class VideoDecoders:
         raise MediaRefused(500, "no video decoder can be started: the server's log says why")
 
     async def _fork_from(self, host: socket.socket) -> tuple[socket.socket, int | None]:
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs:
-                ours.setblocking(False)
-                video_messages.send(host, Fork(), [theirs.fileno()])
+            with peer:
+                line.setblocking(False)
+                video_messages.send(host, Fork(), [peer.fileno()])
             packet, fds = await receive(host)
             if not packet:
                 raise ConnectionResetError
         except BaseException:
-            ours.close()
+            line.close()
             raise
-        return ours, fds[0] if fds else None
+        return line, fds[0] if fds else None
 
     async def _start(self) -> socket.socket:
         """Starts the decoder host. Raises ConnectionError if it ends before it can fork."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        ours.setblocking(False)
-        self._line = ours
+        line, peer = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        line.setblocking(False)
+        self._line = line
         began = time.monotonic()
-        with theirs:
-            command = [sys.executable, "-c", MAIN, str(theirs.fileno()), str(os.getpid())]
+        with peer:
+            command = [sys.executable, "-c", MAIN, str(peer.fileno()), str(os.getpid())]
             environment = {**os.environ, **ONE_THREAD, "PYTHONSAFEPATH": "1"}
             # By this thread: the host ends with the thread that has started it.
-            self._host = subprocess.Popen(command, pass_fds=[theirs.fileno()], env=environment, cwd="/")
-        video_messages.send(ours, self._settings.setup())
+            self._host = subprocess.Popen(command, pass_fds=[peer.fileno()], env=environment, cwd="/")
+        video_messages.send(line, self._settings.setup())
         try:
-            packet, _ = await asyncio.wait_for(receive(ours), START_TIMEOUT)
+            packet, _ = await asyncio.wait_for(receive(line), START_TIMEOUT)
         except asyncio.TimeoutError:
             raise ConnectionResetError from None
         if not packet:
             raise ConnectionResetError
         event("video decoders started", seconds=time.monotonic() - began)
-        return ours
+        return line
 
     def _drop_host(self) -> None:
         line, host = self._line, self._host

@@ -115,12 +115,12 @@ class VideoFile:
         return VideoFrames(shape, self._pictures(indices))
 
     def _pictures(self, indices: Sequence[int]) -> Iterator[Picture]:
-        wanted = iter(indices)
-        index = next(wanted, None)
+        remaining = iter(indices)
+        index = next(remaining, None)
         for number, frame in enumerate(self._decode()):
             if number == index:
                 yield self._picture(frame, number)
-                index = next(wanted, None)
+                index = next(remaining, None)
                 if index is None:
                     return
         reason = f"frame {index} of {self.info.frames} cannot be decoded, as the file ends before it"

@@ -124,10 +124,10 @@ class VideoLoader:
                 room = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
             take = functools.partial(self._take_inline, stored, room, key, scope)
             return await self._threads.run(scope, take), False
-        found = self._find(key, scope, is_decoded=True)  # the decoder holds it meanwhile
-        if found is None:
+        video = self._find(key, scope, is_decoded=True)  # the decoder holds it meanwhile
+        if video is None:
             raise MediaRefused(503, "the video was removed from the store before its request had it: send it again")
-        return found, stored.is_new
+        return video, stored.is_new
 
     def _take_inline(self, stored: Inline, room: mmap.mmap, key: bytes, scope: Scope) -> ProcessedVideo:
         tree = read(stored.layout, room)

@@ -62,16 +62,16 @@ class LogprobsWriter:
         """`offsets`: where each row's text begins. Of likely tokens that look alike, the last is told."""
         names, values = list(map(self._name, logprobs.ids.tolist())), _values(logprobs)
         formats: list[bytes] = []
-        kept: list[float] = []
+        numbers: list[float] = []
         start = 0
         for count, offset in zip(_counts(logprobs), offsets, strict=True):
             end = start + count
             likeliest = dict(zip(names[start + 1 : end], values[start + 1 : end], strict=True)) if count > 1 else {}
-            kept += offset, values[start], *likeliest.values()
+            numbers += offset, values[start], *likeliest.values()
             written = b":%.6g,".join(likeliest) + b":%.6g" if likeliest else b""
             formats += COMPLETION, names[start], b'],"top_logprobs":[{', written, b"}]}" + ROW_END
             start = end
-        return _written(formats, kept)
+        return _written(formats, numbers)
 
     def _make_name(self, token_id: int) -> bytes:
         """Returns the text of an id as a JSON string, within a format string."""

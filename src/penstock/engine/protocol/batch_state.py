@@ -77,7 +77,7 @@ class BatchState:
         self.counts: Ints = np.zeros(slots, np.int32)  # tokens that the last step computes; 0 for slots that do not run
         self.sampled: Index = self.rows  # those of `rows` that sample in the last step, in the same order
         self._positions = blocks * block_size + 1  # less than this is computed of any slot, and by any step
-        self._ones = self.counts  # 1 for slots that run
+        self._running = self.counts  # 1 for slots that run
         self._room = 0  # for so many steady steps, at least, all rows have blocks, and sample
 
     # ── for the core and the workers ──
@@ -105,9 +105,9 @@ class BatchState:
             and self._room > 0
         ):
             self._room -= 1
-            np.add(self.computed, self._ones, self.computed)
-            np.add(self.known, self._ones, self.known)
-            self.counts = self._ones
+            np.add(self.computed, self._running, self.computed)
+            np.add(self.known, self._running, self.known)
+            self.counts = self._running
             self.sampled = self.rows
             return
         draft = StepDraft(self)
@@ -134,8 +134,8 @@ class StepDraft:
         self._computed = now.computed
         self._known = now.known
         self._block_counts = now.block_counts
-        self._ones = now._ones
-        self._counts = now._ones
+        self._running = now._running
+        self._counts = now._running
         self._room = 0
         self._rows = now.rows
         self._sampled = now.sampled
@@ -285,7 +285,7 @@ class StepDraft:
     def advance(self, advances: Advances | None) -> None:
         now = self._now
         self._count_rows()
-        counts = self._ones
+        counts = self._running
         if advances is not None:
             slots = self._slots(advances.slots, "advances.slots", RUNNING)
             tokens = check_column(advances.counts, slots.size, "advances.counts", now._positions)
@@ -295,8 +295,8 @@ class StepDraft:
 
     def _count_rows(self) -> None:
         if self._has_other_rows:
-            self._ones = (self._status == RUNNING).astype(np.int32)
-            self._rows = np.flatnonzero(self._ones)
+            self._running = (self._status == RUNNING).astype(np.int32)
+            self._rows = np.flatnonzero(self._running)
 
     def _settle(self, counts: Ints, advances: Advances | None) -> None:
         """Advances all rows by `counts`. Raises DecodeError if blocks have no room for it, or tokens are not known."""
@@ -360,7 +360,7 @@ class StepDraft:
                 now.prompts[slot], now.params[slot], now.inputs[slot] = prompt, params, inputs
             for slot, generated in self._generated:
                 now.generated[slot] = generated
-        now.rows, now.counts, now._ones, now._room = self._rows, self._counts, self._ones, self._room
+        now.rows, now.counts, now._running, now._room = self._rows, self._counts, self._running, self._room
 
     def _slots(self, slots: Slots, place: str, *expected: int) -> Index:
         """Returns the column as an index. Raises DecodeError unless slots exist, once each, with a `wanted` status."""

@@ -72,10 +72,10 @@ class SamplingDefaults(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         """Raises ValueError."""
-        SamplingParams(**self.given)
+        SamplingParams(**self.explicit)
 
     @property
-    def given(self) -> dict[str, Any]:
+    def explicit(self) -> dict[str, Any]:
         return {name: value for name, value in msgspec.structs.asdict(self).items() if value is not None}
 
 
@@ -113,8 +113,8 @@ class Nodes(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"expected rank (--node-rank) from 0 to {self.count - 1}, got {self.rank}")
         if not self.address:
             raise ValueError("expected address (--master-addr) of the home node, got none")
-        given = [bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)]
-        if any(given) and not all(given):
+        tls_files = [bool(path) for path in (self.tls_cert, self.tls_key, self.tls_ca)]
+        if any(tls_files) and not all(tls_files):
             raise ValueError(
                 "TLS between nodes needs all of tls_cert, tls_key and tls_ca (--nodes-tls-cert, --nodes-tls-key, "
                 f"--nodes-tls-ca), got {self.tls_cert!r}, {self.tls_key!r}, {self.tls_ca!r}"

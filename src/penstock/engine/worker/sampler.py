@@ -272,9 +272,9 @@ class _Batch:
 
     def restrict(self, logits: torch.Tensor) -> None:
         logits.index_put_(self.biased, self.biases, accumulate=True)
-        kept = logits[self.allowed]
+        allowed_logits = logits[self.allowed]
         logits[self.limited] = -torch.inf
-        logits[self.allowed] = kept
+        logits[self.allowed] = allowed_logits
 
     def draw(self, logits: torch.Tensor, maxima: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
         """Returns an id for each row, drawn from the likeliest `top_k`, of these from as many as make up `top_p`, of

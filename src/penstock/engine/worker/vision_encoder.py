@@ -246,7 +246,7 @@ class EncoderCache:
         """Yields what the step computes of each image."""
         for slot, first, begin, end in _rows_before(self._ends, input_batch):
             for image, there in self._images[slot]:
-                low, high = (int(found) for found in np.searchsorted(there, (begin, end)))
+                low, high = (int(index) for index in np.searchsorted(there, (begin, end)))
                 if low < high:
                     yield ImageChunk(slot, image, first + there[low:high] - begin, low, high)
 

@@ -77,35 +77,35 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self.store = self.signed.store
         self.issues = Issues(self.store, CORE)
         self._values = ImageValues(has_views=False)
-        self._found: dict[str, tuple[Lease, Sequence[Any]]] = {}  # from is_cached_item until the item is used
+        self._held_items: dict[str, tuple[Lease, Sequence[Any]]] = {}  # from is_cached_item until the item is used
         self._updates: OrderedDict[Ref, Sequence[Any]] = OrderedDict()  # of values put here, without theirs beside them
         self._counts = self._reported = CacheInfo(hits=0, total=0)
 
     def is_cached_item(self, mm_hash: str) -> bool:
-        if mm_hash not in self._found:
-            found = self._find(mm_hash)
-            if found is None:
+        if mm_hash not in self._held_items:
+            item = self._find(mm_hash)
+            if item is None:
                 return False
-            self._found[mm_hash] = found  # held: another server may want its room before this request is through
+            self._held_items[mm_hash] = item  # held: another server may want its room before this request is through
         return True
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> tuple[Any, Sequence[Any]]:
-        found = self._found.pop(mm_hash, None) or self._find(mm_hash)
+        item = self._held_items.pop(mm_hash, None) or self._find(mm_hash)
         hits, total = self._counts
-        self._counts = CacheInfo(hits=hits + (found is not None), total=total + 1)
-        if found is None:
+        self._counts = CacheInfo(hits=hits + (item is not None), total=total + 1)
+        if item is None:
             assert mm_item is not None, f"vLLM asked whether {mm_hash} is cached, and it was not"
-            found = self._put(mm_hash, *mm_item)
-            if found is None:
+            item = self._put(mm_hash, *mm_item)
+            if item is None:
                 return mm_item  # type: ignore[no-any-return]
-        lease, updates = found
+        lease, updates = item
         return self._reference(mm_hash, lease), updates
 
     def touch_sender_cache_item(self, mm_hash: str) -> None:
         self.is_cached_item(mm_hash)
 
     def release_sender_touches(self) -> None:
-        self._found.clear()
+        self._held_items.clear()
 
     def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
         """Lets a reference that a client sent back travel once more.
@@ -123,7 +123,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self.issues.add(lease, mm_item)
 
     def clear_cache(self) -> None:
-        self._found.clear()
+        self._held_items.clear()
         self._updates.clear()
         self.store.clear()
         self._counts = self._reported = CacheInfo(hits=0, total=0)
@@ -136,7 +136,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         return counts - before
 
     def close(self) -> None:
-        self._found.clear()
+        self._held_items.clear()
         self.issues.close()
         self.signed.close()
 
@@ -180,8 +180,8 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             )
             return None
         if not isinstance(loan, Loan):  # another server was faster, and may have another image under this hash
-            theirs = self._updates_of(loan)
-            return None if theirs is None else (loan, theirs)
+            other_updates = self._updates_of(loan)
+            return None if other_updates is None else (loan, other_updates)
         lease = loan.commit()
         if pickled is None:
             self._updates[lease.ref] = updates
@@ -347,17 +347,17 @@ def replace(views: bool) -> None:
         return SharedWorkerCache() if is_shared(vllm_config) else worker(vllm_config, shared_worker_lock)
 
     ModelConfig.verify_with_parallel_config = verify_with_parallel_config
-    for theirs, ours in (
+    for original, replacement in (
         (processor, processor_cache_from_config),
         (engine, engine_receiver_cache_from_config),
         (worker, worker_receiver_cache_from_config),
     ):
-        rebind(theirs, ours)
+        rebind(original, replacement)
 
 
-def rebind(theirs: Any, ours: Any) -> None:
+def rebind(original: Any, replacement: Any) -> None:
     """Binds ours wherever a loaded module of vLLM has theirs by the same name; modules loaded later import ours."""
-    name = theirs.__name__
+    name = original.__name__
     for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("vllm.") and vars(module).get(name) is theirs:
-            setattr(module, name, ours)
+        if module_name.startswith("vllm.") and vars(module).get(name) is original:
+            setattr(module, name, replacement)

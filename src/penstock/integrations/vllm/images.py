@@ -18,7 +18,7 @@ from collections.abc import Callable
 from multiprocessing.synchronize import Lock
 from typing import Any, cast
 
-from vllm.distributed.device_communicators import shm_object_storage as theirs
+from vllm.distributed.device_communicators import shm_object_storage as vllm_storage
 from vllm.multimodal.cache import shm
 
 from penstock import Lease, MemoryExhausted, Missing
@@ -33,8 +33,8 @@ MAX_ITEMS = 2048
 MAX_PEERS = 32
 KEY = struct.Struct("<QQ16x")  # monotonic id, address
 
-TheirRing: Any = theirs.SingleWriterShmRingBuffer
-TheirStorage: Any = theirs.SingleWriterShmObjectStorage
+VllmRing: Any = vllm_storage.SingleWriterShmRingBuffer
+VllmStorage: Any = vllm_storage.SingleWriterShmObjectStorage
 has_views = False  # replace() sets it, once for the process
 
 
@@ -42,15 +42,15 @@ class SingleWriterShmRingBuffer:
     """The store, by the name that vLLM gives its ring buffer. Where there is no store, it is vLLM's ring buffer."""
 
     def __new__(cls, data_buffer_size: int, name: str | None = None, create: bool = False) -> Any:
-        made = super().__new__(cls)
-        made.name = name or secrets.token_hex(8)
-        variable = store_variable(made.name)
+        ring = super().__new__(cls)
+        ring.name = name or secrets.token_hex(8)
+        variable = store_variable(ring.name)
         if create:
             os.environ.pop(variable, None)  # of an earlier cache of this process
             if image_caches.is_refused:
-                return TheirRing(data_buffer_size, name, create)
+                return VllmRing(data_buffer_size, name, create)
             try:
-                made.signed = SignedStore.create(
+                ring.signed = SignedStore.create(
                     variable,
                     data_buffer_size + SLACK_NBYTES,
                     name="vllm images",
@@ -60,13 +60,13 @@ class SingleWriterShmRingBuffer:
                 )
             except (MemoryError, OSError) as error:
                 fall_back(PART, f"no store: {error}")
-                return TheirRing(data_buffer_size, name, create)
+                return VllmRing(data_buffer_size, name, create)
         elif variable in os.environ:
-            made.signed = SignedStore.attach(variable, peer_name="vllm worker")
-            made.signed.store.peers()  # takes its place now: only an attached reader is granted what is issued
+            ring.signed = SignedStore.attach(variable, peer_name="vllm worker")
+            ring.signed.store.peers()  # takes its place now: only an attached reader is granted what is issued
         else:
-            return TheirRing(data_buffer_size, name, create)
-        return made
+            return VllmRing(data_buffer_size, name, create)
+        return ring
 
     def __init__(self, data_buffer_size: int, name: str | None = None, create: bool = False) -> None:
         self.name: str
@@ -85,7 +85,7 @@ class SingleWriterShmRingBuffer:
         self.signed.close()
 
 
-class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
+class SingleWriterShmObjectStorage(VllmStorage):  # type: ignore[misc]
     """vLLM's storage of objects by key; its index is the writer's, its values lie in a store."""
 
     def __new__(
@@ -94,7 +94,7 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
         if isinstance(ring_buffer, SingleWriterShmRingBuffer):
             return cast("SingleWriterShmObjectStorage", super().__new__(cls))
         return cast(
-            "SingleWriterShmObjectStorage", TheirStorage(max_object_size, n_readers, ring_buffer, *more, **options)
+            "SingleWriterShmObjectStorage", VllmStorage(max_object_size, n_readers, ring_buffer, *more, **options)
         )
 
     def __init__(
@@ -102,7 +102,7 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
         max_object_size: int,
         n_readers: int,
         ring_buffer: SingleWriterShmRingBuffer,
-        serde_class: type[Any] = theirs.MsgpackSerde,
+        serde_class: type[Any] = vllm_storage.MsgpackSerde,
         reader_lock: Lock | None = None,
     ) -> None:
         super().__init__(max_object_size, n_readers, ring_buffer, serde_class, reader_lock)
@@ -257,7 +257,7 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
             self._unread[monotonic_id] = (lease, waiting - 1)
 
     @staticmethod
-    def create_from_handle(handle: theirs.ShmObjectStorageHandle) -> Any:
+    def create_from_handle(handle: vllm_storage.ShmObjectStorageHandle) -> Any:
         ring = SingleWriterShmRingBuffer(*handle.ring_buffer_handle)
         return SingleWriterShmObjectStorage(
             handle.max_object_size, handle.n_readers, ring, handle.serde_class, handle.reader_lock
@@ -267,12 +267,12 @@ class SingleWriterShmObjectStorage(TheirStorage):  # type: ignore[misc]
 def replace(settings: Settings) -> None:
     """Binds our storage over vLLM's, and our caches where vLLM has none that processes share."""
     global has_views
-    if theirs.SingleWriterShmRingBuffer is SingleWriterShmRingBuffer:
+    if vllm_storage.SingleWriterShmRingBuffer is SingleWriterShmRingBuffer:
         return  # vLLM loads its plugins more than once
     if os.environ.get("VLLM_WORKER_MULTIPROC_METHOD") == "forkserver":
         fall_back(PART, "a fork server does not pass on the environment, by which processes find the store")
         return
     has_views = are_views_safe(settings)
-    theirs.SingleWriterShmRingBuffer = shm.SingleWriterShmRingBuffer = SingleWriterShmRingBuffer
-    theirs.SingleWriterShmObjectStorage = shm.SingleWriterShmObjectStorage = SingleWriterShmObjectStorage
+    vllm_storage.SingleWriterShmRingBuffer = shm.SingleWriterShmRingBuffer = SingleWriterShmRingBuffer
+    vllm_storage.SingleWriterShmObjectStorage = shm.SingleWriterShmObjectStorage = SingleWriterShmObjectStorage
     image_caches.replace(has_views)

@@ -291,11 +291,11 @@ def _encode_blocks(blocks: list[Any]) -> list[tuple[int, tuple[list[int], ...]]]
     num_absent = blocks.count(None)
     if num_absent == len(blocks):
         return []
-    found = [(index, blocks[index]) for index in itertools.compress(range(len(blocks)), blocks)]
-    if len(found) + num_absent != len(blocks):  # an empty value is neither
+    present = [(index, blocks[index]) for index in itertools.compress(range(len(blocks)), blocks)]
+    if len(present) + num_absent != len(blocks):  # an empty value is neither
         return None
     block_ids: list[Any] = []
-    for _, groups in found:
+    for _, groups in present:
         if type(groups) is not tuple:
             return None
         for group in groups:
@@ -304,4 +304,4 @@ def _encode_blocks(blocks: list[Any]) -> list[tuple[int, tuple[list[int], ...]]]
             block_ids += group
     if not _are_ints(block_ids):
         return None
-    return found
+    return present

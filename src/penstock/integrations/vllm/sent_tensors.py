@@ -60,15 +60,15 @@ class SentTensors:
     def release_received(self, *, gives_up_lost: bool = False) -> None:
         """Releases what its receivers have opened; with `gives_up_lost` also what none has within the timeout."""
         now = time.monotonic()
-        kept: deque[tuple[bytes, Lease, float]] = deque()
+        unreceived: deque[tuple[bytes, Lease, float]] = deque()
         for key, lease, sent_at in self._sent:
             if gives_up_lost and now - sent_at > self._timeout:
                 self.store.remove(key)
             elif self._is_kept(key):
-                kept.append((key, lease, sent_at))
+                unreceived.append((key, lease, sent_at))
                 continue
             lease.release()
-        self._sent = kept
+        self._sent = unreceived
 
     def _is_kept(self, key: bytes) -> bool:
         try:

@@ -57,4 +57,7 @@ def _field_names(value: Any) -> list[str]:
 
 
 def _first(pairs: Any) -> str | None:
-    return next((found for actual, expected, path in pairs if (found := find_difference(actual, expected, path))), None)
+    return next(
+        (difference for actual, expected, path in pairs if (difference := find_difference(actual, expected, path))),
+        None,
+    )

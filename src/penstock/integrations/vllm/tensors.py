@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from vllm.config import ModelConfig, ParallelConfig
-from vllm.v1.engine import tensor_ipc as theirs
+from vllm.v1.engine import tensor_ipc as vllm_tensor_ipc
 
 from penstock import Store
 from penstock.integrations.vllm.image_caches import rebind
@@ -26,16 +26,16 @@ MAX_ITEMS = 2048
 IN_PLACE, ELSEWHERE = "direct_rpc", "torch_shm"  # vLLM's names for the two ways of a tensor
 STORE, KEY = "store", "key"  # fields of what travels in place of a tensor
 
-TheirSender: Any = theirs.TensorIpcSender
-TheirReceiver: Any = theirs.TensorIpcReceiver
-receive_from_queue = TheirReceiver.__call__
+VllmSender: Any = vllm_tensor_ipc.TensorIpcSender
+VllmReceiver: Any = vllm_tensor_ipc.TensorIpcReceiver
+receive_from_queue = VllmReceiver.__call__
 
 tensor_nbytes = 0  # replace() sets both, once for the process
 has_views = False
 stores: dict[str, Store] = {}  # of the senders, by ticket
 
 
-class TensorIpcSender(TheirSender):  # type: ignore[misc]
+class TensorIpcSender(VllmSender):  # type: ignore[misc]
     """vLLM's sender, with tensors of the CPU in a store of this process."""
 
     def __init__(self, queue: Any) -> None:
@@ -105,9 +105,9 @@ def let_models_have_several_workers() -> None:
 def replace(settings: Settings) -> None:
     """Binds our sender over vLLM's, and our receiving in vLLM's receiver."""
     global tensor_nbytes, has_views
-    if theirs.TensorIpcSender is TensorIpcSender:
+    if vllm_tensor_ipc.TensorIpcSender is TensorIpcSender:
         return  # vLLM loads its plugins more than once
     tensor_nbytes, has_views = settings.tensor_mb << 20, are_views_safe(settings)
     let_models_have_several_workers()
-    rebind(TheirSender, TensorIpcSender)
-    TheirReceiver.__call__ = receive
+    rebind(VllmSender, TensorIpcSender)
+    VllmReceiver.__call__ = receive

@@ -24,7 +24,7 @@ def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[
     urls: dict[str, str] = {}
     chunks: list[memoryview | bytes] = []
     view = memoryview(body)
-    kept = at = 0  # up to there it is in the chunks, and has been looked at
+    copied = at = 0  # up to there it is in the chunks, and has been looked at
     while (begin := _begin(body, at)) >= 0:
         at = body.find(b'"', begin + 1)
         if at < 0:
@@ -34,9 +34,9 @@ def extract_data_urls(body: bytes | bytearray) -> tuple[bytes | bytearray, dict[
             continue
         mark = f"{name} {len(urls)}"
         urls[mark] = url
-        chunks += [view[kept : begin + 1], mark.encode()]
-        kept = at
-    return (b"".join([*chunks, view[kept:]]), urls) if urls else (body, urls)
+        chunks += [view[copied : begin + 1], mark.encode()]
+        copied = at
+    return (b"".join([*chunks, view[copied:]]), urls) if urls else (body, urls)
 
 
 def _begin(body: bytes | bytearray, at: int) -> int:

@@ -74,9 +74,9 @@ class EmbedsPrompts:
         try:
             raw = decode_base64(text)
             key = content_key(raw, salt=SALT)
-            found = self._find(key, scope)
-            if found is not None:  # it has been checked before it was put there
-                return found
+            prompt = self._find(key, scope)
+            if prompt is not None:  # it has been checked before it was put there
+                return prompt
             embeds = parse_embeds(raw)
         except ValueError as error:
             message = f"expected prompt embeddings as base64 of safetensors or npy: {error} at $.{where}"

@@ -95,7 +95,7 @@ class ApiServer:
         self._client = client
         self._reader = reader
         self._row = tally.rows[me]
-        self._defaults = config.sampling_defaults.given
+        self._defaults = config.sampling_defaults.explicit
         self._metrics = Metrics(tally, board, served_name(config, options), segments)
         self._health = HealthReport(tally, board, me, config.node_of)
         self._dashboard = Dashboard()
@@ -261,8 +261,8 @@ class ApiServer:
         slots = self._config.max_num_seqs * self._config.all_groups
         formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
         submits = [
-            functools.partial(self._submit, sampling, params, request_id, account, *one)
-            for one in zip(prompts, formats, strict=True)
+            functools.partial(self._submit, sampling, params, request_id, account, *prompt_and_format)
+            for prompt_and_format in zip(prompts, formats, strict=True)
         ]
         scopes = [prompt.scope for prompt in prompts if prompt.scope is not None]
         return RequestStreams(submits, max(1, slots // MAX_SHARE // params.n), scopes)
@@ -282,14 +282,16 @@ class ApiServer:
                 f"may take {params.max_tokens or 1}, got {tokens} at $.{name}"
             )
             raise ApiError(400, message, param=name)
-        kept = room if tokens == -1 else tokens
-        if kept >= len(prompt.ids):
+        max_tokens = room if tokens == -1 else tokens
+        if max_tokens >= len(prompt.ids):
             return prompt
         if prompt.items:
             what = f"one of {len(prompt.ids)} tokens with images or embeddings"
             raise ApiError(400, f"expected a prompt of text alone, got {what}, at $.{name}", param=name)
         is_from_left = sampling.truncation_side != "right"
-        return prompt._replace(ids=prompt.ids[len(prompt.ids) - kept :] if is_from_left else prompt.ids[:kept])
+        return prompt._replace(
+            ids=prompt.ids[len(prompt.ids) - max_tokens :] if is_from_left else prompt.ids[:max_tokens]
+        )
 
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
         """Raises ApiError for an empty prompt, and for one that leaves no room for a token of its answer."""

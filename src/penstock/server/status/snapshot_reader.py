@@ -191,17 +191,17 @@ def _channel(segment: Json) -> ChannelView:
 
 
 def _store(segment: Json) -> StoreView:
-    pool, kept = segment["pool"][0], segment["store"][0]
+    pool, store = segment["pool"][0], segment["store"][0]
     holders = sorted(pool["holders"], key=lambda entry: -entry["nbytes"])[:HOLDERS]
     return StoreView(
         name=segment["name"],
         nbytes=pool["nbytes"],
-        kept_nbytes=kept["nbytes"],
+        kept_nbytes=store["nbytes"],
         taken_nbytes=pool["taken_nbytes"],
-        keys=kept["keys"],
-        held_keys=sum(entry["holders"] > 0 for entry in kept["items"]),
+        keys=store["keys"],
+        held_keys=sum(entry["holders"] > 0 for entry in store["items"]),
         holders=tuple(HolderView(entry["name"], entry["blocks"], entry["nbytes"]) for entry in holders),
-        **{name: kept[name] for name in ("hits", "misses", "puts", "evictions", "evicted_nbytes")},
+        **{name: store[name] for name in ("hits", "misses", "puts", "evictions", "evicted_nbytes")},
     )
 
 

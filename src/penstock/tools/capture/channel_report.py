@@ -21,7 +21,7 @@ def rows_of(stats: ChannelStats) -> Iterator[Row]:
         "penstock",
         channel=channel,
         kind=stats.source.kind,
-        messages=stats.seen,
+        messages=stats.records,
         missed=stats.missed,
         gone=stats.gone,
         undecodable=stats.undecodable,
@@ -115,7 +115,7 @@ def cells_of_distance(message: MessageStats) -> list[str]:
 
 
 def notes_of(stats: ChannelStats) -> Iterator[str]:
-    num_seen = stats.seen
+    num_seen = stats.records
     if not num_seen and not stats.missed:
         yield "no message was sent meanwhile"
     if num_seen > 1 and stats.last_ns > stats.first_ns:

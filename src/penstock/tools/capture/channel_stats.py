@@ -98,7 +98,7 @@ class ChannelStats:
         self._last: dict[tuple[int, str], tuple[bytes, dict[str, bytes]]] = {}
 
     @property
-    def seen(self) -> int:
+    def records(self) -> int:
         return sum(message.nbytes.count for message in self.classes.values()) + self.undecodable + self.gone
 
     def add(self, entry: CaptureEntry) -> None:

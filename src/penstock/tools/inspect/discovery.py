@@ -118,7 +118,7 @@ def names_of(segments: Iterable[Json]) -> dict[int, set[str]]:
         for peer in segment["peers"]:
             if peer["state"] not in ("dead", "left"):
                 names.setdefault(peer["pid"], set()).add(peer["name"])
-    return {pid: (given - {unnamed(pid)}) or given for pid, given in names.items()}
+    return {pid: (own - {unnamed(pid)}) or own for pid, own in names.items()}
 
 
 def name_peers(segments: Iterable[Json], names: dict[int, set[str]]) -> None:

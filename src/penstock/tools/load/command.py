@@ -39,7 +39,7 @@ class Results(msgspec.Struct, kw_only=True):
 
     url: str
     model: str
-    asked: str
+    workload: str
     interrupted: str | None  # name of the signal that ended the benchmark before its end
     figures: Figures
 
@@ -71,7 +71,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _print(results: Results, options: argparse.Namespace) -> None:
-    title = f"{results.model} at {results.url}: {results.asked}"
+    title = f"{results.model} at {results.url}: {results.workload}"
     if results.interrupted:
         title += f"; partial: ended by {results.interrupted}"
     tables.print_tables(report.tables(title, results.figures))
@@ -174,7 +174,7 @@ class Measured:
         return Results(
             url=options.base_url,
             model=self._request_options.model,
-            asked=f"{options.num_prompts:,} requests, {how}",
+            workload=f"{options.num_prompts:,} requests, {how}",
             interrupted=interrupted,
             figures=figures_of(self._load.outcomes, self._until, self._cpu),
         )

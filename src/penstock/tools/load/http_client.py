@@ -204,7 +204,7 @@ class Wire:
 
     async def _ask(self, request: bytes, taker: Taker) -> None:
         while True:
-            connection = self._kept() or await self._connect()
+            connection = self._idle_connection() or await self._connect()
             self._busy.add(connection)
             try:
                 if await connection.ask(request, taker):
@@ -218,7 +218,7 @@ class Wire:
             finally:
                 self._busy.discard(connection)
 
-    def _kept(self) -> Connection | None:
+    def _idle_connection(self) -> Connection | None:
         """Returns an idle connection that the server has not closed and will not close soon; None: there is none."""
         while self._free:
             connection = self._free.pop()

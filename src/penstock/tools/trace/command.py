@@ -51,8 +51,8 @@ def run(options: TraceOptions) -> int:
 
 def report(options: TraceOptions, timeline: Timeline, time: TracedTime, not_attached: list[str]) -> None:
     gaps = GapFinder(timeline)
-    series = [(found, gaps.parts_of(found)) for found in find_series(timeline)]
-    summaries = [summary_of(timeline, found, parts) for found, parts in series if parts]
+    series = [(steps, gaps.parts_of(steps)) for steps in find_series(timeline)]
+    summaries = [summary_of(timeline, steps, parts) for steps, parts in series if parts]
     losses = [*not_attached, *losses_of(timeline, time)]
     about = {"seconds": (time.ended_ns - time.began_ns) / 1e9, "began_ns": time.began_ns, "lacking": losses}
     nbytes = write_trace(options.output, TraceEvents(timeline, time).all(series), about)

@@ -140,8 +140,8 @@ class TracedChannel:
             index = end if role == "senders" else end - self.lanes
             before, after = self.before[role][index], self.after[role][index]
             events = self.events(end)
-            seen = int(np.count_nonzero((events["kind"] == SENT) | (events["kind"] == TAKEN)))
-            lacking += max(0, after["records"] - before["records"] - seen)
+            recorded = int(np.count_nonzero((events["kind"] == SENT) | (events["kind"] == TAKEN)))
+            lacking += max(0, after["records"] - before["records"] - recorded)
         return 0 if self.missed or self.corrupt or self.lapses else lacking
 
     @property

@@ -41,12 +41,12 @@ def find_series(timeline: Timeline) -> list[StepSeries]:
         if take is None or reply_take is None:
             continue
         key = take.end, reply_take.end, step.pid, reply.pid
-        found = series.setdefault(key, StepSeries(step.pid, reply.pid, take.end, reply_take.end, []))
+        steps = series.setdefault(key, StepSeries(step.pid, reply.pid, take.end, reply_take.end, []))
         number = step.step.number if step.step is not None else step.id.sequence
-        found.answered.append(AnsweredStep(number, step.sent_ns, take.taken_ns, reply.sent_ns, reply_take.taken_ns))
-    for found in series.values():
-        found.answered.sort(key=lambda answered: answered.sent_ns)
-    return sorted(series.values(), key=lambda found: -len(found.answered))
+        steps.answered.append(AnsweredStep(number, step.sent_ns, take.taken_ns, reply.sent_ns, reply_take.taken_ns))
+    for steps in series.values():
+        steps.answered.sort(key=lambda answered: answered.sent_ns)
+    return sorted(series.values(), key=lambda steps: -len(steps.answered))
 
 
 def numbered_pairs(timeline: Timeline) -> list[tuple[TracedRecord, TracedRecord]]:
@@ -86,9 +86,9 @@ def pairs_in_order(timeline: Timeline) -> list[tuple[TracedRecord, TracedRecord]
             if steps_channel == channel:
                 continue
             ids = [RecordId(steps_channel, steps_lane, reply.id.sequence) for reply in replies]
-            found = [(timeline.records.get(id), reply) for id, reply in zip(ids, replies, strict=True)]
-            known = [(step, reply) for step, reply in found if step is not None]
-            if len(known) * 2 < len(found) or not all(is_answer(step, reply) for step, reply in known):
+            answers = [(timeline.records.get(id), reply) for id, reply in zip(ids, replies, strict=True)]
+            known = [(step, reply) for step, reply in answers if step is not None]
+            if len(known) * 2 < len(answers) or not all(is_answer(step, reply) for step, reply in known):
                 continue
             if is_prompt(steps, known):
                 pairs += known

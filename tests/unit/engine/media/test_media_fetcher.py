@@ -205,10 +205,10 @@ def test_a_host_without_a_port_is_open_at_the_ports_of_its_schemes_alone() -> No
     assert request == [("example.org", 80), ("example.org", 443), ("example.org", 443)]
 
 
-@pytest.mark.parametrize("said", ["", "a/b", "http://a", "u@a", "a b", "a:x", "a:99999", "a:0", "*.a?", "é", "[::1"])
-def test_what_is_no_host_is_refused_where_it_is_said(said: str) -> None:
+@pytest.mark.parametrize("host", ["", "a/b", "http://a", "u@a", "a b", "a:x", "a:99999", "a:0", "*.a?", "é", "[::1"])
+def test_what_is_no_host_is_refused_where_it_is_said(host: str) -> None:
     with pytest.raises(ValueError):
-        ServerOptions(allowed_media_domains=(said,))
+        ServerOptions(allowed_media_domains=(host,))
 
 
 def test_hosts_are_told_apart_by_name_and_port() -> None:
@@ -220,7 +220,7 @@ def test_hosts_are_told_apart_by_name_and_port() -> None:
 
 # ── addresses ────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize(
-    "said",
+    "address",
     [
         *(
             "127.0.0.1",
@@ -237,13 +237,13 @@ def test_hosts_are_told_apart_by_name_and_port() -> None:
         *("2001:0:c000:221:0:0:f5ff:fffe",),
     ],
 )
-def test_an_address_that_is_not_of_the_internet_is_not_asked(said: str) -> None:
-    assert not is_public(ipaddress.ip_address(said))
+def test_an_address_that_is_not_of_the_internet_is_not_asked(address: str) -> None:
+    assert not is_public(ipaddress.ip_address(address))
 
 
-@pytest.mark.parametrize("said", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_those_of_the_internet_are(said: str) -> None:
-    assert is_public(ipaddress.ip_address(said))
+@pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
+def test_those_of_the_internet_are(address: str) -> None:
+    assert is_public(ipaddress.ip_address(address))
 
 
 def test_host_with_an_internal_address_is_refused_without_revealing_it(host: Elsewhere) -> None:

@@ -41,7 +41,7 @@ def test_what_is_not_said_is_what_openai_says_it_is() -> None:
 
 
 def test_defaults_of_the_model_are_used_where_a_request_gives_none() -> None:
-    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, max_tokens=100).given
+    defaults = SamplingDefaults(temperature=0.7, top_p=0.8, top_k=20, repetition_penalty=1.05, max_tokens=100).explicit
     of_the_model = {"temperature": 0.7, "top_p": 0.8, "top_k": 20, "repetition_penalty": 1.05}
     assert chat().sampling(defaults) == SamplingParams(max_tokens=100, **of_the_model)
     assert chat(max_tokens=200, top_p=1).sampling(defaults) == SamplingParams(
