@@ -1,8 +1,8 @@
-"""Why a group was lost: from outside or by itself, by the ends of its processes in the order in which they are seen.
+"""Why a group was lost: from outside or by itself, judged by the ends of its processes in the order of their arrival.
 
-When the first process has ended, the launcher kills the others. A process that was ending before that has not been
-killed by the launcher, so its end counts as much as the first one. A worker that fails in a collective operation often
-ends before the worker that was killed from outside, as the kernel frees its memory first.
+When the first process has ended, the launcher kills the rest. A process that was already ending was not killed by the
+launcher, and its end counts as much as the first end. A worker that fails in a collective operation often ends before
+the worker that was killed from outside, as the kernel frees the killed worker's memory first.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ class GroupLoss:
         self.cause = Cause.PLANNED
 
     def begin(self, pid: int, end: ProcessEnd, ending: Collection[int], is_any_stopped: bool) -> None:
-        """Adds the first end, before the launcher kills the other processes. `ending`: pids of those that are ending
-        already, or will say what ended on another node. `is_any_stopped`: one is stopped, so others may have waited for
+        """Adds the first end, before the launcher kills the rest. `ending`: pids of processes that are ending already,
+        or will report an end on a remote node. `is_any_stopped`: a process is stopped, and the rest may have waited for
         it in vain."""
         self._is_over = True
         self._unseen = {pid, *ending}

@@ -1,8 +1,8 @@
-"""How many processes of this control group the kernel has killed because there was no memory.
+"""Counts the processes of this control group that the kernel has killed for lack of memory.
 
-Such a process ends by SIGKILL, as one that a person has killed; only this counter differs. Where the counter of the
-control group cannot be read, the counter of the whole machine stands for it: while that does not move, no process of
-this group was killed; when it moves, a process of this group may have been.
+A process killed by the kernel ends by SIGKILL, like a process killed by a person; only this counter differs. Where the
+counter of the control group cannot be read, the counter of the whole machine is used: while the machine's counter
+rests, no process of this group was killed; when the counter moves, a process of this group may have been killed.
 """
 
 from __future__ import annotations

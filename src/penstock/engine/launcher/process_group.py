@@ -1,11 +1,11 @@
-"""A unit of the launcher: processes that it starts, kills and restarts together. A group of the engine, the bridge to a
-group of another node, one server, or one uplink.
+"""A unit of the launcher: processes that are started, killed and restarted together. A unit is a group of the engine,
+the bridge to a group of a remote node, a server, or an uplink.
 
-If a process of a group dies, the launcher kills and restarts the whole group, unless it is an output processor of a
-group that serves: that one is started again in its place, as the core can end its share of the requests.
+If a process of a group dies, the launcher kills and restarts the whole group. Only an output processor of a serving
+group is restarted alone, as the core can end the output processor's share of the requests.
 
-The workers of a group may be on several nodes. Then a link to each of them is a process of the group, on either side;
-when the group is lost it outlives the others for a moment: the cause may be on the other node.
+The workers of a group may be on several nodes. A link to each remote node is then a process of the group, on either
+side. The links outlive a lost group for a moment: the cause may be on the remote node.
 """
 
 from __future__ import annotations

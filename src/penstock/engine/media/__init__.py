@@ -1,1 +1,1 @@
-"""Images and videos of requests: their bytes, what bounds these, their decoding, and their tensors."""
+"""Images and videos of requests: sources, budget, decoding and tensors."""

@@ -1,8 +1,8 @@
 """The process that forks a decoder for each video of a server process.
 
-It imports what decoders need (FFmpeg, torch) once, in seconds, and forks in milliseconds. So a decoder can be killed at
-no cost, keeps nothing of a video for the next one, and shares the memory of the imports with all others. The server
-starts it at the first video. It has one thread and decodes nothing itself.
+The host imports the libraries of decoders (FFmpeg, torch) once, in seconds, and forks in milliseconds. Killing a
+decoder is therefore cheap; a decoder keeps nothing of a video for the next video, and decoders share the memory of the
+imports. The server starts the host at the first video. The host has one thread and decodes nothing.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def main(fd: int, parent: int) -> NoReturn:
 
 
 def _import_all() -> None:
-    """Imports what decoders would import. One thread each: decoders run beside each other, and a fork copies one."""
+    """Imports the libraries of decoders, with one thread each: a fork copies one thread."""
     import av  # noqa: F401
     import torch
 

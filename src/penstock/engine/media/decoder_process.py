@@ -1,8 +1,8 @@
-"""A decoder: the process of one video. It reads the container, decodes the frames that the model wants, makes tensors
-of them in the store, and ends.
+"""A decoder: the process of one video. Reads the container, decodes the frames for the model, writes their tensors into
+the store, and ends.
 
-`decoder_host` forks it, and `video_decoders` in the server talks to it, and kills it where it takes too long. A file
-that crashes FFmpeg, or makes it allocate without end, costs this process, and so only the request with that file.
+`decoder_host` forks a decoder. `video_decoders` in the server talks to the decoder, and kills a decoder that takes too
+long. A file that crashes FFmpeg, or makes FFmpeg allocate without end, costs only this process and the file's request.
 """
 
 from __future__ import annotations
@@ -44,14 +44,14 @@ class DecoderEnd(Exception):
 
 
 def end_with(parent: int) -> None:
-    """Makes this process end with its parent. It ends at once if that has died already."""
+    """Makes this process end with its parent: at once if the parent has died already."""
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:
         os._exit(1)
 
 
 def run(line: socket.socket, processor: VideoProcessor, limits: VideoLimits, ticket: str | None, nbytes: int) -> None:
-    """Decodes one video. `nbytes`: memory that the process may have beside what it is forked with."""
+    """Decodes one video. `nbytes`: memory that the process may allocate after the fork."""
     _bound_memory(nbytes)
     with contextlib.suppress(DecoderEnd):
         try:

@@ -1,7 +1,7 @@
 """A thread pool that is fair between owners: a request with one image does not wait for a request with many.
 
-An owner's second piece of work runs after the first pieces of other owners, also of those that come later, up to
-`HEAD_START` of them; its third piece after twice as many. So no piece waits for ever.
+An owner's second piece of work runs after the first pieces of up to `HEAD_START` owners, later owners included; the
+third piece after twice as many. No piece waits for ever.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 
 T = TypeVar("T")
 
-HEAD_START = 64  # pieces that may overtake one, for each that its owner has open before it
+HEAD_START = 64  # pieces that may overtake a piece, for each earlier open piece of its owner
 
 
 class FairThreadPool:

@@ -104,8 +104,9 @@ class ImageProcessor:
     async def load(
         self, raw: bytes | Callable[[], bytes], scope: Scope, admit: Callable[[int], Awaitable[Admission]] | None = None
     ) -> ProcessedImage:
-        """Processes an image in a thread. `raw`: its bytes, or a function that reads them there. The request's scope
-        holds the image. `admit`: waits for the bytes of its pixels, which are held in the context that it returns.
+        """Processes an image in a thread. `raw`: the bytes, or a function that reads the bytes in the thread. The
+        request's scope holds the image. `admit`: waits for the bytes of the pixels, and returns a context that holds
+        the bytes.
 
         If cancelled, work that has not begun is dropped. Raises MediaRefused, the errors of `raw()`, and ClosedError if
         the scope was released meanwhile.
@@ -123,7 +124,7 @@ class ImageProcessor:
     def _find_or_parse(
         self, raw: bytes | Callable[[], bytes], scope: Scope
     ) -> ProcessedImage | tuple[bytes, EncodedImage]:
-        """Returns the image if the store has it; else its key and its encoded form."""
+        """Returns the image if the store has the image; else key and encoded form."""
         if not isinstance(raw, bytes):
             raw = raw()
         if len(raw) > self.limits.nbytes:

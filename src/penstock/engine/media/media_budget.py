@@ -8,8 +8,8 @@ A request passes three stages, and each has a part of the budget:
 | files   | 1/4  | files read from a directory or another host   | before they are read | the medium is stored    |
 | decoded | 1/2  | pixels, and the tensors made of them          | before decoding      | the medium is stored    |
 
-A holder of one stage waits only for later stages, and a holder of the last one for none. So there is no deadlock,
-which one pool for all stages would have: many half-received bodies could hold all of it.
+A holder of bytes of a stage waits only for later stages, and a holder of the last stage for none: no deadlock. A pool
+for all stages would deadlock: many half-received bodies could hold the whole pool.
 """
 
 from __future__ import annotations
@@ -61,8 +61,8 @@ class ByteSemaphore:
             …                                               the bytes are held
             lease.shrink(fewer)                             less is needed than was expected
 
-    Clients that wait take turns, and a client's waits end in their order. The wait that is next blocks the others until
-    its bytes are free, so large waits do not starve either. `nbytes`: the most that is held at a time.
+    Waiting clients alternate, and a client's waits end in their order. The next wait blocks all later waits until
+    enough bytes are free: large waits do not starve either. `nbytes`: limit of the bytes held at a time.
     """
 
     def __init__(self, nbytes: int, changed: Callable[[int, int], None] = lambda held, waiting: None) -> None:
@@ -159,9 +159,9 @@ class MediaScope(Scope):
 
     Used by one event loop, apart from `put` and `add`.
 
-    Tensors in the store have left the budget: the store bounds them. Inline tensors lie in this process until their
-    request ends, and count until then. They are counted when all media of the request have been loaded: a request that
-    held bytes while it waits for more could wait for another that does the same.
+    Tensors in the store have left the budget: the store bounds them. Inline tensors lie in this process, and count,
+    until the request ends. Inline tensors are counted when all media of the request have been loaded: requests that
+    held bytes while waiting for more bytes could wait for each other.
     """
 
     _leases: tuple[ByteLease, ...] = ()

@@ -24,7 +24,7 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.media.media_kind import HEAD, IMAGE, UNKNOWN, VIDEO, MediaKind, MediaRefused
 from penstock.engine.media.media_urls import too_long
 
-AT_ONCE = 8  # fetches of a server process; others wait for one of them to end
+AT_ONCE = 8  # fetches of a server process; further fetches wait
 # Of a fetch, with the wait for its turn, for its host's name, and all that the host sends.
 SECONDS = {IMAGE.noun: 10.0, VIDEO.noun: 30.0}
 MAX_SAID = 200  # characters of an error in the log: it may have text of the host
@@ -89,7 +89,7 @@ class MediaFetcher:
         self._threads = ThreadPoolExecutor(AT_ONCE, "fetch")
 
     def close(self) -> None:
-        """Waits for no fetch that is running: each ends by its own timeout."""
+        """Does not wait for running fetches, which end by their timeouts."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     async def fetch(
@@ -180,7 +180,7 @@ class _Fetch:
         self._dup: socket.socket | None = None  # of the connection: a socket that TLS has wrapped cannot be shut down
 
     def end(self) -> None:
-        """Shuts the connection down, so that the thread no longer waits on it."""
+        """Shuts the connection down: the thread stops waiting."""
         with self._lock:
             self.is_over = True
             if self._dup is not None:

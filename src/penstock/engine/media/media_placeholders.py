@@ -124,7 +124,7 @@ class MediaPlaceholders:
 
     # ── SmolVLM: the text of a video begins and ends with words, which become tokens together with those beside it ──
     def _join_texts(self, parts: list[int | Media]) -> tuple[list[int], tuple[Input, ...]]:
-        """Expands a prompt so that it has the ids of its whole text."""
+        """Expands a prompt to the ids of the whole text."""
         special = set(self._tokenizer.get_added_tokens_decoder())
         spread: list[int] = []
         inputs: list[Input] = []

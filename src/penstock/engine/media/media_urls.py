@@ -34,7 +34,7 @@ def read(url: str, max_nbytes: int, folders: Sequence[Path]) -> bytes:
 
 
 def copy(url: str, max_nbytes: int, folders: Sequence[Path], kind: MediaKind, write: Callable[[bytes], object]) -> None:
-    """Writes what `read` would return for this kind, in chunks, so that only one of them is in memory besides."""
+    """Writes the bytes of a medium in chunks, with one chunk in memory at a time."""
     if _is_file(url, kind):
         with _open_file(url, max_nbytes, folders, kind) as file:
             left = max_nbytes

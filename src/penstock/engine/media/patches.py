@@ -4,8 +4,8 @@
     patches.process(picture)                      the processor's features of one RGB image
 
 Rescaling and normalization map each byte of a colour to one number, so the processor's own functions make a table of
-256 numbers for each colour. Images are looked up in that table, a row of patches at a time: nothing but the result is
-large: it is fresh memory, and its first touch costs more than the arithmetic.
+256 numbers for each colour. Images are looked up in the table, a row of patches at a time. Only the result is large:
+the first touch of its fresh memory costs more than the arithmetic.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ COLOURS = 3
 
 
 class PatchProcessor:
-    """What one image processor of transformers does with one image. It has no state but its settings."""
+    """The work of an image processor of transformers, without state beside the settings."""
 
     def __init__(self, processor: Any) -> None:
         self._processor = processor

@@ -1,11 +1,11 @@
-"""The decoders of a server process: so many videos at a time, each in a process that is killed where it takes too long.
+"""The decoders of a server process: a few videos at a time, each in a process that is killed at a time limit.
 
     async with decoders.decoder("client") as decoder:
         opened = await decoder.open(upload, key)
         stored = await decoder.decode()
 
-`decoder_host` forks a decoder for each video. A decoder that crashes or is killed ends one request. When a client goes,
-its decoder is killed; its place and its bytes are given to others once the process has ended.
+`decoder_host` forks a decoder for each video. A decoder that crashes or is killed ends one request. When a client
+leaves, the decoder is killed; place and bytes are free once the process has ended.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class DecoderSettings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VideoDecoder:
-    """The decoder of one video, and what is held for it until its process has ended."""
+    """The decoder of one video, with the leases held until its process has ended."""
 
     def __init__(self, line: socket.socket, pidfd: int | None, seconds: float) -> None:
         self._line = line
@@ -123,7 +123,7 @@ class VideoDecoder:
         return reply, received
 
     def close(self, *, is_taken: bool) -> None:
-        """Ends the process, and gives back what is held for it when it has ended. `is_taken`: it may end by itself."""
+        """Ends the process, and then releases place and bytes. `is_taken`: the decoder may end by itself."""
         self._line.close()
         if self._pidfd is None:
             return self.forget()

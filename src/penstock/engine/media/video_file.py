@@ -1,14 +1,14 @@
-"""Reads a video file with PyAV (FFmpeg): what its container says, and the frames at some indices.
+"""Reads a video file with PyAV (FFmpeg): the facts of the container, and the frames at some indices.
 
     video = VideoFile(file, limits)
     video.info                          frames, frames per second, size: counted before they are decoded
     video.frames([0, 15, 30])[0:2]      decodes the frames 0 to 15
 
-FFmpeg reads a file of a client here, so it gets as little to do as possible. The container's format is named, and not
-guessed; playlists, which name other files, are among no formats. It opens no other file and no connection. Only
+FFmpeg reads a client's file here, and gets as little to do as possible. The container's format is named, and not
+guessed; playlists, which name further files, are no allowed format. FFmpeg opens no second file and no connection. Only
 codecs of usual videos are decoded, by one thread. Sizes are limited before a frame is allocated, and packets are
-counted, as the count in a header need not be true. What remains is a decoder that crashes or does not end, and so this
-runs in a process of its own: `decoder_process`.
+counted, as the count in a header may be wrong. A decoder may still crash or never end, and therefore runs in a separate
+process: `decoder_process`.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class VideoFile:
         self.info = self._read_info()
 
     def frames(self, indices: Sequence[int]) -> VideoFrames:
-        """Returns the frames of these indices, increasing, which are decoded when they are read."""
+        """Returns the frames of these indices, increasing. Frames are decoded when they are read."""
         info = self.info
         shape = len(indices), info.height, info.width, 3
         return VideoFrames(shape, self._pictures(indices))

@@ -8,7 +8,7 @@
     server ◄── Stored, Inline, Rejected   decoder, which has decoded and processed the frames
     server closes the socket              the decoder ends
 
-Each message is a packet of a Unix socket, so none is cut; descriptors travel beside it.
+Each message is a whole packet of a Unix socket; descriptors travel beside packets.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class Setup(msgspec.Struct, frozen=True):
     settings: bytes  # `VideoSettings`, in msgpack
     limits: bytes  # `VideoLimits`
     store: str | None  # ticket of the store; None: tensors travel inline
-    memory_nbytes: int  # that a decoder may have beside what it is forked with
+    memory_nbytes: int  # that a decoder may allocate after the fork
     log_format: str
     log_level: str
 
@@ -47,7 +47,7 @@ class Open(msgspec.Struct, frozen=True, tag=True):
 
 
 class Opened(msgspec.Struct, frozen=True, tag=True):
-    """What the container says, and what the model's processor wants of it."""
+    """The facts of the container, and the plan of the model's processor."""
 
     frames: int
     seconds: float

@@ -42,13 +42,13 @@ class ProcessedVideo(NamedTuple):
 
 
 class VideoProcessor:
-    """The video processor of one model. It has no state but its settings."""
+    """The video processor of one model, without state beside the settings."""
 
     def __init__(self, settings: VideoSettings) -> None:
         self.settings = settings
 
     def plan(self, info: VideoInfo) -> VideoPlan:
-        """Returns which frames of a video are wanted, and what they will be. Raises MediaRefused."""
+        """Returns which frames of a video to decode, and their size. Raises MediaRefused."""
         return self.settings.plan(info)
 
     def layout(self, plan: VideoPlan) -> dict[str, Any]:
@@ -73,11 +73,12 @@ class VideoProcessor:
         return group * max(1, CHUNK_NBYTES // (max(numbers_nbytes, frame_nbytes) * group))
 
     def process(self, frames: Frames, plan: VideoPlan, out: dict[str, Any] | None = None) -> dict[str, Any]:
-        """Returns the value of a video. `frames`: those of `plan.indices`, as they were decoded. It is read in slices,
-        from the first frame to the last, each once, so it may be an object that decodes them then. `out`: a value of
-        this layout, with arrays of NumPy: it is filled, and returned.
+        """Returns the value of a video.
 
-        Raises MediaRefused if there are fewer frames, or more, than were planned.
+        `frames`: the decoded frames of `plan.indices`. They are read in slices, from the first frame to the last, each
+        once: `frames` may decode lazily. `out`: a value of this layout, with arrays of NumPy: filled, and returned.
+
+        Raises MediaRefused for fewer or more frames than planned.
         """
         if frames.ndim != 4 or frames.shape[-1] != 3 or frames.dtype != np.uint8:
             raise ValueError(f"expected uint8 [frames, height, width, 3], got {frames.dtype} {frames.shape}")

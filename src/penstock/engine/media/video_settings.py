@@ -1,11 +1,11 @@
-"""How a model's processor takes videos: which frames it wants, and at what size. Known before a frame is decoded.
+"""How a model's processor takes videos: which frames, and at what size. Known before a frame is decoded.
 
     settings = VideoSettings.from_model(path)
     plan = settings.plan(VideoInfo(frames=300, fps=30.0, width=640, height=480))
     plan.indices, plan.tokens, plan.nbytes
 
-The settings are plain data, read from the model's directory as transformers reads them, with the defaults of its
-classes. Those classes need torchvision, and its operators fit one build of torch; these settings need neither.
+The settings are plain data, read from the model's directory as transformers reads settings, with the defaults of
+transformers' classes. The classes need torchvision, and torchvision fits one build of torch; the settings need neither.
 `video_processor` turns the planned frames into tensors.
 """
 
@@ -222,7 +222,7 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     # ── planning ──
     def plan(self, info: VideoInfo) -> VideoPlan:
-        """Returns which frames of a video the model's processor wants, and what they will be. Raises MediaRefused."""
+        """Returns which frames of a video to decode for the model, and their size. Raises MediaRefused."""
         least = self.temporal_patch_size
         if info.frames < least or not (info.fps > 0 and math.isfinite(info.fps) and math.isfinite(info.duration)):
             actual = f"this one has {info.frames}, at {info.fps} a second"
