@@ -1,11 +1,11 @@
-"""The same ends for asyncio: they cost no thread. A peer that has something for an end writes a byte into a pipe that
-the event loop watches, and only while the end has said that it waits.
+"""The ends for asyncio, without a thread. While an end waits, peers wake the end by writing a byte into its pipe, which
+the event loop watches.
 
-A peer cannot always do that: it has no descriptor free, or may not look into this process (setuid). So an end that
-waits looks by itself too, after LOOK_UP_S and then ever more rarely, down to once in MAX_LOOK_UP_S; after a look-up
-that found something, again after MIN_LOOK_UP_S.
+A peer cannot always write: without a free descriptor, or without permission to look into this process (setuid). A
+waiting end therefore polls, too, after LOOK_UP_S and then ever more rarely, down to once in MAX_LOOK_UP_S; after a
+successful poll, again after MIN_LOOK_UP_S.
 
-Leaves to the native core: saying so without losing a wake-up (arm), and finding our pipe (/proc/PID/fd).
+The native core announces a wait without losing a wake-up (arm), and finds the pipe (/proc/PID/fd).
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ class _AsyncEnd(AnyEnd):
         self._turn = _Turn()
         self._alarm: asyncio.TimerHandle | None = None  # of the next look-up
         self._look_up_s = LOOK_UP_S
-        self._kept: list[_AsyncEnd] = []  # this end while a task waits in it: the alarm holds it, and so the task
+        self._held: list[_AsyncEnd] = []  # this end while a task waits: the alarm holds the end, and so the task
 
     def __del__(self) -> None:
         loop = getattr(self, "_loop", None)
@@ -99,7 +99,7 @@ class _AsyncEnd(AnyEnd):
         if not loop.is_running():
             return self._unregister(loop, self._bell, self._alarm)
         with contextlib.suppress(RuntimeError):  # the loop, perhaps of another thread, was closed meanwhile
-            # Until then the attachment keeps the descriptor open, so that its number is not that of another file.
+            # Until then the attachment keeps the descriptor open: no new file may get the number.
             loop.call_soon_threadsafe(self._unregister, loop, self._bell, self._alarm, self._attachment)
 
     @staticmethod
@@ -119,7 +119,7 @@ class _AsyncEnd(AnyEnd):
             self._loop = loop  # after it: where it is refused, the next wait asks again
         waiter = loop.create_future()
         self._waiters.add(waiter)
-        self._kept.append(self)
+        self._held.append(self)
         if self._alarm is None:
             self._set_alarm(loop)
         alarm = None
@@ -129,12 +129,12 @@ class _AsyncEnd(AnyEnd):
             await waiter
         finally:
             self._waiters.discard(waiter)
-            self._kept.pop()
+            self._held.pop()
             if alarm is not None:
                 alarm.cancel()
 
     async def _armed(self, deadline: float | None, started: float) -> None:
-        """One wait. Says that we wait, looks again, waits, and takes it back."""
+        """One wait: announces the wait, polls, waits, and withdraws the announcement."""
         try:
             if not self._end.arm():
                 await self._wait(deadline, started)
@@ -168,7 +168,7 @@ class _AsyncEnd(AnyEnd):
             self._wake(waiter)
 
     def _set_alarm(self, loop: asyncio.AbstractEventLoop) -> None:
-        self._alarm = loop.call_later(self._look_up_s, self._look_up, weakref.ref(self), self._kept)
+        self._alarm = loop.call_later(self._look_up_s, self._look_up, weakref.ref(self), self._held)
 
     @staticmethod
     def _look_up(reference: weakref.ref[_AsyncEnd], _: list[_AsyncEnd]) -> None:

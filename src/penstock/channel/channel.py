@@ -14,7 +14,7 @@ import msgspec
 
 from penstock import _native
 from penstock.channel.aio import AsyncReceiver, AsyncSender
-from penstock.channel.ends import Receiver, Sender
+from penstock.channel.ends import Receiver, Sender, format_repr
 from penstock.codec.codecs import BytesCodec, Codec, codec_for
 from penstock.errors import ClosedError, Timeout
 from penstock.memory.peers import Peer
@@ -58,17 +58,16 @@ class Channel(Shareable, Generic[T]):
 
     @classmethod
     def _of(cls, segment: _native.Segment, *state: Any) -> Channel[T]:
-        made = cls.__new__(cls)
-        Channel.__init__(made, segment, *state)
-        made._codec.require_same(bytes(segment.schema), segment.name)
-        return made
+        channel = cls.__new__(cls)
+        Channel.__init__(channel, segment, *state)
+        channel._codec.require_same(bytes(segment.schema), segment.name)
+        return channel
 
     def _state(self) -> tuple[Any, ...]:
         return (self._codec,)
 
     def __repr__(self) -> str:
-        closed = ", closed" if self._is_closed else ""
-        return f"{type(self).__name__}('{self.name}', {self._codec}{closed})"
+        return format_repr(self, f"'{self.name}'", self._codec, self._is_closed)
 
     @property
     def senders(self) -> int:
@@ -92,18 +91,18 @@ class Channel(Shareable, Generic[T]):
 
     def _sender(self, index: int | None, attachment: _native.Attachment) -> _native.Sender:
         if index is not None and not 0 <= index < self.senders:
-            raise ValueError(f"'{self.name}' has {self.senders} senders: there is no sender {index}")
+            raise ValueError(f"expected a sender of '{self.name}' from 0 to {self.senders - 1}, got {index}")
         return _native.Sender(attachment, -1 if index is None else index)
 
     def _receiver(self, index: int | None, attachment: _native.Attachment) -> _native.Receiver:
         if index is not None and not 0 <= index < self.receivers:
-            raise ValueError(f"'{self.name}' has {self.receivers} receivers: there is no receiver {index}")
+            raise ValueError(f"expected a receiver of '{self.name}' from 0 to {self.receivers - 1}, got {index}")
         return _native.Receiver(attachment, -1 if index is None else index)
 
     def open_sender(self, index: int | None = None, *, name: str = "") -> Sender[T]:
         """Makes this process a sender of the channel.
 
-        Where the sender's process has died and its memory is being released, waits for that, for 2 seconds at most.
+        Waits up to 2 seconds while the memory of a dead predecessor is being released.
 
         Args:
             index: which of the channel's senders; None for the first that is free.
@@ -125,9 +124,9 @@ class Channel(Shareable, Generic[T]):
     def open_receiver(self, index: int | None = None, *, name: str = "") -> Receiver[T]:
         """Makes this process a receiver of the channel.
 
-        The channel waits for its first receivers: what is sent before they are open is kept for them. A receiver that
-        takes the place of one that closed or died gets what is sent from then on. Where that process has died and its
-        memory is being released, waits for that, for 2 seconds at most.
+        The channel keeps messages for its first receivers until they open. A receiver in the place of a closed or
+        dead receiver gets later messages only. Waits up to 2 seconds while the memory of a dead predecessor is being
+        released.
 
         Args:
             index: which of the channel's receivers; None for the first that is free.
@@ -270,22 +269,22 @@ def create_channel(
     codec = codec_for(type)
     schema = codec.schema()
     if not 1 <= senders <= _native.MAX_SENDERS:
-        raise ValueError(f"an inbox has 1 to {_native.MAX_SENDERS} senders, not {senders}")
+        raise ValueError(f"expected 1 to {_native.MAX_SENDERS} senders, got {senders}")
     if not 1 <= receivers <= _native.MAX_RECEIVERS:
-        raise ValueError(f"a broadcast has 1 to {_native.MAX_RECEIVERS} receivers, not {receivers}")
+        raise ValueError(f"expected 1 to {_native.MAX_RECEIVERS} receivers, got {receivers}")
     if max_peers is None:
         max_peers = min(senders + receivers + 14, _native.MAX_PEERS) // 2 * 2
     within("max_peers", max_peers, 1, _native.MAX_PEERS)
     if latency not in ("eco", "auto", "spin"):
-        raise ValueError(f"latency is 'eco', 'auto' or 'spin', not {latency!r}")
-    for word in (on_receiver_death, on_sender_death):
-        if word not in ("raise", "ignore"):
-            raise ValueError(f"on_…_death is 'raise' or 'ignore', not {word!r}")
+        raise ValueError(f"expected latency to be 'eco', 'auto' or 'spin', got {latency!r}")
+    for option, value in (("on_receiver_death", on_receiver_death), ("on_sender_death", on_sender_death)):
+        if value not in ("raise", "ignore"):
+            raise ValueError(f"expected {option} to be 'raise' or 'ignore', got {value!r}")
     if capacity is None:
         capacity = LANE_NBYTES if style != _native.INBOX else LANE_NBYTES // 4
     within("capacity", capacity, 4096, 1 << 31)
     if capacity & (capacity - 1):
-        raise ValueError(f"capacity is a power of two, not {capacity}")
+        raise ValueError(f"expected capacity to be a power of two, got {capacity}")
     require_class("memory", memory, MemoryOptions)
     require_class("long_records", long_records, LongRecords)
     inline_limit = long_records.inline_limit

@@ -22,12 +22,12 @@ class Ring(Channel[T]):
             `array_like=True`; or a union of such subclasses.
         name: of the channel, in errors and in `penstock inspect`. Names (also of processes, pools and stores) are cut
             at 31 bytes.
-        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
-            behind. At least 4096. Default: 1 MiB.
+        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is a whole
+            ring behind. At least 4096. Default: 1 MiB.
         latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
         on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
-            on with the ends that are left. The last death is always reported, by every call: a sender without
-            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
+            on with the remaining ends. Every call reports the last death: a sender without receivers gets PeerDied, and
+            so does the receiver of a ring or broadcast; the receiver of an inbox gets EndOfChannel.
         max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
             senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
         memory: where the memory lies, and when its pages are claimed.
@@ -81,25 +81,9 @@ class Broadcast(Channel[T]):
     """One sender, several receivers; each receiver gets every message.
 
     Args:
-        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
-            `array_like=True`; or a union of such subclasses.
         receivers: how many receivers the channel has.
-        name: of the channel, in errors and in `penstock inspect`.
-        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
-            behind. At least 4096. Default: 1 MiB.
-        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
-        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
-            on with the ends that are left. The last death is always reported, by every call: a sender without
-            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
-        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
-            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
-        memory: where the memory lies, and when its pages are claimed.
-        long_records: which records lie in the channel's pool, and how much memory that may take.
 
-    Raises:
-        TypeError: no channel carries this type.
-        ValueError: an option is out of its range.
-        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+    The other Args and Raises are those of `Ring`.
 
     Examples:
         >>> steps = Broadcast(receivers=2)
@@ -144,26 +128,11 @@ class Inbox(Channel[T]):
     """Several senders, one receiver: in order for each sender, and in turn among them.
 
     Args:
-        type: what the channel carries: bytes; `Buffer`, received where it lies; a subclass of `msgspec.Struct` with
-            `array_like=True`; or a union of such subclasses.
         senders: how many senders the channel has room for at a time. Its receiver gets EndOfChannel only when each of
             them has been opened, and has closed or died.
-        name: of the channel, in errors and in `penstock inspect`.
-        capacity: bytes of each sender's ring (a power of two); a sender waits when the slowest receiver is so far
-            behind. At least 4096. Default: 256 KiB.
-        latency: "auto" spins while that pays, "eco" never does, "spin" spins for 10 ms before it sleeps.
-        on_receiver_death, on_sender_death: "raise" reports the death to the other side once, as PeerDied; "ignore" goes
-            on with the ends that are left. The last death is always reported, by every call: a sender without
-            receivers gets PeerDied, and so does the receiver of a ring or broadcast; that of an inbox EndOfChannel.
-        max_peers: ends that may be open at a time, up to 128; each takes a place, also two of one process. Default:
-            senders + receivers + 14, so that dead ends that are not yet reaped leave room for their successors.
-        memory: where the memory lies, and when its pages are claimed.
-        long_records: which records lie in the channel's pool, and how much memory that may take.
+        capacity: as of `Ring`. Default: 256 KiB.
 
-    Raises:
-        TypeError: no channel carries this type.
-        ValueError: an option is out of its range.
-        MemoryExhausted: the machine has not so much memory left; the text has both numbers.
+    The other Args and Raises are those of `Ring`.
 
     Examples:
         >>> inbox = Inbox(senders=2)
@@ -210,7 +179,7 @@ def channel_of(segment: _native.Segment, type: Any) -> Channel[Any]:
     for cls in STYLES:
         if segment.style == cls.STYLE:
             return cls._of(segment, codec_for(type))
-    raise LayoutMismatch(f"'{segment.name}' is not a channel")
+    raise LayoutMismatch(f"expected a channel, got segment '{segment.name}', which is none")
 
 
 STYLES: tuple[type[Channel[Any]], ...] = (Ring, Broadcast, Inbox)

@@ -28,6 +28,12 @@ else:
     R = TypeVar("R", covariant=True)
 
 
+def format_repr(item: object, name: str, codec: Codec | None, is_closed: bool) -> str:
+    """Returns the repr of an end or a channel."""
+    parts = [name, *([] if codec is None else [str(codec)]), *(["closed"] if is_closed else [])]
+    return f"{type(item).__name__}({', '.join(parts)})"
+
+
 class AnyEnd:
     """What the ends of all kinds share. A subclass sets `_end`."""
 
@@ -66,9 +72,7 @@ class AnyEnd:
         self._end.fail(error)
 
     def __repr__(self) -> str:
-        carries = "" if self._codec is None else f", {self._codec}"
-        closed = ", closed" if self.is_closed else ""
-        return f"{type(self).__name__}({self.index} of '{self._end.name}'{carries}{closed})"
+        return format_repr(self, f"{self.index} of '{self._end.name}'", self._codec, self.is_closed)
 
 
 class BlockingEnd(AnyEnd):

@@ -1,7 +1,7 @@
-"""Ends of a channel for a process that passes its records on as they are: nothing is encoded, decoded or waited for.
+"""Ends of a channel for a process that forwards records unchanged: without encoding, decoding or waiting.
 
-A process that forwards several channels sleeps in `epoll` or `select` on their descriptors. Leaves to the native core
-how a peer writes into such a descriptor, and to the process when it looks by itself: see channel/aio.py.
+A process that forwards several channels sleeps in `epoll` or `select` on the descriptors of their ends. The native core
+lets peers write into the descriptors, and the process decides when to poll: see channel/aio.py.
 """
 
 from __future__ import annotations

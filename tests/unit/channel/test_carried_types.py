@@ -118,7 +118,7 @@ def test_a_channel_without_a_type_carries_bytes(cls: type[Channel[Any]]) -> None
     ids=lambda type: f"{type!r:.60}",
 )
 def test_a_type_that_no_channel_carries_is_refused_with_those_that_it_does(type: Any) -> None:
-    accepted = "a channel carries bytes, Buffer, a subclass of msgspec.Struct or a union of such (Step | Stop), not "
+    accepted = "expected bytes, Buffer, a subclass of msgspec.Struct or a union of subclasses (Step | Stop), got "
     for cls in CLASSES:
         with pytest.raises(TypeError, match=re.escape(accepted + repr(type)[:100])):
             made(cls, type)
@@ -142,11 +142,11 @@ def test_a_union_that_is_made_with_typing_is_the_same_union() -> None:
 @pytest.mark.parametrize(
     ("carried", "type", "why"),
     [
-        (Step | Stop, bytes, "'steps' carries messages: attach to it as a channel of Step | Stop"),
-        (Step | Stop, Buffer, "'steps' carries messages: attach to it as a channel of Step | Stop"),
-        (Step, bytes, "'steps' carries messages: attach to it as a channel of Step"),
-        (bytes, Step, "'steps' carries bytes, not Step"),
-        (Buffer, Step | Stop, "'steps' carries bytes, not Step, Stop"),
+        (Step | Stop, bytes, "got 'steps', which carries messages: attach with type=Step | Stop"),
+        (Step | Stop, Buffer, "got 'steps', which carries messages: attach with type=Step | Stop"),
+        (Step, bytes, "got 'steps', which carries messages: attach with type=Step"),
+        (bytes, Step, "expected a channel of Step, got 'steps', which carries bytes"),
+        (Buffer, Step | Stop, "expected a channel of Step, Stop, got 'steps', which carries bytes"),
         (Step | Stop, Step, "Stop is not known here"),
         (Step | Stop, Stop, "Inner is not known here; Step is not known here"),
         (Step, Step | Stop, "Stop is not known there"),
@@ -203,7 +203,7 @@ def test_what_is_no_channel_cannot_be_attached_as_one() -> None:
     ):
         assert type(penstock.attach(shared.ticket)) is type(shared)
         for carried in (Buffer, Step, Step | Stop):
-            with pytest.raises(LayoutMismatch, match="'other' is not a channel"):
+            with pytest.raises(LayoutMismatch, match="expected a channel, got segment 'other'"):
                 penstock.attach(shared.ticket, carried)
 
 

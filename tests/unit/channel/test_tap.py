@@ -309,7 +309,7 @@ def test_a_segment_that_is_only_looked_at_cannot_be_joined_or_written() -> None:
 
 def test_a_tap_of_what_is_no_channel_is_refused() -> None:
     pool = lowlevel.Pool.create(1 << 16)
-    with pytest.raises(LayoutMismatch, match="not a channel"):
+    with pytest.raises(LayoutMismatch, match="expected a channel"):
         _native.Tap(pool._segment)
 
 
