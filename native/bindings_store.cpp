@@ -9,7 +9,7 @@ namespace {
 
 Key key_of(nb::handle bytes) {
     if (!PyBytes_CheckExact(bytes.ptr()) || PyBytes_GET_SIZE(bytes.ptr()) != sizeof(Key)) {
-        PyErr_Format(PyExc_ValueError, "a key is %zu bytes (see key_of), not %.80R", sizeof(Key), bytes.ptr());
+        PyErr_Format(PyExc_ValueError, "expected a key of %zu bytes (content_key makes one), got %.80R", sizeof(Key), bytes.ptr());
         throw nb::python_error();
     }
     Key key;
@@ -34,7 +34,7 @@ struct Keeper {
         lease.require();
         if (lease.by != by || !lease.is_filling)
             throw Error(Fault::value,
-                        "this lease was not given by begin() of this store to be written, or it has been");
+                        "expected a lease of a value that this store lets be written, got another lease");
         return Store(*by);
     }
     // The peer that is writing the value under this key, for an error message.

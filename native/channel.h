@@ -67,7 +67,7 @@ class Channel {
           pool(*this->by),
           head(*this->by->segment().at<ChannelHeader>(g.channel)) {
         if (g.shape.kind != static_cast<u32>(SegmentKind::channel))
-            throw Error(Fault::layout_mismatch, "this segment is not a channel");
+            throw Error(Fault::layout_mismatch, "expected a channel, got another segment");
     }
     // Before anybody else sees the segment: every receiver is expected, and counted from the first record on.
     static void lay_out(Segment& segment) {

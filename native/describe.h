@@ -68,32 +68,32 @@ inline PoolStats Pool::stats() const {
     std::erase_if(s.holders, [](const PoolStats::Holder& h) { return h.blocks == 0 && h.granted == 0; });
     return s;
 }
-inline Error Pool::exhausted(u64 asked) const {
+inline Error Pool::exhausted(u64 requested) const {
     PoolStats s = stats();
     std::string holders;
     std::sort(s.holders.begin(), s.holders.end(), [](auto& a, auto& b) { return a.nbytes > b.nbytes; });
     for (size_t i = 0; i < s.holders.size() && i < 4; ++i)
         holders += format("%s%s holds %s", i == 0 ? "; " : ", ", attachment_.describe(s.holders[i].slot).c_str(),
                           in_units(s.holders[i].nbytes).c_str());
-    const char* advice = asked > s.nbytes                         ? ": raise the pool's nbytes"
+    const char* advice = requested > s.nbytes                         ? ": raise the pool's nbytes"
                          : s.blocks >= geometry_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
                                                                   : "";
     return Error(Fault::memory_exhausted, format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s",
-                                                 in_units(asked).c_str(), attachment_.segment().name().c_str(),
+                                                 in_units(requested).c_str(), attachment_.segment().name().c_str(),
                                                  in_units(s.nbytes).c_str(), in_units(s.free_nbytes).c_str(),
                                                  in_units(s.largest_free_nbytes).c_str(), advice, holders.c_str()))
-        .with("asked", static_cast<i64>(asked))
+        .with("requested", static_cast<i64>(requested))
         .with("free", static_cast<i64>(s.free_nbytes))
         .with("largest", static_cast<i64>(s.largest_free_nbytes))
         .with("holders", holders.empty() ? "" : holders.substr(2));
 }
-inline Error Pool::stale(const Extent& ref, const char* why, u32 found) const {
+inline Error Pool::stale(const Extent& ref, const char* why, u32 actual) const {
     head_.stale_refs.add();
     return Error(Fault::stale_ref, format("block %u, generation %u, of pool '%s' %s%s", ref.block, ref.generation,
                                           attachment_.segment().name().c_str(), why,
-                                          found != 0 ? format(": generation %u found", found).c_str() : ""))
+                                          actual != 0 ? format(": generation %u found", actual).c_str() : ""))
         .with("expected", ref.generation)
-        .with("found", found);
+        .with("actual", actual);
 }
 inline std::string Channel::describe(End end) const {
     return is_known(end) ? by->describe(end.slot) : "a peer whose place has been taken since";

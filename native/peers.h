@@ -381,7 +381,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         throw Error(Fault::memory_exhausted,
                     format("segment '%s' has %s and no place for one more: raise max_peers", segment_->name().c_str(),
                            counted(shape().max_peers, "peer").c_str()))
-            .with("asked", 1)
+            .with("requested", 1)
             .with("free", 0);
     }
     bool is_abandoned(u32 owner, bool& is_runnable) const {

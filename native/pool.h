@@ -281,7 +281,7 @@ class Pool {
 
     // ── seen from outside ──
     PoolStats stats() const;           // describe.h
-    Error exhausted(u64 asked) const;  // describe.h: with the numbers and the holders
+    Error exhausted(u64 requested) const;  // describe.h: with the numbers and the holders
     u64 trim(u64 keep);                // pool_pages.h
     void announce_return() {
         head_.returns.fetch_add(1, order::returns.release);
@@ -355,7 +355,7 @@ class Pool {
         if (ref.offset < offset || ref.nbytes > nbytes || ref.offset - offset > nbytes - ref.nbytes)
             throw stale(ref, "lies outside its block");
     }
-    Error stale(const Extent& ref, const char* why, u32 found = 0) const;  // describe.h
+    Error stale(const Extent& ref, const char* why, u32 actual = 0) const;  // describe.h
     bool has_right(u32 index, u32 slot) const;  // pool_grants.h, as are these; LOCK block is held
     bool use_grant(u32 index);                  // a grant made to us becomes a lease. False: there is none
     void require_right(const Extent& ref);      // ours, to grant the block

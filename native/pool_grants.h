@@ -46,7 +46,7 @@ inline void Pool::add_grant(const Extent& ref, u32 to) {
     if (many.load(RELAXED) == 0xffff)
         throw Error(Fault::memory_exhausted,
                     format("65535 grants of block %u to %s are unused", ref.block, attachment_.describe(to).c_str()))
-            .with("asked", 1)
+            .with("requested", 1)
             .with("free", 0);
     Shared<u32>& units = block(ref.block).grant_units;
     units.store(units.load(RELAXED) + 1, RELAXED);  // derived: may be too high, never too low

@@ -48,7 +48,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         if (!channel_.take_end(take, channel_.g.shape.receivers, index, is_due)) {
             u32 r = index < 0 ? 0 : static_cast<u32>(index);
             if (r >= channel_.g.shape.receivers)
-                throw Error(Fault::value, format("'%s' has %u receivers: there is no receiver %d", name(),
+                throw Error(Fault::value, format("expected a receiver of '%s' below %u, got %d", name(),
                                                  channel_.g.shape.receivers, index));
             throw Error(Fault::value,
                         format("receiver %u of '%s' is taken: %s", r, name(),

@@ -56,7 +56,7 @@ inline void require_memory(u64 nbytes, const char* what, u64 spared) {
     throw Error(Fault::memory_exhausted,
                 format("%s of %s does not fit: %s has %s left%s", what, in_units(nbytes).c_str(), available.owner,
                        in_units(available.nbytes).c_str(), stays.c_str()))
-        .with("asked", static_cast<i64>(nbytes))
+        .with("requested", static_cast<i64>(nbytes))
         .with("free", static_cast<i64>(available.nbytes));
 }
 
@@ -75,7 +75,7 @@ inline void claim_pages(int fd, u64 offset, u64 nbytes, const char* what, u64 sp
     throw Error(Fault::memory_exhausted, format("%s of %s does not fit, %s available: ", what, in_units(nbytes).c_str(),
                                                 in_units(available).c_str()) +
                                              describe_failure("fallocate", failed))
-        .with("asked", static_cast<i64>(nbytes))
+        .with("requested", static_cast<i64>(nbytes))
         .with("free", static_cast<i64>(available));
 }
 
@@ -129,7 +129,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
                         format("segment '%s' wants huge pages of %s and the machine has not enough of them: raise "
                                "vm.nr_hugepages or leave huge_pages out",
                                options.name.c_str(), in_units(options.huge_nbytes).c_str()))
-                        .with("asked", static_cast<i64>(Geometry::of(shape).total))
+                        .with("requested", static_cast<i64>(Geometry::of(shape).total))
                         .with("free", 0);
                 fallback = "ordinary pages: not enough huge pages";
                 shape.page = PAGE;
@@ -156,7 +156,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
             ::getrlimit(RLIMIT_FSIZE, &limit);
             throw Error(Fault::memory_exhausted, what + " of " + in_units(geometry.total) +
                                                      " does not fit: " + describe_failure("ftruncate", failed))
-                .with("asked", static_cast<i64>(geometry.total))
+                .with("requested", static_cast<i64>(geometry.total))
                 .with("free", static_cast<i64>(limit.rlim_cur));
         }
         if (options.numa_node >= 0) failed = self->place(options.numa_node);
@@ -164,7 +164,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
             std::string why = format("no NUMA node %d", options.numa_node);
             bool is_known = failed == EINVAL || failed == ENOSYS;
             if (options.numa_required && is_known)
-                throw Error(Fault::value, what + ": this machine has " + why + " that we may use");
+                throw Error(Fault::value, what + ": this machine has " + why + " that this process may use");
             if (options.numa_required) throw os_error(what, "mbind", failed);
             if (!is_known) why += " (" + describe_failure("mbind", failed) + ")";
             fallback += (fallback.empty() ? "" : "; ") + why;
@@ -204,7 +204,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
                 if (fd >= 0) ::close(fd);
             }
         } owned{fd};
-        auto refuse = [](std::string why) { throw Error(Fault::layout_mismatch, "not a segment of ours: " + why); };
+        auto refuse = [](std::string why) { throw Error(Fault::layout_mismatch, "expected a segment of Penstock: " + why); };
         struct stat status{};
         if (::fstat(fd, &status) != 0) throw os_error("attaching", "fstat", errno);
         if (status.st_uid != ::geteuid())
@@ -382,7 +382,7 @@ class Segment : public std::enable_shared_from_this<Segment> {
         rlimit limit{};
         ::getrlimit(RLIMIT_AS, &limit);
         throw Error(Fault::memory_exhausted, what + ": " + describe_failure("mmap", failed))
-            .with("asked", static_cast<i64>(nbytes))
+            .with("requested", static_cast<i64>(nbytes))
             .with("free", static_cast<i64>(limit.rlim_cur));
     }
     void map(bool prefault, int control_protection = PROT_READ | PROT_WRITE) {

@@ -44,12 +44,14 @@ class Sender {
         if (!channel_.take_end(take, channel_.g.shape.lanes, index, is_due)) {
             u32 i = index < 0 ? 0 : static_cast<u32>(index);
             if (i >= channel_.g.shape.lanes)
-                throw Error(Fault::value, format("'%s' has %u senders: there is no sender %d", name(),
+                throw Error(Fault::value, format("expected a sender of '%s' below %u, got %d", name(),
                                                  channel_.g.shape.lanes, index));
             End end = end_of(channel_.lane(i).word.load(order::end.acquire));
-            const char* how = end.state == EndState::closed ? " and closed" : "";
-            throw Error(Fault::value,
-                        format("sender %u of '%s' is taken%s: %s", i, name(), how, channel_.describe(end).c_str()));
+            std::string peer = channel_.describe(end);
+            if (end.state == EndState::closed)
+                throw Error(Fault::value, format("sender %u of '%s' was closed by %s and cannot be opened again", i,
+                                                 name(), peer.c_str()));
+            throw Error(Fault::value, format("sender %u of '%s' is taken: %s", i, name(), peer.c_str()));
         }
         lane_ = &channel_.lane(index_);
         trace_.emplace(channel_.segment, index_);

@@ -40,7 +40,7 @@ class Store {
           head_(*by.segment().at<StoreHeader>(geometry_.store)),
           buckets_(by.segment().at<Shared<u32>>(geometry_.store + sizeof(StoreHeader))) {
         if (geometry_.shape.buckets == 0)
-            throw Error(Fault::layout_mismatch, format("pool '%s' keeps nothing by key", by.segment().name().c_str()));
+            throw Error(Fault::layout_mismatch, format("expected a store, got pool '%s'", by.segment().name().c_str()));
     }
     Pool& pool() { return pool_; }
     StoreHeader& header() const { return head_; }

@@ -210,7 +210,7 @@ class MemoryExhausted(PenstockError, MemoryError):
         penstock.errors.MemoryExhausted: ...
     """
 
-    asked: int = 0
+    requested: int = 0
     free: int = 0
     largest: int = 0
     holders: str = ""
@@ -230,7 +230,7 @@ class StaleRef(PenstockError):
     """
 
     expected: int = 0
-    found: int = 0
+    actual: int = 0
 
 
 class Missing(PenstockError, KeyError):
@@ -302,11 +302,11 @@ class OutOfStep(PenstockError):
         penstock.errors.OutOfStep: expected change 2 of leader 00000007, got change 4 of leader 00000007
     """
 
-    def __init__(self, expected: tuple[int, int] | None, found: tuple[int, int]) -> None:
-        wanted = "the whole state" if expected is None else f"change {expected[1]} of leader {expected[0]:08x}"
-        super().__init__(f"expected {wanted}, got change {found[1]} of leader {found[0]:08x}")
+    def __init__(self, expected: tuple[int, int] | None, actual: tuple[int, int]) -> None:
+        expectation = "the whole state" if expected is None else f"change {expected[1]} of leader {expected[0]:08x}"
+        super().__init__(f"expected {expectation}, got change {actual[1]} of leader {actual[0]:08x}")
         self.expected = expected
-        self.found = found
+        self.actual = actual
 
     def __reduce__(self) -> tuple[object, ...]:
-        return OutOfStep, (self.expected, self.found)
+        return OutOfStep, (self.expected, self.actual)

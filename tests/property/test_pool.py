@@ -73,7 +73,7 @@ class PoolMachine(RuleBasedStateMachine):
         try:
             lease = self.peers[peer].take(nbytes)
         except MemoryExhausted as error:
-            assert error.asked == nbytes
+            assert error.requested == nbytes
             assert len(self.blocks) == BLOCKS or stats.largest_free_nbytes < extent(nbytes)
             return
         self.takes += 1

@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from penstock.errors import MemoryExhausted, UnsupportedTensor
-from penstock.tensor.cuda.driver import DeviceError, ForeignDevice, Found
+from penstock.tensor.cuda.driver import DeviceError, DeviceTensor, ForeignDevice
 from penstock.tensor.cuda.order import DeferredReleases
 from penstock.tensor.kinds import Kind, kind_of_numpy
 from penstock.tensor.views import As
@@ -154,13 +154,13 @@ class FakeDriver:
         return contextlib.nullcontext() if stream is None else self._on(stream)
 
     # ── arrays ──
-    def found(self, tensor: Any) -> Found:
+    def describe(self, tensor: Any) -> DeviceTensor:
         if not isinstance(tensor, DeviceArray):
             raise UnsupportedTensor(f"not a tensor of a device: {type(tensor).__name__}")
         if tensor.uuid != self.uuid:
             raise ForeignDevice("a tensor of another device")
         kind = kind_of_numpy(tensor.dtype)
-        return Found(kind, tensor.shape, tensor.nbytes, tensor.ctypes.data, tensor.flags.c_contiguous)
+        return DeviceTensor(kind, tensor.shape, tensor.nbytes, tensor.ctypes.data, tensor.flags.c_contiguous)
 
     def made(self, array: Any) -> Any:
         """The array, as one of this device."""

@@ -40,8 +40,8 @@ def test_every_error_is_public_and_has_a_docstring(name: str) -> None:
 def test_an_error_that_was_made_by_hand_has_its_fields() -> None:
     assert (errors.Timeout("x").receiver, errors.Timeout("x").pid) == (None, None)
     assert (errors.PeerDied("x").name, errors.PeerDied("x").how) == ("", "")
-    assert (errors.MemoryExhausted("x").asked, errors.MemoryExhausted("x").free) == (0, 0)
-    assert (errors.StaleRef("x").expected, errors.StaleRef("x").found) == (0, 0)
+    assert (errors.MemoryExhausted("x").requested, errors.MemoryExhausted("x").free) == (0, 0)
+    assert (errors.StaleRef("x").expected, errors.StaleRef("x").actual) == (0, 0)
 
 
 def test_a_time_out_is_also_pythons_own() -> None:

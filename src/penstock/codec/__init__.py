@@ -1,7 +1,7 @@
 """Messages: typed objects to frames and back, and changes in sequence.
 
-Messages are msgspec structs, encoded as arrays; nothing that could be executed crosses a process boundary. Leaves to
-the channel how frames travel, and to those above the line what messages there are.
+Messages are msgspec structs, encoded as arrays; no code crosses a process boundary. The channel decides how frames
+travel, and the user which messages exist.
 """
 
 from penstock.codec.buffer import Buffer

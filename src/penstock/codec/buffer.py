@@ -1,6 +1,6 @@
-"""What lies in a frame beside the struct: arrays of numbers, and buffers. Written with one copy, read with none.
+"""The parts of a frame beside the struct: arrays of numbers, and buffers. Written with one copy, read without.
 
-Leaves to the frame where they lie.
+The frame decides where parts lie.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 class Buffer:
     """Bytes that are sent with one copy and received with none.
 
-    A field of a message (`image: Buffer`), or what a channel carries: on a `Ring(Buffer)`, receivers get each record as
-    a `Buffer` where it lies. What was received is read-only, and holds its place in the channel until release(), or
-    until the buffer and all views of it are gone.
+    A field of a message (`image: Buffer`), or the type of a channel: receivers of a `Ring(Buffer)` get each record as a
+    `Buffer` in place. A received buffer is read-only, and holds its place in the channel until release(), or until the
+    buffer and all views are gone.
 
     Args:
         exporter: bytes, an array, or anything else with the buffer protocol.
@@ -57,7 +57,7 @@ class Buffer:
         return self.view.nbytes
 
     def release(self) -> None:
-        """Gives the place in the channel back, or, if other views of it live, when the last of those is gone.
+        """Gives the place in the channel back, at once or when the last view is gone.
 
         Examples:
             >>> buffer = Buffer(b"pixels")

@@ -1,7 +1,7 @@
-"""Which messages a channel carries: a number for each class, and a description by which two builds compare theirs.
+"""The messages of a channel: a number for each class, and a description that two builds compare.
 
-A message is a `msgspec.Struct` with `array_like=True`; everything in it has a type that says what it is. Leaves to the
-frame how they become bytes.
+A message is a `msgspec.Struct` with `array_like=True`, and all fields have exact types. The frame turns messages into
+bytes.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ SEQUENCES: dict[Any, str] = {
 
 
 class Described(msgspec.Struct, frozen=True, array_like=True):
-    """A class of messages, or one that stands inside of one, in words."""
+    """A class of messages or of structs inside, in words."""
 
     name: str
     fields: tuple[tuple[str, str], ...]
 
 
 class Schema(msgspec.Struct, frozen=True):
-    """Describes a channel's messages in its segment: attaching processes compare it, and observers read by it."""
+    """Describes a channel's messages in the segment, for attaching processes and for observers."""
 
     penstock: str
     fingerprint: str
@@ -68,7 +68,9 @@ class Schema(msgspec.Struct, frozen=True):
         try:
             return msgspec.json.decode(encoded, type=cls)
         except (msgspec.DecodeError, RecursionError) as error:
-            raise LayoutMismatch(f"what lies where the messages are described is no description: {error}") from None
+            raise LayoutMismatch(
+                f"the segment has no description of its messages: it was created by another build ({error})"
+            ) from None
 
 
 class Catalogue:
@@ -76,7 +78,7 @@ class Catalogue:
 
     def __init__(self, *messages: type[msgspec.Struct]) -> None:
         if not 1 <= len(messages) <= MAX_MESSAGES:
-            raise ValueError(f"a channel has 1 to {MAX_MESSAGES} classes of messages, not {len(messages)}")
+            raise ValueError(f"expected 1 to {MAX_MESSAGES} classes of messages, got {len(messages)}")
         self.messages = messages
         self.structs: dict[type, Described] = {}
         self.special: dict[type, list[tuple[str, Any]]] = {}  # fields that msgspec would not look at: see _special
@@ -86,27 +88,27 @@ class Catalogue:
         names = [cls.__name__ for cls in self.structs]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
-            raise TypeError(f"two classes are called {twice}: those of a channel have names of their own")
+            raise TypeError(f"expected classes with different names, got two named {twice}: rename one")
         described = tuple(self.structs[cls] for cls in messages)
-        others = tuple(one for cls, one in self.structs.items() if cls not in messages)
+        others = tuple(struct for cls, struct in self.structs.items() if cls not in messages)
         self.fingerprint = hashlib.sha256(msgspec.json.encode((described, others))).hexdigest()[:16]
         self.schema = Schema(version("penstock"), self.fingerprint, described, others)
 
     @classmethod
     def of(cls, type: Any) -> Catalogue:
-        """The classes of a union (`Step | Stop`), or one class. Raises TypeError for what no channel carries."""
+        """Returns the catalogue of a union (`Step | Stop`) or of a class. Raises TypeError for any other type."""
         is_union = typing.get_origin(type) in (typing.Union, types.UnionType)
         messages = typing.get_args(type) if is_union else (type,)
         for message in messages:
             if not (inspect.isclass(message) and issubclass(message, msgspec.Struct)):
                 raise TypeError(
-                    "a channel carries bytes, Buffer, a subclass of msgspec.Struct or a union of such (Step | Stop), "
-                    f"not {type!r:.200}"
+                    "expected bytes, Buffer, a subclass of msgspec.Struct or a union of subclasses (Step | Stop), got "
+                    f"{type!r:.200}"
                 )
         return cls(*messages)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Catalogue, self.messages  # what it found out of them is found out again
+        return Catalogue, self.messages  # the rest is derived again
 
     def foreign(self, cls: type) -> TypeError:
         return TypeError(f"{cls.__name__} is not a message of this channel, which carries {self.names()}")
@@ -117,20 +119,23 @@ class Catalogue:
     # ── what may be in a message ──
     def _add(self, cls: Any, what: str) -> None:
         if not (isinstance(cls, type) and issubclass(cls, msgspec.Struct)):
-            raise TypeError(f"{what} is a msgspec.Struct, not {cls!r}")
+            raise TypeError(f"expected {what} to be a subclass of msgspec.Struct, got {cls!r}")
         if cls in self.structs:
             return
         config = cls.__struct_config__
         if not config.array_like:
-            raise TypeError(f"{cls.__name__}, {what}, is encoded with the names of its fields: say array_like=True")
-        self.structs[cls] = Described(cls.__name__, ())  # it may hold itself
+            raise TypeError(
+                f"expected a struct without field names for {cls.__name__}, {what}: define it with array_like=True"
+            )
+        self.structs[cls] = Described(cls.__name__, ())  # a struct may contain the same class
         hints = typing.get_type_hints(cls, include_extras=True)
         fields = []
         special = []
         for field in msgspec.structs.fields(cls):
             where = f"{cls.__name__}.{field.name}"
             fields.append((field.name, self._describe(hints[field.name], where)))
-            special += [(field.name, one) for one in map(_special, _choices(hints[field.name])) if one is not None]
+            targets = map(_special, _choices(hints[field.name]))
+            special += [(field.name, target) for target in targets if target is not None]
         if config.tag is not None:
             fields.insert(0, ("", f"tag {config.tag!r}"))
         self.structs[cls] = Described(cls.__name__, tuple(fields))
@@ -146,13 +151,13 @@ class Catalogue:
         if hint in SCALARS:
             return SCALARS[hint]
         if origin in (typing.Union, types.UnionType):
-            return " | ".join(sorted(self._describe(one, where) for one in typing.get_args(hint)))
+            return " | ".join(sorted(self._describe(member, where) for member in typing.get_args(hint)))
         if origin is typing.Literal:
             return "one of " + ", ".join(sorted(repr(value) for value in typing.get_args(hint)))
         if origin is np.ndarray:
             return f"array[{array_dtype(hint, where)}]"
         if origin in SEQUENCES:
-            items = ["…" if one is ... else self._describe(one, where) for one in typing.get_args(hint)]
+            items = ["…" if item is ... else self._describe(item, where) for item in typing.get_args(hint)]
             return f"{SEQUENCES[origin]}[{', '.join(items)}]"
         if origin in (dict, collections.abc.Mapping):
             key, value = typing.get_args(hint)
@@ -163,44 +168,44 @@ class Catalogue:
             self._add(hint, f"in {where}")
             return hint.__name__
         raise TypeError(
-            f"{where} is {hint!r}: a message is made of numbers, text, bytes, arrays (NDArray[np.int32]), parts, "
-            "enums, lists, tuples, sets, dicts and other such structs, and says which"
+            "expected numbers, text, bytes, arrays (NDArray[np.int32]), Buffer, enums, lists, tuples, sets, dicts or "
+            f"structs of these at {where}, got {hint!r}"
         )
 
     # ── the handshake ──
     def require_same(self, other: Schema, name: str) -> None:
-        """Raises LayoutMismatch, which says how they differ."""
+        """Raises LayoutMismatch with the differences."""
         if other.fingerprint == self.fingerprint:
             return
-        ours, theirs = self.schema, other
-        lines = list(_differences(ours, theirs)) or ["the same words, but not the same order of classes"]
+        own = self.schema
+        lines = list(_differences(own, other)) or ["the same words, but not the same order of classes"]
         raise LayoutMismatch(
-            f"'{name}' carries other messages: it was made by penstock {theirs.penstock} (fingerprint "
-            f"{theirs.fingerprint}), and this is penstock {ours.penstock} ({ours.fingerprint}): " + "; ".join(lines)
+            f"'{name}' carries other messages: it was made by penstock {other.penstock} (fingerprint "
+            f"{other.fingerprint}), and this is penstock {own.penstock} ({own.fingerprint}): " + "; ".join(lines)
         )
 
     def named_path(self, cls: type, text: str) -> str:
         """An error's `$[3][0]` with the names of fields instead of their numbers."""
-        head, found, path = text.rpartition(" - at `$")
-        if not found:
+        head, has_path, path = text.rpartition(" - at `$")
+        if not has_path:
             return text
         return f"{head} at ${_named(cls, path.rstrip('`'))}"
 
 
-def schema_differences(ours: bytes, theirs: bytes) -> list[str]:
-    """Returns how the messages of two channels differ, as their segments describe them; empty: they do not."""
-    if ours == theirs:
+def schema_differences(own: bytes, other: bytes) -> list[str]:
+    """Returns the differences between the descriptions in two segments; empty: the messages are equal."""
+    if own == other:
         return []
-    if not ours or not theirs:
-        return [f"it carries {'messages' if ours else 'bytes'} here, {'messages' if theirs else 'bytes'} there"]
-    here, there = Schema.decode(ours), Schema.decode(theirs)
-    if here.fingerprint == there.fingerprint:
+    if not own or not other:
+        return [f"it carries {'messages' if own else 'bytes'} here, {'messages' if other else 'bytes'} there"]
+    own_schema, other_schema = Schema.decode(own), Schema.decode(other)
+    if own_schema.fingerprint == other_schema.fingerprint:
         return []
-    return list(_differences(here, there)) or ["the same words, but not the same order of classes"]
+    return list(_differences(own_schema, other_schema)) or ["the same words, but not the same order of classes"]
 
 
 def _special(hint: Any) -> Any:
-    """What travels as a number that stands for something else: an array (its dtype) or Buffer; or None."""
+    """Returns the dtype of an array, or Buffer: in the struct, a number stands for these. None: another type."""
     if typing.get_origin(hint) is np.ndarray:
         return array_dtype(hint)
     return Buffer if hint is Buffer else None
@@ -216,17 +221,16 @@ def _choices(hint: Any) -> tuple[Any, ...]:
 
 
 def array_dtype(hint: Any, where: str = "an array") -> np.dtype[Any]:
-    """Of `NDArray[np.int32]`: int32. Raises TypeError where it does not say one that can travel."""
+    """Returns int32 for `NDArray[np.int32]`. Raises TypeError for a hint without a supported dtype."""
     arguments = typing.get_args(hint)
     kind = typing.get_args(arguments[1])[0] if len(arguments) == 2 and typing.get_args(arguments[1]) else None
     try:
-        found = np.dtype(kind) if kind is not None else None
+        dtype: np.dtype[Any] | None = np.dtype(kind) if kind is not None else None
     except TypeError:
-        found = None
-    if found is None or found not in CODES:
-        raise TypeError(f"{where} is {hint!r}: say of which numbers, as NDArray[np.int32]")
-    made: np.dtype[Any] = found
-    return made
+        dtype = None
+    if dtype is None or dtype not in CODES:
+        raise TypeError(f"expected an array with its dtype at {where}, as NDArray[np.int32], got {hint!r}")
+    return dtype
 
 
 def _limits(note: Any) -> str:
@@ -236,9 +240,9 @@ def _limits(note: Any) -> str:
     return " ".join(f"{name}={value}" for name in names if (value := getattr(note, name)) is not None)
 
 
-def _differences(ours: Schema, theirs: Schema) -> Iterator[str]:
-    here = {one.name: one for one in ours.messages + ours.structs}
-    there = {one.name: one for one in theirs.messages + theirs.structs}
+def _differences(own: Schema, other: Schema) -> Iterator[str]:
+    here = {struct.name: struct for struct in own.messages + own.structs}
+    there = {struct.name: struct for struct in other.messages + other.structs}
     for name in sorted(here.keys() - there.keys()):
         yield f"{name} is not known there"
     for name in sorted(there.keys() - here.keys()):
@@ -252,7 +256,7 @@ def _differences(ours: Schema, theirs: Schema) -> Iterator[str]:
             yield f"{name} has no '{field}: {what}' there"
         for field, what in b[len(a) :]:
             yield f"{name} has no '{field}: {what}' here"
-    order = [one.name for one in ours.messages], [one.name for one in theirs.messages]
+    order = [message.name for message in own.messages], [message.name for message in other.messages]
     for name in sorted(here.keys() & there.keys()):
         if name in order[0] and name not in order[1]:
             yield f"{name} is a message of its own here, and only part of one there"
@@ -263,31 +267,31 @@ def _differences(ours: Schema, theirs: Schema) -> Iterator[str]:
 
 
 def _named(cls: Any, path: str) -> str:
-    """`[3][0]` seen from a struct of this class: `.requests[0]`. What cannot be followed is left as it is."""
+    """Returns `.requests[0]` for `[3][0]` of a struct of this class. Keeps the numbers that lead to no field."""
     out = ""
     hint: Any = cls
     rest = path
     while rest.startswith("["):
         inside, _, rest = rest[1:].partition("]")
-        choices = [one for one in _choices(hint) if one is not type(None)] if hint is not None else []
+        choices = [choice for choice in _choices(hint) if choice is not type(None)] if hint is not None else []
         hint = None
-        found = choices[0] if len(choices) == 1 else None
-        origin = typing.get_origin(found)
-        if isinstance(found, type) and issubclass(found, msgspec.Struct) and inside.isdigit():
-            index = int(inside) - (found.__struct_config__.tag is not None)
-            fields = msgspec.structs.fields(found)
+        chosen = choices[0] if len(choices) == 1 else None
+        origin = typing.get_origin(chosen)
+        if isinstance(chosen, type) and issubclass(chosen, msgspec.Struct) and inside.isdigit():
+            index = int(inside) - (chosen.__struct_config__.tag is not None)
+            fields = msgspec.structs.fields(chosen)
             if 0 <= index < len(fields):
                 out += f".{fields[index].name}"
-                hint = typing.get_type_hints(found, include_extras=True)[fields[index].name]
+                hint = typing.get_type_hints(chosen, include_extras=True)[fields[index].name]
                 continue
         elif origin in SEQUENCES:
-            items = typing.get_args(found)
+            items = typing.get_args(chosen)
             if len(items) == 1 or ... in items:
                 hint = items[0]
             elif inside.isdigit() and int(inside) < len(items):
                 hint = items[int(inside)]
         elif origin in (dict, collections.abc.Mapping):
-            hint = typing.get_args(found)[1]
+            hint = typing.get_args(chosen)[1]
         out += f"[{inside}]"
     return out + rest
 

@@ -1,7 +1,7 @@
 """Codecs: how a channel's messages become records, and records messages.
 
-The ends of a channel in a process share its codec, also in several threads. Leaves to the catalogue what a message may
-hold, and to the channel how records travel.
+The ends of a channel in a process share a codec, also in several threads. The catalogue decides what a message may
+hold, and the channel how records travel.
 """
 
 from __future__ import annotations
@@ -30,10 +30,12 @@ class BytesCodec:
         return b""
 
     def require_same(self, schema: bytes, channel: str) -> None:
-        """Raises LayoutMismatch, which says how they differ, where the channel carries other messages."""
+        """Raises LayoutMismatch with the differences if the channel carries different messages."""
         if schema:
             names = " | ".join(message.name for message in Schema.decode(schema).messages)
-            raise LayoutMismatch(f"'{channel}' carries messages: attach to it as a channel of {names}")
+            raise LayoutMismatch(
+                f"expected a channel of bytes, got '{channel}', which carries messages: attach with type={names}"
+            )
 
     def encode(self, message: Any) -> Any:
         return message
@@ -71,8 +73,8 @@ class MessageCodec:
 
     def __init__(self, catalogue: Catalogue) -> None:
         self.catalogue = catalogue
-        # A call takes an encoder out, or makes one, and puts it back unless it fails. So threads do not wait for each
-        # other, and a signal handler or an exception in the middle of a call spoils no other call.
+        # A call takes an encoder out, or makes an encoder, and puts it back unless encoding fails. Threads do not wait
+        # for each other, and a signal handler or an exception in the middle of a call spoils no other call.
         self._encoders: list[FrameEncoder] = []
         self._decoders: list[FrameDecoder] = []
 
@@ -90,7 +92,9 @@ class MessageCodec:
 
     def require_same(self, schema: bytes, channel: str) -> None:
         if not schema:
-            raise LayoutMismatch(f"'{channel}' carries bytes, not {self.catalogue.names()}")
+            raise LayoutMismatch(
+                f"expected a channel of {self.catalogue.names()}, got '{channel}', which carries bytes"
+            )
         self.catalogue.require_same(Schema.decode(schema), channel)
 
     def encode(self, message: Any) -> bytes | list[Exporter]:

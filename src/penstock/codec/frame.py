@@ -3,11 +3,12 @@
     short frame        number (1) │ struct
     frame with parts   number + 128 (1) │ is_long (1) │ 0 (2) │ struct_nbytes (4) │ struct │ part │ part …
 
-The struct is a msgpack array of the message's fields. In it an array of numbers is an extension (its kind, its bytes)
-if it is short, and else a number (nbytes * 32 + kind) that stands for the next part; one that has not exactly one
-dimension is a list: that, then its shape. Parts lie in the order in which the struct names them, the first at the next
-multiple of 8 from the start of the frame, of 64 if one of them is long; each at a multiple of 8 from the first, a long
-one of 64. Little endian throughout. Leaves to the ends how frames travel.
+The struct is a msgpack array of the message's fields. A short array of numbers is an extension (kind, bytes). For a
+long array, the struct has a number (nbytes * 32 + kind) that refers to the next part. An array with 0 or several
+dimensions is a list: the extension or the number, then the shape. Parts lie in the order of their numbers in the
+struct: the first at a multiple of 8 from the start of the frame, each other part at a multiple of 8 from the first.
+Long parts, and the first part of a frame with long parts, lie at multiples of 64. All numbers are little endian. The
+ends decide how frames travel.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ PADDING = [bytes(gap) for gap in range(64)]
 NOTHING = memoryview(b"")
 BOOL = CODES[np.dtype(np.bool_)]
 
-WRONG = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises for bytes that are not what they say
+WRONG = (msgspec.MsgspecError, ValueError, RecursionError)  # what decoding raises for malformed bytes
 PLAIN_FIELDS = (int, float, str, bytes)
 _Ext = msgspec.msgpack.Ext
 _Array = np.ndarray
@@ -57,7 +58,7 @@ class Split(typing.NamedTuple):
 
 
 def gap_before(end: int, nbytes: int) -> int:
-    """Between what ends there, from the start of the first part, and a part of so many bytes."""
+    """Returns the padding between an end, counted from the first part, and a part of `nbytes` bytes."""
     return -end & (63 if nbytes >= LONG_NBYTES else 7)
 
 
@@ -97,26 +98,26 @@ class FrameEncoder:
         }
         self._encoder = msgspec.msgpack.Encoder(enc_hook=self._hook)
         # Of the frame that is being made:
-        self._parts: list[Exporter] = []  # with what lies between them
+        self._parts: list[Exporter] = []  # with the padding between
         self._end = 0  # of the last one, from the start of the first
         self._is_long = False
 
     def encode(self, message: msgspec.Struct) -> bytes | list[Exporter]:
-        """The frame, whole or in pieces. The pieces are the caller's own arrays: they are read when it is sent.
+        """Returns the frame, whole or in pieces. Pieces are the caller's arrays, which are read when the frame is sent.
 
-        Raises TypeError where the message, or one of its arrays and parts, is not what its class says.
+        Raises TypeError where the message, an array or a part has another type than the class declares.
         """
-        found = self._classes.get(type(message))
-        if found is None:
+        known = self._classes.get(type(message))
+        if known is None:
             raise self.catalogue.foreign(type(message))
-        number, byte, special = found
+        number, byte, special = known
         for name, kind in special:
             value = getattr(message, name)
-            its = type(value)
-            if value is not None and its is not kind and (its is not _Array or value.dtype is not kind):
-                _require(value, kind, f"{type(message).__name__}.{name}")
+            actual = type(value)
+            if value is not None and actual is not kind and (actual is not _Array or value.dtype is not kind):
+                _require(value, kind, f"$.{name} of {type(message).__name__}")
         interrupted = None
-        if self._parts:  # a signal handler sends this message while another one is being encoded
+        if self._parts:  # a signal handler sends this message while the thread encodes
             interrupted = self._parts, self._end, self._is_long
             self._parts, self._end, self._is_long = [], 0, False
         try:
@@ -146,7 +147,7 @@ class FrameEncoder:
             return self._array(np.frombuffer(value, value.typecode) if len(value) else np.empty(0, value.typecode))
         if isinstance(value, np.generic) and not isinstance(value, _LIKE_NO_OTHER):
             return value.item()
-        raise TypeError(f"a {type(value).__name__} cannot be sent")
+        raise TypeError(f"expected what msgspec encodes, an array or a Buffer, got a {type(value).__name__}")
 
     def _array(self, value: np.ndarray[Any, Any]) -> Any:
         code = CODES.get(value.dtype)
@@ -175,35 +176,35 @@ _LIKE_NO_OTHER = (np.longdouble, np.clongdouble)  # no number of Python's is as 
 
 
 def _require(value: Any, kind: Any, where: str) -> None:
-    """Raises TypeError where a field that must hold an array of this dtype, or an object of this class, does not."""
+    """Raises TypeError for a field without an array of this dtype, or an object of this class."""
     if isinstance(kind, type):
         if not isinstance(value, kind):
-            raise TypeError(f"{where} is {kind.__name__}, not {type(value).__name__}")
+            raise TypeError(f"expected {kind.__name__} at {where}, got {type(value).__name__}")
     elif isinstance(value, _Array):
         if value.dtype != kind:
-            raise TypeError(f"{where} is an array of {kind}, not of {value.dtype}")
+            raise TypeError(f"expected an array of {kind} at {where}, got {value.dtype}")
     elif not isinstance(value, array.array):
-        raise TypeError(f"{where} is an array of {kind}, not {type(value).__name__}")
+        raise TypeError(f"expected an array of {kind} at {where}, got {type(value).__name__}")
     elif np.dtype(value.typecode) != kind:
-        raise TypeError(f"{where} is an array of {kind}, not of {np.dtype(value.typecode)}")
+        raise TypeError(f"expected an array of {kind} at {where}, got {np.dtype(value.typecode)}")
 
 
 def _plain(value: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
-    """Of a class or byte order of its own, as one that can travel. Raises TypeError where that would lose something."""
+    """Returns a plain array in native byte order. Raises TypeError where the conversion would lose something."""
     if isinstance(value, np.ma.MaskedArray):
-        raise TypeError("a masked array cannot be sent: its mask would be lost")
+        raise TypeError("expected an array without a mask, got a masked array: send .data and .mask")
     value = np.asarray(value)
     if value.dtype.kind in "biufc":
         value = value.astype(value.dtype.newbyteorder("="), copy=False)
     if value.dtype not in CODES:
-        raise TypeError(f"an array of {value.dtype} cannot be sent")
+        raise TypeError(f"expected an array of numbers, got one of {value.dtype}: convert it by astype")
     return value
 
 
 class FrameDecoder:
     """Makes messages of frames. For one thread at a time.
 
-    Arrays and parts of a message are views of its frame, read-only; they keep it.
+    Arrays and parts of a message are read-only views of the frame, and keep the frame.
     """
 
     def __init__(self, catalogue: Catalogue) -> None:
@@ -250,60 +251,60 @@ class FrameDecoder:
 
     def _tell_what_was_meant(self, error: DecodeError, frame: Exporter) -> None:
         with contextlib.suppress(*WRONG, IndexError, TypeError):
-            found = split(frame)
-            error.kind = self.catalogue.messages[found.number - 1] if found.number else None
+            parts = split(frame)
+            error.kind = self.catalogue.messages[parts.number - 1] if parts.number else None
             error.fields = tuple(
-                one if isinstance(one, PLAIN_FIELDS) else None for one in msgspec.msgpack.decode(found.struct)
+                field if isinstance(field, PLAIN_FIELDS) else None for field in msgspec.msgpack.decode(parts.struct)
             )
 
     # ── what msgspec does not know ──
-    def _hook(self, hint: Any, found: Any) -> Any:
+    def _hook(self, hint: Any, value: Any) -> Any:
         known = self._hints.get(id(hint))
         if known is None:
             known = self._hints[id(hint)] = (_target(hint), hint)
         dtype, code, itemsize = known[0]
         shape = None
-        if type(found) is list and found and dtype is not None:
-            found, *shape = found
+        if type(value) is list and value and dtype is not None:
+            value, *shape = value
         # Where the bytes are:
         view: Any
-        if type(found) is int and found >= 0:
-            kind, nbytes, view = found & KIND_MASK, found >> KIND_BITS, self._frame
+        if type(value) is int and value >= 0:
+            kind, nbytes, view = value & KIND_MASK, value >> KIND_BITS, self._frame
             start = self._end + gap_before(self._end, nbytes)
             self._end = start + nbytes
             if self._end > self._nbytes:
                 raise DecodeError(f"expected a part of {nbytes} bytes, got {max(0, self._nbytes - start)}")
             start += self._first
-        elif type(found) is _Ext:
-            kind, view, start = found.code, found.data, 0
+        elif type(value) is _Ext:
+            kind, view, start = value.code, value.data, 0
             nbytes = len(view)
         else:
-            raise DecodeError(f"expected an array or part, got {type(found).__name__}")
-        # What they are:
+            raise DecodeError(f"expected an array or part, got {type(value).__name__}")
+        # The array or part:
         if kind != code:
-            wanted = "a part of plain bytes" if dtype is None else f"an array of {dtype}"
-            raise DecodeError(f"expected {wanted}, got one of {DTYPES.get(kind, f'kind {kind}')}")
+            expected = "a part of plain bytes" if dtype is None else f"an array of {dtype}"
+            raise DecodeError(f"expected {expected}, got one of {DTYPES.get(kind, f'kind {kind}')}")
         if dtype is None:
             return _part_of(memoryview(view)[start : start + nbytes].toreadonly())
         if nbytes % itemsize:
             raise DecodeError(f"expected numbers of {itemsize} bytes each, got {nbytes} bytes")
         # frombuffer refuses to make an array of nothing
-        made = np.frombuffer(view, dtype, nbytes // itemsize, start) if nbytes else _nothing(dtype)
-        if code == BOOL and nbytes and made.view(np.uint8).max() > 1:
-            raise DecodeError(f"expected 0 and 1, got {made.view(np.uint8).max()}")
-        return made if shape is None else _reshaped(made, shape)
+        array = np.frombuffer(view, dtype, nbytes // itemsize, start) if nbytes else _nothing(dtype)
+        if code == BOOL and nbytes and array.view(np.uint8).max() > 1:
+            raise DecodeError(f"expected 0 and 1, got {array.view(np.uint8).max()}")
+        return array if shape is None else _reshaped(array, shape)
 
 
 def _part_of(view: memoryview) -> Buffer:
-    made = Buffer.__new__(Buffer)
-    made._view = view
-    return made
+    part = Buffer.__new__(Buffer)
+    part._view = view
+    return part
 
 
 def _nothing(dtype: np.dtype[Any]) -> np.ndarray[Any, Any]:
-    made = np.empty(0, dtype)
-    made.flags.writeable = False
-    return made
+    array = np.empty(0, dtype)
+    array.flags.writeable = False
+    return array
 
 
 def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, Any]:
@@ -318,7 +319,7 @@ def _reshaped(flat: np.ndarray[Any, Any], shape: list[Any]) -> np.ndarray[Any, A
 
 
 def _target(hint: Any) -> tuple[np.dtype[Any] | None, int, int]:
-    """What a field is made into: an array (dtype, code, size of one) or a part (no dtype). There are no others."""
+    """Returns how a field is decoded: as an array (dtype, code, itemsize) or as a part (no dtype)."""
     if typing.get_origin(hint) is np.ndarray:
         dtype = array_dtype(hint)
         return (dtype, CODES[dtype], dtype.itemsize)

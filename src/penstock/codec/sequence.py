@@ -1,8 +1,8 @@
-"""Changes in sequence: each carries its leader and its number, and a receiver that finds another one raises OutOfStep.
+"""Changes in sequence: each carries leader and number, and a receiver raises OutOfStep for any but the next change.
 
-A change says how a state differs from the one before it, so it is valid only on top of exactly that state. A message
-with the whole state begins a sequence, and begins it anew wherever an interrupt left open whether a change was sent.
-Leaves to the state what a change means, and to the channel how messages travel.
+A change is valid only on top of exactly the state before. A message with the whole state begins a sequence, also after
+an interrupt that left open whether a change was sent. The state decides what a change means, and the channel how
+messages travel.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from penstock.errors import OutOfStep
 
 
 class Sequenced(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """A change, or the whole state. A subclass adds what it says."""
+    """A change, or the whole state. A subclass adds the content."""
 
     leader: int
     number: Annotated[int, msgspec.Meta(ge=0)]  # of this change, or of the last change in the whole state
@@ -30,7 +30,7 @@ class SequenceSender:
     """The leader's side. Raises ValueError for a message that does not come next, and sends nothing then."""
 
     def __init__(self, sender: Sends, leader: int | None = None) -> None:
-        """`leader` tells this leader from the one before it; by default it is drawn: 32 bits take five bytes."""
+        """`leader` distinguishes this leader from the leader before. Default: random; 32 bits take five bytes."""
         self.leader = secrets.randbits(32) if leader is None else leader
         self.number = 0  # of the last change
         self.is_whole_due = True
@@ -76,11 +76,11 @@ class SequenceCheck:
         self._expected: tuple[int, int] | None = None  # leader and number of the next change
 
     def begin(self, whole: Sequenced) -> None:
-        """The receiver's state is now this one, whatever it was."""
+        """Sets the receiver's state to the whole state."""
         self._expected = whole.leader, whole.number + 1
 
     def check(self, change: Sequenced) -> None:
-        """Raises OutOfStep unless this is the next change; it is to be applied otherwise."""
+        """Raises OutOfStep unless `change` is the next."""
         expected = self._expected
         if expected != (change.leader, change.number):
             self._expected = None

@@ -1,6 +1,6 @@
-"""Shared memory: segments, a pool that lends blocks of them out, leases, and the peers that hold these.
+"""Shared memory: segments, pools that lend out blocks, leases, and the peers that hold leases.
 
-The layers above decide what peers send each other, and in which order.
+The layers above decide which messages peers send, and in which order.
 """
 
 from penstock._native import BlockLease

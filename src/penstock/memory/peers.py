@@ -10,10 +10,10 @@ PeerState = Literal["live", "stopped", "unknown", "dying", "dead", "left"]
 
 
 class Peer(msgspec.Struct, frozen=True):
-    """One attached process. A slot (`index`) that is taken again by another process has a new `epoch`.
+    """An attached process. When another process takes the slot (`index`), the slot gets a new `epoch`.
 
-    `stopped` (SIGSTOP) is not dead: a stopped peer keeps everything it holds. So does one of which it is `unknown`
-    whether it lives, because a system call failed.
+    A `stopped` peer (SIGSTOP) is not dead, and keeps all leases. So does an `unknown` peer: a system call failed, and
+    whether the peer lives is not known.
 
     Examples:
         >>> pool = Pool.create(1 << 20, peer_name="worker 0")

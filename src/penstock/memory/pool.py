@@ -29,7 +29,7 @@ from penstock.memory.segment import (
 
 _T = TypeVar("_T")
 BLOCK_ALIGN = 64  # of blocks; native/layout.h
-_attaching = threading.RLock()  # of this process: threads that use a pool first at the same time are one peer
+_attaching = threading.RLock()  # of this process: threads that use a pool first at the same time become one peer
 
 
 def _renew_lock() -> None:
@@ -42,7 +42,7 @@ os.register_at_fork(after_in_child=_renew_lock)
 
 
 class Holder(msgspec.Struct, frozen=True):
-    """What one peer holds of a pool: leases, and grants that it has not used yet."""
+    """The leases and unused grants of a peer."""
 
     peer: int
     name: str
@@ -94,7 +94,7 @@ class Pool(Shareable):
         max_peers: int = 32,
         memory: MemoryOptions = MemoryOptions(),
     ) -> Pool:
-        """Claims its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+        """Claims all pages now. Raises MemoryExhausted, with both numbers, if memory is short."""
         shape = {
             "kind": _native.POOL,
             "max_peers": within("max_peers", max_peers, 1, _native.MAX_PEERS),
@@ -108,10 +108,10 @@ class Pool(Shareable):
     def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Pool:
         with attached_segment(where) as segment:
             if segment.kind != _native.POOL:
-                raise LayoutMismatch(f"'{segment.name}' is not a pool")
+                raise LayoutMismatch(f"expected a pool, got segment '{segment.name}', which is none")
             if segment.is_elsewhere:
                 raise LayoutMismatch(
-                    f"'{segment.name}' is a pool of device memory: attach a tensor.cuda.CudaPool to it"
+                    f"expected a pool of host memory, got '{segment.name}', which is of a device: use CudaPool.attach"
                 )
             return cls(segment, peer_name)
 
@@ -127,7 +127,7 @@ class Pool(Shareable):
                 return attached
             if self._is_closed:
                 raise ClosedError(f"pool '{self.name}' is closed")
-            # A child of fork() inherits the object and not the place among the peers: it takes a place of its own.
+            # A child of fork() inherits the object and not the place among the peers: the child takes another place.
             self._attached = attached = _native.Attachment(self._segment, short(self._peer_name))
             return attached
 
@@ -152,35 +152,34 @@ class Pool(Shareable):
         Raises MemoryExhausted, which names the holders.
         """
         if nbytes < 0:
-            raise ValueError(f"a block has at least no bytes, not {nbytes}")
+            raise ValueError(f"expected nbytes of a block to be 0 or more, got {nbytes}")
         try:
             return self.place.take(min(nbytes, _native.MAX_NBYTES), timeout)
         except MemoryExhausted as error:
-            error.asked = nbytes
+            error.requested = nbytes
             raise
 
     def share(self, lease: _native.BlockLease, to: Iterable[Peer | int] = ()) -> Ref:
         """Returns a reference to the leased bytes. Each peer in `to` is granted one open(): the block stays held even
-        if our lease ends before the peer opens it. A grant ends with its use, or with either side. A peer may have
-        joined the pool and never receive the reference, because it does not receive on that channel yet: then the
-        grant holds the block until that peer leaves."""
+        if the lease ends before the peer opens the block. A grant ends with its use, or with either side. A peer
+        that joined the pool but never receives the reference holds the block by its grant until the peer leaves."""
         ref = Ref(*lease.ref_numbers())
         if ref.segment != self._segment.nonce:
-            raise ValueError(f"the lease is of another pool than '{self.name}'")
+            raise ValueError(f"expected a lease of pool '{self.name}', got one of another pool")
         self.grant_all(ref, to)
         return ref
 
     def grant_all(self, ref: Ref, to: Iterable[Peer | int] | None = None) -> int:
-        """Each peer in `to` may open it once, or, where one cannot be granted it, none. None: every other process that
-        is attached now. Returns the number of grants."""
+        """Grants each peer in `to` one `open()`; if a peer cannot have a grant, no peer gets one. None: all other
+        processes that are attached now. Returns the number of grants."""
         return self._checked(self.place.grant_all, ref, None if to is None else [self._index_of(peer) for peer in to])
 
     def grant(self, ref: Ref, to: Peer | int) -> None:
-        """Passes a reference on: `to` may open it once. For one that holds it, or was granted it without opening it."""
+        """Grants `to` one `open()` of the block. The caller must hold a lease of the block, or an unused grant."""
         self._checked(self.place.grant, ref, self._index_of(to))
 
     def revoke(self, ref: Ref, to: Peer | int) -> bool:
-        """Takes one unused grant of ours back. False: there was none."""
+        """Takes an unused grant of this process back. Returns False if none was left."""
         try:
             index = self._index_of(to)
         except PeerDied:
@@ -188,8 +187,8 @@ class Pool(Shareable):
         return self._checked(self.place.revoke, ref, index)
 
     def unused_grants(self, ref: Ref, to: Peer | int) -> int:
-        """Returns how many grants of ours the peer has not used: what it has opened of what we sent it. 0 for a peer
-        that died. Raises StaleRef if the bytes are gone."""
+        """Returns how many grants of this process the peer has not used. 0 for a dead peer. Raises StaleRef if the
+        bytes are gone."""
         try:
             index = self._index_of(to)
         except PeerDied:
@@ -197,7 +196,7 @@ class Pool(Shareable):
         return self._checked(self.place.unused_grants, ref, index)
 
     def open(self, ref: Ref) -> _native.BlockLease:
-        """A read-only lease of the bytes that `ref` names. Raises StaleRef if they are gone or were never there."""
+        """Returns a read-only lease of the bytes of `ref`. Raises StaleRef if the bytes are gone or never existed."""
         try:
             return self.place.open(ref.segment, ref.block, ref.generation, ref.offset, ref.nbytes)
         except (TypeError, AttributeError):
@@ -209,13 +208,13 @@ class Pool(Shareable):
         except (TypeError, AttributeError):
             raise self._no_reference(ref) from None
 
-    def _no_reference(self, ref: Ref) -> StaleRef:  # or one with a number that none can have
-        return StaleRef(f"not a reference to a block of '{self.name}': {ref!r}")
+    def _no_reference(self, ref: Ref) -> StaleRef:  # or a reference with an impossible number
+        return StaleRef(f"expected a reference to a block of '{self.name}', got {ref!r}")
 
     def _index_of(self, peer: Peer | int) -> int:
         index = peer.index if isinstance(peer, Peer) else peer
         if not 0 <= index < _native.MAX_PEERS:
-            raise PeerDied(f"no grant to peer {index!r}: '{self.name}' has no such peer")
+            raise PeerDied(f"expected a peer of '{self.name}' from 0 to {_native.MAX_PEERS - 1}, got {index!r}")
         return index
 
     def stats(self) -> PoolStats:
@@ -224,7 +223,7 @@ class Pool(Shareable):
         return PoolStats(**native, holders=holders)
 
     def close(self) -> None:
-        """Gives this process's place up, as soon as its last lease is gone."""
+        """Gives up the place of this process when the last lease is gone."""
         self._is_closed = True
         self._attached = None
 

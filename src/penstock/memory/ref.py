@@ -1,4 +1,4 @@
-"""A reference: plain data that names bytes in a pool. It owns nothing; `Pool.open` checks it."""
+"""A reference: plain data that names bytes in a pool. A reference owns nothing; `Pool.open` checks the reference."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Ref(msgspec.Struct, frozen=True, array_like=True):
     nbytes: int
 
     def slice(self, offset: int, nbytes: int) -> Ref:
-        """A part of these bytes. Raises ValueError where it would reach outside."""
+        """Returns a reference to a part of the bytes. Raises ValueError for a part outside."""
         if offset < 0 or nbytes < 0 or offset + nbytes > self.nbytes:
-            raise ValueError(f"[{offset}, {offset + nbytes}) lies outside of {self.nbytes} bytes")
+            raise ValueError(f"expected a part of {self.nbytes} bytes, got bytes {offset} to {offset + nbytes}")
         return Ref(self.segment, self.block, self.generation, self.offset + offset, nbytes)

@@ -1,7 +1,7 @@
-"""Segments: anonymous shared memory, and the ways by which it reaches other processes.
+"""Segments: anonymous shared memory, and how segments reach other processes.
 
-Leaves to the native core: claiming, sealing and mapping. A segment has no name in any file system; when the last
-process that holds it is gone, however it went, the kernel takes it back.
+The native core claims, seals and maps. A segment has no name in any file system: the kernel frees the memory when the
+last process with a descriptor or mapping has ended, in whatever way.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from penstock import _native
 from penstock.errors import LayoutMismatch, MemoryExhausted
 
 HUGE_NBYTES = 2 << 20
-GRANULE_NBYTES = 1 << 20  # a pool that grows claims pages in such pieces as it first needs them, and keeps them
+GRANULE_NBYTES = 1 << 20  # a growing pool claims pages in granules of this size, and keeps the pages
 
 _T = TypeVar("_T", bound="Shareable")
 
@@ -61,20 +61,20 @@ class Ticket(msgspec.Struct, frozen=True):
                 raise ValueError
             return cls(int(pid), int(start), int(fd), int(inode), int(nonce, 16))
         except ValueError:
-            raise LayoutMismatch(f"not a ticket: {text!r} (expected penstock:PID:START:FD:INODE:NONCE)") from None
+            raise LayoutMismatch(f"expected a ticket, penstock:PID:START:FD:INODE:NONCE, got {text!r}") from None
 
 
 def within(what: str, value: int, least: int, most: int) -> int:
-    """The value, if it is a whole number in this range; an option is wrong where it enters, not where it is used."""
+    """Returns `value`. Raises TypeError or ValueError unless `value` is a whole number in the range."""
     if not isinstance(value, int):
-        raise TypeError(f"{what} is a whole number, not {value!r}")
+        raise TypeError(f"expected {what} to be a whole number, got {value!r}")
     if not least <= value <= most:
-        raise ValueError(f"{what} is between {least} and {most}, not {value}")
+        raise ValueError(f"expected {what} from {least} to {most}, got {value}")
     return value
 
 
 def require_class(name: str, value: object, kind: type) -> None:
-    """Raises TypeError for an option that is an object of another class."""
+    """Raises TypeError for an option of a wrong class."""
     if not isinstance(value, kind):
         raise TypeError(f"expected {name} to be a {kind.__name__}, got {value!r}")
 
@@ -82,19 +82,19 @@ def require_class(name: str, value: object, kind: type) -> None:
 def fitting(nbytes: int, what: str) -> int:
     """The size, if a segment can have it at all."""
     if not isinstance(nbytes, int):
-        raise TypeError(f"{what} has a whole number of bytes, not {nbytes!r}")
+        raise TypeError(f"expected a whole number of bytes for {what}, got {nbytes!r}")
     if nbytes <= 0:
-        raise ValueError(f"{what} has at least one byte, not {nbytes}")
+        raise ValueError(f"expected at least one byte for {what}, got {nbytes}")
     if nbytes > _native.MAX_NBYTES:
-        available, whose = _native.memory_available()
-        error = MemoryExhausted(f"{what} of {nbytes} bytes does not fit: {whose} has {available} left")
-        error.asked, error.free = nbytes, available
+        available, limit = _native.memory_available()
+        error = MemoryExhausted(f"{what} of {nbytes} bytes does not fit: {limit} has {available} left")
+        error.requested, error.free = nbytes, available
         raise error
     return nbytes
 
 
 def granule_nbytes(pool_nbytes: int) -> int:
-    """Returns the size of the pieces in which a pool that grows claims its pages."""
+    """Returns the size of the granules in which a growing pool claims pages."""
     granule = GRANULE_NBYTES
     while pool_nbytes > granule * _native.MAX_GRANULES:
         granule *= 2
@@ -102,11 +102,10 @@ def granule_nbytes(pool_nbytes: int) -> int:
 
 
 class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where shared memory lies, and when its pages are claimed. A wish that cannot be met is reported by
-    `penstock inspect`.
+    """Where shared memory lies, and when its pages are claimed. `penstock inspect` shows options without effect.
 
     Args:
-        huge_pages: pages of 2 MiB. True: where there are any; "require": MemoryExhausted where there are none. They are
+        huge_pages: pages of 2 MiB. True: if the machine has any; "require": MemoryExhausted if not. A huge page is
             claimed as a whole.
         numa_node: the node that the memory lies on; None: near the process that touches a page first.
         numa_required: raises ValueError or OSError where the memory cannot lie on the node.
@@ -127,7 +126,7 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
 
     def __post_init__(self) -> None:
         if self.huge_pages not in (False, True, "require"):
-            raise ValueError(f"huge_pages is False, True (if there are any) or 'require', not {self.huge_pages!r}")
+            raise ValueError(f"expected huge_pages to be False, True or 'require', got {self.huge_pages!r}")
         if self.numa_node is not None:
             within("numa_node", self.numa_node, 0, 1023)
 
@@ -135,12 +134,12 @@ class MemoryOptions(msgspec.Struct, frozen=True, kw_only=True):
 def short(name: str) -> str:
     """As much of a name as there is room for, cut between characters."""
     if not isinstance(name, str):
-        raise TypeError(f"a name is text, not {name!r}")
+        raise TypeError(f"expected a name of type str, got {name!r}")
     return name.encode()[: _native.MAX_NAME_NBYTES].decode(errors="ignore")
 
 
 def create_segment(name: str, shape: dict[str, Any], memory: MemoryOptions, *, schema: bytes = b"") -> _native.Segment:
-    """Creates a segment. `shape` says what lies in it, as the native core names it."""
+    """Creates a segment. `shape`: the content, with the names of the native core."""
     require_class("memory", memory, MemoryOptions)
     return _native.Segment.create(
         short(name),
@@ -155,7 +154,7 @@ def create_segment(name: str, shape: dict[str, Any], memory: MemoryOptions, *, s
 
 
 class Shareable:
-    """Whatever lies in a segment: reaches a child while it is being spawned, and a stranger through its ticket."""
+    """An object in a segment: reaches a child at spawn, and any other process by the ticket."""
 
     _segment: _native.Segment
 
@@ -169,7 +168,7 @@ class Shareable:
 
     @property
     def segment_nbytes(self) -> int:
-        """Bytes of memory that are claimed for this, control structures included."""
+        """Bytes of memory that are claimed, control structures included."""
         return self._segment.claimed_nbytes
 
     @property
@@ -182,7 +181,7 @@ class Shareable:
         return Ticket(*self._segment.ticket())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Imported here: only a process that spawns others with multiprocessing has need of it.
+        # Imported here: only processes that spawn with multiprocessing need the module.
         from multiprocessing import context, reduction
 
         if context.get_spawning_popen() is None:
@@ -196,7 +195,7 @@ class Shareable:
         return f"{type(self).__name__}('{self.name}'{', closed' if self._is_closed else ''})"
 
     def _state(self) -> tuple[Any, ...]:
-        """What another process needs besides the segment to make the same of it."""
+        """Returns what another process needs besides the segment to build the same object."""
         return ()
 
     @classmethod
@@ -220,7 +219,7 @@ def attached_segment(where: Ticket | str | int) -> Iterator[_native.Segment]:
     try:
         segment = _native.Segment.attach(*msgspec.structs.astuple(ticket))
     except TypeError:  # a number that no process, descriptor or segment can have
-        raise LayoutMismatch(f"not a ticket of a segment: {ticket}") from None
+        raise LayoutMismatch(f"expected the ticket of a segment, got {ticket}") from None
     yield segment
 
 
@@ -242,7 +241,7 @@ class Segment(Shareable):
         name: str = "",
         memory: MemoryOptions = MemoryOptions(),
     ) -> Segment:
-        """Claims its pages now. Raises MemoryExhausted, with both numbers, if there are not so many."""
+        """Claims all pages now. Raises MemoryExhausted, with both numbers, if memory is short."""
         shape = {"kind": _native.SEGMENT, "raw_nbytes": fitting(nbytes, "a segment")}
         return cls(create_segment(name, shape, memory))
 
@@ -250,11 +249,13 @@ class Segment(Shareable):
     def attach(cls, where: Ticket | str | int) -> Segment:
         with attached_segment(where) as segment:
             if segment.kind != _native.SEGMENT:
-                raise LayoutMismatch(f"'{segment.name}' is not a plain segment")
+                raise LayoutMismatch(
+                    f"expected a plain segment, got '{segment.name}', which is a channel, pool or store"
+                )
             return cls(segment)
 
     def view(self, *, writable: bool = False) -> memoryview:
-        """The bytes. A view keeps the mapping alive; one that is not writable lies in a read-only mapping."""
+        """The bytes. A view keeps the mapping alive; a read-only view lies in a read-only mapping."""
         return memoryview(self._segment.bytes(writable))  # type: ignore[arg-type]
 
     @property
@@ -271,7 +272,7 @@ class Segment(Shareable):
         return self._segment.fallback
 
     def close(self) -> None:
-        """Closes this handle. Views that were taken keep the memory; without any it is gone with the handle."""
+        """Closes this handle. Views keep the memory; without views, the memory is gone with the handle."""
         self._is_closed = True
 
     def __enter__(self) -> Segment:

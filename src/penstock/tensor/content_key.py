@@ -35,7 +35,7 @@ def content_key(*contents: Any, salt: bytes = b"") -> bytes:
         from blake3 import blake3
     except ImportError:
         hint = how_to_install("store")
-        raise ImportError(f"content_key needs blake3: {hint}, or bring keys of 32 bytes") from None
+        raise ImportError(f"content_key needs blake3 ({hint}), or pass keys of 32 bytes of your own") from None
     hashing = blake3()
     for content in (salt, *contents):
         if isinstance(content, str):
@@ -44,13 +44,15 @@ def content_key(*contents: Any, salt: bytes = b"") -> bytes:
         elif isinstance(content, (bytes, bytearray, memoryview)):
             what = b"b"
         else:
-            found = source(content)
-            what = f"a{found.kind.name}{found.shape}".encode()
-            array = found.array
+            tensor = source(content)
+            what = f"a{tensor.kind.name}{tensor.shape}".encode()
+            array = tensor.array
             is_plain = isinstance(array, np.ndarray) and array.flags.c_contiguous and array.dtype.isnative
-            content = memoryview(array.reshape(-1).view(np.uint8)) if is_plain and found.nbytes else found.tobytes()
+            content = memoryview(array.reshape(-1).view(np.uint8)) if is_plain and tensor.nbytes else tensor.tobytes()
         nbytes = memoryview(content).nbytes
-        hashing.update(b"%d:%d:" % (len(what), nbytes) + what)  # so that no two lists of contents are one text
+        hashing.update(
+            b"%d:%d:" % (len(what), nbytes) + what
+        )  # different lists of contents must not become equal bytes
         hashing.update(content)
     digest: bytes = hashing.digest()
     return digest

@@ -1,7 +1,7 @@
-"""A handle: plain data that says where one value lies, a field of any message.
+"""A handle: plain data with the place of a value, a field of any message.
 
-It owns nothing. Its fields are checked where it is made and where it is received; the store checks its reference when
-the handle is opened. It is no proof of a right: a process that can attach to the store can read all of it.
+A handle owns nothing. The fields are checked at construction and at receipt; the store checks the reference when the
+handle is opened. A handle is no proof of a right: a process that can attach to the store can read the whole store.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
         if isinstance(where, bytes):
             return _native.Lease.of_message(self, self.nbytes)
         if store is None:
-            raise ValueError("the value of this handle lies in a store: open(store)")
+            raise ValueError("expected a store, as the value of this handle lies in one: Handle.open(store)")
         try:
             return _native.Lease(store.pool.open(where))
         except StaleRef as stale:
@@ -90,8 +90,8 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
                     pass
             what = "without a key" if self.key is None else f"under {self.key.hex()[:16]}…"
             raise Missing(
-                f"'{store.name}' has not got the value {what} any more: the process that sent its handle has released "
-                "it, or died. Only its request is concerned: send that again"
+                f"'{store.name}' no longer has the value {what}: the process that sent the handle released the value "
+                "or died. Send the request again"
             ) from stale
 
     def __bytes__(self) -> bytes:
@@ -119,13 +119,13 @@ class Handle(msgspec.Struct, frozen=True, array_like=True):
             >>> Handle.from_bytes(b"")
             Traceback (most recent call last):
                 ...
-            penstock.errors.DecodeError: no handle: Input data was truncated
+            penstock.errors.DecodeError: expected the bytes of a Handle: Input data was truncated
         """
         try:
             key, where, tensors = _fields.decode(encoded)
             return cls(key, where, None if tensors is None else Buffer(tensors))
         except (ValueError, RecursionError) as error:  # of msgspec, or of the handle's own checks
-            raise DecodeError(f"no handle: {error}") from None
+            raise DecodeError(f"expected the bytes of a Handle: {error}") from None
 
     @property
     def is_inline(self) -> bool:

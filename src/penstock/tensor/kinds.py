@@ -1,6 +1,6 @@
-"""Kinds of numbers: every dtype that torch or NumPy has a plain one of, and the small number that names it on the wire.
+"""Kinds of numbers: the plain dtypes of torch and NumPy, and the small number of each on the wire.
 
-Leaves to source.py and views.py what an array of them looks like in which library.
+source.py and views.py know the arrays of each library.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ class Kind(NamedTuple):
     code: int  # on the wire; never given to another kind
     name: str  # torch's, and NumPy's or ml_dtypes' where they have one
     itemsize: int
-    bits: np.dtype[Any]  # how NumPy sees it where it has no word for it: unsigned integers of the same width
+    bits: np.dtype[Any]  # the NumPy dtype of kinds without one: unsigned integers of the same width
     numpy: np.dtype[Any] | None
 
 
-# The order is the wire's: new ones go to the end. Those from uint1 on have one number per byte, as torch has them.
+# The order is the wire's: new kinds go to the end. Kinds from uint1 on have one number per byte, as in torch.
 _TORCH_NAMES = (  # that NumPy lacks
     "bfloat16 complex32 float8_e4m3fn float8_e4m3fnuz float8_e5m2 float8_e5m2fnuz float8_e8m0fnu float4_e2m1fn_x2 "
     "uint1 uint2 uint3 uint4 uint5 uint6 uint7 int1 int2 int3 int4 int5 int6 int7"
@@ -34,12 +34,12 @@ _WIDTHS = {"bfloat16": 2, "complex32": 4}  # of the others; the rest have one by
 
 
 def _kinds() -> list[Kind]:
-    made = []
+    kinds = []
     for code, name in enumerate((*NUMPY_NAMES, *_TORCH_NAMES), 1):
         dtype = DTYPES.get(code)
         itemsize = dtype.itemsize if dtype is not None else _WIDTHS.get(name, 1)
-        made.append(Kind(code, name, itemsize, np.dtype(f"u{min(itemsize, 8)}"), dtype))
-    return made
+        kinds.append(Kind(code, name, itemsize, np.dtype(f"u{min(itemsize, 8)}"), dtype))
+    return kinds
 
 
 KINDS = _kinds()
@@ -51,44 +51,44 @@ _KIND_OF_TORCH: dict[Any, Kind] = {}
 
 def kind_of(dtype: Any) -> Kind:
     """The kind that a torch dtype, a NumPy dtype, or a name of one means. Raises UnsupportedTensor if none does."""
-    found = _KIND_OF_TORCH.get(dtype) if type(dtype).__module__ == "torch" else None
-    if found is not None:
-        return found
+    kind = _KIND_OF_TORCH.get(dtype) if type(dtype).__module__ == "torch" else None
+    if kind is not None:
+        return kind
     if type(dtype).__module__ == "torch":
-        found = KIND_OF_NAME.get(str(dtype).removeprefix("torch."))
-        if found is not None:
-            _KIND_OF_TORCH[dtype] = found
-            return found
-        raise UnsupportedTensor(f"a tensor of {dtype} cannot be sent: {_advice(str(dtype))}")
+        kind = KIND_OF_NAME.get(str(dtype).removeprefix("torch."))
+        if kind is not None:
+            _KIND_OF_TORCH[dtype] = kind
+            return kind
+        raise UnsupportedTensor(f"expected a tensor of numbers, got {dtype}: {_advice(str(dtype))}")
     if isinstance(dtype, str) and dtype in KIND_OF_NAME:
         return KIND_OF_NAME[dtype]
     return kind_of_numpy(np.dtype(dtype))
 
 
 def kind_of_numpy(dtype: np.dtype[Any]) -> Kind:
-    found = _KIND_OF_NUMPY.get(dtype)
-    if found is None:
+    kind = _KIND_OF_NUMPY.get(dtype)
+    if kind is None:
         native = dtype if dtype.isnative else dtype.newbyteorder("=")
         # ml_dtypes' own have names that NumPy does not know, and need not be imported to be recognised.
         is_foreign = native.isbuiltin == 2
-        found = _KIND_OF_NUMPY.get(native) or (KIND_OF_NAME.get(native.name) if is_foreign else None)
-        if found is None or found.itemsize != native.itemsize:
+        kind = _KIND_OF_NUMPY.get(native) or (KIND_OF_NAME.get(native.name) if is_foreign else None)
+        if kind is None or kind.itemsize != native.itemsize:
             raise UnsupportedTensor(
-                f"an array of {dtype} cannot be sent: {_advice('foreign' if is_foreign else dtype.kind)}"
+                f"expected an array of numbers, got {dtype}: {_advice('foreign' if is_foreign else dtype.kind)}"
             )
-    return found
+    return kind
 
 
 def _advice(what: str) -> str:
     if what == "O":
-        return "its objects are addresses of this process"
+        return "objects are addresses of this process"
     if what in "mM":
         return "send it as .view('int64')"
     if what in "USTV":
-        return "send its text or its fields by themselves"
+        return "send the text or the fields by themselves"
     if "q" in what:
-        return "a quantised one is more than its numbers: send .int_repr() and its scales"
-    return "no other process would know it: convert it, or send its bytes as .view('uint8')"
+        return "send .int_repr() and the scales"
+    return "convert it, or send its bytes as .view('uint8')"
 
 
 def nbytes_of(kind: Kind, shape: tuple[int, ...]) -> int:
@@ -115,22 +115,22 @@ def numpy_dtype(kind: Kind) -> np.dtype[Any]:
     named = getattr(ml_dtypes, kind.name, None)
     if named is None or np.dtype(named).itemsize != kind.itemsize:
         return kind.bits
-    made: np.dtype[Any] = np.dtype(named)
-    return made
+    dtype: np.dtype[Any] = np.dtype(named)
+    return dtype
 
 
 @functools.cache
 def torch_dtype(kind: Kind) -> Any:
     """Raises UnsupportedTensor where this torch is too old to have it."""
     torch = needed_torch()
-    found = getattr(torch, kind.name, None)
-    if not isinstance(found, torch.dtype):
+    torch_type = getattr(torch, kind.name, None)
+    if not isinstance(torch_type, torch.dtype):
         raise UnsupportedTensor(f"torch {torch.__version__} has no {kind.name}: view it as numpy")
-    return found
+    return torch_type
 
 
 def imported(name: str) -> Any:
-    """A library if this process has imported it: nothing can be an array of one that it has not."""
+    """Returns a library if this process has imported it; None: no object here can be an array of the library."""
     return sys.modules.get(name)
 
 

@@ -1,7 +1,6 @@
-"""One value of a store: as its bytes lie in their block, and while it is being made there. The layout comes first, then
-the tensors.
+"""The bytes of a value in its block, also while the value is being made: the layout, then the tensors.
 
-Leaves to the tree what a layout says, and to the store under which key the block is found.
+The tree defines layouts, and the store finds the block of a key.
 """
 
 from __future__ import annotations
@@ -43,14 +42,14 @@ def write_value(block: _native.BlockLease, planned: Plan) -> None:
 
 def read_block(block: _native.BlockLease, as_: As, writable: bool) -> Any:
     """Reads what `Lease.value` does not by itself: empty tensors, long layouts, copies, what is none."""
-    seen = memoryview(block)
-    if len(seen) < HEAD.size:
-        raise DecodeError(f"expected a value, got a block of {len(seen)} bytes")
-    layout_nbytes, zero = HEAD.unpack_from(seen)
+    content = memoryview(block)
+    if len(content) < HEAD.size:
+        raise DecodeError(f"expected a value, got a block of {len(content)} bytes")
+    layout_nbytes, zero = HEAD.unpack_from(content)
     at = tensors_at(layout_nbytes)
-    if zero or at > len(seen):
-        raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(seen)}")
-    return read(seen[HEAD.size : HEAD.size + layout_nbytes], block, at, as_=as_, writable=writable)
+    if zero or at > len(content):
+        raise DecodeError(f"expected a value, got a layout of {layout_nbytes} bytes in a block of {len(content)}")
+    return read(content[HEAD.size : HEAD.size + layout_nbytes], block, at, as_=as_, writable=writable)
 
 
 class Loan:

@@ -6,18 +6,17 @@
     …                                        (needs no store)               lease.value()
     scope.release()
 
-Only leases keep a value alive. A scope holds the server's leases for as long as its request lives. No lease is granted
-to another process, nothing is acknowledged, and no process mirrors a table of another. So it does not matter at what
-stage a request ends, nor in what order messages arrive, or how often. The scope is released when its request is
+Only leases keep a value alive. A scope holds the server's leases for as long as the request lives. No lease is granted
+to a second process, nothing is acknowledged, and no process mirrors a remote table. Therefore the stage at which a
+request ends does not matter, nor the order of messages, nor duplicates. The scope is released when the request is
 aborted, times out or is done; the reaper gives back the leases of a dead process. A worker that opened a handle in time
-holds a lease of its own, as long as any array of the value lives. A worker that opens it too late, or opens a handle
-that names no value of the store, gets `Missing`: this concerns that request alone, which may be sent again. A value
-with a key stays in the store for the next request until its room is wanted. A value without a key is freed with its
-last lease.
+holds a lease as long as any array of the value lives. A worker that opens a handle too late, or opens a handle without
+a value in the store, gets `Missing`: only the request is concerned, and may be sent again. A value with a key stays in
+the store for the next request until the store needs room. A value without a key is freed with the last lease.
 
-A value that is small, or for which there is no store or no room, travels inline: beside the struct of the message that
-carries it, through every process that forwards that message. The store decides where values lie and which process waits
-for room; the codec decides how messages travel.
+A value travels inline if it is small, or without a store, or without room: beside the struct of the message, through
+every process that forwards the message. The store decides where values lie and which process waits for room; the codec
+decides how messages travel.
 """
 
 from __future__ import annotations
@@ -50,7 +49,7 @@ class ScopeStats(msgspec.Struct):
     handles: int = 0
     nbytes: int = 0  # of all values
     hits: int = 0  # found in the store or in the same scope, or given to add(): the value was not inspected
-    puts: int = 0  # copied into the store, by this process or, at the same time, by another
+    puts: int = 0  # copied into the store, by this process or concurrently by a second process
     inline_small: int = 0
     inline_without_store: int = 0
     inline_full: int = 0  # no room within the timeout, or another writer of the key did not finish within it
@@ -63,16 +62,16 @@ class ScopeStats(msgspec.Struct):
 
 
 class Scope:
-    """Holds the values of one request, until release(), or until the last reference to the scope is gone.
+    """Holds the values of a request, until release(), or until the last reference to the scope is gone.
 
-    While the scope is open, every process that received one of its handles can open it, any number of times: several
-    workers, for several samples, a retry. Threads may share it.
+    While the scope is open, every process with a handle can open the handle, any number of times: several workers, for
+    several samples, a retry. Threads may share a scope.
 
     Args:
-        store: where values lie; None for none, then all of them travel inline, in the messages.
+        store: where values lie; None: all values travel inline, in the messages.
         inline_nbytes: up to this size a value travels inline, and is not kept under its key; 0 for all to lie in the
             store. Default: 16 KiB.
-        timeout: seconds that `put` may block for room, or for another process that writes the same key, before a value
+        timeout: seconds that `put` may block for room, or for a process that writes the same key, before a value
             travels inline. Default: 0.1.
 
     Raises:
@@ -94,7 +93,7 @@ class Scope:
         timeout: float | None = ROOM_TIMEOUT,
     ) -> None:
         if inline_nbytes < 0:
-            raise ValueError(f"inline_nbytes is 0 or more, not {inline_nbytes}")
+            raise ValueError(f"expected inline_nbytes to be 0 or more, got {inline_nbytes}")
         self._store = store
         self._inline_nbytes = inline_nbytes
         self._timeout = timeout
@@ -141,11 +140,11 @@ class Scope:
         return self._keep(Handle(key, lease.ref), lease, how)
 
     def add(self, lease: _native.Lease, *, key: bytes | None = None) -> Handle:
-        """Returns a handle of a value that this process holds. The scope takes a lease of its own.
+        """Returns a handle of a value that this process holds. The scope takes a second lease.
 
         Args:
             lease: of the value.
-            key: the key that it has, if it has one.
+            key: the key of the value, if any.
 
         Raises:
             ClosedError: the scope, or the lease, has been released.

@@ -1,6 +1,6 @@
-"""What goes in: anything that holds numbers in memory that this process can read, brought to one form and copied once.
+"""The source of a tensor: any object with numbers in readable memory, in a common form, copied once.
 
-Leaves to the store where the copy goes.
+The store decides where the copy goes.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ REFUSALS = (BufferError, RuntimeError, TypeError, ValueError, NotImplementedErro
 
 
 class Source(NamedTuple):
-    """An array as it was given. `write` copies its numbers, C-contiguous, and nothing else of what they lie in."""
+    """An array of any library. `write` copies the numbers, C-contiguous."""
 
     kind: Kind
     shape: tuple[int, ...]
@@ -39,7 +39,7 @@ class Source(NamedTuple):
     array: Any  # of NumPy, in a dtype that copies as the kind's bytes; or of torch, where only torch can copy it
 
     def write(self, buffer: Buffer, offset: int = 0) -> None:
-        """Copies once, without the GIL where that is worth it. Raises ValueError where there is not so much room."""
+        """Copies once, without the GIL if the copy is large. Raises ValueError if `buffer` is too small."""
         if not self.nbytes:
             return
         kind, array = self.kind, self.array
@@ -54,9 +54,9 @@ class Source(NamedTuple):
     def tobytes(self) -> bytes:
         if isinstance(self.array, np.ndarray) and self.array.dtype.isnative:
             return self.array.tobytes()
-        made = bytearray(self.nbytes)
-        self.write(made)
-        return bytes(made)
+        copy = bytearray(self.nbytes)
+        self.write(copy)
+        return bytes(copy)
 
 
 def source(array: Any) -> Source:
@@ -74,8 +74,8 @@ def source(array: Any) -> Source:
         view = memoryview(array)
     except TypeError:
         raise UnsupportedTensor(
-            f"a {type(array).__name__} is no array: expected one of NumPy or torch, or an object with __dlpack__ or "
-            "the buffer protocol"
+            "expected an array of NumPy or torch, or an object with __dlpack__ or the buffer protocol, got a "
+            f"{type(array).__name__}"
         ) from None
     try:
         return _of_numpy(np.asarray(view.cast("B") if view.format == "c" else view))
@@ -86,12 +86,12 @@ def source(array: Any) -> Source:
 def _of_numpy(array: Any) -> Source:
     masked = imported("numpy.ma")  # NumPy imports it when it is first named, and takes 50 ms for that
     if masked is not None and isinstance(array, getattr(masked, "MaskedArray", ())):
-        raise UnsupportedTensor("a masked array is two: send .data and .mask")
-    made = np.asarray(array)
-    kind = kind_of_numpy(made.dtype)
+        raise UnsupportedTensor("expected an array without a mask, got a masked array: send .data and .mask")
+    numbers = np.asarray(array)
+    kind = kind_of_numpy(numbers.dtype)
     if kind.numpy is None:
-        made = made.view(kind.bits.newbyteorder(made.dtype.byteorder))
-    return Source(kind, made.shape, nbytes_of(kind, made.shape), made)
+        numbers = numbers.view(kind.bits.newbyteorder(numbers.dtype.byteorder))
+    return Source(kind, numbers.shape, nbytes_of(kind, numbers.shape), numbers)
 
 
 def _of_torch(torch: Any, tensor: Any) -> Source:
@@ -99,22 +99,26 @@ def _of_torch(torch: Any, tensor: Any) -> Source:
     if tensor.is_quantized:
         kind_of(tensor.dtype)  # says what to do with it
     if tensor.layout is not torch.strided or tensor.is_nested:
-        raise UnsupportedTensor(f"{what} of layout {tensor.layout} is several: send .to_dense(), or its parts")
+        raise UnsupportedTensor(
+            f"expected a dense tensor, got {what} of layout {tensor.layout}: send .to_dense(), or its parts"
+        )
     if tensor.device.type != "cpu":
         raise _elsewhere(what, str(tensor.device))
     if type(tensor).__torch_dispatch__ is not torch.Tensor.__torch_dispatch__:
-        raise UnsupportedTensor(f"{what} stands for other tensors: send those")
+        raise UnsupportedTensor(f"expected a tensor with numbers, got {what}, which wraps other tensors: send these")
     if tensor.requires_grad:
-        raise UnsupportedTensor(f"{what} requires grad, which no other process could follow: send .detach() of it")
+        raise UnsupportedTensor(
+            f"expected a tensor without gradient, got {what} that requires grad: send .detach() of it"
+        )
     kind = kind_of(tensor.dtype)
     shape = tuple(tensor.shape)
     nbytes = nbytes_of(kind, shape)
     if nbytes and not tensor.untyped_storage().nbytes():
         raise UnsupportedTensor(f"{what} has lost its storage")
-    made: Any = tensor
+    numbers: Any = tensor
     if tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg():
-        made = (tensor if kind.numpy is not None else _as_bits(torch, tensor, kind)).numpy()
-    return Source(kind, shape, nbytes, made)
+        numbers = (tensor if kind.numpy is not None else _as_bits(torch, tensor, kind)).numpy()
+    return Source(kind, shape, nbytes, numbers)
 
 
 def _of_dlpack(array: Any) -> Source:
@@ -132,7 +136,9 @@ def _of_dlpack(array: Any) -> Source:
     except UnsupportedTensor:
         raise
     except ImportError:
-        raise UnsupportedTensor(f"NumPy has no word for the numbers of {what}; torch might, but is not here") from None
+        raise UnsupportedTensor(
+            f"NumPy has no dtype for the numbers of {what}: install torch, which may have one"
+        ) from None
     except REFUSALS as error:
         raise UnsupportedTensor(f"{what} does not show its numbers: {error}") from None
 

@@ -1,6 +1,6 @@
-"""One store that many processes share: trees of tensors under a key of their content, put once and read by all peers.
+"""A store that many processes share: trees of tensors under a key of the content, put once and read by all peers.
 
-The native core decides which peer writes a key, which peers wait for it, what is evicted, and what a death gives back.
+The native core decides which peer writes a key, which peers wait, what is evicted, and what a death gives back.
 """
 
 from __future__ import annotations
@@ -115,13 +115,13 @@ class Store(Shareable):
         super().__init__(segment)
         self.pool = Pool(segment, peer_name)  # the memory: blocks without a key, and the processes that hold them
         self._pool_nbytes = segment.pool_nbytes
-        self._kept: _native.Store | None = None
+        self._native_store: _native.Store | None = None
 
     @classmethod
     def _of(cls, segment: _native.Segment, peer_name: str = "") -> Self:
-        made = cls.__new__(cls)
-        made._use(segment, peer_name)
-        return made
+        store = cls.__new__(cls)
+        store._use(segment, peer_name)
+        return store
 
     @classmethod
     def attach(cls, where: Ticket | str | int, *, peer_name: str = "") -> Self:
@@ -141,7 +141,7 @@ class Store(Shareable):
         """
         with attached_segment(where) as segment:
             if segment.kind != 2 or not segment.keeps:
-                raise LayoutMismatch(f"'{segment.name}' is not a store")
+                raise LayoutMismatch(f"expected a store, got segment '{segment.name}', which is none")
             return cls._of(segment, peer_name)
 
     @property
@@ -151,10 +151,10 @@ class Store(Shareable):
 
     @property
     def _keeper(self) -> _native.Store:
-        kept = self._kept
-        if kept is None or not kept.is_ours:  # of the process before a fork()
-            self._kept = kept = _native.Store(self.pool.place)
-        return kept
+        store = self._native_store
+        if store is None or not store.is_ours:  # of the process before a fork()
+            self._native_store = store = _native.Store(self.pool.place)
+        return store
 
     # ── values ──
     def put(self, value: Any, *, key: bytes | None = None, timeout: float | None = PUT_TIMEOUT) -> _native.Lease:
@@ -179,11 +179,11 @@ class Store(Shareable):
             array([0, 1, 2])
         """
         planned = value if isinstance(value, Plan) else plan(value)
-        made = self._loan(key, planned, timeout)
-        if not isinstance(made, Loan):
-            return made
-        with made:
-            return made.commit()
+        loan = self._loan(key, planned, timeout)
+        if not isinstance(loan, Loan):
+            return loan
+        with loan:
+            return loan.commit()
 
     def get(self, key: bytes) -> _native.Lease:
         """Returns a lease of the value kept under the key.
@@ -201,8 +201,8 @@ class Store(Shareable):
                 ...
             penstock.errors.Missing: 'store' keeps nothing under 0000000000000000…
         """
-        kept = self._kept
-        return self._present((kept if kept is not None and kept.is_ours else self._keeper).get_value(key), key)
+        store = self._native_store
+        return self._present((store if store is not None and store.is_ours else self._keeper).get_value(key), key)
 
     def _present(self, lease: _native.Lease | None, key: bytes) -> _native.Lease:
         if lease is None:
@@ -210,15 +210,14 @@ class Store(Shareable):
         return lease
 
     def open(self, key: bytes) -> _native.Lease:
-        """Returns a lease of the value kept under the key, and uses up one grant of the value to this process, if there
-        is one. `get` uses none, so it can be used to look. `open` is for a value that the process has been told of, and
-        counts no hit.
+        """Returns a lease of the value under the key, and uses up a grant of the value to this process, if any. `get`
+        uses no grant, and is for looking. `open` is for an announced value, and counts no hit.
 
         Args:
             key: 32 bytes, as of `content_key`.
 
         Raises:
-            Missing: there is none. A value that was granted to this process is there, unless it was removed.
+            Missing: no value has the key. A value with a grant to this process exists, unless removed.
 
         Examples:
             >>> store = Store(1 << 20)
@@ -257,7 +256,9 @@ class Store(Shareable):
         lease.hold().release()  # raises if it has been released
         ref = lease.ref
         if not isinstance(ref, Ref):
-            raise ValueError("a value that travels inline needs no grant")
+            raise ValueError(
+                "expected the handle of a value in the store, got one of an inline value, which needs no grant"
+            )
         return self.pool.grant_all(ref, to)
 
     @overload
@@ -332,9 +333,9 @@ class Store(Shareable):
         """Counts values that this process needed without a call of `get`, `put` or `loan` that counted them.
 
         Args:
-            hits: values that the process holds already, as another of its requests has looked them up.
-            misses: values that the process makes without the store, after `put` or `loan` has raised MemoryExhausted or
-                Timeout, and it does not try again.
+            hits: values that the process holds already, as an earlier request has looked them up.
+            misses: values that the process makes without the store, after MemoryExhausted or Timeout of `put` or `loan`
+                without a retry.
 
         Examples:
             >>> store = Store(1 << 20)
@@ -364,7 +365,7 @@ class Store(Shareable):
     def close(self) -> None:
         """Gives this process's place among the peers up, as soon as its last lease is gone."""
         self._is_closed = True
-        self._kept = None
+        self._native_store = None
         self.pool.close()
 
     def __enter__(self) -> Self:

@@ -35,9 +35,9 @@ SCALARS = (type(None), bool, int, float, str, bytes)
 
 
 class Empty:
-    """A tensor that has no numbers yet: a plan reserves its place, and the process that makes the value fills it there.
+    """A tensor without numbers yet: a plan reserves the place, and the process that makes the value fills the tensor.
 
-    shape: its sizes, or the only one. dtype: of torch, of NumPy, or its name.
+    shape: the sizes, or the only size. dtype: of torch, of NumPy, or a name.
 
     Examples:
         >>> Store(1 << 20).loan(None, Empty((2, 3), "bfloat16")).value("bits").shape
@@ -55,7 +55,7 @@ class Empty:
 
 
 class Plan(NamedTuple):
-    """Where each tensor of a tree will lie. It refers to the tensors: what is written is what they hold then."""
+    """The place of each tensor of a tree. A plan refers to the tensors, and `write` copies their present content."""
 
     nbytes: int
     layout: bytes
@@ -63,8 +63,8 @@ class Plan(NamedTuple):
 
     def write(self, buffer: Buffer, offset: int = 0) -> None:
         """Copies the tensors into a buffer that has `nbytes` from `offset` on. What lies between them is left."""
-        for at, one in self.sources:
-            one.write(buffer, offset + at)
+        for at, tensor in self.sources:
+            tensor.write(buffer, offset + at)
 
 
 def plan(tree: Any, *, is_filled_later: bool = False) -> Plan:
@@ -97,7 +97,9 @@ def _decoded(layout: Buffer) -> Any:
         raise DecodeError(f"expected the layout of a tree: {error}") from None
 
 
-Path = tuple[Any, Any] | None  # from the leaf up: the path of what it lies in, and its key there; None: the whole
+Path = (
+    tuple[Any, Any] | None
+)  # from the leaf up: the path of the container, and the key in the container; None: the whole
 
 
 def _at(path: Path) -> str:
@@ -133,12 +135,12 @@ class _Planned:
             )
         if type(value) is dict or isinstance(value, Mapping):
             node: list[Any] = [DICT]
-            for key, one in value.items():
+            for key, item in value.items():
                 if type(key) not in (str, int):
                     raise UnsupportedTensor(f"expected keys of str or int, got {type(key).__name__} at {_at(path)}")
                 if type(key) is int:
                     _require_64_bits(key, path)
-                node += (key, self.node(one, (path, key), level + 1))
+                node += (key, self.node(item, (path, key), level + 1))
             return node
         if isinstance(value, (list, tuple)):
             if hasattr(value, "_fields"):
@@ -147,12 +149,12 @@ class _Planned:
                 )
             return [
                 LIST if isinstance(value, list) else TUPLE,
-                *(self.node(one, (path, index), level + 1) for index, one in enumerate(value)),
+                *(self.node(item, (path, index), level + 1) for index, item in enumerate(value)),
             ]
         return self.tensor(value, path)
 
     def tensor(self, value: Any, path: Path) -> Any:
-        found = None
+        tensor = None
         try:
             if type(value) is Empty:
                 if not self.is_filled_later:
@@ -160,14 +162,14 @@ class _Planned:
                 kind, shape = kind_of(value.dtype), value.shape
                 nbytes = nbytes_of(kind, shape)
             else:
-                found = source(value)
-                kind, shape, nbytes, _ = found
+                tensor = source(value)
+                kind, shape, nbytes, _ = tensor
         except (TypeError, ValueError) as error:
             raise UnsupportedTensor(f"{error} at {_at(path)}") from None
         at = self.end + (-self.end & (ALIGN - 1)) if nbytes else self.end
         self.end = at + nbytes
-        if found is not None and nbytes:
-            self.sources.append((at, found))
+        if tensor is not None and nbytes:
+            self.sources.append((at, tensor))
         return [TENSOR, kind.code, at, *shape]
 
 
@@ -188,18 +190,18 @@ class _Read:
         if what == TENSOR:
             return self.tensor(node, path)
         if what in (LIST, TUPLE):
-            made = [
-                one if type(one) in SCALARS else self.tree(one, (path, index), level + 1)
-                for index, one in enumerate(node[1:])
+            items = [
+                item if type(item) in SCALARS else self.tree(item, (path, index), level + 1)
+                for index, item in enumerate(node[1:])
             ]
-            return made if what == LIST else tuple(made)
+            return items if what == LIST else tuple(items)
         if what != DICT or len(node) % 2 == 0:
             raise DecodeError(f"expected a node of a tree, got {node!r:.80} at {_at(path)}")
         keyed = {}
-        for key, one in zip(node[1::2], node[2::2], strict=True):
+        for key, item in zip(node[1::2], node[2::2], strict=True):
             if type(key) not in (str, int) or key in keyed:
                 raise DecodeError(f"expected another key of str or int, got {key!r:.80} at {_at(path)}")
-            keyed[key] = one if type(one) in SCALARS else self.tree(one, (path, key), level + 1)
+            keyed[key] = item if type(item) in SCALARS else self.tree(item, (path, key), level + 1)
         return keyed
 
     def tensor(self, node: list[Any], path: Path) -> Any:

@@ -1,14 +1,14 @@
 """Views: read-only arrays, without a copy, over bytes that another process wrote.
 
 NumPy's arrays are marked read-only, also through `__dlpack__`. torch has no read-only tensors: a tensor in a pool lies
-in a mapping that the kernel guards. A stray write through it is a SIGSEGV of the process that writes, and other
-processes never read another number. A private (copy-on-write) mapping would let that process live. It was rejected:
-a page that the process has written once would never show it the next block at that place. `writable=True` gives a
-private copy for writing. Pickling copies too: NumPy the numbers that a view shows, torch the view's whole tensor.
+in a mapping that the kernel guards. A stray write is a SIGSEGV of the writing process, and the numbers stay unchanged.
+A private (copy-on-write) mapping would let the writing process live. A private mapping was rejected: after a write, the
+page would never show the next block at the same place. `writable=True` gives a private copy for writing. Pickling
+copies, too: NumPy the numbers of the view, torch the view's whole tensor.
 
-Numbers are shown as they lie, bool too. A byte that is neither 0 nor 1 comes only from a writer that wrote bytes as
-bool. NumPy takes it as true; torch's result is unspecified. A check of all bytes would cost what a copy does, and the
-writer could still write after it.
+Numbers are not checked, bool included. A byte other than 0 and 1 comes only from a writer that wrote bytes as bool.
+NumPy takes such a byte as true; torch's result is unspecified. A check of all bytes would cost as much as a copy, and
+the writer could still write after the check.
 """
 
 from __future__ import annotations
@@ -28,17 +28,17 @@ As = Literal["numpy", "torch", "bits"]
 
 
 def view(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, as_: As = "numpy") -> Any:
-    """Returns an array over the buffer, which the array keeps. The caller has checked that both fit: tree.py.
+    """Returns an array over the buffer, which the array keeps. tree.py has checked the size.
 
-    as_: "numpy", where kinds that NumPy has no word for are those of ml_dtypes if that is installed, and else unsigned
-    integers of the same width; "bits", where those are always such integers; or "torch".
+    as_: "numpy", with the dtypes of ml_dtypes for kinds that NumPy lacks, or unsigned integers of the same width if
+    ml_dtypes is not installed; "bits", always with integers for these kinds; or "torch".
     """
-    seen = memoryview(buffer).toreadonly()
-    array = _array(seen, kind.numpy or kind.bits, shape, offset)
+    readonly = memoryview(buffer).toreadonly()
+    array = _array(readonly, kind.numpy or kind.bits, shape, offset)
     if as_ != "torch":
         return shown_as(array, kind, as_)
     # torch gets a copy of memory that no mapping guards: a caller's bytes, or a block that this process can write.
-    is_guarded = isinstance(seen.obj, (BlockLease, Bytes)) and memoryview(buffer).readonly
+    is_guarded = isinstance(readonly.obj, (BlockLease, Bytes)) and memoryview(buffer).readonly
     return shown_as(array if is_guarded else array.copy(), kind, as_)
 
 
@@ -53,15 +53,15 @@ def copied(buffer: Buffer, kind: Kind, shape: tuple[int, ...], offset: int = 0, 
 
 
 def shown_as(bits: np.ndarray[Any, Any], kind: Kind, as_: As) -> Any:
-    """The same memory as this library shows it."""
+    """Returns the memory as an array of this library."""
     if as_ == "bits":
         return bits
     if as_ == "numpy":
         return bits if kind.numpy is not None else bits.view(numpy_dtype(kind))
     if as_ != "torch":
-        raise ValueError(f"as_ is 'numpy', 'torch' or 'bits', not {as_!r}")
-    made = needed_torch().from_numpy(bits) if bits.flags.writeable else _tensor(bits)
-    return made if kind.numpy is not None else made.view(torch_dtype(kind))
+        raise ValueError(f"expected as_ to be 'numpy', 'torch' or 'bits', got {as_!r}")
+    tensor = needed_torch().from_numpy(bits) if bits.flags.writeable else _tensor(bits)
+    return tensor if kind.numpy is not None else tensor.view(torch_dtype(kind))
 
 
 def _array(buffer: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], offset: int) -> np.ndarray[Any, Any]:
@@ -69,14 +69,14 @@ def _array(buffer: memoryview, dtype: np.dtype[Any], shape: tuple[int, ...], off
     for size in shape:
         count *= size
     if not count:  # frombuffer refuses to make an array of nothing
-        made = np.empty(shape, dtype)
-        made.flags.writeable = not buffer.readonly
-        return made
-    found: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, count, offset)
-    if not found.flags.aligned:  # only from a writer that did not align it: torch and SIMD code need not support that
-        found = found.copy()
-        found.flags.writeable = not buffer.readonly
-    return found.reshape(shape)
+        empty = np.empty(shape, dtype)
+        empty.flags.writeable = not buffer.readonly
+        return empty
+    array: np.ndarray[Any, Any] = np.frombuffer(buffer, dtype, count, offset)
+    if not array.flags.aligned:  # only from a writer that did not align it: torch and SIMD code need not support that
+        array = array.copy()
+        array.flags.writeable = not buffer.readonly
+    return array.reshape(shape)
 
 
 def _tensor(array: np.ndarray[Any, Any]) -> Any:

@@ -180,14 +180,14 @@ def test_what_is_not_contiguous_or_not_of_our_byte_order_is_made_so() -> None:
     for sent in (square[:, 3], square.T, square[::2, ::-1], square[5:6, :2], square.astype(">i4")):
         message = Arrays(sent)
         if sent.dtype != np.int32:
-            with pytest.raises(TypeError, match=r"ids is an array of >i4, not of int32|ids is an array of int32, not"):
+            with pytest.raises(TypeError, match=r"expected an array of (>i4|int32) at \$\.ids of \w+, got"):
                 wire.over(message)
             continue
         assert np.array_equal(wire.over(message).ids, sent)
 
 
 def test_an_array_of_other_numbers_is_refused_where_it_is_sent() -> None:
-    with pytest.raises(TypeError, match=r"Arrays\.ids is an array of int32, not of int64"):
+    with pytest.raises(TypeError, match=r"expected an array of int32 at \$\.ids of Arrays, got int64"):
         Wire().frame(Arrays(np.arange(3)))
 
 
@@ -206,8 +206,8 @@ def test_what_would_be_taken_for_an_array_or_a_part_is_refused_where_it_is_sent(
     wire = Wire()
     name = type(stand_in).__name__
     for message, why in (
-        (Arrays(stand_in), rf"Arrays\.ids is an array of int32, not {name}"),
-        (Arrays(np.zeros(1, np.int32), image=stand_in), rf"Arrays\.image is Buffer, not {name}"),
+        (Arrays(stand_in), rf"expected an array of int32 at \$\.ids of Arrays, got {name}"),
+        (Arrays(np.zeros(1, np.int32), image=stand_in), rf"expected Buffer at \$\.image of Arrays, got {name}"),
     ):
         with pytest.raises(TypeError, match=why):
             wire.frame(message)
@@ -216,14 +216,14 @@ def test_what_would_be_taken_for_an_array_or_a_part_is_refused_where_it_is_sent(
 def test_an_array_that_is_more_than_its_numbers_is_refused() -> None:
     sent = np.arange(3, dtype=np.int32)
     assert np.array_equal(Wire().over(Arrays(sent.view(np.recarray))).ids, sent)
-    with pytest.raises(TypeError, match="a masked array cannot be sent: its mask would be lost"):
+    with pytest.raises(TypeError, match="expected an array without a mask, got a masked array"):
         Wire().frame(Arrays(np.ma.masked_array(sent, [True, False, False])))
-    with pytest.raises(TypeError, match=r"Arrays\.ids is an array of int32, not of float64"):
+    with pytest.raises(TypeError, match=r"expected an array of int32 at \$\.ids of Arrays, got float64"):
         Wire().frame(Arrays(array.array("d", [1.0])))  # type: ignore[arg-type]
 
 
 def test_a_number_wider_than_python_s_is_refused() -> None:
-    with pytest.raises(TypeError, match="a longdouble cannot be sent"):
+    with pytest.raises(TypeError, match="got a longdouble"):
         Wire().frame(Plain(1, ratio=np.longdouble(1)))  # type: ignore[arg-type]
 
 
@@ -388,16 +388,16 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
     ("make", "why"),
     [
         (lambda: Catalogue(), "1 to 127 classes"),
-        (lambda: Catalogue(int), "a message is a msgspec.Struct, not <class 'int'>"),  # type: ignore[arg-type]
-        (lambda: Catalogue(msgspec.defstruct("M", ["a"])), "say array_like=True"),
-        (lambda: Catalogue(struct(a=Any)), r"M\.a is typing\.Any: a message is made of"),
-        (lambda: Catalogue(struct(a=object)), r"M\.a is <class 'object'>"),
-        (lambda: Catalogue(struct(a=np.ndarray)), r"M\.a is <class 'numpy\.ndarray'>"),
-        (lambda: Catalogue(struct(a=NDArray[Any])), r"say of which numbers"),
-        (lambda: Catalogue(struct(a=NDArray[np.object_])), r"say of which numbers"),
-        (lambda: Catalogue(struct(a=list[NDArray[np.datetime64]])), r"say of which numbers"),
-        (lambda: Catalogue(struct(a=msgspec.defstruct("N", ["b"]))), r"N, in M\.a, is encoded with the names"),
-        (lambda: Catalogue(struct(a=int), struct(b=int)), "two classes are called M"),
+        (lambda: Catalogue(int), "expected a message to be a subclass of msgspec.Struct, got <class 'int'>"),  # type: ignore[arg-type]
+        (lambda: Catalogue(msgspec.defstruct("M", ["a"])), "define it with array_like=True"),
+        (lambda: Catalogue(struct(a=Any)), r"structs of these at M\.a, got typing\.Any"),
+        (lambda: Catalogue(struct(a=object)), r"at M\.a, got <class 'object'>"),
+        (lambda: Catalogue(struct(a=np.ndarray)), r"at M\.a, got <class 'numpy\.ndarray'>"),
+        (lambda: Catalogue(struct(a=NDArray[Any])), r"expected an array with its dtype at"),
+        (lambda: Catalogue(struct(a=NDArray[np.object_])), r"expected an array with its dtype at"),
+        (lambda: Catalogue(struct(a=list[NDArray[np.datetime64]])), r"expected an array with its dtype at"),
+        (lambda: Catalogue(struct(a=msgspec.defstruct("N", ["b"]))), r"struct without field names for N, in M\.a"),
+        (lambda: Catalogue(struct(a=int), struct(b=int)), "got two named M"),
     ],
 )
 def test_what_cannot_be_a_message_is_refused_when_the_channel_is_made(make: Any, why: str) -> None:
@@ -417,9 +417,9 @@ def test_what_is_no_message_of_this_channel_is_refused() -> None:
     wire = Wire()
     with pytest.raises(TypeError, match="Plain2 is not a message of this channel, which carries Plain, Arrays, Asking"):
         wire.frame(Plain2(1))
-    with pytest.raises(TypeError, match="a complex cannot be sent"):
+    with pytest.raises(TypeError, match="got a complex"):
         wire.frame(Plain(1j))  # type: ignore[arg-type]
-    with pytest.raises(TypeError, match="an array of object cannot be sent"):
+    with pytest.raises(TypeError, match="got one of object"):
         wire.frame(Arrays(np.zeros(1, np.int32), inner=(Inner("x", np.array([object()])),)))
     assert wire.over(Plain(1)) == Plain(1)
 
@@ -460,7 +460,7 @@ def test_a_struct_that_is_too_long_for_its_head_is_refused() -> None:
 def test_an_array_whose_numbers_are_unknown_is_no_field() -> None:
     numbers = TypeVar("numbers", bound=np.generic)
     cls = msgspec.defstruct("Unknown", [("values", np.ndarray[Any, np.dtype[numbers]])], array_like=True)  # type: ignore[valid-type]
-    with pytest.raises(TypeError, match=r"say of which numbers, as NDArray\[np.int32\]"):
+    with pytest.raises(TypeError, match=r"expected an array with its dtype at Unknown\.values, as NDArray\[np.int32\]"):
         Catalogue(cls)
 
 

@@ -154,12 +154,11 @@ def test_a_long_message_is_held_in_the_pool_and_the_ring_stays_free() -> None:
 def test_bytes_and_messages_do_not_mix() -> None:
     with opened("ring") as channel:
         for raw in ((), (bytes,), (Buffer,)):
-            with pytest.raises(
-                LayoutMismatch, match=r"'ring' carries messages: attach to it as a channel of Job \| Stop"
-            ):
+            with pytest.raises(LayoutMismatch, match=r"'ring', which carries messages: attach with type=Job \| Stop"):
                 penstock.attach(channel.ticket, *raw)
     for type in (bytes, Buffer):
-        with penstock.Ring(type) as plain, pytest.raises(LayoutMismatch, match="'ring' carries bytes, not Job, Stop"):
+        text = "expected a channel of Job, Stop, got 'ring', which carries bytes"
+        with penstock.Ring(type) as plain, pytest.raises(LayoutMismatch, match=text):
             penstock.attach(plain.ticket, Job | Stop)
 
 

@@ -47,9 +47,9 @@ def test_schema_differences_say_which_side_carries_bytes() -> None:
 
 
 def test_schema_differences_refuse_a_description_that_is_none() -> None:
-    with pytest.raises(LayoutMismatch, match="no description"):
+    with pytest.raises(LayoutMismatch, match="no description of its messages"):
         schema_differences(b"{}", b"[[[")
-    with pytest.raises(LayoutMismatch, match="no description"):
+    with pytest.raises(LayoutMismatch, match="no description of its messages"):
         Schema.decode(b"\xff")
 
 

@@ -47,17 +47,17 @@ def test_changes_in_their_order_are_in_step() -> None:
 
 
 @pytest.mark.parametrize(
-    ("found", "what"),
+    ("actual", "what"),
     [((A, 9), "missed"), ((A, 7), "repeated"), ((B, 8), "of another leader"), ((A, 0), "older than all")],
 )
-def test_any_other_change_raises_with_both_leaders_and_numbers(found: tuple[int, int], what: str) -> None:
+def test_any_other_change_raises_with_both_leaders_and_numbers(actual: tuple[int, int], what: str) -> None:
     check = begun(6)
     check.check(Put(A, 7))
     with pytest.raises(OutOfStep) as raised:
-        check.check(Put(*found))
-    assert (raised.value.expected, raised.value.found) == ((A, 8), found), what
+        check.check(Put(*actual))
+    assert (raised.value.expected, raised.value.actual) == ((A, 8), actual), what
     assert str(raised.value) == (
-        f"expected change 8 of leader aaaaaaaa, got change {found[1]} of leader {found[0]:08x}"
+        f"expected change 8 of leader aaaaaaaa, got change {actual[1]} of leader {actual[0]:08x}"
     )
 
 
@@ -78,7 +78,7 @@ def test_a_missed_change_that_comes_late_does_not_bring_the_receiver_back() -> N
 
 def test_the_error_survives_pickling() -> None:
     error = pickle.loads(pickle.dumps(OutOfStep((A, 1), (B, 2))))
-    assert (error.expected, error.found) == ((A, 1), (B, 2)) and "leader bbbbbbbb" in str(error)
+    assert (error.expected, error.actual) == ((A, 1), (B, 2)) and "leader bbbbbbbb" in str(error)
 
 
 # ── the leader ───────────────────────────────────────────────────────────────────────────────────────────────────────

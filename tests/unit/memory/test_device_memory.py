@@ -94,7 +94,7 @@ def test_a_pool_of_a_device_is_known_as_one_by_whoever_attaches_or_looks() -> No
     attached = penstock.attach(pool.ticket)
     assert isinstance(attached, CudaPool) and attached.about == pool.about
     attached.close()
-    with pytest.raises(LayoutMismatch, match="'gpu' is a pool of device memory"):
+    with pytest.raises(LayoutMismatch, match="expected a pool of host memory, got 'gpu'"):
         Pool.attach(pool.ticket)
     status = os.fstat(pool.fd)
     assert title_of(snapshot_of(os.getpid(), pool.fd, (status.st_dev, status.st_ino))) == "pool of device memory 'gpu'"
@@ -110,7 +110,7 @@ def test_device_pool_exports_no_bytes_and_differs_from_other_pools() -> None:
     with pytest.raises(BufferError, match="do not lie in host memory"):
         memoryview(lease)
     lease.release()
-    with Pool.create(64 * KIB) as other, pytest.raises(LayoutMismatch, match="not a pool of device memory"):
+    with Pool.create(64 * KIB) as other, pytest.raises(LayoutMismatch, match="expected a pool of device memory"):
         CudaPool.attach(other.ticket)
     closed(pool)
 
@@ -348,7 +348,7 @@ def test_a_process_on_another_device_is_refused_and_touches_nothing() -> None:
         peer = int(consumer.hear())
         ref = pool.share(filled(pool, KIB, 1), [peer])
         consumer.say(words(ref))
-        assert consumer.hear().endswith("tell the producer its place 0")
+        assert consumer.hear().endswith("CudaTensors.place 0")
     closed(pool)
 
 
@@ -537,7 +537,7 @@ def test_only_the_producer_takes() -> None:
         """,
         pool.ticket,
     ) as consumer:
-        assert "only that takes from it" in consumer.hear()
+        assert "takes slices of it" in consumer.hear()
     closed(pool)
 
 

@@ -164,7 +164,7 @@ def test_memory_exhausted_names_request_free_bytes_gap_and_holders() -> None:
             pool.take(400_000)
         error = raised.value
         free = (1 << 20) - 300_032 - 500_032 - 100_032
-        assert (error.asked, error.free) == (400_000, free)
+        assert (error.requested, error.free) == (400_000, free)
         assert 0 < error.largest <= free
         assert "block of 390.6 KiB does not fit pool 'images' (1.0 MiB, 145.0 KiB free, largest gap" in str(error)
         assert error.holders.startswith("'server' (pid")
@@ -191,7 +191,7 @@ def test_a_pool_may_run_out_of_blocks_and_says_so() -> None:
 
 @pytest.mark.parametrize("nbytes", [-1, -(1 << 70)])
 def test_a_negative_size_is_refused(nbytes: int) -> None:
-    with pytest.raises(ValueError, match="at least no bytes"):
+    with pytest.raises(ValueError, match="expected nbytes of a block to be 0 or more"):
         Pool.create(4096).take(nbytes)
 
 

@@ -128,13 +128,13 @@ def test_driver_calls_run_in_the_context_of_the_device() -> None:
     cuda = Asked(cuMemAlloc=(Result(2), None), cuMemGetInfo=(0, 10, 80))
     with pytest.raises(MemoryExhausted, match="10 of its 80 bytes are free") as caught:
         asking(cuda).allocate(100)
-    assert (caught.value.asked, caught.value.free) == (100, 10)
+    assert (caught.value.requested, caught.value.free) == (100, 10)
     assert cuda.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuMemGetInfo", "cuCtxPopCurrent"]
 
 
 def test_a_handle_that_leads_to_less_memory_than_was_said_is_closed_again() -> None:
     cuda = Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 511))
-    with pytest.raises(DeviceError, match="of 512 bytes has 511"):
+    with pytest.raises(DeviceError, match="of 512 bytes, got 511"):
         asking(cuda).open(bytes(64), 512)
     assert cuda.asked[-2:] == ["cuIpcCloseMemHandle", "cuCtxPopCurrent"]
     assert asking(Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 512))).open(bytes(64), 512) == 4096

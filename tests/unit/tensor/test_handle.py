@@ -115,7 +115,7 @@ def hostile() -> dict[str, bytes]:
 
 @pytest.mark.parametrize("what", hostile())
 def test_bytes_that_are_no_handle_are_refused(what: str) -> None:
-    with pytest.raises(DecodeError, match="no handle: "):
+    with pytest.raises(DecodeError, match="expected the bytes of a Handle: "):
         Handle.from_bytes(hostile()[what])
 
 
@@ -161,7 +161,7 @@ def test_handle_opened_too_late_misses_and_its_value_can_be_put_again(value_key:
         store.clear()
         assert shows(handle.open(store).value(), 1), "what a request holds is neither evicted nor cleared"
         scope.release()
-        with pytest.raises(Missing, match=r"'images' has not got the value .* any more.*send that again") as missed:
+        with pytest.raises(Missing, match=r"'images' no longer has the value .*Send the request again") as missed:
             handle.open(store)
         assert isinstance(missed.value.__cause__, StaleRef)
         assert shows(fine.open(store).value(), 2), "another request has suffered"
@@ -213,7 +213,7 @@ def test_a_handle_of_another_store_or_of_none_is_refused() -> None:
             for handle in (keyed, unkeyed):
                 with pytest.raises(Missing):
                     handle.open(another)
-                with pytest.raises(ValueError, match=r"lies in a store: open\(store\)"):
+                with pytest.raises(ValueError, match=r"expected a store, .*: Handle\.open\(store\)"):
                     handle.open()
 
 

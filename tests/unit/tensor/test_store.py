@@ -85,7 +85,7 @@ def test_what_is_not_there_is_missing_and_says_so() -> None:
 
 @pytest.mark.parametrize("wrong", [b"", b"x" * 31, b"x" * 33, "x" * 32, 7, bytearray(32)])
 def test_a_key_is_32_bytes(wrong: Any) -> None:
-    with Store(MB) as store, pytest.raises(ValueError, match="a key is 32 bytes"):
+    with Store(MB) as store, pytest.raises(ValueError, match="expected a key of 32 bytes"):
         store.put(1, key=wrong)
 
 
@@ -318,7 +318,7 @@ def test_a_block_of_the_same_pool_is_not_a_value() -> None:
             for as_, writable in (("numpy", False), ("bits", False), ("numpy", True)):
                 with pytest.raises(penstock.DecodeError):
                     opened(store, store.pool.share(lease)).value(as_, writable=writable)  # type: ignore[arg-type]
-        with lowlevel.Pool.create(4096) as pool, pytest.raises(penstock.LayoutMismatch, match="is not a store"):
+        with lowlevel.Pool.create(4096) as pool, pytest.raises(penstock.LayoutMismatch, match="expected a store"):
             Store.attach(pool.ticket)
 
 

@@ -193,7 +193,7 @@ def test_evict_leaves_what_is_being_written_and_what_an_array_shows() -> None:
 def test_evict_takes_32_bytes() -> None:
     store = new_store()
     for wrong in (b"", b"x" * 31, "x" * 32, None):
-        with pytest.raises(ValueError, match="a key is 32 bytes"):
+        with pytest.raises(ValueError, match="expected a key of 32 bytes"):
             store.evict(wrong)  # type: ignore[arg-type]
 
 

@@ -513,7 +513,7 @@ def test_a_channel_of_messages_says_which(capsys: pytest.CaptureFixture[str]) ->
         memory[at + 1] = 0
     (broken,) = (item for item in inspect.look(os.getpid())["segments"] if item["name"] == "steps")
     assert broken["messages"] == []
-    assert "is no description" in broken["messages_error"]
+    assert "has no description of its messages" in broken["messages_error"]
     inspect.show(inspect.look(os.getpid()))
     assert "carries messages of which nothing is known" in capsys.readouterr().out
     del plain

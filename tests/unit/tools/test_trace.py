@@ -397,7 +397,7 @@ def test_what_cannot_be_traced_is_said(tmp_path: Path, capsys: pytest.CaptureFix
         assert "has no channel 'other' open; there are 'steps'" in capsys.readouterr().err
     assert cli.main(["trace", "4194303", "-o", str(tmp_path / "x.json")]) == 2
     assert "there is no process" in capsys.readouterr().err
-    with pytest.raises(ValueError, match="is not a channel"):
+    with pytest.raises(ValueError, match="expected a channel"):
         _native.TraceReader(_native.Segment.create("raw", {"kind": 1, "raw_nbytes": 1}))
     ring = penstock.Ring()
     with pytest.raises(ValueError, match="looked at only"):

@@ -1,7 +1,7 @@
-"""What is asked of a device, and nothing more: so that everything above runs, and is tested, where there is none.
+"""The interface of a device, kept small: all code above runs, and is tested, without a device.
 
-Leaves to `torch_driver.py` how a real one is asked. All that a driver does is about its one device; it never touches
-another, and does not mind which device the calling thread has made current.
+`torch_driver.py` implements a real device. A driver touches only its device, whichever device the calling thread has
+made current.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ class NoDevice(PenstockError, RuntimeError):
 
 
 class DeviceError(PenstockError, RuntimeError):
-    """The device's driver refused, and this is what it said."""
+    """The device's driver refused a call; the text is the driver's."""
 
 
 class ForeignDevice(PenstockError, ValueError):
     """The memory is of a device that this process does not use, and so will not touch."""
 
 
-class Found(NamedTuple):
+class DeviceTensor(NamedTuple):
     """A tensor of the device, as it was given."""
 
     kind: Kind
@@ -37,7 +37,7 @@ class Found(NamedTuple):
 
 
 class Driver(Protocol):
-    """One device, as one process uses it. A stream is whatever the driver says it is; it is only handed back."""
+    """A device, as a process uses it. Streams are opaque objects of the driver."""
 
     uuid: bytes  # of the device: 16 bytes, the same in every process
     as_: As  # how an array of host memory must be shown for copy() to take it
@@ -45,7 +45,7 @@ class Driver(Protocol):
 
     # ── memory ──
     def allocate(self, nbytes: int) -> int:
-        """The address of so much memory, by itself: nothing else shares it. Raises MemoryExhausted."""
+        """Returns the address of a new allocation. Raises MemoryExhausted."""
 
     def free(self, address: int) -> None: ...
 
@@ -65,7 +65,7 @@ class Driver(Protocol):
         """Done when everything that was put on the stream until now is done."""
 
     # ── arrays ──
-    def found(self, tensor: Any) -> Found:
+    def describe(self, tensor: Any) -> DeviceTensor:
         """Raises UnsupportedTensor for what is no tensor of a device; ForeignDevice for one of another."""
 
     def array(self, address: int, kind: Kind, shape: tuple[int, ...], holder: object) -> Any:
@@ -88,4 +88,4 @@ class Driver(Protocol):
         caller waits for a part of it, or all."""
 
     def on(self, stream: Any) -> Any:
-        """A context in which this stream is current; None: the one that is."""
+        """Returns a context in which this stream is current; None: the current stream stays."""

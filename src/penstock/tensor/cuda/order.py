@@ -1,12 +1,12 @@
-"""Stream order: memory released while the device may still be at work on it is kept until that work is done.
+"""Stream order: released memory is kept until the device has done all work on the memory.
 
-A device works through its streams long after the calls that filled them have returned. So a release records a marker on
-each stream, and the memory is given back when all its markers have been passed. No event reports that: a process
-queries its markers when it next takes or releases memory, and in flush(), which it calls when it turns idle.
+A device works through its streams long after the calls that filled the streams have returned. A release records a
+marker on each stream, and the memory is given back when the device has passed all markers. No event reports a passed
+marker: a process queries markers when it next takes or releases memory, and in flush(), which an idle process calls.
 
-A process that dies needs none of this. The kernel closes its files before it reports the death, and the context goes
-with the driver's file: no work of the process is left when its peers learn of the death and take the memory back. Nor
-does a process that ends: no process sees what its work would still have read.
+A dying process needs no markers. The kernel closes the process's files before it reports the death, and the context
+goes with the driver's file: no work is left when peers learn of the death and take the memory back. An ending process
+needs no markers either: no process sees the results of unfinished work.
 """
 
 from __future__ import annotations
@@ -63,9 +63,9 @@ def wait_for(markers: Iterable[Marker], timeout: float | None) -> bool:
 
 
 class DeferredReleases:
-    """What one process waits to give back. No lock: it is filled from destructors, which run anywhere, even in here.
+    """The releases that a process defers. Without a lock, as destructors add entries, and run anywhere, even in here.
 
-    Popping from a deque and appending to it are atomic, so the thread that popped an entry is the only one to have it.
+    Appending to a deque and popping are atomic: only the thread that popped an entry has the entry.
     """
 
     def __init__(self) -> None:
@@ -89,7 +89,7 @@ class DeferredReleases:
             try:
                 done = is_done(markers)
             except BaseException:
-                self._entries.append(entry)  # it is unknown whether its work is done: it stays
+                self._entries.append(entry)  # whether the work is done is unknown: the entry stays
                 raise
             if done:
                 holding.give_back()

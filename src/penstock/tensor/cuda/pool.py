@@ -1,16 +1,15 @@
 """A pool of device memory: allocated once, by one process, and lent out in slices to every process on that device.
 
-An ordinary pool (`books`) records the holders of each slice. Its bytes are "elsewhere": its blocks have offsets and
-sizes, and there is no host memory behind them, not even addresses. So leases, grants, generations, what a death gives
-back, StaleRef and `penstock inspect` are the core's, and there is no second implementation to be kept in step with it.
-The first idea, a byte of host memory for every 512 of the device, would have had the same, and shown every size divided
-by 512.
+An ordinary pool (`books`) records the holders of each slice. Blocks of the books have offsets and sizes, and no host
+memory, not even addresses. Leases, grants, generations, recovery after a death, StaleRef and `penstock inspect` are
+therefore the core's, without a second implementation. The first idea, a byte of host memory for every 512 bytes of the
+device, would have worked as well, and shown every size divided by 512.
 
-The producer allocates the memory; its handle and the device's uuid lie in the books, where attaching processes find
-them. A consumer opens the handle with its first slice, once, and closes it when the pool is closed or the producer is
-dead. `order.py` decides when a released slice is free; the device's driver does everything else.
+The producer allocates the memory, and writes the memory's handle and the device's uuid into the books, for attaching
+processes. A consumer opens the handle with the first slice, and closes the handle when the pool is closed or the
+producer is dead. `order.py` decides when a released slice is free; the device's driver does the rest.
 
-No mapping guards device memory: a kernel that writes to a slice it was only to read changes it for all holders.
+No mapping guards device memory: a kernel that writes to a received slice changes the slice for all holders.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ ALIGN = 512  # of slices: what the device's own allocator gives, and vector load
 
 
 class About(msgspec.Struct, frozen=True):
-    """What the books say of the memory that they are about."""
+    """The description of the memory in the books."""
 
     device: bytes
     handle: bytes
@@ -50,7 +49,7 @@ class About(msgspec.Struct, frozen=True):
 
 
 class Mapped:
-    """The memory of one pool as this process sees it: its own, or opened."""
+    """The memory of a pool in this process: allocated here, or opened."""
 
     def __init__(self, driver: Driver, address: int, *, is_own: bool) -> None:
         self.driver = driver
@@ -106,8 +105,8 @@ class Slice:
         return self._held.lease
 
     def used_on(self, stream: Any) -> None:
-        """Records that a stream has work on the slice. Call it for every such stream, other than those that are current
-        when the slice is opened and released."""
+        """Records that a stream has work on the slice. Not needed for the streams that are current when the slice is
+        opened and released."""
         if stream not in self._streams:
             self._streams.append(stream)
 
@@ -147,7 +146,7 @@ class CudaPool(Shareable):
     def __init__(self, segment: _native.Segment, *, driver: Driver | None = None, peer_name: str = "") -> None:
         super().__init__(segment)
         if not segment.is_elsewhere:
-            raise LayoutMismatch(f"'{segment.name}' is not a pool of device memory")
+            raise LayoutMismatch(f"expected a pool of device memory, got segment '{segment.name}', which is none")
         try:
             self.about = msgspec.msgpack.decode(segment.schema, type=About)
         except (msgspec.MsgspecError, ValueError) as error:
@@ -156,7 +155,7 @@ class CudaPool(Shareable):
         self._given_driver = driver
         self._mapped: Mapped | None = _own.get(segment.nonce)
         self._mapping = threading.Lock()  # so that threads open the handle once; never taken by a destructor
-        self._frees = False  # only the pool of create() does: another one of the same memory in this process does not
+        self._frees = False  # only the pool of create() does: a second pool of the same memory in this process does not
         self._parts: weakref.WeakSet[Slice] = weakref.WeakSet()
         self._producer = -1  # its pidfd, once we have mapped
 
@@ -192,11 +191,11 @@ class CudaPool(Shareable):
             driver.free(address)
             raise
         mapped = _own[segment.nonce] = Mapped(driver, address, is_own=True)
-        made = cls(segment, driver=driver, peer_name=peer_name)
-        made._mapped = mapped
-        made._frees = True
-        made.books.join()
-        return made
+        pool = cls(segment, driver=driver, peer_name=peer_name)
+        pool._mapped = mapped
+        pool._frees = True
+        pool.books.join()
+        return pool
 
     @classmethod
     def attach(cls, where: Ticket | str | int, *, driver: Driver | None = None, peer_name: str = "") -> CudaPool:
@@ -235,7 +234,7 @@ class CudaPool(Shareable):
         """A slice to write to; for the producer. Waits up to `timeout` seconds (None: for ever) for others to come
         back. Raises MemoryExhausted, which names the holders."""
         if not self.is_producer:
-            raise ForeignDevice(f"'{self.name}' is the pool of pid {self.about.pid}: only that takes from it")
+            raise ForeignDevice(f"only pid {self.about.pid}, which created pool '{self.name}', takes slices of it")
         driver = self.driver
         deadline = None if timeout is None else time.monotonic() + timeout
         room = max(-(-nbytes // ALIGN), 1) * ALIGN
@@ -263,7 +262,7 @@ class CudaPool(Shareable):
         if self.about.device != self.driver.uuid:
             raise ForeignDevice(
                 f"'{self.name}' lies on device {self.about.device.hex()}, and this process uses "
-                f"{self.driver.uuid.hex()}: tell the producer its place"
+                f"{self.driver.uuid.hex()}: send the producer this process's CudaTensors.place"
             )
         self.driver.in_flight.poll()
         if self._has_lost_producer():

@@ -1,7 +1,7 @@
 """References to device tensors: plain data, ordinary fields of any message. `Reference` is the type for both kinds.
 
-They own nothing. What they say of themselves is checked where they are made and received; what they say of memory, by
-the pool when it is opened, before anything is mapped or read.
+References own nothing. Fields are checked at construction and at receipt; the pool checks the place in memory when a
+reference is opened, before any memory is mapped or read.
 """
 
 from __future__ import annotations

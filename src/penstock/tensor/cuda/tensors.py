@@ -17,7 +17,7 @@ from penstock._native import Lease
 from penstock.codec.buffer import Buffer
 from penstock.errors import MemoryExhausted, Missing, StaleRef, Timeout
 from penstock.memory import Ref
-from penstock.tensor.cuda.driver import Driver, ForeignDevice, Found
+from penstock.tensor.cuda.driver import DeviceTensor, Driver, ForeignDevice
 from penstock.tensor.cuda.order import wait_for
 from penstock.tensor.cuda.pool import SHARE_TIMEOUT, CudaPool, Slice
 from penstock.tensor.cuda.ref import CudaRef, HostRef, Place, Reference
@@ -83,29 +83,31 @@ class CudaTensors:
         in a slice of the pool if all of `to` can have that and there is room (waits `timeout` seconds for it); else in
         host memory: in the store, or within the reference.
         """
-        found = self.driver.found(tensor)
+        described = self.driver.describe(tensor)
         places = tuple(to)
         if not places:
-            raise ValueError("nobody would hold the copy: name the places of those who may view it")
+            raise ValueError("expected at least one place in `to`, got none: pass CudaTensors.place of each receiver")
         self.stats.puts += 1
-        self.stats.put_nbytes += found.nbytes
+        self.stats.put_nbytes += described.nbytes
         if any(place.device != self.driver.uuid for place in places):
             self.stats.foreign += 1
-            return self._by_host(tensor, found, places, timeout)
-        part = self._taken(found.nbytes, timeout) if all(place.slices is not None for place in places) else None
+            return self._by_host(tensor, described, places, timeout)
+        part = self._taken(described.nbytes, timeout) if all(place.slices is not None for place in places) else None
         if part is None or self.pool is None:
             self.stats.overflowed += 1
-            return self._by_host(tensor, found, places, timeout)
-        made = self.driver.array(part.address, found.kind, found.shape, part)
-        self.driver.copy(made, tensor)
-        return self._shared(part, found.kind, found.shape, 0, places)
+            return self._by_host(tensor, described, places, timeout)
+        copy = self.driver.array(part.address, described.kind, described.shape, part)
+        self.driver.copy(copy, tensor)
+        return self._shared(part, described.kind, described.shape, 0, places)
 
     def empty(self, shape: Iterable[int] | int, dtype: Any, *, timeout: float | None = 0) -> Any:
         """A tensor in the pool, to be filled in place and given to share(). Raises MemoryExhausted."""
         kind = kind_of(dtype)
         sizes = (shape,) if isinstance(shape, int) else tuple(map(int, shape))
         if self.pool is None:
-            raise MemoryExhausted(f"no pool for a tensor of {nbytes_of(kind, sizes)} bytes")
+            raise MemoryExhausted(
+                f"a tensor of {nbytes_of(kind, sizes)} bytes does not fit: these CudaTensors have no pool"
+            )
         part = self.pool.take(nbytes_of(kind, sizes), timeout)
         return self.driver.array(part.address, kind, sizes, part)
 
@@ -115,18 +117,22 @@ class CudaTensors:
         For the same device only. Waits until the current stream has written the tensor, which must not be written from
         then on. Raises ValueError for any other tensor, or place: put() copies.
         """
-        found = self.driver.found(tensor)
+        described = self.driver.describe(tensor)
         places = tuple(to)
-        if not found.is_contiguous:
-            raise ValueError("the tensor is not contiguous: put() copies it")
+        if not described.is_contiguous:
+            raise ValueError("expected a contiguous tensor: CudaTensors.put copies others")
         if any(place.device != self.driver.uuid or place.slices is None for place in places):
-            raise ValueError("not everybody can have a slice of this device: put() goes by host memory")
-        part = self.pool.part_at(found.address, found.nbytes) if self.pool is not None else None
+            raise ValueError(
+                "expected places of this device with a pool: CudaTensors.put sends to others by host memory"
+            )
+        part = self.pool.part_at(described.address, described.nbytes) if self.pool is not None else None
         if part is None:
-            raise ValueError("the tensor does not lie in this pool: share() takes what empty() made, put() copies any")
-        made = self._shared(part, found.kind, found.shape, found.address - part.address, places)
+            raise ValueError(
+                "expected a tensor of CudaTensors.empty, got one outside this pool: CudaTensors.put copies it"
+            )
+        ref = self._shared(part, described.kind, described.shape, described.address - part.address, places)
         self.stats.shares += 1
-        return made
+        return ref
 
     def revoke(self, ref: Reference, to: Iterable[Place]) -> None:
         """Takes back what was granted with a reference that could not be sent after all."""
@@ -139,12 +145,12 @@ class CudaTensors:
 
     # ── receivers ──
     def view(self, ref: Reference) -> Any:
-        """Returns the tensor on this process's device: where it lies, held as long as any view of it lives; or, if it
-        came by host memory, copied to the device on the current stream.
+        """Returns the tensor on this process's device: in place, held as long as any view lives; or, if the tensor came
+        by host memory, copied to the device on the current stream.
 
-        The tensor must not be written. Drop it on the stream that used it, or call `used_on`. Raises StaleRef if it is
-        gone or was never there, PeerDied if the producer died, ForeignDevice if it lies on another device; all of them
-        before anything is touched.
+        The tensor must not be written. Drop the tensor on the stream that used it, or call `used_on`. Raises StaleRef
+        if the tensor is gone or never existed, PeerDied if the producer died, ForeignDevice for a tensor of a
+        different device; all before any memory is touched.
         """
         self.stats.views += 1
         if isinstance(ref, HostRef):
@@ -155,7 +161,9 @@ class CudaTensors:
                 f"the tensor lies on device {ref.device.hex()}, and this process uses {self.driver.uuid.hex()}"
             )
         if self.pool is None:
-            raise ValueError("a tensor in a pool of device memory was received, and there is no pool here")
+            raise ValueError(
+                "a tensor in a pool of device memory was received: create these CudaTensors with that CudaPool"
+            )
         part = self.pool.open(ref.where)
         return self.driver.array(part.address, ref.kind, ref.shape, part)
 
@@ -163,7 +171,7 @@ class CudaTensors:
         """Keeps the slice of a pool's tensor for a stream's work too. Call it for a stream other than those that are
         current when the tensor is viewed and when it is dropped."""
         # One byte of it: where a slice ends, the next one begins.
-        part = self.pool.part_at(self.driver.found(tensor).address, 1) if self.pool is not None else None
+        part = self.pool.part_at(self.driver.describe(tensor).address, 1) if self.pool is not None else None
         if part is not None:
             part.used_on(stream)
 
@@ -210,10 +218,12 @@ class CudaTensors:
         except Missing as missing:
             raise StaleRef(str(missing)) from None
 
-    def _by_host(self, tensor: Any, found: Found, places: tuple[Place, ...], timeout: float | None) -> HostRef:
-        planned = plan(Empty(found.shape, found.kind.name), is_filled_later=True)
+    def _by_host(
+        self, tensor: Any, described: DeviceTensor, places: tuple[Place, ...], timeout: float | None
+    ) -> HostRef:
+        planned = plan(Empty(described.shape, described.kind.name), is_filled_later=True)
         peers = [place.store for place in places if place.store is not None]
-        if self.store is not None and found.nbytes > self.inline_nbytes and len(peers) == len(places):
+        if self.store is not None and described.nbytes > self.inline_nbytes and len(peers) == len(places):
             try:
                 loan = self.store.loan(None, planned, timeout=timeout)
             except MemoryExhausted:

@@ -1,10 +1,10 @@
-"""A real device: torch for tensors, streams and events, NVIDIA's `cuda-bindings` for what torch has no word for.
+"""A real device: torch for tensors, streams and events, NVIDIA's `cuda-bindings` for the rest.
 
 The memory, its handles and the registering of host memory go by the driver's own interface, each call with the primary
-context pushed on the calling thread and popped again: torch uses the same context, and no other one is ever made. The
+context pushed on the calling thread and popped again: torch uses the same context, the only context. The
 runtime's interface would choose by the thread's current device, which is the first device unless the thread chose one.
-torch's own sharing of storages is not used either: it takes memory from its caching allocator, leaves a file in
-/dev/shm for the counts of each handle, and wants a handle for each tensor.
+torch's sharing of storages is not used either: torch takes memory from a caching allocator, leaves a file in /dev/shm
+for the counts of each handle, and needs a handle for each tensor.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from typing import Any
 
 from penstock.errors import MemoryExhausted, UnsupportedTensor
 from penstock.installing import how_to_install
-from penstock.tensor.cuda.driver import DeviceError, Driver, ForeignDevice, Found, NoDevice
+from penstock.tensor.cuda.driver import DeviceError, DeviceTensor, Driver, ForeignDevice, NoDevice
 from penstock.tensor.cuda.order import DeferredReleases, Marker
 from penstock.tensor.cuda.ref import UUID_NBYTES
 from penstock.tensor.kinds import Kind, kind_of, nbytes_of, torch_dtype
@@ -50,7 +50,7 @@ class TorchDriver:
     def __init__(self, device: int) -> None:
         torch, driver = needed()
         if not 0 <= device < torch.cuda.device_count():
-            raise NoDevice(f"there is no device {device}: torch sees {torch.cuda.device_count()}")
+            raise NoDevice(f"expected a device from 0 to {torch.cuda.device_count() - 1}, got {device}")
         self._torch, self._cuda = torch, driver
         self._device = torch.device("cuda", device)
         self.in_flight = DeferredReleases()
@@ -74,7 +74,7 @@ class TorchDriver:
                 exhausted = MemoryExhausted(
                     f"a pool of {nbytes} bytes does not fit the device: {free} of its {total} bytes are free"
                 )
-                exhausted.asked, exhausted.free = nbytes, int(free)
+                exhausted.requested, exhausted.free = nbytes, int(free)
                 raise exhausted from None
         return int(address)
 
@@ -89,7 +89,7 @@ class TorchDriver:
 
     def open(self, handle: bytes, nbytes: int) -> int:
         if len(handle) != HANDLE_NBYTES:
-            raise DeviceError(f"a handle has {HANDLE_NBYTES} bytes, not {len(handle)}")
+            raise DeviceError(f"expected a handle of {HANDLE_NBYTES} bytes, got {len(handle)}")
         named = self._cuda.CUipcMemHandle()
         ctypes.memmove(named.getPtr(), handle, HANDLE_NBYTES)
         with self._pushed():
@@ -98,9 +98,9 @@ class TorchDriver:
             )
             address = int(mapped)
             try:
-                first, found = self._ask("cuMemGetAddressRange", address)
-                if int(first) != address or int(found) < nbytes:
-                    raise DeviceError(f"the memory of a pool of {nbytes} bytes has {int(found)}")
+                first, size = self._ask("cuMemGetAddressRange", address)
+                if int(first) != address or int(size) < nbytes:
+                    raise DeviceError(f"expected the memory of a pool of {nbytes} bytes, got {int(size)} bytes")
             except BaseException:
                 self._ask("cuIpcCloseMemHandle", address)
                 raise
@@ -121,20 +121,22 @@ class TorchDriver:
         return marker
 
     # ── arrays ──
-    def found(self, tensor: Any) -> Found:
+    def describe(self, tensor: Any) -> DeviceTensor:
         torch = self._torch
         if not isinstance(tensor, torch.Tensor) or tensor.device.type != "cuda" or tensor.layout is not torch.strided:
             raise UnsupportedTensor(
-                f"expected a dense torch tensor of a device, got {_what(tensor)}: Tensors sends others"
+                f"expected a dense torch tensor of a device, got {_what(tensor)}: Store.put sends others"
             )
         if tensor.device != self._device:
             raise ForeignDevice(f"the tensor lies on {tensor.device}, and this is the driver of {self._device}")
         if tensor.requires_grad:
-            raise UnsupportedTensor("a tensor that requires grad, which no other process could follow: .detach() it")
+            raise UnsupportedTensor(
+                "expected a tensor without gradient, got one that requires grad: send tensor.detach()"
+            )
         kind = kind_of(tensor.dtype)
         shape = tuple(tensor.shape)
         is_plain = tensor.is_contiguous() and not tensor.is_conj() and not tensor.is_neg()
-        return Found(kind, shape, nbytes_of(kind, shape), tensor.data_ptr(), is_plain)
+        return DeviceTensor(kind, shape, nbytes_of(kind, shape), tensor.data_ptr(), is_plain)
 
     def array(self, address: int, kind: Kind, shape: tuple[int, ...], holder: object) -> Any:
         nbytes = nbytes_of(kind, shape)
@@ -185,15 +187,15 @@ class TorchDriver:
 
     def _ask(self, name: str, *arguments: Any) -> tuple[Any, ...]:
         """Returns the call's values after its result. Raises DeviceError with the result's name as second argument."""
-        result, *given = getattr(self._cuda, name)(*arguments)
+        result, *values = getattr(self._cuda, name)(*arguments)
         if int(result) != 0:
-            said = getattr(result, "name", str(result))
-            raise DeviceError(f"{name} of device {self._device.index}: {said}", said)
-        return tuple(given)
+            error_name = getattr(result, "name", str(result))
+            raise DeviceError(f"{name} of device {self._device.index}: {error_name}", error_name)
+        return tuple(values)
 
 
 class _Exported:
-    """Some device memory as torch takes it, which keeps this object as long as it shows that."""
+    """Device memory for torch, which keeps this object as long as a tensor shows the memory."""
 
     def __init__(self, address: int, nbytes: int, holder: object) -> None:
         self.holder = holder

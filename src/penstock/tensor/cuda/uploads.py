@@ -1,10 +1,12 @@
-"""Copies from shared host memory to a device, by the device itself: the memory is registered (pinned) when it is first
-copied from, and what is copied is held until the copy is done.
+"""Copies from shared host memory to a device, by the device: the first copy registers (pins) the memory.
 
-Received views lie in a read-only mapping, which many devices refuse to register, with the flag for it (attribute
-HOST_REGISTER_READ_ONLY_SUPPORTED) or without. So what is registered is the writable mapping of the same bytes, which a
-process that takes blocks has anyway, and copies are told the address there. No view leads to it: a stray write through
-a view still ends the process that writes. Where registering fails, copies go from pageable memory, and are counted.
+A source is held until its copy is done.
+
+Received views lie in a read-only mapping, which many devices refuse to register, with the flag for read-only memory
+(attribute HOST_REGISTER_READ_ONLY_SUPPORTED) or without. Instead, the writable mapping of the same bytes is registered,
+which a process that takes blocks has anyway, and copies use the address in the writable mapping. No view leads to the
+writable mapping: a stray write through a view still ends the writing process. Where registering fails, copies go from
+pageable memory, and are counted.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ COPY_TIMEOUT = 30.0  # seconds, for one that is waited for
 
 
 class UploadStats(msgspec.Struct):
-    """What one `Uploads` did, in this process."""
+    """Counters of an `Uploads`."""
 
     copies: int = 0
     copied_nbytes: int = 0
@@ -37,7 +39,7 @@ class UploadStats(msgspec.Struct):
 
 
 class _View:
-    """What is copied, until the copy is done. With it goes the view's lease, if it was the last one."""
+    """The source of a copy, held until the copy is done. The view's lease goes with the last source."""
 
     __slots__ = ("view",)
 
@@ -49,7 +51,7 @@ class _View:
 
 
 class _Pinned:
-    """A segment, which keeps its mappings; and where they are. `address` None: it could not be registered."""
+    """A segment with its mapping. `address` None: registering failed."""
 
     def __init__(self, segment: _native.Segment, driver: Driver) -> None:
         self.segment = segment
@@ -58,10 +60,10 @@ class _Pinned:
         self.nbytes = 0
         try:
             segment.claim_all()  # registering touches every page, whether there is memory for it or not
-            found = segment.mapping(True, True)
-            if found is not None:
-                driver.register(*found)
-                self.address, self.nbytes = found
+            mapping = segment.mapping(True, True)
+            if mapping is not None:
+                driver.register(*mapping)
+                self.address, self.nbytes = mapping
         except Exception as error:  # of the device; or there is no memory to claim, or no room for a second mapping
             self.error = str(error)
 
@@ -82,8 +84,8 @@ class _Dropped:
         return not self._in_flight.poll()
 
     def give_back(self) -> None:
-        for one in self._pinned.values():
-            one.forget(self._driver)
+        for pinned in self._pinned.values():
+            pinned.forget(self._driver)
         self._pinned.clear()
 
 
@@ -97,11 +99,11 @@ class Uploads:
     def __init__(self, *sources: Shareable, driver: Driver | None = None) -> None:
         self._driver = driver or driver_of()
         self._pinned: dict[int, _Pinned] = {}  # by nonce
-        self._in_flight = DeferredReleases()  # of its own, because close() must wait for these and for nothing else
-        self._segments = [one._segment for one in sources]
+        self._in_flight = DeferredReleases()  # separate: close() must wait for these copies only
+        self._segments = [shareable._segment for shareable in sources]
         for segment in self._segments:
             if segment.kind == _native.CHANNEL:
-                raise ValueError(f"'{segment.name}' is a channel, whose memory grows: it cannot be registered")
+                raise ValueError(f"expected segments, pools and stores, got channel '{segment.name}': its memory grows")
         self._is_closed = False
         self.stats = UploadStats()
 
@@ -114,26 +116,26 @@ class Uploads:
         if self._is_closed:
             raise ClosedError("the uploads are closed")
         self._in_flight.poll()
-        given = source(view)
-        array = given.array
+        tensor = source(view)
+        array = tensor.array
         if not hasattr(array, "ctypes") or not array.flags.c_contiguous or not array.dtype.isnative:
-            raise UnsupportedTensor("only contiguous views are copied as they lie: make it one first")
+            raise UnsupportedTensor("expected a contiguous view: use numpy.ascontiguousarray first")
         driver = self._driver
-        address = self._registered(array.ctypes.data, given.nbytes)
+        address = self._registered(array.ctypes.data, tensor.nbytes)
         self.stats.copies += 1
-        self.stats.copied_nbytes += given.nbytes
+        self.stats.copied_nbytes += tensor.nbytes
         if address is None:
             self.stats.pageable += 1
         with driver.on(stream):
-            made = driver.empty(given.kind, given.shape)
+            copy = driver.empty(tensor.kind, tensor.shape)
             try:
-                driver.upload(made, array.ctypes.data if address is None else address)
+                driver.upload(copy, array.ctypes.data if address is None else address)
             finally:  # also when it failed: part of the copy may have begun
                 marker = driver.record(driver.stream())
                 self._in_flight.keep([marker], _View((view, array)))
         if not non_blocking and not wait_for([marker], COPY_TIMEOUT):
-            raise Timeout(f"the device has not copied {given.nbytes} bytes within {COPY_TIMEOUT:g} s")
-        return made
+            raise Timeout(f"the device has not copied {tensor.nbytes} bytes within {COPY_TIMEOUT:g} s")
+        return copy
 
     def flush(self, timeout: float | None = 0) -> bool:
         """Releases each view with a finished copy, waiting up to `timeout` seconds. Returns whether that was all."""
@@ -141,7 +143,7 @@ class Uploads:
 
     def refusals(self) -> list[str]:
         """Why segments could not be registered."""
-        return [one.error for one in self._pinned.values() if one.error]
+        return [pinned.error for pinned in self._pinned.values() if pinned.error]
 
     def close(self, timeout: float | None = CLOSE_TIMEOUT) -> bool:
         """Waits for the copies and unregisters. False: some are not done within `timeout` seconds, so the memory stays
@@ -149,9 +151,9 @@ class Uploads:
         self._is_closed = True
         if not self._in_flight.flush(timeout):
             return False
-        for one in self._pinned.values():
-            one.forget(self._driver)
-            self.stats.registered_nbytes -= one.nbytes
+        for pinned in self._pinned.values():
+            pinned.forget(self._driver)
+            self.stats.registered_nbytes -= pinned.nbytes
         self._pinned.clear()
         self._segments.clear()
         return True
@@ -173,13 +175,13 @@ class Uploads:
         """Where the same bytes lie in a registered mapping; None: in none."""
         for segment in self._segments:
             for is_writable in (False, True):
-                found = segment.mapping(is_writable)
-                if found is None or not 0 <= address - found[0] <= found[1] - nbytes:
+                mapping = segment.mapping(is_writable)
+                if mapping is None or not 0 <= address - mapping[0] <= mapping[1] - nbytes:
                     continue
                 pinned = self._pinned.get(segment.nonce)
                 if pinned is None:
                     pinned = self._pinned[segment.nonce] = _Pinned(segment, self._driver)
                     self.stats.registered_nbytes += pinned.nbytes
                     self.stats.refusals += bool(pinned.error)
-                return None if pinned.address is None else pinned.address + (address - found[0])
+                return None if pinned.address is None else pinned.address + (address - mapping[0])
         return None
