@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock.engine.launcher import back_off
 from tests.crash.zygote import Zygote
 
 
@@ -12,3 +13,10 @@ def zygote() -> Iterator[Zygote]:
     zygote = Zygote()
     yield zygote
     zygote.close()
+
+
+@pytest.fixture
+def quick_restarts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launchers of this process start a unit again at once, however short its life was."""
+    monkeypatch.setattr(back_off, "SECONDS", (0.0, *[0.02] * 8))
+    monkeypatch.setattr(back_off, "MIN_START_INTERVAL_S", 0.0)

@@ -57,7 +57,7 @@ async def with_lives(life: Life, kind: str = "worker", **options: Any) -> AsyncI
         for unit in launcher.units:
             unit._parts = [(part, index, life if part == kind else run) for part, index, run in unit._parts]
 
-    simulated = simulated_device(step_seconds=0.01, vocabulary=1000)
+    simulated = simulated_device(step_seconds=0.005, vocabulary=1000)
     async with migrating(prepare=prepare, simulated=simulated, step_timeout=STEP_TIMEOUT, **options) as engine:
         yield engine
 
@@ -191,7 +191,7 @@ def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> Non
 
     async def scene() -> None:
         async with migrating(simulated=simulated_device(step_seconds=0.003, vocabulary=1000)) as engine:
-            request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=1500, n=2, ignore_eos=True))
+            request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=500, n=2, ignore_eos=True))
             (expected,) = await ask_all(engine, [request], "undisturbed", Progress())
             progress = Progress()
             asking = asyncio.ensure_future(ask_all(engine, [request], "disturbed", progress))

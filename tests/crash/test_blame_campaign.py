@@ -29,7 +29,7 @@ from tests.support.engine import START, simulated_device
 
 ENGINES = 2
 TOKENS = (150, 400)  # of a stream
-STEP_SECONDS = 0.01
+STEP_SECONDS = 0.005
 PAUSE_S = 0.25  # between two chunks of a stream: a longer gap is a pause
 KINDS = ("worker", "core", "output")
 MARGIN_S = 2.0  # of a busy machine

@@ -128,7 +128,7 @@ def test_failure_in_the_middle_of_a_step_changes_no_answer(kind: str, life: Life
     asyncio.run(scene())
 
 
-def test_unloadable_model_ends_the_server_with_the_first_reason() -> None:
+def test_unloadable_model_ends_the_server_with_the_first_reason(quick_restarts: None) -> None:
     async def scene() -> None:
         with pytest.raises(
             ClusterFailed, match=r"worker 0\.0 #3 ended 3 times .*: ValueError: there are no weights in"

@@ -111,7 +111,8 @@ def test_begun_answers_end_and_others_are_the_new_model_s(tmp_path: Path, how: s
     asyncio.run(scene())
 
 
-@pytest.mark.parametrize("how", ["kill", *tiers.only_in_all("migrate")])
+@tiers.needs_all  # in push: test_begun_answer_goes_on_in_the_group_of_its_model_alone, of the client
+@pytest.mark.parametrize("how", ["kill", "migrate"])
 def test_answers_go_on_in_the_group_of_the_former_model_only(tmp_path: Path, how: str) -> None:
     async def scene() -> None:
         async with serving(tmp_path, groups=2) as engine:

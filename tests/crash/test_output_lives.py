@@ -91,7 +91,7 @@ def test_output_killed_twice_restarts_alone_and_answers_stay_exact() -> None:
 def test_requests_of_the_other_output_go_on_undisturbed() -> None:
     async def scene() -> None:
         async with running(output_processors=2) as engine, Client(engine.launcher.cluster, 0) as client:
-            answers = Answers(engine, client, 12, 2000)
+            answers = Answers(engine, client, 12, 1000)
             await answers.begun()
             numbers = set(client._streams)
             os.kill(engine.child("output", 0).pid, signal.SIGKILL)
