@@ -10,7 +10,7 @@ right, is left to the test that brings the processes.
         if (yield load("parked")) == 0: ...
 
 Everything else is done here, at every state:
-  who is next      any process that can run; a futex wakes any of its sleepers, in any order
+  next step        any process that can run; a futex wakes any of its sleepers, in any order
   store buffers    "sc": none. "tso": first in, first out, seen by the owner alone until flushed, at any later time.
                    "weak": besides, stores to different words are flushed in any order, except that a release waits for
                    all that came before it. A fence, a syscall and a read-modify-write that releases drain the buffer.
@@ -27,6 +27,7 @@ a yield comes first in its expression, and there is one; a loop runs over a rang
 
 import dis
 import functools
+import gc
 import itertools
 import re
 import types
@@ -219,7 +220,7 @@ class Table:
         self.edges: list[dict[Any, int]] = []
         self.labels: list[str] = []
         self._histories: list[tuple[Any, ...]] = []
-        self._waiting: list[Step | None] = []  # a generator that stands there, until somebody goes on with it
+        self._waiting: list[Step | None] = []  # a generator that stands there, until the walk goes on with it
         self._known: dict[Hashable, int] = {}
         self.first = self._arrive(body(), None, ())
 
@@ -410,25 +411,30 @@ class Walk:
         What a process may load early is worth trying where it loads that word before anything orders its loads: a walk
         in the order of the program shows where that is.
         """
-        explored = self._run()
-        if self.model == "weaker":
-            self.loads_later = [loads_later(table) for table in self.tables]
+        gc.disable()  # a walk makes no cycles, and its states are many: collections took a third of its time
+        try:
             explored = self._run()
-        return explored
+            if self.model == "weaker":
+                self.loads_later = [loads_later(table) for table in self.tables]
+                explored = self._run()
+            return explored
+        finally:
+            gc.enable()
 
     def _run(self) -> Explored:
         self.states, self.parents = [self.start], [(-1, 0, "")]
         states, parents = self.states, self.parents
         numbers: dict[Any, int] = {self.start: 0}
         transitions = ends = at = 0
-        into: list[list[int]] = [[]]  # who leads here without a fault
+        into: list[list[int]] = [[]]  # the states that lead here without a fault
         terminal: list[int] = []
+        moves = self._moves_in_order if self.loads_later is None else self._moves
         while at < len(states):
             state = states[at]
             if self.invariant is not None:
                 self._check(at, self.invariant)
             is_end = True
-            for p, label, after, is_fault in self._moves(state):
+            for p, label, after, is_fault, _ in moves(state):
                 transitions += 1
                 is_end &= is_fault
                 known = numbers.get(after)
@@ -454,19 +460,16 @@ class Walk:
         return Explored(len(states), transitions, ends)
 
     # ── moves ──
-    def _moves(self, state: Any) -> Iterator[tuple[int, str, Any, bool]]:
-        """Who did what, the state after it, and whether it was a fault."""
+    def _moves(self, state: Any) -> Iterator[tuple[int, str, Any, bool, bool]]:
+        """As `_moves_in_order`, with loads that come early."""
         mem, nodes, _, _, _, early = state
-        for p, label, after, is_fault, has_done in self._moves_in_order(state):
-            if self.loads_later is None:
-                yield p, label, (*after, early), is_fault
-                continue
+        for p, label, (*after, _), is_fault, has_done in self._moves_in_order(state):
             mine = early[p]
             if has_done and mine and ends_early(self.tables[p].ops[nodes[p]], mine[0]):
                 early_writes = put(early, p, ())
             else:
                 early_writes = early
-            yield p, label, (*after, early_writes), is_fault
+            yield p, label, (*after, early_writes), is_fault, has_done
             if after[0] is mem:
                 continue
             for place, (old, new) in enumerate(zip(mem, after[0])):
@@ -480,39 +483,43 @@ class Walk:
                         continue
                     if node >= len(self.loads_later[q]) or place in self.loads_later[q][node]:
                         how = f"{label} ({self.processes[q].name} has loaded {self.places[place]} early)"
-                        yield p, how, (*after, put(early_writes, q, (place, old))), is_fault
+                        yield p, how, (*after, put(early_writes, q, (place, old))), is_fault, has_done
 
     def _moves_in_order(self, state: Any) -> Iterator[tuple[int, str, Any, bool, bool]]:
-        mem, nodes, stat, bufs, left, _ = state
-        for p, s in enumerate(stat):  # a fence with nothing to drain concerns nobody: nothing else need come before it
+        """Process, what it does beyond its operation, the state after that, whether it is a fault, and whether the
+        operation is done."""
+        mem, nodes, stat, bufs, left, early = state
+        for p, s in enumerate(stat):  # a fence with nothing to drain commutes with all else: it may come first
             if s == RUNS and not bufs[p] and self.tables[p].ops[nodes[p]][0] == "fence":
-                yield p, "", (mem, *self._advance(nodes, stat, p, None), bufs, left), False, True
+                yield p, "", (mem, *self._advance(nodes, stat, p, None), bufs, left, early), False, True
                 return
         for p, s in enumerate(stat):
             if bufs[p]:
                 for i in self._may_flush(bufs[p]):
                     place, value, _ = bufs[p][i]
                     rest = put(bufs, p, without_leading_fence(bufs[p][:i] + bufs[p][i + 1 :]))
-                    yield p, f"flush({place}, {value})", (put(mem, place, value), nodes, stat, rest, left), False, False
+                    after = (put(mem, place, value), nodes, stat, rest, left, early)
+                    yield p, f"flush({place}, {value})", after, False, False
             if s == RUNS:
                 op = self.tables[p].ops[nodes[p]]
                 if op[0] == "wait" and self._visible(mem, bufs[p], op[1]) == op[2]:
-                    after = (drained(mem, bufs[p]), nodes, put(stat, p, SLEEPS), put(bufs, p, ()), left)
+                    after = (drained(mem, bufs[p]), nodes, put(stat, p, SLEEPS), put(bufs, p, ()), left, early)
                     yield p, "sleeps", after, False, True
                 else:
                     for result, mem2, bufs2, woken in self._perform(p, op, state):
                         nodes2, stat2 = self._advance(nodes, stat, p, result)
                         for q in woken:
                             nodes2, stat2 = self._advance(nodes2, put(stat2, q, stat2[q] & STOPPED), q, 0)
-                        yield p, "", (mem2, nodes2, stat2, bufs2, left), False, True
+                        yield p, "", (mem2, nodes2, stat2, bufs2, left, early), False, True
             elif s == SLEEPS and self.tables[p].ops[nodes[p]][3]:  # may time out
                 nodes2, stat2 = self._advance(nodes, put(stat, p, RUNS), p, ETIMEDOUT)
-                yield p, "times out", (mem, nodes2, stat2, bufs, left), False, True
+                yield p, "times out", (mem, nodes2, stat2, bufs, left, early), False, True
             if left and s in (RUNS, SLEEPS):
                 if self.processes[p].may_die:
-                    yield p, "dies", (mem, nodes, put(stat, p, DEAD), bufs, left - 1), True, True
+                    yield p, "dies", (mem, nodes, put(stat, p, DEAD), bufs, left - 1, early), True, True
                 if self.processes[p].may_stop:
-                    yield p, "is stopped", (mem, nodes, put(stat, p, s | STOPPED), bufs, left - 1), True, True
+                    after = (mem, nodes, put(stat, p, s | STOPPED), bufs, left - 1, early)
+                    yield p, "is stopped", after, True, True
 
     def _advance(self, nodes: Any, stat: Any, p: int, result: Any) -> tuple[Any, Any]:
         table = self.tables[p]
@@ -522,7 +529,7 @@ class Walk:
         return put(nodes, p, node), stat
 
     def _perform(self, p: int, op: Any, state: Any) -> Iterator[tuple[Any, Any, Any, tuple[int, ...]]]:
-        """What the operation may give back, memory and buffers after it, and whom it wakes."""
+        """What the operation may give back, memory and buffers after it, and the processes that it wakes."""
         mem, nodes, stat, bufs, _, early = state
         kind, place, a, b, order = op
         mine = bufs[p]
@@ -605,7 +612,7 @@ class Walk:
         _, nodes, stat, _, _, _ = self.states[at]
         for p, s in enumerate(stat):
             if s in (RUNS, SLEEPS) and not self.processes[p].is_daemon:
-                how = "sleeps and nobody will wake it" if s == SLEEPS else "waits for ever"
+                how = "sleeps and no process will wake it" if s == SLEEPS else "waits for ever"
                 text = f"{self.processes[p].name} {how}: {self.tables[p].labels[nodes[p]]}"
                 raise Violation(self._story(at, text))
         if self.at_end is not None:
