@@ -89,7 +89,7 @@ def broken_imports(module: list[str], source: str) -> list[str]:
 
 
 def sources(*folders: Path) -> list[Path]:
-    """Every file that somebody wrote, in folders that may not be there yet, or single modules of that name."""
+    """Every file in git, in folders that may not be there yet, or single modules of that name."""
     named = [path for folder in folders for path in (folder.with_suffix(".py"), folder.with_suffix(".pyi"))]
     inside = [path for folder in folders for path in folder.rglob("*")]
     return sorted(path for path in named + inside if path.is_file() and path.suffix in {".py", ".pyi", ".h", ".cpp"})

@@ -21,7 +21,7 @@ OPERATION = re.compile(
 USE = re.compile(r"order::(\w+)\.(acquire|release|acq_rel|seq_cst)\b")
 BYPASS = re.compile(r"std::(?:atomic\s*<|memory_order|atomic_thread_fence)|__atomic_\w+\((?![^;]*__ATOMIC_RELAXED)")
 RELEASES, ACQUIRES = {"release", "acq_rel", "seq_cst"}, {"acquire", "acq_rel", "seq_cst"}
-# An order whose other half is not ours.
+# An order with a foreign other half.
 ONE_SIDED = {"robust": "the kernel walks the list of a thread that ends"}
 
 

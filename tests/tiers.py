@@ -42,14 +42,14 @@ def limit(seconds: float, soak: float) -> float:
 #                                push     all      soak
 # crash: processes that are killed
 CAMPAIGN_DEATHS         = choose(200,     1_200,   10_000)     # test_campaign: at random points of channels and pool
-STORE_DEATHS            = choose(40,      150,     2_000)      # test_kept: of those who write to the store
+STORE_DEATHS            = choose(40,      150,     2_000)      # test_kept: of processes that write to the store
 TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of whole trees
 MESSAGES_DEATHS         = choose(20,      60,      1_000)      # test_messages
 HANDLE_DEATHS           = choose(4,       8,       400)        # test_handles: of servers, cores and workers …
 HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requests
 STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served cluster
-MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: whose processes are killed under them
+MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: requests, while processes are killed
 BLAME_SIGNALS           = choose(3,       200,     2_000)      # test_blame_campaign: SIGSEGV and SIGABRT from outside
 BLAME_POISONS           = choose(1,       9,       200)        # test_blame_campaign: requests that make an engine fail
 NODE_BLOWS              = choose(7,       300,     3_000)      # test_node_campaign: to a node, and to the link to it
@@ -57,7 +57,7 @@ NODE_RESETS             = choose(3,       100,     1_000)      # test_remote_gro
 BRIDGE_DEATHS           = choose(1,       40,      1_000)      # test_bridge: of each side of a link
 PIPE_DEATHS             = choose(20,      1_000,   10_000)     # test_wake_up_pipes: of receivers in event loops
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
-VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests whose clients go away
+VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests with clients that go
 # property: examples of hypothesis, and seeds of traces
 CHANNELS_EXAMPLES       = choose(150,     500,     5_000)      # test_channels: of each of three channels
 POOL_EXAMPLES           = choose(120,     400,     4_000)      # test_pool
@@ -83,7 +83,7 @@ BIT_FLIPS               = choose(20,      1_000,   10_000)     # test_bit_flips:
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor
 STORE_OPERATIONS        = choose(8_000,   20_000,  100_000)    # test_kept
-STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: whose waits are shown
+STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: their waits are shown
 # test_server_soak: requests before the first measurement and after it, and bytes that each of the latter may leave
 SOAK_REQUESTS           = choose((1_500, 1_500, 2_000), (10_000, 90_000, 10), (10_000, 990_000, 10))
 PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience

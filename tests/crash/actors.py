@@ -1,6 +1,6 @@
 """The processes that get killed, and those that survive: senders, receivers, lenders and borrowers of blocks.
 
-A record says who sent it, which one it is, and how long it is, and is followed by bytes that both sides know: whatever
+A record has its sender, its number and how long it is, and is followed by bytes that both sides know: whatever
 is lost, doubled, torn or mixed up shows at the receiver. What a sender knows to be sent stands on the board, which
 outlives it.
 """
@@ -31,7 +31,7 @@ WATCHDOG = 25.0
 
 
 class Board:
-    """Numbers that outlive whoever wrote them: a word for all, and two for each actor."""
+    """Numbers that outlive their writers: a word for all, and two for each actor."""
 
     def __init__(self, segment: lowlevel.Segment) -> None:
         self.segment = segment
@@ -71,7 +71,7 @@ class Part(msgspec.Struct):
     sizes: tuple[int, ...] = (40,)
     pause: float = 0.0005
     through: str = ""  # lenders and borrowers: the ticket of the broadcast that carries references
-    peers: tuple[int, ...] = ()  # lenders: to whom
+    peers: tuple[int, ...] = ()  # lenders: the peers that they lend to
     closes_early: bool = False  # closes by itself after some records, instead of when all is over
     holds: int = 3  # views held at a time
 
@@ -93,7 +93,7 @@ def arm_coming(part: Part) -> None:
 
 
 def insist(make: Any) -> Any:
-    """Takes the place of one who died, as soon as that one is buried."""
+    """Takes the place of an actor that died, as soon as its slot is free."""
     deadline = time.monotonic() + WATCHDOG
     while True:
         try:
@@ -104,7 +104,7 @@ def insist(make: Any) -> Any:
             time.sleep(0.001)
 
 
-# ── what those who send have in common, and those who receive ────────────────────────────────────────────────────────
+# ── what senders have in common, and receivers ───────────────────────────────────────────────────────────────────────
 class Actor:
     """One end of a channel; with a pool, of the broadcast that carries the references."""
 
@@ -143,7 +143,7 @@ class Actor:
                     self.died(death)
                     if is_last:
                         break
-                except penstock.EndOfChannel:  # nobody is there: what was not sent is not counted
+                except penstock.EndOfChannel:  # no receiver is left: what was not sent is not counted
                     if is_last or board.is_over:
                         is_last = True
                         break
@@ -165,7 +165,7 @@ class Actor:
                     heard.deaths.append(death.pid)
                     self.died(death)
                 else:
-                    time.sleep(0.0005)  # it will be replaced
+                    time.sleep(0.0005)  # a successor comes
                 continue
             except penstock.EndOfChannel:
                 if self.part.lanes == 1 or self.board.is_over:
@@ -186,7 +186,7 @@ class Actor:
 
 @dataclass
 class Heard:
-    """What a receiver heard: of each actor the first record and one past the last, and who died."""
+    """What a receiver got: of each actor the first record and one past the last, and the dead."""
 
     spans: dict[int, list[int]] = field(default_factory=dict)
     deaths: list[int] = field(default_factory=list)
@@ -194,7 +194,7 @@ class Heard:
 
 
 class Held:
-    """What is kept for a while, and must be at its end what it was when it came."""
+    """Records that are held for a while, and must not change meanwhile."""
 
     def __init__(self, most: int) -> None:
         self.most = most
@@ -253,7 +253,7 @@ def receiver(talk: Connection, part: Part) -> None:
 
 # ── pools ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def lender(talk: Connection, part: Part) -> None:
-    """Fills blocks and sends references to all who listen, each granted to each; keeps a few."""
+    """Fills blocks and sends references to all receivers, each granted to each; keeps a few."""
     arm_coming(part)
     pool = lowlevel.Pool.attach(part.where, peer_name=f"actor {part.actor}")
     pool.join()
@@ -281,7 +281,7 @@ def lender(talk: Connection, part: Part) -> None:
 
 
 def borrower(talk: Connection, part: Part) -> None:
-    """Opens what it is sent, looks whether it is what it should be, and holds some of it for a while."""
+    """Opens references, checks the bytes, and holds some blocks for a while."""
     arm_coming(part)
     pool = lowlevel.Pool.attach(part.where, peer_name=f"borrower {part.actor}")
     actor = Actor(talk, part, is_sender=False, pool=pool)

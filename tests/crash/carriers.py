@@ -174,7 +174,7 @@ class Server(Carrier):
         self.open[number] = scope, core, time.monotonic() + self.chance.random() * 0.05
 
     def look_after(self, most: int) -> None:
-        """Ends who is done, who takes too long, and who has to make room."""
+        """Ends samples that are done, that take too long, and that have to make room."""
         with contextlib.suppress(*LOST):
             while True:
                 done = self.answers.receive_nowait()
@@ -206,7 +206,7 @@ def server(talk: Connection, role: Role) -> None:
 
 # ── cores ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 class Core(Carrier):
-    """It has no store, and no need of one."""
+    """A core opens no store."""
 
     def __init__(self, talk: Connection, role: Role) -> None:
         super().__init__(talk, role)
@@ -241,7 +241,7 @@ class Core(Carrier):
                 self.late.append(message)
             else:
                 self.pass_on(message)
-            if self.live and self.is_likely(0.05):  # preempted, and resumed: everybody is told once more
+            if self.live and self.is_likely(0.05):  # preempted, and resumed: all workers get it once more
                 self.pass_on(self.chance.choice(list(self.live.values())))
             if len(self.late) > 5:
                 self.chance.shuffle(self.late)

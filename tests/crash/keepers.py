@@ -12,7 +12,7 @@ import penstock
 from penstock import _native, lowlevel
 from tests.crash import actors
 
-# Named points that only those pass who use a store.
+# Named points that only users of a store pass.
 POINTS = {
     "store.locked",
     "store.taken",
@@ -109,7 +109,7 @@ def writer(talk: Connection, part: actors.Part) -> None:
 
 
 def waiter(talk: Connection, part: actors.Part) -> None:
-    """Waits for what somebody else writes, or writes it; and says when it had it."""
+    """Waits for what another process writes, or writes it; and says when it had it."""
     _, store = join(part)
     talk.send(("ready", os.getpid()))
     talk.recv()

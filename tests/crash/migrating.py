@@ -16,7 +16,7 @@ from tests.e2e.test_server import KEY, Served
 from tests.support.engine import START, simulated_device
 from tests.support.serving import until_told
 
-IN_PROCESS = 1  # index of the server whose place the test's own client takes
+IN_PROCESS = 1  # index of the server that the test's own client replaces
 
 
 class Migrating(Served):

@@ -1,4 +1,4 @@
-"""A few actors, of whom one after the other is killed and replaced by another of its kind."""
+"""A few actors: one after the other is killed and replaced by another of its kind."""
 
 from __future__ import annotations
 

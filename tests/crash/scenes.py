@@ -1,4 +1,4 @@
-"""Who plays, who is killed, and what must be true of those who are left."""
+"""The actors of a scene, the deaths, and what must be true of the actors that are left."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tests.crash import actors
 from tests.crash.zygote import Child, Zygote
 
 TOLD_WITHIN = 0.1  # seconds from the moment at which the kernel shows that a process is gone
-TOLD_WITHIN_WHEN_BUSY = 3.0  # when there are more runnable threads than processors: who has none is not told
+TOLD_WITHIN_WHEN_BUSY = 3.0  # when there are more runnable threads than processors: a thread must wait for one
 SIZES = (0, 40, 3000, 5000, 40, 70000, 1)  # the ring takes up to 4096 inline; the rest goes to the pool
 POOL_NBYTES = 4 << 20
 
@@ -60,7 +60,7 @@ class Scene:
         self.dead: list[Cast] = []
         self._actors = 0
 
-    # ── who is there ──
+    # ── actors ──
     def add(self, role: str, index: int, **options: Any) -> Cast:
         writes = role in ("sender", "lender")
         for player in self.cast:
@@ -86,7 +86,7 @@ class Scene:
         return child
 
     def fill(self, victim: tuple[str, int] | None = None, **options: Any) -> Cast | None:
-        """One in each place. The one in the place of `victim` comes last, when all are there, and has these options."""
+        """An actor in each place; the actor in the place of `victim` comes last, with these options."""
         writer, reader = self.roles
         for role, many in ((reader, self.channel.receivers), (writer, self.channel.senders)):
             for index in range(many):
@@ -95,7 +95,7 @@ class Scene:
         return self.add(*victim, **options) if victim else None
 
     def others(self, role: str) -> list[Cast]:
-        """Those at the other side."""
+        """The actors at the far side."""
         other = self.roles[1 - self.roles.index(role)]
         return [player for player in self.cast if player.role == other]
 
@@ -112,7 +112,7 @@ class Scene:
 
     # ── what must be true ──
     def must_be_told(self, victim: Cast, gone_at: float) -> None:
-        """Every survivor at the other side hears of it, by name, in time."""
+        """Every survivor at the far side is told, by name, in time."""
         busy = is_busy()
         for survivor in self.others(victim.role):
             while True:
@@ -143,7 +143,7 @@ class Scene:
         eventually(is_reaped, within=actors.WATCHDOG)
 
     def must_flow(self, records: int = 15, without: Cast | None = None) -> None:
-        """Everybody who reads gets more, except for one who may be dying."""
+        """Every reader gets more, except for an actor that may be dying."""
         readers = [player for player in self.cast if player.role == self.roles[1] and player is not without]
         before = {reader.actor: self.board.received(reader.actor) for reader in readers}
 
@@ -189,7 +189,7 @@ class Scene:
         self.must_be_empty()
 
     def must_be_empty(self) -> None:
-        """Nobody is left, so nothing is held. (One more peer comes first: it buries who died last.)"""
+        """No actor is left, so nothing is held. (One more peer comes first: it reaps the last dead.)"""
         for where in {id(self.channel): self.channel, id(self.pool): self.pool}.values():
             if where is None:
                 continue
@@ -201,7 +201,7 @@ class Scene:
             states = {peer["state"] for peer in attached.peers() if peer["index"] != attached.slot}
             assert states <= {"dead", "left"}, attached.peers()
             if where is self.pool:
-                with_all = attached.take(POOL_NBYTES, 0)  # in one piece, so nothing is lost to what has gone
+                with_all = attached.take(POOL_NBYTES, 0)  # in one piece: no room is lost to the dead
                 with_all.release()
 
     def close(self) -> None:

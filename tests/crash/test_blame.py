@@ -1,4 +1,4 @@
-"""A request whose worker fails whenever it runs is answered 500, and the requests beside it as if it had not been."""
+"""A request that fails its worker whenever it runs is answered 500, and the requests beside it as without it."""
 
 from __future__ import annotations
 

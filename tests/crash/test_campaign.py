@@ -33,7 +33,7 @@ def next_victim(scene: Scene, chance: random.Random) -> Cast:
 
 
 def replace(scene: Scene, victim: Cast, chance: random.Random) -> Cast:
-    """With somebody who may have a point of his own to die at."""
+    """With an actor that may have a point of its own to die at."""
     points = sorted(REACHED[scene.style, victim.role] - {"close.begun", "leave.begun", "pool.claiming"})
     is_armed = chance.random() < 0.5
     point = chance.choice(points) if is_armed else ""
@@ -45,7 +45,7 @@ def replace(scene: Scene, victim: Cast, chance: random.Random) -> Cast:
 
 
 def bury_all(scene: Scene, chance: random.Random, is_over: bool = False) -> int:
-    """Those who came to their points while we looked elsewhere."""
+    """The actors that came to their points while the campaign looked elsewhere."""
     buried = 0
     for player in list(scene.cast):
         if not player.is_alive():
@@ -74,7 +74,7 @@ def test_whoever_dies_whenever_the_others_lose_nothing(zygote: Zygote, seed: int
                 deaths += 1
                 replace(scene, victim, chance)
                 deaths += bury_all(scene, chance)
-            # One more in each place where somebody is armed, so that those who account for it all live to do so.
+            # One more in each place with an armed actor, so that the actors that account for it all live to do so.
             while armed := [player for player in scene.cast if player.armed]:
                 player = armed[0]
                 if player.is_alive():

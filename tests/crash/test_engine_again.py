@@ -1,4 +1,4 @@
-"""Who takes the places of the dead, however often: groups and servers, and nobody is taken for another."""
+"""Groups and servers that take the places of dead ones, however often: none is taken for another."""
 
 import asyncio
 import os
@@ -32,7 +32,7 @@ async def must_serve(engine: Running, incarnation: int) -> None:
 def test_group_serves_again_when_the_slots_of_its_dead_were_taken(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A table of peers that is full gives the places of the last dead to the next who come: their names are gone."""
+    """A table of peers that is full gives the places of the last dead to the next processes: their names are gone."""
     monkeypatch.setattr(trees, "PEERS", 16)
 
     async def scene() -> None:

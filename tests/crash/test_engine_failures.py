@@ -1,4 +1,4 @@
-"""Processes of the engine that fail by themselves, at the worst moment: who asked is told, and the group goes on."""
+"""Processes of the engine that fail by themselves, at the worst moment: clients are told, and the group goes on."""
 
 import asyncio
 import contextlib

@@ -1,4 +1,4 @@
-"""Servers, cores and workers of the engine die while images are on their way, and whoever is left holds none of them.
+"""Servers, cores and workers of the engine die while images are on their way, and the others hold none of them.
 
 Also what becomes of images for which there is no room, or no store, or which have gone.
 """
@@ -49,7 +49,7 @@ async def must_answer(engine: Running, client: Client, number: int) -> None:
 
 
 async def must_be_held_by_nobody(engine: Running) -> None:
-    """Now, or as soon as the dead have been reaped; and all memory is there for whoever comes."""
+    """Now, or as soon as the dead have been reaped; and all memory is there for the next processes."""
     store = engine.launcher.cluster.store
     assert store is not None
     await engine.until(lambda: not held(store))

@@ -174,7 +174,7 @@ POISON = 999
 
 
 def dies_of_poison(cluster: Cluster, me: ProcessId) -> None:
-    """A worker that fails in each step with a request whose prompt begins with POISON."""
+    """A worker that fails in each step with a request that begins with POISON."""
     device = device_of(cluster, me)
     launch = device.launch
 

@@ -38,7 +38,7 @@ class Storm:
         self.told_after: list[float] = []
         self.is_over = False
 
-    # ── who asks ──
+    # ── clients ──
     async def ask(self) -> None:
         while not self.is_over:
             ids, tokens = prompt(self.chance.randrange(1, 40)), self.chance.randrange(1, TOKENS)
@@ -66,7 +66,7 @@ class Storm:
             assert actual == self.engine.rule.answer(ids, tokens)
             self.ends["answered"] += 1
 
-    # ── who strikes ──
+    # ── blows ──
     async def strike(self) -> None:
         """One group at a time, so that the other one's requests must not notice."""
         group = self.chance.randrange(2)

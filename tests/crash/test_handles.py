@@ -35,7 +35,7 @@ class Play(Replacing):
         self.kinds.append(part.split()[0])
 
     def counts(self, board: Board) -> Counter[str]:
-        """Of all who ever played."""
+        """Of all actors, the dead ones included."""
         names = {"server": ("aborted", "found no room"), "core": ("passed on",), "worker": ("missing", "opened")}
         counted: Counter[str] = Counter()
         for actor, kind in enumerate(self.kinds):

@@ -58,7 +58,7 @@ def test_one_of_eight_that_dies_with_views_in_its_hands_gives_them_back(zygote: 
                 sender.send(b"xx", timeout=20)
             assert caught.value.pid == victim.pid
             assert caught.value.held.startswith("1 block (") or caught.value.held.startswith("2 blocks"), caught.value
-            for number in range(1000):  # many times round the ring, which waits for nobody who is dead
+            for number in range(1000):  # many times round the ring, which waits for no dead receiver
                 sender.send(bytes(500 if number % 2 else 5000), timeout=20)
             sender.send(b"x", timeout=20)
             for child in children:
@@ -101,7 +101,7 @@ def test_a_reference_of_a_dead_peer_is_stale_and_its_successors_are_not(zygote: 
                 child.kill()
                 child.gone_at()
                 eventually(lambda: {peer.index: peer.state for peer in pool.peers()}[1] == "dead")
-                assert bytes(memoryview(held)) == b"l" * 1000  # ours still, whoever is dead
+                assert bytes(memoryview(held)) == b"l" * 1000  # ours still, though the sender is dead
                 held.release()
                 with pytest.raises(lowlevel.StaleRef):
                     pool.open(ref)

@@ -1,4 +1,4 @@
-"""SIGKILL of those who put and get by key: others write at once what they wrote, and nothing is lost, torn or twice."""
+"""SIGKILL of processes that put and get by key: others write it at once, and nothing is lost, torn or twice."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ POINTS = sorted(keepers.POINTS | {"block.locked", "pool.locked", "pool.live", "p
 
 
 class Store:
-    """A store, a board, and those who play."""
+    """A store, a board, and the actors."""
 
     def __init__(self, zygote: Zygote) -> None:
         self.zygote = zygote
@@ -44,7 +44,7 @@ class Store:
         return {child: self.board.received(self.actors[child]) for child in self.cast if child.is_alive()}
 
     def must_flow(self, without: Child | None = None) -> None:
-        """Everybody who lives goes on."""
+        """Every living actor goes on."""
         before = self.done()
 
         def flows() -> bool:
@@ -57,7 +57,7 @@ class Store:
         eventually(flows, within=actors.WATCHDOG)
 
     def must_be_sound(self) -> None:
-        """Nobody is left: nothing is held, each key is there once and found, and the room is one piece again."""
+        """No actor is left: nothing is held, each key is there once and found, and the room is one piece again."""
         by = _native.Attachment(self.segment, "undertaker")
         store = _native.Store(by)
         eventually(lambda: by.stats()["holders"] == [], within=actors.WATCHDOG)
@@ -126,7 +126,7 @@ def test_store_has_the_value_of_each_key_when_any_process_dies(zygote: Zygote, s
             scene.cast.remove(victim)
             point = chance.choice(POINTS) if chance.random() < 0.5 and death < tiers.STORE_DEATHS - 20 else ""
             scene.add(keepers.keeper, point=point, countdown=chance.randint(1, 30))
-        for child in list(scene.cast):  # those who still have a point of their own
+        for child in list(scene.cast):  # the actors that still have a point of their own
             child.hear("ready")
             child.kill()
             child.gone_at()

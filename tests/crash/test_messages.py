@@ -1,4 +1,4 @@
-"""Receivers and senders of messages are killed while they run; whoever follows them can read every message it gets."""
+"""Receivers and senders of messages are killed while they run; their successors can read every message they get."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose group, or output processor, is killed under them are answered as in an undisturbed run."""
+"""Requests are answered as in an undisturbed run when their group, or output processor, is killed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Requests whose group is lost at a bad time: clients leave, time runs out, servers and trees end, groups stay away."""
+"""Requests that lose their group at a bad time: clients leave, time runs out, servers end, groups stay away."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ async def kill_group(engine: Migrating, group: int = 0) -> None:
 
 
 async def begun(engine: Migrating, *requests: AnyRequest) -> tuple[asyncio.Task[list[Answer]], Progress]:
-    """Asks, and returns when something of an answer has been delivered to somebody."""
+    """Asks, and returns when something of an answer has been delivered to a client."""
     progress = Progress()
     asking = asyncio.ensure_future(ask_all(engine, requests, "", progress))
     await engine.until(lambda: progress.deliveries > 3 * len(requests))

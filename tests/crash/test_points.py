@@ -22,7 +22,7 @@ COMING = {"receiver.claimed"}
 FAILING = {"fail.written"}  # its text is there, and its end is still open
 REAPER = {"reap.begun", "reap.half", "reap.marked"}
 
-# Who passes what. A channel's pool grows; the other one is claimed at once.
+# The points that each actor passes. A channel's pool grows; the other one is claimed at once.
 REACHED = {
     ("ring", "sender"): SENDER - {"ready.set"} | TAKER | {"pool.claiming"} | WAITER | PEER | KEEPER,
     ("ring", "receiver"): RECEIVER | COMING | FAILING | {"release.last"} | WAITER | PEER,
@@ -72,7 +72,7 @@ def test_a_death_is_told_and_costs_nothing_but_the_dead(
                 survivor.hear("seen")
                 scene.bury(survivor)
             return scene.must_be_empty()
-        if point != "join.claimed":  # it holds nothing: whoever comes next buries it
+        if point != "join.claimed":  # it holds nothing: the next peer reaps it
             scene.must_be_reaped(victim)
         scene.add(role, victim.index).hear("ready")
         scene.must_be_reaped(victim)

@@ -22,11 +22,11 @@ from tests.e2e.test_server import Served, run_server
 from tests.support.engine import START, simulated_device
 from tests.support.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
 
-STEP_TIMEOUT = 2.0  # seconds; who is stopped for longer is killed
+STEP_TIMEOUT = 2.0  # seconds; a process that is stopped for longer is killed
 MODEL_START = 240.0  # seconds; eight processes import torch
 MODEL_WITHIN = 120.0  # seconds; until it has answered, while they do
-NOTICED = 2.0  # seconds after a blow, on a machine that is busy: who has begun later is not concerned by it
-HEALTHY_UPTIME = 2.0  # seconds at the end in which nobody is struck: on a busy machine all others may be concerned
+NOTICED = 2.0  # seconds after a blow, on a busy machine: a request that begins later is not concerned
+HEALTHY_UPTIME = 2.0  # seconds at the end without a blow: on a busy machine all other requests may be concerned
 UNCONCERNED = 0.98  # of those must have been answered …
 ALL = 0.75  # … and of all
 KINDS = ("server", "core", "worker", "output")
@@ -42,12 +42,12 @@ class Blow:
 
 class Chaos:
     def __init__(self, served: Served, load: Load, seed: int, again: float) -> None:
-        """`again`: seconds until who was struck serves again, on a busy machine."""
+        """`again`: seconds until a victim serves again, on a busy machine."""
         self.served, self.load, self.chance, self.again = served, load, random.Random(seed), again
         self.blows: list[Blow] = []
 
     def _victims(self, kind: str) -> list[ChildProcess]:
-        """Those whose like can do their work meanwhile: all units but theirs are whole."""
+        """The processes that others of their kind can stand in for: all other units are whole."""
         whole = [unit for unit in self.served.launcher.units if self._is_whole(unit)]
         alike = {"server": [unit for unit in whole if not unit.is_group]}
         able = alike.get(kind, [unit for unit in whole if unit.is_group])

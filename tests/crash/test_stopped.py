@@ -167,7 +167,7 @@ def leaver(talk: Connection, where: str) -> None:
     talk.send(("taken",))
     talk.recv()
     pool.close()
-    del leases  # gives back, and leaves, while somebody is stopped with a lock
+    del leases  # gives back, and leaves, while a peer is stopped with a lock
     talk.send(("left",))
 
 

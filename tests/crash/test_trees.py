@@ -1,4 +1,4 @@
-"""Whole trees that are killed, children of fork(), and pids that are given to somebody else."""
+"""Whole trees that are killed, children of fork(), and pids that are given to another process."""
 
 from __future__ import annotations
 
@@ -161,7 +161,7 @@ def test_a_parent_is_dead_though_its_child_lives(zygote: Zygote) -> None:
             child.close()
 
 
-# ── who is who ───────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── identities ───────────────────────────────────────────────────────────────────────────────────────────────────────
 PEERS_OFFSET, SLOT_NBYTES = 4096, 128  # layout.h: where the table of peers lies
 
 
@@ -172,7 +172,7 @@ def test_reused_pid_does_not_keep_a_dead_process_alive(zygote: Zygote) -> None:
     lease = pool.take(100)
     with mmap.mmap(pool.fd, PEERS_OFFSET + 32 * SLOT_NBYTES) as control:
         start = _native.start_ticks(os.getpid())
-        forged = (1 << 60) | (os.getpid() << 38) | (start - 1)  # live; our pid; somebody who started earlier
+        forged = (1 << 60) | (os.getpid() << 38) | (start - 1)  # live; our pid; a process that started earlier
         at = PEERS_OFFSET + 1 * SLOT_NBYTES
         control[at : at + 8] = forged.to_bytes(8, "little")
         own = int.from_bytes(control[PEERS_OFFSET : PEERS_OFFSET + 8], "little")

@@ -95,7 +95,7 @@ class Zygote:
         assert self._socket.recv(16) == b"ready"
 
     def child(self, target: Callable[..., object], *arguments: Any) -> Child:
-        """target(talk, *arguments) in a process of its own; `talk` is a Connection whose other end the Child has."""
+        """target(talk, *arguments) in a process of its own; `talk` is a Connection; the Child has the other end."""
         ours, remote = multiprocessing.Pipe()
         socket.send_fds(self._socket, [pickle.dumps((target, arguments))], [remote.fileno()])
         remote.close()

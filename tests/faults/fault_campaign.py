@@ -35,7 +35,7 @@ TIMED = ("wake-up lost", "hang", "leak", "death unknown")
 
 class Case(msgspec.Struct, frozen=True):
     scene: str
-    victim: int  # the number of the actor whose call fails
+    victim: int  # the number of the actor with the failing call
     fault: Fault | None
 
     @property
@@ -103,7 +103,7 @@ def work() -> None:
         sys.stdout.flush()
 
 
-# ── whoever has the work done ────────────────────────────────────────────────────────────────────────────────────────
+# ── the parent ───────────────────────────────────────────────────────────────────────────────────────────────────────
 class Worker:
     def __init__(self, library: Path) -> None:
         self.library = library
@@ -119,7 +119,7 @@ class Worker:
             stderr=self.said,
             cwd=ROOT,
             env=environment,
-            start_new_session=True,  # an interrupt is for the one who counts
+            start_new_session=True,  # an interrupt is for the parent, which counts
         )
 
     def send(self, request: Request) -> None:

@@ -25,7 +25,7 @@ CHANNEL: dict[str, Any] = {
     "max_peers": 8,
 }
 POOL_NBYTES = 1 << 20
-HELD = 300_000  # bytes of a block that somebody holds
+HELD = 300_000  # bytes of a block that an actor holds
 SCENES: dict[str, Callable[[Stage], None]] = {}
 
 
@@ -338,7 +338,7 @@ def commit_loan(own: Own, number: int) -> None:
 
 # ── scenes: channels ─────────────────────────────────────────────────────────────────────────────────────────────────
 def opened(stage: Stage, style: str = "ring") -> tuple[Actor, str]:
-    """The one who makes a channel."""
+    """The actor that makes a channel."""
     maker = stage.actor("maker")
     ticket, fd = maker.do(open_channel, style)
     stage.look_into(maker, fd)
@@ -511,7 +511,7 @@ def trimmed(stage: Stage) -> None:
         other.do(trim)
 
 
-# ── scenes: who looks on ─────────────────────────────────────────────────────────────────────────────────────────────
+# ── scenes: observers ────────────────────────────────────────────────────────────────────────────────────────────────
 @scene
 def watched(stage: Stage) -> None:
     maker, ticket = opened(stage)
@@ -576,7 +576,7 @@ def pool(stage: Stage) -> None:
 
 @scene
 def newcomer(stage: Stage) -> None:
-    """Somebody joins, while another holds memory and a third fills all that is free."""
+    """An actor joins, while another holds memory and a third fills all that is free."""
     maker, ticket = lending(stage)
     holder = stage.actor("holder")
     holder.do(attach_pool, ticket)
@@ -594,7 +594,7 @@ def newcomer(stage: Stage) -> None:
 
 @scene
 def stopped_holder(stage: Stage) -> None:
-    """A lock of somebody who is stopped, and not dead, is waited for and not taken."""
+    """The lock of a stopped, living actor is waited for and not taken."""
     maker, ticket = lending(stage)
     other = stage.actor("stopped")
     other.do(attach_pool, ticket)
@@ -726,7 +726,7 @@ def holder_killed(stage: Stage) -> None:
 
 @scene
 def maker_killed(stage: Stage) -> None:
-    """Who makes a value dies; who waits for it makes it."""
+    """The writer of a value dies; the actor that waits for the value writes it."""
     maker, other = keeping(stage)
     other.do(begin_loan, 1)
     waiting = maker.start(put, 1)

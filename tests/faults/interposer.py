@@ -13,7 +13,7 @@ from pathlib import Path
 import msgspec
 
 SOURCE = Path(__file__).with_name("interpose.c")
-CORE, PYTHON = 0, 1  # whose call it is; interpose.c
+CORE, PYTHON = 0, 1  # the caller; interpose.c
 
 # What each page of the manual (section 2) names, and EPERM or ENOSYS where a sandbox is known to answer that. Not ESRCH
 # of pidfd_open, nor ENOENT of stat: by these the kernel says that something is gone, and it does not say so of what is

@@ -37,7 +37,7 @@ PROMPTLY = 1.0  # seconds until something is received, after it was sent: no wak
 WAIT = 3.0  # seconds: the deadline of everything that waits
 HANG = 8.0  # seconds: no step takes as long
 SETTLED = 0.1  # seconds, at most, that an actor is given to fall asleep
-ATTEMPTS = 4  # of a step whose system calls fail more than once; before the last of them, they no longer do
+ATTEMPTS = 4  # of a step with system calls that fail more than once; before the last of them, they no longer do
 
 # The limit that an error with this errno must name, by any of these words.
 LIMITS = {

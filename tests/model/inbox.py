@@ -1,13 +1,13 @@
-"""An inbox, step by step: its lanes, their senders, its one receiver, and who reaps them. For test_ready.py (a receiver
+"""An inbox, step by step: its lanes, their senders, its one receiver, and their reapers. For test_ready.py (a receiver
 that is there from the first record on) and test_replaced.py (one that comes later).
 
     here                  native
-    Sender.come           sender.h    the constructor: claims the lane, looks who wants to join
+    Sender.come           sender.h    the constructor: claims the lane, looks for a receiver that wants to join
     Sender.try_reserve, look_at_ends, admit: sender.h, of the same names, with receiver_death = 1
-    Sender.commit         sender.h    of Pool::pend, who is counted; then from lane_->committed.store on: order publish,
+    Sender.commit         sender.h    Pool::pend's receiver; then from lane_->committed.store on: order publish,
                                       order ready, order bell
     Sender.close          sender.h    Sender::close
-    Receiver.come         receiver.h  the constructor, for a place that was closed, or whose receiver died
+    Receiver.come         receiver.h  the constructor, for a place that was closed, or left by a dead receiver
     Receiver.try_find     receiver.h  Receiver::try_find for an inbox: order ready. find_in is a look at committed
     Receiver.was_admitted, look_at_ends (with sender_death = 0), is_awaited, let_go: receiver.h, of the same names
     reap_sender, reap_receiver
@@ -15,7 +15,7 @@ that is there from the first record on) and test_replaced.py (one that comes lat
                                       header.changes, wake_everybody
 
 A position counts records. `committed` of a lane has one number for each of its records: the epoch of the receiver that
-was counted when it was sent, or NOBODY. There is always room, and one receiver: the rest is test_ring.py's.
+was counted when it was sent, or NO_RECEIVER. There is always room, and one receiver: the rest is test_ring.py's.
 """
 
 from collections.abc import Callable
@@ -39,12 +39,12 @@ from tests.model.native import lowest, put_out, ring, ring_all, wait
 from tests.model.scene import Words
 
 LANES = 2
-NOBODY = 0
+NO_RECEIVER = 0
 FIRST = 1  # the epoch of the first in every place
 
 
 def inbox(senders: tuple[str, ...] = ("live", "live"), receiver: str = "live") -> Words:
-    """Who is where; a receiver that is live is counted in every lane, one that is dead or closed in none."""
+    """The peer of each slot; a receiver that is live is counted in every lane, one that is dead or closed in none."""
     words: Words = {"ready": 0, "changes": 0, "rings": 0, "parked": 0, "receiver": (receiver, FIRST)}
     for lane, state in enumerate(senders):
         words["word", lane] = (state, 0 if state == "expected" else FIRST)
@@ -132,8 +132,8 @@ class Sender:
         yield from ring_all()
 
     def commit(self) -> Step:
-        mode, epoch = yield load(("mode", self.lane), orders.mode.acquire)  # Pool::pend: who is counted
-        self.committed = (*self.committed, epoch if mode == "counted" else NOBODY)
+        mode, epoch = yield load(("mode", self.lane), orders.mode.acquire)  # Pool::pend: the counted receiver
+        self.committed = (*self.committed, epoch if mode == "counted" else NO_RECEIVER)
         del mode, epoch
         if "ready before committed" in self.mutation:
             yield fetch_or("ready", 1 << self.lane, orders.ready.release)
@@ -155,7 +155,7 @@ class Receiver:
         self.mutation, self.epoch = mutation, epoch
         self.position = [0] * LANES
         self.is_counted = [is_counted] * LANES
-        self.told = [0] * LANES  # the epoch of the last sender of whose death it was told
+        self.told = [0] * LANES  # the epoch of the last sender that it was told has died
         self.last_lane = 0
         self.seen_changes = -1
 
@@ -169,7 +169,7 @@ class Receiver:
         yield fetch_add("changes", 1, orders.changes.acq_rel)
 
     def receive(self, most: int = 1 << 30) -> Step:
-        """Until the channel ends, or it has had enough and leaves: what it read, and of whose death it was told."""
+        """Until the channel ends, or it has had enough and leaves: what it read, and the deaths that it was told of."""
         while most > 0:
             outcome = yield from self.try_find()
             if outcome == "end of channel":
@@ -306,7 +306,7 @@ def reap_receiver(peer: str, mutation: str = "", epoch: int = FIRST) -> Step:
 
 
 def bury(peer: str) -> Step:
-    """From then on its places may be had: its identity says dead. Left out where nobody follows."""
+    """From then on its places may be had: its identity says dead. Left out where no peer follows."""
     yield fetch_add("changes", 1, orders.changes.acq_rel)
     yield store(("is buried", peer), True, orders.identity.release)
 
@@ -326,7 +326,7 @@ def is_true(word: object) -> bool:
 
 
 def follows(peer: str, at: tuple[str, int] | str, come: Callable[[tuple[str, int]], Step]) -> Step:
-    """Takes the place of one who died, when it is buried."""
+    """Takes the slot of a dead peer, when that is reaped."""
     yield until(("is buried", peer), is_true)
     before = yield load(at, orders.end.acquire)
     yield from come(before)

@@ -1,9 +1,9 @@
-"""A scene: who does what with which words, and what must have come of it; that it holds, and that it can fail.
+"""A scene: processes, their words, and what must have come of them; that it holds, and that it can fail.
 
 A test builds it whole, or with one part of the native code left out (a mutation, a sentence), and says either
 
     scene().holds(1_000, "weak")                             no interleaving breaks it, and there were as many states
-    scene("no fence").fails("nobody will wake it", "tso")    some interleaving breaks it, and this is how
+    scene("no fence").fails("no process will wake it", "tso")    some interleaving breaks it, and this is how
 
 The walking is done by explorer.py; what the words mean is left to the tests.
 """
@@ -59,7 +59,7 @@ class Scene:
         )
 
 
-# How a scene fails when nobody did anything wrong that could be pointed at.
-ASLEEP = "sleeps and nobody will wake it"
+# How a scene fails when no step was wrong by itself.
+ASLEEP = "sleeps and no process will wake it"
 WAITS = "waits for ever"
 BUSY = "busy for ever"

@@ -7,7 +7,7 @@
     reaper                  reap.h  reap_holdings (clears the bit of the dead), header.changes, wake_everybody
 
 wait reads rings before it sets its bit. The memory bell needs that: test_where_the_ringer_takes_the_bits_… says why.
-A waiter here wants two publications, one after the other, or to be told that somebody died.
+A waiter here wants two publications, one after the other, or to be told that a peer died.
 """
 
 from collections.abc import Callable

@@ -1,7 +1,7 @@
-"""The counts of a block: never free while somebody holds it or was granted it, never lost when nobody does.
+"""The counts of a block: never free while a peer holds it or was granted it, never lost when none does.
 
     here                native
-    lock, unlock        peers.h   as test_lock.py has them, without sleeping: who finds it taken looks at the holder
+    lock, unlock        peers.h   as test_lock.py has them, without sleeping: it looks at the holder of a taken lock
     take                pool.h    Pool::try_take for a pool with room for one block: sweep, order block, entries
     open_block          pool.h    Pool::open with a grant; grant, release: Pool::grant, Pool::release_within
     pend, open_pending  pool.h    Pool::pend, Pool::open_pending
@@ -12,7 +12,7 @@
 
 Three things must be as here, and the tests that leave them out show why: a reaper that finds another peer in the slot
 after it has read the epoch goes no further (reap_holdings); a receiver that leaves looks at pending under the lock
-(drop_receiver); and it closes its word last, after which nobody gives anything back in its name (let_go, end_it).
+(drop_receiver); and it closes its word last, after which no peer gives anything back in its name (let_go, end_it).
 
 Two reapers work on the same dead peer, one of them as slowly as can be, and its slot is taken again meanwhile.
 """
@@ -47,7 +47,7 @@ FREE, LIVE, RETURNED = "free", "live", "returned"
 
 
 def segment(*names: str) -> Words:
-    """One block, live, generation 1; who is in which slot."""
+    """One block, live, generation 1; the peer of each slot."""
     words: Words = {"lock": 0, "pool lock": 0, "state": LIVE, "generation": 1, "units": 0, "returns": 0, "swept": 0}
     words |= {"entries": (0,), "taker": 0, "pending": 0, "position": 0, "committed": 0}
     for slot, name in enumerate(names):
@@ -300,7 +300,7 @@ class Peer:
         return actual == (state, owner, epoch)
 
     def let_go(self, r: int) -> Step:
-        """The word is closed last: from then on the place may be somebody else's."""
+        """The word is closed last: from then on the place may be another peer's."""
         if self.mutation == "closed before all is given back":
             yield cas(
                 ("word", r), ("live", self.slot, self.epoch), ("closed", self.slot, self.epoch), orders.end.acq_rel
@@ -350,7 +350,7 @@ class Peer:
             del keeper
 
     def end_it(self, r: int, slot: int, epoch: int, identity: Any) -> Step:
-        """A closed end has given everything back, and may be somebody else's already."""
+        """A closed end has given everything back, and may be another peer's already."""
         state, owner, its_epoch = yield load(("word", r), orders.end.acquire)
         if (owner, its_epoch) != (slot, epoch):
             return False
@@ -583,7 +583,7 @@ def test_a_reaper_must_say_again_that_memory_came_back() -> None:
 
 
 def opening_what_is_gone(mutation: str = "") -> Scene:
-    """The block is taken anew while somebody opens it by a reference of the generation before."""
+    """The block is taken anew while a peer opens it by a reference of the generation before."""
 
     def opens() -> Step:
         is_ours = yield from Peer(1, 2, mutation).open_block(1)

@@ -1,4 +1,4 @@
-"""The explorer itself: it finds what each memory model allows, and nothing else; and it notices who waits for ever.
+"""The explorer itself: it finds what each memory model allows and nothing else, and waits that never end.
 
 outcome                                        sc          tso         weak        weaker
 both miss what the other stored                forbidden   allowed     allowed     allowed     each hides its store
@@ -153,11 +153,11 @@ def test_explorer_reports_a_sleeper_without_a_waker_only() -> None:
         yield futex_wake("x", 1)
 
     assert explore({"x": 0}, [Process("sleeps", sleeps), Process("wakes", wakes)]).ends >= 1
-    with pytest.raises(Violation, match="sleeps sleeps and nobody will wake it"):
+    with pytest.raises(Violation, match="sleeps sleeps and no process will wake it"):
         explore({"x": 0}, [Process("sleeps", sleeps)])
-    with pytest.raises(Violation, match="nobody will wake it"):
+    with pytest.raises(Violation, match="no process will wake it"):
         explore({"x": 0}, [Process("sleeps", sleeps), Process("wakes", wakes, may_die=True)])
-    with pytest.raises(Violation, match="nobody will wake it"):
+    with pytest.raises(Violation, match="no process will wake it"):
         explore({"x": 0}, [Process("sleeps", sleeps), Process("wakes", wakes, may_stop=True)])
 
 

@@ -9,7 +9,7 @@
                                     other time. What a bell does beneath is in test_bell.py.
     lock, take_over       peers.h   as in test_blocks.py
 
-The row of who holds a block is one word here, for it is changed under the block's lock, one count at a time. All keys
+The row of a block's holders is one word here, for it is changed under the block's lock, one count at a time. All keys
 are in one bucket, and a chain is a word for its head and one for each next, so that each link is changed in
 two steps and a death comes in between.
 """
@@ -46,7 +46,7 @@ MAX_ATTEMPTS = 3  # to take what was made free; 64 over there
 
 
 def segment(*names: str, blocks: int = 2) -> Words:
-    """So many blocks, all free; who is in which slot."""
+    """So many blocks, all free; the peer of each slot."""
     words: Words = {"store lock": 0, "pool lock": 0, "head": 0, "fills": 0, "returns": 0}
     for b in range(blocks):
         words |= {("lock", b): 0, ("state", b): FREE, ("kept", b): NONE, ("key", b): "", ("next", b): 0}
@@ -58,7 +58,7 @@ def segment(*names: str, blocks: int = 2) -> Words:
 
 
 def put_there(words: Words, block: int, key: str) -> Words:
-    """Somebody has written it long ago, and holds it no more."""
+    """A peer has written it long ago, and holds it no more."""
     return words | {
         "head": block + 1,
         ("state", block): LIVE,
@@ -318,7 +318,7 @@ class Peer:
         yield from self.keep_no_longer(b, False)
 
     def evict(self) -> Step:
-        """Any one that nobody holds. Whether there was one, or there is room by now. Chosen without a lock."""
+        """Any block that no peer holds. Whether there was one, or there is room by now. Chosen without a lock."""
         chosen = None
         for b in range(self.blocks):
             generation = yield load(("generation", b))
@@ -474,7 +474,7 @@ def each_key_once(blocks: int) -> Callable[[View], None]:
 
 
 def nothing_is_lost(blocks: int, may_be_given_up: bool = False) -> Callable[[View], None]:
-    """may_be_given_up: what somebody gave up without its lock goes when its room or its key is wanted, not before."""
+    """may_be_given_up: what a peer gave up without its lock goes when its room or its key is wanted, not before."""
 
     def at_end(view: View) -> None:
         must(view["store lock"] == 0 and view["pool lock"] == 0, "a lock is left")
@@ -545,7 +545,7 @@ def test_what_is_left_out_of_writing_once_is_missed(mutation: str, gives_up: boo
 
 # ── two keys and room for one ────────────────────────────────────────────────────────────────────────────────────────
 def room_for_one(mutation: str = "", reapers: int = 1) -> Scene:
-    """One is there. Slot 0 wants another in its place, and may die anywhere; somebody reads the one by key."""
+    """One is there. Slot 0 wants another in its place, and may die anywhere; a reader opens the first by key."""
     names = ["dies", "reads", *(f"reaper {i}" for i in range(reapers))]
     peers = len(names)
 

@@ -7,10 +7,10 @@
     take_over         Attachment::take_over
     is_abandoned      Attachment::is_abandoned
     reap_holdings     reap.h: is_still, then Pool::recover_lock (pool.h); reap is in native.py
-    newcomer          Attachment::claim, into a slot whose peer is dead
+    newcomer          Attachment::claim, into the slot of a dead peer
 
 A word of the lock is 0 or (slot, epoch, whether there are waiters). What it protects is a word that is not 0 while
-somebody is inside: whoever takes the lock of a dead holder over repairs it, and everybody else must find it in order.
+a peer is inside: the peer that takes over the lock of a dead holder repairs it, and all others must find it in order.
 """
 
 from collections.abc import Hashable
@@ -139,7 +139,7 @@ def reap_holdings(me: str, mine: int, slot: int, identity: Hashable, looks_at: s
 
 
 def newcomer(me: str, slot: int) -> Step:
-    """Takes the slot of the one who died, as soon as it is free."""
+    """Takes the slot of the dead peer, as soon as it is free."""
     _, before = yield until(("identity", slot), is_dead)
     yield cas(("identity", slot), ("dead", before), ("live", me), orders.identity.acq_rel)
     epoch = yield fetch_add(("epoch", slot), 1, orders.epoch.acq_rel)
@@ -188,7 +188,7 @@ def lockers_of_whom_some_die(n: int, reapers: int = 1, faults: int = 1, **how: o
 
 
 def a_slot_that_is_taken_again(looks_at: str) -> Scene:
-    """Peer 0 dies; two reapers see it; its slot is taken by somebody else while one of them is still at it."""
+    """Peer 0 dies; two reapers see it; its slot is taken by a newcomer while one of them is still at it."""
     slots = {"peer 0": 0}
     processes = [
         Process("peer 0", partial(locker, "peer 0", 0), may_die=True),

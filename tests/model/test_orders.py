@@ -3,7 +3,7 @@
 Where the protocol has a model of its own, that is the scene. The others are the two lines that the order joins, here:
 
     here           native
-    announced      what is written, then the word that says so; and who looks at both, the other way round
+    announced      what is written, then the word that says so; and a reader of both, the other way round
     leaves         channel.h put_out, then pool.h Pool::drop_receiver;  pends: Pool::try_take, then Pool::pend
     gives_up       sender.h  Sender::abort;  drops: Sender::drop_view
     overwrites     pool.h    Pool::try_take;  taps: tap.h Tap::copy_block
@@ -47,7 +47,7 @@ def announced(order: Order) -> Scene:
 
 
 def pending() -> Scene:
-    """A receiver leaves while a block is taken and granted to those who are counted."""
+    """A receiver leaves while a block is taken and granted to the counted receivers."""
 
     def pends() -> Step:
         yield store("state", "live", orders.block.release)

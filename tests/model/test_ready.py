@@ -1,4 +1,4 @@
-"""The ready bits of an inbox: no record is forgotten, whoever dies between committing and saying so.
+"""The ready bits of an inbox: no record is forgotten when a sender dies between committing and saying so.
 
 The code is inbox.py's; the receiver is there, and counted in every lane, from the first record on.
 """
@@ -75,6 +75,6 @@ def test_a_reaper_that_wakes_nobody_leaves_the_receiver_asleep() -> None:
 
 
 def test_last_records_are_received_before_the_death_is_reported() -> None:
-    """The word says dead before the bit is set; so a channel whose other lanes closed would end too early."""
+    """The word says dead before the bit is set; so a channel with all other lanes closed would end too early."""
     sending((1, 0), dies=True, mutation="the reaper says nothing").holds(10_000)
     sending((1, 0), dies=True, mutation="look_at_ends does not look after it").fails("were read and")

@@ -2,11 +2,11 @@
 
 What must be so, whatever the order:
   a record that was sent while a receiver was counted comes to that one, once and in order, if it lives
-  nobody sleeps while such a record is unread: no ready bit is lost, and no wake-up
-  nothing is sent to nobody while somebody asks to be let in, and who asks is let in
+  no receiver sleeps while such a record is unread: no ready bit is lost, and no wake-up
+  nothing is sent without a receiver while one asks to be let in, and it is let in
 
 A request is made by the receiver, and by a sender that finds it joining: in its constructor, if it follows one that
-died, and in look_at_ends. Of these two look_at_ends alone would do, for whoever comes looks at the ends first.
+died, and in look_at_ends. Of these two look_at_ends alone would do, for a newcomer looks at the ends first.
 """
 
 from functools import partial
@@ -15,7 +15,7 @@ import pytest
 
 from tests import tiers
 from tests.model.explorer import Process, Step, View, must, store, until
-from tests.model.inbox import FIRST, LANES, NOBODY, Receiver, Sender, follows, inbox, reap_receiver, reap_sender
+from tests.model.inbox import FIRST, LANES, NO_RECEIVER, Receiver, Sender, follows, inbox, reap_receiver, reap_sender
 from tests.model.scene import ASLEEP, BUSY, Scene
 
 SECOND = FIRST + 1
@@ -37,13 +37,14 @@ def all_that_was_sent_to_the_last_is_read(view: View) -> None:
 def nothing_was_sent_to_nobody(view: View) -> None:
     for i in range(LANES):
         must(
-            NOBODY not in view["committed", i], f"lane {i}: sent to nobody, and one is joining: {view['committed', i]}"
+            NO_RECEIVER not in view["committed", i],
+            f"lane {i}: sent to nobody, and one is joining: {view['committed', i]}",
         )
 
 
-# ── the one before has gone: closed, and nobody there since ──────────────────────────────────────────────────────────
+# ── the receiver before has closed, and none has come since ──────────────────────────────────────────────────────────
 def coming(senders: tuple[str, ...], records: tuple[int, ...], closes: bool, mutation: str = "") -> Scene:
-    """The second receiver comes among these senders, of whom some come themselves; it reads until the end, or all.
+    """The second receiver comes among these senders, some of them newcomers; it reads until the end, or all.
 
     Where there is one sender, the receiver before left its ready bit: so the second looks there before it is let in.
     """
@@ -89,12 +90,12 @@ def test_receiver_and_sender_may_join_while_another_sender_sends() -> None:
 
 
 def test_cleared_ready_bit_needs_a_second_look_at_admissions() -> None:
-    """Not counted, says find_in; the sender admits, commits and sets the bit; then it is cleared, and nobody looks."""
+    """Not counted, says find_in; the sender admits, commits and sets the bit; then it is cleared unseen."""
     coming(("live", "closed"), (1, 0), closes=False, mutation=SECOND_LOOK).fails(ASLEEP)
 
 
 def test_sender_admits_a_receiver_that_has_not_yet_asked() -> None:
-    """Mode says joining, the request has not been made: it sees somebody, and sends to nobody."""
+    """Mode says joining, the request has not been made: it sees a receiver, and sends to none."""
     coming(("live", "closed"), (1, 0), closes=False, mutation=LOOK_AT_ENDS).fails("sent to nobody")
     coming(("closed", "expected"), (0, 1), closes=False, mutation=LOOK_AT_ENDS).fails("sent to nobody")
 
@@ -188,7 +189,7 @@ def test_successor_that_ignores_joining_receivers_sends_to_none() -> None:
 
 # ── the receiver dies, or closes, and another follows ────────────────────────────────────────────────────────────────
 def dying_receiver(mutation: str = "") -> Scene:
-    """The first, which has a record to read, dies anywhere; the sender sends one more, to whoever is there."""
+    """The first, which has a record to read, dies anywhere; the sender sends one more, to any receiver there is."""
 
     def sends() -> Step:
         me = Sender(0, mutation)
@@ -247,7 +248,7 @@ def dies_while_it_comes(mutation: str = "") -> Scene:
         yield from follows("second", "receiver", me.come)
         yield store("third", me.epoch)
 
-    words = inbox(("live", "expected"), "closed") | {("is buried", "second"): False, "third": NOBODY}
+    words = inbox(("live", "expected"), "closed") | {("is buried", "second"): False, "third": NO_RECEIVER}
     processes = [
         Process("sender", sends),
         Process("second", second, may_die=True),

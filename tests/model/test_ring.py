@@ -1,4 +1,4 @@
-"""One lane of a ring or a broadcast: exactly once, in order, never torn, never overwritten, and nobody sleeps for ever.
+"""One lane of a ring or a broadcast: exactly once, in order, never torn, never overwritten, and every sleeper wakes.
 
     here                         native
     Sender.try_reserve, commit   sender.h    of the same names; the record is written cell by cell, then order publish
@@ -314,7 +314,7 @@ class Receiver:
         yield from ring(1, bell=ROOM)
 
     def join(self, before: tuple[str, int]) -> Step:
-        """Takes a place that was closed, or whose receiver died."""
+        """Takes a place that was closed, or left by a dead receiver."""
         self.epoch = before[1] + 1
         self.is_counted = False
         self.next = None
@@ -584,7 +584,7 @@ def test_receiver_that_joins_and_leaves_does_not_block_the_sender() -> None:
 
 
 def test_leaving_with_one_try_loses_against_being_admitted() -> None:
-    """Mode is read as joining; the sender makes it counted; the exchange fails; the ring waits for who has gone."""
+    """Mode is read as joining; the sender makes it counted; the exchange fails; the ring waits for the gone one."""
     joining("one try", leaves_at_once=True).fails(ASLEEP)
 
 

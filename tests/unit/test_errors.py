@@ -1,4 +1,4 @@
-"""The errors: one tree, by whose doing it was, each also what Python's own hierarchy would call it."""
+"""The errors: one tree, by the side at fault, each also what Python's own hierarchy would call it."""
 
 import pytest
 

@@ -237,7 +237,7 @@ def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(turns: int) -> No
     async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         waiting = asyncio.create_task(receiver.receive(timeout=30))
         await waits(waiting)
-        receiver._on_bell()  # for nothing, as when somebody joins
+        receiver._on_bell()  # for nothing, as when a peer joins
         for _ in range(turns):
             await asyncio.sleep(0)
         waiting.cancel()

@@ -1,4 +1,4 @@
-"""Deaths on a channel: told once, within a tenth of a second, with how; nobody else is held up, nothing is lost."""
+"""Deaths on a channel: told once, within a tenth of a second, with how; no other peer is held up, nothing is lost."""
 
 import contextlib
 import signal

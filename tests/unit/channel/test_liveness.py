@@ -117,7 +117,7 @@ def test_a_peer_that_cannot_be_watched_for_want_of_descriptors_keeps_what_it_hol
             assert exhausted.hear() == "empty"
             assert pool.stats().blocks == 5
             holder.kill()
-            exhausted.say("look")  # nobody else is there to see it
+            exhausted.say("look")  # no other peer is there to see it
             assert exhausted.hear() == "dead"
 
 

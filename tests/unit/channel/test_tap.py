@@ -1,4 +1,4 @@
-"""A tap: it sees the records of a channel as they pass, whole or not at all, and nobody can tell that it was there."""
+"""A tap: it sees the records of a channel as they pass, whole or not at all, and leaves no trace."""
 
 import itertools
 import os
@@ -253,7 +253,7 @@ def test_under_full_load_a_tap_never_returns_a_torn_record(seed: int) -> None:
     assert whole > 100
 
 
-# ── nobody can tell ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── a tap leaves no trace ────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_tap_changes_no_byte_of_the_segment_and_joins_nothing() -> None:
     channel = penstock.Inbox(senders=2, capacity=CAPACITY, long_records=SMALL_POOL)
     with channel.open_sender(0) as sender, channel.open_receiver() as receiver:

@@ -43,7 +43,7 @@ def is_waiting(channel: Channel, ends: str) -> bool:
 
 
 def is_parked(channel: Channel, ends: str) -> bool:
-    """Is somebody waiting there for longer than the longest spin?"""
+    """Returns whether an end has waited there for longer than the longest spin."""
     return any(end["waiting_ns"] > 15_000_000 for end in channel.snapshot()[ends])
 
 
@@ -538,9 +538,7 @@ ENDING = """
     ids=["", "closed at the end"],
 )
 @pytest.mark.parametrize("kind", DAEMONS)
-def test_a_program_ends_with_its_own_status_while_daemon_threads_of_its_are_inside_calls(
-    kind: str, closer: str
-) -> None:
+def test_a_program_ends_with_its_own_status_while_daemon_threads_of_its_are_inside_calls(kind: str, closer: str) -> None:
     source = ENDING.format(calls=textwrap.indent(textwrap.dedent(DAEMONS[kind]), "    ").lstrip(), closer=closer)
     for _ in range(2):
         with program(source) as other:

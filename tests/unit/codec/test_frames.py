@@ -66,7 +66,7 @@ def joined(frame: Any) -> bytes:
 
 
 class Wire:
-    """An encoder, and the decoder of somebody who gets all that it makes."""
+    """An encoder, and the decoder of a receiver of all its frames."""
 
     def __init__(self, catalogue: Catalogue = CATALOGUE) -> None:
         self.encoder = FrameEncoder(catalogue)

@@ -1,4 +1,4 @@
-"""Channels that carry messages: what was agreed on, who lacks what, and what costs one message alone."""
+"""Channels that carry messages: what was agreed on, what a build lacks, and what costs one message alone."""
 
 from __future__ import annotations
 

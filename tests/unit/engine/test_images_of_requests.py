@@ -97,7 +97,7 @@ def test_a_stream_that_takes_too_long_holds_nothing() -> None:
 
 
 def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> None:
-    """Nobody serves: what is submitted stays in the inbox, until it is aborted at some moment, or the client closes."""
+    """No core serves: what is submitted stays in the inbox until it is aborted, or the client closes."""
     chance = random.Random(seed)
 
     async def one(client: Client, number: int) -> None:
@@ -166,7 +166,7 @@ def test_a_request_that_nobody_takes_holds_nothing() -> None:
 
 
 async def drain(cluster: Cluster) -> None:
-    """A core that listens and answers nobody."""
+    """A core that listens and answers no request."""
     async with cluster.groups[0].inbox.open_async_receiver(name="core 0.0 #1") as inbox:
         while True:
             await inbox.receive()
@@ -247,7 +247,7 @@ def test_who_wants_an_image_that_is_gone_fails_alone() -> None:
         assert [why for _, why in device.failed] == [FinishReason.MISSING] * 3
         with Scope(store) as scope:
             scope.put(pixels(1), key=key(1))
-            device.ask(PROMPT, [item], [1])  # somebody has put it again: it is found by its key
+            device.ask(PROMPT, [item], [1])  # a client has put it again: it is found by its key
         assert len(device.failed) == 3
         with pytest.raises(Missing):
             keyless.open(store)

@@ -94,7 +94,7 @@ def levels() -> set[str]:
     return {item["level"] for item in inspect.look(os.getpid())["verdict"]}
 
 
-# ── why somebody waits ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── reasons of a wait ────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_sender_that_waits_for_a_stopped_receiver_is_told_with_both_names_and_how_far_it_is_behind() -> None:
     ring = penstock.Ring(name="x", capacity=4096)
     with spawn(attach_and_sleep, ring, "slow") as slow, spawn(send_until_killed, ring, "fast") as fast:

@@ -13,7 +13,7 @@ from penstock.tools.load.latency_stats import Figures, Paces, Spread, figures_of
 
 
 def told(*stamps: float, due: float = 10.0, tokens: int | None = None, counts: tuple[int, ...] = ()) -> Outcome:
-    """An answer whose events came so many seconds after it was due, and that was whole 0.5 s after the last."""
+    """An answer with events so many seconds after it was due, and whole 0.5 s after the last."""
     done = due + max(stamps, default=0.0) + 0.5
     outcome = Outcome(due, due, [due + stamp for stamp in stamps], list(counts), done, 3)
     outcome.completion_tokens = tokens

@@ -1,4 +1,4 @@
-"""Measuring channels of running processes: what is seen, what was missed, how it ends; and nobody notices."""
+"""Measuring channels of running processes: what is seen, what was missed, how it ends; and no process notices."""
 
 import contextlib
 import json
@@ -33,7 +33,7 @@ class Stop(msgspec.Struct, array_like=True, frozen=True):
 
 
 def send_slowly(channel: Any) -> None:
-    """Two messages, over and over, as long as somebody looks."""
+    """Two messages, over and over, as long as the channel is measured."""
     with channel.open_sender(name="core") as sender, channel.open_receiver(name="worker") as receiver:
         number = 0
         while True:

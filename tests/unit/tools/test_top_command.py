@@ -14,7 +14,7 @@ from tests.unit.tools.test_top_view import busy
 
 
 class Scene:
-    """A server that is looked at, until somebody presses Ctrl-C in the third look."""
+    """A server that is looked at, until a Ctrl-C in the third look."""
 
     def __init__(self) -> None:
         self.looks = 0

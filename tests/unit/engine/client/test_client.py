@@ -1,4 +1,4 @@
-"""What a client does without an engine: who gets a request, how a Delta is cut, what a stream gives."""
+"""What a client does without an engine: which group gets a request, how a Delta is cut, what a stream gives."""
 
 import asyncio
 import tracemalloc
@@ -23,7 +23,7 @@ def slots(*values: int) -> np.ndarray:
     return np.array(values, np.uint16)
 
 
-# ── who gets a request ───────────────────────────────────────────────────────────────────────────────────────────────
+# ── the group of a request ───────────────────────────────────────────────────────────────────────────────────────────
 def test_request_goes_to_the_least_loaded_group_at_random_among_equals() -> None:
     balance = Router(seed=1)
     assert balance.choose({0: 5, 1: 3, 2: 9}, []) == 1

@@ -72,7 +72,7 @@ class Group:
         self._verdicts.write_cause(self._group, self.incarnation, cause)
 
     def lose(self, cause: Cause = Cause.OUTSIDE, *streams: OutputStream, is_trial: bool = False) -> None:
-        """`streams`: those whose requests are in the steps in flight."""
+        """`streams`: the streams with requests in the steps in flight."""
         self.judge(cause, [(0, stream.request) for stream in streams], is_trial=is_trial)
         self.stop_serving()
 
@@ -445,7 +445,7 @@ async def test_images_stay_as_they_were_until_the_request_is_over() -> None:
 
 # ── a request ends while it waits ────────────────────────────────────────────────────────────────────────────────────
 async def waiting(group: Group, client: Client, **options: Any) -> OutputStream:
-    """A request with a chunk, whose group is lost."""
+    """A request with a chunk, after the loss of its group."""
     stream = await client.submit([1], **options)
     group.answer((await group.submitted()).request, [65])
     group.lose()
@@ -734,7 +734,7 @@ async def test_request_with_more_tokens_than_are_kept_ends_with_503() -> None:
         short.abort()
 
 
-# ── who is to blame ──────────────────────────────────────────────────────────────────────────────────────────────────
+# ── blame ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @in_a_loop
 async def test_request_waits_for_the_verdict_though_another_group_serves() -> None:
     async with engine(groups=2) as (groups, client):

@@ -182,12 +182,12 @@ def test_core_stopped_before_its_workers_are_ready_ends_without_failure() -> Non
 
 # ── ended while it loads ─────────────────────────────────────────────────────────────────────────────────────────────
 def load(cluster: Cluster, me: ProcessId) -> None:
-    """A worker whose model takes long."""
+    """A worker that takes long to load its model."""
     time.sleep(600)
 
 
 class Loading(Launcher):
-    """A cluster whose groups do not serve, but for the first `served` of them."""
+    """A cluster of groups that do not serve, but for the first `served` of them."""
 
     def __init__(self, config: EngineConfig, served: int = 0) -> None:
         self._to_serve = served
@@ -210,7 +210,7 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
         while not launcher.board.row(0)[StatusBoard.SERVING]:
             await asyncio.sleep(0.01)
         began = time.monotonic()
-        assert await launcher.stop() == []  # who had to be killed after all
+        assert await launcher.stop() == []  # the processes that had to be killed
         assert time.monotonic() - began < STOP_TIMEOUT / 2
         for pid in pids:
             with pytest.raises(ProcessLookupError):

@@ -67,7 +67,7 @@ def test_verdict_is_none_while_the_core_writes_a_list_in_the_same_place() -> Non
     writing, reading = boards()
     writing.write_cause(0, 1, Cause.ITSELF)
     writing.write_requests(0, 1, MAX_TAG, [request_words([0, 0], [5, 6])], False)
-    writing._entries_of(writing._part(0, 1), MAX_TAG, 2)[1] = 7  # of a list whose header has not been written
+    writing._entries_of(writing._part(0, 1), MAX_TAG, 2)[1] = 7  # of a list without its header
     assert reading.verdict(0, 1) is None
     writing.write_requests(0, 1, MAX_TAG + 1, [request_words([0], [7])], False)
     assert reading.verdict(0, 1) == Verdict(Cause.ITSELF, frozenset({(0, 7)}), False)

@@ -11,7 +11,7 @@ A, B, C = (hash_of(root_hash(b""), bytes([n])) for n in range(3))
 
 
 def filled(*hashes: bytes, blocks: int = 4) -> tuple[BlockCache, list[int]]:
-    """A cache in which these have been computed, by somebody who still uses them."""
+    """A cache in which these have been computed, by a request that still uses them."""
     cache = BlockCache(blocks)
     taken = cache.take(len(hashes))
     assert taken is not None

@@ -29,7 +29,7 @@ def submit(number: int, length: int = 10, most: int = 30, *, n: int = 1, begin: 
 
 
 def patient(number: int, length: int = 10, **fields: object) -> Submit:
-    """One whose answer is long."""
+    """A request with a long answer."""
     for seed in range(1000):
         candidate = submit(number, length, seed=seed, **fields)  # type: ignore[arg-type]
         if all(EOS not in answer(candidate, index) for index in range(candidate.params.n)):
@@ -286,7 +286,7 @@ def test_a_better_priority_is_made_way_for_and_an_equal_one_is_not() -> None:
         engine_core.drain()
 
 
-# ── who is next ──────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── order ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_better_priority_is_sooner() -> None:
     engine_core = core(slots=1)
     for number, priority in ((1, 0), (2, 3), (3, -1), (4, 0)):

@@ -116,7 +116,7 @@ def test_what_is_left_of_a_file_decodes_to_the_same_picture(name: str) -> None:
     assert after.size == (encoded.width, encoded.height) and after.format == encoded.format
     assert ImageOps.exif_transpose(before).convert("RGB").tobytes() == upright(after, encoded.orientation).tobytes()
     assert COMMENT not in encoded.data and not set(after.info) & {"exif", "comment", "icc_profile", "Text", "mp"}
-    assert getattr(after, "n_frames", 1) == 1 or encoded.format == "GIF"  # whose frames are read one by one
+    assert getattr(after, "n_frames", 1) == 1 or encoded.format == "GIF"  # GIF frames are read by number
 
 
 def upright(picture: Any, orientation: int) -> Any:

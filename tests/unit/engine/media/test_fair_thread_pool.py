@@ -1,4 +1,4 @@
-"""Threads whose work is taken in turns: who goes first, what is dropped, and what becomes of a failure."""
+"""Threads that take turns: what goes first, what is dropped, and what becomes of a failure."""
 
 import asyncio
 import contextlib

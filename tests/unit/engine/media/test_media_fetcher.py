@@ -64,7 +64,7 @@ def bare(*pieces: bytes, until_gone: bool = False) -> Script:
 
 
 class Elsewhere:
-    """A host that says to everybody what its script says."""
+    """A host that answers every client with its script."""
 
     def __init__(self, tls: ssl.SSLContext | None = None) -> None:
         self.script: Script = whole()
@@ -254,7 +254,7 @@ def test_host_with_an_internal_address_is_refused_without_revealing_it(host: Els
         raise socket.gaierror(-2, "Name or service not known")
 
     unknown = refusal(f"http://{name}/", (name,), resolve=nowhere)
-    with socket.socket() as closed:  # bound, and nobody listens
+    with socket.socket() as closed:  # bound, and not listening
         closed.bind(("127.0.0.1", 0))
         place = "{}:{}".format(*closed.getsockname())
         deaf = refusal(f"http://{place}/", (place,))
@@ -340,7 +340,7 @@ def test_one_of_just_the_length_is_taken_in_pieces_too(host: Elsewhere) -> None:
     assert fetched(f"http://{place}/x", (place,), most=len(PNG)) == PNG
 
 
-# ── who waits ────────────────────────────────────────────────────────────────────────────────────────────────────────
+# ── waiting ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_host_that_drips_wins_no_time(host: Elsewhere) -> None:
     def drip(line: socket.socket) -> None:
         line.sendall(b"HTTP/1.1 200 OK\r\n")

@@ -70,7 +70,7 @@ class Scene:
             await asyncio.sleep(0.005)
 
     async def stopped(self, raw: bytes) -> "asyncio.Task[dict[str, Any]]":
-        """Returns the load of a video whose decoder has been stopped after it has read the container."""
+        """Returns the load of a video, with its decoder stopped after reading the container."""
         lease = await self.budget.decoded.acquire("other", self.budget.decoded.nbytes)
         loading = asyncio.ensure_future(self.load(raw))
         await self.until(lambda: self.budget.decoded.waiting == 1)

@@ -158,7 +158,7 @@ def test_limits_that_are_none_are_refused_by_name(bad: dict[str, Any]) -> None:
         VideoLimits(**bad)
 
 
-# ── what nobody has written ──────────────────────────────────────────────────────────────────────────────────────────
+# ── what no program has written ──────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("number", range(3))
 def test_mutations_are_read_or_refused_in_words(number: int, seed: int) -> None:

@@ -48,7 +48,7 @@ def with_fallback() -> Any:
 
 
 def word_piece() -> Any:
-    """One whose text is not its pieces one after the other."""
+    """A tokenizer with texts that differ from the sum of the pieces."""
     pieces = ["[UNK]", "the", "cat", "##s", "sat", ",", "o", "##n"]
     tokenizer = tokenizers.Tokenizer(
         tokenizers.models.WordPiece({piece: number for number, piece in enumerate(pieces)}, unk_token="[UNK]")

@@ -150,7 +150,7 @@ def own_places(batch: InputBatch, row: int) -> Any:
 
 
 def test_nothing_of_an_earlier_step_pads_a_later_one(family: Callable[[str], Family]) -> None:
-    """Rows that are nobody's write where nobody reads, and only there."""
+    """Rows without a request write where no request reads, and only there."""
     model = load(family("llama").path, TPGroup(), CPU)
     memory = model.memory(41, BLOCK_SIZE)
     decoding = DecodeGraphs(model, memory, Eager(), slots=8)
@@ -181,7 +181,7 @@ def test_the_block_that_is_nobodys_is_known_to_nobody(family: Callable[[str], Fa
 
 @pytest.mark.parametrize("name", families())
 def test_no_form_asks_what_a_number_is(name: str, tmp_path: Path) -> None:
-    """On a device that has none: whoever asks fails there, and so does whoever brings numbers along."""
+    """On a device that has none: asking fails there, and so does bringing numbers along."""
     stock_of(name).save_pretrained(tmp_path)
     model = load(tmp_path, TPGroup(), CPU, torch.bfloat16, is_recorded=True)
     model.stock.to(META)
@@ -195,7 +195,7 @@ def test_no_form_asks_what_a_number_is(name: str, tmp_path: Path) -> None:
 def test_a_model_that_waits_for_the_device_is_answered_without_recording(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """A mixture whose experts are asked one after the other, those that somebody wants."""
+    """A mixture that runs the experts of a token in turn."""
     of, tape = family("qwen3_moe"), Tape()
 
     def one_by_one(*arguments: Any, **options: Any) -> Any:

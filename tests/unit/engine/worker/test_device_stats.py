@@ -79,7 +79,7 @@ def test_time_without_a_step_is_idle_only_when_a_step_is_awaited(bench: Bench) -
     bench.step(113, 120)
     assert bench.times == (17, 3)
     bench.plan.leave(slot)
-    bench.step(121, 122)  # nobody is left: it computes nothing
+    bench.step(121, 122)  # no row is left: it computes nothing
     bench.join(4, chunk=4)
     bench.step(900, 905)
     assert bench.times == (22, 3)

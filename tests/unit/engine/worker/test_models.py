@@ -10,7 +10,7 @@ are those of transformers. `make test-all` has all of them.
 | mixtral | experts | qwen2_moe, qwen3_moe |
 | qwen2_vl | images, three num_position_axes of positions, shapes looked at before a step | qwen2_5_vl, qwen3_vl |
 
-Images whose tokens have one position (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below,
+Images with tokens of one position (llava; idefics3 and smolvlm, which have tiles) are in the tests of images below,
 in every tier. So are videos of all families that take them, and what qwen3_vl adds to its first layers, in
 `test_videos_of_models.py`.
 """
@@ -166,7 +166,7 @@ def test_an_image_is_opened_by_no_sample_that_finds_its_blocks(name: str, family
     assert result.answers == [of.answers[1]] * 2 and result.cached_tokens > 0
     key = of.requests[1].inputs[0][0]
     assert opened == [key] * (2 if name == "qwen2_vl" else 1)  # there, for its shape too
-    del ours._images._encoded[key]  # somebody else needed the room
+    del ours._images._encoded[key]  # another image needed the room
     again = ask(ours, [of.requests[1]], slots=1)
     assert again.answers == [of.answers[1]] and len(opened) == (3 if name == "qwen2_vl" else 2)
 

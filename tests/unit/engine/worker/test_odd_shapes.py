@@ -1,4 +1,4 @@
-"""Models of shapes that are nobody's: random heads, windows, biases, ties and positions, answered as by transformers.
+"""Models of unheard-of shapes: random heads, windows, biases, ties and positions, answered as by transformers.
 
 `PENSTOCK_TIER=all` has all of them; otherwise there are some, each with fewer requests.
 """

@@ -1,4 +1,4 @@
-"""Rotary positions of every kind: what a request is answered does not depend on who else is in the step."""
+"""Rotary positions of every kind: an answer does not depend on the other requests of the step."""
 
 from pathlib import Path
 from typing import Any

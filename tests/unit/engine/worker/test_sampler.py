@@ -239,7 +239,7 @@ def test_logits_that_are_not_numbers_fail_their_row_alone() -> None:
     there = slots(1, 2, 3, 4, 5)
     assert row_sampler.sample(logits, there).failed(there) is None
     logits[0, 3] = math.nan
-    logits[2, 20] = math.nan  # where nobody is allowed to look
+    logits[2, 20] = math.nan  # where no row may look
     logits[4] = -math.inf
     chosen = row_sampler.sample(logits, there)
     failed = chosen.failed(there)

@@ -59,7 +59,7 @@ def test_idle_is_the_time_from_the_end_of_a_step_to_the_launch_of_the_next() -> 
     bench = Bench()
     bench.join(ids(1, 2, 3))
     bench.launch()
-    assert bench.device.idle == 0  # nobody was running before the first
+    assert bench.device.idle == 0  # no step was running before the first
     bench.now += 2**-6 + 2**-8
     bench.launch()
     assert bench.device.idle == 2**-8

@@ -1,4 +1,4 @@
-"""How much a body may say: it is counted before a decoder, which holds up everybody, sees any of it."""
+"""How much a body may say: it is counted before a decoder, which blocks the event loop, sees any of it."""
 
 import json
 import random
@@ -29,7 +29,7 @@ def filled(head: str, item: str, tail: str, nbytes: int) -> bytes:
 
 @pytest.fixture
 def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who decodes anything has failed."""
+    """Decoding anything is a failure."""
     monkeypatch.setattr(request_schema, "DECODERS", {})
 
 

@@ -77,7 +77,7 @@ def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
             assert await reader.ids([0, 199]) == [0, 199]
             with pytest.raises(ApiError, match="below 200, got 200"):
                 await reader.ids([1, 200, 3])
-            too_long = [1] * SIMULATED.max_model_len + [200]  # which is told of it by whoever looks at lengths
+            too_long = [1] * SIMULATED.max_model_len + [200]  # which the check of lengths reports
             assert await reader.ids(too_long, limit=Limit(SIMULATED.max_model_len - 1, "prompt", 1)) == too_long
             with pytest.raises(ApiError, match="below 200, got 200"):  # it is going to be cut
                 await reader.ids(too_long)

@@ -1,4 +1,4 @@
-"""The page and what it is told, without a browser: what the page may not do, and who looks how often."""
+"""The page and what it is told, without a browser: what the page may not do, and how often the board is read."""
 
 import asyncio
 import base64
@@ -70,7 +70,7 @@ def test_rates_are_of_the_time_since_the_last_look_unless_that_is_long_ago(monke
         assert (await told(page))[0]["rates"] is None
         server.now += 1.0
         assert (await told(page))[0]["rates"]["seconds"] == 1.0
-        server.now += 60.0  # nobody looked
+        server.now += 60.0  # without a look
         assert (await told(page))[0]["rates"] is None
 
     asyncio.run(ask())
