@@ -186,7 +186,7 @@ def test_request_that_kills_its_worker_while_alone_gets_500() -> None:
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["worker", pytest.param("core", marks=tiers.needs_all)])
-def test_three_kills_from_outside_are_nobodys_fault(kind: str, seed: int) -> None:
+def test_three_kills_from_outside_convict_no_request(kind: str, seed: int) -> None:
     """The only request in all steps in flight is answered."""
 
     async def scene() -> None:

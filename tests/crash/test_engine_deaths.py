@@ -202,7 +202,7 @@ def test_a_second_sigterm_stops_it_at_once() -> None:
         assert time.monotonic() - began < 10 and process.returncode == 0, err
 
 
-def test_when_the_launcher_is_killed_nobody_is_left() -> None:
+def test_killed_launcher_leaves_no_process() -> None:
     with tree_of_its_own() as (process, pids):
         assert len(pids) >= 5
         process.kill()

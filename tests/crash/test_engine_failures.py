@@ -156,7 +156,7 @@ async def pieces_of(stream: Any) -> list[int]:
     return [token async for piece in stream for token in piece.ids]
 
 
-def test_who_asks_what_is_no_request_is_told_at_once() -> None:
+def test_malformed_request_is_refused_at_once() -> None:
     async def scene() -> None:
         async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
             core = engine.child("core").pid

@@ -90,7 +90,7 @@ def receiver(talk: Connection, role: Role) -> None:
     talk.send(("seen", count))
 
 
-def test_who_follows_one_that_was_killed_can_read_what_it_gets(zygote: Zygote, seed: int) -> None:
+def test_successor_of_a_killed_peer_reads_whole_messages(zygote: Zygote, seed: int) -> None:
     chance = random.Random(seed)
     board = Board.create()
     options = {

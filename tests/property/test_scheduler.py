@@ -52,7 +52,7 @@ def interfere(core: Core, chance: random.Random) -> None:
 
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("has_overlap", [True, False], ids=["overlap", "alone"])
-def test_whatever_happens_everybody_reads_its_own_and_nothing_is_left(memory: str, has_overlap: bool) -> None:
+def test_every_request_gets_its_own_answer_and_nothing_is_left(memory: str, has_overlap: bool) -> None:
     ends: Counter[str] = Counter()
     shared = preempted = 0
     for seed in range(SEEDS):

@@ -379,7 +379,7 @@ def test_the_same_ends_serve_one_loop_after_another() -> None:
     receiver.close()
 
 
-def test_a_loop_that_was_stopped_while_an_end_waited_does_not_break_the_next() -> None:
+def test_loop_stopped_while_an_end_waits_leaves_the_next_loop_working() -> None:
     channel = new_ring()
     sender, receiver = channel.open_sender(), channel.open_async_receiver()
 
@@ -653,7 +653,7 @@ IN_A_LOOP = """
 """
 
 
-def test_a_receiver_in_a_loop_gets_what_a_sender_without_a_free_descriptor_sends() -> None:
+def test_async_receiver_gets_records_of_a_sender_without_descriptors() -> None:
     source = """
         resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64))
         ask, answers = penstock.attach(sys.argv[1]).open_sender(), penstock.attach(sys.argv[2]).open_receiver()
@@ -684,7 +684,7 @@ def test_a_receiver_in_a_loop_gets_what_a_sender_without_a_free_descriptor_sends
             assert loop.end() == 0
 
 
-def test_a_receiver_in_a_loop_that_may_not_be_looked_into_gets_what_is_sent() -> None:
+def test_async_receiver_of_an_unreadable_process_gets_records() -> None:
     source = """
         import asyncio, ctypes
         if os.geteuid() == 0:
@@ -739,7 +739,7 @@ def test_end_that_is_dropped_in_a_running_loop_has_died(end: str, has_waited: bo
     asyncio.run(main())
 
 
-def test_a_task_that_waits_in_an_end_is_kept_though_nothing_else_refers_to_it() -> None:
+def test_task_that_waits_in_an_end_is_not_garbage() -> None:
     async def main() -> None:
         ring = new_ring()
         sender = ring.open_sender()

@@ -108,7 +108,7 @@ def test_a_receiver_that_closes_is_not_waited_for() -> None:
             assert reading.receive(timeout=1) == b"%d" % number
 
 
-def test_the_sender_is_told_when_the_last_receiver_has_closed_and_not_before() -> None:
+def test_sender_sees_the_end_when_the_last_receiver_closes() -> None:
     with broadcast(3) as (sender, receivers):
         for receiver in receivers:
             sender.send(b"x")
@@ -157,7 +157,7 @@ def test_a_receiver_that_comes_late_gets_what_is_sent_from_then_on() -> None:
         assert [stays.receive(timeout=1) for _ in range(4)] == [b"1", b"2", b"3", b"s" * 100_000]
 
 
-def test_receivers_come_and_go_and_none_gets_a_record_twice_or_out_of_order(seed: int) -> None:
+def test_receivers_that_come_and_go_get_records_once_and_in_order(seed: int) -> None:
     choose = random.Random(seed)
     channel = penstock.Broadcast(receivers=4, capacity=4096, long_records=SMALL_POOL)
     with channel.open_sender() as sender:

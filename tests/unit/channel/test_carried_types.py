@@ -170,7 +170,7 @@ def test_a_union_that_is_made_with_typing_is_the_same_union() -> None:
     ],
     ids=str,
 )
-def test_a_process_that_attaches_for_something_else_is_refused_and_reads_how_they_differ(
+def test_attach_with_another_type_raises_with_the_difference(
     cls: type[Channel[Any]], carried: Any, type: Any, why: str
 ) -> None:
     with made(cls, carried, name="steps") as channel:
@@ -183,7 +183,7 @@ def test_a_process_that_attaches_for_something_else_is_refused_and_reads_how_the
         assert channel.peers() == []
 
 
-def test_a_refused_attachment_leaves_the_descriptor_and_the_channel_as_they_were() -> None:
+def test_refused_attach_leaves_descriptor_and_channel_unchanged() -> None:
     with penstock.Ring(Step) as channel:
         fd = os.dup(channel.fd)
         for type, error in ((bytes, LayoutMismatch), (Buffer, LayoutMismatch), (Stop, LayoutMismatch), (5, TypeError)):

@@ -51,7 +51,7 @@ def tell(other: Program, *words: object) -> None:
 
 
 # ── a sender dies ────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_parked_receiver_is_told_of_its_senders_death_within_a_tenth_of_a_second() -> None:
+def test_parked_receiver_gets_its_senders_death_within_100_ms() -> None:
     def measure() -> float:
         with penstock.Ring(name="deltas") as channel, channel.open_receiver() as receiver:
             with victim(channel, "sender") as other:
@@ -149,7 +149,7 @@ def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
             assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
-def test_a_sender_that_follows_one_that_died_goes_on_and_the_death_is_told_once() -> None:
+def test_successor_of_a_dead_sender_goes_on_and_the_death_comes_once() -> None:
     channel = penstock.Ring()
     with channel.open_receiver() as receiver:
         for generation in range(3):
@@ -168,7 +168,7 @@ def test_a_sender_that_follows_one_that_died_goes_on_and_the_death_is_told_once(
                 receiver.receive_nowait()
 
 
-def test_a_death_that_the_receiver_did_not_see_is_told_before_the_first_record_of_the_next_sender() -> None:
+def test_death_is_reported_before_records_of_the_next_sender() -> None:
     channel = penstock.Ring()
     with channel.open_receiver() as receiver:
         with victim(channel, "sender") as other:
@@ -268,7 +268,7 @@ def test_an_inbox_that_ignores_deaths_goes_on_without_a_word() -> None:
 
 
 # ── a receiver dies ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_parked_sender_is_told_of_its_receivers_death_within_a_tenth_of_a_second() -> None:
+def test_parked_sender_gets_its_receivers_death_within_100_ms() -> None:
     def measure() -> float:
         with penstock.Ring(name="steps", capacity=4096) as channel, channel.open_sender() as sender:
             with victim(channel, "receiver") as other:
@@ -379,7 +379,7 @@ def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: 
         assert table["victim"]["reaped_blocks"] == 1
 
 
-def test_a_receiver_that_follows_one_that_died_gets_what_is_sent_from_then_on() -> None:
+def test_successor_of_a_dead_receiver_gets_records_from_then_on() -> None:
     channel = penstock.Ring()
     with channel.open_sender() as sender:
         with victim(channel, "receiver") as other:

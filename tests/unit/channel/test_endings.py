@@ -34,7 +34,7 @@ def states(shared: "Channel | Pool") -> dict[str, str]:
     return {peer.name: peer.state for peer in shared.peers()}
 
 
-def test_an_exec_is_told_within_a_tenth_of_a_second_and_gives_back_what_was_held() -> None:
+def test_exec_is_a_death_within_100_ms_and_returns_blocks() -> None:
     def measure() -> float:
         pool = Pool.create(1 << 20, peer_name="survivor")
         pool.join()
@@ -72,7 +72,7 @@ def test_a_lock_that_another_thread_held_at_an_exec_is_taken_over() -> None:
             pool.take(2 << 20).release()
 
 
-def test_an_exec_that_nobody_was_there_to_see_is_found_by_the_next_who_comes() -> None:
+def test_exec_without_a_witness_is_seen_by_the_next_peer() -> None:
     pool = Pool.create(1 << 20, peer_name="next")
     channel = penstock.Ring()
     with program(PEER + 'say("ready")' + EXEC, channel.ticket, pool.ticket) as other:
@@ -118,7 +118,7 @@ os.execv(sys.executable, [sys.executable, "-c", {again!r}, sys.argv[1]])
         assert pool.stats().blocks == 0
 
 
-def test_a_large_process_is_told_dead_before_its_memory_is_freed_and_keeps_its_blocks_until_then() -> None:
+def test_large_process_is_dead_before_its_memory_and_blocks_are_freed() -> None:
     source = """
 weights = bytearray(1 << 30)
 for at in range(0, len(weights), 4096):

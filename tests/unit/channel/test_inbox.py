@@ -81,7 +81,7 @@ def test_a_place_that_nobody_has_taken_yet_is_waited_for() -> None:
         assert list(receiver) == [b"late"]
 
 
-def test_a_place_that_was_closed_is_given_to_the_next_and_nothing_is_mixed_up() -> None:
+def test_closed_place_is_reused_and_no_record_is_mixed_up() -> None:
     channel = penstock.Inbox(senders=1)
     with channel.open_receiver() as receiver:
         for generation in range(50):
@@ -132,7 +132,7 @@ def test_what_was_sent_before_the_receiver_came_is_kept_for_it() -> None:
         assert own == [b"%d:%d" % (rank, number) for number in range(10)]
 
 
-def test_a_receiver_that_follows_another_gets_what_is_sent_after_it_came_by_everybody() -> None:
+def test_successor_receiver_gets_later_records_of_all_senders() -> None:
     channel = penstock.Inbox(senders=2)
     with channel.open_sender() as sender, channel.open_sender() as other:
         with channel.open_receiver():

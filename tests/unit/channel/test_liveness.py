@@ -82,7 +82,7 @@ def code(*parts: str) -> str:
 
 
 @needs_descriptors
-def test_a_peer_that_cannot_be_watched_for_want_of_descriptors_keeps_what_it_holds() -> None:
+def test_peer_that_cannot_be_watched_keeps_its_blocks() -> None:
     source = """
         pool = lowlevel.Pool.attach(sys.argv[1], peer_name="exhausted")
         pool.join()
@@ -158,7 +158,7 @@ def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> No
 
 
 @needs_descriptors
-def test_joining_with_few_descriptors_is_done_or_refused_and_leaves_nothing() -> None:
+def test_join_with_few_descriptors_works_or_leaves_nothing() -> None:
     source = """
         pool = lowlevel.Pool.attach(sys.argv[1], peer_name="guest")
         refused = 0
@@ -213,7 +213,7 @@ def test_a_process_that_may_not_open_a_pidfd_is_refused(name: str) -> None:
 
 
 @needs_descriptors
-def test_the_owner_of_a_ticket_that_cannot_be_looked_at_is_not_said_to_be_gone() -> None:
+def test_unreadable_owner_of_a_ticket_is_not_reported_gone() -> None:
     source = """
         fill()
         try:
@@ -257,7 +257,7 @@ def test_a_proc_of_another_pid_namespace_is_refused() -> None:
     assert "OSError: /proc shows another pid namespace: pid 1 here is" in ended.stderr
 
 
-def test_a_process_without_a_thread_to_spare_is_refused_with_its_signals_as_before_and_may_try_again() -> None:
+def test_process_without_a_spare_thread_is_refused_and_may_retry() -> None:
     if os.geteuid() != 0:
         pytest.skip("needs root: it becomes a user for whom RLIMIT_NPROC counts")
     source = """

@@ -174,7 +174,7 @@ def test_an_option_that_does_not_exist_is_refused() -> None:
 
 
 @pytest.mark.parametrize("count", [0, -1, 65, 1 << 40])
-def test_a_broadcast_has_one_to_sixty_four_receivers_and_an_inbox_so_many_senders(count: int) -> None:
+def test_broadcast_and_inbox_have_1_to_64_ends(count: int) -> None:
     with pytest.raises(ValueError, match=f"1 to 64 receivers, got {count}"):
         penstock.Broadcast(receivers=count)
     with pytest.raises(ValueError, match=f"1 to 64 senders, got {count}"):

@@ -26,7 +26,7 @@ def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteRec
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_what_is_written_into_a_reservation_is_received_after_commit_and_not_before(nbytes: int) -> None:
+def test_reservation_is_received_after_commit_only(nbytes: int) -> None:
     with ring() as (_, sender, receiver):
         room = sender.reserve(nbytes)
         assert len(room) == nbytes

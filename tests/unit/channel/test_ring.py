@@ -198,7 +198,7 @@ def test_iteration_ends_with_the_channel() -> None:
         assert list(receiver) == []
 
 
-def test_a_receiver_reads_what_is_there_and_then_that_the_sender_has_closed() -> None:
+def test_receiver_reads_records_and_then_the_end_of_a_closed_sender() -> None:
     with ring() as (sender, receiver):
         sender.send(b"inline")
         sender.send(b"s" * 5000)
@@ -362,7 +362,7 @@ def test_a_timeout_that_is_no_number_is_refused(timeout: object) -> None:
         assert receiver.try_receive() is None
 
 
-def test_a_negative_timeout_is_one_that_has_passed_and_a_very_long_one_is_none() -> None:
+def test_negative_timeout_has_passed_and_a_very_long_one_is_none() -> None:
     with ring() as (sender, receiver):
         with pytest.raises(Timeout):
             receiver.receive(timeout=-3)
@@ -388,7 +388,7 @@ def test_a_receiver_may_come_first() -> None:
         assert receiver.receive(timeout=1) == b"x"
 
 
-def test_a_receiver_that_follows_one_that_closed_gets_what_is_sent_after_it_came() -> None:
+def test_successor_of_a_closed_receiver_gets_later_records() -> None:
     channel = penstock.Ring()
     with channel.open_sender() as sender:
         with channel.open_receiver() as receiver:
@@ -423,7 +423,7 @@ def test_spilled_memory_is_given_back_as_soon_as_it_is_read() -> None:
         assert channel.snapshot()["senders"][0]["spills"] == 20
 
 
-def test_a_record_longer_than_the_pool_is_an_error_with_both_numbers_and_the_next_one_goes() -> None:
+def test_record_longer_than_the_pool_raises_and_the_next_is_sent() -> None:
     with ring() as (sender, receiver):
         with pytest.raises(penstock.MemoryExhausted, match=r"block of 1.0 MiB does not fit pool 'ring'") as output:
             sender.send(bytes((1 << 20) + 1))
@@ -433,7 +433,7 @@ def test_a_record_longer_than_the_pool_is_an_error_with_both_numbers_and_the_nex
         assert receiver.receive(timeout=1) == b"next"
 
 
-def test_a_full_pool_holds_the_sender_up_and_says_how_much_was_asked_and_who_holds_the_rest() -> None:
+def test_sender_times_out_on_a_full_pool_and_names_the_holders() -> None:
     channel = penstock.Ring(name="images", long_records=SMALL_POOL)
     with channel.open_sender() as sender, channel.open_receiver(name="worker") as receiver:
         sender.send(bytes(700_000))

@@ -61,7 +61,7 @@ def test_a_tap_sees_what_is_sent_with_its_number_and_when() -> None:
         assert tap.read() == [] and tap.missed == 0
 
 
-def test_a_tap_sees_each_record_of_a_broadcast_once_whoever_else_has_read_it() -> None:
+def test_tap_sees_each_record_of_a_broadcast_once() -> None:
     channel = penstock.Broadcast(receivers=3, capacity=CAPACITY)
     tap = tap_of(channel)
     with channel.open_sender() as sender:
@@ -126,7 +126,7 @@ def test_records_of_any_size_are_seen_whole_wherever_they_lie_in_the_ring(nbytes
     assert tap.missed == 0
 
 
-def test_a_tap_begins_with_what_comes_next_or_with_what_is_still_to_be_read() -> None:
+def test_tap_begins_with_the_next_or_the_oldest_unread_record() -> None:
     channel = small()
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         for number in range(10):
@@ -194,7 +194,7 @@ def test_what_a_tap_did_not_see_it_has_counted_as_missed(seed_of_sizes: int) -> 
     ]
 
 
-def test_a_tap_that_was_lapped_while_nobody_had_read_begins_again_where_the_slowest_receiver_is() -> None:
+def test_lapped_tap_begins_again_at_the_slowest_receiver() -> None:
     channel = penstock.Broadcast(receivers=2, capacity=CAPACITY)
     tap = tap_of(channel)
     with channel.open_sender() as sender, channel.open_receiver() as fast, channel.open_receiver() as slow:
@@ -314,7 +314,7 @@ def test_a_tap_of_what_is_no_channel_is_refused() -> None:
 
 
 # ── ends that come and go, and memory that lies ──────────────────────────────────────────────────────────────────────
-def test_a_tap_sees_all_that_a_sender_had_committed_before_it_was_killed_and_all_of_the_next() -> None:
+def test_tap_sees_all_records_of_a_killed_sender_and_its_successor() -> None:
     channel = small()
     tap = tap_of(channel)
     first = """
@@ -352,7 +352,7 @@ def test_a_tap_outlives_both_ends_and_the_channel() -> None:
     assert frames(tap.read()) == [b"last words"]
 
 
-def test_what_is_no_record_is_an_error_after_what_came_before_it_and_not_the_end() -> None:
+def test_corrupt_record_is_an_error_after_the_records_before_it() -> None:
     channel = small()
     tap = tap_of(channel)
     with channel.open_sender() as sender:

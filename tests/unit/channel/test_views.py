@@ -67,7 +67,7 @@ def test_a_held_view_keeps_its_room_and_then_gives_it_back() -> None:
         assert receiver.receive(timeout=1) == b"e" * 960
 
 
-def test_views_are_released_in_any_order_and_the_room_comes_back_from_the_oldest_on() -> None:
+def test_views_released_in_any_order_free_room_from_the_oldest_on() -> None:
     with ring() as (channel, sender, receiver):
         for _ in range(4):
             sender.send(b"x" * 960)
@@ -77,7 +77,7 @@ def test_views_are_released_in_any_order_and_the_room_comes_back_from_the_oldest
             assert channel.snapshot()["receivers"][0]["nbytes_behind"] == behind * 992
 
 
-def test_records_that_are_copied_while_a_view_is_held_keep_their_room_until_it_is_released() -> None:
+def test_records_copied_beside_a_held_view_keep_their_room() -> None:
     with ring() as (channel, sender, receiver):
         for _ in range(4):
             sender.send(b"x" * 960)
@@ -92,7 +92,7 @@ def test_records_that_are_copied_while_a_view_is_held_keep_their_room_until_it_i
             sender.send_nowait(b"y" * 960)
 
 
-def test_views_are_released_in_random_order_and_no_byte_of_a_held_one_ever_changes(seed: int) -> None:
+def test_bytes_of_a_held_view_never_change(seed: int) -> None:
     choose = random.Random(seed)
     with ring() as (channel, sender, receiver):
         held: list[tuple[BlockLease, bytes]] = []
@@ -120,7 +120,7 @@ def test_views_are_released_in_random_order_and_no_byte_of_a_held_one_ever_chang
 
 
 @pytest.mark.parametrize("nbytes", [1000, 5000])
-def test_arrays_and_slices_keep_the_bytes_and_the_last_of_them_gives_them_back(nbytes: int) -> None:
+def test_last_array_or_slice_of_a_view_releases_its_bytes(nbytes: int) -> None:
     with ring() as (channel, sender, receiver):
 
         def in_use() -> int:
@@ -192,7 +192,7 @@ def test_a_view_outlives_the_channel() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [100, 5000])
-def test_an_exception_in_a_receivers_block_gives_the_room_back_and_the_next_record_can_be_read(nbytes: int) -> None:
+def test_exception_in_a_views_block_releases_its_room(nbytes: int) -> None:
     with ring() as (channel, sender, receiver):
         sender.send(b"1" * nbytes)
         sender.send(b"2" * nbytes)

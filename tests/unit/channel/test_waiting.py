@@ -125,7 +125,7 @@ def test_a_sender_that_waits_for_memory_is_woken_when_some_comes_back() -> None:
         soon(measure, 0.02)
 
 
-def test_two_processes_answer_each_other_ten_thousand_times_without_losing_a_wake_up() -> None:
+def test_ping_pong_of_10_000_records_loses_no_wake_up() -> None:
     source = """
         there, back = (penstock.attach(ticket) for ticket in sys.argv[1:3])
         with there.open_receiver() as receiver, back.open_sender() as sender:
@@ -192,7 +192,7 @@ MAX_SPIN_OF_CHILD = """
 """
 
 
-def test_a_wait_spins_for_little_where_a_control_group_limits_processor_time() -> None:
+def test_wait_spins_briefly_under_a_processor_limit_of_its_cgroup() -> None:
     with control_group("cpu", 150_000) as group:
         below = group / "below"  # without a limit of its own
         below.mkdir()
@@ -355,7 +355,7 @@ def test_an_interrupt_is_seen_within_a_tenth_of_a_second(kind: str) -> None:
         soon(measure, PROMISED, tries=4)
 
 
-def test_a_signal_handler_runs_while_its_process_waits_and_the_wait_goes_on() -> None:
+def test_signal_handler_runs_during_a_wait_that_goes_on() -> None:
     source = """
         channel = penstock.attach(sys.argv[1])
         signal.signal(signal.SIGUSR1, lambda *_: say("handled"))
@@ -404,7 +404,7 @@ HANDLES = """
 
 
 @pytest.mark.parametrize("kind", [*without_also(WAITS), *tiers.only_in_all(*ALSO)])
-def test_a_signal_handler_that_closes_the_end_in_which_its_thread_waits_ends_that_wait(kind: str) -> None:
+def test_signal_handler_that_closes_an_end_ends_its_wait(kind: str) -> None:
     end, call = WAITS[kind]
     other_end = "receiver" if end == "sender" else "sender"
     source = f"""{HANDLES}
@@ -423,7 +423,7 @@ def test_a_signal_handler_that_closes_the_end_in_which_its_thread_waits_ends_tha
         assert other.end() == 0
 
 
-def test_a_signal_handler_may_receive_from_the_end_in_which_its_thread_waits() -> None:
+def test_signal_handler_may_receive_from_an_end_in_a_wait() -> None:
     source = f"""{HANDLES}
     def handle():
         try:
@@ -538,7 +538,7 @@ ENDING = """
     ids=["", "closed at the end"],
 )
 @pytest.mark.parametrize("kind", DAEMONS)
-def test_a_program_ends_with_its_own_status_while_daemon_threads_of_its_are_inside_calls(kind: str, closer: str) -> None:
+def test_program_keeps_its_status_with_daemon_threads_inside_calls(kind: str, closer: str) -> None:
     source = ENDING.format(calls=textwrap.indent(textwrap.dedent(DAEMONS[kind]), "    ").lstrip(), closer=closer)
     for _ in range(2):
         with program(source) as other:
@@ -680,7 +680,7 @@ def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
         assert [end["state"] for ends in ("senders", "receivers") for end in channel.snapshot()[ends]] == ["live"] * 2
 
 
-def test_a_child_of_fork_may_close_and_drop_an_end_in_which_a_thread_of_its_parent_waits() -> None:
+def test_forked_child_may_close_an_end_that_its_parent_waits_in() -> None:
     with ring() as (channel, sender, receiver):
         with thread(receiver.receive) as waiting:
             eventually(lambda: is_parked(channel, "receivers"))
@@ -732,7 +732,7 @@ HELD_UP_US = 30_000
 
 
 @pytest.mark.parametrize("point", ["wait.parked", "wait.woken"])
-def test_a_record_that_comes_while_its_receiver_falls_asleep_is_not_slept_through(point: str) -> None:
+def test_record_wakes_a_receiver_that_falls_asleep(point: str) -> None:
     def measure() -> float:
         with ring(latency="eco") as (channel, sender, receiver):
             _native.arm_point(point, "delay", 1, HELD_UP_US)
@@ -762,7 +762,7 @@ def test_a_sender_that_is_held_up_before_it_wakes_anybody_does_so_after(point: s
 
 
 @pytest.mark.parametrize("point", ["wait.parked", "receive.released"])
-def test_room_that_comes_while_its_sender_falls_asleep_is_not_slept_through(point: str) -> None:
+def test_room_wakes_a_sender_that_falls_asleep(point: str) -> None:
     def measure() -> float:
         with ring(latency="eco") as (channel, sender, receiver):
             count = fill(sender)

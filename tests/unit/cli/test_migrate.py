@@ -51,7 +51,7 @@ def hangups() -> object:
 
 
 @pytest.mark.usefixtures("hangups")
-def test_progress_is_that_of_the_board_and_the_status_that_of_the_migration(
+def test_progress_comes_from_the_board_and_status_from_the_migration(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for failures, expected in ((0, 0), (1, 1)):

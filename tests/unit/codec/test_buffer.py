@@ -351,7 +351,7 @@ def test_a_task_that_waits_for_room_goes_on_when_a_buffer_is_released() -> None:
 
 
 @pytest.mark.parametrize("type", [bytes, Buffer])
-def test_a_loop_that_waits_for_room_sends_what_a_buffer_held_when_it_was_sent(type: Any) -> None:
+def test_async_send_that_waits_sends_the_bytes_of_its_call(type: Any) -> None:
     async def main() -> None:
         channel = penstock.Ring(type, capacity=4096)
         async with channel.open_async_sender() as sender:
@@ -410,7 +410,7 @@ def test_a_buffer_in_a_short_message_does_not_keep_room_in_the_channel(nbytes: i
 
 
 @pytest.mark.parametrize("way", ["released", "dropped"])
-def test_a_buffer_in_a_long_message_lies_in_the_pool_until_it_and_its_neighbours_are_gone(way: str) -> None:
+def test_buffer_of_a_long_message_stays_in_the_pool_while_in_use(way: str) -> None:
     with ring(Image, capacity=1 << 20, long_records=LongRecords(pool_nbytes=4 << 20)) as (channel, sender, receiver):
         pixels, mask = random.Random(1).randbytes(100_000), np.arange(20_000, dtype=np.int32)
         sender.send(Image(1, Buffer(pixels), mask))
@@ -434,7 +434,7 @@ def test_a_buffer_in_a_long_message_lies_in_the_pool_until_it_and_its_neighbours
         assert in_use(channel) == 0
 
 
-def test_a_buffer_of_a_message_is_sent_on_in_another_and_in_a_channel_of_buffers() -> None:
+def test_buffer_of_a_message_can_be_sent_on() -> None:
     with ring(Image) as (_, sender, receiver), ring() as (_, passing, last):
         for nbytes in (10, 200_000):
             sender.send(Image(1, Buffer(b"x" * nbytes)))

@@ -202,7 +202,7 @@ def test_an_array_of_other_numbers_deep_inside_is_refused_where_it_arrives() -> 
 
 
 @pytest.mark.parametrize("stand_in", [5, 0, True, [5], b"abc", "x"], ids=repr)
-def test_what_would_be_taken_for_an_array_or_a_part_is_refused_where_it_is_sent(stand_in: Any) -> None:
+def test_value_that_looks_like_an_array_or_part_is_refused_by_send(stand_in: Any) -> None:
     wire = Wire()
     name = type(stand_in).__name__
     for message, why in (
@@ -227,7 +227,7 @@ def test_a_number_wider_than_python_s_is_refused() -> None:
         Wire().frame(Plain(1, ratio=np.longdouble(1)))  # type: ignore[arg-type]
 
 
-def test_what_was_interrupted_while_it_was_encoded_is_not_in_the_next_frame(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_interrupted_encoding_leaves_nothing_in_the_next_frame(monkeypatch: pytest.MonkeyPatch) -> None:
     wire = Wire()
     part = wire.encoder._part
 
@@ -243,7 +243,7 @@ def test_what_was_interrupted_while_it_was_encoded_is_not_in_the_next_frame(monk
     assert np.array_equal(wire.over(Arrays(np.arange(200, dtype=np.int32))).ids, np.arange(200))
 
 
-def test_a_message_that_a_signal_handler_encodes_does_not_change_the_one_it_interrupted(
+def test_encoding_in_a_signal_handler_keeps_the_interrupted_message(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     wire, inner = Wire(), []

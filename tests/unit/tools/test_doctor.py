@@ -122,7 +122,7 @@ def test_packages_that_are_not_installed_are_named_with_what_to_type(monkeypatch
     assert f"{sys.executable} -m pip install" in result.text
 
 
-def test_a_port_that_is_taken_is_named_and_is_missing_only_if_it_was_asked_for() -> None:
+def test_taken_port_is_named_and_counts_only_when_requested() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
         result = examine_port("127.0.0.1", port)

@@ -95,7 +95,7 @@ def levels() -> set[str]:
 
 
 # ── reasons of a wait ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_sender_that_waits_for_a_stopped_receiver_is_told_with_both_names_and_how_far_it_is_behind() -> None:
+def test_wait_for_a_stopped_receiver_is_shown_with_names_and_lag() -> None:
     ring = penstock.Ring(name="x", capacity=4096)
     with spawn(attach_and_sleep, ring, "slow") as slow, spawn(send_until_killed, ring, "fast") as fast:
         eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "live", within=20)
@@ -108,7 +108,7 @@ def test_a_sender_that_waits_for_a_stopped_receiver_is_told_with_both_names_and_
         assert said("warning", "'slow'", "is stopped")()
 
 
-def test_two_processes_that_only_send_to_each_other_are_a_deadlock_and_told_once() -> None:
+def test_two_processes_that_only_send_are_one_deadlock() -> None:
     there, back = penstock.Ring(name="there", capacity=4096), penstock.Ring(name="back", capacity=4096)
     with (
         spawn(send_and_never_receive, there, back, "a"),
@@ -307,7 +307,7 @@ def test_a_store_tells_its_counts_and_what_it_keeps(capsys: pytest.CaptureFixtur
     del held
 
 
-def test_what_a_stopped_peer_is_writing_is_told_with_its_name_and_since_when(
+def test_fill_of_a_stopped_peer_is_shown_with_name_and_time(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     with keeping_pool("images") as pool:

@@ -53,7 +53,7 @@ def test_each_token_counts_in_itl_and_not_each_event() -> None:
     assert figures(outcome).itl == Spread(*map(pytest.approx, (140, 100, 300, 300)))
 
 
-def test_without_a_running_count_the_tokens_are_spread_evenly_over_the_events() -> None:
+def test_tokens_without_a_running_count_are_spread_over_the_events() -> None:
     outcome = told(0.2, 0.6, 0.7, tokens=6)
     assert itl(outcome) == [(0.2, 2), (0.05, 2)]
     tpot = figures(outcome).tpot

@@ -119,7 +119,7 @@ def test_arrivals_at_a_rate_do_not_wait_for_answers(tmp_path: Path) -> None:
     assert output["figures"]["seconds"] >= 1.0
 
 
-def test_arrivals_are_the_same_for_the_same_seed_and_have_the_rate_they_are_to_have() -> None:
+def test_arrivals_follow_their_seed_and_rate() -> None:
     from penstock.tools.load.arrivals import Load
 
     class Wire:
@@ -139,7 +139,7 @@ def test_arrivals_are_the_same_for_the_same_seed_and_have_the_rate_they_are_to_h
     assert gaps[20] < 0.0001 < 0.001 < gaps[-10]  # not a steady beat
 
 
-def test_prompts_have_as_many_tokens_as_asked_for_as_the_server_counts_them(tmp_path: Path) -> None:
+def test_prompts_have_the_requested_number_of_tokens(tmp_path: Path) -> None:
     """Two to a word, and seven in each prompt."""
 
     def script(index: int, body: dict[str, Any]) -> Script:
@@ -380,7 +380,7 @@ def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
     assert status == 0 and output["figures"]["counted_by_events"] == 2
 
 
-def test_a_server_without_models_or_that_refuses_the_first_prompt_is_nothing_to_measure(
+def test_load_stops_without_a_model_or_when_the_first_prompt_fails(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for script, words in (

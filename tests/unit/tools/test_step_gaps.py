@@ -56,7 +56,7 @@ def test_waits_for_each_other_are_wake_ups() -> None:
     ]
 
 
-def test_a_wait_for_another_channel_is_shown_with_the_process_that_it_was_for() -> None:
+def test_wait_for_another_channel_is_shown_with_its_process() -> None:
     parts = GapFinder(timeline(wait(TOKENS_END, CORE, 125, 140, OUTPUT))).parts_of(TWO_STEPS)
     assert (125, 140, "wait for room of ring 'tokens', for output") in causes(parts)
     assert (120, 125, "core") in causes(parts) and (140, 150, "core") in causes(parts)
@@ -76,7 +76,7 @@ def test_a_device_with_a_step_in_its_queue_has_no_gap() -> None:
     assert causes(parts) == [(100, 200, DEVICE), (200, 300, DEVICE)]
 
 
-def test_a_step_that_was_sent_before_the_reply_and_taken_after_it_waits_for_the_worker() -> None:
+def test_step_taken_after_the_reply_waits_for_the_worker() -> None:
     parts = GapFinder(timeline()).parts_of(series((0, 10, 100, 120), (50, 130, 200, 210)))
     assert causes(parts) == [(100, 130, "worker"), (130, 200, DEVICE)]
 

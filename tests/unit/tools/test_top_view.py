@@ -118,7 +118,7 @@ def test_prefix_hits_are_those_of_all_groups() -> None:
     assert "– prefix hits" in "\n".join(shown_moment(engines=[view("engines")], served=[view("served")]))
 
 
-def test_a_group_that_restarted_counts_once_and_a_process_that_is_gone_is_counted() -> None:
+def test_restarted_group_counts_once_and_a_gone_process_counts() -> None:
     group = [
         zero(ProcessView, role=role, pid=1, incarnation=3, state="serves") for role in ("core", "worker", "output")
     ]

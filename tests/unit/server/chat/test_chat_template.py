@@ -48,7 +48,7 @@ def test_special_tokens_are_told_to_it(tmp_path: Path) -> None:
         assert template(tmp_path, tokenizer_config=output).prompt(MESSAGES, False, {}) == "<s>hi"
 
 
-def test_what_a_client_may_not_say_and_what_a_template_refuses_is_its_own_doing(tmp_path: Path) -> None:
+def test_refused_messages_and_template_errors_are_client_errors(tmp_path: Path) -> None:
     for name in RESERVED:
         with pytest.raises(ApiError) as caught:
             template(tmp_path, chat_template=TEMPLATE).prompt(MESSAGES, True, {name: "{{ 1 }}"})

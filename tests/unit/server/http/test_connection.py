@@ -308,7 +308,7 @@ def test_a_client_that_goes_disconnects_its_request() -> None:
     run(scene)
 
 
-def test_a_client_that_does_not_read_holds_up_its_application_and_not_memory() -> None:
+def test_client_that_does_not_read_blocks_its_application() -> None:
     sent = 0
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:

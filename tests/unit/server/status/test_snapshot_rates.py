@@ -87,7 +87,7 @@ def test_the_processors_of_a_process_are_those_of_this_incarnation() -> None:
     assert between(2.0, {"processes": old}, {"processes": new}).cpu == (0.25, 0.5)
 
 
-def test_channels_and_stores_are_told_apart_by_name_and_a_new_one_counts_from_nothing() -> None:
+def test_rates_know_channels_by_name_and_new_ones_begin_at_0() -> None:
     old = (zero(ChannelView, name="b", records=10, nbytes=100), zero(ChannelView, name="a", records=5))
     new = (
         zero(ChannelView, name="a", records=9, sleeps=2),

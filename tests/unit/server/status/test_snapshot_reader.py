@@ -216,7 +216,7 @@ def test_what_a_name_holds_is_printable(laid: Laid) -> None:
     assert SnapshotReader(os.getpid()).take().server_info.name == "a?[31mb"
 
 
-def test_the_server_of_this_machine_is_found_by_pid_name_and_url_and_by_nothing(laid: Laid) -> None:
+def test_local_server_is_found_by_pid_name_url_or_no_argument(laid: Laid) -> None:
     here = {pid: value for pid, value in servers_here().items() if pid == os.getpid()}
     assert [item.url for item in here.values()] == [URL]
     for target in (None, os.getpid(), "a?[31mb", URL):
