@@ -19,6 +19,10 @@ from multiprocessing.context import SpawnProcess
 from pathlib import Path
 from typing import Any, TypeVar
 
+# Before the first import of numpy, here and in every process of a test: its threads take a third of the start of a
+# process, and no test multiplies matrices with it.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 import pytest
 
 from tests.imports import calls_core, imports_torch
