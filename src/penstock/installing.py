@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import shlex
 import sys
-from importlib import metadata
 from urllib.parse import unquote
 
 
@@ -18,6 +17,8 @@ def how_to_install(extra: str) -> str:
 
 def _source() -> tuple[str, str]:
     """An option of pip, and what it installs."""
+    from importlib import metadata  # 25 ms, which an import of the data plane does without
+
     try:
         origin = json.loads(metadata.distribution("penstock").read_text("direct_url.json") or "{}")
     except metadata.PackageNotFoundError:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from importlib.metadata import version as _version
 from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from penstock import _native
@@ -37,8 +36,6 @@ if TYPE_CHECKING:
     from typing_extensions import TypeForm
 
     from penstock.tensor.cuda import CudaPool
-
-__version__ = _version("penstock")
 
 _T = TypeVar("_T")
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import os
-from importlib.metadata import version
 
 import msgspec
 
+import penstock
 from penstock import _native
 from penstock.bridge.link_spec import InboundChannel, LinkSpec, OutboundChannel
 from penstock.codec.catalogue import schema_differences
@@ -53,7 +53,7 @@ class LinkOffer(msgspec.Struct, array_like=True, frozen=True):
             spec.epoch,
             spec.name,
             os.getpid(),
-            version("penstock"),
+            penstock.__version__,
             _native.LAYOUT_FINGERPRINT,
             (*map(_offered, spec.outbound), *map(_offered, spec.inbound)),
             (

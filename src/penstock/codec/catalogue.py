@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import collections.abc
 import enum
+import functools
 import hashlib
 import inspect
 import types
 import typing
 from collections.abc import Iterator
-from importlib.metadata import version
 from typing import Any
 
 import msgspec
@@ -91,8 +91,15 @@ class Catalogue:
             raise TypeError(f"expected classes with different names, got two named {twice}: rename one")
         described = tuple(self.structs[cls] for cls in messages)
         others = tuple(struct for cls, struct in self.structs.items() if cls not in messages)
-        self.fingerprint = hashlib.sha256(msgspec.json.encode((described, others))).hexdigest()[:16]
-        self.schema = Schema(version("penstock"), self.fingerprint, described, others)
+        self._described = described, others
+        self.fingerprint = hashlib.sha256(msgspec.json.encode(self._described)).hexdigest()[:16]
+
+    @functools.cached_property
+    def schema(self) -> Schema:
+        """The description for the segment. Only the process that creates a channel needs it, and the version in it."""
+        from importlib.metadata import version  # 25 ms
+
+        return Schema(version("penstock"), self.fingerprint, *self._described)
 
     @classmethod
     def of(cls, type: Any) -> Catalogue:
