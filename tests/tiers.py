@@ -90,10 +90,10 @@ PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience
 PATIENCE_SECONDS        = choose(3.0,     6.0,     3_600.0)
 STREAMS_SCALE           = choose(0.25,    1,       20)         # test_streams: between processes in Python
 NATIVE_STREAMS_SCALE    = choose(0,       1,       50)         # native ones; in push, `native` runs them
-ORDINARY_REQUESTS       = choose(((20, 1),), ((100, 1),), ((2_000, 1), (400, 2)))  # test_ordinary_use; of ranks
+ORDINARY_REQUESTS       = choose(((10, 1),), ((100, 1),), ((2_000, 1), (400, 2)))  # test_ordinary_use; of ranks
 # faults
 FAULTS_CASES            = choose(250,     500,     20_000)     # system calls that fail
 # e2e
-DEATH_EXAMPLES          = choose(2,       20,      200)        # test_documents: runs of examples/death.py
+DEATH_EXAMPLES          = choose(1,       20,      200)        # test_documents: runs of examples/death.py
 SCHEMA_EXAMPLES         = choose(0,       15,      1_000)      # test_server_document: of each route; not in push at all
 # fmt: on
