@@ -115,7 +115,7 @@ def refusal(url: str, body: dict[str, Any]) -> tuple[int, str | None, dict[str, 
 def test_engine_that_restarts_refuses_new_requests_and_keeps_open_ones() -> None:
     """The next worker is stopped while it starts: no group serves until it goes on."""
     timeout = 1.0
-    body = {"prompt": "a", "max_tokens": 200, "ignore_eos": True}
+    body = {"prompt": "a", "max_tokens": 100, "ignore_eos": True}
 
     async def scene() -> None:
         loop = asyncio.get_running_loop()
@@ -144,7 +144,7 @@ def test_engine_that_restarts_refuses_new_requests_and_keeps_open_ones() -> None
                 assert engine.load().waiting == 1 and not opened.done()
             finally:
                 os.kill(successor.pid, signal.SIGCONT)
-            assert (await opened)["usage"]["completion_tokens"] == 200
+            assert (await opened)["usage"]["completion_tokens"] == 100
             assert len((await loop.run_in_executor(None, answered, url, "/v1/completions", body))["choices"]) == 1
         finally:
             await engine.stop()

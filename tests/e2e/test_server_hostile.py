@@ -95,8 +95,8 @@ async def dripping(piece: bytes, times: int = 200) -> AsyncIterator[bytes]:
 
 
 async def who_says_nothing_or_half_a_head_is_told_that_it_is_too_late(served: Served) -> None:
-    for pieces in ((), (b"GET /v1/mod",), (b"\r\n\r\n",)):
-        assert (await answer(served, *pieces)).error and (await answer(served, *pieces)).status == 408
+    answers = await asyncio.gather(*(answer(served, *pieces) for pieces in ((), (b"GET /v1/mod",), (b"\r\n\r\n",))))
+    assert [(answer.status, bool(answer.error)) for answer in answers] == [(408, True)] * 3
 
 
 async def a_head_or_a_body_that_drips_wins_no_time(served: Served) -> None:

@@ -14,7 +14,7 @@ from tests import tiers
 from tests.support.command import SERVE, START, ServerClient, started
 
 OPEN_REQUESTS = 4
-SECONDS = 2.0  # that the open requests take
+SECONDS = 1.0  # that the open requests take
 MIGRATIONS = tiers.choose(1, 3, 100)
 
 Streams = Iterator[dict[str, object]]

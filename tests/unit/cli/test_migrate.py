@@ -2,7 +2,9 @@
 
 import os
 import signal
-import threading
+import time
+from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -10,6 +12,7 @@ from penstock import cli
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.server.options import ServerOptions
+from penstock.server.status import planned_migration
 from penstock.server.status.counters import ServerCounters
 from penstock.server.status.server_info import ServerInfo
 
@@ -26,6 +29,12 @@ class Launcher:
         self.board = StatusBoard(self.page, writable=True)
         for group in range(2):
             self.board.row(group)[StatusBoard.SERVING] = 1
+
+
+def play(monkeypatch: pytest.MonkeyPatch, states: Iterator[None]) -> None:
+    """The next state of the launcher follows each look at the board: instead of the pause between two looks."""
+    clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(states))
+    monkeypatch.setattr(planned_migration, "time", clock)
 
 
 def run(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str, str]:
@@ -52,25 +61,24 @@ def hangups() -> object:
 
 @pytest.mark.usefixtures("hangups")
 def test_progress_comes_from_the_board_and_status_from_the_migration(
-    capsys: pytest.CaptureFixture[str],
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for failures, expected in ((0, 0), (1, 1)):
         launcher = Launcher()
         cluster, rows = launcher.board.cluster, launcher.board.rows
 
-        def migrate(cluster=cluster, rows=rows, failures=failures) -> None:  # type: ignore[no-untyped-def]
+        def migrate(cluster=cluster, rows=rows, failures=failures) -> Iterator[None]:  # type: ignore[no-untyped-def]
             cluster[StatusBoard.MIGRATIONS_BEGUN] = 1
             for row in rows:
                 for incarnation in (0, 2):
                     row[StatusBoard.SERVING] = incarnation
-                    threading.Event().wait(0.3)
+                    yield
             cluster[StatusBoard.MIGRATIONS_FAILED] = failures
             cluster[StatusBoard.MIGRATIONS_ENDED] = 1
+            yield
 
-        timer = threading.Timer(0.5, migrate)
-        timer.start()
+        play(monkeypatch, migrate())
         status, out, err = run(capsys, str(os.getpid()))
-        timer.join()
         assert status == expected
         states = [line.partition(" after")[0] for line in out.splitlines()[:4]]
         assert states == [f"group {group} {state}" for group in (0, 1) for state in ("restarts", "serves again")]
@@ -79,26 +87,27 @@ def test_progress_comes_from_the_board_and_status_from_the_migration(
 
 
 @pytest.mark.usefixtures("hangups")
-def test_migration_that_runs_already_is_not_the_one_that_is_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_migration_that_runs_already_is_not_the_one_that_is_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     launcher = Launcher()
     cluster, rows = launcher.board.cluster, launcher.board.rows
     cluster[StatusBoard.MIGRATIONS_BEGUN] = 1
     rows[1][StatusBoard.SERVING] = 0
 
-    def migrate() -> None:
+    def migrate() -> Iterator[None]:
         for _ in range(2):
             for row in rows:
                 for incarnation in (0, row[StatusBoard.SERVING] + 2):
                     row[StatusBoard.SERVING] = incarnation
-                    threading.Event().wait(0.3)
+                    yield
             cluster[StatusBoard.MIGRATIONS_ENDED] += 1
             cluster[StatusBoard.MIGRATIONS_FAILED] = 1  # the failure of the first one
             cluster[StatusBoard.MIGRATIONS_BEGUN] = 2
+        yield
 
-    timer = threading.Timer(0.5, migrate)
-    timer.start()
+    play(monkeypatch, migrate())
     status, out, _ = run(capsys, str(os.getpid()))
-    timer.join()
     assert status == 0
     first, *lines, last = [line.partition(" after")[0] for line in out.splitlines()]
     assert first.startswith("another migration runs") and last.startswith("all groups have been restarted")
