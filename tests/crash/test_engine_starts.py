@@ -33,34 +33,19 @@ from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
 from penstock.server.server_process import listen
 from tests import tiers
+from tests.crash.start_lives import (
+    FAILED,
+    has_no_memory,
+    is_killed_after_a_while,
+    is_killed_while_it_starts_again,
+    wait_for_the_end,
+)
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving
 from tests.support.engine import START, Running, simulated_device
 
 Life = Callable[[Cluster, ProcessId], None]
-FAILED = 4  # starts in a row, which is more than a unit has that has never served
 KILLS = tiers.choose(10, 30, 300)
-
-
-# ── lives ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def is_killed_while_it_starts_again(cluster: Cluster, me: ProcessId) -> None:
-    if 1 < me.incarnation <= 1 + FAILED:
-        os.kill(os.getpid(), signal.SIGKILL)
-    worker.run(cluster, me)
-
-
-def is_killed_after_a_while(cluster: Cluster, me: ProcessId) -> None:
-    time.sleep(0.1)
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-def has_no_memory(cluster: Cluster, me: ProcessId) -> None:
-    with starting():
-        raise MemoryError("no room for keys and values:\n0.5 MiB left")
-
-
-def wait_for_the_end(cluster: Cluster, me: ProcessId) -> None:
-    time.sleep(600)
 
 
 @contextlib.asynccontextmanager
