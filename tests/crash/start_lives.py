@@ -14,8 +14,11 @@ from penstock.engine.worker import worker
 FAILED = 4  # starts in a row, which is more than a unit has that has never served
 
 
-def is_killed_while_it_starts_again(cluster: Cluster, me: ProcessId) -> None:
+def fails_while_it_starts_again(cluster: Cluster, me: ProcessId) -> None:
+    """Is killed, or reports an error that would end a tree that has never served."""
     if 1 < me.incarnation <= 1 + FAILED:
+        if me.incarnation % 2:
+            has_no_memory(cluster, me)
         os.kill(os.getpid(), signal.SIGKILL)
     worker.run(cluster, me)
 

@@ -35,9 +35,9 @@ from penstock.server.server_process import listen
 from tests import tiers
 from tests.crash.start_lives import (
     FAILED,
+    fails_while_it_starts_again,
     has_no_memory,
     is_killed_after_a_while,
-    is_killed_while_it_starts_again,
     wait_for_the_end,
 )
 from tests.e2e.test_server import Served, posted
@@ -75,7 +75,7 @@ def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
         return msgspec.json.decode((await served.get("/health"))[1], type=HealthResponse).groups
 
     async def scene() -> None:
-        async with tree_with(0, "worker", is_killed_while_it_starts_again, data_parallel_size=2) as served:
+        async with tree_with(0, "worker", fails_while_it_starts_again, data_parallel_size=2) as served:
             await served.launcher.serving(START)
             next(child for child in served.children() if child.member == ProcessId("worker", 0, 0, 1)).signal(
                 signal.SIGKILL

@@ -142,6 +142,7 @@ def test_answers_go_on_in_the_group_of_the_former_model_only(tmp_path: Path, how
     asyncio.run(scene())
 
 
+@tiers.needs_all  # in push: test_preflight has the text, and test_engine_starts a group that fails until it serves
 def test_broken_file_is_named_and_the_group_serves_once_it_is_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
