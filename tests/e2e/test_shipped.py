@@ -68,18 +68,11 @@ def test_it_fits_into_eight_megabytes_of_stock_files() -> None:
     assert not [name for name in files if name.endswith((".py", ".bin", ".pt", ".pkl"))]  # nothing that is run
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id="alone", marks=tiers.needs_all),
-        pytest.param(("-tp", "2", "--api-server-count", "2"), id="many"),
-    ],
-)
-def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, ...]) -> None:
-    rng = np.random.default_rng([SEED, len(options)])
+def must_say_what_is_in_new_pictures(port: int, seed: int) -> None:
+    rng = np.random.default_rng([SEED, seed])
     scenes = [scene(rng) for _ in range(PICTURES)]
 
-    async def ask_all(port: int) -> None:
+    async def ask_all() -> None:
         async with client_of(port) as client:
             asking = Asking(client)
             assert [model.id async for model in client.models.list()] == [NAME]
@@ -110,8 +103,18 @@ def test_it_says_what_is_in_pictures_that_it_has_never_seen(options: tuple[str, 
             ]
             assert len(wrong) <= (1 - ANSWERED) * PICTURES, wrong
 
+    asyncio.run(ask_all())
+
+
+def test_two_ranks_say_what_is_in_new_pictures(shipped_on_two_ranks: tuple[Any, int]) -> None:
+    must_say_what_is_in_new_pictures(shipped_on_two_ranks[1], 4)
+
+
+@tiers.needs_all
+@pytest.mark.parametrize("options", [(), ("-tp", "2", "--api-server-count", "2")], ids=["alone", "many"])
+def test_it_says_what_is_in_new_pictures(options: tuple[str, ...]) -> None:
     with serving(*options) as (_, port):
-        asyncio.run(ask_all(port))
+        must_say_what_is_in_new_pictures(port, len(options))
 
 
 async def streams_what_it_says_whole(asking: Asking, content: Any, right: str) -> None:

@@ -19,6 +19,7 @@ from PIL import Image
 
 from penstock.tools.inspect import look
 from tests import tiers
+from tests.e2e.conftest import STORES
 from tests.e2e.test_shipped import Asking, client_of
 from tests.support.command import serving
 from tests.unit.server.images.test_image_prompts import part
@@ -47,31 +48,39 @@ def counts(pid: int) -> dict[str, tuple[int, int]]:
     return {name: (store["misses"], store["hits"]) for name, store in stores}
 
 
+def counted(pid: int, port: int) -> list[int]:
+    """Returns misses and hits of images and encodings, and of the metrics."""
+    stores = [number for store in counts(pid).values() for number in store]
+    return [*stores, metric(port, "penstock_store_misses_total"), metric(port, "penstock_store_hits_total")]
+
+
 def metric(port: int, name: str) -> int:
     with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=30) as response:
         lines = response.read().decode().splitlines()
     return int(sum(float(line.split()[-1]) for line in lines if line.startswith(f"{name} ")))
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        pytest.param((), id="alone", marks=tiers.needs_all),
-        pytest.param(("-tp", "2", "--api-server-count", "2"), id="many"),
-        pytest.param(("--data-parallel-size", "2", "--api-server-count", "2"), id="groups", marks=tiers.needs_all),
-    ],
-)
-def test_new_images_are_misses_and_repeats_are_hits(options: tuple[str, ...]) -> None:
-    async def ask_all(port: int) -> None:
+def must_count_new_images_and_repeats(pid: int, port: int) -> None:
+    async def ask_all() -> None:
         async with client_of(port) as client:
             asking = Asking(client)
             await asyncio.gather(*(ask(asking, image(number)) for number in range(IMAGES) for _ in range(1 + REPEATS)))
             await ask(asking, image(0), image(IMAGES), image(IMAGES))  # one is new, and comes twice in a request
 
-    with serving("--mm-encoder-tp-mode", "store", "--tensor-transport", "store", *options) as (process, port):
-        asyncio.run(ask_all(port))
-        counted = counts(process.pid)
-        new, repeats = IMAGES + 1, IMAGES * REPEATS + 2
-        assert list(counted.values()) == [(new, repeats)] * 2, counted
-        assert metric(port, "penstock_store_misses_total") == new
-        assert metric(port, "penstock_store_hits_total") == repeats
+    before = counted(pid, port)
+    asyncio.run(ask_all())
+    new, repeats = IMAGES + 1, IMAGES * REPEATS + 2
+    assert [after - then for after, then in zip(counted(pid, port), before, strict=True)] == [new, repeats] * 3
+
+
+def test_new_images_are_misses_and_repeats_are_hits(shipped_on_two_ranks: tuple[Any, int]) -> None:
+    process, port = shipped_on_two_ranks
+    must_count_new_images_and_repeats(process.pid, port)
+
+
+@tiers.needs_all
+@pytest.mark.parametrize("groups", [1, 2])
+def test_new_images_are_misses_and_repeats_are_hits_of_groups(groups: int) -> None:
+    options = ("--data-parallel-size", str(groups), "--api-server-count", str(groups))
+    with serving(*STORES, *options) as (process, port):
+        must_count_new_images_and_repeats(process.pid, port)
