@@ -41,7 +41,7 @@ def limit(seconds: float, soak: float) -> float:
 # fmt: off
 #                                push     all      soak
 # crash: processes that are killed
-CAMPAIGN_DEATHS         = choose(200,     1_200,   10_000)     # test_campaign: at random points of channels and pool
+CAMPAIGN_DEATHS         = choose(150,     1_200,   10_000)     # test_campaign: at random points of channels and pool
 STORE_DEATHS            = choose(40,      150,     2_000)      # test_kept: of processes that write to the store
 TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of whole trees
 MESSAGES_DEATHS         = choose(20,      60,      1_000)      # test_messages
@@ -59,16 +59,16 @@ PIPE_DEATHS             = choose(20,      1_000,   10_000)     # test_wake_up_pi
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
 VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests with clients that go
 # property: examples of hypothesis, and seeds of traces
-CHANNELS_EXAMPLES       = choose(150,     500,     5_000)      # test_channels: of each of three channels
-POOL_EXAMPLES           = choose(120,     400,     4_000)      # test_pool
+CHANNELS_EXAMPLES       = choose(100,     500,     5_000)      # test_channels: of each of three channels
+POOL_EXAMPLES           = choose(80,      400,     4_000)      # test_pool
 TENSORS_EXAMPLES        = choose(80,      300,     3_000)      # test_tensors: of arrays, and of trees
 STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
 EMBEDS_MUTATIONS        = choose(10_000,  20_000,  1_000_000)  # test_prompt_embeds: of tiny files
 WEIGHT_MUTATIONS        = choose(3_000,   30_000,  1_000_000)  # test_weight_files: of tiny files of weights
 VIDEO_MUTATIONS         = choose(300,     10_000,  1_000_000)  # test_video_file: of tiny containers
-SCHEDULE_SEEDS          = choose(6,       20,      200)        # test_schedule: of 5,000 steps each
+SCHEDULE_SEEDS          = choose(4,       20,      200)        # test_schedule: of 5,000 steps each
 BROKEN_STEPS            = choose(20,      60,      600)        # test_schedule: runs with broken steps, and frames
-SCHEDULER_SEEDS         = choose(6,       12,      120)        # test_scheduler
+SCHEDULER_SEEDS         = choose(4,       12,      120)        # test_scheduler
 OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: at each depth
 RESUMED_SEEDS           = choose(2,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
