@@ -42,7 +42,7 @@ class Replacing:
     def must_live(self) -> None:
         for part, (_, child) in self.cast.items():
             child.heard()
-            assert child.is_alive(), f"{part} ended; it said {child.said}"
+            assert child.is_alive(), f"{part} ended; it said {child.messages}"
 
     def close(self) -> None:
         for child in [*self.dead, *(child for _, child in self.cast.values())]:

@@ -151,7 +151,7 @@ class Scene:
             for player in self.cast:
                 player.heard()
                 assert player is without or player.is_alive(), (
-                    f"{player.role} {player.index}, a survivor, ended; it said {player.said}"
+                    f"{player.role} {player.index}, a survivor, ended; it said {player.messages}"
                 )
             return all(self.board.received(actor) >= count + records for actor, count in before.items())
 

@@ -51,7 +51,7 @@ class Store:
             now = self.done()
             for child in before:
                 child.heard()
-                assert child is without or child in now, f"a survivor, pid {child.pid}, ended; it said {child.said}"
+                assert child is without or child in now, f"a survivor, pid {child.pid}, ended; it said {child.messages}"
             return all(child is without or now[child] >= many + 5 for child, many in before.items())
 
         eventually(flows, within=actors.WATCHDOG)

@@ -30,7 +30,7 @@ class Child:
         self.pid = pid
         self.fd = fd
         self.talk = talk
-        self.said: list[tuple[Any, ...]] = []
+        self.messages: list[tuple[Any, ...]] = []
         self.has_hung_up = False
         self.is_ready = False  # has said so
 
@@ -52,13 +52,13 @@ class Child:
         """Everything it has said until now."""
         try:
             while not self.has_hung_up and self.talk.poll():
-                self.said.append(self.talk.recv())
-                self.is_ready |= self.said[-1][0] == "ready"
+                self.messages.append(self.talk.recv())
+                self.is_ready |= self.messages[-1][0] == "ready"
         except (EOFError, ConnectionResetError):
             self.has_hung_up = True
-        for words in self.said:
+        for words in self.messages:
             assert words[0] != "failed", f"pid {self.pid}: {words[1]}"
-        return self.said
+        return self.messages
 
     def hear(self, word: str, within: float = WATCHDOG) -> tuple[Any, ...]:
         """Waits until it says a sentence that begins with this word, and takes that."""
@@ -66,11 +66,11 @@ class Child:
         while True:
             for words in self.heard():
                 if words[0] == word:
-                    self.said.remove(words)
+                    self.messages.remove(words)
                     return words
             wait = deadline - time.monotonic()
-            assert not self.has_hung_up, f"pid {self.pid} ended without saying {word!r}; it said {self.said}"
-            assert wait > 0, f"pid {self.pid} did not say {word!r} within {within} s; it said {self.said}"
+            assert not self.has_hung_up, f"pid {self.pid} ended without saying {word!r}; it said {self.messages}"
+            assert wait > 0, f"pid {self.pid} did not say {word!r} within {within} s; it said {self.messages}"
             select.select([self.talk, self.fd], [], [], min(wait, 0.1))
 
     def close(self) -> None:

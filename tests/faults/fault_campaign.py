@@ -110,13 +110,13 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        self.said = tempfile.TemporaryFile("w+")
+        self.stderr = tempfile.TemporaryFile("w+")
         environment = {**os.environ, "LD_PRELOAD": str(self.library), "OPENBLAS_NUM_THREADS": "1"}
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.faults.fault_campaign", "--work"],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=self.said,
+            stderr=self.stderr,
             cwd=ROOT,
             env=environment,
             start_new_session=True,  # an interrupt is for the parent, which counts
@@ -134,8 +134,8 @@ class Worker:
         line = self.process.stdout.readline()
         if not line:
             status = self.process.wait()
-            self.said.seek(0)
-            output = self.said.read()[-3000:]
+            self.stderr.seek(0)
+            output = self.stderr.read()[-3000:]
             self.close()
             self.start()
             return Outcome("crash", f"the director ended with status {status}: {output}")
@@ -148,7 +148,7 @@ class Worker:
         with contextlib.suppress(OSError):
             self.process.stdin.close()
         self.process.stdout.close()
-        self.said.close()
+        self.stderr.close()
 
 
 class Campaign:

@@ -155,7 +155,7 @@ class Receiver:
         self.mutation, self.epoch = mutation, epoch
         self.position = [0] * LANES
         self.is_counted = [is_counted] * LANES
-        self.told = [0] * LANES  # the epoch of the last sender that it was told has died
+        self.deaths = [0] * LANES  # the epoch of the last sender that it was told has died
         self.last_lane = 0
         self.seen_changes = -1
 
@@ -173,13 +173,13 @@ class Receiver:
         while most > 0:
             outcome = yield from self.try_find()
             if outcome == "end of channel":
-                return tuple(self.position), tuple(self.told)
+                return tuple(self.position), tuple(self.deaths)
             if outcome == "found":
                 most -= 1
             if outcome == "nothing":
                 yield from wait(1, self.is_awaited)
         yield from self.let_go()
-        return tuple(self.position), tuple(self.told)
+        return tuple(self.position), tuple(self.deaths)
 
     def try_find(self) -> Step:
         outcome = yield from self.look_at_ends()
@@ -253,14 +253,14 @@ class Receiver:
             state, epoch = yield load(("word", i), orders.end.acquire)
             if state in ("live", "expected"):
                 is_all_ended = False
-            if state != "dead" or self.told[i] == epoch:
+            if state != "dead" or self.deaths[i] == epoch:
                 continue
             is_unread = yield from self.is_unread(i)
             if is_unread and "look_at_ends does not look after it" not in self.mutation:
                 yield fetch_or("ready", 1 << i, orders.ready.release)  # what it had committed comes first
                 return "nothing"
             del is_unread, state
-            self.told[i] = epoch
+            self.deaths[i] = epoch
             return "told"  # there may be more to tell: seen_changes stays
         if is_all_ended:
             ready = yield load("ready", orders.ready.acquire)

@@ -149,13 +149,13 @@ def test_waiter_stopped_anywhere_does_not_keep_the_others_asleep(waiters: int, r
 def two_ringers(**ringing: object) -> Scene:
     """The first may be stopped anywhere; the second goes through with it."""
 
-    def one() -> Step:
+    def ringer() -> Step:
         yield fetch_add("published", 1)
         yield from ring(**ringing)
 
     processes = [
-        Process("stops", one, may_stop=True),
-        Process("goes on", one),
+        Process("stops", ringer, may_stop=True),
+        Process("goes on", ringer),
         *(Process(f"waiter {i}", partial(waiter, 1 << i, 1)) for i in range(2)),
     ]
     return Scene(MEMORY, processes)

@@ -51,7 +51,7 @@ class Fake:
 
     def __init__(self, script: Callable[[int, dict[str, Any]], Script]) -> None:
         self._script = script
-        self.asked: list[tuple[str, dict[str, Any]]] = []  # path and body
+        self.requests: list[tuple[str, dict[str, Any]]] = []  # path and body
         self.heads: list[str] = []
         self.connections = self.open = self.most_open = 0
 
@@ -67,11 +67,11 @@ class Fake:
         length = next((int(line[15:]) for line in head.split("\r\n") if line.startswith("content-length:")), 0)
         body = json.loads(await reader.readexactly(length) or b"{}")
         self.heads.append(head)
-        self.asked.append((head.split()[1], body))
+        self.requests.append((head.split()[1], body))
         self.open += 1
         self.most_open = max(self.most_open, self.open)
         try:
-            for step in self._script(len(self.asked) - 1, body):
+            for step in self._script(len(self.requests) - 1, body):
                 if step is None:
                     return False
                 if isinstance(step, float):

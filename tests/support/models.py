@@ -358,7 +358,7 @@ class Told(NamedTuple):
 
 def ask(
     device: ModelRunner,
-    asked: Sequence[Asked],
+    requests: Sequence[Asked],
     *,
     slots: int = 4,
     budget: int = 6,
@@ -373,7 +373,7 @@ def ask(
     """
     schedule = BatchState(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
-        max_model_len=longest(asked),
+        max_model_len=longest(requests),
         max_num_batched_tokens=budget,
         has_overlap=depth > 1,
         max_short_prompt=device.max_short_prompt,
@@ -381,14 +381,14 @@ def ask(
     scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
     temperature = 0.0 if seed is None else 1.0
     params = SamplingParams(ignore_eos=True, temperature=temperature, logprobs=logprobs)
-    answers: list[list[int]] = [[] for _ in asked]
-    likely: list[list[float]] = [[] for _ in asked]
+    answers: list[list[int]] = [[] for _ in requests]
+    likely: list[list[float]] = [[] for _ in requests]
     flights: deque[Any] = deque()
     reasons: dict[int, FinishReason] = {}
     number, steps, cached_tokens = 0, itertools.count(1), 0
-    while number < len(asked) or scheduler.open_requests or flights:
-        if number < len(asked):
-            scheduler.submit(_submit(number, asked[number], params, seed or 0, resumed[number] if resumed else []))
+    while number < len(requests) or scheduler.open_requests or flights:
+        if number < len(requests):
+            scheduler.submit(_submit(number, requests[number], params, seed or 0, resumed[number] if resumed else []))
             number += 1
         while len(flights) < depth and scheduler.schedule(plan):
             step = plan.build(1, next(steps))
@@ -408,7 +408,7 @@ def ask(
                 likely[requests[slot]].append(value)
             scheduler.on_result(done)
     # One more was computed before its end was seen.
-    ends = [request.tokens - (len(resumed[at]) if resumed else 0) for at, request in enumerate(asked)]
+    ends = [request.tokens - (len(resumed[at]) if resumed else 0) for at, request in enumerate(requests)]
     answers = [answer[:end] for end, answer in zip(ends, answers, strict=True)]
     likely = [values[:end] for end, values in zip(ends, likely, strict=True)]
     return Told(answers, reasons, cached_tokens, scheduler.preemptions, likely)

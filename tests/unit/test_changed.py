@@ -33,7 +33,7 @@ class Repository:
         self.git("add", "--all")
         self.git("commit", "--quiet", "--message", "x")
 
-    def asked(self, *paths: str) -> int:
+    def status(self, *paths: str) -> int:
         command = ["bash", "scripts/changed", *paths]
         return subprocess.run(command, cwd=self.folder, capture_output=True, timeout=30).returncode
 
@@ -45,39 +45,39 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
 
 
 def test_one_commit_with_nothing_to_compare_it_with_counts_as_changed(repository: Repository) -> None:
-    assert repository.asked("native") == CHANGED
+    assert repository.status("native") == CHANGED
 
 
 def test_a_folder_without_git_counts_as_changed(repository: Repository) -> None:
     shutil.rmtree(repository.folder / ".git")
-    assert repository.asked("native") == CHANGED
+    assert repository.status("native") == CHANGED
 
 
 def test_a_branch_is_compared_with_where_it_left_the_main_branch(repository: Repository) -> None:
     repository.git("switch", "--quiet", "--create", "branch")
     repository.commit("src/module.py", "one")
-    assert (repository.asked("native"), repository.asked("src")) == (UNCHANGED, CHANGED)
+    assert (repository.status("native"), repository.status("src")) == (UNCHANGED, CHANGED)
     repository.git("switch", "--quiet", "main")
     repository.commit("native/core.h", "two")  # which is no change of the branch
     repository.git("switch", "--quiet", "branch")
-    assert repository.asked("native") == UNCHANGED
+    assert repository.status("native") == UNCHANGED
     repository.commit("native/core.h", "three")
-    assert repository.asked("src/other", "native") == CHANGED
+    assert repository.status("src/other", "native") == CHANGED
 
 
 def test_the_main_branch_is_compared_with_the_last_tag_before_it(repository: Repository) -> None:
     repository.git("tag", "v1")
     repository.commit("src/module.py", "one")
     repository.git("tag", "v2")
-    assert (repository.asked("native"), repository.asked("src")) == (UNCHANGED, CHANGED)
+    assert (repository.status("native"), repository.status("src")) == (UNCHANGED, CHANGED)
     repository.commit("native/core.h", "two")
-    assert (repository.asked("native"), repository.asked("src")) == (CHANGED, UNCHANGED)
+    assert (repository.status("native"), repository.status("src")) == (CHANGED, UNCHANGED)
 
 
 @pytest.mark.parametrize("name", ["native/core.h", "native/new.h"])
 def test_what_is_not_committed_is_a_change(repository: Repository, name: str) -> None:
     repository.git("tag", "v1")
     repository.commit("src/module.py", "one")
-    assert repository.asked("native") == UNCHANGED
+    assert repository.status("native") == UNCHANGED
     repository.write(name, "other")
-    assert repository.asked("native") == CHANGED
+    assert repository.status("native") == CHANGED

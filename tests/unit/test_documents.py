@@ -95,7 +95,7 @@ def test_links_of_documents_lead_to_files_of_the_repository() -> None:
 
 
 # ── names ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def told(page: Path) -> set[str]:
+def names_in(page: Path) -> set[str]:
     """What stands in code on a page."""
     return set(re.findall(r"`([^`\n]+)`", page.read_text()))
 
@@ -115,7 +115,7 @@ def test_every_metric_is_explained() -> None:
     board.close()
     names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))
     assert len(names) > 10 and "<!-- metrics -->" in COUNTERS.read_text()
-    rows = [row.strip("| ").split(" | ") for row in made("metrics").splitlines()[2:]]
+    rows = [row.strip("| ").split(" | ") for row in run_module("metrics").splitlines()[2:]]
     assert {row[0].strip("`") for row in rows} == names and all(len(row[1]) > 5 for row in rows)
 
 
@@ -138,13 +138,13 @@ def test_everything_that_inspect_tells_is_explained() -> None:
     columns = {column for table in inspect.tables_of(observed) for column in table.columns}
     names = keys_of(observed) | columns
     assert len(names) > 60
-    assert not names - told(COUNTERS), f"to be explained in {COUNTERS.relative_to(ROOT)}"
+    assert not names - names_in(COUNTERS), f"to be explained in {COUNTERS.relative_to(ROOT)}"
 
 
 def test_every_number_that_an_object_counts_is_explained() -> None:
     counted: tuple[type[msgspec.Struct], ...] = (*(ScopeStats, StoreStats, PoolStats, Holder),)
     for kind in counted:
-        missing = set(kind.__struct_fields__) - told(COUNTERS)
+        missing = set(kind.__struct_fields__) - names_in(COUNTERS)
         assert not missing, f"{kind.__name__}: {missing}"
 
 
@@ -164,7 +164,7 @@ def leaves(command: ArgumentParser, name: str) -> Iterator[tuple[str, ArgumentPa
 
 
 def test_every_command_and_option_is_on_the_page_that_is_made_of_them() -> None:
-    sections = dict(word.split("\n", 1) for word in re.split(r"^## ", made("commands"), flags=re.MULTILINE)[1:])
+    sections = dict(word.split("\n", 1) for word in re.split(r"^## ", run_module("commands"), flags=re.MULTILINE)[1:])
     commands = dict(leaves(parser(), "penstock"))
     assert sections.keys() == commands.keys() and "penstock bench serve" in commands
     for name, command in commands.items():
@@ -209,7 +209,7 @@ def test_environment_variables_are_read_where_they_are_declared() -> None:
 
 
 # ── figures ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def made(module: str) -> str:
+def run_module(module: str) -> str:
     """What one of the programs that write the site writes."""
     done = subprocess.run([sys.executable, MAKING / f"{module}.py"], capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
@@ -239,4 +239,4 @@ def test_every_headline_stands_in_the_entry_of_the_ledger_that_it_names() -> Non
 
 
 def test_the_table_of_the_readme_is_made_of_the_headlines() -> None:
-    assert made("charts").strip() in (ROOT / "README.md").read_text(), "python docs/making/charts.py prints it"
+    assert run_module("charts").strip() in (ROOT / "README.md").read_text(), "python docs/making/charts.py prints it"

@@ -46,7 +46,7 @@ MANY: dict[type[Channel[Any]], dict[str, int]] = {
 }
 
 
-def made(cls: type[Channel[Any]], *type: Any, **options: Any) -> Channel[Any]:
+def create(cls: type[Channel[Any]], *type: Any, **options: Any) -> Channel[Any]:
     return cls(*type, **MANY[cls], **options)
 
 
@@ -61,7 +61,7 @@ def example(type: Any) -> Any:
 @pytest.mark.parametrize("cls", CLASSES)
 @pytest.mark.parametrize("type", CARRIED, ids=str)
 def test_a_channel_carries_what_its_type_says(cls: type[Channel[Any]], type: Any) -> None:
-    with made(cls, type) as channel, channel.open_sender() as sender:
+    with create(cls, type) as channel, channel.open_sender() as sender:
         receivers = [channel.open_receiver() for _ in range(channel.receivers)]
         for send in (sender.send, sender.send_nowait):
             send(example(type))
@@ -74,7 +74,7 @@ def test_a_channel_carries_what_its_type_says(cls: type[Channel[Any]], type: Any
 
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_channel_without_a_type_carries_bytes(cls: type[Channel[Any]]) -> None:
-    with made(cls) as channel, penstock.attach(channel.ticket) as attached:
+    with create(cls) as channel, penstock.attach(channel.ticket) as attached:
         with attached.open_sender() as sender, channel.open_receiver() as receiver:
             sender.send([b"by", b"tes"])
             assert receiver.receive(timeout=5) == b"bytes"
@@ -121,7 +121,7 @@ def test_a_type_that_no_channel_carries_is_refused_with_those_that_it_does(type:
     accepted = "expected bytes, Buffer, a subclass of msgspec.Struct or a union of subclasses (Step | Stop), got "
     for cls in CLASSES:
         with pytest.raises(TypeError, match=re.escape(accepted + repr(type)[:100])):
-            made(cls, type)
+            create(cls, type)
     for carried in CARRIED:
         with penstock.Ring(carried) as channel, pytest.raises(TypeError, match=re.escape(accepted)):
             penstock.attach(channel.ticket, type)
@@ -173,7 +173,7 @@ def test_a_union_that_is_made_with_typing_is_the_same_union() -> None:
 def test_attach_with_another_type_raises_with_the_difference(
     cls: type[Channel[Any]], carried: Any, type: Any, why: str
 ) -> None:
-    with made(cls, carried, name="steps") as channel:
+    with create(cls, carried, name="steps") as channel:
         for where in (channel.ticket, str(channel.ticket)):
             with pytest.raises(LayoutMismatch, match=re.escape(why)):
                 penstock.attach(where, type)
@@ -218,7 +218,7 @@ def echo_all(there: list[Channel[Any]], back: list[Channel[Any]]) -> None:
 @pytest.mark.parametrize("cls", CLASSES)
 def test_a_channel_reaches_a_spawned_process_with_its_type(cls: type[Channel[Any]]) -> None:
     context = multiprocessing.get_context("spawn")
-    there = [made(cls, carried) for carried in CARRIED]
+    there = [create(cls, carried) for carried in CARRIED]
     back = [penstock.Ring(carried) for carried in CARRIED]
     child = context.Process(target=echo_all, args=(there, back))
     child.start()

@@ -87,7 +87,7 @@ class Reached(Exception):
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
+def segment_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
     """What a channel of these options would be made of."""
 
     def create(name: str, shape: dict[str, int], **options: Any) -> NoReturn:
@@ -108,10 +108,10 @@ def given(monkeypatch: pytest.MonkeyPatch) -> Callable[..., dict[str, Any]]:
 @pytest.mark.parametrize("shape", MAKE)
 @pytest.mark.parametrize(("options", "changed"), REACHED, ids=repr)
 def test_each_option_of_each_channel_reaches_its_segment(
-    shape: str, options: dict[str, Any], changed: dict[str, Any], given: Callable[..., dict[str, Any]]
+    shape: str, options: dict[str, Any], changed: dict[str, Any], segment_of: Callable[..., dict[str, Any]]
 ) -> None:
-    without = given(shape)
-    with_it = given(shape, **options)
+    without = segment_of(shape)
+    with_it = segment_of(shape, **options)
     assert with_it == {**without, **changed}
     assert with_it != without
 
@@ -123,13 +123,13 @@ def test_no_option_of_a_channel_is_left_out_above(cls: type) -> None:
     assert taken == {name for options, _ in REACHED for name in options}
 
 
-def test_the_channels_have_the_defaults_that_they_state(given: Callable[..., dict[str, Any]]) -> None:
+def test_the_channels_have_the_defaults_that_they_state(segment_of: Callable[..., dict[str, Any]]) -> None:
     for shape, style, lanes, receivers, capacity in (
         ("ring", 1, 1, 1, 1 << 20),
         ("broadcast", 2, 1, 2, 1 << 20),
         ("inbox", 3, 3, 1, 256 << 10),
     ):
-        result = given(shape)
+        result = segment_of(shape)
         assert (result["name"], result["style"], result["lanes"], result["receivers"]) == (
             shape,
             style,

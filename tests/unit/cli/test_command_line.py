@@ -37,13 +37,13 @@ from penstock.server.cli_args import server_options
     ],
 )
 def test_misspelled_word_is_answered_with_the_nearest_in_one_line(
-    words: list[str], command: str, said: str, capsys: pytest.CaptureFixture[str]
+    words: list[str], command: str, text: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(words)
     assert ended.value.code == 2
     error = capsys.readouterr().err
-    assert error.startswith(f"{command}: error: ") and said in error and error.count("\n") == 1
+    assert error.startswith(f"{command}: error: ") and text in error and error.count("\n") == 1
 
 
 @pytest.mark.parametrize(

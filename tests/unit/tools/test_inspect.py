@@ -79,7 +79,7 @@ def closing(*ends: Any) -> Iterator[None]:
             end.close()
 
 
-def said(level: str, *words: str) -> Callable[[], str]:
+def finding(level: str, *words: str) -> Callable[[], str]:
     """The first sentence of that level with all these words in it, about this process and its children."""
 
     def look() -> str:
@@ -101,11 +101,11 @@ def test_wait_for_a_stopped_receiver_is_shown_with_names_and_lag() -> None:
         eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "live", within=20)
         assert slow.pid is not None
         os.kill(slow.pid, signal.SIGSTOP)
-        text = eventually(said("stuck", "sender 'fast'", "for room in ring 'x'", "stopped"), within=20)
+        text = eventually(finding("stuck", "sender 'fast'", "for room in ring 'x'", "stopped"), within=20)
         assert f"sender 'fast' (pid {fast.pid}) waits for room in ring 'x' since " in text
         assert f"receiver 0 'slow' (pid {slow.pid}, stopped) is 3 records (3." in text
         assert f"kill -CONT {slow.pid}" in text
-        assert said("warning", "'slow'", "is stopped")()
+        assert finding("warning", "'slow'", "is stopped")()
 
 
 def test_two_processes_that_only_send_are_one_deadlock() -> None:
@@ -114,7 +114,7 @@ def test_two_processes_that_only_send_are_one_deadlock() -> None:
         spawn(send_and_never_receive, there, back, "a"),
         spawn(send_and_never_receive, back, there, "b"),
     ):
-        text = eventually(said("deadlock", "'a'", "'b'"), within=20)
+        text = eventually(finding("deadlock", "'a'", "'b'"), within=20)
         assert "waits for room in ring 'there'" in text or "waits for room in ring 'back'" in text
         assert "a deadlock" in text
         sentences = inspect.look(os.getpid())["verdict"]
@@ -129,7 +129,7 @@ def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None
         spawn(pass_on, source, to, answers, "middle"),
         spawn(receive_until_killed, answers, "begin"),
     ):
-        text = eventually(said("stuck", "receiver 'begin'", "receiver 0 'end'"), within=20)
+        text = eventually(finding("stuck", "receiver 'begin'", "receiver 0 'end'"), within=20)
         first, second = text.index("sender 'middle'"), text.index("and itself waits for room in ring 'to'")
         assert text.index("for records of ring 'answers' since") < first < second < text.index("receiver 0 'end'")
         assert "sent last" in text
@@ -139,7 +139,7 @@ def test_a_receiver_with_nothing_to_receive_is_idle_and_nobody_is_alarmed() -> N
     ring = penstock.Ring(name="quiet")
     sender = ring.open_sender(name="us")
     with closing(sender), spawn(receive_until_killed, ring, "them"):
-        text = eventually(said("idle", "receiver 'them'", "ring 'quiet'"), within=20)
+        text = eventually(finding("idle", "receiver 'them'", "ring 'quiet'"), within=20)
         assert "its sender 'us'" in text and "has not sent yet" in text
         assert levels() <= {"idle", "note"}
 
@@ -147,16 +147,16 @@ def test_a_receiver_with_nothing_to_receive_is_idle_and_nobody_is_alarmed() -> N
 def test_who_waits_for_a_sender_that_never_came_is_a_warning() -> None:
     ring = penstock.Ring(name="early")
     with spawn(receive_until_killed, ring, "them"):
-        eventually(said("warning", "receiver 'them'", "its sender has never attached"), within=20)
-        assert said("note", "no sender of ring 'early' has ever attached")()
+        eventually(finding("warning", "receiver 'them'", "its sender has never attached"), within=20)
+        assert finding("note", "no sender of ring 'early' has ever attached")()
 
 
 def test_a_sender_that_waits_for_a_receiver_that_never_came_is_stuck() -> None:
     broadcast = penstock.Broadcast(receivers=2, name="early", capacity=4096)
     with spawn(send_until_killed, broadcast, "them"):
-        text = eventually(said("stuck", "sender 'them'"), within=20)
+        text = eventually(finding("stuck", "sender 'them'"), within=20)
         assert "receiver 0, which has never attached, is 3 records" in text
-        assert said("note", "0, 1 have never attached: 3 records kept for them")()
+        assert finding("note", "0, 1 have never attached: 3 records kept for them")()
 
 
 def answer_once(inbox: Channel, name: str) -> None:
@@ -176,14 +176,14 @@ def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
         eventually(lambda: [item["records"] for item in inbox.snapshot()["receivers"]] == [2], within=20)
         assert bad.pid is not None
         os.kill(bad.pid, signal.SIGSTOP)
-        text = eventually(said("warning", "receiver 'us'", "for records of inbox 'answers'"), within=20)
+        text = eventually(finding("warning", "receiver 'us'", "for records of inbox 'answers'"), within=20)
         assert f"its sender 'bad' (pid {bad.pid}, stopped) sent last " in text
 
 
 def test_an_exhausted_pool_names_who_holds_the_most() -> None:
     pool = lowlevel.Pool.create(1 << 20, name="full")
     with spawn(hold, pool, (1 << 20) - 64) as holder:
-        text = eventually(said("warning", "pool 'full'", "1 time"), within=20)
+        text = eventually(finding("warning", "pool 'full'", "1 time"), within=20)
         assert f"'holder' (pid {holder.pid}) holds 1023.9 KiB of it in 1 block" in text
 
 
@@ -198,7 +198,7 @@ def test_who_waits_for_memory_is_told_with_who_holds_it() -> None:
         eventually(lambda: pool.stats().exhaustions == 1, within=20)
         with spawn(take_and_wait, pool, "taker") as taker:
             text = eventually(
-                said("stuck", f"'taker' (pid {taker.pid}) waits for memory of pool 'full' since"), within=20
+                finding("stuck", f"'taker' (pid {taker.pid}) waits for memory of pool 'full' since"), within=20
             )
             assert f"'holder' (pid {holder.pid}) holds 1023.9 KiB of it in 1 block" in text
     pool.close()
@@ -217,7 +217,7 @@ def test_a_receiver_in_an_event_loop_is_seen_to_wait_too() -> None:
     ring = penstock.Ring(name="x")
     sender = ring.open_sender(name="us")
     with closing(sender), spawn(run_a_loop, ring):
-        eventually(said("idle", "receiver 'loop'", "for records of ring 'x' since"), within=20)
+        eventually(finding("idle", "receiver 'loop'", "for records of ring 'x' since"), within=20)
 
 
 def test_a_process_that_died_is_a_note_that_says_how() -> None:
@@ -227,7 +227,7 @@ def test_a_process_that_died_is_a_note_that_says_how() -> None:
         eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "live", within=20)
         them.kill()
         them.join()
-        eventually(said("note", f"'them' (pid {them.pid}) of ring 'x' died"), within=20)
+        eventually(finding("note", f"'them' (pid {them.pid}) of ring 'x' died"), within=20)
 
 
 def snapshot(name: str, inode: int, **more: Any) -> dict[str, Any]:
@@ -318,10 +318,10 @@ def test_fill_of_a_stopped_peer_is_shown_with_name_and_time(
             assert item["state"] == "filling"
             inspect.show(inspect.look(os.getpid()))
             assert f"being written by 'slow writer' (pid {writer.pid})" in capsys.readouterr().out
-            assert not said("warning", "is being written")(), "it is at work"
+            assert not finding("warning", "is being written")(), "it is at work"
             assert writer.pid is not None
             os.kill(writer.pid, signal.SIGSTOP)
-            text = eventually(said("warning", "is being written"), within=20)
+            text = eventually(finding("warning", "is being written"), within=20)
             assert text.startswith("key cdcdcdcdcdcd… of the store 'images' is being written since ")
             assert f"by 'slow writer' (pid {writer.pid}, stopped)" in text
 
@@ -332,7 +332,7 @@ def test_a_store_that_is_full_of_what_nobody_holds_alarms_nobody() -> None:
             put(pool, number, 100)
         assert levels() <= {"idle"}
         leases = [store_of(pool).get(key(number)) for number in range(4)]
-        assert said("note", "the pool 'images' is nearly exhausted", "4 of 4 blocks")()
+        assert finding("note", "the pool 'images' is nearly exhausted", "4 of 4 blocks")()
         for lease in leases:
             lease.release()
         del lease, leases
@@ -360,7 +360,7 @@ def test_idle_processes_are_one_line_and_the_headline_counts_the_rows(capsys: py
         spawn(receive_until_killed, first, "one reader"),
         spawn(receive_until_killed, second, "another reader"),
     ):
-        eventually(lambda: said("idle", "'one reader'")() and said("idle", "'another reader'")(), within=20)
+        eventually(lambda: finding("idle", "'one reader'")() and finding("idle", "'another reader'")(), within=20)
         snapshot = inspect.look(os.getpid())
         assert len([entry for entry in snapshot["verdict"] if entry["level"] == "idle"]) == 2  # --json has each
         inspect.show(snapshot)

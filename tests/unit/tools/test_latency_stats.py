@@ -12,7 +12,7 @@ from penstock.tools.load.http_client import Failure
 from penstock.tools.load.latency_stats import Figures, Paces, Spread, figures_of
 
 
-def told(*stamps: float, due: float = 10.0, tokens: int | None = None, counts: tuple[int, ...] = ()) -> Outcome:
+def answered(*stamps: float, due: float = 10.0, tokens: int | None = None, counts: tuple[int, ...] = ()) -> Outcome:
     """An answer with events so many seconds after it was due, and whole 0.5 s after the last."""
     done = due + max(stamps, default=0.0) + 0.5
     outcome = Outcome(due, due, [due + stamp for stamp in stamps], list(counts), done, 3)
@@ -29,7 +29,7 @@ def itl(outcome: Outcome) -> list[tuple[float, float]]:
 
 
 def test_with_one_token_an_event_itl_is_the_gap_and_tpot_its_mean() -> None:
-    outcome = told(0.2, 0.3, 0.6, tokens=3)
+    outcome = answered(0.2, 0.3, 0.6, tokens=3)
     assert itl(outcome) == [(0.1, 1), (0.3, 1)]
     result = figures(outcome)
     assert result.ttft is not None and result.tpot is not None and result.latency is not None
@@ -42,45 +42,45 @@ def test_with_one_token_an_event_itl_is_the_gap_and_tpot_its_mean() -> None:
 
 def test_tokens_that_came_in_one_event_share_its_gap() -> None:
     """By the server's own running count: 2, then 4 more, then 1."""
-    outcome = told(0.2, 0.6, 0.7, tokens=7, counts=(2, 6, 7))
+    outcome = answered(0.2, 0.6, 0.7, tokens=7, counts=(2, 6, 7))
     assert itl(outcome) == [(0.1, 4), (0.1, 1)]
     assert figures(outcome).itl == Spread(*[pytest.approx(100)] * 4)
     assert figures(outcome).tpot == Spread(*[pytest.approx(100)] * 4)  # (0.7 - 0.2) / 5: the first two are TTFT's
 
 
 def test_each_token_counts_in_itl_and_not_each_event() -> None:
-    outcome = told(0.1, 0.5, 0.8, tokens=6, counts=(1, 5, 6))
+    outcome = answered(0.1, 0.5, 0.8, tokens=6, counts=(1, 5, 6))
     assert figures(outcome).itl == Spread(*map(pytest.approx, (140, 100, 300, 300)))
 
 
 def test_tokens_without_a_running_count_are_spread_over_the_events() -> None:
-    outcome = told(0.2, 0.6, 0.7, tokens=6)
+    outcome = answered(0.2, 0.6, 0.7, tokens=6)
     assert itl(outcome) == [(0.2, 2), (0.05, 2)]
     tpot = figures(outcome).tpot
     assert tpot is not None and tpot.mean == pytest.approx(1e3 * 0.5 / 4)
 
 
 def test_the_token_that_ends_an_answer_without_a_text_is_in_no_event() -> None:
-    outcome = told(0.1, 0.2, 0.3, tokens=4)
+    outcome = answered(0.1, 0.2, 0.3, tokens=4)
     outcome.has_silent_end = True
     assert itl(outcome) == [(0.1, 1), (0.1, 1)]
 
 
 def test_an_event_that_brought_no_token_lends_its_gap_to_the_next() -> None:
-    outcome = told(0.1, 0.2, 0.4, 0.5, tokens=3, counts=(1, 1, 2, 3))
+    outcome = answered(0.1, 0.2, 0.4, 0.5, tokens=3, counts=(1, 1, 2, 3))
     assert itl(outcome) == [(0.3, 1), (0.1, 1)]
 
 
 def test_events_without_usage_count_as_tokens_and_it_is_said() -> None:
-    result = figures(told(0.1, 0.2), told(0.1, tokens=9))
+    result = figures(answered(0.1, 0.2), answered(0.1, tokens=9))
     assert (result.output_tokens, result.counted_by_events) == (11, 1)
 
 
 def test_one_event_has_a_ttft_and_no_itl_and_none_has_neither() -> None:
-    result = figures(told(0.1, tokens=4))
+    result = figures(answered(0.1, tokens=4))
     assert result.itl is None and result.tpot is None
     assert result.ttft == Spread(*[pytest.approx(100)] * 4)
-    silent = figures(told(tokens=4))
+    silent = figures(answered(tokens=4))
     assert silent.ttft is None and silent.latency is not None and silent.output_tokens == 4
 
 
@@ -94,12 +94,12 @@ def test_quantiles_are_nearest_ranks_and_a_weight_of_three_is_three_values() -> 
 
 
 def test_what_failed_or_was_interrupted_is_counted_and_in_no_figure() -> None:
-    failed = [told(0.1, tokens=5), told(0.1, tokens=5)]
+    failed = [answered(0.1, tokens=5), answered(0.1, tokens=5)]
     failed[0].failure, failed[1].failure = Failure("closed", "first"), Failure("closed", "second")
-    failed.append(told(0.1))
+    failed.append(answered(0.1))
     failed[2].failure = Failure("silent", "third")
     is_open = Outcome(10.0, 10.0, [10.1])
-    result = figures(told(0.2, tokens=2), *failed, is_open)
+    result = figures(answered(0.2, tokens=2), *failed, is_open)
     assert (result.requests, result.failed, result.unfinished, result.output_tokens) == (1, 3, 1, 2)
     told_of = [(error.kind, error.requests, error.example) for error in result.errors]
     assert told_of == [("closed", 2, "first"), ("silent", 1, "third")]
@@ -109,7 +109,7 @@ def test_what_failed_or_was_interrupted_is_counted_and_in_no_figure() -> None:
 
 
 def test_a_request_that_is_sent_late_is_timed_from_when_it_was_due() -> None:
-    outcome = told(0.3, tokens=1)
+    outcome = answered(0.3, tokens=1)
     outcome.sent = outcome.due + 0.2
     result = figures(outcome)
     assert result.ttft is not None and result.ttft.mean == pytest.approx(300)

@@ -109,7 +109,7 @@ def test_no_more_are_open_than_were_asked_for_and_connections_are_kept(tmp_path:
     with answering([HEAD, text(), 0.01, ending(1)]) as (fake, url):
         status, output = bench(url, tmp_path, "--num-prompts", 30, "--max-concurrency", 3)
     assert status == 0 and fake.most_open == fake.connections == output["figures"]["most_open"] == 3
-    assert len(fake.asked) == 30
+    assert len(fake.requests) == 30
 
 
 def test_arrivals_at_a_rate_do_not_wait_for_answers(tmp_path: Path) -> None:
@@ -161,11 +161,11 @@ def test_prompts_have_the_requested_number_of_tokens(tmp_path: Path) -> None:
                 "--ignore-eos",
             )
             assert cli.main(["bench", "serve", "--base-url", f"{url}/v1", "--api-key", "sesame", *options, *more]) == 0
-        assert fake.asked[0] == ("/v1/models", {}) and "authorization: Bearer sesame" in fake.heads[-1]
-        assert len(fake.asked) == 1 + 2 + 3 + 20
-        bodies = [body for _, body in fake.asked[6:]]
+        assert fake.requests[0] == ("/v1/models", {}) and "authorization: Bearer sesame" in fake.heads[-1]
+        assert len(fake.requests) == 1 + 2 + 3 + 20
+        bodies = [body for _, body in fake.requests[6:]]
         sizes = [7 + 2 * len(body["messages"][0]["content"].split()) for body in bodies]
-        assert {path for path, _ in fake.asked[1:]} == {"/v1/chat/completions"}
+        assert {path for path, _ in fake.requests[1:]} == {"/v1/chat/completions"}
         assert 46 <= min(sizes) < 60 and 74 < max(sizes) <= 88
         assert {body["max_tokens"] for body in bodies} <= {5, 6, 7, 8, 9}
         assert all(body["ignore_eos"] and body["stream"] and body["model"] == "theirs" for body in bodies)
@@ -185,7 +185,7 @@ def test_images_are_png_files_of_the_size_asked_for(tmp_path: Path) -> None:
     with answering(GOOD) as (fake, url):
         options = ("--images", "2", "--image-size", "50x33", "--num-prompts", "2", "--model", "m")
         assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
-    parts = [body["messages"][0]["content"] for _, body in fake.asked[2:]]
+    parts = [body["messages"][0]["content"] for _, body in fake.requests[2:]]
     assert [[part["type"] for part in entry] for entry in parts] == [["image_url", "image_url", "text"]] * 2
     urls = [part["image_url"]["url"] for entry in parts for part in entry[:2]]
     assert len(set(urls)) == 4
@@ -214,7 +214,7 @@ def test_videos_are_mp4_files_of_the_size_and_duration_asked_for() -> None:
             "1-3",
         )
         assert cli.main(["bench", "serve", "--base-url", url, *options, "--num-prompts", "3", "--model", "m"]) == 0
-    parts = [body["messages"][0]["content"] for _, body in fake.asked[2:]]
+    parts = [body["messages"][0]["content"] for _, body in fake.requests[2:]]
     assert [[part["type"] for part in entry] for entry in parts] == [["image_url", "video_url", "text"]] * 3
     urls = [entry[1]["video_url"]["url"] for entry in parts]
     assert len(set(urls)) == 3
@@ -240,7 +240,7 @@ def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: P
             "m",
         )
         assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
-    request = [(body["prompt"], body["max_tokens"], body["temperature"]) for _, body in fake.asked]
+    request = [(body["prompt"], body["max_tokens"], body["temperature"]) for _, body in fake.requests]
     assert request == [("one", 128, 0), ([1, 2], 128, 0), ("three", 9, 1.5), ("one", 128, 0)]
 
 
@@ -263,7 +263,7 @@ def test_prompts_may_come_through_a_pipe() -> None:
             assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
     finally:
         os.close(ours)
-    assert [body["prompt"] for _, body in fake.asked] == ["one", "two", "one"]
+    assert [body["prompt"] for _, body in fake.requests] == ["one", "two", "one"]
 
 
 def test_what_makes_no_sense_is_refused_before_anybody_is_asked(
@@ -359,7 +359,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, m
 def test_a_server_that_closes_whatever_it_is_asked_is_not_asked_twice(tmp_path: Path) -> None:
     with answering([None]) as (fake, url):
         status, output = bench(url, tmp_path, "--num-prompts", 5)
-    assert status == 1 and output["figures"]["failed"] == len(fake.asked) == 5
+    assert status == 1 and output["figures"]["failed"] == len(fake.requests) == 5
 
 
 def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
@@ -411,7 +411,7 @@ def test_signal_prints_a_partial_table(numbers: list[signal.Signals], tmp_path: 
         ]
         with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
-                eventually(lambda: len(fake.asked) == 7, within=30)
+                eventually(lambda: len(fake.requests) == 7, within=30)
                 time.sleep(0.1)
                 for number in numbers:
                     process.send_signal(number)

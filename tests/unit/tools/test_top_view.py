@@ -48,7 +48,7 @@ def busy(at: float, name: str = "m") -> ServerSnapshot:
     return msgspec.structs.replace(result, server_info=server_info)
 
 
-def seen(name: str = "m") -> tuple[View, History]:
+def view_and_history(name: str = "m") -> tuple[View, History]:
     result, history = View.after(busy(10.0, name), busy(12.0, name), 5.0), History()
     history.add(result.rates)
     return result, history
@@ -57,12 +57,12 @@ def seen(name: str = "m") -> tuple[View, History]:
 def shown(width: int, height: int, name: str = "m", is_terminal: bool = True, **options: Any) -> list[str]:
     output = {"force_terminal": is_terminal, "color_system": None, "legacy_windows": False, "highlight": False}
     console = Console(file=io.StringIO(), width=width, height=height, **output)
-    console.print(drawn(*seen(name), console, **options))
+    console.print(drawn(*view_and_history(name), console, **options))
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
 def test_memory_of_each_process_is_its_own_and_what_is_shared_stands_once() -> None:
-    result, _ = seen()
+    result, _ = view_and_history()
     known = zero(ProcessView, role="core", pid=1, state="serves", private_nbytes=3 << 20)
     gone = zero(ProcessView, role="core", index=1, state="gone", private_nbytes=None)
     moment = msgspec.structs.replace(result.moment, processes=(known, gone), shared_nbytes=5 << 30)

@@ -205,10 +205,10 @@ def test_a_host_without_a_port_is_open_at_the_ports_of_its_schemes_alone() -> No
     assert request == [("example.org", 80), ("example.org", 443), ("example.org", 443)]
 
 
-@pytest.mark.parametrize("host", ["", "a/b", "http://a", "u@a", "a b", "a:x", "a:99999", "a:0", "*.a?", "é", "[::1"])
-def test_what_is_no_host_is_refused_where_it_is_said(host: str) -> None:
+@pytest.mark.parametrize("address", ["", "a/b", "http://a", "u@a", "a b", "a:x", "a:99999", "a:0", "*.a?", "é", "[::1"])
+def test_what_is_no_host_is_refused_where_it_is_said(address: str) -> None:
     with pytest.raises(ValueError):
-        ServerOptions(allowed_media_domains=(host,))
+        ServerOptions(allowed_media_domains=(address,))
 
 
 def test_hosts_are_told_apart_by_name_and_port() -> None:

@@ -76,13 +76,13 @@ ONLY_PARTS = (
 
 
 @pytest.mark.parametrize(
-    ("said", "of_parts", "of_an_image"),
+    ("source", "of_parts", "of_an_image"),
     [(TEMPLATE, "hi\nhi", "hi\nhi"), (EITHER, "hihi", "hi<image>hi"), (ONLY_PARTS, "hihi", "<image>hihi")],
     ids=["text", "either", "parts"],
 )
 def test_a_template_is_told_what_is_said_as_it_takes_it(
-    said: str, of_parts: str, of_an_image: str, tmp_path: Path
+    source: str, of_parts: str, of_an_image: str, tmp_path: Path
 ) -> None:
-    result = template(tmp_path, chat_template=said)
+    result = template(tmp_path, chat_template=source)
     for content, expected in (("hi", "hi"), ([TEXT, TEXT], of_parts), ([TEXT, IMAGE, TEXT], of_an_image)):
         assert result.prompt([{"role": "user", "content": content}], False, {}) == expected

@@ -18,7 +18,7 @@ URL = "data:image/png;base64," + "iVBORw0KGgo/" * (LONG // 8)
 SHORT = URL[:200]
 
 
-def said(*parts: Any, **more: Any) -> bytes:
+def chat_body(*parts: Any, **more: Any) -> bytes:
     return json.dumps({"messages": [{"role": "user", "content": list(parts)}], **more}).encode()
 
 
@@ -65,7 +65,7 @@ def lengths(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 
 def test_the_decoder_sees_nothing_of_long_images(lengths: list[int]) -> None:
-    body = said(text("what is"), image(), image(SHORT), image(URL + "AAAA"), text("?"), max_tokens=3)
+    body = chat_body(text("what is"), image(), image(SHORT), image(URL + "AAAA"), text("?"), max_tokens=3)
     assert decoded(body, ChatRequest) == whole(body)
     assert decoded(bytearray(body), ChatRequest) == whole(body)
     decoded(body, TokenizeRequest)
@@ -73,22 +73,22 @@ def test_the_decoder_sees_nothing_of_long_images(lengths: list[int]) -> None:
 
 
 def test_a_slash_may_be_written_with_a_backslash(lengths: list[int]) -> None:
-    body = said(image(), text("/")).replace(b"/", b"\\/").replace(b"data:image\\/", b"data:image/")
-    assert decoded(body, ChatRequest) == whole(body) == whole(said(image(), text("/")))
+    body = chat_body(image(), text("/")).replace(b"/", b"\\/").replace(b"data:image\\/", b"data:image/")
+    assert decoded(body, ChatRequest) == whole(body) == whole(chat_body(image(), text("/")))
     assert max(lengths) < 2000
 
 
 @pytest.mark.parametrize(
     "body",
     [
-        said(text(URL)),
-        said(text(f'"{URL}"')),
-        said(text(f'\\"{URL}')),
-        said(text("a"), image(), chat_template_kwargs={"picture": URL}),
-        said(text("a"), image(), user="x", unknown=[URL, {URL: URL}]),
-        said(image("x" + URL), image(URL + "\x00"), image(URL + "é"), image(URL + "\\")),
-        said(image(URL + '"')),
-        said(image(), text("data:image/"), text('"data:image/')),
+        chat_body(text(URL)),
+        chat_body(text(f'"{URL}"')),
+        chat_body(text(f'\\"{URL}')),
+        chat_body(text("a"), image(), chat_template_kwargs={"picture": URL}),
+        chat_body(text("a"), image(), user="x", unknown=[URL, {URL: URL}]),
+        chat_body(image("x" + URL), image(URL + "\x00"), image(URL + "é"), image(URL + "\\")),
+        chat_body(image(URL + '"')),
+        chat_body(image(), text("data:image/"), text('"data:image/')),
     ],
 )
 def test_what_looks_like_an_image_elsewhere_stays_what_it_is(body: bytes) -> None:
@@ -98,11 +98,11 @@ def test_what_looks_like_an_image_elsewhere_stays_what_it_is(body: bytes) -> Non
 @pytest.mark.parametrize(
     "body",
     [
-        said(image())[:-1],
-        said(image())[: len(URL) // 2],
-        said(image()).replace(b'iVBORw0KGgo/"', b'iVBORw0KGgo/"x'),
+        chat_body(image())[:-1],
+        chat_body(image())[: len(URL) // 2],
+        chat_body(image()).replace(b'iVBORw0KGgo/"', b'iVBORw0KGgo/"x'),
         b'{"messages":[], "a": "' + URL.encode() + b'"' + URL.encode() + b'"}',
-        said(image(), n="two"),
+        chat_body(image(), n="two"),
         URL.encode(),
         b'"' + URL.encode() + b'"',
     ],
@@ -116,7 +116,7 @@ def test_what_is_wrong_is_told_with_the_places_of_the_whole(body: bytes) -> None
 
 
 def test_no_client_can_write_a_mark() -> None:
-    (first,), (second,) = (extract_data_urls(said(image()))[1] for _ in range(2))
+    (first,), (second,) = (extract_data_urls(chat_body(image()))[1] for _ in range(2))
     assert first != second and len(first) > 32
 
 
@@ -130,14 +130,14 @@ def test_bodies_of_all_kinds_are_decoded_as_if_in_one() -> None:
         lambda: text('"' * chance.randrange(5) + "\\" * chance.randrange(5) + chance.choice([URL, SHORT, "é"])),
     )
     for _ in range(100):
-        body = said(*(chance.choice(makers)() for _ in range(chance.randrange(1, 8))))
+        body = chat_body(*(chance.choice(makers)() for _ in range(chance.randrange(1, 8))))
         body = body.replace(b'"url": "', chance.choice([b'"url": "', b'"url":"', b'"url" :\n"']))
         assert decoded(body, ChatRequest) == whole(body), seed
 
 
 def test_long_videos_are_cut_out_as_images_are(lengths: list[int]) -> None:
     url = "data:video/mp4;base64," + "AAAAGGZ0eXBt" * (LONG // 8)
-    body = said(image(), {"type": "video_url", "video_url": {"url": url}}, text("what?"))
+    body = chat_body(image(), {"type": "video_url", "video_url": {"url": url}}, text("what?"))
     (message,) = decoded(body, ChatRequest).messages
     assert isinstance(message.content, list)
     kinds = [type(part).__name__ for part in message.content]

@@ -29,7 +29,7 @@ from tests.support.sights import Sight
 from tests.support.videos import video
 from tests.unit.engine.media.test_image_processor import picture
 from tests.unit.engine.media.test_media_urls import data_url
-from tests.unit.server.images.test_image_prompts import Scene, asked, part, scene_of, text
+from tests.unit.server.images.test_image_prompts import Scene, chat_request, part, scene_of, text
 
 CLIP = {"type": "video_url", "video_url": {"url": data_url(video(frames=20), "video/mp4")}}
 OTHER = {"type": "video_url", "video_url": {"url": data_url(video(frames=60), "video/mp4")}}
@@ -109,7 +109,7 @@ def test_tensors_that_travel_inline_count_until_their_request_ends(qwen: Path) -
         config, budget = EngineConfig(model=str(qwen)), MediaBudget(256 << 20)
         media = build_media_prompts(config, ServerOptions(), None, budget=budget)
         with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
-            conversation = Conversation.of(asked(part(picture(16, 16))).messages)
+            conversation = Conversation.of(chat_request(part(picture(16, 16))).messages)
             prompt = await reader.conversation(conversation, True, {})
             ((item, *_),) = prompt.items
             assert item.is_inline and budget.decoded.held == item.nbytes
@@ -139,7 +139,7 @@ def test_media_are_counted_by_how_they_travel(qwen: Path) -> None:
         row = ProcessCounters(memoryview(bytearray(8 * ProcessCounters.total_words(1))).cast("Q"))
         media = build_media_prompts(config, ServerOptions(), None, row=row)
         with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
-            conversation = Conversation.of(asked(part(picture(16, 16)), part(picture(16, 16, seed=1))).messages)
+            conversation = Conversation.of(chat_request(part(picture(16, 16)), part(picture(16, 16, seed=1))).messages)
             prompt = await reader.conversation(conversation, True, {})
             counted = dict(
                 zip(ITEM_FIELDS.values(), (row[row.ITEMS + at] for at in range(len(ITEM_FIELDS))), strict=True)

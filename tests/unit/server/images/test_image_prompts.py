@@ -63,7 +63,7 @@ class Scene:
         self.reader = PromptBuilder(config, build_tokenizer(config), images)
 
     async def prompt(self, *parts: dict[str, Any]) -> Prompt:
-        output = Conversation.of(asked(*parts).messages)
+        output = Conversation.of(chat_request(*parts).messages)
         return await self.reader.conversation(output, True, {})
 
     async def length(self, *parts: dict[str, Any]) -> int:
@@ -79,7 +79,7 @@ class Scene:
         must_be_held_by_nobody(self.store)
 
 
-def asked(*parts: dict[str, Any]) -> ChatRequest:
+def chat_request(*parts: dict[str, Any]) -> ChatRequest:
     return decoded(json.dumps({"messages": [{"role": "user", "content": list(parts)}]}).encode(), ChatRequest)
 
 
@@ -248,11 +248,11 @@ def test_a_model_that_takes_no_images_says_so() -> None:
 
     async def look() -> None:
         with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
-            output = Conversation.of(asked(text("a"), SMALL).messages)
+            output = Conversation.of(chat_request(text("a"), SMALL).messages)
             with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
                 await reader.conversation(output, True, {})
             assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
-            words = Conversation.of(asked(text("a"), text("b")).messages)
+            words = Conversation.of(chat_request(text("a"), text("b")).messages)
             assert (await reader.conversation(words, True, {})).ids == list(b"user: a\nb\nassistant:")
 
     asyncio.run(look())
