@@ -40,7 +40,7 @@ def row_of(action: argparse.Action) -> str:
     )
     takes_one = action.nargs != 0 and not isinstance(action, argparse.BooleanOptionalAction)
     names = [f"{name} {value}" if takes_one else name for name in action.option_strings] or [value]
-    text = (action.help or "").replace("%(default)s", str(action.default))
+    text = (action.help or "") % vars(action)
     return f"| {', '.join(f'`{escaped(name)}`' for name in names)} | {escaped(text)} |"
 
 

@@ -76,6 +76,9 @@ class OptionField(NamedTuple):
     def help(self) -> str:
         return _help_texts(self.config)[self.name]
 
+    def __str__(self) -> str:
+        return self.help  # argparse fills `%(field)s` in when help is printed: the text is parsed from the source
+
     @property
     def dest(self) -> str:
         return (self.option.name or self.name).replace("-", "_")
@@ -122,7 +125,7 @@ class OptionField(NamedTuple):
         option, default = self.option, self._command_line_default()
         unit = f" {option.unit.name}" if option.unit is not None else ""
         text = ("on" if default else "off") if self.type is bool else option.if_absent or f"%(default)s{unit}"
-        settings: dict[str, Any] = {"default": default, "help": f"{self.help} (default: {text})"}
+        settings: dict[str, Any] = {"default": default}
         if self.type is bool:
             settings["action"] = option.action or argparse.BooleanOptionalAction
         elif option.choices and not option.metavar:
@@ -132,7 +135,8 @@ class OptionField(NamedTuple):
             settings["type"] = option.parse or (self.type if self.type in NUMBERS else str)
             settings |= {key: value for key in ("nargs", "action") if (value := getattr(option, key)) is not None}
         names = [self.dest] if option.nargs == "?" else [self.flag, option.short]
-        add_argument(*filter(None, names), **settings)
+        action = add_argument(*filter(None, names), **settings)
+        action.field, action.help = self, f"%(field)s (default: {text})"
 
     def _command_line_default(self) -> Any:
         """Returns the default in the option's unit; None: the option has none."""
@@ -187,7 +191,7 @@ def _help_texts(config: type[msgspec.Struct]) -> dict[str, str]:
 
 @functools.cache
 def _class_bodies(module: str) -> dict[str, list[ast.stmt]]:
-    """Returns the statements of each class of a module. Every command starts with this, so a file is parsed once."""
+    """Returns the statements of each class of a module. The file of several configs is parsed once."""
     nodes = ast.parse(inspect.getsource(sys.modules[module])).body
     return {node.name: node.body for node in nodes if isinstance(node, ast.ClassDef)}
 

@@ -13,11 +13,11 @@ import numpy as np
 import numpy.typing as npt
 import torch
 from torch import Tensor, nn
-from transformers.activations import SiLUActivation
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
 from penstock.engine.worker.cpu_tensors import huge_pages, rows_of
+from penstock.engine.worker.stock import SiLUActivation
 
 PANEL = 16  # outputs of a panel of packed weights
 ALIGNED = 32  # elements: 64 bytes

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
@@ -18,6 +17,7 @@ from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_linear import pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
+from penstock.engine.worker.stock import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices
 

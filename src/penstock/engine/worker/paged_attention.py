@@ -15,13 +15,13 @@ import numpy.typing as npt
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from transformers import AttentionInterface
 
 from penstock.engine import _native
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
 from penstock.engine.worker.cpu_tensors import huge_pages
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
+from penstock.engine.worker.stock import AttentionInterface
 
 NAME = "penstock"  # of this attention in transformers' registry; no mask function has this name, so no mask is built
 MAX_GATHERED = 1 << 16  # positions with keys and values gathered at a time: the copy is short-lived, but large

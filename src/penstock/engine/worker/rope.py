@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from penstock.engine.protocol.columns import Index
 from penstock.engine.worker.input_batch import InputBatch
+from penstock.engine.worker.stock import ROPE_INIT_FUNCTIONS
 
 LONG = "longrope"
 

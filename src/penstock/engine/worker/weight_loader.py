@@ -14,17 +14,17 @@ from typing import Any
 import torch
 from safetensors import safe_open
 from torch import Tensor, nn
-from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.core_model_loading import (
+
+from penstock.engine.cluster.weight_files import read_weights
+from penstock.engine.worker.stock import (
     Concatenate,
     MergeModulelist,
     WeightConverter,
     WeightRenaming,
     dot_natural_key,
+    get_model_conversion_mapping,
     rename_source_key,
 )
-
-from penstock.engine.cluster.weight_files import read_weights
 from penstock.engine.worker.weight_slices import FIRST_ONLY, WeightSlice
 
 

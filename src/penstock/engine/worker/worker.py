@@ -42,10 +42,12 @@ FLIGHT_POLL_S = 0.0002  # seconds between looks at a flight with unknown end
 
 def run(cluster: Cluster, me: ProcessId) -> Worker:
     """Runs a worker until the core sends Stop. Returns it: its ends stay open."""
+    gc.disable()  # imports make objects that stay: collections would be a fifth of the start
     with starting():
         device = device_of(cluster, me)
     worker = Worker(cluster, me, device)
     gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
+    gc.enable()
     worker.run()
     if isinstance(device, SimulatedRunner):
         event("device stopped", busy=device.busy, idle=device.idle, idle_share=device.idle_share)
