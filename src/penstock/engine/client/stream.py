@@ -91,6 +91,7 @@ class OutputStream:
         self._error: EngineError | None = None
         self._is_aborted = False
         self._waiter: asyncio.Future[None] | None = None
+        self._deliver: Callable[[OutputChunk], bool] | None = None
         self._alarm: asyncio.TimerHandle | None = None
         self._on_abort: Callable[[OutputStream], None] | None = None
 
@@ -106,6 +107,16 @@ class OutputStream:
     def is_over(self) -> bool:
         """Returns whether the last chunk has come, or the request has failed or was aborted."""
         return self._open_samples == 0 or self._error is not None or self._is_aborted
+
+    def deliver_to(self, deliver: Callable[[OutputChunk], bool]) -> None:
+        """Passes each further chunk, but the last of a sample, to `deliver` as soon as it comes, if the stream
+        `is_awaited`. The reader gets a chunk for which `deliver` returns False."""
+        self._deliver = deliver
+
+    @property
+    def is_awaited(self) -> bool:
+        """Returns whether the reader waits for a chunk, and so has handled all chunks before."""
+        return self._waiter is not None and not self._waiter.done()
 
     def abort(self) -> None:
         """Ends the request; chunks that have come can still be read."""
@@ -162,6 +173,8 @@ class OutputStream:
                 self.submitted.finish(chunk.sample)
         if chunk.cached:
             self.cached_tokens = chunk.cached
+        if self._deliver is not None and self.is_awaited and chunk.reason is None and self._deliver(chunk):
+            return
         last = self._chunks[-1] if self._chunks else None
         if last is not None and last.sample == chunk.sample and last.logprobs is None and chunk.logprobs is None:
             last.utf8 += chunk.utf8
@@ -199,7 +212,7 @@ class OutputStream:
         if self._alarm is not None:
             self._alarm.cancel()
             self._alarm = None
-        self.submitted = None
+        self.submitted = self._deliver = None
         if self._scope is not None:
             self._scope.release()
             self._scope = None

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import time
 from collections import Counter
@@ -33,6 +34,7 @@ HEADERS = [
     (b"x-accel-buffering", b"no"),  # or nginx keeps the events back
 ]
 DONE = b"data: [DONE]\n\n"
+WRITE_CHUNK = "penstock.write_chunk"  # ASGI extension: `HttpExchange.write_chunk`
 
 
 def engine_failed(error: EngineError, request_id: str) -> ApiError:
@@ -162,6 +164,10 @@ class RequestStreams:
         self._scopes = scopes
         self._room = asyncio.Semaphore(max_open)
 
+    @property
+    def is_single(self) -> bool:
+        return len(self._submits) == 1
+
     def release(self) -> None:
         for scope in self._scopes:
             scope.release()
@@ -171,7 +177,7 @@ class RequestStreams:
 
         Raises EngineError.
         """
-        if len(self._submits) == 1:  # as most requests are: each chunk goes through one generator less
+        if self.is_single:  # as most requests are: each chunk goes through one generator less
             async with await self._submits[0]() as stream:
                 self.streams[0] = stream
                 async for chunk in stream:
@@ -229,13 +235,20 @@ class SSEResponse:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
-            last = await cancel_on_disconnect(receive, self._send_chunks(send))
+            write = scope.get("extensions", {}).get(WRITE_CHUNK)
+            last = await cancel_on_disconnect(receive, self._send_chunks(send, write))
         finally:
             self._batch.release()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
-    async def _send_chunks(self, send: Send) -> bytes:
-        """Sends all events but the last one, which it returns."""
+    def _deliver(self, stream: OutputStream, write: Callable[[bytes], bool], chunk: OutputChunk) -> bool:
+        if chunk.utf8 and not write(chunk.utf8):
+            return False
+        self._latencies.chunk(stream, chunk)
+        return True
+
+    async def _send_chunks(self, send: Send, write: Callable[[bytes], bool] | None) -> bytes:
+        """Sends all events but the last one, which it returns. `write` sends without this task; None: there is none."""
         has_begun = False
         try:
             with self._latencies.watching(self._batch):
@@ -245,6 +258,9 @@ class SSEResponse:
                         if not has_begun:
                             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                             has_begun = True
+                            if write is not None and self._batch.is_single:
+                                stream = self._batch.streams[prompt]
+                                stream.deliver_to(functools.partial(self._deliver, stream, write))
                         if chunk.utf8:
                             await send({"type": "http.response.body", "body": chunk.utf8, "more_body": True})
         except EngineError as error:

@@ -16,6 +16,7 @@ from typing import Protocol
 from starlette.types import ASGIApp, Message, Scope
 
 from penstock.engine.cluster.logs import event
+from penstock.server.chat.streaming import WRITE_CHUNK
 from penstock.server.errors import ApiError
 
 STATUS_LINES = {
@@ -102,6 +103,8 @@ class HttpExchange:
     # ── the application ──
     async def run(self, app: ASGIApp) -> None:
         """An exception of the application ends the connection; the client gets a 500 where no response has begun."""
+        extensions = self.scope.setdefault("extensions", {})
+        extensions[WRITE_CHUNK] = self.write_chunk
         try:
             await app(self.scope, self.receive, self.send)
             if not self.is_complete and not self.is_disconnected:
@@ -113,6 +116,8 @@ class HttpExchange:
             what, trace = f"{type(error).__name__}: {error}", traceback.format_exc()
             event("request failed", logging.ERROR, request_id=request_id, error=what, trace=trace)
             self._carrier.fail(self, ApiError(500, f"the server has failed; its log says how, of request {request_id}"))
+        finally:
+            del extensions[WRITE_CHUNK]  # or scope and exchange would wait for the garbage collector
         if self.is_complete and not self.is_disconnected:
             if self._last:
                 self._carrier.write(self._last)
@@ -144,6 +149,14 @@ class HttpExchange:
             self._send_body(message.get("body", b""), message.get("more_body", False))
         else:
             raise RuntimeError(f"{kind} is out of order")
+
+    def write_chunk(self, body: bytes) -> bool:
+        """Writes a part of a body that has begun, past all middleware and without a task. Returns False if `send` must
+        do it: the body has not begun, the connection takes no more now, or the client has gone."""
+        if not self.has_begun or self.is_complete or self.is_disconnected or self._carrier.is_write_paused:
+            return False
+        self._send_body(body, True)
+        return True
 
     def _frame(self, status: int, headers: Iterable[tuple[bytes, bytes]]) -> bytes:
         """Returns the head of the response. Its body is framed by a length, by chunks, or by the connection's end."""

@@ -17,6 +17,7 @@ from penstock.engine.cluster.counter import Counter
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.server.chat.streaming import (
+    WRITE_CHUNK,
     LatencyRecorder,
     RequestStreams,
     SSEResponse,
@@ -58,6 +59,11 @@ class Connection:
     @property
     def body(self) -> bytes:
         return b"".join(item.get("body", b"") for item in self.sent)
+
+
+async def eventually(condition: Callable[[], bool]) -> None:
+    while not condition():
+        await asyncio.sleep(0)
 
 
 def answer(
@@ -128,6 +134,36 @@ async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> Non
     assert parsed["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert (b"x-accel-buffering", b"no") in connection.sent[0]["headers"]  # a proxy passes events on as they come
     assert connection.sent[0]["status"] == 200 and connection.sent[-1]["more_body"] is False
+
+
+@in_a_loop
+async def test_chunks_after_the_first_are_written_without_the_task() -> None:
+    connection, stream = Connection(), answer(OutputChunk(0, b"1", [1]))[0]
+    events = SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")
+    is_full = False
+    written: list[bytes] = []
+
+    def write(body: bytes) -> bool:
+        if not is_full:
+            connection.sent.append({"body": body})
+            written.append(body)
+        return not is_full
+
+    scope = {"extensions": {WRITE_CHUNK: write}}
+    answering = asyncio.ensure_future(events(scope, connection.receive, connection.send))
+    await eventually(lambda: connection.body == b"1")
+    await eventually(lambda: stream.is_awaited)
+    for number in (b"2", b"3"):  # no other task runs between them
+        stream.add(OutputChunk(0, number, [1]))
+    assert written == [b"2", b"3"]
+    is_full = True
+    stream.add(OutputChunk(0, b"4", [1]))
+    is_full = False
+    stream.add(OutputChunk(0, b"5", [1]))  # waits for the task, which has not sent the chunk before
+    stream.add(OutputChunk(0, b"6", [1], FinishReason.STOP))
+    await answering
+    assert written == [b"2", b"3"] and connection.body == b"123456data: [DONE]\n\n"
+    assert stream.completion_tokens == 6
 
 
 @in_a_loop
