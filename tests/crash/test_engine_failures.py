@@ -251,6 +251,20 @@ def test_unit_that_fails_again_and_again_starts_after_longer_pauses() -> None:
     assert pauses(2, True, 5.0) == [0.1, 0.5], "kills from outside are no failures"
 
 
+@pytest.mark.parametrize("lived", [30.0, 1e6])
+def test_back_off_forgets_failures_before_a_long_life_ended_from_outside(lived: float) -> None:
+    back_off = BackOff()
+    for is_failed_start in (False, True):
+        for _ in range(5):
+            back_off.count(is_failed_start, 5.0, is_from_outside=False)
+        assert back_off.seconds == (4.0 if is_failed_start else 2.0)
+        back_off.count(False, lived, is_from_outside=True)
+        back_off.count(False, 5.0, is_from_outside=False)
+        assert back_off.seconds == 0.0, "the first failure in a while"
+    back_off.count(True, 5.0, is_from_outside=False)
+    assert back_off.seconds == 0.1
+
+
 def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     Ring = penstock.Ring
 

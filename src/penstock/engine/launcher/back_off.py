@@ -1,7 +1,7 @@
 """How long a process waits before it is started again: longer, the more often it has failed or died early in a row.
 
 A kill from outside says nothing about the next start, so only failures of the process itself, kills for want of memory,
-and kills that may have been for want of memory are counted.
+and kills that may have been for want of memory are counted. A life that was long enough ends the row, whatever ended it.
 """
 
 from __future__ import annotations
@@ -25,11 +25,15 @@ class BackOff:
     def count(self, is_failed_start: bool, lived: float, *, is_from_outside: bool) -> None:
         """Counts an end after `lived` seconds. `is_failed_start`: the unit has not served. `is_from_outside`: another
         process is known to have ended it."""
-        self.failed_starts = self.failed_starts + 1 if is_failed_start else 0
         self._lived, self._is_counted = lived, not is_from_outside
+        if not is_failed_start:
+            self.failed_starts = self._failures = 0
+        if lived >= HEALTHY_UPTIME:
+            self.short_lives = 0
+        self.failed_starts += is_failed_start
         if self._is_counted:
-            self._failures = self._failures + 1 if is_failed_start else 0
-            self.short_lives = self.short_lives + 1 if lived < HEALTHY_UPTIME else 0
+            self._failures += is_failed_start
+            self.short_lives += lived < HEALTHY_UPTIME
 
     @property
     def seconds(self) -> float:

@@ -175,6 +175,7 @@ class ProcessGroup:
         """Expects the processes of a group that serves to end in peace: its servers submit its open requests again. It
         starts again when all processes have ended."""
         self._is_planned = self._is_broken = self._has_served = self._is_cause_due = True
+        self._is_failed_start, self._lived = False, time.monotonic() - self._started
         self._lives.cancel()
         self._loss.plan()
         self._publish_cause()
@@ -260,9 +261,8 @@ class ProcessGroup:
                 child.signal(signal.SIGKILL)
 
     def _all_ended(self) -> None:
-        if not self._is_planned:
-            is_own = self._is_start_refused or self._loss.cause == Cause.ITSELF or not self._loss.is_oom_counted
-            self._back_off.count(self._is_failed_start, self._lived, is_from_outside=not is_own)
+        is_own = self._is_start_refused or self._loss.cause == Cause.ITSELF or not self._loss.is_oom_counted
+        self._back_off.count(self._is_failed_start, self._lived, is_from_outside=self._is_planned or not is_own)
         failures = self._back_off.failed_starts
         if self.is_group:
             self._launcher.board.begin(self._group)
