@@ -19,7 +19,7 @@ import numpy as np
 from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
 from penstock.engine.client.blame import Blame
 from penstock.engine.client.core_senders import CoreSenders, GroupLost
-from penstock.engine.client.group_return import GroupReturn
+from penstock.engine.client.group_return import GroupReturn, NoGroupServes
 from penstock.engine.client.migration import Migration, ModelChanged
 from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
@@ -204,7 +204,12 @@ class Client:
                 raise self._end
             if self._board.is_draining:
                 raise EngineError(503, "the engine is shutting down, and accepts no more requests")
-            place = (stream := self._open_stream(submitted, scope)).place
+            try:
+                place = (stream := self._open_stream(submitted, scope)).place
+            except NoGroupServes:
+                if self.can_submit or self._group_return.is_due():  # a group was lost after the wait
+                    continue
+                raise
             try:
                 await self._send_submit(stream, submitted.submit(stream.request), deadline)
                 return stream
@@ -217,7 +222,7 @@ class Client:
                 raise
 
     def _open_stream(self, submitted: SubmittedRequest, scope: Scope | None) -> OutputStream:
-        """Returns the stream of a request at a group that serves. Raises EngineError if none serves."""
+        """Returns the stream of a request at a group that serves. Raises NoGroupServes."""
         prompt, params = submitted.first.prompt, submitted.first.params
         place = self._choose(submitted)
         is_kept = self._config.migration_limit > 0
@@ -228,11 +233,11 @@ class Client:
         return stream
 
     def _choose(self, submitted: SubmittedRequest) -> Placement:
-        """Returns a group for a request, and a new number. Raises EngineError if none serves, and ModelChanged."""
+        """Returns a group for a request, and a new number. Raises NoGroupServes, and ModelChanged."""
         serving = self.groups_for(submitted)
         models = self._models(serving)
         if not models:
-            raise EngineError(503, "no group of the engine serves now: send the request again")
+            raise NoGroupServes(503, "no group of the engine serves now: send the request again")
         if submitted.has_begun:
             models = {group: model for group, model in models.items() if model == submitted.model}
             if not models:

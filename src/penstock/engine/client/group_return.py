@@ -13,6 +13,10 @@ from penstock.engine.cluster.topology import AGAIN
 from penstock.engine.protocol.config import EngineConfig
 
 
+class NoGroupServes(EngineError):
+    """No group serves at the moment."""
+
+
 class GroupReturn:
     """The return of a group to which one client can submit. One task reads the boards for all requests that wait."""
 

@@ -545,6 +545,24 @@ async def test_new_request_waits_when_the_client_sees_a_death_before_launcher() 
 
 
 @in_a_loop
+async def test_new_request_waits_when_its_group_is_lost_while_it_is_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with engine() as ([group], client):
+        models = client._models
+
+        def lose_group(serving: dict[int, int]) -> dict[int, int]:
+            monkeypatch.setattr(client, "_models", models)
+            group.lose()
+            return models(serving)
+
+        monkeypatch.setattr(client, "_models", lose_group)
+        newcomer = submitting(client)
+        await until(lambda: newcomer.done() or client.queue_counters[QueueCounters.WAITING] == 1)
+        group.serve()
+        (await newcomer).abort()
+        await group.submitted()
+
+
+@in_a_loop
 async def test_new_request_waits_for_the_queue_timeout_at_most() -> None:
     async with engine(queue_timeout=0.2) as ([group], client):
         group.lose()
