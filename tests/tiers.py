@@ -56,6 +56,7 @@ NODE_BLOWS              = choose(7,       300,     3_000)      # test_node_campa
 NODE_RESETS             = choose(3,       100,     1_000)      # test_remote_groups: of the connection to a node
 BRIDGE_DEATHS           = choose(1,       40,      1_000)      # test_bridge: of each side of a link
 PIPE_DEATHS             = choose(20,      1_000,   10_000)     # test_wake_up_pipes: of receivers in event loops
+SERVED_DEATHS           = choose(0,       34,      1_000)      # test_server_descriptors: of each kind of process
 VLLM_DEATHS             = choose(20,      1_000,   10_000)     # test_queue_deaths: of users of vLLM's queue
 VLLM_IMAGE_ABORTS       = choose(60,      1_000,   10_000)     # test_serving_images: requests with clients that go
 # property: examples of hypothesis, and seeds of traces

@@ -1,4 +1,5 @@
-"""A server without free descriptors, or with refused clients that have gone, logs a line and goes on."""
+"""A server without free descriptors, or with refused clients that have gone, logs a line and goes on. No process of a
+server keeps descriptors of the processes that have died beside it."""
 
 import contextlib
 import json
@@ -12,13 +13,20 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
+from penstock.server.status.snapshot import ProcessView
+from penstock.server.status.snapshot_reader import SnapshotReader
+from tests import tiers
 from tests.conftest import eventually
+from tests.support.command import SERVE, ServerClient, started
 from tests.support.engine import START
 
 pytest.importorskip("httptools")
 
+SETTLED = 4  # deaths, after which a process has opened what it keeps
+MAX_GROWTH = 5  # descriptors: each process that has come since has its own of some
 ASKING = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
@@ -113,3 +121,52 @@ def answers(port: int) -> int | None:
     with contextlib.suppress(KeyError, ValueError, OSError):
         return server_of(port)
     return None
+
+
+class Victims:
+    """The processes of a role, which are killed one after the other while the others go on."""
+
+    def __init__(self, client: ServerClient, role: str) -> None:
+        self._client = client
+        self._role = role
+
+    def _processes(self) -> tuple[ProcessView, ...]:
+        return SnapshotReader(self._client.pid).take().processes
+
+    def kill(self) -> None:
+        """Kills the last one, waits until each process serves again, and asks each of two servers for an answer."""
+        victim = [process.pid for process in self._processes() if process.role == self._role][-1]
+        os.kill(victim, signal.SIGKILL)
+
+        def serve() -> bool:
+            processes = self._processes()
+            return all(process.state == "serves" and process.pid != victim for process in processes)
+
+        eventually(serve, within=START)
+        assert [self._client.complete(5) for _ in range(6)] == [200] * 6
+
+    def descriptors(self) -> dict[int, int]:
+        """Returns how many descriptors each process has, by pid."""
+        return {process.pid: psutil.Process(process.pid).num_fds() for process in self._processes()}
+
+
+@tiers.needs_all
+@pytest.mark.timeout(tiers.limit(600, 20_000))
+@pytest.mark.parametrize("role", ["server", "output", "worker", "core"])
+def test_processes_keep_no_descriptor_of_those_that_were_killed(role: str) -> None:
+    """`test_wake_up_pipes.py` shows the same of channels, and in `make test`."""
+    shape = ("--data-parallel-size", "2", "--api-server-count", "2")
+    with started((*SERVE, *shape), stderr=subprocess.DEVNULL) as process:
+        victims = Victims(ServerClient(process), role)
+        for _ in range(SETTLED):
+            victims.kill()
+        before = victims.descriptors()
+        for _ in range(tiers.SERVED_DEATHS):
+            victims.kill()
+        after = victims.descriptors()
+        survivors = before.keys() & after.keys()
+        assert process.pid in survivors and len(survivors) >= 3
+        grown = {pid: after[pid] - before[pid] for pid in survivors}
+        assert max(grown.values()) <= MAX_GROWTH, (grown, before)
+        process.terminate()
+        assert process.wait(START) == 0

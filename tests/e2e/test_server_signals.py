@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import random
 import shutil
 import signal
 import subprocess
@@ -93,6 +94,26 @@ def test_hangup_is_ignored_by_the_resource_tracker() -> None:
         process.send_signal(signal.SIGHUP)
         client.wait_for_restart(before)  # processes were spawned, for which Python needs its tracker
         assert psutil.Process(trackers[0]).status() != psutil.STATUS_ZOMBIE
+        process.terminate()
+        assert process.wait(START) == 0
+
+
+# ── a storm ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@tiers.needs_all
+@pytest.mark.parametrize("pause", [0.1, 0.01])
+def test_hangups_under_load_cost_no_answer(pause: float, seed: int) -> None:
+    """`test_planned_migration.py` shows in `make test` that one migration at a time is queued."""
+    chance = random.Random(seed)
+    with started((*SERVE, "--data-parallel-size", "2"), stderr=subprocess.DEVNULL) as process:
+        client = ServerClient(process)
+        before = eventually(client.incarnations, within=START)
+        with client.open_requests(12, 8.0) as statuses:
+            while len(statuses) < 12:
+                process.send_signal(signal.SIGHUP)
+                time.sleep(chance.uniform(0.01, 2.0) * pause)
+        assert statuses == [200] * 12
+        client.wait_for_restart(before)
+        assert client.complete(5) == 200
         process.terminate()
         assert process.wait(START) == 0
 

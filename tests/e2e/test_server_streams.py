@@ -15,7 +15,7 @@ from tests.support.command import SERVE, START, ServerClient, started
 
 OPEN_REQUESTS = 4
 SECONDS = 1.0  # that the open requests take
-MIGRATIONS = tiers.choose(1, 3, 100)
+MIGRATIONS = tiers.choose(1, 10, 100)
 
 Streams = Iterator[dict[str, object]]
 

@@ -136,7 +136,7 @@ def test_node_joins_when_descriptors_are_few(spare: int) -> None:
     """`spare`: the limit of descriptors beyond those that the process has; 1024: the limit itself."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     limit = spare if spare == 1024 else len(os.listdir("/proc/self/fd")) + spare
-    with home() as side, flood(side.listener.address, 1_000):
+    with home() as side, flood(side.listener.address, FLOODS[-1]):
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
         try:
             require_crowd(side.listener)
