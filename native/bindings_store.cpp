@@ -9,7 +9,8 @@ namespace {
 
 Key key_of(nb::handle bytes) {
     if (!PyBytes_CheckExact(bytes.ptr()) || PyBytes_GET_SIZE(bytes.ptr()) != sizeof(Key)) {
-        PyErr_Format(PyExc_ValueError, "expected a key of %zu bytes (content_key makes one), got %.80R", sizeof(Key), bytes.ptr());
+        PyErr_Format(PyExc_ValueError, "expected a key of %zu bytes (content_key makes one), got %.80R", sizeof(Key),
+                     bytes.ptr());
         throw nb::python_error();
     }
     Key key;
@@ -33,8 +34,7 @@ struct Keeper {
         by->require_ours();
         lease.require();
         if (lease.by != by || !lease.is_filling)
-            throw Error(Fault::value,
-                        "expected a lease of a value that this store lets be written, got another lease");
+            throw Error(Fault::value, "expected a lease of a value that this store lets be written, got another lease");
         return Store(*by);
     }
     // The peer that is writing the value under this key, for an error message.

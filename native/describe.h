@@ -75,7 +75,7 @@ inline Error Pool::exhausted(u64 requested) const {
     for (size_t i = 0; i < s.holders.size() && i < 4; ++i)
         holders += format("%s%s holds %s", i == 0 ? "; " : ", ", attachment_.describe(s.holders[i].slot).c_str(),
                           in_units(s.holders[i].nbytes).c_str());
-    const char* advice = requested > s.nbytes                         ? ": raise the pool's nbytes"
+    const char* advice = requested > s.nbytes                     ? ": raise the pool's nbytes"
                          : s.blocks >= geometry_.shape.max_blocks ? ": all blocks are taken, raise max_blocks"
                                                                   : "";
     return Error(Fault::memory_exhausted, format("block of %s does not fit pool '%s' (%s, %s free, largest gap %s)%s%s",

@@ -280,9 +280,9 @@ class Pool {
     }
 
     // ── seen from outside ──
-    PoolStats stats() const;           // describe.h
+    PoolStats stats() const;               // describe.h
     Error exhausted(u64 requested) const;  // describe.h: with the numbers and the holders
-    u64 trim(u64 keep);                // pool_pages.h
+    u64 trim(u64 keep);                    // pool_pages.h
     void announce_return() {
         head_.returns.fetch_add(1, order::returns.release);
         u64 sleepers;

@@ -204,7 +204,9 @@ class Segment : public std::enable_shared_from_this<Segment> {
                 if (fd >= 0) ::close(fd);
             }
         } owned{fd};
-        auto refuse = [](std::string why) { throw Error(Fault::layout_mismatch, "expected a segment of Penstock: " + why); };
+        auto refuse = [](std::string why) {
+            throw Error(Fault::layout_mismatch, "expected a segment of Penstock: " + why);
+        };
         struct stat status{};
         if (::fstat(fd, &status) != 0) throw os_error("attaching", "fstat", errno);
         if (status.st_uid != ::geteuid())

@@ -108,7 +108,8 @@ class TracedWait {
 class TraceReader {
    public:
     explicit TraceReader(std::shared_ptr<Segment> segment) : segment_(std::move(segment)), g_(segment_->geometry()) {
-        if (g_.channel == 0) throw Error(Fault::value, format("expected a channel, got segment '%s'", segment_->name().c_str()));
+        if (g_.channel == 0)
+            throw Error(Fault::value, format("expected a channel, got segment '%s'", segment_->name().c_str()));
         segment_->require_writable();
         std::string what = "events of '" + segment_->name() + "'";
         claim_pages(segment_->fd(), g_.trace, segment_->trace_nbytes(), what.c_str());

@@ -60,8 +60,8 @@ else:
         globals().update({name: getattr(public_names, name) for name in __all__ if name != "__version__"})
 
     def __getattr__(name: str) -> object:
-        """Returns the version, which takes 25 ms to find. In the command `penstock serve`, imports the public names when
-        the first of them is used."""
+        """Returns the version, which takes 25 ms to find. The command `penstock serve` imports the public names at the
+        first use of a name."""
         if name == "__version__":
             from importlib.metadata import version
 

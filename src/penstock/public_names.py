@@ -111,7 +111,6 @@ __all__ = [
     "Timeout",
     "UnsupportedTensor",
     "WouldBlock",
-    "__version__",
     "attach",
     "content_key",
 ]
