@@ -17,7 +17,12 @@ from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_linear import pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
-from penstock.engine.worker.stock import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from penstock.engine.worker.stock import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    without_compiler,
+)
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
 from penstock.engine.worker.weight_slices import HeadSlices
 
@@ -119,11 +124,12 @@ def load(
     chosen = dtype or config.dtype or torch.float32
     kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
     own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
-    with torch.device("meta"):
+    with torch.device("meta"), without_compiler():
         stock = kind.from_config(config, dtype=chosen, attn_implementation=own)
     stock.eval().requires_grad_(False)
     slices = shard(stock, tp_plan(stock), ranks, heads)
-    weight_loader.rebuild_buffers(stock, device)
+    with without_compiler():
+        weight_loader.rebuild_buffers(stock, device)
     weight_loader.load(stock, path, slices, device)
     if device.type == "cpu" and not is_recorded:
         pack_linears(stock)

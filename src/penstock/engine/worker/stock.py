@@ -1,28 +1,68 @@
-"""What workers use of transformers, which is imported here as if torch had no collectives.
+"""What workers use of transformers, which is imported here as if torch had neither collectives nor a compiler.
 
-Workers shard models and join results themselves. The imports for transformers' own ways (`torch.distributed.tensor`,
-FSDP) would take a sixth of a worker's start.
+Workers shard models and join results themselves, and compile nothing. Transformers' own ways would import
+`torch.distributed.tensor`, FSDP and TorchDynamo, a third of a worker's start.
 """
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any
+
 import torch.distributed
+
+COMPILER = "torch._dynamo"
+INDEXING = f"{COMPILER}._trace_wrapped_higher_order_op"
+
+
+class Unmarked(ModuleType):
+    """Stands in for TorchDynamo: its decorators, which mark functions for `torch.compile`, return them as they are."""
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return lambda function=None, *_, **__: (lambda marked: marked) if function is None else function
+
+
+class Indexing(ModuleType):
+    @staticmethod
+    def TransformGetItemToIndex() -> Any:  # a class, which masks of some families use when they run
+        return importlib.import_module(INDEXING).TransformGetItemToIndex()
+
+
+@contextlib.contextmanager
+def without_compiler() -> Iterator[None]:
+    """Keeps imports, and operations on the meta device, from importing TorchDynamo. No model may run meanwhile."""
+    stand_ins = {} if COMPILER in sys.modules else {COMPILER: Unmarked(COMPILER), INDEXING: Indexing(INDEXING)}
+    sys.modules.update(stand_ins)
+    try:
+        yield
+    finally:
+        for name in stand_ins:
+            del sys.modules[name]
+
 
 _is_available = torch.distributed.is_available
 torch.distributed.is_available = lambda: False
 try:
-    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.activations import SiLUActivation
-    from transformers.conversion_mapping import get_model_conversion_mapping
-    from transformers.core_model_loading import (
-        Concatenate,
-        MergeModulelist,
-        WeightConverter,
-        WeightRenaming,
-        dot_natural_key,
-        rename_source_key,
-    )
-    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+    with without_compiler():
+        import transformers.masking_utils  # noqa: F401  # the module of each family imports it
+        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers.activations import SiLUActivation
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import (
+            Concatenate,
+            MergeModulelist,
+            WeightConverter,
+            WeightRenaming,
+            dot_natural_key,
+            rename_source_key,
+        )
+        from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 finally:
     torch.distributed.is_available = _is_available
 
@@ -40,4 +80,5 @@ __all__ = [
     "dot_natural_key",
     "get_model_conversion_mapping",
     "rename_source_key",
+    "without_compiler",
 ]
