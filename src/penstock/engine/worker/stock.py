@@ -42,8 +42,9 @@ def without_compiler() -> Iterator[None]:
     try:
         yield
     finally:
-        for name in stand_ins:
-            del sys.modules[name]
+        for name, stand_in in stand_ins.items():
+            if sys.modules.get(name) is stand_in:  # else another thread has loaded a model, and imported TorchDynamo
+                del sys.modules[name]
 
 
 _is_available = torch.distributed.is_available
