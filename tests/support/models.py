@@ -397,15 +397,15 @@ def ask(
             scheduler.on_sent(step)
             flights.append((step, device.launch(schedule, step), schedule.sampled, schedule.requests.copy()))
         if flights:
-            step, flight, rows, requests = flights.popleft()
+            step, flight, rows, numbers = flights.popleft()
             sampled = flight.result()
             done = build_result(step, sampled)
             for slot, why in done.failures():
-                reasons.setdefault(int(requests[slot]), why)
+                reasons.setdefault(int(numbers[slot]), why)
             values = _sampled_logprobs(sampled, rows.size)
             for slot, token, value in zip(rows.tolist(), sampled.ids.tolist(), values, strict=True):
-                answers[requests[slot]].append(token)
-                likely[requests[slot]].append(value)
+                answers[numbers[slot]].append(token)
+                likely[numbers[slot]].append(value)
             scheduler.on_result(done)
     # One more was computed before its end was seen.
     ends = [request.tokens - (len(resumed[at]) if resumed else 0) for at, request in enumerate(requests)]

@@ -97,7 +97,7 @@ class Catalogue:
     @functools.cached_property
     def schema(self) -> Schema:
         """The description for the segment. Only the process that creates a channel needs it, and the version in it."""
-        from importlib.metadata import version  # 25 ms
+        from importlib.metadata import version  # 12 ms
 
         return Schema(version("penstock"), self.fingerprint, *self._described)
 

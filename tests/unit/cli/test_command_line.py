@@ -18,7 +18,7 @@ from penstock.server.cli_args import server_options
 
 
 @pytest.mark.parametrize(
-    ("words", "command", "said"),
+    ("words", "command", "text"),
     [
         (["serv"], "penstock", "did you mean serve?"),
         (["serve", "--prot", "80"], "penstock serve", "unrecognized arguments: --prot: did you mean --port?"),
