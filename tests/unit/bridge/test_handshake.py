@@ -153,7 +153,7 @@ def test_another_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     home, away = specs()
     listener = ListenerHandshake([home], SECRET)
     connector = ConnectorHandshake(away, SECRET)
-    monkeypatch.setattr("penstock.bridge.link_offer.version", lambda name: "9.9" if connector.outbox else "9.8")
+    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9" if connector.outbox else "9.8")
     connector.outbox, hello = [*connector.outbox], connector.outbox[0]
     listener.receive(hello)
     connector.receive(listener.outbox.pop())  # its offer is made while its outbox is not empty
