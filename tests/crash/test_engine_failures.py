@@ -52,13 +52,14 @@ class Forgetful(Worker):
     """Misses a step: what comes next is out of step, or nothing comes, and the core finds out by its deadline."""
 
     def _turn(self) -> None:
-        if self._me.incarnation == 1 and self._flights and self._flights[-1][0].number == LAST:
+        if self._flights and self._flights[-1][0].number == LAST:
             self._steps.receive()
         super()._turn()
 
 
 def misses_a_step(cluster: Cluster, me: ProcessId) -> None:
-    Forgetful(cluster, me, device_of(cluster, me)).run()
+    cls = Forgetful if me.incarnation == 1 else Worker
+    cls(cluster, me, device_of(cluster, me)).run()
 
 
 def dies_between_result_and_answer(cluster: Cluster, me: ProcessId) -> None:

@@ -108,17 +108,18 @@ def test_requests_of_the_other_output_go_on_undisturbed() -> None:
 
 
 class DiesWithTheLastChunk(output_processor.OutputProcessor):
-    """In its first life: has received the end of a request, and has sent nothing of it."""
+    """Has received the end of a request, and has sent nothing of it."""
 
     def _answer(self, tokens: Any) -> None:
-        if tokens.ended and self._me.life == 0:
+        if tokens.ended:
             time.sleep(0.2)  # the core closes the request meanwhile
             os.kill(os.getpid(), signal.SIGKILL)
         super()._answer(tokens)
 
 
 def dies_with_the_last_chunk(cluster: Cluster, me: ProcessId) -> None:
-    output = DiesWithTheLastChunk(cluster, me, load_vocabulary(cluster.config))
+    cls = output_processor.OutputProcessor if me.life else DiesWithTheLastChunk
+    output = cls(cluster, me, load_vocabulary(cluster.config))
     while output.process_next():
         pass
     output.close()
