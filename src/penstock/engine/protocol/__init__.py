@@ -1,1 +1,1 @@
-"""What crosses between the processes of an engine, and the state that they keep alike."""
+"""The messages between the processes of an engine, and the state that core and workers share."""

@@ -1,8 +1,8 @@
-"""The batch: its rows, their block tables and their progress; the same arrays in the core and in its workers.
+"""The batch: rows, block tables and progress; the same arrays in the core and in the workers.
 
-A `Step` is applied here by the core that has built it and by all its receivers. A steady step costs two additions of
-arrays, whatever the number of requests; any other one is checked as a `StepDraft` first. The scheduler decides a step,
-`step_builder` builds it, and `codec.sequence` checks that it is the next one.
+The core and all workers apply each `Step`. A steady step costs two additions of arrays, for any number of requests;
+every other step is checked as a `StepDraft` first. The scheduler decides a step, `step_builder` builds the step, and
+`codec.sequence` checks the order of steps.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ from penstock.errors import DecodeError
 
 
 class BatchState:
-    """Arrays are by slot; their values for a free slot mean nothing, unless the comment says so.
+    """Arrays are by slot; values of a free slot are undefined, unless the comment defines them.
 
-    A row samples in a step if its computed tokens reach its known tokens: then one more token is known, or will be when
-    its id is. So all processes that apply the step know which rows sampled, and none computes an unknown token.
+    A row samples in a step if computed tokens reach known tokens: then the count of known tokens grows by 1, and the id
+    arrives later. All processes that apply the step know which rows sampled, and no process computes an unknown token.
 
-    Only `apply` writes to it. It replaces `rows`, `counts`, `sampled` and what `prompts` holds, and does not change
-    them: a reference to those of a step stays valid.
+    Only `apply` writes to a batch. `apply` replaces `rows`, `counts`, `sampled` and the content of `prompts` without
+    changing the old arrays: a reference to the arrays of a step stays valid.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class BatchState:
         self.table = np.zeros((slots, min(16, self.max_blocks_per_request)), np.int32)  # grows to the right
         self.rows: Index = np.zeros(0, np.intp)  # slots that run, ascending: the order of a step
         self.counts: Ints = np.zeros(slots, np.int32)  # tokens that the last step computes; 0 for slots that do not run
-        self.sampled: Index = self.rows  # those of `rows` that sample in the last step, in the same order
+        self.sampled: Index = self.rows  # the `rows` that sample in the last step, in order
         self._positions = blocks * block_size + 1  # less than this is computed of any slot, and by any step
         self._running = self.counts  # 1 for slots that run
         self._room = 0  # for so many steady steps, at least, all rows have blocks, and sample
@@ -322,7 +322,7 @@ class StepDraft:
         self._counts = counts
 
     def _sample(self, after: Ints, left: Ints) -> None:
-        """Sets which rows sample: those with none of their known tokens `left` to compute."""
+        """Sets the sampling rows: rows without known tokens `left` to compute."""
         done = left == 0
         if done.all():
             self._sampled = self._rows
@@ -386,7 +386,7 @@ class StepDraft:
 
 
 def _place_of(slot: int, advances: Advances | None) -> str:
-    """Returns the path at which a step says how many tokens of this slot it computes."""
+    """Returns the path in a step of the token count of a slot."""
     if advances is None or slot not in advances.slots:
         return ""
     return f".advances.counts[{int((advances.slots == slot).argmax())}]"

@@ -25,7 +25,7 @@ from penstock.engine.protocol.option import (
 )
 from penstock.environment import TENSOR_TRANSPORT
 
-SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # so that there is always a model to serve
+SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # a default model
 DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 ENCODER_MODES = ("weights", "data", "store")  # the first two are vLLM's
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
@@ -327,7 +327,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def has_cores(self) -> bool:
-        """Returns whether this node has the cores of its groups, and not only some of their workers."""
+        """Returns whether this node has cores, and not only workers."""
         return not (self.is_headless and self.has_spread_ranks)
 
     def ranks_of(self, node: int) -> range:
@@ -344,12 +344,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def rank_nodes(self) -> range:
-        """Returns the other nodes that have ranks of the cores of this node."""
+        """Returns the remote nodes with ranks of this node's cores."""
         return range(1, 1 if self.nodes is None or not self.has_spread_ranks or self.is_headless else self.nodes.count)
 
     @property
     def remote_groups(self) -> int:
-        """Returns how many groups of other nodes this node reaches. Their numbers follow those of its own."""
+        """Returns how many remote groups this node reaches. Remote groups have the numbers after the local groups."""
         if self.nodes is None or self.is_headless or self.has_spread_ranks:
             return 0
         return self.data_parallel_size * (self.nodes.count - 1)

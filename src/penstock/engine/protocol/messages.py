@@ -1,7 +1,7 @@
 """Every message that crosses a boundary of the engine, in the order in which a request meets them.
 
-Fields of many requests are columns: arrays of equal length. Structs by row are for what happens once in a request's
-life. A request is known by its server's number for it, and a sample in a core by its slot. `batch_state` applies steps.
+Fields of many requests are columns: arrays of equal length. Structs by row are for rare events in a request's life. A
+request is known by the server's number, and a sample in a core by the slot. `batch_state` applies steps.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):
         return [None if count < 0 else self.ids[end - count : end] for end, count in counts]
 
 
-SUSPECT = 2  # failures of a request that other requests make room for, so that it is tried alone
+SUSPECT = 2  # failures after which a request is tried alone
 CONFINED_TOKENS = 64  # a suspect that has generated fewer runs where suspects are tried: most failures come early
 TRIAL_TOKENS = 16  # that a suspect generates until it is cleared; more than are in flight between a step and a server
 
@@ -95,7 +95,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     salt: bytes = b""  # requests share cached blocks only with those of the same salt
     inputs: Inputs | None = None
     chunk_format: ChunkFormat | None = None  # None: plain text
-    seed: Natural = 0  # of all draws, 64 bits: that of `params` modulo 2**64, or one that the server has drawn
+    seed: Natural = 0  # of all draws, 64 bits: the seed of `params` modulo 2**64, or drawn by the server
     arrived_ns: Natural = 0  # time.monotonic_ns() when the request was submitted first
     progress: Progress | None = None  # None: the request begins
     failures: Natural = 0  # deaths by itself of a process, while the request was in a step in flight
@@ -126,7 +126,7 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 # ── core → workers, by broadcast ─────────────────────────────────────────────────────────────────────────────────────
 class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """Requests that join a slot, one row each. It may be the slot of a request that leaves in the same step."""
+    """Requests that join a slot, a row each. A request that leaves in the same step may free the slot."""
 
     slots: Slots
     requests: Requests
@@ -144,7 +144,7 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     samples: Slots | None = None  # each row's index among its request's `n` samples; None: all 0
     seeds: Seeds | None = None  # None: all 0
     generated_counts: Ints | None = None  # ids that each row has generated before it was resumed; None: 0
-    generated: Ints | None = None  # these ids, one row after the other
+    generated: Ints | None = None  # the ids, row after row
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -180,8 +180,8 @@ class Begin(Sequenced, array_like=True, frozen=True, eq=False):
 
 
 class Step(Sequenced, array_like=True, frozen=True, eq=False):
-    """The next step, as changes of the batch, which apply in this order. Rows that run and are not in `advances`
-    compute one token. `BatchState.sampled` has the rows that sample."""
+    """The next step, as changes of the batch, applied in this order. Running rows outside `advances` compute one
+    token. `BatchState.sampled` has the rows that sample."""
 
     left: Slots | None = None
     preempted: Slots | None = None  # keep slot and prompt, lose their blocks
@@ -259,7 +259,7 @@ class FinishReason(enum.IntEnum):
 
 # ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────
 class OutputReady(msgspec.Struct, array_like=True, frozen=True):
-    """From an output processor: its receiver is open, in this life of this incarnation of its group."""
+    """From an output processor: the receiver is open, in this life and incarnation."""
 
     index: Natural
     incarnation: Natural
@@ -268,7 +268,7 @@ class OutputReady(msgspec.Struct, array_like=True, frozen=True):
 
 # ── core → output processor, by a ring of its own ────────────────────────────────────────────────────────────────────
 class Started(msgspec.Struct, array_like=True, frozen=True):
-    """A sample that has got a slot, which it keeps until it has ended, also while it is preempted."""
+    """A sample with a slot. The sample keeps the slot until the end, also while preempted."""
 
     slot: Natural
     request: Number
@@ -322,9 +322,9 @@ class Began(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """The next text and ids of answers: one row for each sample that has something new.
+    """The next text and ids of answers: a row for each sample with news.
 
-    Its columns of numbers lie in one array, as each array costs a microsecond, whatever its length.
+    The columns of numbers lie in one array, as each array costs a microsecond at any length.
     """
 
     rows: Natural
@@ -360,7 +360,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 # ── core or output processor → server, by the server's inbox ─────────────────────────────────────────────────────────
 class Resume(enum.IntEnum):
-    """Why a group that serves gives up a request that its server may submit again, with its progress."""
+    """Why a serving group gives up a request. The server may submit the request again, with its progress."""
 
     OUTPUT_DIED = 1  # its output processor
     SUSPECT_RUNS = 2  # another request runs alone, as it may be the reason for failures of processes
@@ -378,7 +378,7 @@ class Failed(msgspec.Struct, array_like=True, frozen=True):
 
 # ── the uplink of a node → the bridge of its group, on the home node ──────────────────────────────────────────────────
 class LossReport(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """A group of another node serves no more. It has the verdict of that node's launcher."""
+    """A group of a remote node serves no more. Carries the verdict of the remote launcher."""
 
     cause: Natural  # Cause
     reason: str
@@ -387,7 +387,7 @@ class LossReport(msgspec.Struct, array_like=True, frozen=True, eq=False):
     is_trial: bool = False
 
 
-# What each channel carries; its number in this list is the message's number on the wire.
+# The messages of each channel; the index in the list is the number on the wire.
 INBOX = Submit | Abort | Ready | OutputReady | Stop
 STEPS = Step | Begin | Stop
 RESULTS = StepDone

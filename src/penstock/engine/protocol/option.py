@@ -205,7 +205,7 @@ def check_options(config: msgspec.Struct) -> None:
 def add_options(
     parser: argparse.ArgumentParser, groups: Sequence[str], configs: Sequence[type[msgspec.Struct]]
 ) -> None:
-    """Adds the options of these configs that belong to these groups, group by group."""
+    """Adds the options of `configs` in `groups`, group by group."""
     for title in groups:
         add_argument = parser.add_argument_group(title).add_argument
         for field in (field for config in configs for field in option_fields(config) if field.option.group == title):
