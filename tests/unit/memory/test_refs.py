@@ -263,9 +263,9 @@ def test_a_grant_to_oneself_is_a_grant() -> None:
 def test_a_grant_to_nobody_is_refused(to: int) -> None:
     pool = new_pool()
     with pool.take(5) as lease:
-        with pytest.raises(PeerDied, match="no grant to|expected a peer of 'refs'"):
+        with pytest.raises(PeerDied, match=r"no grant to|expected a peer of 'refs'"):
             pool.share(lease, to=[to])
-        with pytest.raises(PeerDied, match="no grant to|expected a peer of 'refs'"):
+        with pytest.raises(PeerDied, match=r"no grant to|expected a peer of 'refs'"):
             pool.grant(pool.share(lease), to)
         assert pool.stats().holders[0].granted == 0
         assert not pool.revoke(pool.share(lease), to)
