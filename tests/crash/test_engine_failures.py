@@ -17,6 +17,7 @@ from penstock.engine.client.client import Client
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
+from penstock.engine.launcher import launcher as launcher_module
 from penstock.engine.launcher.back_off import BackOff
 from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.output import output_processor
@@ -264,6 +265,19 @@ def test_back_off_forgets_failures_before_a_long_life_ended_from_outside(lived: 
         assert back_off.seconds == 0.0, "the first failure in a while"
     back_off.count(True, 5.0, is_from_outside=False)
     assert back_off.seconds == 0.1
+
+
+def test_launcher_forgets_kills_for_want_of_memory_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher_module, "OOM_KILL_S", 0.01)
+
+    async def scene() -> None:
+        async with tree_with("worker", worker.run) as engine:
+            losses = [unit._loss for unit in engine.launcher.units]
+            for loss in losses:
+                monkeypatch.setattr(loss, "_count_oom_kills", lambda: 1 << 62)
+            await engine.until(lambda: not any(loss.is_maybe_out_of_memory for loss in losses))
+
+    asyncio.run(scene())
 
 
 def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:

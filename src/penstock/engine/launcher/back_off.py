@@ -1,8 +1,7 @@
 """How long a process waits before it is started again: longer, the more often it has failed or died early in a row.
 
 A kill from outside says nothing about the next start, so only failures of the process itself, kills for want of memory,
-and kills that may have been for want of memory are counted. A life that was long enough ends the
-row, whatever ended it.
+and kills that may have been for want of memory are counted. A life of HEALTHY_UPTIME ends the row, also after a kill.
 """
 
 from __future__ import annotations

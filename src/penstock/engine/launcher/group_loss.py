@@ -21,7 +21,7 @@ class GroupLoss:
         self.cause: Cause | None = None
         self.is_oom_counted = True  # False: a kill by the kernel for want of memory looks like one from outside
         self._count_oom_kills = oom_kills
-        self._oom_kills = oom_kills()
+        self._oom_kills = self._recent_oom_kills = oom_kills()
         self._is_over = False  # a process has ended, and the launcher kills the others
         self._unseen: set[int] = set()  # pids that were ending before that; their ends have not been seen
         self._has_failed = False  # a process has failed by itself
@@ -63,6 +63,11 @@ class GroupLoss:
             self.cause = Cause.ITSELF if is_failure else Cause.OUTSIDE
         return self.cause
 
+    def forget_oom_kills(self) -> None:
+        """Forgets the kills before the last call. The kernel has killed a process that has ended meanwhile: perhaps a
+        decoder of videos, perhaps a process of another program."""
+        self._oom_kills, self._recent_oom_kills = self._recent_oom_kills, self._count_oom_kills()
+
     @property
     def is_maybe_out_of_memory(self) -> bool:
         """Returns whether a kill may be the kernel's: its counter has moved, or cannot be read."""
@@ -70,7 +75,7 @@ class GroupLoss:
         return now is None or self._oom_kills is None or now > self._oom_kills
 
     def _is_out_of_memory(self) -> bool:
-        """Returns whether the kernel has killed a process of this control group since the group was started."""
+        """Returns whether the kernel has killed a process of this control group lately, since the group was started."""
         now = self._count_oom_kills()
         if now is None or self._oom_kills is None:
             self.is_oom_counted = False

@@ -26,6 +26,7 @@ from penstock.engine.worker import worker
 
 STOP_TIMEOUT = 5.0  # seconds; a process that has not ended by then is killed
 NEUTRAL_ONES = "--generation-config vllm"  # instead of the model's sampling defaults
+OOM_KILL_S = 10.0  # a kill for want of memory is forgotten after 1 to 2 periods: the process has ended
 BOARD_POLL_S = 0.01  # seconds between two reads of the board, while the cluster starts or drains
 
 
@@ -64,6 +65,7 @@ class Launcher:
         self._failure: ClusterFailed | None = None
         self._migration: asyncio.Task[None] | None = None  # a planned one
         self._is_migration_due = False  # another one begins when it has ended
+        self._oom_timer: asyncio.TimerHandle | None = None
         self._is_over = asyncio.Event()  # the cluster has failed, or a signal ends it
         self._left = asyncio.Event()  # no child process is left
         self._end_requested_at: float | None = None  # time of the first SIGTERM or SIGINT
@@ -90,6 +92,12 @@ class Launcher:
             event("images are encoded once for all engines", store_nbytes=config.encoder_cache_nbytes)
         for unit in self.units:
             unit.start()
+        self._forget_oom_kills()
+
+    def _forget_oom_kills(self) -> None:
+        for unit in self.units:
+            unit.forget_oom_kills()
+        self._oom_timer = asyncio.get_running_loop().call_later(OOM_KILL_S, self._forget_oom_kills)
 
     async def serving(self, timeout: float | None = None) -> None:
         """Waits until all groups and servers serve. Raises ClusterFailed, and TimeoutError."""
@@ -203,8 +211,9 @@ class Launcher:
         after STOP_TIMEOUT."""
         event("cluster drains", timeout=shutdown_timeout)
         self.is_stopping = True
-        if self._migration is not None:
-            self._migration.cancel()
+        for task in (self._migration, self._oom_timer):
+            if task is not None:
+                task.cancel()
         self.board.drain()
         for unit in self.units:
             unit.forget()

@@ -171,6 +171,10 @@ class ProcessGroup:
             self._again.cancel()
             self._again = None
 
+    def forget_oom_kills(self) -> None:
+        if not self._is_broken:
+            self._loss.forget_oom_kills()
+
     def plan_restart(self) -> None:
         """Expects the processes of a group that serves to end in peace: its servers submit its open requests again. It
         starts again when all processes have ended."""

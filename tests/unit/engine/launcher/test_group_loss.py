@@ -129,6 +129,18 @@ def test_kill_for_want_of_memory_is_a_failure() -> None:
     assert group_loss.cause == Cause.OUTSIDE and not group_loss.is_oom_counted
 
 
+def test_kill_for_want_of_memory_long_ago_is_forgotten() -> None:
+    kills = [7]
+    group_loss = GroupLoss(lambda: kills[0])
+    kills[0] += 1
+    group_loss.forget_oom_kills()
+    assert group_loss.is_maybe_out_of_memory, "it was a moment ago"
+    group_loss.forget_oom_kills()
+    assert not group_loss.is_maybe_out_of_memory
+    group_loss.begin(1, KILLED, [], False)
+    assert group_loss.cause == Cause.OUTSIDE and group_loss.is_oom_counted
+
+
 def test_planned_restart_stays_planned_whatever_its_processes_do() -> None:
     group_loss = loss()
     group_loss.plan()
