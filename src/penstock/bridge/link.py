@@ -384,9 +384,9 @@ class Link:
                 if not self._has_unsent(session):
                     self._wire.shut_down_writing()
                 mask = READABLE | (select.EPOLLOUT if self._has_unsent(session) else 0)
-                with select.epoll() as poll:
-                    poll.register(self._wire.fileno(), mask)
-                    poll.poll(left)
+                poll = select.poll()  # needs no descriptor
+                poll.register(self._wire.fileno(), mask)
+                poll.poll(left * 1e3)
                 if self._wire.recv_into(rest) == 0:
                     break
         self._wire.close(is_aborted=True)

@@ -232,15 +232,14 @@ def _shake(connection: HandshakeConnection, deadline: float) -> HandshakeConnect
     """Returns the connection, or why there is none yet. Raises BridgeRefused."""
     deadline = min(deadline, connection.deadline)
     try:
-        with select.epoll() as poll:
+        poll = select.poll()  # needs no descriptor: the process may have no other one left
+        while not connection.advance():
+            left = deadline - time.monotonic()
+            if left <= 0:
+                connection.wire.close()
+                return TimeoutError("the listener said nothing in time")
             poll.register(connection.wire.fileno(), connection.events)
-            while not connection.advance():
-                left = deadline - time.monotonic()
-                if left <= 0:
-                    connection.wire.close()
-                    return TimeoutError("the listener said nothing in time")
-                poll.modify(connection.wire.fileno(), connection.events)
-                poll.poll(left)
+            poll.poll(left * 1e3)
         return connection
     except ssl.SSLEOFError:
         connection.wire.close()

@@ -47,6 +47,7 @@ from tests import tiers
 from tests.conftest import eventually
 from tests.support.certificates import make_certificates
 from tests.support.links import SECRET, RunningLink
+from tests.support.processes import program
 from tests.support.relay import TO_CONNECTOR, TO_LISTENER, Relay, relay
 from tests.unit.bridge.test_packets import CutWire
 
@@ -290,6 +291,40 @@ def test_stop_ends_both_sides_in_peace_after_a_reset() -> None:
         home.link.stop("enough")
         assert home.outcome() == "enough"
         assert away.outcome() == "enough"
+
+
+FULL_CONNECTOR = """
+    from penstock.bridge import LinkSpec, connect
+
+    def fill():
+        \"\"\"Takes the descriptors that are left: the limit of a busy process.\"\"\"
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (64, limit[1]))
+        with contextlib.suppress(OSError):
+            while True:
+                os.open(os.devnull, os.O_RDONLY)
+
+    spec = LinkSpec("link", name="away", heartbeat_s=0.25, silence_s=10.0, on_resume=lambda *_: say("resumed"))
+    link = connect(("127.0.0.1", int(hear())), spec, secret=bytes(range(32)), timeout=20)
+    threading.Thread(target=lambda: say(link.run())).start()
+    wait_for(lambda: link.stats().nbytes_received)
+    fill()
+    say("full")
+"""
+
+
+def test_connector_goes_on_when_it_has_no_descriptor_but_the_lost_one() -> None:
+    home = replace(PATIENT, name="home")
+    with Listener(("127.0.0.1", 0), secret=SECRET) as listener, relay(listener.address) as between:
+        with program(FULL_CONNECTOR) as away:
+            away.say(between.address[1])
+            link = RunningLink(listener.accept(home, timeout=20))
+            assert away.hear() == "full"
+            between.reset()
+            assert away.hear() == "resumed"
+            link.link.stop("enough")
+            assert (link.outcome(), away.hear()) == ("enough", "enough")
+            link.end()
 
 
 # ── the limits ──
