@@ -3,6 +3,8 @@
 import os
 import pty
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -14,6 +16,17 @@ END = """
     from penstock import command_signals
     command_signals.receive()
 """
+
+
+def test_command_imports_nothing_of_ours_before_it_receives_signals() -> None:
+    """Until then signals have their default effect. Python's own start is the rest of that time."""
+    command = [sys.executable, "-X", "importtime", "-m", "penstock", "serve", "--help"]
+    lines = subprocess.run(command, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, check=True, text=True).stderr
+    imported = [line.rpartition("|")[2].strip() for line in lines.splitlines()]
+    before = imported[: imported.index("penstock.command_signals") + 1]
+    ours = [name for name in before if name.partition(".")[0] == "penstock"]
+    assert ours == ["penstock", "penstock.command_signals"]
+    assert not {"asyncio", "numpy"} & set(before)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
