@@ -1,5 +1,5 @@
-"""A server without free descriptors, or with refused clients that have gone, logs a line and goes on. No process of a
-server keeps descriptors of the processes that have died beside it."""
+"""A server without free descriptors, or with refused clients that have gone, logs a line and goes on. Processes keep no
+descriptors of dead peers."""
 
 import contextlib
 import json
@@ -25,8 +25,8 @@ from tests.support.engine import START
 
 pytest.importorskip("httptools")
 
-SETTLED = 4  # deaths, after which a process has opened what it keeps
-MAX_GROWTH = 5  # descriptors: each process that has come since has its own of some
+SETTLED = 4  # deaths before the first count of descriptors
+MAX_GROWTH = 5  # descriptors: some belong to the last successors
 ASKING = b"GET /health/live HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n"
 
 
@@ -124,7 +124,7 @@ def answers(port: int) -> int | None:
 
 
 class Victims:
-    """The processes of a role, which are killed one after the other while the others go on."""
+    """The processes of a role: the test kills the last of them again and again."""
 
     def __init__(self, client: ServerClient, role: str) -> None:
         self._client = client
@@ -134,7 +134,7 @@ class Victims:
         return SnapshotReader(self._client.pid).take().processes
 
     def kill(self) -> None:
-        """Kills the last one, waits until each process serves again, and asks each of two servers for an answer."""
+        """Kills a process, waits until each process serves again, and asks for answers."""
         victim = [process.pid for process in self._processes() if process.role == self._role][-1]
         os.kill(victim, signal.SIGKILL)
 
@@ -153,8 +153,8 @@ class Victims:
 @tiers.needs_all
 @pytest.mark.timeout(tiers.limit(600, 20_000))
 @pytest.mark.parametrize("role", ["server", "output", "worker", "core"])
-def test_processes_keep_no_descriptor_of_those_that_were_killed(role: str) -> None:
-    """`test_wake_up_pipes.py` shows the same of channels, and in `make test`."""
+def test_processes_keep_no_descriptor_of_a_process_that_was_killed(role: str) -> None:
+    """In `make test`, `test_wake_up_pipes.py` stands for this test."""
     shape = ("--data-parallel-size", "2", "--api-server-count", "2")
     with started((*SERVE, *shape), stderr=subprocess.DEVNULL) as process:
         victims = Victims(ServerClient(process), role)

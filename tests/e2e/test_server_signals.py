@@ -102,7 +102,7 @@ def test_hangup_is_ignored_by_the_resource_tracker() -> None:
 @tiers.needs_all
 @pytest.mark.parametrize("pause", [0.1, 0.01])
 def test_hangups_under_load_cost_no_answer(pause: float, seed: int) -> None:
-    """`test_planned_migration.py` shows in `make test` that one migration at a time is queued."""
+    """In `make test`, `test_planned_migration.py` sends hangups in a row."""
     chance = random.Random(seed)
     with started((*SERVE, "--data-parallel-size", "2"), stderr=subprocess.DEVNULL) as process:
         client = ServerClient(process)
