@@ -119,6 +119,7 @@ class TlsWire:
         self._has_arrived = False
         self._is_ended = False
         self._is_shaken = False
+        self._lost: OSError | None = None  # found while bytes were sent that had been taken
 
     @property
     def has_knocked(self) -> bool:
@@ -183,17 +184,26 @@ class TlsWire:
 
     def send(self, buffers: list[Buffer]) -> int:
         """Raises OSError if the connection is lost."""
+        if self._lost is not None:
+            raise self._lost
         taken = 0
         if self._shake():
             for buffer in buffers:
                 if self._encrypted.pending + len(self._unsent) >= ENCRYPTED_NBYTES:
                     break
                 taken += self._tls.write(buffer)
-        self.flush()
+        try:
+            self.flush()
+        except OSError as error:
+            if not taken:
+                raise
+            self._lost = error  # for the next call: the other side may have received a part of what was taken
         return taken
 
     def flush(self) -> None:
         """Sends what has been encrypted, as much as the connection takes."""
+        if self._lost is not None:
+            raise self._lost
         while self._unsent or self._encrypted.pending:
             if not self._unsent:
                 self._unsent = memoryview(self._encrypted.read())

@@ -2,6 +2,7 @@
 
 import contextlib
 import random
+import socket
 import statistics
 import threading
 import time
@@ -43,6 +44,7 @@ from penstock.bridge.resumption import (
     NewConnection,
     ResumeOffer,
 )
+from penstock.bridge.wire import TlsWire
 from tests import tiers
 from tests.conftest import eventually
 from tests.support.certificates import make_certificates
@@ -291,6 +293,30 @@ def test_stop_ends_both_sides_in_peace_after_a_reset() -> None:
         home.link.stop("enough")
         assert home.outcome() == "enough"
         assert away.outcome() == "enough"
+
+
+def test_tls_counts_what_it_took_before_the_connection_was_lost(tmp_path: Path) -> None:
+    """The other side may have received a part, and says so when the link goes on."""
+    tls = certificates(tmp_path)
+    ours, remote = socket.socketpair()
+    with ours, remote:
+        wire = TlsWire(ours, tls.context(is_server=False), knock=bytes(32))
+        other = TlsWire(remote, tls.context(is_server=True), knock=None)
+        for _ in range(4):
+            for side in (wire, other):
+                assert side.recv_into(memoryview(bytearray(1))) is None
+        sends = iter([1_000])
+
+        def send(buffers: list[Any]) -> int:
+            for nbytes in sends:
+                return ours.send(buffers[0][:nbytes])
+            raise ConnectionResetError
+
+        wire.plain.send = send  # type: ignore[method-assign]
+        assert wire.send([bytes(5_000)]) == 5_000
+        for call in (wire.flush, lambda: wire.send([b"x"])):
+            with pytest.raises(ConnectionResetError):
+                call()
 
 
 FULL_CONNECTOR = """
