@@ -27,6 +27,7 @@ using Buffer = nb::ndarray<u16, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bias = nb::ndarray<nb::ro, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
 constexpr u64 MIN_PARALLEL_TILES = 8;  // rows of tiles that are worth copying in several threads
+constexpr u64 MAX_SMALL = 64;          // rows up to which small chunks, which end together, are the best ones
 
 class Linear {
    public:
@@ -69,11 +70,15 @@ class Linear {
             u64 count = rows - row < PackedLinear::TILE_ROWS ? rows - row : PackedLinear::TILE_ROWS;
             pack_rows(x + row * x_stride, x_stride, count, linear_.inputs, tiles + tile * linear_.panel_size());
         });
-        u64 chunks = PackedLinear::divide_up(linear_.panels(), PackedLinear::MAX_PANELS);
+        u64 block = linear_.block_rows(rows), blocks = PackedLinear::divide_up(rows, block);
+        u64 panels = PackedLinear::MAX_PANELS * (rows > MAX_SMALL ? 4 : 1);
+        u64 chunks = PackedLinear::divide_up(linear_.panels(), panels);
         LinearKernel* kernel = linear_kernel().kernel;
-        team.run(threads, chunks, [&](u64 chunk) {
-            u64 first = chunk * PackedLinear::MAX_PANELS, last = first + PackedLinear::MAX_PANELS;
-            kernel(linear_, tiles, rows, first, last < linear_.panels() ? last : linear_.panels(), out, out_stride);
+        team.run(threads, blocks * chunks, [&](u64 number) {
+            u64 row = number / chunks * block, count = rows - row < block ? rows - row : block;
+            u64 first = number % chunks * panels, last = first + panels;
+            kernel(linear_, tiles + row / PackedLinear::TILE_ROWS * linear_.panel_size(), count, first,
+                   last < linear_.panels() ? last : linear_.panels(), out + row * out_stride, out_stride);
         });
     }
 

@@ -1,6 +1,7 @@
 // bindings_paged_attention.cpp: paged attention of NumPy arrays.
 #include <nanobind/stl/optional.h>
 
+#include <algorithm>
 #include <stdexcept>
 
 #include "bindings_engine.h"
@@ -18,6 +19,9 @@ namespace {
 
 using Vectors = nb::ndarray<nb::ro, nb::ndim<3>, nb::device::cpu>;
 using Result = nb::ndarray<nb::ndim<3>, nb::device::cpu>;
+
+constexpr u64 MAX_PACKED = 1 << 23;               // elements of packed keys and values
+constexpr u64 MIN_PARALLEL_PRODUCTS = 1 << 18;  // several times what it takes to wake a thread
 
 DType dtype_of(const Vectors& vectors) {
     if (vectors.dtype() == nb::dtype<float>()) return DType::float32;
@@ -51,8 +55,7 @@ void require_heads(const Vectors& queries, const Vectors& keys, const Vectors& v
 
 void attend(const Vectors& queries, const Vectors& keys, const Vectors& values, const Result& out,
             const Array<i32, nb::ndim<2>>& block_tables, const Int64Array& first_positions, const Int64Array& seq_lens,
-            u64 block_size, float scale, float softcap, std::optional<Array<float, nb::ndim<1>>> sinks, u64 part,
-            u64 num_parts) {
+            u64 block_size, float scale, float softcap, std::optional<Array<float, nb::ndim<1>>> sinks, u64 threads) {
     PagedAttention p{};
     p.dtype = dtype_of(queries);
     require(dtype_of(keys) == p.dtype && dtype_of(values) == p.dtype && out.dtype() == queries.dtype(),
@@ -66,7 +69,6 @@ void attend(const Vectors& queries, const Vectors& keys, const Vectors& values, 
         "expected a block table, a first position and a length for each sequence");
     require(block_size != 0 && block_size <= keys.shape(0), "expected a block size of 1 to the number of keys");
     require(!sinks || sinks->size() == p.num_heads, "expected a sink for each query head, or none");
-    require(part < num_parts, "expected a part below the number of parts");
     p.queries = queries.data(), p.keys = keys.data(), p.values = values.data(), p.out = out.data();
     p.query_seq_stride = queries.stride(0), p.query_head_stride = queries.stride(1);
     p.block_tables = block_tables.data(), p.first_positions = first_positions.data(), p.seq_lens = seq_lens.data();
@@ -74,8 +76,9 @@ void attend(const Vectors& queries, const Vectors& keys, const Vectors& values, 
     p.sinks = sinks ? sinks->data() : nullptr;
     require_positions(p, keys.shape(0) / block_size);
     python::GilRelease released;
-    float* floats = scratch<PagedAttention, float>(p.scratch_size());
-    paged_attention(p, first_pair(p, part, num_parts), first_pair(p, part + 1, num_parts), floats);
+    ThreadTeam::get().run(p.products() < MIN_PARALLEL_PRODUCTS ? 1 : threads, p.num_pairs(), [&](u64 pair) {
+        paged_attention(p, pair, pair + 1, scratch<PagedAttention, float>(p.scratch_size()));
+    });
 }
 
 void prefill(const Vectors& queries, const Vectors& keys, const Vectors& values, const Result& out,
@@ -101,17 +104,22 @@ void prefill(const Vectors& queries, const Vectors& keys, const Vectors& values,
     p.query_token_stride = queries.stride(0), p.query_head_stride = queries.stride(1);
     p.blocks = blocks.data(), p.scale = scale, p.softcap = softcap, p.sinks = sinks ? sinks->data() : nullptr;
     python::GilRelease released;
-    u16* packed = scratch<PrefillAttention, u16>(p.tiles() * p.tile_nelements());
+    u64 head_nelements = p.tiles() * p.tile_nelements(), groups = p.groups();
+    u64 together = std::clamp<u64>(MAX_PACKED / head_nelements, 1, p.num_kv_heads);  // KV heads
+    u16* packed = scratch<PrefillAttention, u16>(together * head_nelements);
     const PrefillKernel& kernel = prefill_kernel();
     SumsKernel* multiply = linear_kernel().sums;
     ThreadTeam& team = ThreadTeam::get();
-    for (u64 kv_head = 0; kv_head < p.num_kv_heads; ++kv_head) {
-        team.run(threads, p.tiles(),
-                 [&](u64 tile) { kernel.pack(p, kv_head, tile, packed + tile * p.tile_nelements()); });
-        // The last rows attend to the most positions: they begin.
-        team.run(threads, p.groups(), [&](u64 group) {
+    for (u64 first = 0; first < p.num_kv_heads; first += together) {
+        u64 heads = std::min(together, p.num_kv_heads - first);
+        team.run(threads, heads * p.tiles(), [&](u64 number) {
+            kernel.pack(p, first + number / p.tiles(), number % p.tiles(), packed + number * p.tile_nelements());
+        });
+        // The last rows of a head attend to the most positions: they begin.
+        team.run(threads, heads * groups, [&](u64 number) {
             float* floats = scratch<PrefillAttention, float>(p.scratch_size());
-            kernel.attend(p, kv_head, p.groups() - 1 - group, packed, multiply, floats);
+            u64 head = number / groups, group = groups - 1 - number % groups;
+            kernel.attend(p, first + head, group, packed + head * head_nelements, multiply, floats);
         });
     }
 }
@@ -120,20 +128,18 @@ void prefill(const Vectors& queries, const Vectors& keys, const Vectors& values,
 
 void bind_paged_attention(nb::module_& m) {
     m.def("paged_attention", &attend, "queries"_a, "keys"_a, "values"_a, "out"_a, "block_tables"_a, "first_positions"_a,
-          "seq_lens"_a, "block_size"_a, "scale"_a, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "part"_a = 0,
-          "num_parts"_a = 1,
+          "seq_lens"_a, "block_size"_a, "scale"_a, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "threads"_a = 1,
           nb::sig("def paged_attention(queries: numpy.typing.NDArray[typing.Any], keys: "
                   "numpy.typing.NDArray[typing.Any], values: numpy.typing.NDArray[typing.Any], out: "
                   "numpy.typing.NDArray[typing.Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: "
                   "numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, "
-                  "scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, part: "
-                  "int = 0, num_parts: int = 1) -> None"),
+                  "scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, threads: "
+                  "int = 1) -> None"),
           "Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` "
           "[sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of "
           "`block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of "
           "uint16 with the bits of bfloat16. `softcap` bounds scores by tanh; `sinks` has a score without a value for "
-          "each head. Computes one of `num_parts` parts of the work; the parts may run in threads. Raises ValueError "
-          "for shapes that do not fit and for blocks that are not there.");
+          "each head. Raises ValueError for shapes that do not fit and for blocks that are not there.");
     m.def("prefill_attention", &prefill, "queries"_a, "keys"_a, "values"_a, "out"_a, "blocks"_a, "seq_len"_a,
           "block_size"_a, "scale"_a, "window"_a = 0, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "threads"_a = 1,
           nb::sig("def prefill_attention(queries: numpy.typing.NDArray[numpy.uint16], keys: "

@@ -13,6 +13,9 @@ using namespace nb::literals;
 
 void rms_norm(const RmsNorm& norm, u64 first, u64 last) {
 #if defined(__x86_64__)
+#if defined(PENSTOCK_COMPILES_BF16)
+    if (has_avx512_bf16()) return rms_norm_avx512_bf16(norm, first, last);
+#endif
     if (has_avx2()) return rms_norm_avx2(norm, first, last);
 #endif
     rms_norm_portable(norm, first, last);

@@ -16,6 +16,9 @@ using namespace nb::literals;
 
 void rotary(const Rotary& problem, u64 first, u64 last) {
 #if defined(__x86_64__)
+#if defined(PENSTOCK_COMPILES_BF16)
+    if (has_avx512_bf16()) return rotary_avx512_bf16(problem, first, last);
+#endif
     if (has_avx2()) return rotary_avx2(problem, first, last);
 #endif
     rotary_portable(problem, first, last);

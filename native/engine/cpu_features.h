@@ -16,6 +16,13 @@ inline bool has_avx512() {
                             __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
     return has;
 }
+
+#if defined(PENSTOCK_COMPILES_BF16)
+inline bool has_avx512_bf16() {
+    static const bool has = has_avx512() && __builtin_cpu_supports("avx512bf16");
+    return has;
+}
+#endif
 #else
 inline bool has_avx2() { return false; }
 inline bool has_avx512() { return false; }

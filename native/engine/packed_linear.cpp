@@ -24,7 +24,7 @@ LinearKernels find_kernels() {
     };
 #if defined(__x86_64__)
 #if defined(PENSTOCK_COMPILES_BF16)
-    if (has_avx512() && __builtin_cpu_supports("avx512bf16")) {
+    if (has_avx512_bf16()) {
         u32 a = 7, b = 0, c = 0, d = 0;  // CPUID 7.0: bits 22 and 24 of EDX are AMX-BF16 and AMX-TILE
         asm volatile("cpuid" : "+a"(a), "=b"(b), "+c"(c), "=d"(d));
         if ((d >> 22 & 1) != 0 && (d >> 24 & 1) != 0 && allow_amx())

@@ -22,8 +22,9 @@ struct PackedLinear {
     static constexpr u64 TILE_ROWS = 16;  // rows of x
     static constexpr u64 TILE_INPUTS = 32;
     static constexpr u64 TILE = TILE_ROWS * TILE_INPUTS;  // elements of a tile of x, and of a panel for its inputs
-    static constexpr u64 MAX_ROWS = 32;                   // rows of one call of a kernel
-    static constexpr u64 MAX_PANELS = 4;                  // panels of one call of a kernel
+    static constexpr u64 MAX_ROWS = 512;                  // rows of x whose sums a kernel keeps
+    static constexpr u64 MAX_PANELS = 4;                  // panels of these sums
+    static constexpr u64 BLOCK_NBYTES = 1 << 20;          // of x: half of a core's second-level cache
 
     const u16* weights;   // [panels][input_tiles][TILE]
     const float* bias;    // [panels][PANEL], nullptr: none
@@ -37,6 +38,13 @@ struct PackedLinear {
     [[gnu::always_inline]] u64 panel_size() const { return input_tiles() * TILE; }
     [[gnu::always_inline]] u64 results() const { return is_gated ? outputs / 2 : outputs; }
     u64 size() const { return panels() * panel_size(); }  // elements of `weights`
+    // Rows of x that stay in the cache while all panels are multiplied with them: the most that fit, in equal blocks.
+    u64 block_rows(u64 rows) const {
+        constexpr u64 UNIT = 2 * TILE_ROWS;
+        u64 fitting = BLOCK_NBYTES / (input_tiles() * TILE_INPUTS * sizeof(u16)) / UNIT * UNIT;
+        u64 most = fitting < UNIT ? UNIT : fitting > MAX_ROWS ? MAX_ROWS : fitting;
+        return divide_up(divide_up(rows, divide_up(rows, most)), UNIT) * UNIT;
+    }
 };
 
 // Writes rows [outputs, inputs] of a weight matrix to the panels `first`, `first + step`, …, in several threads.
@@ -46,7 +54,7 @@ void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64
 // Copies `rows` rows of x into one row of tiles; the rest of the tiles becomes zeros.
 void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles);
 
-// Computes the panels [first, last) for all rows. `tiles`: all rows of x. Nothing is checked. With a gate, `first` and
+// Computes the panels [first, last) for all rows. `tiles`: these rows of x. Nothing is checked. With a gate, `first` and
 // `last` are even.
 using LinearKernel = void(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,
                           u64 out_stride);
@@ -61,9 +69,26 @@ bool allow_amx();  // asks for the tile registers of this process; false: there 
 LinearKernel packed_linear_bfdot;
 #endif
 
-// Computes sums[row * panels * 16 + output] of up to MAX_ROWS rows and MAX_PANELS panels. The sums have room for all
-// rows of each tile of x.
-using SumsKernel = void(const u16* tiles, u64 rows, const u16* weights, u64 panels, u64 input_tiles, float* sums);
+// Sums and tiles have room for an even number of tiles of rows.
+struct Product {
+    const u16* tiles;  // [rows / 16][tile_stride][TILE]
+    u64 tile_stride;
+    u64 rows;
+    const u16* weights;  // [panels][weight_stride][TILE]
+    u64 weight_stride, panels;
+    u64 input_tiles;  // that are multiplied
+    bool adds;        // to the sums. Otherwise they are overwritten
+
+    [[gnu::always_inline]] const u16* inputs_of(u64 row) const {
+        return tiles + row / PackedLinear::TILE_ROWS * tile_stride * PackedLinear::TILE +
+               row % PackedLinear::TILE_ROWS * PackedLinear::TILE_INPUTS;
+    }
+    [[gnu::always_inline]] const u16* weights_of(u64 panel) const {
+        return weights + panel * weight_stride * PackedLinear::TILE;
+    }
+};
+// Computes sums[row * panels * 16 + output].
+using SumsKernel = void(const Product& product, float* sums);
 SumsKernel packed_linear_portable_sums;
 #if defined(__x86_64__)
 SumsKernel packed_linear_avx2_sums;

@@ -11,6 +11,7 @@ namespace penstock::engine {
 namespace {
 
 constexpr u64 AHEAD = 4096;  // bytes: a panel's part that is fetched before it is needed
+constexpr u64 SLICE = 16;    // input tiles: those of two panels stay in the first-level cache for many rows
 
 struct alignas(64) TileConfig {
     u8 palette = 1, start_row = 0, reserved[14] = {};
@@ -31,66 +32,84 @@ inline void fetch(const u16* at) {
         _mm_prefetch(reinterpret_cast<const char*>(at) + AHEAD + line, _MM_HINT_T0);
 }
 
-// One tile of rows by one or two panels.
-inline void compute_tile(const u16* x, const u16* w, u64 panels, u64 input_tiles, float* sums, u64 stride) {
-    u64 panel_size = input_tiles * PackedLinear::TILE;
-    _tile_zero(0);
-    _tile_zero(1);
-    for (u64 tile = 0; tile < input_tiles; ++tile) {
-        const u16* at = w + tile * PackedLinear::TILE;
-        _tile_loadd(4, x + tile * PackedLinear::TILE, 64);
-        fetch(at);
-        _tile_loadd(6, at, 64);
-        _tile_dpbf16ps(0, 4, 6);
-        if (panels == 2) {
-            fetch(at + panel_size);
-            _tile_loadd(7, at + panel_size, 64);
-            _tile_dpbf16ps(1, 4, 7);
-        }
+// The input tiles [first, last) of up to two tiles of rows and two panels. Each tile of sums exists if both its row
+// and its panel do.
+template <u64 ROW_TILES, u64 PANELS>
+inline void compute_block(const Product& p, const u16* x, const u16* w, u64 first, u64 last, bool adds, float* sums) {
+    u64 stride = p.panels * PackedLinear::PANEL * sizeof(float);
+    const u16 *lower = x + p.tile_stride * PackedLinear::TILE, *right = w + p.weight_stride * PackedLinear::TILE;
+    float* lower_sums = sums + PackedLinear::TILE_ROWS * p.panels * PackedLinear::PANEL;
+    if (adds) {
+        _tile_loadd(0, sums, stride);
+        if constexpr (PANELS == 2) _tile_loadd(1, sums + PackedLinear::PANEL, stride);
+        if constexpr (ROW_TILES == 2) _tile_loadd(2, lower_sums, stride);
+        if constexpr (ROW_TILES == 2 && PANELS == 2) _tile_loadd(3, lower_sums + PackedLinear::PANEL, stride);
+    } else {
+        _tile_zero(0);
+        _tile_zero(1);
+        _tile_zero(2);
+        _tile_zero(3);
     }
-    _tile_stored(0, sums, stride * sizeof(float));
-    if (panels == 2) _tile_stored(1, sums + PackedLinear::PANEL, stride * sizeof(float));
-}
-
-// Two tiles of rows by two panels: each tile that is loaded is used twice.
-inline void compute_four(const u16* x, const u16* w, u64 input_tiles, float* sums, u64 stride) {
-    u64 panel_size = input_tiles * PackedLinear::TILE;
-    _tile_zero(0);
-    _tile_zero(1);
-    _tile_zero(2);
-    _tile_zero(3);
-    for (u64 tile = 0; tile < input_tiles; ++tile) {
+    for (u64 tile = first; tile < last; ++tile) {
         u64 at = tile * PackedLinear::TILE;
         _tile_loadd(4, x + at, 64);
+        if constexpr (ROW_TILES == 1) fetch(w + at);  // with more rows, products take longer than memory
         _tile_loadd(6, w + at, 64);
-        _tile_loadd(7, w + panel_size + at, 64);
-        _tile_loadd(5, x + panel_size + at, 64);
         _tile_dpbf16ps(0, 4, 6);
-        _tile_dpbf16ps(1, 4, 7);
-        _tile_dpbf16ps(2, 5, 6);
-        _tile_dpbf16ps(3, 5, 7);
+        if constexpr (PANELS == 2) {
+            if constexpr (ROW_TILES == 1) fetch(right + at);
+            _tile_loadd(7, right + at, 64);
+            _tile_dpbf16ps(1, 4, 7);
+        }
+        if constexpr (ROW_TILES == 2) {
+            _tile_loadd(5, lower + at, 64);
+            _tile_dpbf16ps(2, 5, 6);
+            if constexpr (PANELS == 2) _tile_dpbf16ps(3, 5, 7);
+        }
     }
-    float* lower = sums + PackedLinear::TILE_ROWS * stride;
-    _tile_stored(0, sums, stride * sizeof(float));
-    _tile_stored(1, sums + PackedLinear::PANEL, stride * sizeof(float));
-    _tile_stored(2, lower, stride * sizeof(float));
-    _tile_stored(3, lower + PackedLinear::PANEL, stride * sizeof(float));
+    _tile_stored(0, sums, stride);
+    if constexpr (PANELS == 2) _tile_stored(1, sums + PackedLinear::PANEL, stride);
+    if constexpr (ROW_TILES == 2) _tile_stored(2, lower_sums, stride);
+    if constexpr (ROW_TILES == 2 && PANELS == 2) _tile_stored(3, lower_sums + PackedLinear::PANEL, stride);
 }
 
-inline void multiply(const u16* tiles, u64 rows, const u16* weights, u64 panels, u64 input_tiles, float* sums) {
-    u64 stride = panels * PackedLinear::PANEL, panel_size = input_tiles * PackedLinear::TILE;
-    configure();
-    for (u64 panel = 0; panel < panels; panel += 2) {
-        u64 together = panels - panel >= 2 ? 2 : 1;
-        const u16* w = weights + panel * panel_size;
-        float* out = sums + panel * PackedLinear::PANEL;
-        if (rows > PackedLinear::TILE_ROWS && together == 2) {
-            compute_four(tiles, w, input_tiles, out, stride);
-            continue;
+// Fetches a part of the weights that are multiplied next into the second-level cache: those of the input tiles from
+// `last` on, or of the next panels.
+inline void fetch_next(const Product& p, const u16* w, u64 last, u64 row, u64 panels) {
+    constexpr u64 LINES = SLICE * PackedLinear::TILE * sizeof(u16) / 64, ROWS = 2 * PackedLinear::TILE_ROWS;
+    u64 panel_size = p.weight_stride * PackedLinear::TILE;
+    const u16* next = last < p.input_tiles ? w + last * PackedLinear::TILE : w + panels * panel_size;
+    u64 each = LINES / PackedLinear::divide_up(p.rows, ROWS) + 1, begin = row / ROWS * each;
+    for (u64 line = begin; line < begin + each; ++line)
+        for (u64 panel = 0; panel < panels; ++panel)
+            _mm_prefetch(reinterpret_cast<const char*>(next + panel * panel_size) + line * 64, _MM_HINT_T1);
+}
+
+template <u64 PANELS>
+inline void multiply_panels(const Product& p, const u16* w, float* sums) {
+    u64 stride = p.panels * PackedLinear::PANEL, slice = p.rows > 2 * PackedLinear::TILE_ROWS ? SLICE : p.input_tiles;
+    for (u64 first = 0; first < p.input_tiles; first += slice) {
+        u64 last = p.input_tiles - first < slice ? p.input_tiles : first + slice;
+        bool adds = p.adds || first != 0;
+        for (u64 row = 0; row < p.rows; row += 2 * PackedLinear::TILE_ROWS) {
+            if (p.rows - row <= PackedLinear::TILE_ROWS) {
+                compute_block<1, PANELS>(p, p.inputs_of(row), w, first, last, adds, sums + row * stride);
+            } else {
+                fetch_next(p, w, last, row, PANELS);
+                compute_block<2, PANELS>(p, p.inputs_of(row), w, first, last, adds, sums + row * stride);
+            }
         }
-        for (u64 row = 0; row < rows; row += PackedLinear::TILE_ROWS)
-            compute_tile(tiles + row / PackedLinear::TILE_ROWS * panel_size, w, together, input_tiles,
-                         out + row * stride, stride);
+    }
+}
+
+inline void multiply(const Product& p, float* sums) {
+    configure();
+    for (u64 panel = 0; panel < p.panels; panel += 2) {
+        float* out = sums + panel * PackedLinear::PANEL;
+        if (p.panels - panel >= 2)
+            multiply_panels<2>(p, p.weights_of(panel), out);
+        else
+            multiply_panels<1>(p, p.weights_of(panel), out);
     }
     _tile_release();
 }

@@ -9,10 +9,11 @@ namespace penstock::engine {
 namespace {
 
 template <u64 ROWS>
-inline void compute_rows(const u16* tiles, const u16* weights, u64 input_tiles, float* sums, u64 stride) {
+inline void compute_rows(const u16* tiles, const u16* weights, u64 input_tiles, bool adds, float* sums, u64 stride) {
     float32x4_t sum[ROWS][4];
     for (u64 row = 0; row < ROWS; ++row)
-        for (u64 part = 0; part < 4; ++part) sum[row][part] = vdupq_n_f32(0.0f);
+        for (u64 part = 0; part < 4; ++part)
+            sum[row][part] = adds ? vld1q_f32(sums + row * stride + part * 4) : vdupq_n_f32(0.0f);
     for (u64 tile = 0; tile < input_tiles; ++tile) {
         const u16* x = tiles + tile * PackedLinear::TILE;
         const u16* w = weights + tile * PackedLinear::TILE;

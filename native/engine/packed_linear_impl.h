@@ -16,8 +16,13 @@ inline float low(u32 pair) { return __builtin_bit_cast(float, pair << 16); }
 inline float high(u32 pair) { return __builtin_bit_cast(float, pair & 0xffff0000u); }
 
 template <u64 ROWS>
-inline void compute_rows(const u16* tiles, const u16* weights, u64 input_tiles, float* sums, u64 sums_stride) {
+inline void compute_rows(const u16* tiles, const u16* weights, u64 input_tiles, bool adds, float* sums,
+                         u64 sums_stride) {
     Floats sum[ROWS][VECTORS] = {};
+    if (adds)
+        for (u64 row = 0; row < ROWS; ++row)
+            for (u64 v = 0; v < VECTORS; ++v)
+                __builtin_memcpy(&sum[row][v], sums + row * sums_stride + v * LANES, sizeof(Floats));
     for (u64 tile = 0; tile < input_tiles; ++tile) {
         const u16* x = tiles + tile * PackedLinear::TILE;
         const u16* w = weights + tile * PackedLinear::TILE;

@@ -1,7 +1,7 @@
 // packed_linear_panels.h: the loop over rows and panels of packed_linear.h, and what becomes of the sums.
 //
-// Included by one .cpp per instruction set after its `multiply`, which computes sums[row * panels * 16 + output] of up
-// to MAX_ROWS rows and MAX_PANELS panels. PENSTOCK_KERNEL is the function's name. Calls only built-in functions.
+// Included by one .cpp per instruction set after its `multiply`, a SumsKernel. PENSTOCK_KERNEL is the function's name.
+// Calls only built-in functions.
 #include "packed_linear.h"
 #include "vector_math.h"
 
@@ -22,7 +22,7 @@ inline Outputs gated(Outputs gate, Outputs up) {
 }
 
 inline void store(u16* out, Outputs numbers, u64 first, u64 outputs) {
-    Halves halves = __builtin_convertvector(nearest_bfloat16<OutputBits>(numbers), Halves);
+    Halves halves = to_bfloat16<Halves, OutputBits>(numbers);
     u64 count = outputs - first < PackedLinear::PANEL ? outputs - first : PackedLinear::PANEL;
     if (count == PackedLinear::PANEL) {
         __builtin_memcpy(out + first, &halves, sizeof halves);
@@ -57,20 +57,19 @@ inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 
 
 #define PENSTOCK_JOIN(left, right) left##right
 #define PENSTOCK_SUFFIXED(name, suffix) PENSTOCK_JOIN(name, suffix)
-void PENSTOCK_SUFFIXED(PENSTOCK_KERNEL, _sums)(const u16* tiles, u64 rows, const u16* weights, u64 panels,
-                                               u64 input_tiles, float* sums) {
-    multiply(tiles, rows, weights, panels, input_tiles, sums);
-}
+void PENSTOCK_SUFFIXED(PENSTOCK_KERNEL, _sums)(const Product& product, float* sums) { multiply(product, sums); }
 
 void PENSTOCK_KERNEL(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,
                      u64 out_stride) {
     alignas(64) float sums[PackedLinear::MAX_ROWS * PackedLinear::MAX_PANELS * PackedLinear::PANEL];
+    u64 input_tiles = linear.input_tiles();
     for (u64 row = 0; row < rows; row += PackedLinear::MAX_ROWS) {
         u64 count = rows - row < PackedLinear::MAX_ROWS ? rows - row : PackedLinear::MAX_ROWS;
         const u16* x = tiles + row / PackedLinear::TILE_ROWS * linear.panel_size();
         for (u64 panel = first; panel < last; panel += PackedLinear::MAX_PANELS) {
             u64 together = last - panel < PackedLinear::MAX_PANELS ? last - panel : PackedLinear::MAX_PANELS;
-            multiply(x, count, linear.weights + panel * linear.panel_size(), together, linear.input_tiles(), sums);
+            const u16* weights = linear.weights + panel * linear.panel_size();
+            multiply({x, input_tiles, count, weights, input_tiles, together, input_tiles, false}, sums);
             finish(linear, sums, count, panel, together, out + row * out_stride, out_stride);
         }
     }

@@ -1,4 +1,4 @@
-// paged_attention.cpp: which kernel of paged_attention.h runs, how its work is divided, and what is refused.
+// paged_attention.cpp: which kernel of paged_attention.h runs, and what is refused.
 #include "paged_attention.h"
 
 #include <stdexcept>
@@ -10,23 +10,10 @@ namespace penstock::engine {
 
 void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* scratch) {
 #if defined(__x86_64__)
+    if (has_avx512()) return paged_attention_avx512(problem, first, last, scratch);
     if (has_avx2()) return paged_attention_avx2(problem, first, last, scratch);
 #endif
     paged_attention_portable(problem, first, last, scratch);
-}
-
-u64 first_pair(const PagedAttention& problem, u64 part, u64 num_parts) {
-    if (part == num_parts) return problem.num_pairs();
-    auto positions_of = [&](u64 seq) { return static_cast<u64>(problem.seq_lens[seq] - problem.first_positions[seq]); };
-    u64 positions = 0;
-    for (u64 seq = 0; seq < problem.num_seqs; ++seq) positions += positions_of(seq);
-    u64 begin = positions * problem.num_kv_heads / num_parts * part, before = 0;
-    for (u64 seq = 0; seq < problem.num_seqs; ++seq) {
-        u64 each = positions_of(seq);
-        if (before + each * problem.num_kv_heads > begin) return seq * problem.num_kv_heads + (begin - before) / each;
-        before += each * problem.num_kv_heads;
-    }
-    return problem.num_pairs();
 }
 
 void require_positions(const PagedAttention& problem, u64 num_blocks) {

@@ -24,7 +24,7 @@ enum class DType : u8 { float32, bfloat16 };
 
 // Strides are in elements; the elements of one head are contiguous.
 struct PagedAttention {
-    static constexpr u32 TILE = 128;  // positions: their keys and values of one head stay in the L2 cache
+    static constexpr u32 TILE = 32;  // positions: their keys or values of one head stay in the first-level cache
 
     DType dtype;          // of queries, keys, values and out; sums are float32
     const void* queries;  // [num_seqs, num_heads, key_size]
@@ -42,6 +42,11 @@ struct PagedAttention {
 
     [[gnu::always_inline]] u64 heads_per_kv_head() const { return num_heads / num_kv_heads; }
     u64 num_pairs() const { return num_seqs * num_kv_heads; }
+    u64 products() const {  // of all pairs
+        u64 positions = 0;
+        for (u64 seq = 0; seq < num_seqs; ++seq) positions += static_cast<u64>(seq_lens[seq] - first_positions[seq]);
+        return positions * num_heads * (key_size + value_size);
+    }
     // Floats: a tile of keys or values as float32, which is needed for bfloat16.
     [[gnu::always_inline]] u64 tile_size() const {
         return dtype == DType::float32 ? 0 : TILE * (key_size > value_size ? key_size : value_size);
@@ -54,9 +59,6 @@ struct PagedAttention {
 // Raises std::invalid_argument where a sequence attends to nothing, or to a block that is not there.
 void require_positions(const PagedAttention& problem, u64 num_blocks);
 
-// The first pair of this part, if the work is divided into parts of about the same number of positions.
-u64 first_pair(const PagedAttention& problem, u64 part, u64 num_parts);
-
 // Computes the pairs [first, last); pair = sequence * num_kv_heads + KV head. Nothing is checked. Takes the kernel for
 // this processor, which is one of those below.
 void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* scratch);
@@ -64,6 +66,7 @@ void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* 
 void paged_attention_portable(const PagedAttention& problem, u64 first, u64 last, float* scratch);
 #if defined(__x86_64__)
 void paged_attention_avx2(const PagedAttention& problem, u64 first, u64 last, float* scratch);
+void paged_attention_avx512(const PagedAttention& problem, u64 first, u64 last, float* scratch);
 #endif
 
 }  // namespace penstock::engine

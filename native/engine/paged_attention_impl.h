@@ -10,15 +10,27 @@
 namespace penstock::engine {
 namespace {
 
-#if defined(__clang__)
-#define PENSTOCK_SHUFFLE(left, right, ...) __builtin_shufflevector(left, right, __VA_ARGS__)
-#else
-#define PENSTOCK_SHUFFLE(left, right, ...) __builtin_shuffle(left, right, Bits{__VA_ARGS__})
-#endif
-
 // Returns the sum of each of LANES vectors, as one vector: a transposition with additions.
 inline Floats sum_each(const Floats* of) {
-#if PENSTOCK_LANES == 8
+#if PENSTOCK_LANES == 16
+    Floats pairs[8], fours[4], halves[2];
+    for (u64 i = 0; i < 8; ++i)
+        pairs[i] =
+            PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
+            PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
+    for (u64 i = 0; i < 4; ++i)
+        fours[i] = PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13,
+                                    28, 29) +
+                   PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15,
+                                    30, 31);
+    for (u64 i = 0; i < 2; ++i)  // parts 0 and 2 of both vectors, and parts 1 and 3; a part has four lanes
+        halves[i] = PENSTOCK_SHUFFLE(fours[2 * i], fours[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25,
+                                     26, 27) +
+                    PENSTOCK_SHUFFLE(fours[2 * i], fours[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28,
+                                     29, 30, 31);
+    return PENSTOCK_SHUFFLE(halves[0], halves[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+           PENSTOCK_SHUFFLE(halves[0], halves[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
+#elif PENSTOCK_LANES == 8
     Floats pairs[4], fours[2];
     for (u64 i = 0; i < 4; ++i)
         pairs[i] = PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 0, 8, 2, 10, 4, 12, 6, 14) +
@@ -98,14 +110,22 @@ inline void from_bfloat16(float* out, const u16* numbers, u64 count) {
 }
 
 // Finds the keys (or values) of `count` positions of a KV head through the block table: rows[i] points into the cache,
-// or, of bfloat16, into the tile, which holds them as float32.
+// or, of bfloat16, into the tile, which holds them as float32. Fetches those of the next tile, up to the position `end`.
 inline void gather(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 kv_head, u64 position,
-                   u64 count, float* tile, const float** rows) {
+                   u64 count, u64 end, float* tile, const float** rows) {
+    u64 nbytes = size * (p.dtype == DType::float32 ? sizeof(float) : sizeof(u16));
+    u64 next = position + PagedAttention::TILE, next_index = next / p.block_size, next_within = next % p.block_size;
     u64 index = position / p.block_size, within = position % p.block_size, stride = p.num_kv_heads * size;
     for (u64 i = 0; i < count; within = 0, ++index) {
         u64 offset = ((static_cast<u64>(table[index]) * p.block_size + within) * p.num_kv_heads + kv_head) * size;
         u64 until = count - i < p.block_size - within ? count : i + p.block_size - within;
         for (; i < until; ++i, offset += stride) {
+            if (next + i < end) {
+                u64 place = static_cast<u64>(table[next_index]) * p.block_size + next_within;
+                const u8* row = static_cast<const u8*>(cache) + (place * p.num_kv_heads + kv_head) * nbytes;
+                for (u64 line = 0; line < nbytes; line += 64) __builtin_prefetch(row + line);
+                if (++next_within == p.block_size) next_within = 0, ++next_index;
+            }
             if (p.dtype == DType::float32) {
                 rows[i] = static_cast<const float*>(cache) + offset;
             } else {
@@ -144,10 +164,10 @@ void compute_pair(const PagedAttention& p, u64 seq, u64 kv_head, float* scratch)
     u64 end = static_cast<u64>(p.seq_lens[seq]);
     for (u64 position = static_cast<u64>(p.first_positions[seq]); position < end; position += PagedAttention::TILE) {
         u64 count = end - position < PagedAttention::TILE ? end - position : PagedAttention::TILE;
-        gather(p, table, p.keys, p.key_size, kv_head, position, count, tile, rows);
+        gather(p, table, p.keys, p.key_size, kv_head, position, count, end, tile, rows);
         for (u64 i = 0; i < num_heads; ++i)
             compute_scores(scores + i * PagedAttention::TILE, queries + i * p.key_size, rows, count, p.key_size);
-        gather(p, table, p.values, p.value_size, kv_head, position, count, tile, rows);
+        gather(p, table, p.values, p.value_size, kv_head, position, count, end, tile, rows);
         for (u64 i = 0; i < num_heads; ++i) {
             float* head_scores = scores + i * PagedAttention::TILE;
             if (p.softcap != 0.0f)

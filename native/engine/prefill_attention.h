@@ -14,8 +14,8 @@ namespace penstock::engine {
 
 // Strides are in elements; the elements of one head are contiguous.
 struct PrefillAttention {
-    static constexpr u64 ROWS = PackedLinear::MAX_ROWS;  // queries that are computed together
-    static constexpr u64 POSITIONS = 128;                // of a tile
+    static constexpr u64 ROWS = 64;        // queries that are computed together
+    static constexpr u64 POSITIONS = 128;  // of a tile
     static constexpr u64 PANELS = POSITIONS / PackedLinear::PANEL;
     static constexpr u64 INPUT_TILES = POSITIONS / PackedLinear::TILE_INPUTS;
 
@@ -67,6 +67,7 @@ extern const PrefillKernel prefill_attention_portable;
 #if defined(__x86_64__)
 extern const PrefillKernel prefill_attention_avx2;
 extern const PrefillKernel prefill_attention_avx512;
+extern const PrefillKernel prefill_attention_avx512_bf16;
 #endif
 const PrefillKernel& prefill_kernel();  // that of this processor
 

@@ -22,6 +22,7 @@ NormKernel rms_norm;  // takes the kernel for this processor, which is one of th
 NormKernel rms_norm_portable;
 #if defined(__x86_64__)
 NormKernel rms_norm_avx2;
+NormKernel rms_norm_avx512_bf16;
 #endif
 
 }  // namespace penstock::engine

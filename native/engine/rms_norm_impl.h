@@ -13,13 +13,14 @@ inline void compute(const RmsNorm& norm, u64 first, u64 last) {
     for (u64 row = first; row < last; ++row) {
         const Element* x = static_cast<const Element*>(norm.x) + static_cast<i64>(row) * norm.x_stride;
         Element* out = static_cast<Element*>(norm.out) + row * norm.size;
-        Floats squares[2] = {};
-        for (u64 at = 0; at < norm.size; at += LANES) {
+        Floats even = {}, odd = {};  // two sums: each addition waits for the one before it
+        for (u64 at = 0; at < norm.size; at += 2 * LANES) {
             Floats part = load_part<Type>(x, at, norm.size);
-            squares[at / LANES % 2] += part * part;
+            even += part * part;
+            if (at + LANES < norm.size) part = load_part<Type>(x, at + LANES, norm.size), odd += part * part;
         }
         float sum = 0.0f;
-        for (u64 lane = 0; lane < LANES; ++lane) sum += squares[0][lane] + squares[1][lane];
+        for (u64 lane = 0; lane < LANES; ++lane) sum += even[lane] + odd[lane];
         float scale = 1.0f / __builtin_sqrtf(sum / static_cast<float>(norm.size) + norm.epsilon);
         for (u64 at = 0; at < norm.size; at += LANES) {
             Floats scaled = load_part<Type>(x, at, norm.size) * scale, factor = load_part<Type>(weight, at, norm.size);

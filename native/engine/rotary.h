@@ -36,6 +36,7 @@ RotaryKernel rotary;  // takes the kernel for this processor, which is one of th
 RotaryKernel rotary_portable;
 #if defined(__x86_64__)
 RotaryKernel rotary_avx2;
+RotaryKernel rotary_avx512_bf16;
 #endif
 
 }  // namespace penstock::engine

@@ -24,6 +24,31 @@ inline float sum_lanes(Floats vector) {
     return sum;
 }
 
+#if defined(__clang__)
+#define PENSTOCK_SHUFFLE(left, right, ...) __builtin_shufflevector(left, right, __VA_ARGS__)
+#else
+#define PENSTOCK_SHUFFLE(left, right, ...) __builtin_shuffle(left, right, Bits{__VA_ARGS__})
+#endif
+
+// The greatest number of a vector: compares with halves, quarters, … in each other's place.
+inline float find_greatest(Floats numbers) {
+    auto compare = [&](Floats moved) { numbers = moved > numbers ? moved : numbers; };
+#if PENSTOCK_LANES == 16
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7));
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 4, 5, 6, 7, 0, 1, 2, 3, 12, 13, 14, 15, 8, 9, 10, 11));
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 2, 3, 0, 1, 6, 7, 4, 5, 10, 11, 8, 9, 14, 15, 12, 13));
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 1, 0, 3, 2, 5, 4, 7, 6, 9, 8, 11, 10, 13, 12, 15, 14));
+#elif PENSTOCK_LANES == 8
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 4, 5, 6, 7, 0, 1, 2, 3));
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 2, 3, 0, 1, 6, 7, 4, 5));
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 1, 0, 3, 2, 5, 4, 7, 6));
+#else
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 2, 3, 0, 1));
+    compare(PENSTOCK_SHUFFLE(numbers, numbers, 1, 0, 3, 2));
+#endif
+    return numbers[0];
+}
+
 // The greatest of these scores and `max`.
 inline float find_max(const float* scores, u64 count, float max) {
     u64 i = 0;
@@ -33,7 +58,8 @@ inline float find_max(const float* scores, u64 count, float max) {
             Floats next = load(scores + i);
             greatest = next > greatest ? next : greatest;
         }
-        for (u64 lane = 0; lane < LANES; ++lane) max = greatest[lane] > max ? greatest[lane] : max;
+        float next = find_greatest(greatest);
+        max = next > max ? next : max;
     }
     for (; i < count; ++i) max = scores[i] > max ? scores[i] : max;
     return max;

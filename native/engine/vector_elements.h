@@ -9,6 +9,7 @@ namespace {
 constexpr u64 LANES = PENSTOCK_LANES;
 typedef float Floats __attribute__((vector_size(4 * PENSTOCK_LANES)));
 typedef u32 Bits __attribute__((vector_size(4 * PENSTOCK_LANES)));
+typedef i32 Indices __attribute__((vector_size(4 * PENSTOCK_LANES)));
 typedef u16 Halves __attribute__((vector_size(2 * PENSTOCK_LANES)));
 
 // Elements of one dtype: how a vector of them is read, rounded and written.
@@ -25,16 +26,19 @@ struct Float32 {
 
 struct Bfloat16 {
     using Element = u16;
+    static Floats widen(Halves halves) {
+        return __builtin_bit_cast(Floats, __builtin_convertvector(halves, Bits) << 16);
+    }
     static Floats load(const u16* at) {
         Halves halves;
         __builtin_memcpy(&halves, at, sizeof halves);
-        return __builtin_bit_cast(Floats, __builtin_convertvector(halves, Bits) << 16);
+        return widen(halves);
     }
     static void store(u16* at, Floats numbers) {
-        Halves halves = __builtin_convertvector(nearest_bfloat16<Bits>(numbers), Halves);
+        Halves halves = to_bfloat16<Halves, Bits>(numbers);
         __builtin_memcpy(at, &halves, sizeof halves);
     }
-    static Floats round(Floats numbers) { return __builtin_bit_cast(Floats, nearest_bfloat16<Bits>(numbers) << 16); }
+    static Floats round(Floats numbers) { return widen(to_bfloat16<Halves, Bits>(numbers)); }
 };
 
 // The elements from `first` on, in a vector. The other lanes are zeros.

@@ -3,6 +3,10 @@
 // All is in an unnamed namespace, and calls only built-in functions: a kernel that is compiled for some processors may
 // not define what others define, too (paged_attention.h).
 #pragma once
+#if defined(__AVX512BF16__)
+#include <immintrin.h>
+#endif
+
 #include "paged_attention.h"
 
 namespace penstock::engine {
@@ -25,12 +29,38 @@ inline Floats exponential(Floats x) {
     return (sum * r * r + r + 1.0f) * power_of_two;
 }
 
+// 2^x for x <= 0, within 3 units in the last place, and 0 for x < -126. The polynomial is that of the least greatest
+// error between -1/2 and 1/2.
+template <class Bits, class Floats>
+inline Floats power_of_two(Floats x) {
+    constexpr float ROUNDER = 12582912.0f;  // see `exponential`
+    Floats n = x + ROUNDER;
+    Floats power = __builtin_bit_cast(Floats, (__builtin_bit_cast(Bits, n) + 127) << 23);
+    Floats r = x - (n - ROUNDER);
+    Floats sum = r * 1.3264726899e-3f + 9.6715126606e-3f;
+    sum = sum * r + 5.5507337442e-2f;
+    sum = sum * r + 2.4022242085e-1f;
+    sum = sum * r + 6.9314697760e-1f;
+    return x < -126.0f ? Floats{} : (sum * r + 1.0f) * power;
+}
+
 // The bits of the nearest bfloat16, ties to even, in the lower halves; NaN stays NaN.
 template <class Bits, class Floats>
 inline Bits nearest_bfloat16(Floats numbers) {
     Bits bits = __builtin_bit_cast(Bits, numbers);
     Bits nearest = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
     return (bits & 0x7fffffff) > 0x7f800000 ? bits >> 16 | 0x40 : nearest;
+}
+
+// The nearest bfloat16 of each number. The instruction makes zeros of denormal numbers.
+template <class Halves, class Bits, class Floats>
+inline Halves to_bfloat16(Floats numbers) {
+#if defined(__AVX512BF16__)
+    if constexpr (sizeof(Floats) == 64)
+        return __builtin_bit_cast(Halves, _mm512_cvtneps_pbh(__builtin_bit_cast(__m512, numbers)));
+    else
+#endif
+        return __builtin_convertvector(nearest_bfloat16<Bits>(numbers), Halves);
 }
 
 }  // namespace

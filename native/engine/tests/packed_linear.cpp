@@ -39,6 +39,8 @@ struct Case {
         linear.inputs = 1 + random.below(200), linear.is_gated = random.one_in(3);
         linear.outputs = linear.is_gated ? 32 * (1 + random.below(6)) : 1 + random.below(200);
         rows = 1 + random.below(random.one_in(3) ? 80 : 20);
+        if (random.one_in(10))  // more inputs and rows than a kernel keeps in the caches
+            linear.inputs += 500, rows += PackedLinear::MAX_ROWS, linear.outputs = 32 * (1 + random.below(2));
         x = numbers(random, rows * linear.inputs), w = numbers(random, linear.outputs * linear.inputs);
         weights.resize(linear.size());
         if (linear.is_gated) {

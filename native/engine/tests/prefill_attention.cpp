@@ -7,6 +7,7 @@
 #include <limits>
 #include <vector>
 
+#include "cpu_features.h"
 #include "engine/tests/bfloat16.h"
 #include "tests/testing.h"
 
@@ -108,7 +109,8 @@ struct Case {
 std::vector<const PrefillKernel*> kernels() {
     std::vector<const PrefillKernel*> out{&prefill_attention_portable};
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) out.push_back(&prefill_attention_avx2);
+    if (has_avx2()) out.push_back(&prefill_attention_avx2);
+    if (has_avx512()) out.push_back(&prefill_attention_avx512);
 #endif
     if (std::find(out.begin(), out.end(), &prefill_kernel()) == out.end()) out.push_back(&prefill_kernel());
     return out;

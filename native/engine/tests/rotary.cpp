@@ -5,6 +5,7 @@
 #include <cstring>
 #include <vector>
 
+#include "cpu_features.h"
 #include "engine/tests/bfloat16.h"
 #include "tests/testing.h"
 
@@ -80,7 +81,10 @@ void check(Random& random) {
     u64 nbytes = p.dtype == DType::float32 ? 4 : 2;
     std::vector<RotaryKernel*> kernels{rotary_portable};
 #if defined(__x86_64__)
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) kernels.push_back(rotary_avx2);
+    if (has_avx2()) kernels.push_back(rotary_avx2);
+#if defined(PENSTOCK_COMPILES_BF16)
+    if (has_avx512_bf16()) kernels.push_back(rotary_avx512_bf16);
+#endif
 #endif
     for (RotaryKernel* kernel : kernels) {
         std::vector<u8> out(p.tokens * heads * p.size * nbytes), cached_keys(places * kv_heads * p.size * nbytes, 0x77);

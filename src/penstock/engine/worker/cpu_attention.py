@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
 from penstock.engine.worker.cpu_norm import RmsNorm
-from penstock.engine.worker.cpu_tensors import rows_of
+from penstock.engine.worker.cpu_tensors import kernel_threads, rows_of
 from penstock.engine.worker.paged_attention import (
     CPU_DTYPES,
     AttentionStyle,
@@ -56,7 +56,7 @@ class Projected(NamedTuple):
             places.data_ptr(),
             (queries.data_ptr(), keys.data_ptr(), values.data_ptr()),
             queries.dtype == torch.bfloat16,
-            torch.get_num_threads(),
+            kernel_threads(),
         )
         return queries
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
-from penstock.engine.worker.cpu_tensors import huge_pages, rows_of
+from penstock.engine.worker.cpu_tensors import huge_pages, kernel_threads, rows_of
 from penstock.engine.worker.stock import SiLUActivation
 
 PANEL = 16  # outputs of a panel of packed weights
@@ -65,6 +65,15 @@ def pack_linears(model: nn.Module) -> None:
     fused = sum(len(group.layers) > 1 for group in groups)
     layers = sum(len(group.layers) for group in groups)
     event("linears packed", layers=layers, fused=fused, kernel=_native.linear_kernel(), mib=buffer.nbytes >> 20)
+
+
+def is_packed(decoder: nn.Module) -> bool:
+    """Whether native kernels compute all products with weights of a decoder."""
+    return all(
+        weight.is_meta or weight.dim() < 2 or isinstance(module, nn.Embedding)
+        for module in decoder.modules()
+        for weight in module.parameters(recurse=False)
+    )
 
 
 def kept_tensors(model: nn.Module, groups: Sequence[LinearGroup]) -> Iterator[Tensor]:
@@ -165,7 +174,7 @@ def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16]) -> None:
     first = 0
     for layer in group.layers:
         rows = layer.weight.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
-        packed.pack(rows, first, 2 if is_gated else 1, torch.get_num_threads())
+        packed.pack(rows, first, 2 if is_gated else 1, kernel_threads())
         first += 1 if is_gated else -(-rows.shape[0] // PANEL)
         layer.weight = nn.Parameter(torch.empty(rows.shape, dtype=torch.bfloat16, device="meta"), requires_grad=False)
     product = Product(packed)
@@ -203,7 +212,7 @@ class Product:
         out = torch.empty(*x.shape[:-1], self._width, dtype=torch.bfloat16)
         if count:
             arguments = (rows.data_ptr(), rows.stride(0), count, out.data_ptr(), self._width)
-            self._packed.compute(*arguments, torch.get_num_threads())
+            self._packed.compute(*arguments, kernel_threads())
         return out
 
 

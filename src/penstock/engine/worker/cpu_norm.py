@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from penstock.engine import _native
 from penstock.engine.cluster.logs import event
-from penstock.engine.worker.cpu_tensors import rows_of
+from penstock.engine.worker.cpu_tensors import kernel_threads, rows_of
 
 DTYPES = (torch.float32, torch.bfloat16)
 EPSILONS = ("variance_epsilon", "eps", "epsilon")  # transformers' names of one number
@@ -29,7 +29,7 @@ class RmsNorm(NamedTuple):
         rows = rows_of(x, size, self.weight.dtype)
         out = torch.empty(x.shape, dtype=x.dtype)
         addresses = (self.weight.data_ptr(), out.data_ptr())
-        how: Any = (self.epsilon, self.adds_one, x.dtype == torch.bfloat16, torch.get_num_threads())
+        how: Any = (self.epsilon, self.adds_one, x.dtype == torch.bfloat16, kernel_threads())
         _native.rms_norm(rows.data_ptr(), rows.stride(0), rows.shape[0], size, *addresses, *how)
         return out
 

@@ -1,4 +1,4 @@
-"""Tensors of a CPU, as native kernels read them: rows by their addresses, and memory in large pages."""
+"""Tensors of a CPU, as native kernels read them: rows by their addresses, and memory in large pages. The kernels' threads."""
 
 from __future__ import annotations
 
@@ -12,6 +12,20 @@ from torch import Tensor
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # options of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 << 20  # glibc refuses more
 KEPT_NBYTES = 256 << 20  # free memory at the end of the heap
+_kernel_threads = 1
+
+
+def set_threads(count: int, of_torch: int | None = None) -> None:
+    """Sets the number of threads of native kernels, and that of torch; None: the same."""
+    global _kernel_threads
+    _kernel_threads = count
+    if torch.get_num_threads() != (of_torch or count):
+        torch.set_num_threads(of_torch or count)
+
+
+def kernel_threads() -> int:
+    """Returns the number of threads of native kernels."""
+    return _kernel_threads
 
 
 def rows_of(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:

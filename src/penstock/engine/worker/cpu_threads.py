@@ -12,9 +12,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
-import torch
-
 from penstock.engine.cluster.logs import event
+from penstock.engine.worker.cpu_tensors import set_threads
 from penstock.engine.worker.tensor_parallel import TPGroup
 
 SHORT = 64  # tokens: the most of a short step; short and long steps have their own numbers of threads
@@ -64,7 +63,7 @@ def _least(limit: int, compute: Callable[[], object], ranks: TPGroup) -> int:
 
 def _microseconds(threads: int, compute: Callable[[], object], ranks: TPGroup) -> int:
     """Returns the step's time on the slowest rank, as the others wait for it."""
-    torch.set_num_threads(threads)
+    set_threads(threads)
     compute()  # the first run is slower, and is not measured
     spent: list[int] = []
     while len(spent) < TIMES and (not spent or min(spent) < LONG):

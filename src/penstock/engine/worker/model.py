@@ -14,7 +14,7 @@ from torch import Tensor
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.cpu_attention import replace_attentions
-from penstock.engine.worker.cpu_linear import pack_linears
+from penstock.engine.worker.cpu_linear import is_packed, pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
 from penstock.engine.worker.stock import (
@@ -52,6 +52,7 @@ class LoadedModel:
         self.device = device
         text = stock.config.get_text_config()
         self.dtype: torch.dtype = stock.dtype
+        self.is_packed = is_packed(stock.get_decoder())
         self.vocab_size: int = text.vocab_size
         self.max_length: int = text.max_position_embeddings
         self.image_id: int | None = getattr(stock.config, "image_token_id", None)

@@ -21,7 +21,7 @@ from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
-from penstock.engine.worker.cpu_tensors import keep_freed_memory
+from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import SHORT, CpuThreads, share, tune_threads
 from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from penstock.engine.worker.device import EncodingCounts, SamplerOutput
@@ -73,7 +73,7 @@ class ModelRunner:
         """
         self._ranks = ranks or TPGroup()
         max_threads = threads or share(processes)
-        torch.set_num_threads(max_threads)
+        set_threads(max_threads)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
         if where.type == "cpu":
@@ -122,12 +122,13 @@ class ModelRunner:
         input_batch = build_batch(batch)
         if not input_batch.slots.size:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
-        use_threads(self._threads, input_batch.slots.size)
+        use_threads(self._threads, input_batch.slots.size, is_packed=self._model.is_packed)
         hidden, failed = self._compute(input_batch)
         if not input_batch.last.size:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, failed)
         logits = self._model.logits(hidden[moved(input_batch.last, self._device)])
         slots = batch.sampled
+        set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
@@ -197,6 +198,8 @@ class ModelRunner:
 
     def _found_threads(self, limit: int) -> CpuThreads:
         def compute(tokens: int) -> None:
+            if self._model.is_packed and tokens <= SHORT:
+                torch.set_num_threads(1)  # as in `use_threads`
             numbers = torch.arange(tokens)
             self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
 
@@ -247,11 +250,15 @@ class TorchPendingStep:
         return SamplerOutput(self._ids.numpy(), logprobs, failed)
 
 
-def use_threads(threads: CpuThreads, tokens: int) -> None:
-    """Sets the number of threads for a step of so many tokens."""
-    count = threads.short if tokens <= SHORT else threads.long
-    if count != torch.get_num_threads():
-        torch.set_num_threads(count)
+def use_threads(threads: CpuThreads, tokens: int, *, is_packed: bool = False) -> None:
+    """Sets the numbers of threads for a step of so many tokens. `is_packed`: torch computes no products.
+
+    What is left to torch in a short step takes microseconds, but milliseconds when torch wakes a thread of its own
+    beside one of the kernels.
+    """
+    is_short = tokens <= SHORT
+    count = threads.short if is_short else threads.long
+    set_threads(count, 1 if is_packed and is_short else count)
 
 
 def _params_of(batch: BatchState, slot: int) -> SamplingParams:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -19,7 +18,7 @@ from torch import Tensor
 from penstock.engine import _native
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.cpu_tensors import huge_pages
+from penstock.engine.worker.cpu_tensors import huge_pages, kernel_threads
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
 from penstock.engine.worker.stock import AttentionInterface
 
@@ -27,7 +26,6 @@ NAME = "penstock"  # of this attention in transformers' registry; no mask functi
 MAX_GATHERED = 1 << 16  # positions with keys and values gathered at a time: the copy is short-lived, but large
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CHUNK_KERNELS = ("amx", "avx512_bf16")  # products with which chunks in bfloat16 are as fast as torch's, or faster
-WORTH_A_THREAD = 4_000_000  # products: a third of a millisecond, several times what it takes to wake a thread
 
 
 class KVCacheShape(NamedTuple):
@@ -221,11 +219,6 @@ class CpuRows(NamedTuple):
     firsts: Index  # first position
     lengths: Index  # position after the last
 
-    @property
-    def positions(self) -> int:
-        """Returns the number of positions that all rows attend to."""
-        return int((self.lengths - self.firsts).sum())
-
 
 class CpuKVCache:
     """The KV cache of all layers as arrays: a native kernel reads the keys and values of each row in their blocks.
@@ -240,7 +233,6 @@ class CpuKVCache:
         self._block_size = block_size
         is_bfloat16 = all(keys.dtype == torch.bfloat16 for keys, _ in layers.values())
         self.has_chunk_kernel = is_bfloat16 and _native.linear_kernel() in CHUNK_KERNELS
-        self._others: ThreadPoolExecutor | None = None
 
     def attend(self, layer: int, query: Tensor, attended: Tensor, rows: CpuRows, how: AttentionStyle) -> None:
         """Computes attention for the first rows of `query` [tokens, heads, size], into the first rows of `attended`."""
@@ -249,19 +241,7 @@ class CpuKVCache:
         sinks = None if how.sinks is None else how.sinks.float().numpy()
         vectors = (_numbers(query[:count]), keys, values, _numbers(attended[:count]))
         arguments = (*vectors, *rows, self._block_size, how.scale, how.softcap or 0.0, sinks)
-        threads, parts = torch.get_num_threads(), 1
-        if threads > 1:
-            products = rows.positions * query.shape[1] * (keys.shape[2] + values.shape[2])
-            parts = max(1, min(threads, products // WORTH_A_THREAD))
-        if parts == 1:
-            return _native.paged_attention(*arguments)
-        if self._others is None:
-            self._others = ThreadPoolExecutor(threads - 1, "attention")
-        others = [self._others.submit(_native.paged_attention, *arguments, part, parts) for part in range(1, parts)]
-        _native.paged_attention(*arguments, 0, parts)
-        for other in others:
-            other.result()
-        return None
+        _native.paged_attention(*arguments, kernel_threads())
 
     def attend_chunk(
         self, layer: int, query: Tensor, attended: Tensor, chunk: PrefillChunk, how: AttentionStyle
@@ -279,7 +259,7 @@ class CpuKVCache:
             window=how.window or 0,
             softcap=how.softcap or 0.0,
             sinks=sinks,
-            threads=torch.get_num_threads(),
+            threads=kernel_threads(),
         )
 
 

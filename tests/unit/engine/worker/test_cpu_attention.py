@@ -12,6 +12,7 @@ pytest.importorskip("transformers", reason="needs transformers: pip install 'pen
 
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import paged_attention  # noqa: E402
+from penstock.engine.worker.cpu_tensors import set_threads  # noqa: E402
 from penstock.engine.worker.input_batch import PrefillChunk  # noqa: E402
 from penstock.engine.worker.paged_attention import (  # noqa: E402
     AttentionStyle,
@@ -97,25 +98,16 @@ def test_what_is_no_number_stays_none() -> None:
     assert bool(case.ours(AttentionStyle(0.25)).isnan().all())
 
 
-def test_work_that_is_worth_it_is_divided_and_comes_out_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_attend_the_same_in_any_number_of_threads() -> None:
     before = torch.get_num_threads()
-    case, how = Given(1, torch.float32), AttentionStyle(0.25)
-    alone = case.ours(how)
-    parts: list[tuple[int, ...]] = []
-    attend = _native.paged_attention
-
-    def counted(*arguments: Any) -> None:
-        parts.append(arguments[11:])
-        attend(*arguments)
-
-    monkeypatch.setattr(_native, "paged_attention", counted)
-    monkeypatch.setattr(paged_attention, "WORTH_A_THREAD", 100)
-    torch.set_num_threads(3)
+    case, how = Given(1, torch.float32, heads=24, size=128), AttentionStyle(0.25)
     try:
+        set_threads(1)
+        alone = case.ours(how)
+        set_threads(3)
         torch.testing.assert_close(case.ours(how), alone, rtol=0, atol=0)
     finally:
-        torch.set_num_threads(before)
-    assert sorted(parts) == [(0, 3), (1, 3), (2, 3)]
+        set_threads(1, before)
 
 
 def kernel_arguments(**other: Any) -> dict[str, Any]:
@@ -154,7 +146,6 @@ def kernel_arguments(**other: Any) -> dict[str, Any]:
         ({"out": np.zeros((1, 4, 16), np.float32)[:, :, ::2]}, "a contiguous out with a value for each query"),
         ({"block_size": 0}, "a block size of 1 to"),
         ({"sinks": np.zeros(3, np.float32)}, "expected a sink"),
-        ({"part": 1}, "a part below"),
     ],
 )
 def test_what_cannot_be_is_refused_before_a_byte_is_read(wrong: dict[str, Any], text: str) -> None:
