@@ -20,7 +20,7 @@ namespace {
 using Vectors = nb::ndarray<nb::ro, nb::ndim<3>, nb::device::cpu>;
 using Result = nb::ndarray<nb::ndim<3>, nb::device::cpu>;
 
-constexpr u64 MAX_PACKED = 1 << 23;               // elements of packed keys and values
+constexpr u64 MAX_PACKED = 1 << 23;             // elements of packed keys and values
 constexpr u64 MIN_PARALLEL_PRODUCTS = 1 << 18;  // several times what it takes to wake a thread
 
 DType dtype_of(const Vectors& vectors) {
@@ -129,12 +129,13 @@ void prefill(const Vectors& queries, const Vectors& keys, const Vectors& values,
 void bind_paged_attention(nb::module_& m) {
     m.def("paged_attention", &attend, "queries"_a, "keys"_a, "values"_a, "out"_a, "block_tables"_a, "first_positions"_a,
           "seq_lens"_a, "block_size"_a, "scale"_a, "softcap"_a = 0.0f, "sinks"_a = nb::none(), "threads"_a = 1,
-          nb::sig("def paged_attention(queries: numpy.typing.NDArray[typing.Any], keys: "
-                  "numpy.typing.NDArray[typing.Any], values: numpy.typing.NDArray[typing.Any], out: "
-                  "numpy.typing.NDArray[typing.Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: "
-                  "numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, "
-                  "scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, threads: "
-                  "int = 1) -> None"),
+          nb::sig(
+              "def paged_attention(queries: numpy.typing.NDArray[typing.Any], keys: "
+              "numpy.typing.NDArray[typing.Any], values: numpy.typing.NDArray[typing.Any], out: "
+              "numpy.typing.NDArray[typing.Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: "
+              "numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, "
+              "scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, threads: "
+              "int = 1) -> None"),
           "Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` "
           "[sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of "
           "`block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of "

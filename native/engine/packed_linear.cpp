@@ -18,9 +18,9 @@ namespace {
 constexpr u64 PANEL = PackedLinear::PANEL, TILE = PackedLinear::TILE, TILE_INPUTS = PackedLinear::TILE_INPUTS;
 
 LinearKernels find_kernels() {
-    LinearKernels found{};
+    LinearKernels kernels{};
     auto add = [&](const char* name, LinearKernel* kernel, SumsKernel* sums) {
-        found.kernels[found.count++] = {name, kernel, sums};
+        kernels.kernels[kernels.count++] = {name, kernel, sums};
     };
 #if defined(__x86_64__)
 #if defined(PENSTOCK_COMPILES_BF16)
@@ -40,7 +40,7 @@ LinearKernels find_kernels() {
 #endif
 #endif
     add("portable", packed_linear_portable, packed_linear_portable_sums);
-    return found;
+    return kernels;
 }
 
 Atomic<u64> chosen{0};  // an index into linear_kernels(); no other memory depends on its order
@@ -62,8 +62,8 @@ void pack_panel(const PackedLinear& linear, u16* to, const u16* rows, u64 output
 }  // namespace
 
 const LinearKernels& linear_kernels() {
-    static const LinearKernels found = find_kernels();
-    return found;
+    static const LinearKernels kernels = find_kernels();
+    return kernels;
 }
 
 const NamedKernel& linear_kernel() { return linear_kernels().kernels[chosen.load(RELAXED)]; }

@@ -22,7 +22,7 @@ struct PackedLinear {
     static constexpr u64 TILE_ROWS = 16;  // rows of x
     static constexpr u64 TILE_INPUTS = 32;
     static constexpr u64 TILE = TILE_ROWS * TILE_INPUTS;  // elements of a tile of x, and of a panel for its inputs
-    static constexpr u64 MAX_ROWS = 512;                  // rows of x whose sums a kernel keeps
+    static constexpr u64 MAX_ROWS = 512;                  // rows of x: a kernel keeps their sums
     static constexpr u64 MAX_PANELS = 4;                  // panels of these sums
     static constexpr u64 BLOCK_NBYTES = 1 << 20;          // of x: half of a core's second-level cache
 
@@ -54,8 +54,8 @@ void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64
 // Copies `rows` rows of x into one row of tiles; the rest of the tiles becomes zeros.
 void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles);
 
-// Computes the panels [first, last) for all rows. `tiles`: these rows of x. Nothing is checked. With a gate, `first` and
-// `last` are even.
+// Computes the panels [first, last) for all rows. `tiles`: these rows of x. Nothing is checked. With a gate, `first`
+// and `last` are even.
 using LinearKernel = void(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,
                           u64 out_stride);
 LinearKernel packed_linear_portable;

@@ -19,15 +19,15 @@ inline Floats sum_each(const Floats* of) {
             PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 0, 16, 2, 18, 4, 20, 6, 22, 8, 24, 10, 26, 12, 28, 14, 30) +
             PENSTOCK_SHUFFLE(of[2 * i], of[2 * i + 1], 1, 17, 3, 19, 5, 21, 7, 23, 9, 25, 11, 27, 13, 29, 15, 31);
     for (u64 i = 0; i < 4; ++i)
-        fours[i] = PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13,
-                                    28, 29) +
-                   PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15,
-                                    30, 31);
+        fours[i] =
+            PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 0, 1, 16, 17, 4, 5, 20, 21, 8, 9, 24, 25, 12, 13, 28, 29) +
+            PENSTOCK_SHUFFLE(pairs[2 * i], pairs[2 * i + 1], 2, 3, 18, 19, 6, 7, 22, 23, 10, 11, 26, 27, 14, 15, 30,
+                             31);
     for (u64 i = 0; i < 2; ++i)  // parts 0 and 2 of both vectors, and parts 1 and 3; a part has four lanes
-        halves[i] = PENSTOCK_SHUFFLE(fours[2 * i], fours[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25,
-                                     26, 27) +
-                    PENSTOCK_SHUFFLE(fours[2 * i], fours[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28,
-                                     29, 30, 31);
+        halves[i] =
+            PENSTOCK_SHUFFLE(fours[2 * i], fours[2 * i + 1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
+            PENSTOCK_SHUFFLE(fours[2 * i], fours[2 * i + 1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30,
+                             31);
     return PENSTOCK_SHUFFLE(halves[0], halves[1], 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
            PENSTOCK_SHUFFLE(halves[0], halves[1], 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
 #elif PENSTOCK_LANES == 8
@@ -110,7 +110,8 @@ inline void from_bfloat16(float* out, const u16* numbers, u64 count) {
 }
 
 // Finds the keys (or values) of `count` positions of a KV head through the block table: rows[i] points into the cache,
-// or, of bfloat16, into the tile, which holds them as float32. Fetches those of the next tile, up to the position `end`.
+// or, of bfloat16, into the tile, which holds them as float32. Fetches those of the next tile, up to the position
+// `end`.
 inline void gather(const PagedAttention& p, const i32* table, const void* cache, u64 size, u64 kv_head, u64 position,
                    u64 count, u64 end, float* tile, const float** rows) {
     u64 nbytes = size * (p.dtype == DType::float32 ? sizeof(float) : sizeof(u16));

@@ -7,9 +7,9 @@
 namespace penstock::engine {
 namespace {
 
-constexpr u64 ROWS = PrefillAttention::ROWS, POSITIONS = PrefillAttention::POSITIONS,
-              PANELS = PrefillAttention::PANELS, PANEL = PackedLinear::PANEL,
-              TILE = PackedLinear::TILE, TILE_INPUTS = PackedLinear::TILE_INPUTS, TILE_ROWS = PackedLinear::TILE_ROWS;
+constexpr u64 ROWS = PrefillAttention::ROWS, POSITIONS = PrefillAttention::POSITIONS, PANELS = PrefillAttention::PANELS,
+              PANEL = PackedLinear::PANEL, TILE = PackedLinear::TILE, TILE_INPUTS = PackedLinear::TILE_INPUTS,
+              TILE_ROWS = PackedLinear::TILE_ROWS;
 
 // Keys as a layer [elements][positions]: pairs of elements. Values as a layer [positions][elements]: pairs of
 // positions. Positions beyond the sequence become zeros: their memory may hold NaN of another request.

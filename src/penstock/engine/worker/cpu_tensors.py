@@ -1,4 +1,7 @@
-"""Tensors of a CPU, as native kernels read them: rows by their addresses, and memory in large pages. The kernels' threads."""
+"""Tensors of a CPU, as native kernels read them: rows by their addresses, and memory in large pages.
+
+Also the number of the kernels' threads, which is not always torch's.
+"""
 
 from __future__ import annotations
 
