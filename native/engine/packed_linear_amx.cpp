@@ -11,7 +11,7 @@ namespace penstock::engine {
 namespace {
 
 constexpr u64 AHEAD = 4096;  // bytes: a panel's part that is fetched before it is needed
-constexpr u64 SLICE = 16;    // input tiles: those of two panels stay in the first-level cache for many rows
+constexpr u64 SLICE = 8;     // input tiles: those of two panels stay in the first-level cache beside two tiles of rows
 
 struct alignas(64) TileConfig {
     u8 palette = 1, start_row = 0, reserved[14] = {};

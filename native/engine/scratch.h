@@ -1,5 +1,8 @@
 // scratch.h: memory that a thread keeps from one call to the next, as a step calls a hundred kernels.
 #pragma once
+#include <sys/mman.h>
+
+#include <cstdlib>
 #include <memory>
 #include <new>
 
@@ -7,19 +10,24 @@
 
 namespace penstock::engine {
 
-// Returns room for `size` elements at the start of a cache line. Each `Owner` has memory of its own.
+// Returns room for `size` elements at the start of a cache line. Each `Owner` has memory of its own. Much memory lies
+// in large pages where the kernel has any.
 template <class Owner, class Element>
 Element* scratch(u64 size) {
-    constexpr std::align_val_t CACHE_LINE{64};
+    constexpr u64 CACHE_LINE = 64, LARGE_PAGE = 1 << 21;
     struct Free {
-        void operator()(Element* at) const { ::operator delete(at, CACHE_LINE); }
+        void operator()(Element* at) const { std::free(at); }
     };
     thread_local std::unique_ptr<Element, Free> kept;
     thread_local u64 kept_size = 0;
     if (kept_size < size) {
         kept.reset();
         kept_size = 0;  // in case there is no memory for more
-        kept.reset(static_cast<Element*>(::operator new(size * sizeof(Element), CACHE_LINE)));
+        u64 unit = size * sizeof(Element) < LARGE_PAGE ? CACHE_LINE : LARGE_PAGE;
+        u64 nbytes = (size * sizeof(Element) + unit - 1) / unit * unit;
+        kept.reset(static_cast<Element*>(std::aligned_alloc(unit, nbytes)));
+        if (!kept) throw std::bad_alloc();
+        if (unit == LARGE_PAGE) ::madvise(kept.get(), nbytes, MADV_HUGEPAGE);
         kept_size = size;
     }
     return kept.get();
