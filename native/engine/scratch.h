@@ -18,19 +18,19 @@ Element* scratch(u64 size) {
     struct Free {
         void operator()(Element* at) const { std::free(at); }
     };
-    thread_local std::unique_ptr<Element, Free> kept;
-    thread_local u64 kept_size = 0;
-    if (kept_size < size) {
-        kept.reset();
-        kept_size = 0;  // in case there is no memory for more
+    thread_local std::unique_ptr<Element, Free> memory;
+    thread_local u64 room = 0;
+    if (room < size) {
+        memory.reset();
+        room = 0;  // in case there is no memory for more
         u64 unit = size * sizeof(Element) < LARGE_PAGE ? CACHE_LINE : LARGE_PAGE;
         u64 nbytes = (size * sizeof(Element) + unit - 1) / unit * unit;
-        kept.reset(static_cast<Element*>(std::aligned_alloc(unit, nbytes)));
-        if (!kept) throw std::bad_alloc();
-        if (unit == LARGE_PAGE) ::madvise(kept.get(), nbytes, MADV_HUGEPAGE);
-        kept_size = size;
+        memory.reset(static_cast<Element*>(std::aligned_alloc(unit, nbytes)));
+        if (!memory) throw std::bad_alloc();
+        if (unit == LARGE_PAGE) ::madvise(memory.get(), nbytes, MADV_HUGEPAGE);
+        room = size;
     }
-    return kept.get();
+    return memory.get();
 }
 
 }  // namespace penstock::engine
