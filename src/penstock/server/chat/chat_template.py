@@ -63,7 +63,7 @@ class ChatTemplate:
         return prompt
 
     def _shows(self, content: Any) -> bool:
-        """Returns whether the template renders such a content as text, and not as its Python repr."""
+        """Returns whether the template renders a content as text, and not as a Python repr."""
         try:
             prompt = self._rendered([{"role": "user", "content": content}], True, {})
         except Exception:  # the template expects the other form

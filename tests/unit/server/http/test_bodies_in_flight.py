@@ -1,4 +1,4 @@
-"""Long bodies and the budget of bytes: a body is read when its bytes have been granted, and gives them back."""
+"""Long bodies and the budget of bytes: a body is read when its bytes have been granted, and gives the bytes back."""
 
 import asyncio
 import contextlib
@@ -20,7 +20,7 @@ BUDGET = 4 * 4 * BODY_COPIES * 4 * LONG  # four bodies of 256 KB at a time, in t
 
 
 class Upload:
-    """A body as its connection brings it: in parts, of which it counts those that were taken."""
+    """A body in parts, as a connection brings it. Counts the parts that were taken."""
 
     def __init__(self, nbytes: int, *, has_length: bool = True, client: str = "a") -> None:
         self.parts = [b"x" * min(LONG, nbytes - at) for at in range(0, nbytes, LONG)]
