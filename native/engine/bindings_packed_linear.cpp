@@ -61,6 +61,7 @@ class Linear {
     void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads) const {
         const u16* x = reinterpret_cast<const u16*>(x_address);
         u16* out = reinterpret_cast<u16*>(out_address);
+        if (rows == 0) return;
         python::GilRelease released;
         u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
         u16* tiles = scratch<Linear, u16>(row_tiles * linear_.panel_size());
@@ -72,6 +73,9 @@ class Linear {
         });
         u64 block = linear_.block_rows(rows), blocks = PackedLinear::divide_up(rows, block);
         u64 panels = PackedLinear::MAX_PANELS * (rows > MAX_SMALL ? 4 : 1);
+        while (panels > PackedLinear::MAX_PANELS &&
+               blocks * PackedLinear::divide_up(linear_.panels(), panels) < 2 * threads)
+            panels /= 2;
         u64 chunks = PackedLinear::divide_up(linear_.panels(), panels);
         LinearKernel* kernel = linear_kernel().kernel;
         team.run(threads, blocks * chunks, [&](u64 number) {

@@ -65,7 +65,7 @@ else:
         if name == "__version__":
             from importlib.metadata import version
 
-            return version("penstock")
+            return globals().setdefault(name, version("penstock"))
         if name not in __all__:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         _import_names()

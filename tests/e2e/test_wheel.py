@@ -81,16 +81,21 @@ def test_the_source_distribution_has_what_is_needed_and_nothing_twice(sdist: Pat
 
 # The kernels that are compiled for some processors, with their options; at run time the processor is asked.
 AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
+AVX512_BF16 = (*AVX512, "-mavx512bf16")
 KERNELS = {
     "paged_attention_avx2": ("-mavx2", "-mfma"),
+    "paged_attention_avx512": AVX512,
     "rms_norm_avx2": ("-mavx2", "-mfma"),
+    "rms_norm_avx512_bf16": AVX512_BF16,
     "rotary_avx2": ("-mavx2", "-mfma"),
+    "rotary_avx512_bf16": AVX512_BF16,
     "prefill_attention_avx2": ("-mavx2", "-mfma"),
     "prefill_attention_avx512": AVX512,
+    "prefill_attention_avx512_bf16": AVX512_BF16,
     "packed_linear_avx2": ("-mavx2", "-mfma"),
     "packed_linear_avx512": AVX512,
-    "packed_linear_avx512_bf16": (*AVX512, "-mavx512bf16"),
-    "packed_linear_amx": (*AVX512, "-mamx-tile", "-mamx-bf16"),
+    "packed_linear_avx512_bf16": AVX512_BF16,
+    "packed_linear_amx": (*AVX512_BF16, "-mamx-tile", "-mamx-bf16"),
 }
 OF_AARCH64 = {"packed_linear_bfdot": ("-march=armv8.2-a+bf16",)}
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -117,6 +118,7 @@ class _Copy(NamedTuple):
     before: torch.Tensor | None  # what the pinned source held when an upload was launched; None: a copy to the host
     target: torch.Tensor
     line: str
+    report: Report  # of the time when it was launched
 
 
 class CudaDouble(TorchDispatchMode):
@@ -128,6 +130,7 @@ class CudaDouble(TorchDispatchMode):
         super().__init__()
         self.total_nbytes = total_nbytes
         self.held_nbytes = self.peak_nbytes = self.allocated = 0
+        self.pool_nbytes = 0  # kept for graphs, which share it: as much as the largest of them has needed
         self.fail_at = 0
         self.report = Report()  # read only while the double is watched
         self.tape: list[_Operation] | None = None
@@ -183,7 +186,7 @@ class CudaDouble(TorchDispatchMode):
             if copy.before is None:
                 copy.target.copy_(copy.source)
             elif not _same_bytes(copy.source, copy.before):
-                self.report.faults.append(Fault("pinned memory was written before its copy was done", copy.line))
+                copy.report.faults.append(Fault("pinned memory was written before its copy was done", copy.line))
 
     @property
     def launched(self) -> int:
@@ -195,7 +198,7 @@ class CudaDouble(TorchDispatchMode):
         address, nbytes = storage.data_ptr(), -(-storage.nbytes() // GRANULE) * GRANULE
         if not self._references[address] and nbytes:
             self.allocated += 1
-            if self.allocated == self.fail_at or self.held_nbytes + nbytes > self.total_nbytes:
+            if self.allocated == self.fail_at or self.held_nbytes + self.pool_nbytes + nbytes > self.total_nbytes:
                 raise torch.OutOfMemoryError(f"CUDA out of memory. Tried to allocate {nbytes} bytes. (a double)")
             self.held_nbytes += nbytes
             self.peak_nbytes = max(self.peak_nbytes, self.held_nbytes)
@@ -263,7 +266,7 @@ class CudaDouble(TorchDispatchMode):
                 if index.dtype in (torch.bool, torch.uint8):
                     self.wait("index of booleans")
                 elif not isinstance(index, OnDevice):
-                    self.fault("copies pageable memory: an index on the host")
+                    self._pageable("an index on the host")
             args = [args[0], *args[2:]]
         if name.endswith("_like") or name.startswith("new_"):  # a shape alone is taken
             return
@@ -291,6 +294,11 @@ class CudaDouble(TorchDispatchMode):
         return result
 
     # ── copies ──
+    def _pageable(self, what: str) -> None:
+        self.fault(f"copies pageable memory: {what}")
+        if self.tape is not None or self.sync_mode == 2:
+            self.wait("a pageable copy")
+
     def _upload(self, func: Any, source: torch.Tensor, kwargs: Any) -> OnDevice:
         is_queued = kwargs.pop("non_blocking", False)
         numbers = func(source, **{**kwargs, "device": torch.device("cpu")})
@@ -303,13 +311,11 @@ class CudaDouble(TorchDispatchMode):
     def _note_upload(self, source: torch.Tensor, target: torch.Tensor, is_queued: bool) -> None:
         self.report.copies_up += 1
         if not self.is_pinned(source):
-            self.fault(f"copies pageable memory: {source.numel() * source.element_size()} bytes to the device")
-            if self.tape is not None or self.sync_mode == 2:
-                self.wait("a pageable copy")
+            self._pageable(f"{source.numel() * source.element_size()} bytes to the device")
         elif not is_queued:
             self.wait("a copy to the device that is not queued")
         else:
-            self._queue(_Copy(source, source.clone(), target, line_of_call()))
+            self._queue(source, source.clone(), target)
 
     def _copy_back(self, func: Any, source: OnDevice, kwargs: Any) -> torch.Tensor:
         is_queued = kwargs.pop("non_blocking", False)
@@ -338,11 +344,13 @@ class CudaDouble(TorchDispatchMode):
 
     def _queue_back(self, result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         _poison(target)
-        self._queue(_Copy(result, None, target, line_of_call()))
+        self._queue(result, None, target)
         return target
 
-    def _queue(self, copy: _Copy) -> None:
-        self._copies.append(copy)
+    def _queue(self, source: torch.Tensor, before: torch.Tensor | None, target: torch.Tensor) -> None:
+        if self.tape is not None:  # a replay would copy again, from memory or to memory that has another use by then
+            raise RuntimeError("operation not permitted when stream is capturing: a copy from or to the host")
+        self._copies.append(_Copy(source, before, target, line_of_call(), self.report))
         self._launched += 1
 
     # ── graphs ──
@@ -450,12 +458,16 @@ def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
     def graph(recorded: _Graph, *, stream: _Stream, **_: Any) -> Iterator[None]:
         nonlocal now
         before, now, double.tape = now, stream, recorded.operations
+        peak, held = double.peak_nbytes, double.held_nbytes
+        double.peak_nbytes = held
         try:
             yield
         except Exception:
             raise RuntimeError("the recording was invalidated") from None  # and, as torch's, it stays on its stream
         finally:
             double.tape = None
+            double.pool_nbytes = max(double.pool_nbytes, double.peak_nbytes - held)
+            double.peak_nbytes = max(peak, double.peak_nbytes)
         now = before
 
     def set_sync_mode(mode: int | str) -> None:
@@ -481,9 +493,9 @@ def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "get_device_capability": lambda *_: (9, 0),
-        "mem_get_info": lambda *_: (double.total_nbytes - double.held_nbytes, double.total_nbytes),
-        "memory_allocated": lambda *_: double.held_nbytes,
-        "max_memory_allocated": lambda *_: double.peak_nbytes,
+        "mem_get_info": lambda *_: (double.total_nbytes - double.held_nbytes - double.pool_nbytes, double.total_nbytes),
+        "memory_allocated": lambda *_: double.held_nbytes + double.pool_nbytes,
+        "max_memory_allocated": lambda *_: double.peak_nbytes + double.pool_nbytes,
         "reset_peak_memory_stats": reset_peak,
         "synchronize": lambda *_: double.wait("torch.cuda.synchronize"),
         "Event": _Event,
@@ -508,15 +520,17 @@ def load_guard() -> None:
     """Builds and loads a device guard for CUDA, once for each torch. A torch that is built with CUDA has its own."""
     assert torch.version.cuda is None, "the double of a device needs a torch without CUDA"
     folder = Path(torch.__file__).parent
-    built = Path(tempfile.gettempdir()) / f"penstock-cuda-guard-{torch.__version__}-{sys.version_info[1]}.so"
+    source = Path(__file__).with_name("cuda_guard.cpp")
+    key = hashlib.sha256(source.read_bytes() + torch.__version__.encode()).hexdigest()[:16]
+    built = source.parents[2] / "build" / f"cuda_guard_{key}.so"
     if not built.exists():
         compiler = shutil.which("g++") or shutil.which("c++")
         assert compiler, "a C++ compiler builds the guard"
-        source = Path(__file__).with_name("cuda_guard.cpp")
+        built.parent.mkdir(exist_ok=True)
         with tempfile.TemporaryDirectory(dir=built.parent) as aside:
             library = Path(aside) / built.name
-            flags = ["-std=c++20", "-shared", "-fPIC", f"-I{folder / 'include'}", f"-L{folder / 'lib'}", "-lc10"]
-            subprocess.run([compiler, *flags, str(source), "-o", str(library)], check=True)
+            options = ["-std=c++20", "-shared", "-fPIC", f"-I{folder / 'include'}", "-o", str(library)]
+            subprocess.run([compiler, *options, str(source), f"-L{folder / 'lib'}", "-lc10"], check=True)
             library.replace(built)  # whole or not at all: another process may build it too
     ctypes.CDLL(str(built), ctypes.RTLD_GLOBAL)
 

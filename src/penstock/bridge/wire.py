@@ -119,7 +119,7 @@ class TlsWire:
         self._has_arrived = False
         self._is_ended = False
         self._is_shaken = False
-        self._lost: OSError | None = None  # found while bytes were sent that had been taken
+        self._lost: tuple[Any, ...] | None = None  # arguments of the OSError of a send that had taken bytes
 
     @property
     def has_knocked(self) -> bool:
@@ -158,6 +158,7 @@ class TlsWire:
         if count is None:
             return False
         if count == 0:
+            self._raise_if_lost()  # the kernel tells of a reset once, and `send` has heard it
             self._is_ended = True
             self._arrived.write_eof()
         else:
@@ -184,8 +185,7 @@ class TlsWire:
 
     def send(self, buffers: list[Buffer]) -> int:
         """Raises OSError if the connection is lost."""
-        if self._lost is not None:
-            raise self._lost
+        self._raise_if_lost()
         taken = 0
         if self._shake():
             for buffer in buffers:
@@ -197,13 +197,18 @@ class TlsWire:
         except OSError as error:
             if not taken:
                 raise
-            self._lost = error  # for the next call: the other side may have received a part of what was taken
+            # For the next call, as the other side may have received a part of what was taken. Without its traceback,
+            # which would hold the buffers.
+            self._lost = error.errno, error.strerror
         return taken
+
+    def _raise_if_lost(self) -> None:
+        if self._lost is not None:
+            raise OSError(*self._lost)
 
     def flush(self) -> None:
         """Sends what has been encrypted, as much as the connection takes."""
-        if self._lost is not None:
-            raise self._lost
+        self._raise_if_lost()
         while self._unsent or self._encrypted.pending:
             if not self._unsent:
                 self._unsent = memoryview(self._encrypted.read())

@@ -6,10 +6,12 @@ is wrong. 130: interrupted. What only one command needs is imported when it runs
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import os
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import penstock
 from penstock.cli.argument_parser import ArgumentParser
@@ -33,9 +35,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
         raise
 
 
+class PrintVersion(argparse.Action):
+    def __call__(self, parser: argparse.ArgumentParser, *_: Any, **__: Any) -> None:
+        print(f"penstock {penstock.__version__}")
+        parser.exit()
+
+
 def parser() -> ArgumentParser:
     root = ArgumentParser(prog="penstock", description="The data plane of an inference engine.")
-    root.add_argument("--version", action="version", version=f"penstock {penstock.__version__}")
+    root.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     has_engine = importlib.util.find_spec("penstock.server") is not None  # the build of the data plane has none
     for name in COMMANDS:

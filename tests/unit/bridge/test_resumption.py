@@ -1,6 +1,7 @@
 """A link goes on after a reset of its connection: frames and values arrive once, in order, as they were sent."""
 
 import contextlib
+import errno
 import random
 import socket
 import statistics
@@ -310,11 +311,12 @@ def test_tls_counts_what_it_took_before_the_connection_was_lost(tmp_path: Path) 
         def send(buffers: list[Any]) -> int:
             for nbytes in sends:
                 return ours.send(buffers[0][:nbytes])
-            raise ConnectionResetError
+            raise ConnectionResetError(errno.ECONNRESET, "reset")
 
         wire.plain.send = send  # type: ignore[method-assign]
         assert wire.send([bytes(5_000)]) == 5_000
-        for call in (wire.flush, lambda: wire.send([b"x"])):
+        remote.shutdown(socket.SHUT_WR)  # as after a reset: the kernel has told of it already
+        for call in (wire.flush, lambda: wire.send([b"x"]), lambda: wire.recv_into(memoryview(bytearray(1)))):
             with pytest.raises(ConnectionResetError):
                 call()
 

@@ -43,7 +43,7 @@ from penstock.engine.protocol.messages import (
 )
 from penstock.tensor import Scope
 
-MAX_AT_ONCE = 64  # messages, before other tasks of the loop have their turn
+MAX_AT_ONCE = 8  # messages, before other tasks of the loop have their turn
 GROUP_POLL_S = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
 FAILURES = {

@@ -111,7 +111,8 @@ class OutputStream:
     def deliver_to(self, deliver: Callable[[OutputChunk], bool]) -> None:
         """Passes each further chunk, but the last of a sample, to `deliver` as soon as it comes, if the stream
         `is_awaited`. The reader gets a chunk for which `deliver` returns False."""
-        self._deliver = deliver
+        if not self.is_over:  # a stream that is over would hold its reader, which holds the stream
+            self._deliver = deliver
 
     @property
     def is_awaited(self) -> bool:

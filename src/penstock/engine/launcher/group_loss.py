@@ -66,7 +66,9 @@ class GroupLoss:
     def forget_oom_kills(self) -> None:
         """Forgets the kills before the last call. The kernel has killed a process that has ended meanwhile: perhaps a
         decoder of videos, perhaps a process of another program."""
-        self._oom_kills, self._recent_oom_kills = self._recent_oom_kills, self._count_oom_kills()
+        now = self._count_oom_kills()
+        if now is not None:
+            self._oom_kills, self._recent_oom_kills = self._recent_oom_kills, now
 
     @property
     def is_maybe_out_of_memory(self) -> bool:

@@ -122,13 +122,18 @@ class ModelRunner:
         input_batch = build_batch(batch)
         if not input_batch.slots.size:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
-        use_threads(self._threads, input_batch.slots.size, is_packed=self._model.is_packed)
-        hidden, failed = self._compute(input_batch)
-        if not input_batch.last.size:
+        has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
+        use_threads(self._threads, input_batch.slots.size, has_products=has_products)
+        try:
+            hidden, failed = self._compute(input_batch)
+            logits = (
+                self._model.logits(hidden[moved(input_batch.last, self._device)]) if input_batch.last.size else None
+            )
+        finally:
+            set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
+        if logits is None:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, failed)
-        logits = self._model.logits(hidden[moved(input_batch.last, self._device)])
         slots = batch.sampled
-        set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
@@ -250,15 +255,15 @@ class TorchPendingStep:
         return SamplerOutput(self._ids.numpy(), logprobs, failed)
 
 
-def use_threads(threads: CpuThreads, tokens: int, *, is_packed: bool = False) -> None:
-    """Sets the numbers of threads for a step of so many tokens. `is_packed`: torch computes no products.
+def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:
+    """Sets the numbers of threads for a step of so many tokens. `has_products`: torch computes some of the products.
 
     What is left to torch in a short step takes microseconds, but milliseconds when torch wakes a thread of its own
     beside one of the kernels.
     """
     is_short = tokens <= SHORT
     count = threads.short if is_short else threads.long
-    set_threads(count, 1 if is_packed and is_short else count)
+    set_threads(count, 1 if is_short and not has_products else count)
 
 
 def _params_of(batch: BatchState, slot: int) -> SamplingParams:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import importlib
 import sys
+import threading
 from collections.abc import Iterator
 from types import ModuleType
 from typing import Any
@@ -31,20 +32,28 @@ class Unmarked(ModuleType):
 class Indexing(ModuleType):
     @staticmethod
     def TransformGetItemToIndex() -> Any:  # a class, which masks of some families use when they run
-        return importlib.import_module(INDEXING).TransformGetItemToIndex()
+        module = importlib.import_module(INDEXING)
+        if isinstance(module, Indexing):
+            raise RuntimeError("a model ran in one thread while another thread imported a model")
+        return module.TransformGetItemToIndex()
+
+
+_stand_ins = threading.RLock()  # one thread at a time has them in sys.modules
 
 
 @contextlib.contextmanager
 def without_compiler() -> Iterator[None]:
-    """Keeps imports, and operations on the meta device, from importing TorchDynamo. No model may run meanwhile."""
-    stand_ins = {} if COMPILER in sys.modules else {COMPILER: Unmarked(COMPILER), INDEXING: Indexing(INDEXING)}
-    sys.modules.update(stand_ins)
-    try:
-        yield
-    finally:
-        for name, stand_in in stand_ins.items():
-            if sys.modules.get(name) is stand_in:  # else another thread has loaded a model, and imported TorchDynamo
-                del sys.modules[name]
+    """Keeps imports, and operations on the meta device, from importing TorchDynamo. No model may run meanwhile, and
+    what is imported here is not to be compiled later: its marks for the compiler are lost."""
+    with _stand_ins:
+        stand_ins = {} if COMPILER in sys.modules else {INDEXING: Indexing(INDEXING), COMPILER: Unmarked(COMPILER)}
+        sys.modules.update(stand_ins)
+        try:
+            yield
+        finally:
+            for name, stand_in in stand_ins.items():  # INDEXING first: the real package must not find it
+                if sys.modules.get(name) is stand_in:  # else TorchDynamo was imported meanwhile
+                    del sys.modules[name]
 
 
 _is_available = torch.distributed.is_available

@@ -35,7 +35,7 @@ TOKENS_OF_A_COMPLETION = 16  # by default; a chat may continue up to the model's
 # What a header, a line of a log and JSON hold as it is.
 REQUEST_ID_PATTERN = "^[!-~]{1,128}$"
 
-Defaults: TypeAlias = Mapping[str, Any]  # of sampling parameters, by name: `SamplingDefaults.given`
+Defaults: TypeAlias = Mapping[str, Any]  # of sampling parameters, by name: `SamplingDefaults.explicit`
 NO_DEFAULTS: Defaults = MappingProxyType({})
 Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Short = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]

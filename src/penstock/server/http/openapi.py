@@ -43,6 +43,7 @@ OF_A_QUESTION = (401, 500)
 def route(has_keys: bool) -> Route:
     """Returns the route of the document, which is built at the first request and does not change after it."""
     document = functools.cache(lambda: msgspec.json.encode(documented(has_keys)))
+    assert penstock.__version__  # found now: an upgrade may replace the package while the server runs
 
     async def document_response(request: Request) -> Response:
         return Response(document(), media_type=JSON)

@@ -10,6 +10,7 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock.engine.worker import cpu_threads  # noqa: E402
+from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads  # noqa: E402
 from penstock.engine.worker.cpu_threads import LONG, SHORT, CpuThreads, tune_threads  # noqa: E402
 from penstock.engine.worker.model_runner import use_threads  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
@@ -17,9 +18,9 @@ from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 
 @pytest.fixture(autouse=True)
 def as_many_as_before() -> Iterator[None]:
-    before = torch.get_num_threads()
+    before, of_torch = kernel_threads(), torch.get_num_threads()
     yield
-    torch.set_num_threads(before)
+    set_threads(before, of_torch)
 
 
 class Machine:
@@ -45,6 +46,13 @@ def test_short_and_long_steps_have_as_many_threads_as_gain_something(monkeypatch
     machine = Machine(monkeypatch, {8: [900, 1000], 4: [500, 1900], 2: [400, 3700], 1: [600, 7000]})
     chosen = tune_threads(8, machine.compute, TPGroup())
     assert [used(chosen, tokens) for tokens in (1, SHORT, SHORT + 1, 1, 5000)] == [2, 2, 8, 2, 8]
+
+
+def test_torch_has_one_thread_in_a_short_step_without_products_of_torch() -> None:
+    chosen = CpuThreads(short=2, long=3)
+    for tokens, has_products, expected in [(SHORT, False, (2, 1)), (SHORT, True, (2, 2)), (SHORT + 1, False, (3, 3))]:
+        use_threads(chosen, tokens, has_products=has_products)
+        assert (kernel_threads(), torch.get_num_threads()) == expected
 
 
 def test_a_second_thread_that_gains_little_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:

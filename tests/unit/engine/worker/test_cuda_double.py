@@ -9,7 +9,6 @@ import gc
 import inspect
 import itertools
 import statistics
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -24,11 +23,12 @@ import torch
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Step
+from penstock.engine.worker import decode_graphs
 from penstock.engine.worker.cuda_graphs import CudaGraphs
 from penstock.engine.worker.input_batch import moved
 from penstock.engine.worker.model_runner import ModelRunner, TorchPendingStep
 from tests import tiers
-from tests.support.cuda_double import CUDA, CudaDouble, Report
+from tests.support.cuda_double import CUDA, CudaDouble, Fault, Report
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
 
@@ -175,8 +175,26 @@ def test_replay_computes_with_the_numbers_of_its_time(double: CudaDouble, number
     assert replay().tolist() == [8, 8, 8, 8]
 
 
+def test_memory_of_a_graph_is_kept(double: CudaDouble, numbers: torch.Tensor) -> None:
+    graphs, before = CudaGraphs(), torch.cuda.memory_allocated()
+    replays = [graphs.record(lambda: (numbers.new_zeros(1000) + 1).sum() * numbers) for _ in range(3)]
+    assert before + 2 * 4096 <= torch.cuda.memory_allocated() <= before + 3 * 4096, "once for all three"
+    assert replays[0]().tolist() == [0, 1000, 2000, 3000]
+
+
 @pytest.mark.parametrize(
-    "plant", [lambda on: on * on.sum().item(), lambda on: on[on > 1], lambda on: on + on.cpu().to(CUDA)]
+    "copy",
+    [lambda: moved(np.array([2, 0]), CUDA), lambda: torch.ones(2, device="cuda").to("cpu", non_blocking=True)],
+)
+def test_graph_that_copies_from_or_to_the_host_is_refused(
+    copy: Callable[[], torch.Tensor], double: CudaDouble, numbers: torch.Tensor
+) -> None:
+    with pytest.raises(RuntimeError, match="invalidated"):
+        CudaGraphs().record(lambda: numbers * copy().numel())
+
+
+@pytest.mark.parametrize(
+    "plant", [lambda on: on * on.sum().item(), lambda on: on[on > 1], lambda on: on[torch.tensor([0, 2])]]
 )
 def test_graph_that_waits_is_refused(
     plant: Callable[[torch.Tensor], torch.Tensor], double: CudaDouble, numbers: torch.Tensor
@@ -238,8 +256,8 @@ class Watcher:
     """Watches the steps that a model runner launches."""
 
     def __init__(self, double: CudaDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.faults: Counter[tuple[str, str]] = Counter()
-        self.quiet: list[dict[str, int]] = []  # counts of the steps in which all rows go on, each by one token
+        self._double = double
+        self._steps: list[tuple[Report, bool]] = []  # and whether all rows go on, each by one token
         launch = ModelRunner.launch
 
         def watched(runner: ModelRunner, batch: BatchState, step: Step) -> TorchPendingStep:
@@ -251,10 +269,18 @@ class Watcher:
         monkeypatch.setattr(ModelRunner, "launch", watched)
 
     def _note(self, report: Report, batch: BatchState, step: Step) -> None:
-        self.faults.update(report.faults)
         news = (step.left, step.preempted, step.joined, step.resumed, step.advances)
-        if all(change is None for change in news):
-            self.quiet.append(report.counts())
+        self._steps.append((report, all(change is None for change in news)))
+
+    def faults(self, *, is_quiet: bool | None = None) -> set[Fault]:
+        """Returns the faults of all steps, or of the quiet ones, with those of copies that were launched in them."""
+        self._double.pass_copies(self._double.launched)
+        return {fault for report, quiet in self._steps if is_quiet in (None, quiet) for fault in report.faults}
+
+    def usual(self, count: str) -> float:
+        """Returns the median of the quiet steps. The step after a change has the change, too: the sampler's columns are
+        written again."""
+        return statistics.median(report.counts()[count] for report, quiet in self._steps if quiet)
 
 
 @pytest.mark.parametrize(
@@ -271,23 +297,43 @@ def test_text_is_answered_as_on_the_cpu(
         watcher = Watcher(double, monkeypatch)
         runner = device(of, device="cuda", recorder=CudaGraphs() if has_graphs else None)
         result = ask(runner, of.requests, seed=seed)
+        assert not watcher.faults()
     assert result.answers == expected.answers and result.preemptions == expected.preemptions
-    assert not watcher.faults
     if has_graphs:
-        # The step after a change has the change, too: the sampler's columns are written again.
-        usual = {key: statistics.median(counts[key] for counts in watcher.quiet) for key in watcher.quiet[0]}
-        assert usual["launches"] <= 28 and usual["copies_up"] <= 8 and usual["copies_back"] == 3, usual
+        assert watcher.usual("launches") <= 28 and watcher.usual("copies_up") <= 8 and watcher.usual("copies_back") == 3
+
+
+def test_ring_that_is_written_too_early_is_found_in_the_engine(
+    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted in a decode step: one pinned memory for the inputs of all steps."""
+    of, empty = family("llama"), torch.empty
+    with CudaDouble() as double:
+        watcher = Watcher(double, monkeypatch)
+        runner = device(of, device="cuda", recorder=CudaGraphs())
+        rings: dict[Any, torch.Tensor] = {}
+
+        def reused(shape: Any, **options: Any) -> torch.Tensor:
+            made = empty(shape, **options)
+            return rings.setdefault(made.shape, made) if options.get("pin_memory") else made
+
+        monkeypatch.setattr(decode_graphs.torch, "empty", reused)
+        ask(runner, of.requests)
+        monkeypatch.undo()
+        faults = watcher.faults()
+    assert {fault.what for fault in faults} == {"pinned memory was written before its copy was done"}
+    assert all(fault.line.startswith("decode_graphs.py:") for fault in faults)
 
 
 @pytest.mark.parametrize("name", families("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"))
 def test_images_are_answered_as_on_the_cpu(
     name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Today encoders wait for the device: the lines are known, and no other waits."""
+    """Today encoders wait for the device: the lines are known. No other line waits, and no decode step."""
     of = family(name)
     with CudaDouble() as double:
         watcher = Watcher(double, monkeypatch)
         runner = device(of, device="cuda", recorder=CudaGraphs())
         assert ask(runner, of.requests).answers == of.answers
-    assert watcher.faults
-    assert not [fault for fault in watcher.faults if not fault[1].startswith(ENCODER_LINES)], watcher.faults
+        assert not watcher.faults(is_quiet=True) and watcher.usual("launches") <= 28
+        assert watcher.faults() and all(fault.line.startswith(ENCODER_LINES) for fault in watcher.faults())
