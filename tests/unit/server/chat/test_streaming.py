@@ -2,7 +2,9 @@
 
 import asyncio
 import functools
+import gc
 import json
+import weakref
 from collections.abc import Callable, Coroutine
 from typing import Any
 from unittest import mock
@@ -164,6 +166,22 @@ async def test_chunks_after_the_first_are_written_without_the_task() -> None:
     await answering
     assert written == [b"2", b"3"] and connection.body == b"123456data: [DONE]\n\n"
     assert stream.completion_tokens == 6
+
+
+@in_a_loop
+async def test_stream_that_is_over_is_freed_without_the_garbage_collector() -> None:
+    connection, stream = Connection(), answer(OutputChunk(0, b"1", [1], FinishReason.STOP))[0]
+    scope = {"extensions": {WRITE_CHUNK: lambda _: True}}
+    freed = weakref.ref(stream)
+    gc.disable()
+    try:
+        await SSEResponse(batch_of(stream), b"{", False, LatencyRecorder(row(), 0.0), "abc")(
+            scope, connection.receive, connection.send
+        )
+        del stream
+        await eventually(lambda: freed() is None)
+    finally:
+        gc.enable()
 
 
 @in_a_loop
