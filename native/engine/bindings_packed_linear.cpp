@@ -78,9 +78,12 @@ class Linear {
             panels /= 2;
         u64 chunks = PackedLinear::divide_up(linear_.panels(), panels);
         LinearKernel* kernel = linear_kernel().kernel;
+        // Either each block of rows passes over all weights, or each slice of the weights over all rows: what reads less.
+        bool is_by_rows = linear_.size() * blocks <= row_tiles * linear_.panel_size() * chunks;
         team.run(threads, blocks * chunks, [&](u64 number) {
-            u64 row = number / chunks * block, count = rows - row < block ? rows - row : block;
-            u64 first = number % chunks * panels, last = first + panels;
+            u64 row = (is_by_rows ? number / chunks : number % blocks) * block;
+            u64 first = (is_by_rows ? number % chunks : number / blocks) * panels, last = first + panels;
+            u64 count = rows - row < block ? rows - row : block;
             kernel(linear_, tiles + row / PackedLinear::TILE_ROWS * linear_.panel_size(), count, first,
                    last < linear_.panels() ? last : linear_.panels(), out + row * out_stride, out_stride);
         });

@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.engine import _native
 from penstock.engine.worker.cpu_linear import find_groups, pack_linears
+from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads
 
 FASTEST = _native.linear_kernel()
 
@@ -158,6 +159,19 @@ def test_shard_of_inputs_is_packed() -> None:
     out = packed(x)
     require_close(out, exact(x.float()))
     assert out.is_contiguous()  # all-reduces take no other tensor
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("threads", [1, 7])
+def test_wide_rows_are_multiplied_by_slices_of_the_weights(threads: int) -> None:
+    """Of 8,200 inputs, few rows fit the cache; those of 130 rows are several blocks, which must not read all weights."""
+    torch.manual_seed(1)
+    before = kernel_threads(), torch.get_num_threads()
+    set_threads(threads, before[1])
+    packed, exact = pack(nn.Linear(8_200, 520, bias=False))
+    x = torch.randn(130, 8_200).to(torch.bfloat16)
+    require_close(packed(x), exact(x.float()))
+    set_threads(*before)
 
 
 @torch.inference_mode()
