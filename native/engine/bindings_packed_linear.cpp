@@ -78,7 +78,8 @@ class Linear {
             panels /= 2;
         u64 chunks = PackedLinear::divide_up(linear_.panels(), panels);
         LinearKernel* kernel = linear_kernel().kernel;
-        // Either each block of rows passes over all weights, or each slice of the weights over all rows: what reads less.
+        // Either each block of rows passes over all weights, or each slice of the weights over all rows: what reads
+        // less.
         bool is_by_rows = linear_.size() * blocks <= row_tiles * linear_.panel_size() * chunks;
         team.run(threads, blocks * chunks, [&](u64 number) {
             u64 row = (is_by_rows ? number / chunks : number % blocks) * block;

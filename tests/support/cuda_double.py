@@ -130,7 +130,7 @@ class CudaDouble(TorchDispatchMode):
         super().__init__()
         self.total_nbytes = total_nbytes
         self.held_nbytes = self.peak_nbytes = self.allocated = 0
-        self.pool_nbytes = 0  # kept for graphs, which share it: as much as the largest of them has needed
+        self.pool_nbytes = 0  # kept for all graphs: as much as the largest has needed
         self.fail_at = 0
         self.report = Report()  # read only while the double is watched
         self.tape: list[_Operation] | None = None
@@ -180,7 +180,7 @@ class CudaDouble(TorchDispatchMode):
         self.report.faults.append(Fault(what, line_of_call()))
 
     def pass_copies(self, launched: int) -> None:
-        """All copies up to this one are done: those to the host arrive."""
+        """All copies up to this number are done: copies to the host arrive."""
         while self._copies and self._launched - len(self._copies) < launched:
             copy = self._copies.pop(0)
             if copy.before is None:

@@ -164,7 +164,7 @@ def test_shard_of_inputs_is_packed() -> None:
 @torch.inference_mode()
 @pytest.mark.parametrize("threads", [1, 7])
 def test_wide_rows_are_multiplied_by_slices_of_the_weights(threads: int) -> None:
-    """Of 8,200 inputs, few rows fit the cache; those of 130 rows are several blocks, which must not read all weights."""
+    """Of 8,200 inputs, few rows fit the cache: 130 rows are several blocks, which must not read all weights each."""
     torch.manual_seed(1)
     before = kernel_threads(), torch.get_num_threads()
     set_threads(threads, before[1])

@@ -314,8 +314,8 @@ def test_ring_that_is_written_too_early_is_found_in_the_engine(
         rings: dict[Any, torch.Tensor] = {}
 
         def reused(shape: Any, **options: Any) -> torch.Tensor:
-            made = empty(shape, **options)
-            return rings.setdefault(made.shape, made) if options.get("pin_memory") else made
+            memory = empty(shape, **options)
+            return rings.setdefault(memory.shape, memory) if options.get("pin_memory") else memory
 
         monkeypatch.setattr(decode_graphs.torch, "empty", reused)
         ask(runner, of.requests)
