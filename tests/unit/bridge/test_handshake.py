@@ -16,6 +16,7 @@ from penstock.bridge import (
     OutboundChannel,
     OutboundWords,
     StoreValues,
+    link_offer,
 )
 from penstock.bridge.handshake import (
     MAGIC,
@@ -153,7 +154,13 @@ def test_another_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     home, away = specs()
     listener = ListenerHandshake([home], SECRET)
     connector = ConnectorHandshake(away, SECRET)
-    monkeypatch.setattr("importlib.metadata.version", lambda name: "9.9" if connector.outbox else "9.8")
+
+    class Package:
+        @property
+        def __version__(self) -> str:
+            return "9.9" if connector.outbox else "9.8"
+
+    monkeypatch.setattr(link_offer, "penstock", Package())
     connector.outbox, hello = [*connector.outbox], connector.outbox[0]
     listener.receive(hello)
     connector.receive(listener.outbox.pop())  # its offer is made while its outbox is not empty
