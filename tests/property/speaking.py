@@ -111,8 +111,8 @@ class Servers:
         if delta.logprobs is not None:
             assert delta.logprobs.counts is not None
             ends = np.cumsum(delta.logprobs.counts).tolist()
-            with_ids = [actual for actual, count in zip(rows, counts, strict=True) if count]
-            for token_id, end, many in zip(with_ids, ends, delta.logprobs.counts.tolist(), strict=True):
+            each_id = [actual for actual, count in zip(rows, counts, strict=True) for _ in range(count)]
+            for token_id, end, many in zip(each_id, ends, delta.logprobs.counts.tolist(), strict=True):
                 if many:
                     token_id.logprobs.append(delta.logprobs.ids[end - many : end].tolist())
         if delta.finished is not None:
@@ -132,7 +132,7 @@ class Servers:
 class Speaking:
     """`step` sends a step; `hear` takes the oldest result, and gives the outputs what it means to them."""
 
-    def __init__(self, slots: int = 8, depth: int = 1, blocks: int = 1000, outputs: int = 1) -> None:
+    def __init__(self, slots: int = 8, depth: int = 1, blocks: int = 1000, outputs: int = 1, interval: int = 1) -> None:
         self.schedule = BatchState(slots, blocks, BLOCK_SIZE, MAX_MODEL_LEN // BLOCK_SIZE)
         config = SchedulerConfig(
             max_model_len=MAX_MODEL_LEN,
@@ -143,7 +143,7 @@ class Speaking:
         )
         self.scheduler = Scheduler(self.schedule, config)
         self.plan = StepBuilder(self.schedule)
-        self.states = [OutputState(VOCABULARY, slots) for _ in range(outputs)]
+        self.states = [OutputState(VOCABULARY, slots, interval) for _ in range(outputs)]
         self.told = [Told() for _ in range(outputs)]
         self.number = 0
         self.flight: deque[StepDone] = deque()

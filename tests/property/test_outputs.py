@@ -20,7 +20,8 @@ MEMORY = {"scarce": 24, "plenty": 1000}  # blocks; the longest sample needs 16
 def test_every_sample_says_what_it_would_say_alone_and_ends_once(seed: int, depth: int) -> None:
     chance = random.Random(1000 * depth + seed)
     memory, outputs = list(MEMORY)[seed % 2], 1 + seed // 2 % 2
-    engine = Speaking(depth=depth, outputs=outputs, blocks=MEMORY[memory])
+    interval = (1, 1, 3, 20)[seed % 4]
+    engine = Speaking(depth=depth, outputs=outputs, blocks=MEMORY[memory], interval=interval)
     aborted: set[KEY] = set()
     failed: dict[KEY, FinishReason] = {}
     requests = 0

@@ -150,11 +150,12 @@ def random_requests(chance: random.Random) -> list[Asked]:
 class Tree:
     """Servers with their requests, and groups that are lost."""
 
-    def __init__(self, chance: random.Random, requests: list[Asked], losses: int) -> None:
+    def __init__(self, chance: random.Random, requests: list[Asked], losses: int, interval: int) -> None:
         self.chance = chance
         self.waiting = list(requests)
         self.open: list[dict[int, Asked]] = [{} for _ in range(GROUPS)]
         self.choices = {"blocks": MEMORY[chance.choice(list(MEMORY))], "outputs": chance.choice([1, 2])}
+        self.choices["interval"] = interval
         self.depth = chance.choice([1, 2])
         self.groups = [self.start() for _ in range(GROUPS)]
         self.losses, self.number = losses, 0
@@ -216,8 +217,9 @@ class Tree:
 @pytest.mark.parametrize("seed", range(tiers.RESUMED_SEEDS))
 def test_answers_are_the_same_bytes_when_groups_are_lost_on_the_way(seed: int) -> None:
     whole, cut = random_requests(random.Random(seed)), random_requests(random.Random(seed))
-    Tree(random.Random(seed), whole, 0).run()
-    cluster = Tree(random.Random(1000 + seed), cut, LOSSES)
+    interval = (1, 3)[seed % 2]
+    Tree(random.Random(seed), whole, 0, interval).run()
+    cluster = Tree(random.Random(1000 + seed), cut, LOSSES, interval)
     cluster.run()
     assert cluster.resumed, "no loss has met an answer"
     ends = set()

@@ -21,6 +21,7 @@ DIFFERENCES = {
     "Mixture-of-experts layers are not split over engines",
     "--max-num-seqs": "256 unless it is given; preempted sequences count, too",
     "--max-num-batched-tokens": "2,048 unless it is given",
+    "--stream-interval": "answers with log-probabilities have one token an event",
     "--block-size": "any number from 1 to 4,096",
     "--num-gpu-blocks-override": "also for the cache of a CPU",
     "--enable-prefix-caching": "",
@@ -134,7 +135,7 @@ UNSUPPORTED = (
     ),
     Absent(
         "--max-num-partial-prefills --max-long-partial-prefills --long-prefill-token-threshold --scheduler-cls "
-        "--num-scheduler-steps --num-lookahead-slots --preemption-mode --stream-interval "
+        "--num-scheduler-steps --num-lookahead-slots --preemption-mode "
         "--disable-hybrid-kv-cache-manager --prefix-caching-hash-algo",
         "not supported; `--max-num-seqs` and `--max-num-batched-tokens` are the limits of a step",
     ),

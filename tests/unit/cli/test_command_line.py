@@ -164,7 +164,7 @@ VLLM_SERVE = (
     "--enable-prompt-embeds --enforce-eager --generation-config --headless --host --limit-mm-per-prompt --master-addr "
     "--master-port --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
     "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
-    "--port --served-model-name --shutdown-timeout --tensor-parallel-size"
+    "--port --served-model-name --shutdown-timeout --stream-interval --tensor-parallel-size"
 ).split()
 OURS_SERVE = (
     "--client-timeout --device --device-model --encoder-cache-gb --huge-pages --log-format --log-level --max-body-mb "

@@ -6,6 +6,7 @@ The core says which sample has which slot, which ids it gets, and when it ends b
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -21,6 +22,7 @@ from penstock.engine.protocol.messages import (
     Finished,
     FinishReason,
     Ints,
+    Logprobs,
     Requests,
     Slots,
     Started,
@@ -40,12 +42,21 @@ class SampleEnd(NamedTuple):
 
 
 class FinishedWithoutToken(NamedTuple):
-    """A sample that ended without another id."""
+    """A sample that ended without another id. `ids` and `text` were held back."""
 
     server: int
     request: int
     sample: int
     reason: FinishReason
+    ids: list[int]
+    text: bytes
+
+
+class HeldOutput(NamedTuple):
+    """The output of a sample that waits for the rest of its interval."""
+
+    ids: list[int]
+    texts: list[str]
 
 
 class Outputs(NamedTuple):
@@ -58,8 +69,10 @@ class Outputs(NamedTuple):
 class OutputState:
     """Turns tokens into answers. Each sample that starts gets exactly one end. Arrays are by slot."""
 
-    def __init__(self, vocabulary: Vocabulary, slots: int) -> None:
+    def __init__(self, vocabulary: Vocabulary, slots: int, interval: int = 1) -> None:
+        """`interval`: see `EngineConfig.stream_interval`."""
         self._vocabulary = vocabulary
+        self._interval = interval
         self._logprobs_writer = LogprobsWriter(vocabulary)
         self._is_open = np.zeros(slots, np.bool_)
         self._servers = np.zeros(slots, np.uint16)
@@ -73,11 +86,12 @@ class OutputState:
         self._started: list[Started | None] = [None] * slots  # None: not open
         self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
         self._writers: list[ChunkWriter | None] = [None] * slots
+        self._held: list[HeldOutput | None] = [None] * slots  # None: no output waits
         self._slots = NO_SLOTS  # of the last message with ids
 
     @classmethod
     def of(cls, config: EngineConfig) -> OutputState:
-        return cls(load_vocabulary(config), config.max_num_seqs)
+        return cls(load_vocabulary(config), config.max_num_seqs, config.stream_interval)
 
     def forget_server(self, server: int) -> Requests:
         """Drops a server that reads nothing: it gets no more answers. Returns its open requests."""
@@ -131,7 +145,7 @@ class OutputState:
 
     def _choose_kind(self, slot: int) -> None:
         writer = self._writers[slot]
-        if self._texts[slot] is not None:
+        if self._texts[slot] is not None or self._interval > 1:
             self._kinds[slot] = ALONE
         elif writer is None:
             self._kinds[slot] = PLAIN
@@ -140,16 +154,18 @@ class OutputState:
 
     def _finish(self, slot: int, reason: FinishReason) -> list[FinishedWithoutToken]:
         """Ends a sample without another token. Returns nothing of one that a stop string has ended."""
-        started = self._started[slot]
+        started, held, writer = self._started[slot], self._held[slot] or HeldOutput([], []), self._writers[slot]
         if started is None:
             return []
+        text = "".join(held.texts)
+        written = text.encode() if writer is None else writer.chunk(text, None, None)
         self._end(slot)
-        return [FinishedWithoutToken(started.server, started.request, started.sample, reason)]
+        return [FinishedWithoutToken(started.server, started.request, started.sample, reason, held.ids, written)]
 
     def _end(self, slot: int) -> None:
         self._is_open[slot] = False
         self._cached.pop(slot, None)
-        self._started[slot] = self._texts[slot] = self._writers[slot] = None
+        self._started[slot] = self._texts[slot] = self._writers[slot] = self._held[slot] = None
 
     # ── tokens ──
     def process(self, tokens: Tokens) -> Outputs:
@@ -177,8 +193,10 @@ class OutputState:
             else:
                 rows.ends[row] = SampleEnd(end.reason, end.stop)
         stopped = self._write(rows)
-        deltas = self._deltas(rows, without_token)
         aborts = self._aborts(rows.slots[stopped]) if stopped else []
+        if rows.waiting:
+            rows = rows.of(np.delete(np.arange(rows.slots.size), rows.waiting))
+        deltas = self._deltas(rows, without_token)
         for row in rows.ends:
             self._end(int(rows.slots[row]))
         return Outputs(deltas, aborts)
@@ -221,6 +239,11 @@ class OutputState:
                 if end is None:
                     stopped.append(row)
                 end = rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
+            if self._interval > 1:
+                if self._holds_back(slot, int(rows.ids[row]), shown, end):
+                    rows.waiting.append(row)
+                    continue
+                shown = self._release(slot, row, rows, shown)
             writer = self._writers[slot]
             if writer is None:
                 rows.texts[row] = shown.encode()
@@ -228,6 +251,29 @@ class OutputState:
                 rows.texts[row] = writer.chunk(shown, logprobs.get(row), None if end is None else end.reason)
             self._choose_kind(slot)
         return stopped
+
+    def _holds_back(self, slot: int, token_id: int, shown: str, end: SampleEnd | None) -> bool:
+        """Keeps an id and its text, unless the output of the sample is due with them."""
+        started = self._started[slot]
+        assert started is not None, "its slot is open"
+        # By the number of its tokens, so that a resumed sample goes on with the same events.
+        is_due = (int(self._generated[slot]) - 1) % self._interval == 0
+        if is_due or end is not None or started.params.logprobs is not None:
+            return False
+        held = self._held[slot]
+        if held is None:
+            held = self._held[slot] = HeldOutput([], [])
+        held.ids.append(token_id)
+        held.texts.append(shown)
+        return True
+
+    def _release(self, slot: int, row: int, rows: DeltaBuilder, shown: str) -> str:
+        """Adds what was held back before a row to it. Returns the text of all."""
+        held, self._held[slot] = self._held[slot], None
+        if held is None:
+            return shown
+        rows.earlier[row] = held.ids
+        return "".join((*held.texts, shown))
 
     def _wrapped_texts(
         self, slots: Index, places: Ints, is_wrapped: npt.NDArray[np.bool_], logprobs: dict[int, bytes]
@@ -297,7 +343,8 @@ class OutputState:
 
 
 class DeltaBuilder:
-    """The rows of samples that got an id each, for the columns of a Delta. Texts and ends are added later."""
+    """The rows of samples that got an id each, for the columns of a Delta. Texts, ends and ids that were held back are
+    added later."""
 
     def __init__(self, slots: Index, ids: Ints, logprobs: LogprobRows | None) -> None:
         self.slots = slots
@@ -306,6 +353,8 @@ class DeltaBuilder:
         self.texts: list[bytes] = []
         self.ends: dict[int, SampleEnd] = {}
         self.wrapped: list[int] = []  # rows with log-probabilities in their texts
+        self.waiting: list[int] = []  # rows that are held back
+        self.earlier: dict[int, list[int]] = {}  # ids that were held back until these rows
 
     def of(self, rows: Index) -> DeltaBuilder:
         """Returns a builder with these rows only."""
@@ -315,33 +364,39 @@ class DeltaBuilder:
         numbers = rows.tolist()
         if self.texts:
             selected.texts = [self.texts[row] for row in numbers]
-        if self.ends or self.wrapped:
+        if self.ends or self.wrapped or self.earlier:
             new = {row: number for number, row in enumerate(numbers)}
             selected.ends = {new[row]: end for row, end in self.ends.items() if row in new}
             selected.wrapped = [new[row] for row in self.wrapped if row in new]
+            selected.earlier = {new[row]: ids for row, ids in self.earlier.items() if row in new}
         return selected
 
     def delta(
         self, requests: Requests, samples: Slots, without_token: list[FinishedWithoutToken], began: Began | None
     ) -> Delta:
         """Builds a Delta of these rows, followed by those that ended without a token."""
-        size = self.slots.size
-        lengths = np.fromiter(map(len, self.texts), np.int32, size)
-        counts = None
+        texts, ids, counts = self.texts, self.ids, None
+        logprobs = None if self.logprobs is None else self.logprobs.columns(self.wrapped)
+        if without_token or self.earlier:
+            groups = [[*self.earlier.get(row, ()), token_id] for row, token_id in enumerate(self.ids.tolist())]
+            groups += [row.ids for row in without_token]
+            counts = np.array([len(group) for group in groups], np.uint16)
+            ids = np.fromiter(itertools.chain.from_iterable(groups), np.int32)
+            if logprobs is not None:
+                logprobs = _spread(logprobs, ids.size, np.cumsum(counts[: self.slots.size], dtype=np.intp) - 1)
         if without_token:
-            none = np.zeros(len(without_token), np.int32)
             requests = np.concatenate([requests, np.array([row.request for row in without_token], np.int32)])
-            lengths = np.concatenate([lengths, none])
             samples = np.concatenate([samples, np.array([row.sample for row in without_token], np.uint16)])
-            counts = np.concatenate([np.ones(size, np.uint16), none.astype(np.uint16)])
+            texts = [*texts, *(row.text for row in without_token)]
+        lengths = np.fromiter(map(len, texts), np.int32, len(texts))
         return Delta(
-            size + len(without_token),
-            np.concatenate([requests, lengths, self.ids]),
-            b"".join(self.texts),
+            len(texts),
+            np.concatenate([requests, lengths, ids]),
+            b"".join(texts),
             counts,
             samples if samples.any() else None,
             self._finished(without_token) if self.ends or without_token else None,
-            None if self.logprobs is None else self.logprobs.columns(self.wrapped),
+            logprobs,
             began,
         )
 
@@ -354,3 +409,12 @@ class DeltaBuilder:
             np.array(reasons, np.uint8),
             stops if any(stop is not None for stop in stops) else None,
         )
+
+
+def _spread(logprobs: Logprobs, tokens: int, places: Index) -> Logprobs:
+    """Returns the same log-probabilities for more tokens, which have none but at these places."""
+    counts, ranks = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
+    ranks[places] = logprobs.ranks
+    if logprobs.counts is not None:
+        counts[places] = logprobs.counts
+    return Logprobs(logprobs.ids, logprobs.values, ranks, counts)

@@ -180,6 +180,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of tokens that one step computes; 2k is 2,000 and 2K is 2,048"""
     async_scheduling: Annotated[bool, Option()] = True
     """Send a step before the result of the step before it is in"""
+    stream_interval: Annotated[int, Option("scheduling", ge=1, le=MAX_INT)] = 1
+    """Number of tokens of each event of a stream; the first event has one token, the last may have fewer. Events with
+    log-probabilities have one"""
 
     block_size: Annotated[int, Option("cache", ge=1, le=4096)] = 16
     """Number of tokens in a block of the KV cache"""

@@ -72,17 +72,16 @@ class Scene:
 
 
 @contextlib.contextmanager
-def laid() -> Iterator[Cluster]:
-    cluster = Cluster.open(
-        EngineConfig(simulated=SimulatedDevice(), api_server_count=2, max_num_seqs=8, block_size=4, step_timeout=1.0)
-    )
+def laid(**options: Any) -> Iterator[Cluster]:
+    sizes = {"api_server_count": 2, "max_num_seqs": 8, "block_size": 4, "step_timeout": 1.0}
+    cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), **sizes, **options))
     with contextlib.closing(cluster):
         yield cluster
 
 
 @contextlib.contextmanager
-def playing() -> Iterator[Scene]:
-    with laid() as cluster, contextlib.ExitStack() as held:
+def playing(**options: Any) -> Iterator[Scene]:
+    with laid(**options) as cluster, contextlib.ExitStack() as held:
         yield Scene(cluster, held)
 
 
@@ -104,6 +103,17 @@ def test_each_server_gets_a_delta_of_its_rows() -> None:
             delta = server.receive(1)
             assert isinstance(delta, Delta)
             assert (delta.requests.tolist(), delta.text) == ([5], text)
+
+
+def test_server_gets_no_message_before_the_interval_is_over() -> None:
+    with playing(stream_interval=3) as scene:
+        scene.start(5)
+        texts = []
+        for token in (A, B, B, A, A):
+            scene.step(token)
+            with contextlib.suppress(WouldBlock):
+                texts.append(scene.servers[0].receive_nowait().text)
+        assert texts == [b"a", b"bba"]
 
 
 def test_an_answer_is_written_in_the_chunk_format_of_its_request() -> None:

@@ -111,6 +111,36 @@ def test_numbers_that_are_none_end_a_sample_with_an_error() -> None:
     assert (other.text, other.end) == (b"bbb", (FinishReason.LENGTH, None))
 
 
+def test_events_have_as_many_tokens_as_the_interval() -> None:
+    engine = Speaking(interval=4)
+    chunk_format = ChunkFormat(Style.CHAT, HEAD, 0)
+    engine.ask(saying(*[A, B] * 6), chunk_format=chunk_format)
+    engine.ask(saying(*[A, B] * 2, key=(0, 2, 0), logprobs=1), chunk_format=chunk_format)
+    engine.ask(saying(*[A, B] * 6, key=(0, 3, 0), stop=("bab",)), chunk_format=chunk_format)
+    engine.finish()
+    plain, likely, stopped = ([line["choices"][0] for line in lines(engine.servers.got[0, n, 0])] for n in (1, 2, 3))
+    assert [choice["delta"]["content"] for choice in plain] == ["a", "baba", "baba", "bab"]
+    assert [choice["finish_reason"] for choice in plain] == [None, None, None, "length"]
+    assert [choice["delta"]["content"] for choice in likely] == ["a", "b", "a", "b"]
+    assert "".join(choice["delta"].get("content", "") for choice in stopped) == "a"
+    assert engine.servers.got[0, 3, 0].end == (FinishReason.STOP, "bab")
+
+
+def test_output_that_waits_for_its_interval_comes_with_an_error() -> None:
+    engine = Speaking(interval=100)
+    engine.ask(saying(*[A, B] * 6))
+    engine.ask(saying(*[B] * 12, key=(0, 2, 0), logprobs=1))
+    for _ in range(5):
+        engine.step()
+        engine.hear()
+    assert engine.servers.got[0, 1, 0].ids == [A]
+    engine.fails = {(0, 1, 0): FinishReason.ERROR}
+    engine.finish()
+    failed, other = engine.servers.got[0, 1, 0], engine.servers.got[0, 2, 0]
+    assert (failed.ids, failed.text, failed.end) == ([A, B, A, B, A], b"ababa", (FinishReason.ERROR, None))
+    assert other.logprobs == [[B, B + 1]] * 12 and other.text == b"b" * 12
+
+
 def test_each_output_answers_its_share_of_the_requests() -> None:
     engine = Speaking(outputs=2)
     for request in range(4):
