@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import pytest
@@ -53,6 +54,22 @@ def test_torch_has_one_thread_in_a_short_step_without_products_of_torch() -> Non
     for tokens, has_products, expected in [(SHORT, False, (2, 1)), (SHORT, True, (2, 2)), (SHORT + 1, False, (3, 3))]:
         use_threads(chosen, tokens, has_products=has_products)
         assert (kernel_threads(), torch.get_num_threads()) == expected
+
+
+def test_measurements_that_other_processes_disturb_do_not_decide(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every other measurement takes twice to four times as long."""
+    microseconds = {2: [1000, 1000], 1: [1290, 1310]}
+    for seed in range(20):
+        chance = random.Random(seed)
+
+        class Disturbed(Machine):
+            def compute(self, tokens: int, chance: random.Random = chance) -> None:
+                before = self._now
+                super().compute(tokens)
+                self._now += round((self._now - before) * chance.choice([0, 0, 1, 3]))
+
+        machine = Disturbed(monkeypatch, microseconds)
+        assert tune_threads(2, machine.compute, TPGroup()) == (1, 2), seed
 
 
 def test_a_second_thread_that_gains_little_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
