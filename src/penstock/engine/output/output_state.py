@@ -42,7 +42,7 @@ class SampleEnd(NamedTuple):
 
 
 class FinishedWithoutToken(NamedTuple):
-    """A sample that ended without another id. `ids` and `text` were held back."""
+    """A sample that ended without another id, with held output."""
 
     server: int
     request: int
@@ -53,7 +53,7 @@ class FinishedWithoutToken(NamedTuple):
 
 
 class HeldOutput(NamedTuple):
-    """The output of a sample that waits for the rest of its interval."""
+    """Output of a sample before the end of an interval."""
 
     ids: list[int]
     texts: list[str]
@@ -86,7 +86,7 @@ class OutputState:
         self._started: list[Started | None] = [None] * slots  # None: not open
         self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
         self._writers: list[ChunkWriter | None] = [None] * slots
-        self._held: list[HeldOutput | None] = [None] * slots  # None: no output waits
+        self._held: list[HeldOutput | None] = [None] * slots  # None: no output is held
         self._slots = NO_SLOTS  # of the last message with ids
 
     @classmethod
@@ -253,10 +253,10 @@ class OutputState:
         return stopped
 
     def _holds_back(self, slot: int, token_id: int, shown: str, end: SampleEnd | None) -> bool:
-        """Keeps an id and its text, unless the output of the sample is due with them."""
+        """Keeps an id and the text, unless the output of the sample is due."""
         started = self._started[slot]
         assert started is not None, "its slot is open"
-        # By the number of its tokens, so that a resumed sample goes on with the same events.
+        # By the number of tokens of the sample: a resumed sample goes on with equal events.
         is_due = (int(self._generated[slot]) - 1) % self._interval == 0
         if is_due or end is not None or started.params.logprobs is not None:
             return False
@@ -268,7 +268,7 @@ class OutputState:
         return True
 
     def _release(self, slot: int, row: int, rows: DeltaBuilder, shown: str) -> str:
-        """Adds what was held back before a row to it. Returns the text of all."""
+        """Adds held output to a row. Returns the text of both."""
         held, self._held[slot] = self._held[slot], None
         if held is None:
             return shown
@@ -343,8 +343,7 @@ class OutputState:
 
 
 class DeltaBuilder:
-    """The rows of samples that got an id each, for the columns of a Delta. Texts, ends and ids that were held back are
-    added later."""
+    """The rows of samples that got an id each, for the columns of a Delta. Texts, ends and held ids are added later."""
 
     def __init__(self, slots: Index, ids: Ints, logprobs: LogprobRows | None) -> None:
         self.slots = slots
@@ -353,8 +352,8 @@ class DeltaBuilder:
         self.texts: list[bytes] = []
         self.ends: dict[int, SampleEnd] = {}
         self.wrapped: list[int] = []  # rows with log-probabilities in their texts
-        self.waiting: list[int] = []  # rows that are held back
-        self.earlier: dict[int, list[int]] = {}  # ids that were held back until these rows
+        self.waiting: list[int] = []  # rows held back
+        self.earlier: dict[int, list[int]] = {}  # held ids, by row
 
     def of(self, rows: Index) -> DeltaBuilder:
         """Returns a builder with these rows only."""
@@ -412,7 +411,7 @@ class DeltaBuilder:
 
 
 def _spread(logprobs: Logprobs, tokens: int, places: Index) -> Logprobs:
-    """Returns the same log-probabilities for more tokens, which have none but at these places."""
+    """Returns the log-probabilities for more tokens, of which only the tokens at `places` have any."""
     counts, ranks = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
     ranks[places] = logprobs.ranks
     if logprobs.counts is not None:
