@@ -24,6 +24,7 @@ from penstock.bridge.wire import TlsWire
 from tests.conftest import eventually
 from tests.support.certificates import make_certificates
 from tests.support.links import SECRET, RunningLink
+from tests.support.processes import program
 from tests.support.relay import relay
 from tests.support.strangers import first_hello, flood
 from tests.tiers import FLOODS, REFUSALS, only_in_all
@@ -52,10 +53,23 @@ class Home:
     def require_joins(self, address: tuple[str, int] | None = None, tls: Tls | None = None) -> None:
         for _ in range(self.joins):
             with connect(address or self.listener.address, AWAY, secret=SECRET, tls=tls, timeout=JOIN_S):
-                self._links.get(timeout=JOIN_S).close()
+                self.leave()
+
+    def leave(self) -> None:
+        self._links.get(timeout=JOIN_S).close()
 
     def close(self) -> None:
         self._thread.join()
+
+
+# A node with descriptors of its own.
+CONNECTOR = """
+    from penstock.bridge import LinkSpec, connect
+    address, spec = (sys.argv[1], int(sys.argv[2])), LinkSpec("group 0", 1, "away")
+    while hear() == "join":
+        with connect(address, spec, secret=bytes(range(32)), timeout=30):
+            say("joined")
+"""
 
 
 @contextlib.contextmanager
@@ -135,12 +149,15 @@ def test_node_joins_among_recorded_knocks(with_tls: bool, tls: Tls) -> None:
 def test_node_joins_when_descriptors_are_few(spare: int) -> None:
     """`spare`: the limit of descriptors beyond those that the process has; 1024: the limit itself."""
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
-    limit = spare if spare == 1024 else len(os.listdir("/proc/self/fd")) + spare
-    with home() as side, flood(side.listener.address, FLOODS[-1]):
+    with home() as side, program(CONNECTOR, *side.listener.address) as node, flood(side.listener.address, FLOODS[-1]):
+        limit = spare if spare == 1024 else len(os.listdir("/proc/self/fd")) + spare
         resource.setrlimit(resource.RLIMIT_NOFILE, (limit, before[1]))
         try:
             require_crowd(side.listener)
-            side.require_joins()
+            for _ in range(side.joins):
+                node.say("join")
+                assert node.hear() == "joined"
+                side.leave()
         finally:
             resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
