@@ -62,7 +62,7 @@ class Home:
         self._thread.join()
 
 
-# A node with descriptors of its own.
+# A node in another process.
 CONNECTOR = """
     from penstock.bridge import LinkSpec, connect
     address, spec = (sys.argv[1], int(sys.argv[2])), LinkSpec("group 0", 1, "away")
