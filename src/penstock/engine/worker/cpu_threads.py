@@ -19,9 +19,9 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 SHORT = 64  # tokens: the most of a short step; short and long steps have their own numbers of threads
 TRIED = (16, 256)  # tokens of the short step and of the long one that are measured
 GAIN = 1.3  # minimum speed-up for which the number of threads is doubled
-STEADY = 20  # measurements in a row that find nothing faster: then the fastest counts as undisturbed by other processes
-NEARLY = 0.95  # of the fastest time: what is not below that is not faster
-BUDGET = 250_000  # microseconds for the measurements of one number of threads, beyond the first three
+TIMES = 3  # measurements that agree: others were disturbed by other processes
+NEARLY = 0.95  # the least quotient of two times that agree
+BUDGET = 250_000  # microseconds: then the fastest of at least TIMES measurements counts
 LONG = 100_000  # microseconds: a step that takes longer uses all threads, and is not measured with fewer
 
 
@@ -65,15 +65,13 @@ def _microseconds(threads: int, compute: Callable[[], object], ranks: TPGroup) -
     """Returns the step's time on the slowest rank, as the others wait for it."""
     set_threads(threads)
     compute()  # the first run is slower, and is not measured
-    best = total = steady = count = 0
+    spent: list[int] = []
     # All ranks have the same times, so they stop together.
-    while count < 3 or (steady < STEADY and total < BUDGET):
+    while not spent or min(spent) < LONG:
         began = time.monotonic_ns()
         compute()
-        spent = -ranks.least(-((time.monotonic_ns() - began) // 1000))
-        steady = 0 if count and spent < NEARLY * best else steady + 1
-        best = min(best, spent) if count else spent
-        total, count = total + spent, count + 1
-        if best >= LONG:
+        spent.append(-ranks.least(-((time.monotonic_ns() - began) // 1000)))
+        agreeing = sum(NEARLY * each <= min(spent) for each in spent)
+        if agreeing == TIMES or (len(spent) >= TIMES and sum(spent) >= BUDGET):
             break
-    return best
+    return min(spent)

@@ -66,7 +66,7 @@ def test_measurements_that_other_processes_disturb_do_not_decide(monkeypatch: py
             def compute(self, tokens: int, chance: random.Random = chance) -> None:
                 before = self._now
                 super().compute(tokens)
-                self._now += round((self._now - before) * chance.choice([0, 0, 1, 3]))
+                self._now += round((self._now - before) * max(0, chance.uniform(-3, 3)))
 
         machine = Disturbed(monkeypatch, microseconds)
         assert tune_threads(2, machine.compute, TPGroup()) == (1, 2), seed
