@@ -203,8 +203,8 @@ class ModelRunner:
 
     def _found_threads(self, limit: int) -> CpuThreads:
         def compute(tokens: int) -> None:
-            if self._model.is_packed and tokens <= SHORT:
-                torch.set_num_threads(1)  # as in `use_threads`
+            tried = CpuThreads(kernel_threads(), kernel_threads())
+            use_threads(tried, tokens, has_products=not self._model.is_packed)
             numbers = torch.arange(tokens)
             self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
 
