@@ -34,7 +34,7 @@ def run(cluster: Cluster, me: ProcessId) -> OutputProcessor:
 class OutputProcessor:
     def __init__(self, cluster: Cluster, me: ProcessId, vocabulary: Vocabulary) -> None:
         config, group, name = cluster.config, cluster.groups[me.group], str(me)
-        self._state = OutputState(vocabulary, config.max_num_seqs, config.stream_interval)
+        self._state = OutputState.of(config, vocabulary)
         self._outbox = Outbox(cluster, me)
         inbox = group.inbox.open_sender(cluster.output_lane(me.index), name=name)
         self._inbox = GroupSender(inbox, me, config.step_timeout)

@@ -90,8 +90,8 @@ class OutputState:
         self._slots = NO_SLOTS  # of the last message with ids
 
     @classmethod
-    def of(cls, config: EngineConfig) -> OutputState:
-        return cls(load_vocabulary(config), config.max_num_seqs, config.stream_interval)
+    def of(cls, config: EngineConfig, vocabulary: Vocabulary | None = None) -> OutputState:
+        return cls(vocabulary or load_vocabulary(config), config.max_num_seqs, config.stream_interval)
 
     def forget_server(self, server: int) -> Requests:
         """Drops a server that reads nothing: it gets no more answers. Returns its open requests."""
