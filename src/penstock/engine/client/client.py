@@ -18,10 +18,8 @@ import numpy as np
 
 from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
 from penstock.engine.client.blame import Blame
-from penstock.engine.client.core_senders import CoreSenders, GroupLost
-from penstock.engine.client.group_return import GroupReturn, NoGroupServes
+from penstock.engine.client.groups import CoreSenders, GroupLost, GroupReturn, NoGroupServes, Router
 from penstock.engine.client.migration import Migration, ModelChanged
-from penstock.engine.client.router import Router
 from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster.blame_ledger import BlameLedger

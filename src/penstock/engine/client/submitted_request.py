@@ -9,12 +9,19 @@ from __future__ import annotations
 import math
 from array import array
 from collections import defaultdict
+from collections.abc import Sequence
 
 import numpy as np
 from msgspec.structs import replace
 
-from penstock.engine.client.router import traces
 from penstock.engine.protocol.messages import CONFINED_TOKENS, SUSPECT, TRIAL_TOKENS, Ints, Progress, Submit
+
+BEGINNING = 64  # tokens of a prompt's prefix: prompts that share them are routed to the same group
+
+
+def traces(prompt: Ints, salt: bytes, keys: Sequence[bytes]) -> list[bytes]:
+    """Returns the keys of a request's affinity: one for the prefix of its prompt, one for each of its images."""
+    return [salt + np.ascontiguousarray(prompt[:BEGINNING], np.int32).tobytes(), *keys]
 
 
 def _no_ids() -> array[int]:

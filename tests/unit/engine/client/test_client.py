@@ -9,9 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.client import router as router_module
-from penstock.engine.client.router import BEGINNING, SLACK, Router, traces
+from penstock.engine.client import groups
+from penstock.engine.client.groups import SLACK, Router
 from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream, split_delta
+from penstock.engine.client.submitted_request import BEGINNING, traces
 from penstock.engine.protocol.messages import Began, Delta, Finished, FinishReason, Logprobs
 
 
@@ -42,7 +43,7 @@ def test_request_goes_to_the_group_of_its_prefix_unless_it_is_busier() -> None:
 
 
 def test_router_needs_no_more_memory_for_more_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router_module, "REMEMBERED", 64)
+    monkeypatch.setattr(groups, "REMEMBERED", 64)
     router = Router(seed=1)
     router.choose({0: 0, 1: 0}, [b"first"])
     tracemalloc.start()

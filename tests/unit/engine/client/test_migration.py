@@ -13,9 +13,8 @@ import numpy as np
 import pytest
 
 from penstock import WouldBlock
-from penstock.engine.client import core_senders
 from penstock.engine.client.client import Client, ImageInput
-from penstock.engine.client.core_senders import CoreSenders, GroupLost
+from penstock.engine.client.groups import CoreSenders, GroupLost
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream, Placement
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster import logs
@@ -905,11 +904,11 @@ class SlowSenders:
                 self.began.set()
                 await self.go.wait()
                 if loses:
-                    monkeypatch.setattr(core_senders.CoreSenders, "send", send)
+                    monkeypatch.setattr(CoreSenders, "send", send)
                     raise GroupLost(503, "core 0.0 #1 died")
             await send(senders, *args)
 
-        monkeypatch.setattr(core_senders.CoreSenders, "send", slow)
+        monkeypatch.setattr(CoreSenders, "send", slow)
 
 
 @in_a_loop
