@@ -9,7 +9,7 @@ import pytest
 pytest.importorskip("transformers")
 pytest.importorskip("starlette")
 
-from penstock.server.chat.chat_template import RESERVED, ChatTemplate
+from penstock.server.chat.prompt_builder import RESERVED, ChatTemplate
 from penstock.server.errors import ApiError
 
 MESSAGES = [{"role": "user", "content": "hi"}]
