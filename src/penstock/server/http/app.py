@@ -96,6 +96,7 @@ class ApiServer:
         self._reader = reader
         self._row = tally.rows[me]
         self._defaults = config.sampling_defaults.explicit
+        self._slots = config.max_num_seqs * config.all_groups
         self._metrics = Metrics(tally, board, served_name(config, options), segments)
         self._health = HealthReport(tally, board, me, config.node_of)
         self._dashboard = Dashboard()
@@ -258,14 +259,13 @@ class ApiServer:
         account: str,
         chunk_format: ChunkFormat | None = None,
     ) -> RequestStreams:
-        slots = self._config.max_num_seqs * self._config.all_groups
         formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
         submits = [
             functools.partial(self._submit, sampling, params, request_id, account, *prompt_and_format)
             for prompt_and_format in zip(prompts, formats, strict=True)
         ]
         scopes = [prompt.scope for prompt in prompts if prompt.scope is not None]
-        return RequestStreams(submits, max(1, slots // MAX_SHARE // params.n), scopes)
+        return RequestStreams(submits, max(1, self._slots // MAX_SHARE // params.n), scopes)
 
     def _truncated(self, prompt: Prompt, sampling: Sampling, params: SamplingParams) -> Prompt:
         """Keeps `truncate_prompt_tokens` ids of a prompt: the last ones, unless `truncation_side` is right.
