@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from penstock.engine.core.stop_conditions import BUCKETS, StopConditions
+from penstock.engine.core.in_flight import BUCKETS, StopConditions
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 
 EOS, OTHER_EOS = 2, 7
