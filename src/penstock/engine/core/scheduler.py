@@ -10,7 +10,7 @@ A sample is preempted only for a better sample: of a better priority, or older w
 always advances, and in the end all samples do. A sample without a free block waits if no worse sample runs.
 
 `request_queue` says which sample is admitted next, the cache assigns blocks, `in_flight` keeps what steps have sampled,
-`step_builder` writes the step, and `tokens_builder` the messages to output processors.
+`step_builder` builds the step, and the messages to output processors.
 """
 
 from __future__ import annotations
@@ -32,8 +32,7 @@ from penstock.engine.core.request import (
 )
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.scheduler_config import SchedulerConfig
-from penstock.engine.core.step_builder import StepBuilder
-from penstock.engine.core.tokens_builder import TokensBuilder
+from penstock.engine.core.step_builder import StepBuilder, TokensBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Index
 from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit, Tokens

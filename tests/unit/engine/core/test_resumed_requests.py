@@ -8,7 +8,7 @@ import pytest
 
 from penstock.engine.core.in_flight import StopConditions
 from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample
-from penstock.engine.core.tokens_builder import TokensBuilder
+from penstock.engine.core.step_builder import TokensBuilder
 from penstock.engine.protocol.messages import FinishReason, Inputs, Progress, SamplingParams, Submit
 from tests.property.device import BLOCK_SIZE, Core, answer, image, inputs_of
 

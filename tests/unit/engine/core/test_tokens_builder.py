@@ -3,7 +3,7 @@
 import numpy as np
 
 from penstock.engine.core.request import Request
-from penstock.engine.core.tokens_builder import TokensBuilder
+from penstock.engine.core.step_builder import TokensBuilder
 from penstock.engine.protocol.messages import (
     ChunkFormat,
     Ended,
