@@ -20,17 +20,15 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
 from bench.harness import figures
 from bench.harness.figures import Figures
-from bench.harness.options import numbers, one_of, side_by_side
 from bench.harness.output import Output, machine, short, short_nbytes
 from bench.harness.phases import Order
-from bench.harness.quiet import Patience, load_between, look
+from bench.harness.quiet import load_between, look
+from bench.harness.run import Run, numbers, one_of, side_by_side
 from bench.harness.sessions import Hogs
 from bench.harness.turns import Cell, Column, Outcome, Turns
-from bench.impls import IMPLEMENTATIONS, PENSTOCK, REPLY_NBYTES, Implementation, Unavailable
+from bench.impls import IMPLEMENTATIONS, PENSTOCK, REPLY_NBYTES, Unavailable
 from bench.impls.floor import compile_floor, run_floor
 from penstock.tools import bar_chart
 
@@ -46,7 +44,6 @@ PLOTS = Path(__file__).resolve().parent / "plots"
 class Scale:
     """How much is measured."""
 
-    rounds: int
     receivers: tuple[int, ...]
     sizes: tuple[int, ...]
     paced_sizes: tuple[int, ...]
@@ -55,11 +52,9 @@ class Scale:
     slow_seconds: float  # of the phase with a message each 20 ms
     idle_seconds: float
     silence_rounds: int
-    patience: float
 
 
 FULL = Scale(
-    rounds=3,
     receivers=(1, 2, 4, 8),
     sizes=(100, STEP_NBYTES, 65536, 1 << 20, 32 << 20),
     paced_sizes=(100, STEP_NBYTES, 65536, 1 << 20),
@@ -68,10 +63,8 @@ FULL = Scale(
     slow_seconds=0.8,
     idle_seconds=2.0,
     silence_rounds=2,
-    patience=120.0,
 )
 QUICK = Scale(
-    rounds=2,
     receivers=(1, 4),
     sizes=(100, STEP_NBYTES, 1 << 20),
     paced_sizes=(STEP_NBYTES,),
@@ -80,7 +73,6 @@ QUICK = Scale(
     slow_seconds=0.4,
     idle_seconds=1.5,
     silence_rounds=1,
-    patience=10.0,
 )
 
 LATENCY = ("p50_us", "p99_us", "p999_us", "max_us", "messages")
@@ -354,63 +346,37 @@ def scale_of(options: argparse.Namespace) -> Scale:
     if options.sizes:
         paced_sizes = tuple(nbytes for nbytes in options.sizes if nbytes <= 1 << 20)
         scale = replace(scale, sizes=options.sizes, paced_sizes=paced_sizes)
-    if options.rounds:
-        scale = replace(scale, rounds=options.rounds)
-    if options.patience is not None:
-        scale = replace(scale, patience=options.patience)
     return scale
-
-
-def available(names: Sequence[str], output: Output) -> list[Implementation]:
-    """Those that can run here; the others are named with the reason."""
-    result = []
-    for name in names:
-        try:
-            IMPLEMENTATIONS[name].check()
-            result.append(IMPLEMENTATIONS[name])
-        except Unavailable as missing:
-            output.say(f"skipped {name}: {missing}")
-            output.record("skipped", name, reason=str(missing))
-    return result
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    scale = scale_of(options)
-    cases = options.only.split(",")
+    scale, cases = scale_of(options), options.only.split(",")
     is_full = not options.quick and set(cases) == {*CASES, *OTHER_CASES}
-    folder = options.out or (PLOTS if is_full else None)
-    output = Output("channels", is_json=options.json, folder=folder)
-    turns = Turns(
-        output,
-        Patience(scale.patience),
-        reference=options.reference,
-        rounds=scale.rounds,
-        is_pinned=options.pin,
-        is_noisy=options.noisy,
-    )
-    output.begin()
-    output.say(f"×N: that figure over {options.reference}'s, round by round")
-    if "floor" in cases:
-        run_floor_case(turns)
-    if "call" in cases:
-        run_call(turns)
-    try:
-        if set(cases) & {*CASES, "memory"}:
-            implementations = available(options.impl.split(","), output)
-            for receivers in scale.receivers:
-                turns.open(implementations, receivers)
-                for name, (case, applies) in CASES.items():
-                    if name in cases and receivers in applies:
-                        case(turns, scale)
-                reserved = turns.close()
-                if "memory" in cases:
-                    report_memory(turns, reserved)
-    finally:
-        turns.kill()
-    if folder:
-        draw(output, folder)
-        output.say(f"\ncharts and records are in {folder}")
+    options.out = options.out or (PLOTS if is_full else None)
+    with Run("channels", options, rounds=3, quick_rounds=2, patience=120.0) as run:
+        turns = run.turns(options.reference, Turns, is_pinned=options.pin)
+        run.output.say(f"×N: that figure over {options.reference}'s, round by round")
+        if "floor" in cases:
+            run_floor_case(turns)
+        if "call" in cases:
+            run_call(turns)
+        try:
+            if set(cases) & {*CASES, "memory"}:
+                implementations = run.available(IMPLEMENTATIONS[name] for name in run.named("impl"))
+                for receivers in scale.receivers:
+                    turns.open(implementations, receivers)
+                    for name, (case, applies) in CASES.items():
+                        if name in cases and receivers in applies:
+                            case(turns, scale)
+                    reserved = turns.close()
+                    if "memory" in cases:
+                        report_memory(turns, reserved)
+        finally:
+            turns.kill()
+        if options.out:
+            draw(run.output, options.out)
+            run.output.say(f"\ncharts and records are in {options.out}")
     return 0
 
 

@@ -1,9 +1,11 @@
-"""How few bytes a decode step needs, and how little time: the targets of the typed messages, and whether they are met.
+"""How few bytes a decode step needs, and how little time: public vLLM issue #6241's experiment, and its targets.
 
-Bytes and times of every format: `scripts/bench compare`, whose code this runs.
+The same decode steps in vLLM's formats and in ours, bytes and times of each; what sampling parameters take; and one
+broadcast beside gloo's (public vLLM issue #4440).
 
     scripts/bench codec                      everything, in about a minute
     scripts/bench codec --quick              fewer rounds
+    scripts/bench codec --requests 4,256     fewer batch sizes
     PENSTOCK_PEER_PYTHON=… scripts/bench codec   with vLLM's own classes, and gloo, where that interpreter has them
 """
 
@@ -15,11 +17,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
 from bench.harness.output import Output
-from bench.harness.quiet import load_between, look
-from bench.harness.targets import Target, conclude
+from bench.harness.run import Run, command_line
+from bench.harness.targets import Target
 from bench.vs_vllm import collective, comparison, vllm_peer
 from bench.vs_vllm.formats import OURS
 from penstock.tools.tables import Row, Table
@@ -70,33 +70,41 @@ def told(output: Output, rows: Iterator[Row] | Sequence[Row], table: Table) -> N
         output.say(f"  {note}")
 
 
-def run(output: Output, rounds: int) -> list[Target]:
-    outcomes = []
+def measure(run: Run) -> list[Target]:
+    """Prints each table as soon as it is measured; draws what has been measured, also when it is interrupted."""
+    output, chart, outcomes = run.output, run.options.plot, []
     try:
-        for outcome in comparison.run(rounds=rounds):
+        for outcome in comparison.run(run.options.requests, run.rounds):
             outcomes.append(outcome)
             told(output, list(comparison.rows_of(outcome)), comparison.table_of(outcome))
     finally:
         vllm_peer.close()
+        if chart is not None and outcomes:
+            comparison.draw(outcomes, chart)
     params, table = comparison.params_told()
     told(output, params, table)
-    broadcast, table = collective.told(rounds)
+    broadcast, table = collective.told(run.rounds)
     told(output, broadcast, table)
     return list(targets(comparison.summary(outcomes), params, broadcast))
 
 
+def parse_positive(text: str) -> int:
+    if not text.isdecimal() or not 1 <= int(text) <= 100_000:
+        raise argparse.ArgumentTypeError(f"1 to 100000, not {text!r}")
+    return int(text)
+
+
+def parse_counts(text: str) -> tuple[int, ...]:
+    return tuple(parse_positive(part) for part in text.split(","))
+
+
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench codec", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, tables on stderr")
-    parser.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds, not {ROUNDS}")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
-    options = parser.parse_args(arguments)
-    output = Output("codec", is_json=options.json, folder=options.out)
-    output.begin()
-    before = look()
-    result = run(output, QUICK_ROUNDS if options.quick else ROUNDS)
-    load = load_between(before, look())
-    return conclude(output, OURS, result, load)
+    parser = command_line("codec", __doc__, quick=f"{QUICK_ROUNDS} rounds, not {ROUNDS}")
+    parser.add_argument("--requests", metavar="N,…", type=parse_counts, default=comparison.REQUESTS, help="batch sizes")
+    parser.add_argument("--rounds", metavar="N", type=parse_positive, help="how many times each format is measured")
+    parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="a chart of the bytes")
+    with Run("codec", parser.parse_args(arguments), rounds=ROUNDS, quick_rounds=QUICK_ROUNDS) as run:
+        return run.conclude(OURS, measure(run))
 
 
 if __name__ == "__main__":

@@ -12,22 +12,20 @@ reuse: tensors through a pool that has room for three, to a process whose stream
 
 from __future__ import annotations
 
-import argparse
 import multiprocessing
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from multiprocessing.connection import Connection
-from pathlib import Path
 from statistics import median
 from typing import Any
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
 import msgspec
 import numpy as np
 
-from bench.harness.output import Output, short, short_nbytes
+from bench.harness.output import Output, short_nbytes
+from bench.harness.run import Run, command_line
+from bench.harness.targets import Target
 from penstock.lowlevel import Pool
 from penstock.tensor import Store
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, NoDevice, Place, Reference, Uploads, driver_of
@@ -179,9 +177,7 @@ def reuse(torch: Any, output: Output, ends: Ends, count: int) -> int:
     return wrong
 
 
-def with_consumer(
-    torch: Any, nbytes: int, device: int, work: Callable[[tuple[Connection, CudaTensors, Any]], Any]
-) -> Any:
+def with_consumer(nbytes: int, device: int, work: Callable[[Ends], Any]) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, remote = context.Pipe()
     pool, host = CudaPool.create(nbytes), Store(16 << 20)
@@ -202,55 +198,36 @@ def with_consumer(
         pool.close()
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench cuda", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, the table on stderr")
-    parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--device", type=int, default=0)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
-    options = parser.parse_args(arguments)
-    output = Output("cuda", is_json=options.json, folder=options.out)
-    try:
-        driver_of(options.device)
-    except NoDevice as error:
-        output.say(f"nothing is measured: {error}")
-        output.record("machine", "-", missing=str(error))
-        return 0
-
-    import torch
-    import torch.multiprocessing
-
-    torch.cuda.set_device(options.device)
-    output.begin(device=torch.cuda.get_device_name(), torch=torch.__version__)
-    rounds = 5 if options.quick else 30
-    rows = []
-
-    def told(case: str, figure: float, target: str, is_met: bool) -> None:
-        output.record("target", "penstock", target=case, figure=figure, limit=target, met=is_met)
-        rows.append((case, [target, short(figure), "yes" if is_met else "NO"]))
-
-    ratio = upload(torch, output, rounds)
-    told(
-        "upload from a segment, bandwidth over private pinned memory",
-        ratio,
-        f"≥ {UPLOAD_TARGET}",
-        ratio >= UPLOAD_TARGET,
-    )
+def targets(torch: Any, run: Run) -> Iterator[Target]:
+    output, device, rounds = run.output, run.options.device, 5 if run.is_quick else 30
+    case = "upload from a segment, bandwidth over private pinned memory"
+    yield Target(case, UPLOAD_TARGET, "x", upload(torch, output, rounds), is_least=True)
     for mb in IPC_MB:
-        ratio = with_consumer(
-            4 * mb * 1_000_000, options.device, lambda ends, mb=mb: ipc(torch, output, ends, mb, rounds)
-        )
-        told(
-            f"{mb} MB to another process, time over torch.multiprocessing",
-            ratio,
-            f"≤ {IPC_TARGET}",
-            ratio <= IPC_TARGET,
-        )
-    count = REUSE_COUNT // 4 if options.quick else REUSE_COUNT
-    wrong = with_consumer(3 * REUSE_NBYTES, options.device, lambda ends: reuse(torch, output, ends, count))
-    told("tensors that were overwritten before they were read", wrong, "0", wrong == 0)
-    output.table("Targets", ["target", "figure", "met?"], rows)
-    return 0 if all(cells[-1] == "yes" for _, cells in rows) else 1
+        ratio = with_consumer(4 * mb * 1_000_000, device, lambda ends, mb=mb: ipc(torch, output, ends, mb, rounds))
+        yield Target(f"{mb} MB to another process, time over torch.multiprocessing", IPC_TARGET, "x", ratio)
+    count = REUSE_COUNT // 4 if run.is_quick else REUSE_COUNT
+    wrong = with_consumer(3 * REUSE_NBYTES, device, lambda ends: reuse(torch, output, ends, count))
+    yield Target("tensors that were overwritten before they were read", 0, "", wrong)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line("cuda", __doc__, quick="fewer rounds")
+    parser.add_argument("--device", type=int, default=0)
+    options = parser.parse_args(arguments)
+    with Run("cuda", options) as run:
+        try:
+            driver_of(options.device)
+        except NoDevice as error:
+            run.output.say(f"nothing is measured: {error}")
+            run.output.record("machine", "-", missing=str(error))
+            return 0
+
+        import torch
+        import torch.multiprocessing
+
+        torch.cuda.set_device(options.device)
+        run.output.record("device", "-", device=torch.cuda.get_device_name(), torch=torch.__version__)
+        return run.conclude("penstock", targets(torch, run))
 
 
 if __name__ == "__main__":

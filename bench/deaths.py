@@ -8,21 +8,19 @@ pidfd said so.
 
 from __future__ import annotations
 
-import argparse
 import os
 import select
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from statistics import median
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
 import penstock
-from bench.harness.output import Output, short
+from bench.harness.output import short
+from bench.harness.run import Run, command_line
+from bench.harness.targets import Target
 
 TARGET_MS = 100.0
 WAIT = 60.0  # seconds for anything at all
@@ -65,26 +63,25 @@ def kill(gigabytes: float) -> tuple[float, float]:
     return (now - began) * 1e3, (ended[0] - began) * 1e3
 
 
-def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench deaths", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, the table on stderr")
-    parser.add_argument("--gigabytes", default="0,1,4,8", help="private memory of the process (0,1,4,8)")
-    parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--out", metavar="DIR", type=Path, help="keep the records there too")
-    options = parser.parse_args(arguments)
-    output = Output("deaths", is_json=options.json, folder=options.out)
-    output.begin()
+def targets(run: Run, sizes: Sequence[float]) -> Iterator[Target]:
     rows, worst = [], 0.0
-    for gigabytes in map(float, options.gigabytes.split(",")):
-        times = [kill(gigabytes) for _ in range(options.rounds)]
+    for gigabytes in sizes:
+        times = [kill(gigabytes) for _ in range(run.rounds)]
         outcome, ended = (sorted(each) for each in zip(*times, strict=True))
         worst = max(worst, outcome[-1])
-        output.record("death", "penstock", gigabytes=gigabytes, told_ms=outcome, pidfd_ms=ended)
+        run.output.record("death", "penstock", gigabytes=gigabytes, told_ms=outcome, pidfd_ms=ended)
         rows.append((f"{gigabytes:g} GB", [short(median(outcome)), short(outcome[-1]), short(median(ended))]))
-    columns = ["PeerDied, p50", "worst", "pidfd, p50"]
-    output.table("Milliseconds after SIGKILL", columns, rows)
-    output.say(f"worst {worst:.0f} ms, target {TARGET_MS:g} ms: {'met' if worst <= TARGET_MS else 'NOT met'}")
-    return 0 if worst <= TARGET_MS else 1
+    run.output.table("Milliseconds after SIGKILL", ["PeerDied, p50", "worst", "pidfd, p50"], rows)
+    yield Target("PeerDied after SIGKILL, worst", TARGET_MS, "ms", worst)
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line("deaths", __doc__)
+    parser.add_argument("--gigabytes", default="0,1,4,8", help="private memory of the process (0,1,4,8)")
+    parser.add_argument("--rounds", type=int, default=5)
+    options = parser.parse_args(arguments)
+    with Run("deaths", options) as run:
+        return run.conclude("penstock", targets(run, [float(size) for size in options.gigabytes.split(",")]))
 
 
 if __name__ == "__main__":

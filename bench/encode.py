@@ -14,20 +14,17 @@ import argparse
 import asyncio
 import os
 import sys
-import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
 import numpy as np
 
-from bench.harness.options import numbers, side_by_side
 from bench.harness.output import Output, short
 from bench.harness.quiet import load_between, look
-from bench.harness.targets import Target, conclude
+from bench.harness.run import Run, numbers, side_by_side
+from bench.harness.targets import Target
 from bench.harness.turns import Outcome, in_turn
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.cluster.status_board import StatusBoard
@@ -141,31 +138,29 @@ async def _answer(client: Client, turns: asyncio.Semaphore, prompt: list[int], v
         return first
 
 
-async def measure(options: argparse.Namespace, output: Output) -> dict[int, Outcome]:
-    modes = options.impl.split(",")
+async def measure(run: Run) -> dict[int, Outcome]:
+    modes, at_once = run.named("impl"), run.options.at_once
     engines: dict[str, Engine] = {}
     outcomes: dict[int, Outcome] = {}
-    with tempfile.TemporaryDirectory(prefix="bench-") as folder:
-        make_model(Path(folder))
-        try:
+    make_model(run.scratch)
+    try:
+        for mode in modes:
+            engines[mode] = Engine(mode, run.scratch, run.options)
+        for engine in engines.values():
+            await engine.launcher.serving(TIMEOUT)
+        for images in run.options.images:
+            outcome = outcomes[images] = Outcome({mode: [] for mode in modes})
             for mode in modes:
-                engines[mode] = Engine(mode, Path(folder), options)
-            for engine in engines.values():
-                await engine.launcher.serving(TIMEOUT)
-            for images in options.images:
-                outcome = outcomes[images] = Outcome({mode: [] for mode in modes})
-                for mode in modes:
-                    await engines[mode].serve(images, 2, options.at_once)  # warms up
-                for turn in range(options.rounds):
-                    before = look()
-                    for mode in in_turn(modes, turn):
-                        figures = await engines[mode].serve(images, options.requests, options.at_once)
-                        outcome.rounds[mode].append(figures)
-                    outcome.loads.append(load_between(before, look()))
-                show(output, images, outcome)
-        finally:
-            for engine in engines.values():
-                await engine.launcher.stop()
+                await engines[mode].serve(images, 2, at_once)  # warms up
+            for turn in range(run.rounds):
+                before = look()
+                for mode in in_turn(modes, turn):
+                    outcome.rounds[mode].append(await engines[mode].serve(images, run.options.requests, at_once))
+                outcome.loads.append(load_between(before, look()))
+            show(run.output, images, outcome)
+    finally:
+        for engine in engines.values():
+            await engine.launcher.stop()
     return outcomes
 
 
@@ -204,13 +199,9 @@ def main(arguments: Sequence[str]) -> int:
     parser.add_argument("--data-parallel-size", metavar="N", type=int, default=1)
     parser.add_argument("--threads", metavar="N", type=int, default=1, help="of each worker (%(default)s)")
     options = parser.parse_args(arguments)
-    options.rounds = options.rounds or (1 if options.quick else 7)
     options.requests = options.requests or (2 if options.quick else 12)
-    output = Output("encode", is_json=options.json, folder=options.out)
-    output.begin()
-    before = look()
-    outcomes = asyncio.run(measure(options, output))
-    return conclude(output, OURS, targets(outcomes, is_noisy=options.noisy), load_between(before, look()))
+    with Run("encode", options, rounds=7) as run:
+        return run.conclude(OURS, targets(asyncio.run(measure(run)), is_noisy=options.noisy))
 
 
 if __name__ == "__main__":

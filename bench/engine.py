@@ -15,21 +15,13 @@ import argparse
 import asyncio
 import itertools
 import sys
-import tempfile
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
 
 from bench.engine_cases import decoding, first_token, goals, images, words
 from bench.engine_cases.decoding import Cell, Trees
-from bench.engine_cases.trees import OURS, SAID, WAYS, Way
-from bench.harness.options import side_by_side
-from bench.harness.output import Output
-from bench.harness.quiet import Patience, load_between, look
-from bench.harness.targets import conclude
-from bench.impls import Unavailable
+from bench.engine_cases.trees import OURS, SAID, WAYS
+from bench.harness.run import Run, side_by_side
 from penstock.engine.protocol.messages import Style
 
 CASES = ("decode", "first", "images")
@@ -43,64 +35,43 @@ class Scale:
     """How much is measured."""
 
     cells: tuple[Cell, ...]
-    rounds: int
     seconds: float  # of one way's turn
     images: int
     largest_image: int
-    patience: float
 
 
 DEFAULT = Scale(
     cells=(Cell(1, 1, 1), Cell(2, 32, 2), Cell(1, 256, 1), goals.SMALL, *goals.OUTPUTS, goals.LARGE),
-    rounds=3,
     seconds=0.8,
     images=12,
     largest_image=23 * images.MB,
-    patience=30.0,
 )
-ALL = replace(DEFAULT, cells=(*GRID, goals.OUTPUTS[1]), patience=300.0)
-QUICK = Scale(
-    cells=(Cell(2, 8, 1, Style.CHAT),), rounds=1, seconds=0.1, images=2, largest_image=images.MB, patience=0.0
-)
+ALL = replace(DEFAULT, cells=(*GRID, goals.OUTPUTS[1]))
+QUICK = Scale(cells=(Cell(2, 8, 1, Style.CHAT),), seconds=0.1, images=2, largest_image=images.MB)
 
 
-def available(names: Sequence[str], output: Output) -> list[Way]:
-    """Those that can run here; the others are named with the reason."""
-    result = []
-    for each in (WAYS[name] for name in names):
-        try:
-            each.check()
-            result.append(each)
-        except Unavailable as missing:
-            output.say(f"skipped {each.name}: {missing}")
-            output.record("skipped", each.name, reason=str(missing))
-    return result
-
-
-async def run(trees: Trees, scale: Scale, cases: Sequence[str], ways: Sequence[Way]) -> goals.Found:
-    result = goals.Found()
+async def measure(run: Run, scale: Scale) -> goals.Found:
+    result, cases, scratch = goals.Found(), run.named("only"), run.scratch
+    trees = run.turns(OURS, Trees)
+    ways = run.available(WAYS[name] for name in run.named("impl"))
     for way in ways:
-        trees.output.say(f"  {way.name}: {SAID[way.name]}")
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        model = Path(scratch, "model")
-        vocabulary = words.train(model)
-        place = 0
-        if "decode" in cases:
-            for place, cell in enumerate(scale.cells):
-                here = Path(scratch, str(place))
-                result.decoded[cell] = await decoding.run_cell(
-                    trees, ways, cell, model, vocabulary, here, scale.seconds
-                )
-        if "first" in cases:
-            style = scale.cells[0].style
-            requests = first_token.REQUESTS if scale.seconds >= DEFAULT.seconds else 5
-            await first_token.run_first(trees, ways, style, requests, model, vocabulary, Path(scratch, "first"))
-        if "images" in cases:
-            request = await images.run_images(
-                trees, ways, scale.images, scale.largest_image, model, vocabulary, Path(scratch, "images")
-            )
-            if scale.largest_image == DEFAULT.largest_image:  # the target is not for small ones
-                result.images = request
+        run.output.say(f"  {way.name}: {SAID[way.name]}")
+    model = scratch / "model"
+    vocabulary = words.train(model)
+    if "decode" in cases:
+        for place, cell in enumerate(scale.cells):
+            here = scratch / str(place)
+            result.decoded[cell] = await decoding.run_cell(trees, ways, cell, model, vocabulary, here, scale.seconds)
+    if "first" in cases:
+        style = scale.cells[0].style
+        requests = first_token.REQUESTS if scale.seconds >= DEFAULT.seconds else 5
+        await first_token.run_first(trees, ways, style, requests, model, vocabulary, scratch / "first")
+    if "images" in cases:
+        request = await images.run_images(
+            trees, ways, scale.images, scale.largest_image, model, vocabulary, scratch / "images"
+        )
+        if scale.largest_image == DEFAULT.largest_image:  # the target is not for small ones
+            result.images = request
     return result
 
 
@@ -123,11 +94,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 def scale_of(options: argparse.Namespace) -> Scale:
     scale = QUICK if options.quick else ALL if options.all else DEFAULT
-    values = {
-        name: getattr(options, name)
-        for name in ("cells", "rounds", "seconds", "patience")
-        if getattr(options, name) is not None
-    }
+    values = {name: getattr(options, name) for name in ("cells", "seconds") if getattr(options, name) is not None}
     scale = replace(scale, **values)
     if options.style is not None:
         cells = dict.fromkeys(cell._replace(style=STYLES[options.style]) for cell in scale.cells)
@@ -137,21 +104,8 @@ def scale_of(options: argparse.Namespace) -> Scale:
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    scale, cases = scale_of(options), options.only.split(",")
-    output = Output("engine", is_json=options.json, folder=options.out)
-    output.begin()
-    trees = Trees(
-        output,
-        Patience(scale.patience),
-        reference=OURS,
-        rounds=scale.rounds,
-        is_pinned=False,
-        is_noisy=options.noisy,
-    )
-    before = look()
-    result = asyncio.run(run(trees, scale, cases, available(options.impl.split(","), output)))
-    load = load_between(before, look())
-    return conclude(output, OURS, list(goals.targets(result)), load)
+    with Run("engine", options, rounds=3, patience=300.0 if options.all else 30.0) as run:
+        return run.conclude(OURS, goals.targets(asyncio.run(measure(run, scale_of(options)))))
 
 
 if __name__ == "__main__":

@@ -19,11 +19,12 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
+import penstock
 from bench.harness.figures import quantile
 from bench.harness.output import Output, short_nbytes
 from bench.harness.quiet import Load, load_between, look
+from bench.harness.run import Run, command_line
+from penstock.lowlevel import Pool
 
 SMALLEST_NBYTES = 4 << 10
 LARGEST_NBYTES = 512 << 20
@@ -69,7 +70,7 @@ def swap_out(items: list[Any], index: int) -> Any:
     return items.pop()
 
 
-def churn(pool: Any, exhausted: type[Exception], takes: int, seed: int, largest_nbytes: int) -> Trace:
+def churn(pool: Pool, takes: int, seed: int, largest_nbytes: int) -> Trace:
     """One seed's run; the pool is empty before and after."""
     chance = random.Random(seed)
     stats = pool.stats()
@@ -95,7 +96,7 @@ def churn(pool: Any, exhausted: type[Exception], takes: int, seed: int, largest_
             begin = now()
             try:
                 lease = pool.take(nbytes)
-            except exhausted:
+            except penstock.MemoryExhausted:
                 trace.refuse_ns.append(now() - begin - clock)
             else:
                 trace.take_ns.append(now() - begin - clock)
@@ -181,34 +182,29 @@ def available_nbytes() -> int:
 
 
 def main(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="bench pool", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--json", action="store_true", help="one object per line on stdout, the table on stderr")
-    parser.add_argument("--quick", action="store_true", help="a smaller pool and fewer takes")
+    parser = command_line("pool", __doc__, quick="a smaller pool and fewer takes")
     parser.add_argument("--nbytes", type=int, help="of the pool; default 4 GiB, quick 1 GiB")
     parser.add_argument("--largest", type=int, default=LARGEST_NBYTES, help="the largest object; at most half the pool")
     parser.add_argument("--takes", type=int, help="per seed; default 20000, quick 4000")
     parser.add_argument("--seed", type=int, default=1, help=f"the first of {SEEDS}")
-    parser.add_argument("--out", metavar="DIR", type=Path, help="a folder for pool.jsonl")
     options = parser.parse_args(arguments)
     nbytes = options.nbytes or (1 << 30 if options.quick else 4 << 30)
     takes = options.takes or (4000 if options.quick else 20_000)
     if nbytes > available_nbytes() // 2:
         parser.error(f"a pool of {short_nbytes(nbytes)} is more than half the memory available: lower --nbytes")
-    try:
-        import penstock
-        from penstock.lowlevel import Pool
-    except ImportError as error:
-        parser.exit(1, f"penstock cannot be imported: {error}\n")
+    with Run("pool", options) as run:
+        measure(run.output, nbytes, takes, options)
+    return 0
 
-    output = Output("pool", is_json=options.json, folder=options.out)
-    output.begin()
+
+def measure(output: Output, nbytes: int, takes: int, options: argparse.Namespace) -> None:
     pool = Pool.create(nbytes)
     output.say(f"pool of {short_nbytes(nbytes)}, objects of 4 KiB to {short_nbytes(options.largest)}, {takes} takes")
     seeds = range(options.seed, options.seed + SEEDS)
     result, loads = [], []
     for seed in seeds:
         before = look()
-        figures = figures_of(churn(pool, penstock.MemoryExhausted, takes, seed, options.largest))
+        figures = figures_of(churn(pool, takes, seed, options.largest))
         load = load_between(before, look())
         output.record(
             "mixed",
@@ -222,7 +218,6 @@ def main(arguments: Sequence[str]) -> int:
         result.append(figures)
         loads.append(load)
     tell(output, seeds, result, loads)
-    return 0
 
 
 if __name__ == "__main__":

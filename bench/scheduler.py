@@ -1,16 +1,17 @@
 """What the scheduler costs for each step: plan, apply, sent and done, of so many samples that all decode.
 
-.venv/bin/python bench/scheduler.py              256 and 1,024 samples
-.venv/bin/python bench/scheduler.py --steps 400
+scripts/bench scheduler [--steps 1000]    256 and 1,024 samples
 """
 
 from __future__ import annotations
 
-import argparse
+import sys
 import time
+from collections.abc import Sequence
 
 import numpy as np
 
+from bench.harness.run import Run, command_line
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
@@ -59,16 +60,20 @@ def times(samples: int, steps: int, waiting: int) -> dict[str, float]:
     return {**output, "plan + sent + done": float(np.median(ours)), "its best tenth": float(np.quantile(ours, 0.1))}
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line("scheduler", __doc__)
     parser.add_argument("--steps", type=int, default=1000)
-    steps = parser.parse_args().steps
-    for samples in SAMPLES:
-        for waiting in (0, 100):
-            output = times(samples, steps, waiting)
-            words = ", ".join(f"{name} {value:.0f}" for name, value in output.items())
-            print(f"{samples} samples, {waiting} requests waiting: {words} µs")
+    options = parser.parse_args(arguments)
+    with Run("scheduler", options) as run:
+        for samples in SAMPLES:
+            for waiting in (0, 100):
+                figures = times(samples, options.steps, waiting)
+                named = {f"{name.replace(' ', '_')}_us": value for name, value in figures.items()}
+                run.output.record("step", "penstock", samples=samples, waiting=waiting, **named)
+                words = ", ".join(f"{name} {value:.0f}" for name, value in figures.items())
+                run.output.say(f"{samples} samples, {waiting} requests waiting: {words} µs")
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -13,21 +13,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import signal
 import sys
-import tempfile
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import NoReturn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
-from bench.harness.options import side_by_side
-from bench.harness.output import Output
-from bench.harness.quiet import Patience, load_between, look
-from bench.harness.targets import conclude
+from bench.harness.run import Run, side_by_side
 from bench.impls import Unavailable
 from bench.serve_cases import cases, goals, model, pauses
 from bench.serve_cases.cases import Load, Servers
@@ -55,7 +47,6 @@ class Scale:
     """How much is measured."""
 
     loads: Mapping[str, Load]
-    rounds: int
     streams: int
     stream_tokens: int
     disconnects: int
@@ -63,12 +54,10 @@ class Scale:
     migrating_streams: int
     kept_requests: int
     is_compiled: bool  # what vLLM computes: it is faster then, and starts later
-    patience: float
 
 
 DEFAULT = Scale(
     loads={"text": Load(96, 16), "images": Load(48, 8, "32", "32", images=1)},
-    rounds=3,
     streams=1000,
     stream_tokens=200,
     disconnects=20,
@@ -76,11 +65,9 @@ DEFAULT = Scale(
     migrating_streams=16,
     kept_requests=200,
     is_compiled=True,
-    patience=60.0,
 )
 QUICK = Scale(
     loads={"text": Load(8, 4, "32", "16"), "images": Load(4, 2, "16", "8", images=1)},
-    rounds=1,
     streams=50,
     stream_tokens=20,
     disconnects=2,
@@ -88,7 +75,6 @@ QUICK = Scale(
     migrating_streams=8,
     kept_requests=40,
     is_compiled=False,
-    patience=0.0,
 )
 # A real size: what a machine computes, and not what processes and messages cost, decides there.
 REAL_LOADS = {
@@ -99,8 +85,10 @@ REAL_LOADS = {
 }
 
 
-def run(servers: Servers, scale: Scale, expected: Sequence[str], ways: Sequence[str], served: Served) -> goals.Found:
-    result = goals.Found()
+def measure(run: Run, scale: Scale) -> goals.Found:
+    result, expected, ways = goals.Found(), run.named("only"), run.named("impl")
+    servers = run.turns(OURS, Servers, scratch=run.scratch)
+    served = Served(run.options.model, run.options.shape)
     directory = served.directory
     if "load" in expected:
         if directory is None:
@@ -108,7 +96,7 @@ def run(servers: Servers, scale: Scale, expected: Sequence[str], ways: Sequence[
             model.make(directory, served.shape)
         try:
             longest = model.longest(directory)
-            start_all(servers, scale, result, ways, replace(served, directory=directory), longest)
+            start_all(run, servers, scale, result, replace(served, directory=directory), longest)
             has_images = takes_images(EngineConfig(model=str(directory)))
             for case, load in scale.loads.items():
                 if has_images or not load.images:
@@ -146,9 +134,7 @@ def run(servers: Servers, scale: Scale, expected: Sequence[str], ways: Sequence[
     return result
 
 
-def start_all(
-    servers: Servers, scale: Scale, result: goals.Found, ways: Sequence[str], served: Served, longest: int
-) -> None:
+def start_all(run: Run, servers: Servers, scale: Scale, result: goals.Found, served: Served, longest: int) -> None:
     """One after the other, as the time is taken. What cannot run here is named, with the reason."""
     assert served.directory is not None
     remote = partial(Theirs.of_model, longest=longest, is_compiled=scale.is_compiled, dtype=served.dtype)
@@ -157,7 +143,7 @@ def start_all(
         THEIRS: remote,
         THEIRS_UNRESERVED: partial(remote, environment=UNRESERVED),
     }
-    for name in ways:
+    for name in run.named("impl"):
         with contextlib.ExitStack() as unless_up:
             try:
                 server = kinds[name](served.directory, servers.scratch / f"{name}.log")
@@ -165,8 +151,7 @@ def start_all(
                 unless_up.callback(server.stop)
                 result.starts[name] = server.wait_for_an_answer()
             except (Unavailable, Failed, OSError) as reason:
-                servers.output.say(f"skipped {name}: {reason}")
-                servers.output.record("skipped", name, reason=str(reason))
+                run.skip(name, reason)
             else:
                 servers.up[name] = server
                 server.rest()
@@ -174,7 +159,7 @@ def start_all(
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
-    parser = side_by_side("serve", __doc__, CASES, (OURS, *PEERS), quick="small, one round: does it run?")
+    parser = side_by_side("serve", __doc__, CASES, (OURS, *PEERS))
     parser.add_argument("--model", metavar="DIR", type=Path, help="instead of a small one with random weights")
     shape_help = "of the model with random weights, in bfloat16 if it is not the small one; default: %(default)s"
     parser.add_argument("--shape", choices=(model.SMALL, model.REAL), default=model.SMALL, help=shape_help)
@@ -187,39 +172,16 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
     return options
 
 
-def told_to_end(number: int, frame: object) -> NoReturn:
-    """Servers are stopped on the way out, and with them what they have started: nobody else knows of that."""
-    signal.signal(number, signal.SIG_IGN)
-    sys.exit(128 + number)
-
-
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    signal.signal(signal.SIGTERM, told_to_end)
-    values = {name: getattr(options, name) for name in ("rounds", "patience") if getattr(options, name) is not None}
-    scale = replace(QUICK if options.quick else DEFAULT, **values)
-    if options.shape == model.REAL and not options.quick:
-        scale = replace(scale, loads=REAL_LOADS)
-    output = Output("serve", is_json=options.json, folder=options.out)
-    output.begin()
-    before = look()
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        servers = Servers(
-            output,
-            Patience(scale.patience),
-            reference=OURS,
-            rounds=scale.rounds,
-            is_pinned=False,
-            is_noisy=options.noisy,
-            scratch=Path(scratch),
-        )
-        result = run(
-            servers, scale, options.only.split(","), options.impl.split(","), Served(options.model, options.shape)
-        )
-    load = load_between(before, look())
-    if scale.streams < DEFAULT.streams:  # the target is not for fewer
-        result.streams = {}
-    return conclude(output, OURS, list(goals.targets(result)), load)
+    scale = (
+        QUICK if options.quick else replace(DEFAULT, loads=REAL_LOADS if options.shape == model.REAL else DEFAULT.loads)
+    )
+    with Run("serve", options, rounds=3, patience=60.0) as run:
+        result = measure(run, scale)
+        if options.quick:  # the target is not for fewer streams
+            result.streams = {}
+        return run.conclude(OURS, goals.targets(result))
 
 
 if __name__ == "__main__":

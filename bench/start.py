@@ -5,36 +5,37 @@ scripts/bench start [--rounds 5] [MODEL]
 
 from __future__ import annotations
 
-import argparse
 import statistics
 import sys
-import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
+from bench.harness.run import Run, command_line
 from bench.serve_cases.servers import Ours
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def start(model: str | None, log: Path) -> tuple[float, float]:
+    """Returns the seconds to the first answer, and the processor time of the processes until then in seconds."""
+    server = Ours.of([model] if model else [], log)
+    try:
+        return server.wait_for_an_answer(), sum(server.cpu_seconds().values())
+    finally:
+        server.stop()
+
+
+def main(arguments: Sequence[str]) -> int:
+    parser = command_line("start", __doc__)
     parser.add_argument("model", metavar="MODEL", nargs="?", help="directory of a model (default: the bundled model)")
     parser.add_argument("--rounds", type=int, default=5, help="starts (5)")
-    options = parser.parse_args()
-    starts = [start(options.model) for _ in range(options.rounds)]
-    for name, values in zip(("first answer, s", "processor time, s"), zip(*starts, strict=True), strict=True):
-        print(f"{name:18} median {statistics.median(values):.2f}, from {min(values):.2f} to {max(values):.2f}")
-
-
-def start(model: str | None) -> tuple[float, float]:
-    """Returns the seconds to the first answer, and the processor time of the processes until then in seconds."""
-    with tempfile.TemporaryDirectory() as folder:
-        server = Ours.of([model] if model else [], Path(folder) / "log")
-        try:
-            return server.wait_for_an_answer(), sum(server.cpu_seconds().values())
-        finally:
-            server.stop()
+    options = parser.parse_args(arguments)
+    with Run("start", options) as run:
+        answers, cpu = zip(*(start(options.model, run.scratch / "log") for _ in range(run.rounds)), strict=True)
+        run.output.record("start", "penstock", first_answer_s=answers, cpu_s=cpu)
+        rows = [(name, [f"{of(values):.2f}" for of in (statistics.median, min, max)])
+                for name, values in (("first answer", answers), ("processor time", cpu))]  # fmt: skip
+        run.output.table("Start, s", ["median", "least", "most"], rows)
+    return 0
 
 
 if __name__ == "__main__":
-    main()
+    sys.exit(main(sys.argv[1:]))

@@ -12,18 +12,12 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
-from bench.harness.options import numbers, side_by_side
-from bench.harness.output import Output
-from bench.harness.quiet import Patience, load_between, look
-from bench.harness.targets import conclude
+from bench.harness.run import Run, numbers, side_by_side
 from bench.harness.turns import Turns
-from bench.impls import IMPLEMENTATIONS, SERVING, TENSORS, Implementation, Unavailable
+from bench.impls import IMPLEMENTATIONS, SERVING, TENSORS, Implementation
 from bench.tensor_cases import carrying, goals, serving, trading
 
 MB = 1 << 20
@@ -35,7 +29,6 @@ SLOW_TO_START = {"vllm-cache": (1, 4), "vllm-queue": (1, 4), "vllm-arena": (1, 4
 class Scale:
     """How much is measured."""
 
-    rounds: int
     readers: tuple[int, ...]
     sizes: tuple[int, ...]
     to_most: tuple[int, ...]  # sizes that are measured with the most readers alone
@@ -48,11 +41,9 @@ class Scale:
     trades: int
     traded_nbytes: int
     traders: tuple[tuple[int, int], ...]  # processes and threads of each
-    patience: float
 
 
 FULL = Scale(
-    rounds=3,
     readers=(1, 2, 4),
     sizes=(MB, 8 * MB, 64 * MB, 256 * MB),
     to_most=(15 * MB, 32 * MB),
@@ -65,10 +56,8 @@ FULL = Scale(
     trades=100_000,
     traded_nbytes=64 * MB,
     traders=((4, 4), (16, 1)),
-    patience=45.0,
 )
 QUICK = Scale(
-    rounds=1,
     readers=(2,),
     sizes=(MB,),
     to_most=(2 * MB,),
@@ -81,23 +70,12 @@ QUICK = Scale(
     trades=2000,
     traded_nbytes=8 * MB,
     traders=((2, 2), (4, 1)),
-    patience=0.0,
 )
 
 
-def available(names: Sequence[str], kinds: frozenset[str], output: Output) -> list[Implementation]:
-    """Those of these kinds that can run here; the others are named with the reason."""
-    result = []
-    for each in (IMPLEMENTATIONS[name] for name in names):
-        if each.kinds != kinds:
-            continue
-        try:
-            each.check()
-            result.append(each)
-        except Unavailable as missing:
-            output.say(f"skipped {each.name}: {missing}")
-            output.record("skipped", each.name, reason=str(missing))
-    return result
+def available(run: Run, names: Iterable[str], kinds: frozenset[str]) -> list[Implementation]:
+    """Returns those of these kinds that can run here."""
+    return run.available(way for way in (IMPLEMENTATIONS[name] for name in names) if way.kinds == kinds)
 
 
 def with_options(ways: Sequence[Implementation], **options: int) -> list[Implementation]:
@@ -153,39 +131,27 @@ def scale_of(options: argparse.Namespace) -> Scale:
     if options.sizes:
         scale = replace(scale, sizes=options.sizes, to_most=options.sizes)
     if options.rounds:
-        scale = replace(scale, rounds=options.rounds, serving_rounds=options.rounds)
-    if options.patience is not None:
-        scale = replace(scale, patience=options.patience)
+        scale = replace(scale, serving_rounds=options.rounds)
     return scale
 
 
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
-    scale, cases, names = scale_of(options), options.only.split(","), options.impl.split(",")
-    output = Output("tensors", is_json=options.json, folder=options.out)
-    output.begin()
-    patience = Patience(scale.patience)
-
-    def turns_of(reference: str) -> Turns:
-        return Turns(
-            output, patience, reference=reference, rounds=scale.rounds, is_pinned=False, is_noisy=options.noisy
-        )
-
-    result = goals.Found()
-    before = look()
-    carriers, servers = turns_of(carrying.STORE), turns_of(serving.OURS)
-    try:
-        if {"carry", "memory"} & set(cases):
-            run_carrying(carriers, scale, available(names, TENSORS, output), cases, result)
-        if "serve" in cases:
-            run_serving(servers, scale, available(names, SERVING, output), result)
-    finally:
-        carriers.kill()
-        servers.kill()
-    if "trade" in cases:
-        result.traded = trading.run_trading(output, scale.traders, scale.trades, scale.traded_nbytes)
-    load = load_between(before, look())
-    return conclude(output, "penstock", list(goals.targets(result)), load)
+    scale, result = scale_of(options), goals.Found()
+    with Run("tensors", options, rounds=3, patience=45.0) as run:
+        cases, names = run.named("only"), run.named("impl")
+        carriers, servers = run.turns(carrying.STORE, Turns), run.turns(serving.OURS, Turns)
+        try:
+            if {"carry", "memory"} & set(cases):
+                run_carrying(carriers, scale, available(run, names, TENSORS), cases, result)
+            if "serve" in cases:
+                run_serving(servers, scale, available(run, names, SERVING), result)
+        finally:
+            carriers.kill()
+            servers.kill()
+        if "trade" in cases:
+            result.traded = trading.run_trading(run.output, scale.traders, scale.trades, scale.traded_nbytes)
+        return run.conclude("penstock", goals.targets(result))
 
 
 if __name__ == "__main__":

@@ -12,24 +12,13 @@ What it starts ends with it, also when it is killed. A case that fails is named 
 from __future__ import annotations
 
 import argparse
-import signal
 import sys
-import tempfile
 import time
-import traceback
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
 from functools import partial
-from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # also when run as a file, `bench` is a package
-
-from bench.harness.options import side_by_side
-from bench.harness.output import Output
-from bench.harness.quiet import Patience, load_between, look
-from bench.harness.targets import conclude
+from bench.harness.run import Run, side_by_side
 from bench.impls import Unavailable
-from bench.serve import told_to_end
 from bench.serve_cases.cases import Servers
 from bench.vllm_cases import goals, queues, serving, ways
 from bench.vllm_cases.ways import AS_IT_IS, OURS, WAYS
@@ -37,30 +26,18 @@ from bench.vllm_cases.ways import AS_IT_IS, OURS, WAYS
 CASES = ("serve", "serve-images", "idle", "queue", "large", "steps", "start")
 QUICK_CASES = ("serve", "queue", "large", "steps")  # each further one starts three servers
 SERVED = {"serve": serving.TEXT, "serve-images": serving.IMAGES, "idle": serving.IDLE}
-ROUNDS, PATIENCE = 7, 60.0  # seconds, in all, to wait for a quiet machine
 STARTS = 2  # of each way, in the case `start` alone
 
 
-@dataclass
-class Bench:
-    """One run: its options, and what it has found."""
+class Bench(Run):
+    """One run: the servers, and what it has found."""
 
-    options: argparse.Namespace
-    output: Output
-    scratch: Path
-    found: goals.Found = field(default_factory=goals.Found)
-
-    def __post_init__(self) -> None:
-        options = self.options
-        self.names = [name for name in WAYS if name in options.impl.split(",")]
-        self.rounds = options.rounds or (1 if options.quick else ROUNDS)
-        self.patience = Patience((0.0 if options.quick else PATIENCE) if options.patience is None else options.patience)
-        self.turns = {
-            "reference": AS_IT_IS, "rounds": self.rounds, "is_pinned": False, "is_noisy": options.noisy
-        }  # fmt: skip
-        self.serving = serving.Run(
-            Servers(self.output, self.patience, scratch=self.scratch, **self.turns), self.found, self.names
-        )
+    def __init__(self, options: argparse.Namespace) -> None:
+        super().__init__("vllm", options, rounds=7, patience=60.0)
+        self.results = goals.Found()
+        self.names = [name for name in WAYS if name in self.named("impl")]
+        servers = self.turns(AS_IT_IS, Servers, scratch=self.scratch)
+        self.serving = serving.Run(servers, self.results, self.names)
 
     def run(self, cases: Sequence[str]) -> None:
         steps: dict[str, Callable[[], None]] = {}
@@ -73,20 +50,16 @@ class Bench:
             steps["start"] = self.start
         for name, step in steps.items():
             began = time.monotonic()
-            try:
-                step()
-            except Exception as failure:
-                self.output.say(f"\n{name} failed: {traceback.format_exc()}")
-                self.output.record("failed", name, reason=f"{type(failure).__name__}: {failure}")
+            self.attempt(name, step)
             self.output.record("duration", name, seconds=time.monotonic() - began)
 
     def serve(self, name: str) -> None:
         kind = serving.quick(SERVED[name]) if self.options.quick else SERVED[name]
         outcomes = self.serving.measure(kind)
         if kind.is_sleeping:
-            self.found.idle = outcomes.get(kind.loads[0].concurrency)
+            self.results.idle = outcomes.get(kind.loads[0].concurrency)
         else:
-            self.found.served[kind.name] = outcomes
+            self.results.served[kind.name] = outcomes
 
     def start(self) -> None:
         for _ in range(1 if self.options.quick else STARTS):
@@ -94,7 +67,7 @@ class Bench:
 
     def run_queues(self, cases: Sequence[str]) -> None:
         scale = queues.QUICK if self.options.quick else queues.Scale()
-        turns = queues.QueueTurns(self.output, self.patience, **self.turns)
+        turns = self.turns(AS_IT_IS, queues.QueueTurns)
         there = []
         for name in self.names:
             try:
@@ -102,17 +75,16 @@ class Bench:
                 if name == OURS and "large" in cases:
                     there.append(ways.on_device(there[-1]))
             except Unavailable as reason:
-                self.output.say(f"skipped {name}: {reason}")
-                self.output.record("skipped", name, reason=str(reason))
+                self.skip(name, reason)
         try:
             turns.start(there)
             if "queue" in cases:
-                self.found.steps, self.found.paced = queues.run_steps(turns, scale)
+                self.results.steps, self.results.paced = queues.run_steps(turns, scale)
             if "steps" in cases:
-                self.found.codec = queues.run_codec(turns, scale)
+                self.results.codec = queues.run_codec(turns, scale)
             if "large" in cases:
-                self.found.tensors = queues.run_tensors(turns, scale)
-                self.found.images, self.found.memory = queues.run_images(turns, scale)
+                self.results.tensors = queues.run_tensors(turns, scale)
+                self.results.images, self.results.memory = queues.run_images(turns, scale)
         finally:
             turns.end()
 
@@ -127,15 +99,9 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str]) -> int:
-    options = parse(arguments)
-    signal.signal(signal.SIGTERM, told_to_end)
-    output = Output("vllm", is_json=options.json, folder=options.out)
-    output.begin()
-    before = look()
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        bench = Bench(options, output, Path(scratch))
-        bench.run(options.only.split(","))
-    return conclude(output, OURS, list(goals.targets(bench.found)), load_between(before, look()))
+    with Bench(parse(arguments)) as bench:
+        bench.run(bench.named("only"))
+        return bench.conclude(OURS, goals.targets(bench.results))
 
 
 if __name__ == "__main__":

@@ -6,7 +6,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from bench.harness.output import Output, short
-from bench.harness.quiet import FOREIGN_LIMIT, Load
 
 
 @dataclass(frozen=True)
@@ -26,8 +25,8 @@ class Target:
         return self.figure >= self.limit if self.is_least else self.figure <= self.limit
 
 
-def show(output: Output, impl: str, result: Sequence[Target]) -> None:
-    """The table, and a record of each line under the name of what was measured."""
+def show(output: Output, impl: str, result: Sequence[Target]) -> bool:
+    """Prints the table, with a record of each line. Returns whether no target is missed."""
     words = {True: "yes", False: "NO", None: "not measured"}
     rows = []
     for item in result:
@@ -38,14 +37,4 @@ def show(output: Output, impl: str, result: Sequence[Target]) -> None:
         output.record("target", impl, target=item.case, unit=item.unit, limit=item.limit,
                       **({"figure": item.figure} if item.figure is not None else {}), **met)  # fmt: skip
     output.table("Targets", ["target", "figure", "met?"], rows)
-
-
-def conclude(output: Output, impl: str, result: Sequence[Target], load: Load) -> int:
-    """The end of a run: the table, and whether the machine was quiet. Its exit status: 1 if one is missed."""
-    show(output, impl, result)
-    output.record("load", "-", foreign_cores=load.cores, quiet=load.is_quiet)
-    if not load.is_quiet:
-        output.say(
-            f"\nforeign processes took {load.cores:.2f} cores; with more than {FOREIGN_LIMIT:.2f}, times say little"
-        )
-    return 0 if all(each.is_met is not False for each in result) else 1
+    return all(item.is_met is not False for item in result)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Sequence
@@ -17,15 +16,13 @@ from pathlib import Path
 
 from bench.harness import figures
 from bench.harness.figures import Figures
-from bench.harness.options import side_by_side
-from bench.harness.output import Output, short, short_nbytes
+from bench.harness.output import short, short_nbytes
 from bench.harness.phases import Order
-from bench.harness.quiet import Patience, load_between, look
-from bench.harness.targets import Target, conclude
+from bench.harness.run import Run, side_by_side
+from bench.harness.targets import Target
 from bench.harness.turns import Column, Outcome, Turns
-from bench.impls import IMPLEMENTATIONS, PENSTOCK, Unavailable
+from bench.impls import IMPLEMENTATIONS, PENSTOCK
 from bench.impls.penstock_bridge import line_of, start_bridge
-from bench.nodes.run import Run
 
 BRIDGE, VLLM, ZEROMQ = "penstock-bridge", "vllm-remote", "zeromq-tcp"
 WAYS = (PENSTOCK, BRIDGE, VLLM, ZEROMQ)
@@ -38,17 +35,8 @@ IDLE_S = 10.0
 
 def run_frames(run: Run) -> None:
     """One way to the last of 4, by size and pace."""
-    turns = Turns(
-        run.output, run.patience, reference=BRIDGE, rounds=run.rounds, is_pinned=False, is_noisy=run.options.noisy
-    )
-    available = []
-    for name in WAYS:
-        try:
-            IMPLEMENTATIONS[name].check()
-            available.append(IMPLEMENTATIONS[name])
-        except Unavailable as missing:
-            run.output.say(f"skipped {name}: {missing}")
-            run.output.record("skipped", name, reason=str(missing))
+    turns = run.turns(BRIDGE, Turns)
+    available = run.available(IMPLEMENTATIONS[name] for name in WAYS)
     columns: dict[str, Column] = {}
     turns.open(available, RECEIVERS)
     try:
@@ -166,15 +154,10 @@ def targets(run: Run) -> list[Target]:
 
 def main(arguments: Sequence[str]) -> int:
     options = side_by_side("nodes.bridge", __doc__, [*CASES], [*WAYS]).parse_args(arguments)
-    output = Output("nodes-bridge", is_json=options.json, folder=options.out)
-    output.begin()
-    before = look()
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        patience = Patience(0.0 if options.quick else 60.0 if options.patience is None else options.patience)
-        run = Run(options, output, patience, Path(scratch), options.rounds or (1 if options.quick else 5))
-        for name in options.only.split(","):
+    with Run("nodes-bridge", options, rounds=5, patience=60.0) as run:
+        for name in run.named("only"):
             CASES[name](run)
-        return conclude(output, BRIDGE, targets(run), load_between(before, look()))
+        return run.conclude(BRIDGE, targets(run))
 
 
 if __name__ == "__main__":

@@ -23,10 +23,10 @@ import aiohttp
 
 from bench.harness.output import short
 from bench.harness.role import die_with_parent
+from bench.harness.run import Run
 from bench.harness.targets import Target
 from bench.harness.turns import in_turn
 from bench.nodes import ray_client
-from bench.nodes.run import Run
 from bench.serve_cases.servers import END, START, Ours, free_port
 from penstock.engine.nodes.group_link import SECRET_NBYTES
 from penstock.environment import NODE_SECRET

@@ -19,12 +19,12 @@ from typing import Any
 
 from bench.harness.figures import Figures, median_figures
 from bench.harness.output import short
+from bench.harness.run import Run
 from bench.harness.targets import Target
 from bench.harness.turns import in_turn
 from bench.impls import Unavailable
 from bench.nodes import ray_client
 from bench.nodes.ray_cluster import RayCluster, network_namespace, wait_for
-from bench.nodes.run import Run
 from bench.serve_cases.cases import Load, asked
 from bench.serve_cases.servers import NAME
 from penstock.server.status.snapshot_reader import SnapshotReader

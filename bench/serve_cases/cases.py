@@ -72,20 +72,14 @@ class Load:
         return [*(f"--{name}={value}" for name, value in output.items()), "--ignore-eos", f"--model={NAME}"]
 
 
-def asked(server: Server, load: Load, scratch: Path, seed: int, warm_up: int = 0) -> dict[str, Any]:
+def asked(
+    server: Server, load: Load, scratch: Path, seed: int, warm_up: int = 0, *, within: float | None = PATIENCE
+) -> dict[str, Any]:
     """The figures of one load, after so many requests. Raises Failed where one was not answered."""
     output = scratch / "figures.json"
-    command = [
-        sys.executable,
-        "-m",
-        "penstock",
-        "bench",
-        "serve",
-        f"--base-url={server.url}",
-        f"--result-filename={output}",
-    ]
-    command += [*load.options(), f"--seed={seed}", f"--num-warmups={warm_up}"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    command = [sys.executable, "-m", "penstock", "bench", "serve", f"--base-url={server.url}"]
+    command += [f"--result-filename={output}", *load.options(), f"--seed={seed}", f"--num-warmups={warm_up}"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=within, check=False)
     if done.returncode:
         raise Failed(f"{server.name}: {(done.stderr or done.stdout).strip()[-600:]}")
     result: dict[str, Any] = json.loads(output.read_text())["figures"]

@@ -14,6 +14,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import datetime
@@ -65,16 +66,22 @@ class Server:
 
     # ── life ──
     def wait_for_an_answer(self) -> float:
-        """Seconds from the start of its command until it had answered a prompt. Raises Failed."""
-        body = {"model": NAME, "prompt": "hello", "max_tokens": 1}
+        """Returns the seconds from the start of its command until it had answered a prompt. Raises Failed."""
+        return self._wait("POST", "/v1/completions", {"model": NAME, "prompt": "hello", "max_tokens": 1})
+
+    def wait_until_ready(self) -> float:
+        """Returns the seconds until it would take requests, before the first. Raises Failed."""
+        return self._wait("GET", "/health")
+
+    def _wait(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> float:
         while time.monotonic() < self.began + START:
             if self._process.poll() is not None:
                 raise Failed(f"{self.name} has ended, with {self._process.returncode}: {self._last_words()}")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.asked("POST", "/v1/completions", body)[0] == 200:
+                if self.asked(method, path, body)[0] == 200:
                     return time.monotonic() - self.began
             time.sleep(LOOK)
-        raise Failed(f"{self.name} has not answered within {START:g} s: {self._last_words()}")
+        raise Failed(f"{self.name} does not answer {path} within {START:g} s: {self._last_words()}")
 
     def asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START)
@@ -119,8 +126,38 @@ class Server:
             used[role] = used.get(role, 0.0) + process.cpu_seconds
         return used
 
+    def pid_of(self, role: str) -> int:
+        """Returns the process of a role that one process has. Raises Failed."""
+        for own, process in self.processes():
+            if own == role:
+                return process.pid
+        raise Failed(f"{self.name} has no {role}: {self._last_words()}")
+
     def resident_nbytes(self, role: str) -> int:
         return sum(process.rss_nbytes for own, process in self.processes() if own == role)
+
+
+class Peak:
+    """The highest value of a function, which a thread calls every `seconds`."""
+
+    def __init__(self, measure: Callable[[], float], seconds: float) -> None:
+        self._measure, self._seconds, self._highest = measure, seconds, 0.0
+        self._is_over = threading.Event()
+        self._thread = threading.Thread(target=self._run)
+        self._thread.start()
+
+    def take(self) -> float:
+        """Returns the highest value since the last call."""
+        highest, self._highest = self._highest, 0.0
+        return highest
+
+    def close(self) -> None:
+        self._is_over.set()
+        self._thread.join()
+
+    def _run(self) -> None:
+        while not self._is_over.wait(self._seconds):
+            self._highest = max(self._highest, self._measure())
 
 
 class Ours(Server):

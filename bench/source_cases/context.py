@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from bench.harness.output import Output
-from bench.harness.quiet import Patience
+from bench.harness.run import Run
 from bench.impls import Unavailable
 from bench.serve_cases.cases import Servers
 from bench.serve_cases.servers import Failed, Server
@@ -18,37 +16,23 @@ if TYPE_CHECKING:
     from bench.source_cases.payloads import Payload
 
 
-@dataclass(frozen=True)
-class Context:
-    output: Output
-    scratch: Path
-    rounds: int
-    patience: float
-    is_quick: bool
-    is_noisy: bool
-    ways: Sequence[str]
-    payloads: Sequence[str] = ()  # names of sizes; none: all
-    # Milliseconds from submit to view, by the case of servers, payload, hits and way: `transfer` fills it.
-    transfers: dict[tuple[str, str, str, str], float] = field(default_factory=dict)
+class Context(Run):
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self.ways = self.named("impl")
+        # Milliseconds from submit to view, by the case of servers, payload, hits and way: `transfer` fills it.
+        self.transfers: dict[tuple[str, str, str, str], float] = {}
 
     def ways_among(self, ways: Sequence[str]) -> tuple[str, ...]:
         return tuple(way for way in ways if way in self.ways)
 
     def select(self, payloads: Sequence[Payload]) -> list[Payload]:
-        return [payload for payload in payloads if not self.payloads or payload.name in self.payloads]
+        return [payload for payload in payloads if payload.name in self.named("payloads")]
 
     @contextlib.contextmanager
     def servers(self, kinds: Mapping[str, Callable[[Path], Server]], reference: str) -> Iterator[Servers]:
         """Servers that answer, by name; each is made with the path of its log. What cannot run here is named."""
-        servers = Servers(
-            self.output,
-            Patience(self.patience),
-            reference=reference,
-            rounds=self.rounds,
-            is_pinned=False,
-            is_noisy=self.is_noisy,
-            scratch=self.scratch,
-        )
+        servers = self.turns(reference, Servers, scratch=self.scratch)
         with contextlib.ExitStack() as stopping:
             for name, make in kinds.items():
                 try:
@@ -56,8 +40,7 @@ class Context:
                     stopping.callback(server.stop)
                     server.wait_for_an_answer()
                 except (Unavailable, Failed, OSError) as reason:
-                    self.output.say(f"skipped {name}: {reason}")
-                    self.output.record("skipped", name, reason=str(reason))
+                    self.skip(name, reason)
                     continue
                 servers.up[name] = server
                 server.rest()

@@ -24,7 +24,6 @@ from bench.engine_cases.trees import OURS as TREE
 from bench.engine_cases.trees import WAYS, Bench
 from bench.harness.figures import Figures
 from bench.harness.output import short
-from bench.harness.quiet import Patience
 from bench.harness.targets import Target
 from bench.harness.turns import Turns, in_turn
 from bench.impls import TENSORS
@@ -186,12 +185,9 @@ def _target(about: str, key: str, times: float, payload: Payload) -> Iterator[Ta
 def _carry(context: Context, payloads: Sequence[Payload]) -> Iterator[Target]:
     ways = [CARRIED[way] for way in (THEIRS, ARENA, RING) if way in context.ways]
     for readers in QUICK_TENSOR_PARALLEL_SIZES if context.is_quick else TENSOR_PARALLEL_SIZES:
-        turns = Turns(
-            context.output, Patience(context.patience), reference=carrying.STORE, rounds=context.rounds,
-            is_pinned=False, is_noisy=context.is_noisy,
-        )  # fmt: skip
+        turns = context.turns(carrying.STORE, Turns)
         sizes = [payload.nbytes for payload in payloads]
-        usable = available([carrying.STORE, *ways], TENSORS, context.output)
+        usable = available(context, [carrying.STORE, *ways], TENSORS)
         try:
             turns.open(with_options(usable, largest=max(sizes)), readers)
             carrying.warm(turns, max(sizes))

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import os
-import signal
 import subprocess
 import sys
-import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from bench.harness.figures import Figures
 from bench.harness.guard import GRACE, descendants, shared_files
-from bench.serve_cases.servers import LOOK, NAME, START, Failed, Server, Theirs, free_port
+from bench.serve_cases.servers import NAME, Theirs, free_port
 from bench.vllm_cases.ways import Way
 
 GUARD = Path(__file__).resolve().parent.parent / "harness" / "guard.py"
@@ -23,10 +20,8 @@ KV_CACHE_NBYTES = 256 << 20  # of each worker, which claims all of it
 AVAILABLE_NBYTES = 3 << 30  # of memory, for each server
 
 
-class VllmServer(Server):
-    """Its idle processes look around for work, so they are stopped while others are measured."""
-
-    told = Theirs.told
+class VllmServer(Theirs):
+    """Below a guard, which ends its processes, and which is not stopped with them while others are measured."""
 
     def __init__(
         self, way: Way, model: Path, log: Path, options: Sequence[str], environment: Mapping[str, str]
@@ -39,17 +34,6 @@ class VllmServer(Server):
         command += ["--kv-cache-memory-bytes", str(KV_CACHE_NBYTES)]
         command += ["--disable-uvicorn-access-log", "--distributed-executor-backend", "mp", *options]
         super().__init__(command, {**way.environment, **environment}, port, log)
-
-    def wait_until_ready(self) -> None:
-        """Waits until it would take requests, before the first. Raises Failed."""
-        while time.monotonic() < self.began + START:
-            if self._process.poll() is not None:
-                raise Failed(f"{self.name} has ended, with {self._process.returncode}: {self._last_words()}")
-            with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.asked("GET", "/health")[0] == 200:
-                    return
-            time.sleep(LOOK)
-        raise Failed(f"{self.name} is not ready within {START:g} s: {self._last_words()}")
 
     def reserved(self) -> Figures:
         """Returns the bytes of all shared files that its processes have open: their sizes, and the pages they claim.
@@ -67,12 +51,6 @@ class VllmServer(Server):
             "named_nbytes": sum(size for size, _ in files.values()),
             "claimed_nbytes": sum(claimed for _, claimed in files.values()),
         }
-
-    def rest(self) -> None:
-        self._signal(signal.SIGSTOP)
-
-    def go_on(self) -> None:
-        self._signal(signal.SIGCONT)
 
     def _signal(self, number: int) -> None:
         for pid in descendants(self._process.pid):  # not the guard, which ends them

@@ -1,4 +1,4 @@
-"""The same decode steps in vLLM's formats and in ours: `scripts/bench compare` and `codec` measure them.
+"""The same decode steps in vLLM's formats and in ours: `scripts/bench codec` measures them.
 
 `workload` says what happens, `formats` what each format makes of it (`vllm2024`, `vllm_today`, `vllm_peer`, `ours`),
 `rounds` measures them in turn, and `comparison` makes tables. `collective` is one broadcast beside gloo's.

@@ -162,7 +162,7 @@ def told(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple
         about, result = measure(rounds, receivers=receivers, nbytes=nbytes)
     except Unavailable as error:
         title = f"One message of {nbytes:,} bytes to {receivers} receivers (#4440)"
-        return [row("compare", "broadcast", "gloo", **parameters, missing=str(error))], Table(
+        return [row("codec", "broadcast", "gloo", **parameters, missing=str(error))], Table(
             title, (), (), [f"not measured: {error}"]
         )
     return describe(medians(result), about, {**parameters, "rounds": rounds})
@@ -171,9 +171,9 @@ def told(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple
 def describe(figures: Figures, about: dict[str, Any], parameters: dict[str, Any]) -> tuple[list[Row], Table]:
     """Returns the records and the table of one size and one number of receivers."""
     rows = [
-        row("compare", "broadcast", "penstock", **parameters, one_way_us=figures["penstock_one_way_us"],
+        row("codec", "broadcast", "penstock", **parameters, one_way_us=figures["penstock_one_way_us"],
             each_us=figures["penstock_each_us"]),
-        row("compare", "broadcast", "gloo", **parameters, torch=about["torch"],
+        row("codec", "broadcast", "gloo", **parameters, torch=about["torch"],
             one_way_us=figures["gloo_one_way_us"], each_us=figures["gloo_each_us"],
             size_broadcast_us=figures["size_one_way_us"], data_broadcast_us=figures["data_one_way_us"],
             serialise_us=figures["serialise_us"], concatenate_us=figures["concatenate_us"],
@@ -182,7 +182,7 @@ def describe(figures: Figures, about: dict[str, Any], parameters: dict[str, Any]
             one_way_ratio_to_penstock=figures["one_way_ratio"], each_ratio_to_penstock=figures["each_ratio"]),
     ]  # fmt: skip
     if "nccl_one_way_us" in figures:
-        rows.append(row("compare", "broadcast", "nccl", **parameters, torch=about["torch"],
+        rows.append(row("codec", "broadcast", "nccl", **parameters, torch=about["torch"],
                         one_way_us=figures["nccl_one_way_us"], each_us=figures["nccl_each_us"],
                         one_way_ratio_to_penstock=figures["nccl_one_way_ratio"]))  # fmt: skip
     cells = [

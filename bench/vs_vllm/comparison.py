@@ -18,7 +18,6 @@ from penstock.tools.format import short
 from penstock.tools.tables import Row, Table, row
 
 REQUESTS = (4, 32, 256, 1024)
-ROUNDS = 7
 LONG_PROMPT = 40_000  # tokens
 CYCLE = 16  # steps, in which each request needs one block
 TIMED = 50_000  # requests times steps in one round of a steady case, about
@@ -65,7 +64,7 @@ def cases(requests: Sequence[int]) -> Iterator[Case]:
     yield Case("long_prompt", f"A request of {LONG_PROMPT:,} prompt tokens", 1, formats.requests(LONG_PROMPT), 20)
 
 
-def run(requests: Sequence[int] = REQUESTS, rounds: int = ROUNDS) -> Iterator[Outcome]:
+def run(requests: Sequence[int], rounds: int) -> Iterator[Outcome]:
     for case in cases(requests):
         yield Outcome(case, take_turns(case.ways, case.messages, rounds), rounds)
 
@@ -74,9 +73,9 @@ def rows_of(outcome: Outcome) -> Iterator[Row]:
     for name, value in outcome.found.items():
         parameters = {"requests": outcome.case.requests, "rounds": outcome.rounds}
         if value.missing:
-            yield row("compare", outcome.case.key, name, **parameters, missing=value.missing)
+            yield row("codec", outcome.case.key, name, **parameters, missing=value.missing)
         else:
-            yield row("compare", outcome.case.key, name, **parameters, **value.figures())
+            yield row("codec", outcome.case.key, name, **parameters, **value.figures())
 
 
 def table_of(outcome: Outcome) -> Table:
@@ -111,7 +110,7 @@ def table_of(outcome: Outcome) -> Table:
 def params_told() -> tuple[list[Row], Table]:
     """What sampling parameters cost in a request."""
     result = formats.params_nbytes()
-    rows = [row("compare", "sampling_params", name, bytes=nbytes) for name, nbytes in result.items()]
+    rows = [row("codec", "sampling_params", name, bytes=nbytes) for name, nbytes in result.items()]
     cells = [[name, f"{nbytes:,}"] for name, nbytes in result.items()]
     return rows, Table("Default sampling parameters", ("", "bytes"), cells)
 

@@ -5,19 +5,16 @@ A B C, B C A, …: what is compared was measured within the same seconds. Leaves
 
 from __future__ import annotations
 
-import gc
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from bench.harness.phases import collector_off, now
 from bench.harness.turns import in_turn
 from bench.impls import Unavailable
 from penstock.tools.capture.edit_distance import between
 
-now = time.perf_counter_ns
 NEAR = 1 << 14  # edits; in an experiment there is time
 LONG_NBYTES = 50_000  # of a message; of these only two pairs are compared
 MAX_COMPARED = 32  # of the others
@@ -64,15 +61,6 @@ class Local:
 def whole(encoded: Any) -> bytes:
     """A frame, or the pieces of one."""
     return b"".join(encoded) if isinstance(encoded, list) else bytes(encoded)
-
-
-@contextmanager
-def collector_off() -> Any:
-    gc.disable()  # as timeit does: a collection in the middle would be charged to the format that is running
-    try:
-        yield
-    finally:
-        gc.enable()
 
 
 @dataclass

@@ -22,7 +22,7 @@ OURS = "penstock-store,penstock-produce,pickle-5,penstock-serving"
 def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_path: Path) -> None:
     environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_PEER_PYTHON"}
     run = subprocess.run(
-        [sys.executable, "bench/tensors.py", "--quick", "--json", "--impl", OURS, "--out", str(tmp_path)],
+        [sys.executable, "-m", "bench.tensors", "--quick", "--json", "--impl", OURS, "--out", str(tmp_path)],
         cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
@@ -52,7 +52,7 @@ def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_pa
 def test_quick_engine_bench_measures_each_cluster_with_exact_answers(tmp_path: Path) -> None:
     ways = {"penstock", "outputs-in-core", "classic-zeromq"}
     run = subprocess.run(
-        [sys.executable, "bench/engine.py", "--quick", "--json", "--impl", ",".join(sorted(ways)), "--out", tmp_path],
+        [sys.executable, "-m", "bench.engine", "--quick", "--json", "--impl", ",".join(ways), "--out", tmp_path],
         cwd=ROOT, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
@@ -76,7 +76,7 @@ def test_quick_server_bench_serves_all_streams_and_forgets_gone_clients() -> Non
     """The real model, and vLLM beside it, take minutes and are not run here."""
     pytest.importorskip("httptools")
     run = subprocess.run(
-        [sys.executable, "bench/serve.py", "--quick", "--json", "--only", "streams,gone"],
+        [sys.executable, "-m", "bench.serve", "--quick", "--json", "--only", "streams,gone"],
         cwd=ROOT, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
@@ -92,7 +92,7 @@ def test_quick_server_bench_serves_all_streams_and_forgets_gone_clients() -> Non
 def run_sources(only: str) -> tuple[list[dict[str, Any]], str]:
     """Returns the records and the tables of a quick run without vLLM."""
     environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_PEER_PYTHON"}
-    command = [sys.executable, "bench/sources.py", "--quick", "--json", "--impl", "penstock", "--only", only]
+    command = [sys.executable, "-m", "bench.sources", "--quick", "--json", "--impl", "penstock", "--only", only]
     run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
     assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
     records = [json.loads(line) for line in run.stdout.splitlines()]
@@ -137,7 +137,7 @@ def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None
     pytest.importorskip("httptools")
     pytest.importorskip("torch")
     run = subprocess.run(
-        [sys.executable, "bench/serve.py", "--quick", "--json", "--only", "migration"],
+        [sys.executable, "-m", "bench.serve", "--quick", "--json", "--only", "migration"],
         cwd=ROOT, capture_output=True, text=True, timeout=400,
     )  # fmt: skip
     assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
@@ -163,7 +163,7 @@ def test_benchmark_ended_during_start_leaves_nothing_of_its_server(tmp_path: Pat
     """))  # fmt: skip
     peer.chmod(0o755)
     (tmp_path / "config.json").write_text('{"max_position_embeddings": 512}')
-    command = [sys.executable, "bench/serve.py", "--quick", "--only", "load", "--impl", "vllm", "--model", tmp_path]
+    command = [sys.executable, "-m", "bench.serve", "--quick", "--only", "load", "--impl", "vllm", "--model", tmp_path]
     with subprocess.Popen(command, cwd=ROOT, env={**os.environ, "PENSTOCK_PEER_PYTHON": str(peer)}) as run:
         try:
             eventually((tmp_path / "pids").exists, 30)
@@ -180,7 +180,7 @@ def test_benchmark_ended_during_start_leaves_nothing_of_its_server(tmp_path: Pat
 def test_quick_encodings_bench_measures_and_counts_both_modes() -> None:
     pytest.importorskip("transformers")
     run = subprocess.run(
-        [sys.executable, "bench/encode.py", "--quick", "--json", "--images", "2", "--impl", "store,weights"],
+        [sys.executable, "-m", "bench.encode", "--quick", "--json", "--images", "2", "--impl", "store,weights"],
         cwd=ROOT, capture_output=True, text=True, timeout=110,
     )  # fmt: skip
     assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about

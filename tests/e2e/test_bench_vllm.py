@@ -85,7 +85,7 @@ def test_a_server_that_cannot_start_leaves_the_other_cases_to_be_measured(tmp_pa
     """))  # fmt: skip
     peer.chmod(0o755)
     run = subprocess.run(
-        [sys.executable, "bench/vllm.py", "--quick", "--json", "--only", "start,queue", "--impl", "vllm"],
+        [sys.executable, "-m", "bench.vllm", "--quick", "--json", "--only", "start,queue", "--impl", "vllm"],
         cwd=ROOT, env={**os.environ, "PENSTOCK_PEER_PYTHON": str(peer)}, capture_output=True, text=True, timeout=100,
     )  # fmt: skip
     assert run.returncode == 0, run.stderr  # nothing was measured, and so no target missed
@@ -102,7 +102,7 @@ def test_a_quick_run_measures_the_queue_of_all_three_ways() -> None:
     except Unavailable as reason:
         pytest.skip(str(reason))
     run = subprocess.run(
-        [sys.executable, "bench/vllm.py", "--quick", "--json", "--only", "queue,large,steps"],
+        [sys.executable, "-m", "bench.vllm", "--quick", "--json", "--only", "queue,large,steps"],
         cwd=ROOT, capture_output=True, text=True, timeout=280,
     )  # fmt: skip
     assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about

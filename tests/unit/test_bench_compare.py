@@ -9,7 +9,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from bench import compare
+from bench import codec
 from bench.impls import Unavailable
 from bench.impls import peer as peer_python
 from bench.vs_vllm import collective, comparison, formats, ours, vllm2024, vllm_peer
@@ -254,14 +254,14 @@ def test_the_ratio_is_taken_in_each_round() -> None:
 
 
 # ── the command ──────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_compare_prints_a_line_of_json_for_every_format_and_draws_a_chart(
+def test_codec_prints_a_line_of_json_for_every_format_and_draws_a_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(collective, "python_with", missing_torch)
     monkeypatch.setattr(comparison, "LONG_PROMPT", 400)
-    assert compare.main(["--json", "--requests", "2,3", "--rounds", "1", "--plot", str(tmp_path / "x.svg")]) == 0
+    codec.main(["--json", "--requests", "2,3", "--rounds", "1", "--plot", str(tmp_path / "x.svg")])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert {row["bench"] for row in rows} == {"compare"}
+    assert {row["bench"] for row in rows} == {"codec"}
     assert {row["requests"] for row in rows if row["case"] == "step_steady"} == {2, 3}
     cases = {
         "step_steady",
@@ -272,24 +272,22 @@ def test_compare_prints_a_line_of_json_for_every_format_and_draws_a_chart(
         "sampling_params",
         "broadcast",
     }
-    assert {row["case"] for row in rows} == cases
+    assert {row["case"] for row in rows} == {"machine", "target", "load", *cases}
     assert "3 requests" in (tmp_path / "x.svg").read_text()
 
 
-def test_compare_prints_tables_without_json(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_codec_prints_tables_without_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(collective, "python_with", missing_torch)
     monkeypatch.setattr(comparison, "LONG_PROMPT", 400)
-    assert compare.main(["--requests", "2", "--rounds", "1"]) == 0
+    codec.main(["--requests", "2", "--rounds", "1"])
     printed = capsys.readouterr().out
     assert "Decode step of 2 requests, no new blocks" in printed and "times ours" in printed
     assert "not measured: torch is elsewhere" in printed
 
 
 @pytest.mark.parametrize("words", ["--requests 0", "--requests 4,x", "--rounds 0", "--rounds 100001"])
-def test_compare_refuses_a_count_that_is_not_positive(words: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_codec_refuses_a_count_that_is_not_positive(words: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
-        compare.main(words.split())
+        codec.main(words.split())
     assert ended.value.code == 2
     assert "1 to 100000, not" in capsys.readouterr().err

@@ -172,16 +172,3 @@ def test_ours_is_refused_for_an_interpreter_of_another_version(tmp_path: Path, m
     monkeypatch.setattr(ways, "python_with", lambda module: str(other))
     with pytest.raises(Unavailable, match=r"which loads \*\.cpython-399"):
         ways.find(OURS, tmp_path)
-
-
-def test_a_benchmark_run_as_a_file_does_not_take_its_neighbour_for_vllm() -> None:
-    program = "import bench, importlib.util; found = importlib.util.find_spec('vllm'); print(found and found.origin)"
-    path = os.pathsep.join([str(ROOT), str(ROOT / "bench")])
-    run = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        timeout=60,
-    )
-    assert run.returncode == 0 and str(ROOT / "bench") not in run.stdout, run.stdout + run.stderr
