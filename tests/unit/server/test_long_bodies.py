@@ -48,23 +48,23 @@ class Words(NumberTokenizer):
         self.encoded += 1
         return super().encode(text, add_special)
 
-    def chat(self, *given: Any) -> str:
+    def chat(self, *arguments: Any) -> str:
         if self.turn is not None:
             self.turn.wait()
-        return super().chat(*given)
+        return super().chat(*arguments)
 
 
-class Asked:
+class Exchange:
     """An Api without an engine, and one client of it."""
 
     def __init__(self, api: ApiServer, row: ProcessCounters, words: Words) -> None:
         self.api, self.row, self.words = api, row, words
         self.app = api.app()
         self.gone = asyncio.Event()
-        self.told: list[Any] = []
+        self.messages: list[Any] = []
 
-    async def ask(self, said: dict[str, Any], path: str = "/tokenize") -> None:
-        messages = [{"type": "http.request", "body": json.dumps(said).encode(), "more_body": False}]
+    async def ask(self, body: dict[str, Any], path: str = "/tokenize") -> None:
+        messages = [{"type": "http.request", "body": json.dumps(body).encode(), "more_body": False}]
 
         async def receive() -> Any:
             if messages:
@@ -73,24 +73,24 @@ class Asked:
             return {"type": "http.disconnect"}
 
         async def send(message: Any) -> None:
-            self.told.append(message)
+            self.messages.append(message)
 
         scope = {"type": "http", "method": "POST", "path": path, "headers": [], "query_string": b""}
         await self.app(scope, receive, send)
 
     @property
     def status(self) -> int:
-        return int(self.told[0]["status"])
+        return int(self.messages[0]["status"])
 
 
 @contextlib.asynccontextmanager
-async def asked() -> AsyncIterator[Asked]:
+async def open_exchange() -> AsyncIterator[Exchange]:
     segments = ServerCounters.create(1), StatusBoard.create(1)
     tally = ServerCounters(segments[0], 1, writable=True)
     words = Words(200)
     nobody: Any = None
     with contextlib.closing(PromptBuilder(CONFIG, words)) as reader:
-        yield Asked(
+        yield Exchange(
             ApiServer(CONFIG, ServerOptions(), nobody, reader, tally, StatusBoard(segments[1]), 0), tally.rows[0], words
         )
 
@@ -110,43 +110,43 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
 
 def test_while_a_long_body_is_decoded_the_loop_goes_on(turn: Turn) -> None:
     async def scene() -> None:
-        async with asked() as item:
+        async with open_exchange() as exchange:
             asyncio.get_running_loop().call_later(0.01, turn.loop_goes_on.set)
-            await item.ask({"messages": [{"role": "user", "content": "x" * LONG}]})
-            assert item.status == 200 and turn.threads != [threading.current_thread().name]
+            await exchange.ask({"messages": [{"role": "user", "content": "x" * LONG}]})
+            assert exchange.status == 200 and turn.threads != [threading.current_thread().name]
 
     asyncio.run(scene())
 
 
 def test_while_many_messages_become_a_prompt_the_loop_goes_on() -> None:
     async def scene() -> None:
-        async with asked() as item:
-            item.words.turn = Turn()
-            asyncio.get_running_loop().call_later(0.01, item.words.turn.loop_goes_on.set)
-            await item.ask({"messages": WORDS * (MANY + 1)})
-            assert item.status == 200
+        async with open_exchange() as exchange:
+            exchange.words.turn = Turn()
+            asyncio.get_running_loop().call_later(0.01, exchange.words.turn.loop_goes_on.set)
+            await exchange.ask({"messages": WORDS * (MANY + 1)})
+            assert exchange.status == 200
             parts = [{"type": "text", "text": "a"}] * (MANY + 1)
-            item.words.turn = Turn()
-            asyncio.get_running_loop().call_later(0.01, item.words.turn.loop_goes_on.set)
-            await item.ask({"messages": [{"role": "user", "content": parts}]})
+            exchange.words.turn = Turn()
+            asyncio.get_running_loop().call_later(0.01, exchange.words.turn.loop_goes_on.set)
+            await exchange.ask({"messages": [{"role": "user", "content": parts}]})
 
     asyncio.run(scene())
 
 
 def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
     async def scene() -> None:
-        async with asked() as item:
+        async with open_exchange() as exchange:
             observed = set()
 
             async def look() -> None:
                 while True:
-                    observed.add(item.words.encoded)
+                    observed.add(exchange.words.encoded)
                     await asyncio.sleep(0)
 
             looking = asyncio.ensure_future(look())
-            await item.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
+            await exchange.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
             looking.cancel()
-            assert item.status == 400 and observed >= {1, 2, 3, 4}
+            assert exchange.status == 400 and observed >= {1, 2, 3, 4}
 
     asyncio.run(scene())
 
@@ -154,7 +154,7 @@ def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
 class Answering:
     """An engine's client."""
 
-    async def submit(self, *given: Any, **more: Any) -> Any:
+    async def submit(self, *arguments: Any, **more: Any) -> Any:
         return contextlib.AsyncExitStack()  # what is opened and closed as a stream is
 
 
@@ -164,7 +164,7 @@ def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch:
 
     output: list[int] = []
 
-    def tell(choice: int, *given: Any) -> int:
+    def tell(choice: int, *arguments: Any) -> int:
         output.append(choice)
         return choice
 
@@ -174,8 +174,8 @@ def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch:
     monkeypatch.setattr(app, "StreamedChoice", mock.Mock(of_completion=tell))
 
     async def scene() -> None:
-        async with asked() as item:
-            item.api._client = Answering()  # type: ignore[assignment]
+        async with open_exchange() as exchange:
+            exchange.api._client = Answering()  # type: ignore[assignment]
             observed = set()
 
             async def look() -> None:
@@ -184,9 +184,9 @@ def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch:
                     await asyncio.sleep(0)
 
             looking = asyncio.ensure_future(look())
-            await item.ask({"prompt": "a", "n": 4}, "/v1/completions")
+            await exchange.ask({"prompt": "a", "n": 4}, "/v1/completions")
             looking.cancel()
-            assert item.status == 200 and json.loads(item.told[1]["body"])["choices"] == [1, 2, 3, 4]
+            assert exchange.status == 200 and json.loads(exchange.messages[1]["body"])["choices"] == [1, 2, 3, 4]
             assert observed >= {1, 2, 3}
 
     asyncio.run(scene())
@@ -194,24 +194,28 @@ def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch:
 
 def test_a_short_request_costs_no_thread(turn: Turn) -> None:
     async def scene() -> None:
-        async with asked() as item:
-            item.words.turn = turn
+        async with open_exchange() as exchange:
+            exchange.words.turn = turn
             turn.loop_goes_on.set()
-            await item.ask({"messages": WORDS})
-            assert item.status == 200 and turn.threads == [threading.current_thread().name] * 2
+            await exchange.ask({"messages": WORDS})
+            assert exchange.status == 200 and turn.threads == [threading.current_thread().name] * 2
 
     asyncio.run(scene())
 
 
 def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn) -> None:
     async def scene() -> None:
-        async with asked() as item:
-            asking = asyncio.ensure_future(item.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
+        async with open_exchange() as exchange:
+            asking = asyncio.ensure_future(exchange.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
             await asyncio.to_thread(turn.began.wait, 10)
-            assert item.row[ProcessCounters.OPEN] == 1 and item.api._bodies.reading_nbytes > LONG
-            item.gone.set()
+            assert exchange.row[ProcessCounters.OPEN] == 1 and exchange.api._bodies.reading_nbytes > LONG
+            exchange.gone.set()
             await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
-            assert item.told == [] and item.row[ProcessCounters.OPEN] == 0 and item.api._bodies.reading_nbytes == 0
+            assert (
+                exchange.messages == []
+                and exchange.row[ProcessCounters.OPEN] == 0
+                and exchange.api._bodies.reading_nbytes == 0
+            )
             turn.loop_goes_on.set()
 
     asyncio.run(scene())
@@ -219,8 +223,8 @@ def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn)
 
 def test_what_is_wrong_in_a_long_body_is_told_as_ever() -> None:
     async def scene() -> None:
-        async with asked() as item:
-            await item.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
-            assert item.status == 400 and b"$.messages[0].role" in item.told[1]["body"]
+        async with open_exchange() as exchange:
+            await exchange.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
+            assert exchange.status == 400 and b"$.messages[0].role" in exchange.messages[1]["body"]
 
     asyncio.run(scene())

@@ -35,7 +35,7 @@ def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("undecoded")
 @pytest.mark.parametrize(
-    ("kind", "head", "one", "tail"),
+    ("kind", "head", "item", "tail"),
     [
         (ChatRequest, '{"messages":[{"role":"user","content":[', '{"type":"text","text":"a"}', "]}]}"),
         (ChatRequest, '{"messages":[', '{"role":"user","content":"a"}', "]}"),
@@ -54,13 +54,13 @@ def undecoded(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_body_of_very_many_pieces_is_refused_before_it_is_decoded(
-    kind: type[msgspec.Struct], head: str, one: str, tail: str
+    kind: type[msgspec.Struct], head: str, item: str, tail: str
 ) -> None:
     with pytest.raises(ApiError, match=r"a body has at most \d+ (strings|values)") as caught:
-        decoded(filled(head, one, tail, MAX_NBYTES), kind)
+        decoded(filled(head, item, tail, MAX_NBYTES), kind)
     assert caught.value.status == 400
     with pytest.raises(ApiError, match="a body has at most 8388608 bytes besides images") as caught:
-        decoded(filled(head, one, tail, 2 * MAX_NBYTES), kind)
+        decoded(filled(head, item, tail, 2 * MAX_NBYTES), kind)
     assert caught.value.status == 413
 
 
@@ -77,12 +77,12 @@ def test_what_is_long_and_not_much_is_taken() -> None:
     assert isinstance(output.content, list) and len(output.content) == 16
 
 
-@pytest.mark.parametrize(("one", "most"), [("[]", MAX_THINGS - 3), ('"a"', MAX_THINGS - 3), ("1", MAX_VALUES + 1)])
-def test_exactly_as_much_may_be_said_as_the_limit_says(one: str, most: int) -> None:
+@pytest.mark.parametrize(("item", "most"), [("[]", MAX_THINGS - 3), ('"a"', MAX_THINGS - 3), ("1", MAX_VALUES + 1)])
+def test_exactly_as_much_may_be_said_as_the_limit_says(item: str, most: int) -> None:
     head, tail = '{"a":[', "]}"  # an object, its name and a list
-    check_json_size((head + ",".join([one] * most) + tail).encode())
+    check_json_size((head + ",".join([item] * most) + tail).encode())
     with pytest.raises(ApiError):
-        check_json_size((head + ",".join([one] * (most + 1)) + tail).encode())
+        check_json_size((head + ",".join([item] * (most + 1)) + tail).encode())
     check_json_size(b'"' + b"a" * (MAX_NBYTES - 2) + b'"')
     with pytest.raises(ApiError):
         check_json_size(b'"' + b"a" * (MAX_NBYTES - 1) + b'"')

@@ -101,7 +101,7 @@ def test_a_whole_number_may_be_written_with_a_point() -> None:
 
 
 @pytest.mark.parametrize(
-    ("said", "param", "words"),
+    ("fields", "param", "words"),
     [
         ({"max_tokens": 10.5}, "max_tokens", "expected int"),
         ({"max_tokens": 0.0}, "max_tokens", ">= 1"),
@@ -135,15 +135,15 @@ def test_a_whole_number_may_be_written_with_a_point() -> None:
         ({"prompt": [[1, -1]]}, "prompt[0][1]", ">= 0"),
     ],
 )
-def test_a_field_that_makes_no_sense_is_named(said: dict[str, Any], param: str, words: str) -> None:
+def test_a_field_that_makes_no_sense_is_named(fields: dict[str, Any], param: str, words: str) -> None:
     with pytest.raises(ApiError) as caught:
-        completion(**said).sampling()
+        completion(**fields).sampling()
     assert (caught.value.status, caught.value.param) == (400, param)
     assert words in caught.value.message
 
 
 @pytest.mark.parametrize(
-    ("said", "param"),
+    ("fields", "param"),
     [
         ({"messages": []}, "messages"),
         ({"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -156,9 +156,9 @@ def test_a_field_that_makes_no_sense_is_named(said: dict[str, Any], param: str, 
         ({"response_format": {"type": "json_object"}}, "response_format.type"),
     ],
 )
-def test_a_chat_that_makes_no_sense_is_refused_with_its_field(said: dict[str, Any], param: str) -> None:
+def test_a_chat_that_makes_no_sense_is_refused_with_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        chat(**said).sampling()
+        chat(**fields).sampling()
     assert (caught.value.status, caught.value.param) == (400, param)
 
 
@@ -250,9 +250,9 @@ def test_any_bytes_are_understood_or_refused_with_400(body: bytes) -> None:
         },
     )
 )
-def test_any_values_are_understood_or_refused_with_400(said: dict[str, Any]) -> None:
+def test_any_values_are_understood_or_refused_with_400(fields: dict[str, Any]) -> None:
     try:
-        request = decoded(msgspec.json.encode(said), CompletionRequest)
+        request = decoded(msgspec.json.encode(fields), CompletionRequest)
         request.sampling()
         request.prompts()
     except ApiError as error:

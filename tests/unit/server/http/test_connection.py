@@ -125,7 +125,7 @@ def talked(app: Application, *pieces: bytes, patience: float = 5.0) -> bytes:
     return text
 
 
-def seen(output: bytes) -> list[dict[str, Any]]:
+def answers(output: bytes) -> list[dict[str, Any]]:
     """What `echo` has found in each request."""
     return [json.loads(body) for body in re.findall(rb'\{"path".*?\]\]\}', output)]
 
@@ -135,7 +135,7 @@ def test_a_response_with_a_length_is_written_as_it_is() -> None:
     output = talked(echo, get("/a%20b?c=d", CLOSE))
     head, _, body = output.partition(b"\r\n\r\n")
     assert head == b"HTTP/1.1 200 OK\r\ncontent-length: %d\r\nconnection: close" % len(body)
-    assert seen(output) == [
+    assert answers(output) == [
         {"path": "/a b", "query": "c=d", "body": "", "headers": [["host", "x"], ["connection", "close"]]}
     ]
 
@@ -150,7 +150,7 @@ def test_response_without_length_is_chunked_and_the_connection_goes_on() -> None
 def test_a_client_of_http_1_0_gets_no_chunks_and_no_100() -> None:
     assert talked(stream, get(version="1.0")) == b"HTTP/1.1 200 OK\r\nconnection: close\r\n\r\nonethree"
     output = talked(echo, post(b"abc", b"expect: 100-continue\r\nconnection: keep-alive\r\n", "1.0"))
-    assert output.count(b"HTTP/1.1") == 1 and seen(output)[0]["body"] == "abc"
+    assert output.count(b"HTTP/1.1") == 1 and answers(output)[0]["body"] == "abc"
 
 
 def test_a_head_has_the_header_of_a_get_and_no_body() -> None:
@@ -163,7 +163,7 @@ def test_a_body_comes_whole_however_it_is_cut() -> None:
     chunked += b"3\r\nabc\r\n2;x=y\r\nde\r\n0\r\nx-trailer: 1\r\n\r\n"
     for request, body in ((post(b"abcde", CLOSE), "abcde"), (chunked, "abcde")):
         for pieces in ([request], [request[:50], request[50:]], [bytes([item]) for item in request]):
-            (result,) = seen(talked(echo, *pieces))
+            (result,) = answers(talked(echo, *pieces))
             assert result["body"] == body
             assert "x-trailer" not in dict(result["headers"]), "a trailer is no header"
 
@@ -173,7 +173,7 @@ def test_request_offering_an_upgrade_is_answered_as_are_later_ones() -> None:
     requests = post(b"first", UPGRADE) + get(more=UPGRADE) + post(b"third", CLOSE)
     bytewise = [bytes([byte]) for byte in requests[:300]]
     for pieces in ([requests], [requests[:70], requests[70:]], [*bytewise, requests[300:]]):
-        result = seen(talked(echo, *pieces))
+        result = answers(talked(echo, *pieces))
         assert [item["body"] for item in result] == ["first", "", "third"]
         assert ["http2-settings", "AAMAAABkAAQAAP__"] in result[0]["headers"]
 
@@ -201,7 +201,7 @@ def test_100_is_said_when_the_body_is_wanted_and_not_there() -> None:
 def test_nothing_after_the_last_request_is_answered() -> None:
     for more in (get(), b"\r\n", b"garbage\0", post(b"x" * 100_000)):
         output = talked(echo, get(more=CLOSE) + more, more)
-        assert output.count(b"HTTP/1.1") == 1 and len(seen(output)) == 1
+        assert output.count(b"HTTP/1.1") == 1 and len(answers(output)) == 1
 
 
 def test_a_response_before_the_end_of_the_body_says_that_it_is_the_last() -> None:
@@ -218,8 +218,8 @@ def test_a_head_that_is_too_long_is_refused_also_in_one_piece() -> None:
     long = b"a: " + b"b" * MAX_BESIDES_NBYTES + b"\r\n"
     for request in (get(more=long), get() + get(more=long), get("/" + "b" * MAX_BESIDES_NBYTES)):
         assert b"HTTP/1.1 431 " in talked(echo, request)
-    assert len(seen(talked(echo, get(more=CLOSE + long[: MAX_BESIDES_NBYTES // 2] + b"\r\n")))) == 1
-    assert len(seen(talked(echo, post(b"b" * 4 * MAX_BESIDES_NBYTES, CLOSE)))) == 1
+    assert len(answers(talked(echo, get(more=CLOSE + long[: MAX_BESIDES_NBYTES // 2] + b"\r\n")))) == 1
+    assert len(answers(talked(echo, post(b"b" * 4 * MAX_BESIDES_NBYTES, CLOSE)))) == 1
 
 
 def test_last_bytes_of_a_response_follow_the_applications_return() -> None:
@@ -259,7 +259,7 @@ def test_an_idle_connection_ends_also_when_it_sends_empty_lines(monkeypatch: pyt
             dripping = asyncio.ensure_future(drip())
             with contextlib.suppress(ConnectionError):
                 output = await asyncio.wait_for(reader.read(), WITHIN)
-                assert len(seen(output)) == 1
+                assert len(answers(output)) == 1
             dripping.cancel()
             writer.transport.abort()
 

@@ -25,14 +25,14 @@ class Server:
     """One that is looked into, and a clock."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.looks = self.found = 0
+        self.looks = self.finds = 0
         self.is_gone = False
         self.now = 100.0
         monkeypatch.setattr(dashboard, "SnapshotReader", self.find)
         monkeypatch.setattr(dashboard.time, "monotonic", lambda: self.now)
 
     def find(self, pid: int) -> "Server":
-        self.found += 1
+        self.finds += 1
         return self
 
     def take(self) -> Any:
@@ -42,7 +42,7 @@ class Server:
         return moment(self.now)
 
 
-async def told(page: Dashboard, many: int = 1) -> list[Any]:
+async def answers(page: Dashboard, many: int = 1) -> list[Any]:
     return [json.loads(bytes(item.body)) for item in await asyncio.gather(*(page.data(ASKED) for _ in range(many)))]
 
 
@@ -51,12 +51,12 @@ def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeypatch: 
 
     async def ask() -> None:
         page = Dashboard()
-        first = await told(page, 10)
+        first = await answers(page, 10)
         assert server.looks == 1 and all(item == first[0] for item in first)
         server.now += FRESH - 0.01
-        assert await told(page, 10) == first and server.looks == 1
+        assert await answers(page, 10) == first and server.looks == 1
         server.now += 0.02
-        (later,) = await told(page)
+        (later,) = await answers(page)
         assert server.looks == 2 and later["moment"]["at"] == server.now
 
     asyncio.run(ask())
@@ -67,11 +67,11 @@ def test_rates_are_of_the_time_since_the_last_look_unless_that_is_long_ago(monke
 
     async def ask() -> None:
         page = Dashboard()
-        assert (await told(page))[0]["rates"] is None
+        assert (await answers(page))[0]["rates"] is None
         server.now += 1.0
-        assert (await told(page))[0]["rates"]["seconds"] == 1.0
+        assert (await answers(page))[0]["rates"]["seconds"] == 1.0
         server.now += 60.0  # without a look
-        assert (await told(page))[0]["rates"] is None
+        assert (await answers(page))[0]["rates"] is None
 
     asyncio.run(ask())
 
@@ -86,8 +86,8 @@ def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: p
             await page.data(ASKED)
         assert result.value.status == 503
         server.is_gone = False
-        assert (await told(page))[0]["moment"]["at"] == server.now
-        assert server.found == 2, "where it has been seen before there may be nothing any more"
+        assert (await answers(page))[0]["moment"]["at"] == server.now
+        assert server.finds == 2, "where it has been seen before there may be nothing any more"
 
     asyncio.run(ask())
 

@@ -26,10 +26,10 @@ class Lines(logging.Handler):
 
     def __init__(self) -> None:
         super().__init__()
-        self.seen: list[tuple[str, dict[str, Any]]] = []
+        self.records: list[tuple[str, dict[str, Any]]] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        self.seen.append((record.getMessage(), record.fields))  # type: ignore[attr-defined]
+        self.records.append((record.getMessage(), record.fields))  # type: ignore[attr-defined]
 
 
 @pytest.fixture
@@ -38,7 +38,7 @@ def lines(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, dict[str, Any]]]:
     handler, logger = Lines(), logging.getLogger("penstock.engine")
     monkeypatch.setattr(logger, "handlers", [handler])
     monkeypatch.setattr(logger, "propagate", False)
-    return handler.seen
+    return handler.records
 
 
 def test_equal_exceptions_are_logged_once_with_trace_and_once_counted(

@@ -89,8 +89,8 @@ RELATED = {"min_tokens", "best_of"}  # to other fields: no schema says that
         st.sampled_from([field for field in FIELDS if field not in RELATED]), NUMBERS, min_size=1, max_size=3
     )
 )
-def test_numbers_that_it_allows_are_taken_and_others_are_refused(said: dict[str, Any]) -> None:
-    body = {"prompt": "x", **said}
+def test_numbers_that_it_allows_are_taken_and_others_are_refused(fields: dict[str, Any]) -> None:
+    body = {"prompt": "x", **fields}
     try:
         decoded(msgspec.json.encode(body), CompletionRequest).sampling()
         is_taken = True
@@ -100,7 +100,7 @@ def test_numbers_that_it_allows_are_taken_and_others_are_refused(said: dict[str,
 
 
 @pytest.mark.parametrize(
-    ("kind", "said"),
+    ("kind", "fields"),
     [
         (ChatRequest, {"tools": [{"type": "function"}]}),
         (ChatRequest, {"functions": [{}]}),
@@ -115,17 +115,17 @@ def test_numbers_that_it_allows_are_taken_and_others_are_refused(said: dict[str,
         (CompletionRequest, {"stop": [""]}),
     ],
 )
-def test_what_it_does_not_allow_is_refused(kind: type, said: dict[str, Any]) -> None:
-    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **said}
+def test_what_it_does_not_allow_is_refused(kind: type, fields: dict[str, Any]) -> None:
+    body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}
     assert not validator(kind).is_valid(body)
     with pytest.raises(ApiError) as caught:
         decoded(json.dumps(body).encode(), kind).sampling()
     assert caught.value.status == 400 and caught.value.param is not None
-    assert validator(kind).is_valid({**body, **dict.fromkeys(said)})
+    assert validator(kind).is_valid({**body, **dict.fromkeys(fields)})
 
 
 @pytest.mark.parametrize(
-    "said",
+    "fields",
     [
         {"user": "me", "metadata": {"a": "b"}, "store": True, "parallel_tool_calls": True, "service_tier": "auto"},
         {"tools": [], "tool_choice": "none", "functions": None, "modalities": ["text"], "prediction": None},
@@ -133,7 +133,7 @@ def test_what_it_does_not_allow_is_refused(kind: type, said: dict[str, Any]) -> 
         {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "annotations": []}]},
     ],
 )
-def test_what_clients_say_by_habit_is_passed_over(said: dict[str, Any]) -> None:
-    body = {"messages": [{"role": "user", "content": "x"}], **said}
+def test_what_clients_say_by_habit_is_passed_over(fields: dict[str, Any]) -> None:
+    body = {"messages": [{"role": "user", "content": "x"}], **fields}
     decoded(json.dumps(body).encode(), ChatRequest).sampling()
     assert validator(ChatRequest).is_valid(body)
