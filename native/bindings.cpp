@@ -17,14 +17,14 @@ void raise_python(const Error& error) {
     try {
         if (error.fault == Fault::os) {  // with an errno, Python chooses the class: PermissionError, BlockingIOError …
             nb::object cls = nb::borrow(PyExc_OSError);
-            nb::object made = error.numbers.empty() ? cls(text_of(error.text))
-                                                    : cls(error.numbers.front().second, text_of(error.text));
-            return PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+            nb::object exception = error.numbers.empty() ? cls(text_of(error.text))
+                                                         : cls(error.numbers.front().second, text_of(error.text));
+            return PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
         }
-        nb::object made = nb::module_::import_("penstock.errors").attr(name)(text_of(error.text));
-        for (const auto& [key, value] : error.numbers) made.attr(key) = value;
-        for (const auto& [key, value] : error.words) made.attr(key) = text_of(value);
-        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(made.ptr())), made.ptr());
+        nb::object exception = nb::module_::import_("penstock.errors").attr(name)(text_of(error.text));
+        for (const auto& [key, value] : error.numbers) exception.attr(key) = value;
+        for (const auto& [key, value] : error.words) exception.attr(key) = text_of(value);
+        PyErr_SetObject(reinterpret_cast<PyObject*>(Py_TYPE(exception.ptr())), exception.ptr());
     } catch (nb::python_error& wrong) {
         wrong.restore();
     }

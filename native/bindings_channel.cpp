@@ -324,10 +324,10 @@ PyType_Slot reservation_slots[] = {{Py_bf_getbuffer, reinterpret_cast<void*>(res
 
 // ── receiver ──
 // Finds the next record, waiting if it may; false: none, and it may not wait.
-bool find_loop(Receiver& receiver, Turn& turn, bool may_wait, u64 deadline, Found& found) {
+bool find_loop(Receiver& receiver, Turn& turn, bool may_wait, u64 deadline, FoundRecord& record) {
     Waited waited{receiver.channel().receiver(receiver.index()).waits};
     for (;;) {
-        if (unless_locked(may_wait, [&] { return receiver.try_find(found, deadline); })) return true;
+        if (unless_locked(may_wait, [&] { return receiver.try_find(record, deadline); })) return true;
         if (!may_wait) return false;
         if (waited.started == 0) waited.started = now_ns();
         Woken woken;
@@ -337,27 +337,27 @@ bool find_loop(Receiver& receiver, Turn& turn, bool may_wait, u64 deadline, Foun
         }
         if (woken == Woken::interrupted) check_signals();
         if (woken == Woken::deadline) {
-            if (receiver.try_find(found, deadline)) return true;
+            if (receiver.try_find(record, deadline)) return true;
             throw receiver.timeout(now_ns() - waited.started);
         }
     }
 }
-nb::object copy_out(Receiver& receiver, Turn& turn, const Found& found) {
-    nb::object made = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(found.nbytes)));
-    if (!made.is_valid()) {
-        receiver.accept(found);
+nb::object copy_out(Receiver& receiver, Turn& turn, const FoundRecord& record) {
+    nb::object bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(record.nbytes)));
+    if (!bytes.is_valid()) {
+        receiver.accept(record);
         throw nb::python_error();
     }
-    char* to = PyBytes_AS_STRING(made.ptr());
-    if (found.nbytes < LONG_COPY) {
-        std::memcpy(to, found.at, found.nbytes);
-        receiver.accept(found);
+    char* to = PyBytes_AS_STRING(bytes.ptr());
+    if (record.nbytes < LONG_COPY) {
+        std::memcpy(to, record.at, record.nbytes);
+        receiver.accept(record);
     } else {
         GilRelease released(turn.lock());
-        std::memcpy(to, found.at, found.nbytes);
-        receiver.accept(found);
+        std::memcpy(to, record.at, record.nbytes);
+        receiver.accept(record);
     }
-    return made;
+    return bytes;
 }
 enum class As { copy, view, frame };  // frame: a copy, but what lies in the pool is leased there
 
@@ -367,23 +367,23 @@ nb::object receive(const std::shared_ptr<Receiver>& receiver, nb::handle timeout
     std::unique_ptr<Lease> lease;
     {
         Turn turn(receiver->mutex(), deadline, may_wait, receiver->name());
-        Found found;
-        if (!find_loop(*receiver, turn, may_wait, deadline, found)) return nb::none();
-        if (as == As::copy || (as == As::frame && !found.is_spilled)) return copy_out(*receiver, turn, found);
+        FoundRecord record;
+        if (!find_loop(*receiver, turn, may_wait, deadline, record)) return nb::none();
+        if (as == As::copy || (as == As::frame && !record.is_spilled)) return copy_out(*receiver, turn, record);
         lease = std::make_unique<Lease>();
         lease->by = receiver->channel().by;
-        lease->at = const_cast<u8*>(found.at);
-        lease->lane = found.lane;
-        lease->id = receiver->lease(found);
-        if (found.is_spilled)
-            lease->extent = found.extent;
+        lease->at = const_cast<u8*>(record.at);
+        lease->lane = record.lane;
+        lease->id = receiver->lease(record);
+        if (record.is_spilled)
+            lease->extent = record.extent;
         else
-            lease->receiver = receiver, lease->extent.nbytes = found.nbytes;
+            lease->receiver = receiver, lease->extent.nbytes = record.nbytes;
     }
     // Not in turn: making an object may collect garbage, and so run Python.
-    nb::object made = nb::cast(lease.get(), nb::rv_policy::take_ownership);
+    nb::object object = nb::cast(lease.get(), nb::rv_policy::take_ownership);
     (void)lease.release();
-    return made;
+    return object;
 }
 
 nb::object try_receive(const std::shared_ptr<Receiver>& receiver, As as) {
@@ -401,10 +401,10 @@ class TapOfAll {
         nb::list out;
         if (corrupt_) throw *std::exchange(corrupt_, std::nullopt);
         try {
-            for (Seen seen; out.size() < most && tap_.find(seen);) {
-                nb::object frame = copy(seen);
+            for (TappedRecord record; out.size() < most && tap_.find(record);) {
+                nb::object frame = copy(record);
                 if (frame.is_valid())
-                    out.append(nb::make_tuple(seen.lane, seen.sequence, seen.committed_ns, std::move(frame)));
+                    out.append(nb::make_tuple(record.lane, record.sequence, record.committed_ns, std::move(frame)));
             }
         } catch (const Error& error) {
             corrupt_ = error;  // after what came before it
@@ -423,25 +423,25 @@ class TapOfAll {
         return Segment::adopt(fd, false, true);
     }
     // The record's bytes; None: of a long one that is gone; nothing: it was missed.
-    nb::object copy(const Seen& seen) {
-        nb::object made;
-        if (!seen.is_gone) {
-            made = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(seen.nbytes)));
-            if (!made.is_valid()) {
-                tap_.copy(seen, nullptr);
+    nb::object copy(const TappedRecord& record) {
+        nb::object bytes;
+        if (!record.is_gone) {
+            bytes = nb::steal(PyBytes_FromStringAndSize(nullptr, static_cast<Py_ssize_t>(record.nbytes)));
+            if (!bytes.is_valid()) {
+                tap_.copy(record, nullptr);
                 throw nb::python_error();
             }
         }
-        u8* to = made.is_valid() ? reinterpret_cast<u8*>(PyBytes_AS_STRING(made.ptr())) : nullptr;
+        u8* to = bytes.is_valid() ? reinterpret_cast<u8*>(PyBytes_AS_STRING(bytes.ptr())) : nullptr;
         bool is_whole;
-        if (seen.nbytes < LONG_COPY || to == nullptr) {
-            is_whole = tap_.copy(seen, to);
+        if (record.nbytes < LONG_COPY || to == nullptr) {
+            is_whole = tap_.copy(record, to);
         } else {
             GilRelease released;
-            is_whole = tap_.copy(seen, to);
+            is_whole = tap_.copy(record, to);
         }
-        if (is_whole) return made;
-        return seen.is_spilled ? nb::object(nb::none()) : nb::object();
+        if (is_whole) return bytes;
+        return record.is_spilled ? nb::object(nb::none()) : nb::object();
     }
 
     Tap tap_;

@@ -168,9 +168,9 @@ void bind_memory(nb::module_& m) {
                                        prefault,
                                        {schema.c_str(), schema.size()}};
                 GilRelease released;
-                auto made = Segment::create(s, options);
-                if (s.kind == static_cast<u32>(SegmentKind::channel)) Channel::lay_out(*made);
-                return made;
+                auto segment = Segment::create(s, options);
+                if (s.kind == static_cast<u32>(SegmentKind::channel)) Channel::lay_out(*segment);
+                return segment;
             },
             "name"_a, "shape"_a, "huge_nbytes"_a = 0, "huge_required"_a = false, "numa_node"_a = -1,
             "numa_required"_a = false, "prefault"_a = true, "schema"_a = nb::bytes("", 0))
@@ -329,7 +329,7 @@ void bind_memory(nb::module_& m) {
                 Atomic<bool> never{false};
                 Extent extent;
                 for (;;) {
-                    u32 seen = pool.returns();
+                    u32 returns = pool.returns();
                     if (pool.try_take(nbytes, extent, deadline)) break;
                     if (now_ns() >= deadline) {
                         pool.header().exhaustions.add();
@@ -339,7 +339,7 @@ void bind_memory(nb::module_& m) {
                     Woken woken;
                     {
                         GilRelease released;
-                        woken = pool.wait_for_return(seen, deadline, spinner, waits, never);
+                        woken = pool.wait_for_return(returns, deadline, spinner, waits, never);
                     }
                     if (woken == Woken::interrupted) check_signals();
                 }

@@ -68,7 +68,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
     Atomic<bool> never{false};
     if (nbytes > MAX_NBYTES) nbytes = MAX_NBYTES;
     Extent extent;
-    u32 seen = 0, returns = 0;
+    u32 fills_before = 0, returns = 0;
     Store::Begun begun = Store::Begun::fill;
     bool is_full = false;
     auto attempt = [&] {
@@ -76,7 +76,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
         is_full = false;
         try {
             if (has_key)
-                begun = store.begin(key, nbytes, extent, seen, deadline);
+                begun = store.begin(key, nbytes, extent, fills_before, deadline);
             else
                 store.take(nbytes, extent, deadline);
         } catch (const Error& error) {
@@ -105,7 +105,7 @@ nb::tuple begin(Keeper& keeper, nb::handle bytes, u64 nbytes, nb::handle timeout
             do {
                 u64 until = store.pool().is_growing() ? std::min(deadline, now_ns() + LOOK_AGAIN_NS) : deadline;
                 woken = is_full ? store.pool().wait_for_return(returns, until, spinner, waits, never)
-                                : store.wait_for_fill(seen, deadline, spinner, waits);
+                                : store.wait_for_fill(fills_before, deadline, spinner, waits);
                 must_wait = attempt();
             } while (must_wait && woken == Woken::ready && now_ns() < deadline);
         }

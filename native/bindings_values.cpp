@@ -82,12 +82,13 @@ nb::object array_of(u64 code, const Sizes& sizes, u8* at, u64 nbytes, nb::handle
     if (as == As::numpy && kind.numpy.is_none()) kind.numpy = known->numpy_of(code);
     nb::object dtype = as == As::numpy ? kind.numpy : kind.bits;
     int flags = NumPy::C_CONTIGUOUS | NumPy::ALIGNED;
-    nb::object made =
+    nb::object array =
         nb::steal(known->numpy.new_from_descr(known->numpy.array_type, dtype.release().ptr(), sizes.count,
                                               const_cast<Py_intptr_t*>(sizes.sizes), nullptr, at, flags, nullptr));
-    if (!made.is_valid() || known->numpy.set_base_object(made.ptr(), nb::object(nb::borrow(base)).release().ptr()) != 0)
+    if (!array.is_valid() ||
+        known->numpy.set_base_object(array.ptr(), nb::object(nb::borrow(base)).release().ptr()) != 0)
         return {};
-    return as == As::torch ? known->torch_of(made, code) : made;
+    return as == As::torch ? known->torch_of(array, code) : array;
 }
 
 // ── trees ──
@@ -103,8 +104,8 @@ class Tree {
     }
     bool has_arrays() const { return has_arrays_; }
     nb::object whole() {
-        nb::object made = node(0);
-        return made.is_valid() && atoms_.is_at_end() ? made : nb::object();
+        nb::object value = node(0);
+        return value.is_valid() && atoms_.is_at_end() ? value : nb::object();
     }
 
    private:
@@ -134,27 +135,27 @@ class Tree {
             case Node::tensor: return tensor(items - 1);
             case Node::list:
             case Node::tuple: {
-                nb::object made = nb::steal(PyList_New(0));
+                nb::object list = nb::steal(PyList_New(0));
                 for (u64 i = 1; i < items; ++i) {
-                    nb::object one = node(level + 1);
-                    if (!one.is_valid() || PyList_Append(made.ptr(), one.ptr()) != 0) return {};
+                    nb::object item = node(level + 1);
+                    if (!item.is_valid() || PyList_Append(list.ptr(), item.ptr()) != 0) return {};
                 }
-                return static_cast<Node>(what.number) == Node::list ? made : nb::steal(PyList_AsTuple(made.ptr()));
+                return static_cast<Node>(what.number) == Node::list ? list : nb::steal(PyList_AsTuple(list.ptr()));
             }
             case Node::dict: return items % 2 == 0 ? nb::object() : keyed(items / 2, level);
             default: return {};
         }
     }
     nb::object keyed(u64 pairs, int level) {
-        nb::object made = nb::steal(PyDict_New());
+        nb::object dict = nb::steal(PyDict_New());
         for (u64 i = 0; i < pairs; ++i) {
             nb::object key = node(MAX_LEVELS + 1);
             if (!key.is_valid() || !(PyUnicode_CheckExact(key.ptr()) || PyLong_CheckExact(key.ptr()))) return {};
-            if (PyDict_Contains(made.ptr(), key.ptr()) != 0) return {};
-            nb::object one = node(level + 1);
-            if (!one.is_valid() || PyDict_SetItem(made.ptr(), key.ptr(), one.ptr()) != 0) return {};
+            if (PyDict_Contains(dict.ptr(), key.ptr()) != 0) return {};
+            nb::object item = node(level + 1);
+            if (!item.is_valid() || PyDict_SetItem(dict.ptr(), key.ptr(), item.ptr()) != 0) return {};
         }
-        return made;
+        return dict;
     }
     nb::object tensor(u64 numbers) {
         u64 code = 0, offset = 0;
@@ -198,16 +199,16 @@ nb::object plain_value(const nb::object& lease, nb::handle name) {
     // Before anything is made: what ends meanwhile, in whatever way, must not release it.
     bool was_shown = std::exchange(held.is_shown, true);
     Tree tree({layout, layout_nbytes}, lease, tensors_at, as);
-    nb::object made = tree.whole();
-    if (!made.is_valid() || !tree.has_arrays()) held.is_shown = was_shown;
-    return made;
+    nb::object value = tree.whole();
+    if (!value.is_valid() || !tree.has_arrays()) held.is_shown = was_shown;
+    return value;
 }
 
 nb::object value_of(const Stored& stored, nb::handle as, bool writable) {
     nb::object holder = stored.held();
     if (!writable && !stored.is_inline) {
-        nb::object made = plain_value(holder, as);
-        if (made.is_valid()) return made;
+        nb::object value = plain_value(holder, as);
+        if (value.is_valid()) return value;
         PyErr_Clear();
     }
     return known->read(holder, as, writable);
@@ -230,26 +231,26 @@ void use(nb::list kinds, nb::object numpy_of, nb::object torch_of) {
     nb::object capsule = core.attr("_ARRAY_API");
     void** table = static_cast<void**>(PyCapsule_GetPointer(capsule.ptr(), nullptr));
     if (table == nullptr) throw nb::python_error();
-    Known* made = new Known{NumPy(table), {}, std::move(numpy_of), std::move(torch_of), nb::none(), nb::none()};
+    Known* result = new Known{NumPy(table), {}, std::move(numpy_of), std::move(torch_of), nb::none(), nb::none()};
     for (nb::handle kind : kinds)
-        made->kinds.push_back({nb::cast<u64>(kind[0]), nb::borrow(kind[1]), nb::borrow(kind[2])});
-    known = made;
+        result->kinds.push_back({nb::cast<u64>(kind[0]), nb::borrow(kind[1]), nb::borrow(kind[2])});
+    known = result;
 }
 
 }  // namespace
 
 nb::object penstock::python::make_stored(nb::object lease) {
     static const nb::handle type = nb::type<Stored>();
-    nb::object made = nb::inst_alloc(type);
-    new (nb::inst_ptr<Stored>(made)) Stored(std::move(lease));
-    nb::inst_mark_ready(made);
-    return made;
+    nb::object stored = nb::inst_alloc(type);
+    new (nb::inst_ptr<Stored>(stored)) Stored(std::move(lease));
+    nb::inst_mark_ready(stored);
+    return stored;
 }
 
 namespace {
 
 constexpr const char* LEASE =
-    R"(A value, held: its memory is not reused while the lease, or an array of the value, lives.
+    R"(A value, held: the memory is not reused while the lease, or an array of the value, lives.
 
 Examples:
     >>> store = Store(1 << 20)
@@ -258,7 +259,7 @@ Examples:
     array([0, 1, 2, 3])
 )";
 constexpr const char* VALUE =
-    R"(Returns the value, its tensors read-only views of the memory where it lies, which they hold.
+    R"(Returns the value, with tensors that are read-only views of the memory where it lies, which they hold.
 
 Args:
     as_: the library that the tensors are of: "numpy"; "torch"; or "bits", where kinds that NumPy has no word for are

@@ -20,9 +20,9 @@ inline CursorMode mode_of(u32 mode) { return static_cast<CursorMode>(mode & 3); 
 
 // A receiver of this epoch, or one before it, is counted no longer. The sender may be admitting it at this moment.
 inline void put_out(Shared<u32>& mode, u32 epoch) {
-    u32 seen = mode.load(order::mode.acquire);
-    while (((epoch - (seen >> 2)) & EPOCH_MASK) < EPOCH_MASK / 2 && seen != make_mode(CursorMode::out, epoch))
-        if (mode.compare_exchange_weak(seen, make_mode(CursorMode::out, epoch), order::mode.acq_rel)) break;
+    u32 current = mode.load(order::mode.acquire);
+    while (((epoch - (current >> 2)) & EPOCH_MASK) < EPOCH_MASK / 2 && current != make_mode(CursorMode::out, epoch))
+        if (mode.compare_exchange_weak(current, make_mode(CursorMode::out, epoch), order::mode.acq_rel)) break;
     fence(order::pend.seq_cst);  // out, then look for what is still pending
 }
 
@@ -144,8 +144,8 @@ class Channel {
                 return false;
         }
         epoch = (end.epoch + 1) & EPOCH_MASK;
-        u64 seen = before;
-        return word.compare_exchange_strong(seen, make_word({EndState::live, by->slot(), by->epoch(), epoch}),
+        u64 expected = before;
+        return word.compare_exchange_strong(expected, make_word({EndState::live, by->slot(), by->epoch(), epoch}),
                                             order::end.acq_rel);
     }
 

@@ -212,12 +212,12 @@ inline Error Receiver::timeout(u64 waited_ns) {
     return Error(Fault::timeout, format("no record for receiver %u of '%s' within %s; %s%s", index_, name(),
                                         in_seconds(waited_ns).c_str(), sender.c_str(), missing.c_str()));
 }
-inline Error Receiver::corrupt(u32 lane, const Record& found) {
+inline Error Receiver::corrupt(u32 lane, const Record& record) {
     return Error(Fault::record_corrupt,
                  format("lane %u of '%s' at position %llu: not a record (position %llu, length %u, kind %u): "
                         "a process has overwritten it",
                         lane, name(), static_cast<unsigned long long>(lanes_[lane].position),
-                        static_cast<unsigned long long>(found.position), found.length, found.kind));
+                        static_cast<unsigned long long>(record.position), record.length, record.kind));
 }
 
 }  // namespace penstock

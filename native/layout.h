@@ -135,9 +135,9 @@ static_assert(PAGE + MAX_PEERS * sizeof(PeerSlot) <= ROBUST_DISTANCE);
 struct alignas(LINE) Bell {
     Shared<u32> rings;  // the futex word; moved by ringers
     u32 unused;
-    Shared<u64> parked;        // a bit per waiter asleep in the futex; set and cleared by the waiter (and its reaper)
-    Shared<u64> parked_async;  // a bit per waiter asleep in an event loop; likewise
-    Shared<u64> wanted;        // a waiter for room: the position from which waking it is worth while (a hint)
+    Shared<u64> parked;         // a bit per waiter asleep in the futex; set and cleared by the waiter (and its reaper)
+    Shared<u64> parked_async;   // a bit per waiter asleep in an event loop; likewise
+    Shared<u64> wake_position;  // a waiter for room: the position from which waking it is worth while (a hint)
 };
 static_assert(sizeof(Bell) == 64);
 
@@ -146,8 +146,8 @@ static_assert(sizeof(Bell) == 64);
 // entries[] (which extents are taken, in the order of their offsets) is derived, and rebuilt when a holder of the
 // pool's lock died. A word of a lock: 0, or owner slot + 1 (bits 0-7) | waiters (8) | tag of the owner's epoch (9-31).
 enum class BlockState : u32 { free = 0, live = 1, returned = 2 };
-enum class Kept : u32 { none = 0, filling = 1, ready = 2 };  // see store.h
-inline constexpr u32 KEY_WORDS = 4;                          // 32 bytes: what a cryptographic hash gives
+enum class StoreState : u32 { none = 0, filling = 1, ready = 2 };  // see store.h
+inline constexpr u32 KEY_WORDS = 4;                                // 32 bytes: what a cryptographic hash gives
 
 struct Entry {
     u64 offset;
@@ -186,8 +186,8 @@ struct alignas(LINE) Block {
     Shared<u32> pending_lane;
     Shared<u32> taker;
     Shared<u64> taken_ns;
-    Shared<u32> kept;            // Kept: LOCK store, and LOCK block where it becomes none; looked at without: a hint
-    Shared<u32> next;            // LOCK store: block + 1 of the next in this chain; derived
+    Shared<u32> store_state;  // StoreState: LOCK store, and LOCK block where it becomes none; looked at without: a hint
+    Shared<u32> next;         // LOCK store: block + 1 of the next in this chain; derived
     Shared<u64> key[KEY_WORDS];  // LOCK store; written while it is not kept
     Shared<u64> used_ns;         // LOCK store: these two
     Shared<u32> hits;
@@ -198,7 +198,7 @@ struct alignas(LINE) Block {
 static_assert(sizeof(Block) == 128);
 
 struct StoreHeader {
-    alignas(LINE) Shared<u32> lock;   // LOCK store: keys, kept, chains
+    alignas(LINE) Shared<u32> lock;   // LOCK store: keys, states, chains
     alignas(LINE) Shared<u32> fills;  // moved whenever a block that was being written is written, or is given up
     alignas(LINE) Bell filled;        // peers that wait for that; a bit per peer, modulo 64
     alignas(LINE) Counter hits;       // counters
@@ -276,7 +276,7 @@ struct alignas(LINE) Lane {
     Shared<u64> sequence;            // records committed
     Shared<u64> last_ns;             // when
     Shared<u64> keeper;              // word of a sender that closed while a view could still write here; 0: none
-    Shared<u64> kept;                // position of that room: nothing is written over it while there is a keeper
+    Shared<u64> kept_position;       // position of that room: nothing is written over it while there is a keeper
     alignas(LINE) Shared<u64> word;  // the sender: EndState, slot, epoch
     Shared<u64> joining;             // receivers that wait to be counted; set by them, cleared by the sender
     Counter spills;

@@ -86,28 +86,28 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     static constexpr u64 RUNNABLE_NS = 20'000'000;
     bool lock(Shared<u32>& word, u64 deadline) {
         u32 mine = (slot_ + 1) | (epoch_ << 9);
-        u32 seen = 0;
-        if (__builtin_expect(word.compare_exchange_strong(seen, mine, order::lock.acquire), 1)) return false;
+        u32 current = 0;
+        if (__builtin_expect(word.compare_exchange_strong(current, mine, order::lock.acquire), 1)) return false;
         for (int i = 0; i < 100; ++i) {
             pause_cpu();
-            seen = 0;
-            if (word.compare_exchange_weak(seen, mine, order::lock.acquire)) return false;
+            current = 0;
+            if (word.compare_exchange_weak(current, mine, order::lock.acquire)) return false;
         }
         u64 started = now_ns();
         bool is_runnable = false;
         for (u64 look_ns = started;;) {
-            seen = word.load(order::lock.acquire);
-            if (seen == 0) {
+            current = word.load(order::lock.acquire);
+            if (current == 0) {
                 // others may sleep: keep the bit, so that our unlock wakes one
-                if (word.compare_exchange_strong(seen, mine | WAITERS, order::lock.acquire)) return false;
+                if (word.compare_exchange_strong(current, mine | WAITERS, order::lock.acquire)) return false;
                 continue;
             }
-            u32 owner = (seen & 0xff) - 1;
+            u32 owner = (current & 0xff) - 1;
             u64 now = now_ns();
-            if (now - look_ns >= HOLD_NS || (seen & 0xff) == 0 || owner >= shape().max_peers) {
+            if (now - look_ns >= HOLD_NS || (current & 0xff) == 0 || owner >= shape().max_peers) {
                 look_ns = now;
                 if (is_abandoned(owner, is_runnable)) {
-                    if (word.compare_exchange_strong(seen, mine | WAITERS, order::lock.acquire)) return true;
+                    if (word.compare_exchange_strong(current, mine | WAITERS, order::lock.acquire)) return true;
                     continue;
                 }
             }
@@ -118,8 +118,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
                                    is_peer ? describe(owner).c_str() : "no peer", in_seconds(now - started).c_str(),
                                    is_peer ? remedy(owner).c_str() : ""));
             }
-            if ((seen & WAITERS) == 0 && !word.compare_exchange_strong(seen, seen | WAITERS, RELAXED)) continue;
-            futex_wait_for_lock(&word, seen | WAITERS, std::clamp(deadline, started + HOLD_NS, now + HOLD_NS));
+            if ((current & WAITERS) == 0 && !word.compare_exchange_strong(current, current | WAITERS, RELAXED))
+                continue;
+            futex_wait_for_lock(&word, current | WAITERS, std::clamp(deadline, started + HOLD_NS, now + HOLD_NS));
         }
     }
     void unlock(Shared<u32>& word) {
@@ -128,10 +129,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     }
     // For the reaper: if that peer, in that epoch, holds the word, take it over.
     bool take_over(Shared<u32>& word, u32 slot, u32 epoch) {
-        u32 seen = word.load(order::lock.acquire);
+        u32 current = word.load(order::lock.acquire);
         u32 mine = (slot_ + 1) | WAITERS | (epoch_ << 9);
-        return (seen & ~WAITERS) == ((slot + 1) | (epoch << 9)) &&
-               word.compare_exchange_strong(seen, mine, order::lock.acquire);
+        return (current & ~WAITERS) == ((slot + 1) | (epoch << 9)) &&
+               word.compare_exchange_strong(current, mine, order::lock.acquire);
     }
 
     // ── deaths ──
@@ -141,13 +142,13 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     void reap(u64 identity, bool only_marked = false) {
         identity = with_state(identity, PeerState::live);
         for (u32 slot = 0; slot < shape().max_peers; ++slot) {
-            u64 found = 0;
-            if (!mark_dying(slot, identity, only_marked, found)) continue;
-            reap_holdings(*this, slot, found, EndState::dead);
+            u64 current = 0;
+            if (!mark_dying(slot, identity, only_marked, current)) continue;
+            reap_holdings(*this, slot, current, EndState::dead);
             // The mark goes with the peer: the next one in the slot may be the same process, after an exec.
             u32 word = peer(slot).watcher.load(RELAXED);
             if ((word & FUTEX_OWNER_DIED) != 0) peer(slot).watcher.compare_exchange_strong(word, 0, RELAXED);
-            u64 dying = found;
+            u64 dying = current;
             if (peer(slot).identity.compare_exchange_strong(dying, with_state(identity, PeerState::dead),
                                                             order::identity.seq_cst)) {
                 this->peer(slot_).reaps.add();
@@ -162,9 +163,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     void announce_dying(u64 identity) {
         identity = with_state(identity, PeerState::live);
         for (u32 slot = 0; slot < shape().max_peers; ++slot) {
-            u64 found = 0;
-            if (!mark_dying(slot, identity, true, found)) continue;
-            mark_ends(*this, slot, found, EndState::dead);
+            u64 current = 0;
+            if (!mark_dying(slot, identity, true, current)) continue;
+            mark_ends(*this, slot, current, EndState::dead);
             segment_->header().peers_version.fetch_add(1, order::members.release);
             wake_everybody(*this);
         }
@@ -267,8 +268,9 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     // given back. False: a stopped peer holds a lock; to be called again, for until then the slot is dying.
     bool leave() noexcept {
         PENSTOCK_POINT("leave.begun");
-        u64 seen = identity_, dying = with_state(identity_, PeerState::dying);
-        if (!peer(slot_).identity.compare_exchange_strong(seen, dying, order::identity.seq_cst) && seen != dying)
+        u64 expected = identity_, dying = with_state(identity_, PeerState::dying);
+        if (!peer(slot_).identity.compare_exchange_strong(expected, dying, order::identity.seq_cst) &&
+            expected != dying)
             return true;
         try {
             reap_holdings(*this, slot_, dying, EndState::closed);
@@ -328,29 +330,30 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     static void require_watchable(const std::string& why_not) {
         if (!why_not.empty()) throw Error(Fault::os, "deaths of peers cannot be watched: " + why_not);
     }
-    // live -> dying, if the slot is that identity's. `found` receives the slot's word. Returns whether it is dying now.
-    bool mark_dying(u32 slot, u64 identity, bool only_marked, u64& found) {
-        found = peer(slot).identity.load(order::identity.acquire);
-        if (with_state(found, PeerState::live) != identity) return false;
+    // live -> dying, if the slot is that identity's. `current` receives the slot's word. Returns whether it is dying
+    // now.
+    bool mark_dying(u32 slot, u64 identity, bool only_marked, u64& current) {
+        current = peer(slot).identity.load(order::identity.acquire);
+        if (with_state(current, PeerState::live) != identity) return false;
         if (only_marked && (peer(slot).watcher.load(RELAXED) & FUTEX_OWNER_DIED) == 0) return false;
-        if (state_of(found) == PeerState::live) {
+        if (state_of(current) == PeerState::live) {
             PENSTOCK_POINT("reap.begun");
-            peer(slot).identity.compare_exchange_strong(found, with_state(identity, PeerState::dying),
+            peer(slot).identity.compare_exchange_strong(current, with_state(identity, PeerState::dying),
                                                         order::identity.seq_cst);
-            found = peer(slot).identity.load(order::identity.acquire);
+            current = peer(slot).identity.load(order::identity.acquire);
         }
-        return found == with_state(identity, PeerState::dying);
+        return current == with_state(identity, PeerState::dying);
     }
     void claim(const std::string& name) {
         WatcherNumbers watcher = watcher_numbers();
         for (bool reuse : {false, true}) {
             for (u32 slot = 0; slot < shape().max_peers; ++slot) {
-                u64 found = peer(slot).identity.load(order::identity.acquire);
-                PeerState state = state_of(found);
+                u64 current = peer(slot).identity.load(order::identity.acquire);
+                PeerState state = state_of(current);
                 bool is_usable = reuse ? state == PeerState::dead || state == PeerState::left
-                                       : state == PeerState::free && found == 0;
+                                       : state == PeerState::free && current == 0;
                 if (!is_usable ||
-                    !peer(slot).identity.compare_exchange_strong(found, identity_, order::identity.acq_rel))
+                    !peer(slot).identity.compare_exchange_strong(current, identity_, order::identity.acq_rel))
                     continue;
                 PENSTOCK_POINT("join.claimed");
                 slot_ = slot;

@@ -109,7 +109,7 @@ class Pool {
         block.extent.store(extent, RELAXED);
         block.nbytes.store(nbytes, RELAXED);
         block.pending.store(0, RELAXED);
-        block.kept.store(static_cast<u32>(Kept::none), RELAXED);
+        block.store_state.store(static_cast<u32>(StoreState::none), RELAXED);
         block.grant_units.store(0, RELAXED);
         block.taker.store(attachment_.slot(), RELAXED);
         block.taken_ns.store(now_ns(), RELAXED);
@@ -138,14 +138,14 @@ class Pool {
         Unlock unlock{attachment_, head_.lock};
         sweep();
         u32 count = std::min(head_.entry_count.load(RELAXED), geometry_.shape.max_blocks);
-        std::vector<Entry> found(entries_, entries_ + count);
-        std::erase_if(found, [&](const Entry& entry) { return entry.block >= geometry_.shape.max_blocks; });
-        return found;
+        std::vector<Entry> entries(entries_, entries_ + count);
+        std::erase_if(entries, [&](const Entry& entry) { return entry.block >= geometry_.shape.max_blocks; });
+        return entries;
     }
     // Sleeps until some block has come back since `seen` was read from returns().
-    Woken wait_for_return(u32 seen, u64 deadline, Spinner& spinner, Waits& waits, const Atomic<bool>& is_closing) {
+    Woken wait_for_return(u32 returns, u64 deadline, Spinner& spinner, Waits& waits, const Atomic<bool>& is_closing) {
         return wait<false>(head_.memory, 1ull << (attachment_.slot() % 64), deadline, spinner, waits, nullptr, [&] {
-            return head_.returns.load(order::returns.acquire) != seen || attachment_.is_stale() ||
+            return head_.returns.load(order::returns.acquire) != returns || attachment_.is_stale() ||
                    is_closing.load(RELAXED);
         });
     }
@@ -176,7 +176,7 @@ class Pool {
             Held guard(*this, index, deadline);
             Block& block = this->block(index);
             if (only_if_unheld && !is_unheld(index)) return false;
-            block.kept.store(static_cast<u32>(Kept::none), RELAXED);
+            block.store_state.store(static_cast<u32>(StoreState::none), RELAXED);
             PENSTOCK_POINT("store.half");
             is_last = static_cast<BlockState>(block.state.load(RELAXED)) == BlockState::live && return_if_last(index);
         }
@@ -365,7 +365,7 @@ class Pool {
     bool return_if_last(u32 index) {  // LOCK block is held, the state is live
         Block& block = this->block(index);
         if (!is_unheld(index)) return false;
-        if (block.kept.load(RELAXED) != static_cast<u32>(Kept::none)) return true;
+        if (block.store_state.load(RELAXED) != static_cast<u32>(StoreState::none)) return true;
         PENSTOCK_POINT("release.last");
         block.state.store(static_cast<u32>(BlockState::returned), order::block.release);
         return true;
@@ -398,7 +398,7 @@ class Pool {
     }
     void sweep() {  // LOCK pool is held
         u32 returns = head_.returns.load(order::returns.acquire);
-        u32 count = std::min(head_.entry_count.load(RELAXED), geometry_.shape.max_blocks), kept = 0;
+        u32 count = std::min(head_.entry_count.load(RELAXED), geometry_.shape.max_blocks), entry_count = 0;
         for (u32 i = 0; i < count; ++i) {
             u32 index = entries_[i].block;
             if (i + AHEAD < count && entries_[i + AHEAD].block < geometry_.shape.max_blocks)
@@ -411,10 +411,10 @@ class Pool {
                     continue;
                 }
             }
-            if (kept != i) entries_[kept] = entries_[i];
-            ++kept;
+            if (entry_count != i) entries_[entry_count] = entries_[i];
+            ++entry_count;
         }
-        head_.entry_count.store(kept, RELAXED);
+        head_.entry_count.store(entry_count, RELAXED);
         head_.swept_returns.store(returns, RELAXED);
     }
     u32 free_block() {  // LOCK pool is held

@@ -178,9 +178,9 @@ struct Process {
 };
 inline Process* process() {
     static Process* self = [] {
-        auto* made = new Process;
-        made->pid.store(::getpid(), RELAXED);
-        return made;
+        auto* process = new Process;
+        process->pid.store(::getpid(), RELAXED);
+        return process;
     }();
     static int registered = ::pthread_atfork(nullptr, nullptr, [] {
         process()->forks.fetch_add(1, RELAXED);

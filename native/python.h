@@ -111,21 +111,21 @@ struct Lease {
 inline nb::object make_lease(const std::shared_ptr<Attachment>& by, const Extent& extent, bool is_writable,
                              bool is_filling = false) {
     static const nb::handle type = nb::type<Lease>();
-    nb::object made = nb::inst_alloc(type);
-    Lease* lease = new (nb::inst_ptr<Lease>(made)) Lease;
-    nb::inst_mark_ready(made);
+    nb::object object = nb::inst_alloc(type);
+    Lease* lease = new (nb::inst_ptr<Lease>(object)) Lease;
+    nb::inst_mark_ready(object);
     lease->by = by;
     lease->extent = extent;
     lease->is_writable = is_writable;
     lease->is_filling = is_filling;
-    if (by->segment().geometry().shape.elsewhere != 0) return made;  // there is nothing to point at
+    if (by->segment().geometry().shape.elsewhere != 0) return object;  // there is nothing to point at
     u64 offset = by->segment().geometry().pool_data + extent.offset;
     if (is_writable && !by->segment().is_populated(offset, extent.nbytes)) {
         GilRelease released;
         by->segment().populate(offset, extent.nbytes);
     }
     lease->at = is_writable ? by->segment().write_at(offset) : const_cast<u8*>(by->segment().read_at(offset));
-    return made;
+    return object;
 }
 
 // A value, held: where it lies in a store, or with the message that it came in. For Python this is `Lease`, and what
@@ -137,11 +137,11 @@ struct Stored {
     Extent extent{};
 
     explicit Stored(nb::object held) : holder(std::move(held)), is_inline(false) {
-        const Lease& one = *nb::inst_ptr<Lease>(holder);
-        one.require();
-        if (one.receiver) throw Error(Fault::value, "a record that lies in a ring is no value of a store");
-        segment = one.by->segment().nonce();
-        extent = one.extent;
+        const Lease& lease = *nb::inst_ptr<Lease>(holder);
+        lease.require();
+        if (lease.receiver) throw Error(Fault::value, "a record that lies in a ring is no value of a store");
+        segment = lease.by->segment().nonce();
+        extent = lease.extent;
     }
     Stored(nb::object message, u64 nbytes) : holder(std::move(message)), is_inline(true) { extent.nbytes = nbytes; }
     nb::object held() const {

@@ -32,14 +32,14 @@ inline u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_becom
     // True, and which it was: this end is that peer's, and to be cleaned up after. One that is closed has been, and so
     // has one that failed and is not kept.
     auto was_its = [&](Shared<u64>& word, Shared<u64>* keeper = nullptr) {
-        u64 seen = word.load(order::end.acquire);
-        end = end_of(seen);
+        u64 current = word.load(order::end.acquire);
+        end = end_of(current);
         if (end.slot != slot || end.peer_epoch != epoch || !is_still()) return false;
-        if (end.state == EndState::failed) return keeper != nullptr && keeper->load(order::end.acquire) == seen;
+        if (end.state == EndState::failed) return keeper != nullptr && keeper->load(order::end.acquire) == current;
         if (end.state != EndState::live) return end.state == EndState::dead;
         if (ends_become == EndState::closed) return true;
         end.state = EndState::dead;
-        return word.compare_exchange_strong(seen, make_word(end), order::end.acq_rel) || seen == make_word(end);
+        return word.compare_exchange_strong(current, make_word(end), order::end.acq_rel) || current == make_word(end);
     };
     u64 receivers = 0;
     ChannelHeader& head = *by.segment().at<ChannelHeader>(g.channel);
@@ -124,7 +124,8 @@ inline void Pool::give_back(u32 index, const DeadPeer& dead) {
                 pending = 0;
             block.pending.store(pending, RELAXED);
         }
-        is_last = return_if_last(index) && (was_held || block.kept.load(RELAXED) == static_cast<u32>(Kept::none));
+        is_last = return_if_last(index) &&
+                  (was_held || block.store_state.load(RELAXED) == static_cast<u32>(StoreState::none));
     }
     if (is_last) announce_return();
 }
@@ -143,11 +144,11 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
                   .nbytes = is_leaving ? &left_nbytes : &peer.reaped_nbytes};
     if (!dead.is_still_there(by)) return;  // the epoch was read after the identity: it may be a successor's
     auto close_end = [&](Shared<u64>& word) {
-        u64 seen = word.load(order::end.acquire);
-        End end = end_of(seen);
+        u64 current = word.load(order::end.acquire);
+        End end = end_of(current);
         if (end.slot != slot || end.peer_epoch != (dead.epoch & EPOCH_MASK) || end.state != EndState::live) return;
         end.state = EndState::closed;
-        word.compare_exchange_strong(seen, make_word(end), order::end.acq_rel);
+        word.compare_exchange_strong(current, make_word(end), order::end.acq_rel);
     };
     if (!is_leaving) peer.reaped_ns.store(now_ns(), RELAXED);
     pool.recover_lock(slot, dead.epoch);
@@ -162,17 +163,17 @@ inline void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_
         // It closed in peace, and what could still write died with it.
         for (u32 i = 0; i < g.shape.lanes; ++i) {
             Shared<u64>& keeper = by.segment().at<Lane>(g.lanes)[i].keeper;
-            u64 seen = keeper.load(RELAXED);
-            End end = end_of(seen);
-            if (seen != 0 && end.slot == slot && end.peer_epoch == (dead.epoch & EPOCH_MASK))
-                keeper.compare_exchange_strong(seen, 0, order::room.acq_rel);
+            u64 current = keeper.load(RELAXED);
+            End end = end_of(current);
+            if (current != 0 && end.slot == slot && end.peer_epoch == (dead.epoch & EPOCH_MASK))
+                keeper.compare_exchange_strong(current, 0, order::room.acq_rel);
         }
         for (u32 r = 0; r < g.shape.receivers; ++r) {  // it failed, and views held its records until now
             Shared<u64>& keeper = by.segment().at<ReceiverSlot>(g.receivers)[r].keeper;
-            u64 seen = keeper.load(order::end.acquire);
-            End end = end_of(seen);
-            if (seen != 0 && end.slot == slot && end.peer_epoch == (dead.epoch & EPOCH_MASK))
-                keeper.compare_exchange_strong(seen, 0, order::end.acq_rel);
+            u64 current = keeper.load(order::end.acquire);
+            End end = end_of(current);
+            if (current != 0 && end.slot == slot && end.peer_epoch == (dead.epoch & EPOCH_MASK))
+                keeper.compare_exchange_strong(current, 0, order::end.acq_rel);
         }
     }
     // It may have died between giving a block back and saying so.

@@ -8,7 +8,7 @@
 namespace penstock {
 
 // A record that was found and not yet accepted. `at` points into a mapping that cannot be written through.
-struct Found {
+struct FoundRecord {
     u32 lane = 0;
     u64 end = 0;
     u64 sequence = 0;
@@ -26,16 +26,16 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
         bool was_expected = false;
         auto take = [&] {
-            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead, EndState::failed})
+            for (EndState state : {EndState::expected, EndState::closed, EndState::dead, EndState::failed})
                 for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
                     u64 before;
                     if ((index >= 0 && static_cast<u32>(index) != r) ||
-                        end_of(channel_.receiver(r).word.load(order::end.acquire)).state != wanted)
+                        end_of(channel_.receiver(r).word.load(order::end.acquire)).state != state)
                         continue;
                     if (!channel_.claim(channel_.receiver(r).word, true, before, epoch_, &channel_.receiver(r).keeper))
                         continue;
                     channel_.receiver(r).ended.store(before, RELAXED);
-                    was_expected = wanted == EndState::expected;
+                    was_expected = state == EndState::expected;
                     index_ = r;
                     return true;
                 }
@@ -90,7 +90,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
 
     // The next record, if there is one. It stays where it is until accept() or lease(). Throws EndOfChannel, PeerDied.
     // deadline: for a lock that a stopped peer may hold; Timeout names it.
-    bool try_find(Found& out, u64 deadline = NEVER) {
+    bool try_find(FoundRecord& out, u64 deadline = NEVER) {
         require_open();
         obstacle_.clear();
         channel_.by->refresh();
@@ -116,14 +116,14 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         return false;
     }
     // Copy mode: the bytes at found.at have been copied (or are not wanted); the sender may have the room.
-    void accept(const Found& found) {
-        if (found.is_spilled) channel_.pool.release(found.extent.block, found.extent.generation);
+    void accept(const FoundRecord& record) {
+        if (record.is_spilled) channel_.pool.release(record.extent.block, record.extent.generation);
         PENSTOCK_POINT("receive.copied");
-        pass(found, false);
+        pass(record, false);
     }
     // View mode. A spilled record becomes a lease of its block (give it to Pool::release); any other keeps its place in
     // the ring until release_record(lane, id): the sender's room then waits for it.
-    u64 lease(const Found& found) { return pass(found, !found.is_spilled); }
+    u64 lease(const FoundRecord& record) { return pass(record, !record.is_spilled); }
     void release_record(u32 lane, u64 id) {
         std::lock_guard guard(leases_mutex_);
         auto& leases = lanes_[lane].leases;
@@ -222,9 +222,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         channel_.lane(i).joining.fetch_or(1ull << index_, order::joining.acq_rel);
         channel_.ring_room(i, nullptr);
     }
-    Error corrupt(u32 lane, const Record& found);  // describe.h
+    Error corrupt(u32 lane, const Record& record);  // describe.h
 
-    bool find_in(u32 i, Found& out, u64 deadline) {
+    bool find_in(u32 i, FoundRecord& out, u64 deadline) {
         LaneView& view = lanes_[i];
         Lane& lane = channel_.lane(i);
         if (__builtin_expect(!view.is_counted, 0) && !was_admitted(i)) return false;
@@ -276,22 +276,22 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
             return true;
         }
     }
-    u64 pass(const Found& found, bool is_leased) {
-        LaneView& view = lanes_[found.lane];
-        view.position = found.end;
-        channel_.cursor(found.lane, index_).read.store(found.end, RELAXED);
-        source_ = found.lane;
-        if (trace_->is_wanted()) trace_take(found);
+    u64 pass(const FoundRecord& record, bool is_leased) {
+        LaneView& view = lanes_[record.lane];
+        view.position = record.end;
+        channel_.cursor(record.lane, index_).read.store(record.end, RELAXED);
+        source_ = record.lane;
+        if (trace_->is_wanted()) trace_take(record);
         slot_->waits.records.count();
-        slot_->waits.nbytes.count(found.nbytes);
-        u64 behind = channel_.lane(found.lane).committed.load(RELAXED) - found.end;
+        slot_->waits.nbytes.count(record.nbytes);
+        u64 behind = channel_.lane(record.lane).committed.load(RELAXED) - record.end;
         slot_->waits.furthest_nbytes.raise(behind);
-        return keep_or_give_back(found.lane, found.end, found.sequence, is_leased);
+        return keep_or_give_back(record.lane, record.end, record.sequence, is_leased);
     }
-    [[gnu::noinline]] void trace_take(const Found& found) {
+    [[gnu::noinline]] void trace_take(const FoundRecord& record) {
         u64 now = now_ns();
         trace_->end_wait(slot_->waits, now, NO_INDEX, 0);
-        trace_->add(TraceKind::taken, found.committed_ns, now, found.sequence, found.nbytes, found.lane);
+        trace_->add(TraceKind::taken, record.committed_ns, now, record.sequence, record.nbytes, record.lane);
     }
     u64 keep_or_give_back(u32 lane, u64 end, u64 sequence, bool is_leased) {
         auto& leases = lanes_[lane].leases;
@@ -327,7 +327,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         // record; one that sleeps for long is a sender that waits for us.
         u64 since = channel_.lane(lane).waits.since_ns.load(RELAXED);
         bool is_waited_for = is_late || (since != 0 && now_ns() - since > PATIENCE_NS);
-        if (is_waited_for || static_cast<i64>(end - room.wanted.load(RELAXED)) >= 0)
+        if (is_waited_for || static_cast<i64>(end - room.wake_position.load(RELAXED)) >= 0)
             channel_.ring_room(lane, &slot_->waits.wakes);
     }
     bool was_admitted(u32 i) {
@@ -428,8 +428,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         write_failure(slot_->failure, epoch_, failure);
         slot_->keeper.store(word(EndState::failed), order::end.release);
         PENSTOCK_POINT("fail.written");
-        u64 seen = word(EndState::live);
-        slot_->word.compare_exchange_strong(seen, word(EndState::failed), order::end.acq_rel);
+        u64 expected = word(EndState::live);
+        slot_->word.compare_exchange_strong(expected, word(EndState::failed), order::end.acq_rel);
         channel_.changed();
         ring_rooms();
     }
@@ -448,8 +448,8 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         auto finish = [index = index_, slot = slot_, live = word(EndState::live), closed = word(EndState::closed),
                        failed = word(EndState::failed)](Attachment& by) {
             if (!Pool(by).drop_receiver(index)) return false;
-            u64 seen = live, keeper = failed;
-            slot->word.compare_exchange_strong(seen, closed, order::end.acq_rel);
+            u64 expected = live, keeper = failed;
+            slot->word.compare_exchange_strong(expected, closed, order::end.acq_rel);
             slot->keeper.compare_exchange_strong(keeper, 0, order::end.acq_rel);
             return true;
         };

@@ -325,12 +325,12 @@ class Segment : public std::enable_shared_from_this<Segment> {
     u8* trace_mapping() {
         u8* mapped = trace_.load(order::mapping.acquire);
         if (mapped != nullptr) return mapped;
-        void* made = ::mmap(nullptr, trace_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_,
-                            static_cast<off_t>(geometry_.trace));
-        if (made == MAP_FAILED) return nullptr;
-        if (trace_.compare_exchange_strong(mapped, static_cast<u8*>(made), order::mapping.acq_rel))
-            return static_cast<u8*>(made);
-        ::munmap(made, trace_nbytes());
+        void* mapping = ::mmap(nullptr, trace_nbytes(), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_NORESERVE, fd_,
+                               static_cast<off_t>(geometry_.trace));
+        if (mapping == MAP_FAILED) return nullptr;
+        if (trace_.compare_exchange_strong(mapped, static_cast<u8*>(mapping), order::mapping.acq_rel))
+            return static_cast<u8*>(mapping);
+        ::munmap(mapping, trace_nbytes());
         return mapped;
     }
 

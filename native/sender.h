@@ -28,10 +28,10 @@ class Sender {
         : channel_(std::move(by)), spinner_(static_cast<Latency>(channel_.g.shape.latency)) {
         u64 before = 0;
         auto take = [&] {
-            for (EndState wanted : {EndState::expected, EndState::closed, EndState::dead, EndState::failed})
+            for (EndState state : {EndState::expected, EndState::closed, EndState::dead, EndState::failed})
                 for (u32 i = 0; i < channel_.g.shape.lanes; ++i)
                     if ((index < 0 || static_cast<u32>(index) == i) &&
-                        end_of(channel_.lane(i).word.load(order::end.acquire)).state == wanted &&
+                        end_of(channel_.lane(i).word.load(order::end.acquire)).state == state &&
                         channel_.claim(channel_.lane(i).word, channel_.is_inbox(), before, epoch_)) {
                         index_ = i;
                         return true;
@@ -90,32 +90,32 @@ class Sender {
         if (__builtin_expect(lane_->joining.load(order::joining.acquire) != 0, 0)) admit();
         if (!has_receivers_) refuse_without_receivers();
         const u64 capacity = channel_.g.shape.lane_nbytes;
-        Reservation& wanted = reservation_;
+        Reservation& reservation = reservation_;
         // A lane keeps one room at most: while it does, its records lie in the pool.
-        wanted.is_spilled = nbytes > channel_.g.shape.inline_limit || lane_->keeper.load(order::room.acquire) != 0;
-        wanted.nbytes = nbytes;
-        wanted.length = wanted.is_spilled ? sizeof(SpilledRef) : nbytes;
-        wanted.need = round_up(sizeof(Record) + wanted.length, RECORD_ALIGN);
+        reservation.is_spilled = nbytes > channel_.g.shape.inline_limit || lane_->keeper.load(order::room.acquire) != 0;
+        reservation.nbytes = nbytes;
+        reservation.length = reservation.is_spilled ? sizeof(SpilledRef) : nbytes;
+        reservation.need = round_up(sizeof(Record) + reservation.length, RECORD_ALIGN);
         u64 index = committed_ & (capacity - 1);
-        wanted.skip = index + wanted.need > capacity ? capacity - index : 0;
-        wanted.position = committed_ + wanted.skip;
+        reservation.skip = index + reservation.need > capacity ? capacity - index : 0;
+        reservation.position = committed_ + reservation.skip;
         waits_for_memory_ = false;
         if (!has_room()) return nullptr;
         PENSTOCK_POINT("send.begun");
-        wanted.record = channel_.by->segment().write_at(channel_.ring_offset(index_, wanted.position));
-        wanted.at = wanted.record + sizeof(Record);
-        if (wanted.is_spilled) {
+        reservation.record = channel_.by->segment().write_at(channel_.ring_offset(index_, reservation.position));
+        reservation.at = reservation.record + sizeof(Record);
+        if (reservation.is_spilled) {
             returns_seen_ = channel_.pool.returns();
-            if (!unless_locked([&] { return channel_.pool.try_take(nbytes, wanted.spilled, deadline); })) {
+            if (!unless_locked([&] { return channel_.pool.try_take(nbytes, reservation.spilled, deadline); })) {
                 waits_for_memory_ = true;
                 lane_->exhaustions.count();
                 return nullptr;
             }
             PENSTOCK_POINT("send.spilled");
-            wanted.at = channel_.by->segment().write_at(channel_.g.pool_data + wanted.spilled.offset);
+            reservation.at = channel_.by->segment().write_at(channel_.g.pool_data + reservation.spilled.offset);
         }
         is_reserved_ = true;
-        return &wanted;
+        return &reservation;
     }
     // Of the open reservation only the first `nbytes` are to be sent. Its room is the record's: what is left of a
     // ring's goes to the next record, of a block's it is free with the block.
@@ -221,7 +221,8 @@ class Sender {
             fence(order::bell.seq_cst);
             return channel_.pool.returns() != returns_seen_ || channel_.by->is_stale() || is_closing_.load(RELAXED);
         }
-        lane_->room.wanted.store(reservation_.position + reservation_.need - channel_.g.shape.lane_nbytes, RELAXED);
+        lane_->room.wake_position.store(reservation_.position + reservation_.need - channel_.g.shape.lane_nbytes,
+                                        RELAXED);
         lane_->room.parked_async.fetch_or(1, order::bell.seq_cst);
         fence(order::bell.seq_cst);
         return is_awaited();
@@ -254,9 +255,9 @@ class Sender {
         is_closed_ = true;
         trace_->mark(TraceKind::closed);
         if (is_reserved_ && !reservation_.is_spilled) keep_room();
-        u64 seen = word(EndState::live);
+        u64 expected = word(EndState::live);
         if (failure != nullptr) write_failure(lane_->failure, epoch_, *failure);
-        lane_->word.compare_exchange_strong(seen, word(failure != nullptr ? EndState::failed : EndState::closed),
+        lane_->word.compare_exchange_strong(expected, word(failure != nullptr ? EndState::failed : EndState::closed),
                                             order::end.acq_rel);
         // From here on the lane may have another sender.
         if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
@@ -270,7 +271,7 @@ class Sender {
     // Views can still write into this room: receivers skip it, and no sender of this lane writes over it until
     // finish_abort(). The end's word makes both visible to the next one.
     void keep_room() {
-        lane_->kept.store(reservation_.position, RELAXED);
+        lane_->kept_position.store(reservation_.position, RELAXED);
         lane_->keeper.store(word(EndState::closed), RELAXED);
         PENSTOCK_POINT("close.kept");
         u64 sequence = lane_->sequence.load(RELAXED), now = now_ns();
@@ -346,7 +347,7 @@ class Sender {
         const u64 capacity = channel_.g.shape.lane_nbytes;
         u64 enough =
             std::max(reservation_.skip + reservation_.need, std::min(capacity / 4, committed_ - least_released_));
-        lane_->room.wanted.store(committed_ + enough - capacity, RELAXED);
+        lane_->room.wake_position.store(committed_ + enough - capacity, RELAXED);
         return penstock::wait(lane_->room, 1, deadline, spinner_, lane_->waits, nullptr,
                               [this] { return is_awaited(); });
     }
@@ -385,8 +386,9 @@ class Sender {
     // The room that a sender before this one keeps; NEVER: none is kept.
     u64 least_kept() const {
         if (lane_->keeper.load(order::room.acquire) == 0) return NEVER;
-        u64 kept = lane_->kept.load(RELAXED);
-        return committed_ - kept <= channel_.g.shape.lane_nbytes ? kept : NEVER;  // else: not one of ours
+        u64 kept_position = lane_->kept_position.load(RELAXED);
+        return committed_ - kept_position <= channel_.g.shape.lane_nbytes ? kept_position
+                                                                          : NEVER;  // else: not one of ours
     }
     bool is_awaited() {
         return is_closing_.load(RELAXED) || channel_.changes() != seen_changes_ || channel_.by->is_stale() ||

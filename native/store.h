@@ -3,7 +3,7 @@
 // A kept block:   none ──begin──► filling ──commit──► ready ──evict──► none
 //                           └──── abandon, or the writer's lease is gone ─┘
 //
-// The truth is in the blocks: kept and key, and the writer: the taker, as long as it holds a lease. What is derived
+// The truth is in the blocks: state and key, and the writer: the taker, as long as it holds a lease. What is derived
 // (the chains by which a key is found) is rebuilt by the peer that takes over the lock of a dead holder. A block that
 // is kept is not returned with its last lease; one that is evicted is returned at once, for only blocks that are not
 // held are evicted. LOCK store is taken before LOCK block, never while LOCK pool is held.
@@ -59,7 +59,7 @@ class Store {
         attachment_.refresh();
         return locked(NEVER, [&] {
             u32 index = find(key);
-            if (index == NONE || kept(index) != Kept::ready) return false;
+            if (index == NONE || state(index) != StoreState::ready) return false;
             use(index, out, is_granted);
             return true;
         });
@@ -69,22 +69,22 @@ class Store {
     // commits or abandons. wait: another peer is writing the value; wait_for_fill(seen) and begin again.
     // Throws MemoryExhausted where all that is in the way is held.
     // deadline: for locks.
-    Begun begin(const Key& key, u64 nbytes, Extent& out, u32& seen, u64 deadline = NEVER) {
+    Begun begin(const Key& key, u64 nbytes, Extent& out, u32& fills_before, u64 deadline = NEVER) {
         attachment_.refresh();
-        Begun found;
-        auto is_there = [&] { return locked(deadline, [&] { return look(key, out, seen, found); }); };
-        if (!take(nbytes, out, deadline, is_there)) return found;
+        Begun begun;
+        auto is_there = [&] { return locked(deadline, [&] { return look(key, out, fills_before, begun); }); };
+        if (!take(nbytes, out, deadline, is_there)) return begun;
         PENSTOCK_POINT("store.taken");
-        found = Begun::fill;
+        begun = Begun::fill;
         Extent ours = out;
         try {
             bool is_there = locked(deadline, [&] {
-                if (look(key, out, seen, found)) return true;
+                if (look(key, out, fills_before, begun)) return true;
                 Block& block = pool_.block(ours.block);
                 for (u32 i = 0; i < KEY_WORDS; ++i) block.key[i].store(key.words[i], RELAXED);
                 block.used_ns.store(now_ns(), RELAXED);
                 block.hits.store(0, RELAXED);
-                set_kept(ours.block, Kept::filling);
+                set_state(ours.block, StoreState::filling);
                 PENSTOCK_POINT("store.keyed");
                 link(ours.block);
                 head_.puts.add();
@@ -97,7 +97,7 @@ class Store {
             throw;
         }
         pool_.release(ours.block, ours.generation);  // another peer was faster
-        return found;
+        return begun;
     }
     // What was written is there for all. False: it was taken out meanwhile (clear()).
     bool commit(const Extent& extent) {
@@ -106,7 +106,7 @@ class Store {
             Locked guard(*this);
             is_ours = is_filling(extent);
             PENSTOCK_POINT("store.filled");
-            if (is_ours) set_kept(extent.block, Kept::ready);
+            if (is_ours) set_state(extent.block, StoreState::ready);
         }
         PENSTOCK_POINT("store.committed");
         announce_fill();
@@ -156,7 +156,7 @@ class Store {
                 if (index != NONE) let_go(index), ++removed;
             } else {
                 for (u32 index = 0; index < geometry_.shape.max_blocks; ++index)
-                    if (kept(index) != Kept::none) let_go(index), ++removed;
+                    if (state(index) != StoreState::none) let_go(index), ++removed;
             }
             return true;
         });
@@ -164,10 +164,10 @@ class Store {
         return removed;
     }
     u32 fills() const { return head_.fills.load(order::fills.acquire); }
-    Woken wait_for_fill(u32 seen, u64 deadline, Spinner& spinner, Waits& waits) {
+    Woken wait_for_fill(u32 fills, u64 deadline, Spinner& spinner, Waits& waits) {
         head_.fills_awaited.add();
         return wait<false>(head_.filled, 1ull << (attachment_.slot() % 64), deadline, spinner, waits, nullptr,
-                           [&] { return head_.fills.load(order::fills.acquire) != seen || attachment_.is_stale(); });
+                           [&] { return head_.fills.load(order::fills.acquire) != fills || attachment_.is_stale(); });
     }
 
     // For the reaper: what that peer was writing is given up; if it held the lock, what is derived is rebuilt.
@@ -180,7 +180,7 @@ class Store {
                 rebuild();
             Unlock unlock{attachment_, head_.lock};
             for (u32 index = 0; index < geometry_.shape.max_blocks && is_still(); ++index) {
-                if (kept(index) != Kept::filling || pool_.block(index).taker.load(RELAXED) != slot) continue;
+                if (state(index) != StoreState::filling || pool_.block(index).taker.load(RELAXED) != slot) continue;
                 let_go(index);
                 head_.abandoned.add();
             }
@@ -200,8 +200,8 @@ class Store {
         u64 now = now_ns();
         for (u32 index = 0; index < geometry_.shape.max_blocks; ++index) {
             Block& block = pool_.block(index);
-            Kept state = kept(index);
-            if (state == Kept::none || !is_live(index)) continue;
+            StoreState current = state(index);
+            if (current == StoreState::none || !is_live(index)) continue;
             StoreStats::Item item{};
             for (u32 i = 0; i < KEY_WORDS; ++i) item.key.words[i] = block.key[i].load(RELAXED);
             item.block = index;
@@ -209,7 +209,7 @@ class Store {
             item.taker = block.taker.load(RELAXED);
             item.nbytes = block.nbytes.load(RELAXED);
             item.hits = block.hits.load(RELAXED);
-            item.is_filling = state == Kept::filling;
+            item.is_filling = current == StoreState::filling;
             for (u32 p = 0; p < geometry_.shape.max_peers; ++p) item.holders += pool_.held(index)[p].load(RELAXED) != 0;
             u64 taken = block.taken_ns.load(RELAXED), used = block.used_ns.load(RELAXED);
             item.age_ns = now - std::min(now, taken);
@@ -290,8 +290,8 @@ class Store {
         }
     }
 
-    Kept kept(u32 index) const { return static_cast<Kept>(pool_.block(index).kept.load(RELAXED)); }
-    void set_kept(u32 index, Kept state) { pool_.block(index).kept.store(static_cast<u32>(state), RELAXED); }
+    StoreState state(u32 index) const { return static_cast<StoreState>(pool_.block(index).store_state.load(RELAXED)); }
+    void set_state(u32 index, StoreState to) { pool_.block(index).store_state.store(static_cast<u32>(to), RELAXED); }
     bool is_live(u32 index) const {
         return static_cast<BlockState>(pool_.block(index).state.load(order::block.acquire)) == BlockState::live;
     }
@@ -301,7 +301,7 @@ class Store {
         return true;
     }
     bool is_filling(const Extent& extent) const {
-        return extent.block < geometry_.shape.max_blocks && kept(extent.block) == Kept::filling &&
+        return extent.block < geometry_.shape.max_blocks && state(extent.block) == StoreState::filling &&
                pool_.block(extent.block).generation.load(RELAXED) == extent.generation;
     }
     Shared<u32>& bucket(u64 word) const { return buckets_[word & (geometry_.shape.buckets - 1)]; }
@@ -312,7 +312,7 @@ class Store {
             u32 link = bucket(key.words[0]).load(RELAXED), steps = 0;
             for (; link != 0 && link <= geometry_.shape.max_blocks && steps <= geometry_.shape.max_blocks; ++steps) {
                 u32 index = link - 1;
-                if (kept(index) != Kept::none && is_key(index, key) && is_live(index)) return index;
+                if (state(index) != StoreState::none && is_key(index, key) && is_live(index)) return index;
                 link = pool_.block(index).next.load(RELAXED);
             }
             if (link == 0 || is_rebuilt) break;
@@ -323,7 +323,7 @@ class Store {
     // Its writer has no lease of it any more, and so will never commit it.
     bool is_given_up(u32 index) const {  // its lease was there before it was `filling`, which LOCK store shows
         u32 taker = pool_.block(index).taker.load(RELAXED);
-        return kept(index) == Kept::filling &&
+        return state(index) == StoreState::filling &&
                (taker >= geometry_.shape.max_peers || pool_.held(index)[taker].load(RELAXED) == 0);
     }
     void link(u32 index) {
@@ -348,7 +348,7 @@ class Store {
         pool_.header().recoveries.add();
         for (u32 i = 0; i < geometry_.shape.buckets; ++i) buckets_[i].store(0, RELAXED);
         for (u32 index = 0; index < geometry_.shape.max_blocks; ++index)
-            if (is_live(index) && kept(index) != Kept::none) link(index);
+            if (is_live(index) && state(index) != StoreState::none) link(index);
     }
     void use(u32 index, Extent& out, bool is_granted = false) {
         Block& block = pool_.block(index);
@@ -360,16 +360,16 @@ class Store {
         block.hits.store(block.hits.load(RELAXED) + 1, RELAXED);
         head_.hits.add();
     }
-    bool look(const Key& key, Extent& out, u32& seen, Begun& found) {
-        seen = fills();
+    bool look(const Key& key, Extent& out, u32& fills_before, Begun& begun) {
+        fills_before = fills();
         u32 index = find(key);
         if (index == NONE) return false;
         if (is_given_up(index)) {
             let_go(index);
             return false;
         }
-        found = kept(index) == Kept::ready ? Begun::hit : Begun::wait;
-        if (found == Begun::hit) use(index, out);
+        begun = state(index) == StoreState::ready ? Begun::hit : Begun::wait;
+        if (begun == Begun::hit) use(index, out);
         return true;
     }
     // The block is kept no longer; it is returned at once if it is not held. False: it is held, and only_if_unheld.
@@ -448,7 +448,7 @@ class Store {
     }
     bool may_go(u32 index, u32 generation) const {
         return is_live(index) && pool_.block(index).generation.load(RELAXED) == generation &&
-               (kept(index) == Kept::ready || is_given_up(index)) && pool_.is_unheld(index);
+               (state(index) == StoreState::ready || is_given_up(index)) && pool_.is_unheld(index);
     }
     __extension__ typedef unsigned __int128 Worth;  // exact, so that small ones are not lost in sums with large ones
     struct Item {

@@ -8,7 +8,7 @@
 namespace penstock {
 
 // A record that was found, and not yet copied.
-struct Seen {
+struct TappedRecord {
     u32 lane = 0;
     u64 sequence = 0;
     u64 committed_ns = 0;
@@ -34,7 +34,7 @@ class Tap {
 
     // The next record of a lane, the lanes in turn. False: there is none now. Throws CorruptRecord, and then goes on
     // with what comes after.
-    bool find(Seen& out) {
+    bool find(TappedRecord& out) {
         for (u32 k = 1; k <= channel_.g.shape.lanes; ++k) {
             u32 i = (last_lane_ + k) % channel_.g.shape.lanes;
             if (find_in(i, out)) return true;
@@ -43,20 +43,20 @@ class Tap {
     }
     // Copies what find() found (nullptr: passes it). False: it was overwritten, or its block given back, before the
     // copy was whole. A record in the ring is then one that was missed. Throws where the block cannot be read.
-    bool copy(const Seen& seen, u8* to) {
-        last_lane_ = seen.lane;
-        if (seen.is_spilled || to == nullptr) {
-            bool is_whole = !seen.is_gone && to != nullptr && copy_block(seen.ref, to);
-            pass(seen);  // not if copying throws: then it is still the next one
+    bool copy(const TappedRecord& record, u8* to) {
+        last_lane_ = record.lane;
+        if (record.is_spilled || to == nullptr) {
+            bool is_whole = !record.is_gone && to != nullptr && copy_block(record.ref, to);
+            pass(record);  // not if copying throws: then it is still the next one
             return is_whole;
         }
-        u64 position = lanes_[seen.lane].position;
-        copy_words(to, ring_at(seen.lane, position) + sizeof(Record), seen.nbytes);
-        if (!is_untouched(seen.lane, position)) {
-            go_on_at(seen.lane, oldest(seen.lane));
+        u64 position = lanes_[record.lane].position;
+        copy_words(to, ring_at(record.lane, position) + sizeof(Record), record.nbytes);
+        if (!is_untouched(record.lane, position)) {
+            go_on_at(record.lane, oldest(record.lane));
             return false;
         }
-        pass(seen);
+        pass(record);
         return true;
     }
     // Records that were overwritten before they were read. Exact where the next record after them has been read; else
@@ -117,8 +117,8 @@ class Tap {
         for (u32 r = 0; r < channel_.g.shape.receivers; ++r) {
             Cursor& cursor = channel_.cursor(i, r);
             if (mode_of(cursor.mode.load(order::mode.acquire)) != CursorMode::counted) continue;
-            u64 kept = committed - cursor.released.load(order::room.acquire);
-            if (kept <= lane_nbytes && kept >= behind)
+            u64 held_nbytes = committed - cursor.released.load(order::room.acquire);
+            if (held_nbytes <= lane_nbytes && held_nbytes >= behind)
                 return true;  // else: not one of ours, see Sender::least_released
         }
         return false;
@@ -164,7 +164,7 @@ class Tap {
         return std::min(sequence - view.sequence, (view.position - view.lost_position) / RECORD_ALIGN);
     }
 
-    bool find_in(u32 i, Seen& out) {
+    bool find_in(u32 i, TappedRecord& out) {
         LaneView& view = lanes_[i];
         u64 lane_nbytes = channel_.g.shape.lane_nbytes;
         for (int tries = 0; tries < TRIES; ++tries) {
@@ -217,12 +217,12 @@ class Tap {
             default: return false;
         }
     }
-    void pass(const Seen& seen) {
-        LaneView& view = lanes_[seen.lane];
-        if (view.is_adrift) missed_ += lost(view, seen.sequence);
+    void pass(const TappedRecord& record) {
+        LaneView& view = lanes_[record.lane];
+        if (view.is_adrift) missed_ += lost(view, record.sequence);
         view.is_adrift = false;
-        view.position = seen.end;
-        view.sequence = seen.sequence + 1;
+        view.position = record.end;
+        view.sequence = record.sequence + 1;
     }
 
     // ── what lies in the pool ──

@@ -122,10 +122,10 @@ class TraceReader {
     // The ends write events until TRACE_NS from now. False: they did not until now, so events may lack.
     bool extend() {
         Shared<u64>& until = segment_->header().traced_until;
-        u64 now = now_ns(), seen = until.load(RELAXED);
-        bool was_on = seen > now;
-        while (seen < now + TRACE_NS || seen > now + MAX_TRACE_NS)
-            if (until.compare_exchange_strong(seen, now + TRACE_NS, RELAXED)) break;
+        u64 now = now_ns(), current = until.load(RELAXED);
+        bool was_on = current > now;
+        while (current < now + TRACE_NS || current > now + MAX_TRACE_NS)
+            if (until.compare_exchange_strong(current, now + TRACE_NS, RELAXED)) break;
         return was_on;
     }
     // The events of an end since the last call, which are valid as far as this can be seen; how many.
@@ -138,10 +138,10 @@ class TraceReader {
         fence(order::trace.acquire);  // the copy was made before this
         u64 then = cursor(end).load(RELAXED);
         u64 oldest = then + 1 > TRACE_EVENTS ? then + 1 - TRACE_EVENTS : 0;
-        u64 kept = std::clamp(oldest, first, written), now = now_ns();
-        missed_ += kept - next;
+        u64 begin = std::clamp(oldest, first, written), now = now_ns();
+        missed_ += begin - next;
         u64 many = 0;
-        for (u64 i = kept; i < written; ++i) {
+        for (u64 i = begin; i < written; ++i) {
             if (is_event(end, to[i - first], now))
                 to[many++] = to[i - first];
             else

@@ -35,9 +35,9 @@ inline int futex(Shared<u32>* word, int operation, u32 value, const timespec* ti
     return got < 0 ? -errno : static_cast<int>(got);
 }
 inline constexpr u32 ANY = FUTEX_BITSET_MATCH_ANY;
-inline int futex_wait(Shared<u32>* word, u32 seen, u64 deadline, u32 mask = ANY) {
+inline int futex_wait(Shared<u32>* word, u32 expected, u64 deadline, u32 mask = ANY) {
     timespec at{static_cast<time_t>(deadline / 1'000'000'000), static_cast<long>(deadline % 1'000'000'000)};
-    return futex(word, FUTEX_WAIT_BITSET, seen, deadline == NEVER ? nullptr : &at, mask);
+    return futex(word, FUTEX_WAIT_BITSET, expected, deadline == NEVER ? nullptr : &at, mask);
 }
 inline int futex_wake(Shared<u32>* word, int waiters, u32 mask = ANY) {
     return futex(word, FUTEX_WAKE_BITSET, static_cast<u32>(waiters), nullptr, mask);
@@ -52,9 +52,9 @@ struct Interpreter {
     void (*retake)(void* released) = nullptr;
 };
 inline Interpreter interpreter;
-inline int futex_wait_for_lock(Shared<u32>* word, u32 seen, u64 deadline) {
+inline int futex_wait_for_lock(Shared<u32>* word, u32 expected, u64 deadline) {
     void* released = interpreter.release == nullptr ? nullptr : interpreter.release();
-    int got = futex_wait(word, seen, deadline);
+    int got = futex_wait(word, expected, deadline);
     if (released != nullptr) interpreter.retake(released);
     return got;
 }
@@ -119,15 +119,15 @@ Woken wait(Bell& bell, u64 bit, u64 deadline, Spinner& spinner, Waits& waits, co
         return finish(Woken::ready);
     }
     for (;;) {
-        u32 seen = bell.rings.load(order::bell.seq_cst);  // first: a ringer that takes our bit moves rings after
-        bell.parked.fetch_or(bit, order::bell.seq_cst);   // before the second look
+        u32 rings = bell.rings.load(order::bell.seq_cst);  // first: a ringer that takes our bit moves rings after
+        bell.parked.fetch_or(bit, order::bell.seq_cst);    // before the second look
         fence(order::bell.seq_cst);
         PENSTOCK_POINT("wait.parked");
         int got = 0;
         bool is_ready = ready();
         if (!is_ready) {
             if (!is_resumed) waits.parks.count();
-            got = futex_wait(&bell.rings, seen, until, fold(bit));
+            got = futex_wait(&bell.rings, rings, until, fold(bit));
             PENSTOCK_POINT("wait.woken");
         }
         u64 others = clears ? bell.parked.fetch_and(~bit, order::bell.seq_cst) & ~bit : 0;

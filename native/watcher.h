@@ -414,14 +414,14 @@ inline void Watcher::loop() {
                 must_scan = true;
                 continue;
             }
-            auto found = watched_.find(events[i].data.u64);
-            if (found == watched_.end()) continue;
-            u32 how = how_it_ended(found->second.pidfd, found->first);
-            for (Attachment* attachment : found->second.attachments) {
-                attachment->note_how(found->first, how);
-                reap_or_retry(attachment, found->first);
+            auto watch = watched_.find(events[i].data.u64);
+            if (watch == watched_.end()) continue;
+            u32 how = how_it_ended(watch->second.pidfd, watch->first);
+            for (Attachment* attachment : watch->second.attachments) {
+                attachment->note_how(watch->first, how);
+                reap_or_retry(attachment, watch->first);
             }
-            unwatch(found);
+            unwatch(watch);
         }
         if (must_scan) scan_all();
         again_ms = settle_marks();

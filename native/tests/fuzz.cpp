@@ -245,14 +245,14 @@ void send(Sender& sender, Random& random) {
     sender.try_send(parts, 2, total);
 }
 void receive(World& world, Ends& ends, const std::shared_ptr<Receiver>& receiver, Random& random) {
-    Found found;
-    if (!receiver->try_find(found)) return;
-    read_all(*world.segment, found.at, found.nbytes);
+    FoundRecord record;
+    if (!receiver->try_find(record)) return;
+    read_all(*world.segment, record.at, record.nbytes);
     if (random.one_in(3))
-        ends.held.push_back({receiver->channel().by, found.is_spilled ? nullptr : receiver, found.lane,
-                             receiver->lease(found), found.extent});
+        ends.held.push_back({receiver->channel().by, record.is_spilled ? nullptr : receiver, record.lane,
+                             receiver->lease(record), record.extent});
     else
-        receiver->accept(found);
+        receiver->accept(record);
 }
 // Through a mapping that nobody can write through: a tap that writes is a crash.
 void add_tap(World& world, Ends& ends, Random& random) {
@@ -263,10 +263,10 @@ void add_tap(World& world, Ends& ends, Random& random) {
 }
 void look(Tap& tap, Random& random) {
     std::vector<u8> bytes;
-    Seen seen;
-    for (u64 most = 1 + random.below(64); most > 0 && tap.find(seen); --most) {
-        bytes.assign(seen.is_gone ? 0 : seen.nbytes, 0);
-        tap.copy(seen, seen.is_gone || random.one_in(8) ? nullptr : bytes.data());
+    TappedRecord record;
+    for (u64 most = 1 + random.below(64); most > 0 && tap.find(record); --most) {
+        bytes.assign(record.is_gone ? 0 : record.nbytes, 0);
+        tap.copy(record, record.is_gone || random.one_in(8) ? nullptr : bytes.data());
     }
     tap.missed();
 }
@@ -400,12 +400,12 @@ void call_store(World& world, Ends& ends, Random& random) {
         case 5:
             expect_error_or_value("Store::begin", [&] {
                 const u64 sizes[] = {0, 1, 64, 1000, 8000, world.shape().pool_nbytes};
-                u32 seen = 0;
-                Store::Begun begun = store.begin(key, random.of(sizes), extent, seen);
+                u32 fills_before = 0;
+                Store::Begun begun = store.begin(key, random.of(sizes), extent, fills_before);
                 if (begun == Store::Begun::wait) {
                     Spinner spinner(Latency::eco);
                     Waits waits{};
-                    store.wait_for_fill(seen, now_ns() + random.below(50'000), spinner, waits);
+                    store.wait_for_fill(fills_before, now_ns() + random.below(50'000), spinner, waits);
                     return;
                 }
                 have(extent);
@@ -420,8 +420,8 @@ void call_store(World& world, Ends& ends, Random& random) {
         case 7: expect_error_or_value("Store::abandon", [&] { store.abandon(extent); }); break;
         case 8:
             expect_error_or_value("Store::give_up", [&] {
-                u32 seen = 0;
-                Store::Begun begun = store.begin(key, random.below(9000), extent, seen);
+                u32 fills_before = 0;
+                Store::Begun begun = store.begin(key, random.below(9000), extent, fills_before);
                 if (begun == Store::Begun::fill) store.give_up(extent);
                 if (begun == Store::Begun::hit) have(extent);
             });
@@ -618,9 +618,9 @@ void adopt_anything(World& world, u64 seed, u64 round) {
         }
         if (g.shape.buckets != 0) {
             Extent extent;
-            u32 seen = 0;
+            u32 fills_before = 0;
             Store store(*by);
-            if (store.begin(Key{}, 100, extent, seen) == Store::Begun::fill) store.commit(extent);
+            if (store.begin(Key{}, 100, extent, fills_before) == Store::Begun::fill) store.commit(extent);
             Pool(*by).release(extent.block, extent.generation);
             store.remove(nullptr);
         }
@@ -629,10 +629,10 @@ void adopt_anything(World& world, u64 seed, u64 round) {
             auto receiver = std::make_shared<Receiver>(by, -1);
             for (int i = 0; i < 4; ++i) {
                 send(sender, random);
-                Found found;
-                if (!receiver->try_find(found)) continue;
-                read_all(*segment, found.at, found.nbytes);
-                receiver->accept(found);
+                FoundRecord record;
+                if (!receiver->try_find(record)) continue;
+                read_all(*segment, record.at, record.nbytes);
+                receiver->accept(record);
             }
         }
         Tap tap(segment, true);
@@ -685,10 +685,10 @@ int main(int argc, char** argv) {
         pid_t child = ::fork();
         if (child == 0) run(arguments, first, mutations, only != NEVER);
         int status = 0;
-        u64 seen = NEVER, moved_ns = now_ns();
+        u64 last_calls = NEVER, moved_ns = now_ns();
         bool is_hung = false;
         while (::waitpid(child, &status, WNOHANG) == 0) {
-            if (u64 at = progress->calls.load(); at != seen) seen = at, moved_ns = now_ns();
+            if (u64 at = progress->calls.load(); at != last_calls) last_calls = at, moved_ns = now_ns();
             is_hung = now_ns() - moved_ns > HANG_NS;
             if (is_hung) ::kill(child, SIGABRT);
             ::usleep(is_hung ? 1'000'000 : 2'000);

@@ -54,16 +54,16 @@ void publish(u32 receivers, u64 records) {
             auto receiver = std::make_shared<Receiver>(Attachment::join(own, "receiver"), static_cast<int>(r));
             u64 words[64];
             for (u64 next = 0; next < records;) {
-                Found found;
-                while (!receiver->try_find(found))
+                FoundRecord record;
+                while (!receiver->try_find(record))
                     REQUIRE(receiver->wait(now_ns() + WATCHDOG_NS) != Woken::deadline, "stuck at %" PRIu64, next);
-                std::memcpy(words, found.at, found.nbytes);
-                receiver->accept(found);
-                bool is_whole = found.nbytes == 8 * (2 + words[0] % 60);
+                std::memcpy(words, record.at, record.nbytes);
+                receiver->accept(record);
+                bool is_whole = record.nbytes == 8 * (2 + words[0] % 60);
                 u64 sum = 0;
-                for (u64 i = 0; is_whole && i + 1 < found.nbytes / 8; ++i)
+                for (u64 i = 0; is_whole && i + 1 < record.nbytes / 8; ++i)
                     sum += words[i], is_whole = words[i] == words[0];
-                is_whole = is_whole && words[found.nbytes / 8 - 1] == ~sum;
+                is_whole = is_whole && words[record.nbytes / 8 - 1] == ~sum;
                 int what = !is_whole              ? torn
                            : words[0] == next     ? whole
                            : words[0] + 1 == next ? again
@@ -139,7 +139,7 @@ void bell(u64 rounds, u64 seed) {
 
 // order::ready: in an inbox the bit of a lane is set after its record is committed, and cleared before the last look.
 void ready(u32 lanes, u64 records) {
-    enum { found, overlooked };
+    enum { noticed, overlooked };
     std::array<Outcome, 2> outcomes{{{"found", true, "the bit was set, or the last look saw it"},
                                      {"committed, and not looked for", false, "cleared first, looked at after"}}};
     auto segment = create(channel_shape(ChannelStyle::inbox, lanes, 1, 4096, 512, 64 << 10, 8, lanes + 2), "ready");
@@ -160,7 +160,7 @@ void ready(u32 lanes, u64 records) {
     auto receiver = std::make_shared<Receiver>(Attachment::join(own, "receiver"), 0);
     std::vector<u64> next(lanes, 0);
     for (u64 left = lanes * records; left > 0; --left) {
-        Found record;
+        FoundRecord record;
         while (!receiver->try_find(record))
             if (receiver->wait(now_ns() + 2'000'000'000) == Woken::deadline) {
                 bool is_there = false;
@@ -171,7 +171,7 @@ void ready(u32 lanes, u64 records) {
             }
         ++next[record.lane];
         receiver->accept(record);
-        ++outcomes[found].count;
+        ++outcomes[noticed].count;
     }
     for (auto& thread : threads) thread.join();
     report(format("ready, %u senders and a receiver", lanes).c_str(), outcomes);
@@ -201,7 +201,7 @@ void robust_lock(u32 lockers, u64 rounds) {
             }
             ::waitpid(child, nullptr, 0);
         }
-        std::atomic<u32> inside{0}, told{0};
+        std::atomic<u32> inside{0}, repairs{0};
         std::vector<std::thread> threads;
         for (u32 i = 0; i < lockers; ++i)
             threads.emplace_back([&, i] {
@@ -210,7 +210,7 @@ void robust_lock(u32 lockers, u64 rounds) {
                 Shared<u32>& same = Pool(*by).block(0).lock;
                 Random random(round * 64 + i);
                 for (int k = 0; k < 200; ++k) {
-                    if (by->lock(same, now_ns() + WATCHDOG_NS)) told.fetch_add(1);
+                    if (by->lock(same, now_ns() + WATCHDOG_NS)) repairs.fetch_add(1);
                     ++outcomes[inside.fetch_add(1) == 0 ? alone : together].count;
                     if (random.one_in(16)) dawdle(random);
                     inside.fetch_sub(1);
@@ -219,8 +219,8 @@ void robust_lock(u32 lockers, u64 rounds) {
             });
         for (auto& thread : threads) thread.join();
         // It may have been reaped, which repairs, before anybody asked for the lock.
-        bool is_reaped = told.load() == 0 && Pool(*first).stats().recoveries != 0;
-        ++outcomes[told.load() == 1 || is_reaped ? repaired : told.load() == 0 ? never : repaired_twice].count;
+        bool is_reaped = repairs.load() == 0 && Pool(*first).stats().recoveries != 0;
+        ++outcomes[repairs.load() == 1 || is_reaped ? repaired : repairs.load() == 0 ? never : repaired_twice].count;
     }
     report(format("robust lock, %u lockers after a dead holder", lockers).c_str(), outcomes);
 }
@@ -241,10 +241,10 @@ void a_receiver_is_admitted_though_the_sender_it_asked_died(ChannelStyle style) 
         REQUIRE(sender.try_send(&part, 1, part.nbytes), "no room");
     }
     for (u64 number = 0; number < 3; ++number) {
-        Found found;
-        REQUIRE(receiver->try_find(found), "record %" PRIu64 " was sent to nobody", number);
-        REQUIRE(std::memcmp(found.at, &number, sizeof number) == 0, "not record %" PRIu64, number);
-        receiver->accept(found);
+        FoundRecord record;
+        REQUIRE(receiver->try_find(record), "record %" PRIu64 " was sent to nobody", number);
+        REQUIRE(std::memcmp(record.at, &number, sizeof number) == 0, "not record %" PRIu64, number);
+        receiver->accept(record);
     }
 }
 

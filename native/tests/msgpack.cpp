@@ -47,16 +47,16 @@ void each_kind_is_read_and_is_refused_wherever_it_is_cut_off() {
         {{0xca, 0x3f, 0x80, 0, 0}, real, 0},
         {{0xcb, 0x3f, 0xf0, 0, 0, 0, 0, 0, 0}, real, 0},
     };
-    for (const Case& one : cases) {
+    for (const Case& test_case : cases) {
         Atom atom;
-        Atoms whole(one.bytes.data(), one.bytes.size());
-        u32 first = one.bytes[0];
+        Atoms whole(test_case.bytes.data(), test_case.bytes.size());
+        u32 first = test_case.bytes[0];
         REQUIRE(whole.next(atom) && whole.is_at_end(), "atom %02x was not read to its end", first);
-        REQUIRE(atom.kind == one.kind && atom.number == one.number, "atom %02x is another", first);
+        REQUIRE(atom.kind == test_case.kind && atom.number == test_case.number, "atom %02x is another", first);
         REQUIRE(atom.kind != real || atom.real == 1.0, "atom %02x is %g", first, atom.real);
         REQUIRE(atom.at == nullptr || *atom.at == 'x', "the text of atom %02x is elsewhere", first);
-        for (size_t cut = 0; cut < one.bytes.size(); ++cut) {
-            std::vector<u8> some(one.bytes.begin(), one.bytes.begin() + static_cast<long>(cut));
+        for (size_t cut = 0; cut < test_case.bytes.size(); ++cut) {
+            std::vector<u8> some(test_case.bytes.begin(), test_case.bytes.begin() + static_cast<long>(cut));
             REQUIRE(!Atoms(some.data(), some.size()).next(atom), "atom %02x was read, cut off at %zu", first, cut);
         }
     }

@@ -263,11 +263,11 @@ void a_return_that_nobody_was_told_of_is_found() {
 void what_the_dead_held_comes_back() {
     auto by = Attachment::join(create(pool_shape(NBYTES, BLOCKS), "pool"), "survivor");
     Pool pool(*by);
-    Extent mine, theirs;
-    REQUIRE(pool.try_take(1000, mine) && pool.try_take(2000, theirs), "no room");
+    Extent mine, other;
+    REQUIRE(pool.try_take(1000, mine) && pool.try_take(2000, other), "no room");
     u32 slot = forge_peer(*by, identity_of_the_dead());
-    pool.held(theirs.block)[by->slot()].store(0, RELAXED);
-    pool.held(theirs.block)[slot].store(3, RELAXED);
+    pool.held(other.block)[by->slot()].store(0, RELAXED);
+    pool.held(other.block)[slot].store(3, RELAXED);
     pool.held(mine.block)[slot].store(1, RELAXED);
     pool.grants(mine.block, slot)[by->slot()].store(7, RELAXED);
     pool.grants(mine.block, by->slot())[slot].store(9, RELAXED);

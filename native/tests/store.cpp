@@ -47,10 +47,10 @@ bool have(Store& store, Attachment& by, u64 name, Extent& out, Tally& tally, Ran
     Waits waits{};
     Key key = key_of(name);
     for (u64 deadline = now_ns() + WATCHDOG_NS;;) {
-        u32 seen = 0;
+        u32 fills_before = 0;
         Store::Begun begun;
         try {
-            begun = store.begin(key, size_of(name), out, seen);
+            begun = store.begin(key, size_of(name), out, fills_before);
         } catch (const Error& error) {
             REQUIRE(error.fault == Fault::memory_exhausted, "%s", error.what());
             ++tally.exhaustions;
@@ -74,8 +74,8 @@ bool have(Store& store, Attachment& by, u64 name, Extent& out, Tally& tally, Ran
             return true;
         }
         ++tally.waits;
-        REQUIRE(store.wait_for_fill(seen, deadline, spinner, waits) != Woken::deadline, "key %" PRIu64 " never came",
-                name);
+        REQUIRE(store.wait_for_fill(fills_before, deadline, spinner, waits) != Woken::deadline,
+                "key %" PRIu64 " never came", name);
     }
 }
 

@@ -61,28 +61,28 @@ void receive_all(const std::shared_ptr<Segment>& segment, const Plan& plan, u32 
     Pool& pool = receiver->channel().pool;
     std::vector<u64> next(plan.lanes, 0);
     struct Held {
-        Found found;
+        FoundRecord record;
         u64 id, key;
         Head head;
     };
     std::deque<Held> held;
     Random random(index);
-    auto check = [&](const Found& found, const Head& head) {
-        REQUIRE(is_filled(found.at + sizeof head, head.nbytes, head.number * 64 + head.lane),
+    auto check = [&](const FoundRecord& record, const Head& head) {
+        REQUIRE(is_filled(record.at + sizeof head, head.nbytes, head.number * 64 + head.lane),
                 "%s: record %" PRIu64 " of lane %u is torn", plan.name, head.number, head.lane);
     };
     auto let_go = [&] {
-        check(held.front().found, held.front().head);  // still what it was
-        if (held.front().found.is_spilled)
-            pool.release(held.front().found.extent.block, held.front().found.extent.generation);
+        check(held.front().record, held.front().head);  // still what it was
+        if (held.front().record.is_spilled)
+            pool.release(held.front().record.extent.block, held.front().record.extent.generation);
         else
-            receiver->release_record(held.front().found.lane, held.front().id);
+            receiver->release_record(held.front().record.lane, held.front().id);
         held.pop_front();
     };
     for (u64 total = plan.records * plan.lanes; total > 0; --total) {
-        Found found;
+        FoundRecord record;
         u64 deadline = now_ns() + WATCHDOG_NS;
-        while (!receiver->try_find(found)) {
+        while (!receiver->try_find(record)) {
             if (!held.empty())
                 let_go();  // the sender may wait for the very room that we hold
             else
@@ -90,29 +90,29 @@ void receive_all(const std::shared_ptr<Segment>& segment, const Plan& plan, u32 
                         receiver->timeout(WATCHDOG_NS).what());
         }
         Head head;
-        REQUIRE(found.nbytes >= sizeof head, "%s: a record of %" PRIu64 " bytes", plan.name, found.nbytes);
-        std::memcpy(&head, found.at, sizeof head);
-        REQUIRE(head.lane == found.lane && head.lane < plan.lanes, "%s: lane %u, found in %u", plan.name, head.lane,
-                found.lane);
-        REQUIRE(head.number == next[head.lane] && found.sequence == head.number,
+        REQUIRE(record.nbytes >= sizeof head, "%s: a record of %" PRIu64 " bytes", plan.name, record.nbytes);
+        std::memcpy(&head, record.at, sizeof head);
+        REQUIRE(head.lane == record.lane && head.lane < plan.lanes, "%s: lane %u, found in %u", plan.name, head.lane,
+                record.lane);
+        REQUIRE(head.number == next[head.lane] && record.sequence == head.number,
                 "%s: record %" PRIu64 " (sequence %" PRIu64 ") of lane %u where %" PRIu64 " was due", plan.name,
-                head.number, found.sequence, head.lane, next[head.lane]);
-        REQUIRE(found.nbytes == sizeof head + head.nbytes && head.nbytes == size_of(plan, head.lane, head.number),
-                "%s: %" PRIu64 " bytes, said to be %u", plan.name, found.nbytes, head.nbytes);
+                head.number, record.sequence, head.lane, next[head.lane]);
+        REQUIRE(record.nbytes == sizeof head + head.nbytes && head.nbytes == size_of(plan, head.lane, head.number),
+                "%s: %" PRIu64 " bytes, said to be %u", plan.name, record.nbytes, head.nbytes);
         ++next[head.lane];
-        check(found, head);
+        check(record, head);
         if (random.one_in(16)) {
-            held.push_back({found, receiver->lease(found), 0, head});
+            held.push_back({record, receiver->lease(record), 0, head});
         } else {
-            receiver->accept(found);
+            receiver->accept(record);
         }
         while (held.size() > 4 || (!held.empty() && random.one_in(4))) let_go();
     }
     while (!held.empty()) let_go();
-    Found found;
+    FoundRecord record;
     for (u64 deadline = now_ns() + WATCHDOG_NS;;) {  // and then the end, in peace
         try {
-            REQUIRE(!receiver->try_find(found), "%s: one record too many", plan.name);
+            REQUIRE(!receiver->try_find(record), "%s: one record too many", plan.name);
             REQUIRE(receiver->wait(deadline) != Woken::deadline, "%s: no end", plan.name);
         } catch (const Error& error) {
             REQUIRE(error.fault == Fault::end_of_channel, "%s: %s", plan.name, error.what());

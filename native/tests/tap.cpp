@@ -50,19 +50,20 @@ struct Play {
     }
     void receive(u64 many = 1) {
         for (; many > 0; --many, ++received) {
-            Found found;
-            REQUIRE(receiver->try_find(found), "no record %" PRIu64, received);
-            receiver->accept(found);
+            FoundRecord record;
+            REQUIRE(receiver->try_find(record), "no record %" PRIu64, received);
+            receiver->accept(record);
         }
     }
     // Everything there is, each of it whole; how many. (What was found and then lost is not counted.)
     u64 look() {
         u64 many = 0;
         std::vector<u8> bytes;
-        for (Seen seen; tap.find(seen);) {
-            bytes.resize(seen.nbytes + 1);
-            if (!tap.copy(seen, bytes.data())) continue;
-            REQUIRE(is_filled(bytes.data(), seen.nbytes, seen.sequence), "record %" PRIu64 " is torn", seen.sequence);
+        for (TappedRecord record; tap.find(record);) {
+            bytes.resize(record.nbytes + 1);
+            if (!tap.copy(record, bytes.data())) continue;
+            REQUIRE(is_filled(bytes.data(), record.nbytes, record.sequence), "record %" PRIu64 " is torn",
+                    record.sequence);
             ++many;
         }
         return many;
@@ -79,18 +80,18 @@ void what_a_receiver_has_still_to_read_is_not_missed() {
 void what_the_sender_writes_over_before_it_moves_committed_is_missed(u64 seen_before, bool is_found_before) {
     constexpr u64 RECORDS = 63;  // of 64 bytes each: the place that is left is too short, and skipped
     Play play;
-    Seen seen;
+    TappedRecord record;
     u8 bytes[INLINE_LIMIT];
     play.send(8, seen_before);
     REQUIRE(play.look() == seen_before, "not all of them");
     play.send(8, RECORDS - seen_before);
     play.receive(RECORDS);
-    if (is_found_before) REQUIRE(play.tap.find(seen) && seen.sequence == seen_before, "not the next one");
+    if (is_found_before) REQUIRE(play.tap.find(record) && record.sequence == seen_before, "not the next one");
     Reservation* room = play.sender.try_reserve(INLINE_LIMIT);
     REQUIRE(room != nullptr, "no room");
     std::memset(room->at, 0x5a, INLINE_LIMIT);  // behind the header, which comes last; and committed is where it was
     u64 lost = seen_before * 64 < sizeof(Record) + INLINE_LIMIT ? RECORDS - seen_before : 0;
-    if (is_found_before) REQUIRE(play.tap.copy(seen, bytes) == (lost == 0), "%" PRIu64 " seen before", seen_before);
+    if (is_found_before) REQUIRE(play.tap.copy(record, bytes) == (lost == 0), "%" PRIu64 " seen before", seen_before);
     u64 rest = RECORDS - seen_before - (is_found_before && lost == 0 ? 1 : 0);
     REQUIRE(play.look() == rest - lost && play.tap.missed() == lost, "%" PRIu64 " missed", play.tap.missed());
     play.sender.abort();
@@ -102,10 +103,10 @@ void what_may_be_written_over_at_any_moment_is_missed_and_not_waited_for() {
     Play play;
     play.send(8, 63);
     play.receive(63);
-    Seen seen;
+    TappedRecord record;
     u8 bytes[INLINE_LIMIT];
-    REQUIRE(play.tap.find(seen) && !play.tap.copy(seen, bytes), "it may be written over while we look");
-    REQUIRE(!play.tap.find(seen) && play.tap.missed() == 63, "%" PRIu64 " missed", play.tap.missed());
+    REQUIRE(play.tap.find(record) && !play.tap.copy(record, bytes), "it may be written over while we look");
+    REQUIRE(!play.tap.find(record) && play.tap.missed() == 63, "%" PRIu64 " missed", play.tap.missed());
 }
 
 void a_tap_that_was_lapped_goes_on_where_a_receiver_is() {
@@ -121,34 +122,35 @@ void a_long_record_is_seen_until_its_last_receiver_has_it() {
     Play play;
     play.send(1000);
     play.send(2000);
-    Seen seen;
+    TappedRecord record;
     std::vector<u8> bytes(2000);
-    REQUIRE(play.tap.find(seen) && seen.is_spilled && !seen.is_gone && seen.nbytes == 1000, "not the first");
-    REQUIRE(play.tap.copy(seen, bytes.data()) && is_filled(bytes.data(), 1000, 0), "not as it was sent");
-    REQUIRE(play.tap.find(seen) && !seen.is_gone && seen.nbytes == 2000, "not the second");
+    REQUIRE(play.tap.find(record) && record.is_spilled && !record.is_gone && record.nbytes == 1000, "not the first");
+    REQUIRE(play.tap.copy(record, bytes.data()) && is_filled(bytes.data(), 1000, 0), "not as it was sent");
+    REQUIRE(play.tap.find(record) && !record.is_gone && record.nbytes == 2000, "not the second");
     play.receive(2);
-    REQUIRE(!play.tap.copy(seen, bytes.data()), "of a block that was given back");
+    REQUIRE(!play.tap.copy(record, bytes.data()), "of a block that was given back");
     play.send(2000);  // into the same memory
     play.receive();
     play.send(8);
-    REQUIRE(play.tap.find(seen) && seen.is_spilled && seen.is_gone && seen.sequence == 2, "it is there still");
-    REQUIRE(!play.tap.copy(seen, nullptr) && play.look() == 1 && play.tap.missed() == 0, "it stopped at what is gone");
+    REQUIRE(play.tap.find(record) && record.is_spilled && record.is_gone && record.sequence == 2, "it is there still");
+    REQUIRE(!play.tap.copy(record, nullptr) && play.look() == 1 && play.tap.missed() == 0,
+            "it stopped at what is gone");
 }
 
 void the_block_of_another_record_is_not_taken_for_the_one_before_it() {
     Play play;
-    Seen seen;
+    TappedRecord record;
     std::vector<u8> bytes(1000);
     play.send(1000);
-    REQUIRE(play.tap.find(seen) && !seen.is_gone, "not there");
+    REQUIRE(play.tap.find(record) && !record.is_gone, "not there");
     play.receive();
     for (int i = 0; i < 8; ++i) {  // until the same block is live again, in the same place
         play.send(1000);
         if (i < 7) play.receive();
     }
-    REQUIRE(static_cast<BlockState>(Pool(*play.by).block(seen.ref.block).state.load(RELAXED)) == BlockState::live,
+    REQUIRE(static_cast<BlockState>(Pool(*play.by).block(record.ref.block).state.load(RELAXED)) == BlockState::live,
             "not live");
-    REQUIRE(!play.tap.copy(seen, bytes.data()), "bytes of record 8 as those of record 0");
+    REQUIRE(!play.tap.copy(record, bytes.data()), "bytes of record 8 as those of record 0");
 }
 
 // ── at full speed ──
@@ -188,26 +190,26 @@ Counts tap_all(Tap& tap, const Plan& plan, u64 seed, u32 rest_one_in) {
     for (u64 deadline = now_ns() + WATCHDOG_NS; counts.whole + counts.gone + tap.missed() != total;) {
         REQUIRE(now_ns() < deadline, "%s: %" PRIu64 " whole, %" PRIu64 " gone and %" PRIu64 " missed are not %" PRIu64,
                 plan.name, counts.whole, counts.gone, tap.missed(), total);
-        Seen seen;
-        if (!tap.find(seen)) {
+        TappedRecord record;
+        if (!tap.find(record)) {
             ::sched_yield();
             continue;
         }
         if (random.one_in(rest_one_in)) dawdle(random);  // what was found may be overwritten
-        REQUIRE(seen.nbytes <= bytes.size(), "%s: a record of %" PRIu64 " bytes", plan.name, seen.nbytes);
-        bool is_whole = tap.copy(seen, bytes.data());
-        if (!is_whole && !seen.is_spilled) continue;
-        REQUIRE(seen.sequence >= next[seen.lane], "%s: record %" PRIu64 " of lane %u where %" PRIu64 " was due",
-                plan.name, seen.sequence, seen.lane, next[seen.lane]);
-        next[seen.lane] = seen.sequence + 1;
+        REQUIRE(record.nbytes <= bytes.size(), "%s: a record of %" PRIu64 " bytes", plan.name, record.nbytes);
+        bool is_whole = tap.copy(record, bytes.data());
+        if (!is_whole && !record.is_spilled) continue;
+        REQUIRE(record.sequence >= next[record.lane], "%s: record %" PRIu64 " of lane %u where %" PRIu64 " was due",
+                plan.name, record.sequence, record.lane, next[record.lane]);
+        next[record.lane] = record.sequence + 1;
         ++(is_whole ? counts.whole : counts.gone);
         if (!is_whole) continue;
         Head head;
         std::memcpy(&head, bytes.data(), sizeof head);
-        REQUIRE(head.number == seen.sequence && head.lane == seen.lane && seen.nbytes == sizeof head + head.nbytes &&
-                    head.nbytes == size_of(plan, head.lane, head.number),
+        REQUIRE(head.number == record.sequence && head.lane == record.lane &&
+                    record.nbytes == sizeof head + head.nbytes && head.nbytes == size_of(plan, head.lane, head.number),
                 "%s: record %" PRIu64 " of lane %u is torn: it says number %" PRIu64 ", lane %u, %u bytes", plan.name,
-                seen.sequence, seen.lane, head.number, head.lane, head.nbytes);
+                record.sequence, record.lane, head.number, head.lane, head.nbytes);
         REQUIRE(is_filled(bytes.data() + sizeof head, head.nbytes, head.number * 64 + head.lane),
                 "%s: record %" PRIu64 " of lane %u is torn", plan.name, head.number, head.lane);
     }
@@ -239,10 +241,10 @@ void play(const Plan& plan, u64 seed) {
             Random random(seed ^ r);
             u32 pause_one_in = static_cast<u32>(std::min<u64>(5000, plan.records * plan.lanes / 32));
             for (u64 left = plan.records * plan.lanes; left > 0; --left) {
-                Found found;
-                while (!receiver->try_find(found))
+                FoundRecord record;
+                while (!receiver->try_find(record))
                     REQUIRE(receiver->wait(now_ns() + WATCHDOG_NS) != Woken::deadline, "%s: stuck", plan.name);
-                receiver->accept(found);
+                receiver->accept(record);
                 if (random.one_in(pause_one_in))
                     ::usleep(1000);  // now and then the ring is full, and the taps catch up
             }
@@ -261,7 +263,7 @@ void play(const Plan& plan, u64 seed) {
         });
     for (auto& thread : threads) thread.join();
     Counts sum;
-    for (const Counts& one : counts) sum.whole += one.whole, sum.gone += one.gone, sum.missed += one.missed;
+    for (const Counts& part : counts) sum.whole += part.whole, sum.gone += part.gone, sum.missed += part.missed;
     std::printf("%-24s %8" PRIu64 " records, %zu taps: %" PRIu64 " whole, %" PRIu64 " gone, %" PRIu64 " missed\n",
                 plan.name, plan.records * plan.lanes, taps.size(), sum.whole, sum.gone, sum.missed);
     std::fflush(stdout);

@@ -43,8 +43,8 @@ struct Arguments {
     u64 scale = 1;  // multiplies the work of a whole run
     std::vector<std::string> rest;
     Arguments(int argc, char** argv) {
-        const char* said = std::getenv("PENSTOCK_SEED");
-        seed = said != nullptr ? std::strtoull(said, nullptr, 0) : now_ns() & 0xffffffff;
+        const char* variable = std::getenv("PENSTOCK_SEED");
+        seed = variable != nullptr ? std::strtoull(variable, nullptr, 0) : now_ns() & 0xffffffff;
         for (int i = 1; i < argc; ++i) {
             std::string word = argv[i];
             if (word == "--quick")

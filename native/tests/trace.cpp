@@ -47,9 +47,9 @@ struct Ends {
         return sender.try_send(&part, 1, nbytes);
     }
     void receive(u32 r) {
-        Found found;
-        REQUIRE(receivers[r]->try_find(found), "no record");
-        receivers[r]->accept(found);
+        FoundRecord record;
+        REQUIRE(receivers[r]->try_find(record), "no record");
+        receivers[r]->accept(record);
     }
 };
 
@@ -63,8 +63,8 @@ void the_events_of_a_scene_are_exactly_what_happened() {
         ends.receive(0);
         ends.receive(0);
         ends.receive(1);
-        Found found;
-        REQUIRE(!ends.receivers[0]->try_find(found), "a third record");
+        FoundRecord record;
+        REQUIRE(!ends.receivers[0]->try_find(record), "a third record");
         REQUIRE(ends.receivers[0]->wait(now_ns() + 2'000'000) == Woken::deadline, "a record");
     }
     u64 ended = now_ns();
@@ -186,9 +186,10 @@ void what_was_overwritten_is_missed_and_the_rest_is_whole() {
         u64 before = play.reader.missed(), many = round * TRACE_EVENTS / 2 + round;
         for (u64 i = 0; i < many; ++i, ++written) ring.add(TraceKind::taken, now, now, written);
         auto events = play.read(1);
-        u64 kept = std::min(many, TRACE_EVENTS - 1);  // where the oldest one lies, the next may be written
-        REQUIRE(events.size() == kept && play.reader.missed() - before == many - kept, "%zu events", events.size());
-        for (u64 i = 0; i < kept; ++i) REQUIRE(events[i].number == written - kept + i, "event %" PRIu64, i);
+        u64 readable = std::min(many, TRACE_EVENTS - 1);  // where the oldest one lies, the next may be written
+        REQUIRE(events.size() == readable && play.reader.missed() - before == many - readable, "%zu events",
+                events.size());
+        for (u64 i = 0; i < readable; ++i) REQUIRE(events[i].number == written - readable + i, "event %" PRIu64, i);
     }
 }
 
@@ -229,12 +230,12 @@ void a_tracer_never_returns_a_torn_event(u64 many, u64 seed) {
             TraceReader& reader = *readers[t];
             Random random(seed + t);
             std::vector<TraceEvent> events(TRACE_EVENTS);
-            u64 next = 0, seen = 0;
+            u64 next = 0, events_read = 0;
             for (bool is_last = false; !is_last;) {
                 is_last = is_over.load();
                 reader.extend();
                 u64 got = reader.read(1, events.data());
-                for (u64 i = 0; i < got; ++i, ++seen) {
+                for (u64 i = 0; i < got; ++i, ++events_read) {
                     u64 number = events[i].number;
                     REQUIRE(number >= next && events[i].nbytes == static_cast<u32>(number * 2654435761) &&
                                 events[i].since_ns == 1 + number && events[i].how == static_cast<u8>(number),
@@ -243,9 +244,9 @@ void a_tracer_never_returns_a_torn_event(u64 many, u64 seed) {
                 }
                 if (t != 0 && random.one_in(t == 1 ? 64 : 2)) ::usleep(static_cast<unsigned>(random.below(300)));
             }
-            REQUIRE(seen + reader.missed() == many && reader.corrupt() == 0,
-                    "%" PRIu64 " seen and %" PRIu64 " missed are not %" PRIu64, seen, reader.missed(), many);
-            whole += seen, missed += reader.missed();
+            REQUIRE(events_read + reader.missed() == many && reader.corrupt() == 0,
+                    "%" PRIu64 " seen and %" PRIu64 " missed are not %" PRIu64, events_read, reader.missed(), many);
+            whole += events_read, missed += reader.missed();
         });
     TraceRing ring(other_mapping(segment), 1);
     Random random(seed);
@@ -278,9 +279,9 @@ void print_costs() {
         u64 began = now_ns();
         for (u64 i = 0; i < MANY; ++i) {
             Part part{&i, sizeof i};
-            Found found;
-            REQUIRE(sender.try_send(&part, 1, sizeof i) && receiver->try_find(found), "no room");
-            receiver->accept(found);
+            FoundRecord record;
+            REQUIRE(sender.try_send(&part, 1, sizeof i) && receiver->try_find(record), "no room");
+            receiver->accept(record);
         }
         least[is_on] = std::min(least[is_on], (now_ns() - began) / (MANY / 1000));
         for (u32 end = 0; end < reader.ends(); ++end) reader.read(end, events.data());

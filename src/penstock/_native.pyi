@@ -581,7 +581,7 @@ def use_values(ref_of: Callable[..., Any], read: Callable[[Any, Any, bool], Any]
 
 class Lease:
     """
-    A value, held: its memory is not reused while the lease, or an array of the value, lives.
+    A value, held: the memory is not reused while the lease, or an array of the value, lives.
 
     Examples:
         >>> store = Store(1 << 20)
@@ -598,7 +598,7 @@ class Lease:
 
     def value(self, as_: Literal['numpy', 'torch', 'bits'] = 'numpy', *, writable: bool = False) -> Any:
         """
-        Returns the value, its tensors read-only views of the memory where it lies, which they hold.
+        Returns the value, with tensors that are read-only views of the memory where it lies, which they hold.
 
         Args:
             as_: the library that the tensors are of: "numpy"; "torch"; or "bits", where kinds that NumPy has no word for are

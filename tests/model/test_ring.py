@@ -4,7 +4,7 @@
     Sender.try_reserve, commit   sender.h    of the same names; the record is written cell by cell, then order publish
     Sender.wait, is_awaited, has_room, least_released, admit, look_at_ends: of the same names
     Sender.close                 sender.h    Sender::close; what it does while a view lives is in test_view.py
-    Receiver.find_in, give_back  receiver.h  of the same names: order publish, order room, `wanted`. That PATIENCE_NS
+    Receiver.find_in, give_back  receiver.h  of the same names: order publish, order room, `wake_position`. PATIENCE_NS
                                              have passed is a word of its own, which a process called time sets
     Receiver.wait, look_at_sender, was_admitted, hand_on: of the same names
     Receiver.join, let_go        receiver.h  the constructor for a place that was closed; let_go

@@ -42,8 +42,8 @@ int main(int argc, char** argv) {
     }
     const std::size_t max = largest;
     REQUIRE(max < 256, "%zu bytes at once", max);
-    u32 found = 0;
-    REQUIRE(cache.find(hash, found) && found == num_blocks - 1, "block %u", found);
+    u32 block = 0;
+    REQUIRE(cache.find(hash, block) && block == num_blocks - 1, "block %u", block);
     const char* broken = cache.broken_invariant();
     REQUIRE(broken == nullptr, "%s", broken);
     std::printf("%u blocks, %zu bytes at most for one\n", num_blocks, max);

@@ -103,9 +103,9 @@ void check_against_doubles(Random& random) {
         for (u64 row = 0; row < drawn.rows; ++row)
             for (u64 result = 0; result < drawn.linear.results(); ++result) {
                 double expected = drawn.expected(row, result);
-                double found = double{float_of(out[row * drawn.linear.results() + result])};
-                REQUIRE(std::abs(found - expected) <= 0.005 * (1.0 + std::abs(expected)), "%s: %g instead of %g",
-                        linear_kernels().kernels[index].name, found, expected);
+                double actual = double{float_of(out[row * drawn.linear.results() + result])};
+                REQUIRE(std::abs(actual - expected) <= 0.005 * (1.0 + std::abs(expected)), "%s: %g instead of %g",
+                        linear_kernels().kernels[index].name, actual, expected);
             }
         REQUIRE(drawn.computed(kernel, 2 * (1 + random.below(8)), 1) == out, "chunks change bits");
         REQUIRE(drawn.computed(kernel, 2, 1 + random.below(4)) == out, "threads change bits");
@@ -131,7 +131,7 @@ void check_extremes() {
     PackedLinear linear{};
     linear.inputs = 1, linear.outputs = 3;
     std::vector<u16> weights(linear.size()), tiles(linear.panel_size()), out(3);
-    const u16 one = bits_of(1.0f), w[3] = {one, bits_of(-2.0f), 0};
+    const u16 bits_of_one = bits_of(1.0f), w[3] = {bits_of_one, bits_of(-2.0f), 0};
     pack_weights(linear, weights.data(), w, 3, 0, 1);
     linear.weights = weights.data();
     for (float value : {std::numeric_limits<float>::infinity(), std::numeric_limits<float>::quiet_NaN(), 3.0e38f}) {
@@ -139,9 +139,9 @@ void check_extremes() {
         pack_rows(&x, 1, 1, 1, tiles.data());
         for (u64 index = 0; index < linear_kernels().count; ++index) {
             linear_kernels().kernels[index].kernel(linear, tiles.data(), 1, 0, 1, out.data(), 3);
-            float expected = float_of(x), found = float_of(out[0]);
+            float expected = float_of(x), actual = float_of(out[0]);
             const char* name = linear_kernels().kernels[index].name;
-            REQUIRE(std::isnan(expected) ? std::isnan(found) : found == expected, "%s: %g", name, double{found});
+            REQUIRE(std::isnan(expected) ? std::isnan(actual) : actual == expected, "%s: %g", name, double{actual});
         }
     }
 }

@@ -95,8 +95,8 @@ struct Case {
 
 using Kernel = void (*)(const PagedAttention&, u64, u64, float*);
 
-void compare(const Case& given, const char* name, Kernel kernel) {
-    PagedAttention problem = given.problem;
+void compare(const Case& test_case, const char* name, Kernel kernel) {
+    PagedAttention problem = test_case.problem;
     u64 count = problem.num_seqs * problem.num_heads * problem.value_size,
         pairs = problem.num_seqs * problem.num_kv_heads;
     bool is_bfloat16 = problem.dtype == DType::bfloat16;
@@ -108,16 +108,16 @@ void compare(const Case& given, const char* name, Kernel kernel) {
     double tolerance = is_bfloat16 ? 2e-2 : 2e-5;
     for (u64 at = 0; at < count; ++at) {
         u64 seq = at / (problem.num_heads * problem.value_size), head = at / problem.value_size % problem.num_heads;
-        double expected = given.value(seq, head, at % problem.value_size);
+        double expected = test_case.value(seq, head, at % problem.value_size);
         REQUIRE(std::fabs(expected - double{out[at]}) <= tolerance, "%s: seq %llu head %llu: %g instead of %g", name,
                 (unsigned long long)seq, (unsigned long long)head, double{out[at]}, expected);
     }
 }
 
 // NaN in the keys stays NaN in the result: the sampler fails such a request.
-void require_nan_of_nan(const Case& given, const char* name, Kernel kernel) {
-    if (given.problem.dtype != DType::float32) return;
-    Case other = given;
+void require_nan_of_nan(const Case& test_case, const char* name, Kernel kernel) {
+    if (test_case.problem.dtype != DType::float32) return;
+    Case other = test_case;
     PagedAttention problem = other.problem;
     u64 count = problem.num_seqs * problem.num_heads * problem.value_size;
     std::vector<float> out(count), scratch(problem.scratch_size());
@@ -139,17 +139,17 @@ int main(int argc, char** argv) {
     std::printf("paged_attention: seed %llu\n", (unsigned long long)arguments.seed);
     for (u64 round = 0; round < rounds; ++round) {
         Random random(arguments.seed + round);
-        Case given(random);
-        compare(given, "portable", paged_attention_portable);
-        require_nan_of_nan(given, "portable", paged_attention_portable);
+        Case test_case(random);
+        compare(test_case, "portable", paged_attention_portable);
+        require_nan_of_nan(test_case, "portable", paged_attention_portable);
 #if defined(__x86_64__)
         if (has_avx2()) {
-            compare(given, "AVX2", paged_attention_avx2);
-            require_nan_of_nan(given, "AVX2", paged_attention_avx2);
+            compare(test_case, "AVX2", paged_attention_avx2);
+            require_nan_of_nan(test_case, "AVX2", paged_attention_avx2);
         }
         if (has_avx512()) {
-            compare(given, "AVX-512", paged_attention_avx512);
-            require_nan_of_nan(given, "AVX-512", paged_attention_avx512);
+            compare(test_case, "AVX-512", paged_attention_avx512);
+            require_nan_of_nan(test_case, "AVX-512", paged_attention_avx512);
         }
 #endif
     }

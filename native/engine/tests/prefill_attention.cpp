@@ -128,9 +128,9 @@ void check(Random& random) {
             const NamedKernel& linear = linear_kernels().kernels[index];
             std::vector<u16> out = drawn.computed(*kernel, linear.sums);
             for (u64 at = 0; at < out.size(); ++at) {
-                double found = double{float_of(out[at])};
-                REQUIRE(std::abs(found - expected[at]) <= 0.02, "%s: number %llu is %g instead of %g", linear.name,
-                        (unsigned long long)at, found, expected[at]);
+                double actual = double{float_of(out[at])};
+                REQUIRE(std::abs(actual - expected[at]) <= 0.02, "%s: number %llu is %g instead of %g", linear.name,
+                        (unsigned long long)at, actual, expected[at]);
             }
         }
 }

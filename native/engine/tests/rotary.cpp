@@ -91,9 +91,9 @@ void check(Random& random) {
         std::vector<u8> cached_values(places * kv_heads * p.value_size * nbytes, 0x77);
         p.out = out.data(), p.cached_keys = cached_keys.data(), p.cached_values = cached_values.data();
         kernel(p, 0, p.tokens);
-        auto compare = [&](double found, double expected) {
+        auto compare = [&](double actual, double expected) {
             double limit = p.dtype == DType::float32 ? 1e-5 : 0.02;
-            REQUIRE(std::abs(found - expected) <= limit * (4.0 + std::abs(expected)), "%g instead of %g", found,
+            REQUIRE(std::abs(actual - expected) <= limit * (4.0 + std::abs(expected)), "%g instead of %g", actual,
                     expected);
         };
         for (u64 token = 0; token < p.tokens; ++token) {
