@@ -59,7 +59,7 @@ class Hello(msgspec.Struct, array_like=True, frozen=True):
 
 
 class Introduction(msgspec.Struct, array_like=True, frozen=True):
-    verdict: str = ""  # why the link is refused; empty: it is not, as far as this side can know yet
+    verdict: str = ""  # why the link is refused; empty: it is not, as far as the local side can know yet
     offer: LinkOffer | None = None
     resume_offer: ResumeOffer | None = None
 
@@ -119,9 +119,9 @@ class Handshake:
         require_secret(secret)
         self.outbox: list[bytes] = []
         self.spec: LinkSpec | None = None
-        self.offer: LinkOffer | None = None  # the other side's
+        self.offer: LinkOffer | None = None  # the remote side's
         self.remote: RemoteSide | None = None
-        self.resume_offer: ResumeOffer | None = None  # the other side's, of a link that goes on
+        self.resume_offer: ResumeOffer | None = None  # the remote side's, of a link that goes on
         self._secret = secret
         self._nonce = os.urandom(NONCE_NBYTES) if nonce is None else nonce
         self._clock = clock
@@ -129,7 +129,7 @@ class Handshake:
         self._clock_offset_ns = 0
         self.knock = b""  # of a connector
         self.has_knocked = False  # a connector has; a listener knows
-        self._is_proved = False  # the other side has the secret
+        self._is_proved = False  # the remote side has the secret
         self._sent = self._received = 0  # introductions
 
     @property
@@ -170,7 +170,7 @@ class Handshake:
         return hello
 
     def refused(self, kind: RefusalKind, reason: str) -> BridgeRefused:
-        """Returns the error, and tells the other side why."""
+        """Returns the error, and tells the remote side why."""
         self.outbox.append(msgspec.msgpack.encode(Hello(b"", b"", refusal=reason)))
         return BridgeRefused.of(kind, reason)
 
@@ -182,7 +182,7 @@ class Handshake:
         return _mac(self._secret, b"proof", role, *self._nonces, nonce, str(clock_ns).encode())
 
     def _accept_proof(self, hello: Hello) -> None:
-        """Also compares the clocks: the other side has read its own between the time of our message, and now."""
+        """Also compares the clocks: the remote side has read its own between the time of our message, and now."""
         if not hmac.compare_digest(self._proof(self.other_role, hello.nonce, hello.clock_ns), hello.proof):
             raise self.refused("secret", WRONG_SECRET)
         self._is_proved = True
@@ -213,7 +213,7 @@ class Handshake:
         return introduction
 
     def _unfit(self, reasons: Sequence[str]) -> BridgeRefused:
-        """Returns the error, and tells the other side, which has proved itself, why."""
+        """Returns the error, and tells the remote side, which has proved itself, why."""
         text = "; ".join(reasons)
         self._introduce(Introduction(text))
         return BridgeRefused(text)

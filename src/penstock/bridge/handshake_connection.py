@@ -37,7 +37,7 @@ class HandshakeConnection:
     def advance(self) -> bool:
         """Goes on without waiting. Returns whether the handshake is done, and all of it sent.
 
-        Raises BridgeRefused, EOFError where the other side has gone, and OSError where the connection is lost.
+        Raises BridgeRefused, EOFError where the remote side has gone, and OSError where the connection is lost.
         """
         try:
             while self._flush() and not self.handshake.is_done:
@@ -54,14 +54,14 @@ class HandshakeConnection:
             raise
         except OneSidedTls:
             if isinstance(self.wire, TlsWire):
-                self.wire = self.wire.plain  # the other side reads no records
+                self.wire = self.wire.plain  # the remote side reads no records
             refusal = self.handshake.refused("tls", ONE_SIDED_TLS)
             self._send_refusal()
             raise refusal from None
         return self.handshake.is_done and self._flush()
 
     def _send_refusal(self) -> None:
-        with contextlib.suppress(OSError):  # the other side has refused, and gone
+        with contextlib.suppress(OSError):  # the remote side has refused, and gone
             self._flush()
 
     def _receive(self) -> bytes | None:
@@ -116,7 +116,7 @@ class HandshakeConnection:
         return READABLE | (select.EPOLLOUT if is_writing else 0)
 
     def close(self) -> None:
-        """The other side may read first what it was told."""
+        """The remote side may read first what it was told."""
         self.wire.shut_down_writing()
         self.wire.close()
 

@@ -60,7 +60,7 @@ class PendingHandshake(Protocol):
 
     @property
     def has_knocked(self) -> bool:
-        """Whether the other side has shown that it has the secret, or a recorded knock."""
+        """Whether the remote side has shown that it has the secret, or a recorded knock."""
 
     @property
     def events(self) -> int:
@@ -97,7 +97,7 @@ class Arrival:
         return False
 
     def close(self) -> None:
-        """The other side may read first what it was told."""
+        """The remote side may read first what it was told."""
         if self.handshake is not None:
             self.handshake.close()
         self.connection.close()

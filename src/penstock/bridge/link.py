@@ -1,9 +1,9 @@
-"""One side of a link between two nodes: an ordinary receiver and an ordinary sender of this node's channels, in one
-thread that sleeps in `epoll` on their bells and on the connection.
+"""One side of a link between two nodes: a receiver and a sender of the local node's channels, in one thread.
 
-Frames pass as they are. A link serves one epoch. A connection that is lost while both processes live is made again, and
-nothing is lost with it; what a link had under way when it died is lost, and whatever it served begins anew. Leaves to
-the session what packets mean, and to the listener how a link begins.
+The thread sleeps in `epoll` on the bells of the channels and on the connection. Frames pass unchanged. A link serves
+one epoch. A connection that is lost while both processes live is made again, without the loss of a frame. When a link
+dies, all frames under way are lost, and the service above begins anew. Leaves to the session what packets mean, and to
+the listener how a link begins.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ if TYPE_CHECKING:
     from penstock.bridge.value_exchange import ValueExchange
     from penstock.channel import FrameReceiver
 
-ROUNDS = 8  # of sending, or of reading, before the other one has its turn
+ROUNDS = 8  # of sending, or of reading, before the other begins
 CALM_S = 0.005  # without a turn of the loop while frames pass
 MAX_EVENTS = 64  # of one sleep
-LAST_WORDS_S = 0.2  # to tell the other side why this one ends the link
+LAST_WORDS_S = 0.2  # to tell the remote side why this one ends the link
 READABLE = select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR | select.EPOLLRDHUP
 
 
@@ -76,7 +76,7 @@ class Link:
         wire: PlainWire | TlsWire,
         resumer: Resumer | None = None,
     ) -> None:
-        """`offer` is the other side's, of the handshake. Without a `resumer` the link ends with its connection."""
+        """`offer` is the remote side's, of the handshake. Without a `resumer` the link ends with its connection."""
         self.spec = spec
         self.remote = remote
         self._offer = offer
@@ -120,7 +120,7 @@ class Link:
             raise self._death(error.kind, f"{error.how}: {error}") from None
         except RemoteFailure as failure:
             with contextlib.suppress(OSError):
-                session.queue.flush(self._wire)  # what says that this side has heard nothing
+                session.queue.flush(self._wire)  # what says that the local side has heard nothing
             self._wire.close(is_aborted=failure.kind == "silent")
             raise self._death(failure.kind, failure.how) from None
         finally:
@@ -144,8 +144,8 @@ class Link:
                 os.eventfd_write(self._wakeup, 1)
 
     def insert(self, channel: str, frame: Buffer, *, source: int = 0) -> None:
-        """Sends a frame into an inbound channel, as if sender `source` of the other node had sent it after all that it
-        did send. For `on_death`, in the thread of the link."""
+        """Sends a frame into an inbound channel, behind all frames of sender `source` of the remote node, and in the
+        name of that sender. For `on_death`, in the thread of the link."""
         if self._session is None:
             raise ValueError("the link does not run")
         lane = next(lane for lane in self._session.inbound if lane.spec.name == channel)
@@ -258,7 +258,7 @@ class Link:
         self._poll.register(self._wire.fileno(), READABLE)
 
     def _loop(self, session: LinkSession, reader: PacketReader) -> str:
-        """Sends what there is to send, sleeps, and takes what has come, until the end."""
+        """Sends, sleeps and receives until the end."""
         while True:
             now = time.monotonic()
             if self._resumer is not None and self._resumer.is_wanted:
@@ -276,9 +276,9 @@ class Link:
             self._pass_on(session, reader, now, self._timeout(session, now, has_more))
 
     def _pass_on(self, session: LinkSession, reader: PacketReader, now: float, timeout: float) -> None:
-        """Sleeps, and passes on what has come: first a frame with a bell that rang. Where nothing but frames
-        came, it sleeps again, for up to CALM_S: a turn of the loop takes several times as long as a frame, on a
-        processor that the receivers need."""
+        """Sleeps, and passes on received packets: first a frame with a bell that rang. Sleeps again after frames alone,
+        for up to CALM_S: a turn of the loop takes several times as long as a frame, on a processor that the receivers
+        need."""
         wire, queue, lanes, poll = self._wire, session.queue, self._lanes, self._poll.poll
         connection, is_sending, until = wire.fileno(), session.is_sending, now + timeout
         while True:
@@ -329,7 +329,7 @@ class Link:
         return session.queue.nbytes > 0 or self._wire.wants_write
 
     def _read(self, session: LinkSession, reader: PacketReader) -> None:
-        """Raises ConnectionClosed, or another OSError, if there is no connection any more."""
+        """Raises ConnectionClosed, or a different OSError, if the connection is lost."""
         wire = self._wire
         for _ in range(ROUNDS):
             has_read = reader.read(wire)
@@ -344,7 +344,7 @@ class Link:
             session.acknowledge(reader.nbytes_whole)
 
     def _timeout(self, session: LinkSession, now: float, has_more: bool) -> float:
-        """Returns how long the link may sleep, and asks for what is to wake it before."""
+        """Returns how long the link may sleep, and arms the events that wake the link before."""
         due_at = session.due_at
         retry_at = session.retry_at()
         timeout = max(0.0, (due_at if retry_at is None else min(due_at, retry_at)) - now)
@@ -356,7 +356,7 @@ class Link:
         return timeout
 
     def _arm(self, session: LinkSession) -> bool:
-        """Asks the bells to ring of ends that could go on, and no others. Returns whether an end may go on already."""
+        """Arms the bells of the ends that could go on. Returns whether an end may go on already."""
         is_ready = False
         has_room = session.is_sending and session.queue.has_room
         for lane in session.outbound:
@@ -372,8 +372,8 @@ class Link:
         return LinkDied.of(kind, self.spec.link, self.remote.name, self.remote.pid, how)
 
     def _say_last(self, session: LinkSession, cause: FatalCause, text: str) -> None:
-        """Tells the other side why this one ends the link, if the connection takes it soon. It is closed when the other
-        side has read that: a connection that is closed with bytes unread may take back what was sent."""
+        """Sends the reason for the end of the link, if the connection has room soon. Closes the connection when the
+        remote side has read the reason: closing with unread bytes may take back sent bytes."""
         session.put_fatal(cause, text)
         deadline = time.monotonic() + LAST_WORDS_S
         rest = memoryview(bytearray(1 << 16))

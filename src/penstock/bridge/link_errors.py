@@ -1,4 +1,4 @@
-"""How a link between two nodes fails: refused before it begins, or dead. Each text names the side that did it."""
+"""How a link between two nodes fails: refused before the begin, or dead. Each text names the failing side."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ RefusalKind: TypeAlias = Literal["silent", "dropped", "closed", "lost", "foreign
 
 
 class BridgeRefused(PenstockError):
-    """The two sides do not fit: another secret, build, epoch or configuration. The text has every difference.
+    """The two sides do not fit: secret, build, epoch or configuration differ. The text has every difference.
 
     `kind` is one of
-        foreign    the other side does not speak the protocol of a bridge, or another version of the protocol
-        secret     the other side has another secret
-        tls        one side speaks TLS, and the other side does not; or a certificate is not of the authority
+        foreign    the remote side does not speak the protocol of a bridge, or speaks a different version
+        secret     the secrets differ
+        tls        only one side speaks TLS, or a certificate is not of the authority
         unfit      build, epoch or configuration differ
 
     Examples:
@@ -34,17 +34,17 @@ class BridgeRefused(PenstockError):
 
 
 class LinkDied(PeerDied):
-    """The link has ended, and not because both sides were done. What it had under way is lost.
+    """The link has ended before both sides were done. All frames under way are lost.
 
-    `name` and `pid` are of the process at the other side, `how` says what happened, and `kind` is one of
-        closed     its connection ended without a word, and was not made again: its process, or its node, was killed; or
-                   connections were lost too often
-        silent     no byte came from it for `silence_s`: it is stopped, or the network between is cut
-        unheard    it says that no byte came to it from here: the network is cut in that direction
-        ended      it ended the link because of a death or a failure on its node
-        damaged    a packet arrived twice with bytes that were not sent: the checksum does not match
-        protocol   it sent what no side of a link sends
-        local      a death or a failure on this node; the other side raises "ended"
+    `name` and `pid` are of the remote process, `how` says what happened, and `kind` is one of
+        closed     the connection ended without a word, and was not made again: the remote process or node was killed;
+                   or connections were lost too often
+        silent     no byte came for `silence_s`: the remote process is stopped, or the network is cut
+        unheard    the remote side receives no byte: the network is cut in one direction
+        ended      the remote side ended the link because of a death or a failure on the remote node
+        damaged    a packet arrived twice with a wrong checksum
+        protocol   the remote side sent bytes that break the protocol
+        local      a death or a failure on the local node; the remote side raises "ended"
 
     Examples:
         >>> LinkDied("it has died").kind
@@ -62,25 +62,25 @@ class LinkDied(PeerDied):
 
 
 class ConnectionClosed(OSError):
-    """The other side has closed the connection, as the kernel does for a process that ends."""
+    """The remote side has closed the connection, as the kernel does for a process that ends."""
 
 
 class ProtocolError(Exception):
-    """The other side sent what no side of a link sends."""
+    """The remote side sent bytes that break the protocol."""
 
     kind: Literal["protocol", "damaged"] = "protocol"
     how = "broke the protocol"
 
 
 class DamagedPacket(ProtocolError):
-    """A packet does not have its checksum: the network, or a relay in it, has changed bytes."""
+    """A packet has a wrong checksum: the network, or a relay, has changed bytes."""
 
     kind = "damaged"
     how = "sent a packet that was damaged on its way"
 
 
 class RemoteFailure(Exception):
-    """The other side has ended the link, or is taken for dead."""
+    """The remote side has ended the link, or is taken for dead."""
 
     def __init__(self, kind: LossKind, how: str) -> None:
         super().__init__(how)
@@ -88,4 +88,4 @@ class RemoteFailure(Exception):
 
 
 class LocalFailure(Exception):
-    """A death or a failure on this node that ends the link."""
+    """A death or a failure on the local node that ends the link."""

@@ -1,8 +1,8 @@
-"""The lanes of a link: the frames of a channel of one node go into the channel of that name on the other.
+"""The lanes of a link: the frames of a channel go into the channel of equal name on the remote node.
 
-Each lane has credit: the bytes of frames that may be on their way or wait at the other side for room in the channel.
-Without credit the frames stay in the channel of their own node: its senders wait, as they do for any slow receiver.
-So one slow receiver holds up its own lane only, and the link reads on, heartbeats included.
+Each lane has credit: the bytes of frames that may be under way, or wait at the remote side for room in the channel.
+Without credit the frames stay in the channel of the sending node, and the senders wait, as for any slow receiver. A
+slow receiver delays one lane only: the link reads on, heartbeats included.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from penstock.errors import EndOfChannel, MemoryExhausted, PeerDied
 FRAME_COST = 64  # bytes of credit that a frame takes besides its own: frames without a byte are not free
 MAX_FRAMES = 64  # of one lane at a time
 RETRY_S = 0.02  # between two attempts for which no bell rings
-MEMORY_TIMEOUT = 10.0  # seconds that a frame waits for memory of this node
+MEMORY_TIMEOUT = 10.0  # seconds that a frame waits for memory of the local node
 
 OnDeath = Callable[["OutboundLane | InboundLane", PeerDied], None]  # raises LocalFailure where the death ends the link
 
@@ -33,7 +33,7 @@ def cost(nbytes: int) -> int:
 
 
 class OutboundLane:
-    """Takes the frames of a channel of this node."""
+    """Takes the frames of a channel of the local node."""
 
     def __init__(
         self,
@@ -74,8 +74,8 @@ class OutboundLane:
         return bool(self._long)
 
     def pump(self, most: int = MAX_FRAMES) -> None:
-        """Puts up to `most` frames into the queue, while there are some, and credit, and the wire keeps up. Of a long
-        frame, which is the last one then, `put_piece` puts the bytes."""
+        """Puts up to `most` frames into the queue, while credit lasts and the wire keeps up. A long frame is the last
+        frame of a call: `put_piece` puts the bytes."""
         if self.is_over or (self.retry_at and time.monotonic() < self.retry_at):
             return
         self.retry_at = 0.0
@@ -119,8 +119,7 @@ class OutboundLane:
         self._queue.put(packets.FRAME_PART, self.number, self._source, piece)
 
     def arm(self, has_room: bool) -> bool:
-        """Asks the bell to ring, if the lane may send and there is room. Returns whether frames may be there
-        already."""
+        """Arms the bell, if the lane may send and has room. Returns whether frames may have come already."""
         if not has_room or not self.may_send:
             self.receiver.disarm()
             return False
@@ -136,7 +135,7 @@ class OutboundLane:
 
 
 class _LongFrame:
-    """A frame that arrives in pieces: in room of the channel, or in memory of this process where there is none."""
+    """A frame that arrives in pieces: in room of the channel, or in memory of the process if the channel is full."""
 
     def __init__(self, room: _native.Reservation | None, nbytes: int) -> None:
         self.reservation = room
@@ -156,7 +155,7 @@ class _LongFrame:
 
 
 class InboundLane:
-    """Sends frames of the other node into a channel of this one, those of each sender over there by one of ours."""
+    """Sends frames of the remote node into a local channel, with a local sender for each remote sender."""
 
     def __init__(
         self, number: int, spec: InboundChannel, queue: PacketQueue, stats: LinkStats, on_death: OnDeath
@@ -221,7 +220,7 @@ class InboundLane:
                 self._returned += cost(long.nbytes)
 
     def insert(self, source: int, frame: bytes) -> None:
-        """Sends a frame of this side behind those that have come of sender `source`. It takes no credit."""
+        """Sends a frame of the local side behind the received frames of sender `source`. Takes no credit."""
         if self._backlogs[source] or not self._try_send(source, frame):
             self._keep(source, frame)
             self._returned -= cost(len(frame))
@@ -298,7 +297,7 @@ class InboundLane:
         return any(self._backlogs)
 
     def drain(self) -> None:
-        """Passes on what waits for room, and gives credit back; at the end of the lane closes its senders."""
+        """Passes on frames that waited for room, and returns credit; closes the senders at the end of the lane."""
         if self.retry_at and time.monotonic() >= self.retry_at:
             self.retry_at = 0.0
         if self.has_backlog:
@@ -323,7 +322,7 @@ class InboundLane:
                 backlog.popleft()
 
     def arm(self) -> bool:
-        """Asks the bells to ring of the senders for which frames wait. Returns whether there may be room already."""
+        """Arms the bells of the senders with waiting frames. Returns whether a channel may have room already."""
         is_ready = False
         for source, backlog in enumerate(self._backlogs):
             if backlog and not self.retry_at and self.senders[source].arm():
@@ -334,7 +333,7 @@ class InboundLane:
         return is_ready
 
     def abort_frames(self) -> None:
-        """Gives up frames that have come in part: they have never been."""
+        """Drops frames that have come in part, as if the senders had not begun them."""
         for long in self._long.values():
             long.abort()
         self._long.clear()

@@ -1,4 +1,4 @@
-"""What each side of a link says of itself in the handshake, and how two of these differ."""
+"""The offer of each side of a link in the handshake, and the differences of two offers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class OfferedChannel(msgspec.Struct, array_like=True, frozen=True):
     name: str
     is_outbound: bool
     schema: bytes  # of its messages; empty: bytes
-    lanes: int = 0  # of an inbound channel, for senders over there
+    lanes: int = 0  # of an inbound channel, for senders of the remote node
     window_nbytes: int = 0  # of an inbound channel
 
 
@@ -68,7 +68,7 @@ class LinkOffer(msgspec.Struct, array_like=True, frozen=True):
         )
 
     def outbound_channels(self) -> list[OfferedChannel]:
-        """Returns the channels that this side sends frames of, by their lanes."""
+        """Returns the outbound channels of the local side, by lane."""
         return [channel for channel in self.channels if channel.is_outbound]
 
     def inbound_channels(self) -> list[OfferedChannel]:

@@ -1,8 +1,8 @@
-"""One side of a link as its packets see it: lanes, words, values, heartbeats, and how it ends. No socket, no waiting.
+"""One side of a link without sockets and waiting: lanes, words, values, heartbeats, and the end.
 
-The end in peace: a side that is done says BYE, and returns when the other one has said so as well. A side is done when
-all channels of both sides have ended, when its user stops it, or when the other side has said BYE; frames that have
-come by then are passed on first. Every other end is an exception, raised on either side.
+A clean end: a side that is done sends BYE, and returns after the BYE of the remote side. A side is done when all
+channels of both sides have ended, when the user stops the link, or when BYE has come. Received frames are passed on
+first. All exceptions of `run` mean an unclean end, and both sides raise.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class LinkSession:
         wake: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`offer` is the other side's. Opens the ends of this side. `wake` has another thread look at `pump` again."""
+        """Opens the local ends. `offer` is of the remote side. `wake` makes the link's thread call `pump` again."""
         self.spec = spec
         self.queue = PacketQueue()
         self.stats = LinkStats()
@@ -55,12 +55,12 @@ class LinkSession:
         self.inbound: list[InboundLane] = []
         self.values: ValueExchange | None = None
         self.due_at = 0.0  # when `tick` is to be called
-        self.nbytes_acked = 0  # of the other side's packets
+        self.nbytes_acked = 0  # of the remote side's packets
         self.wants_turn = False  # `pump` is to be called: more than frames that have been passed on has come
         self._wake = wake
         self._clock = clock
         self._liveness = Liveness(spec.heartbeat_s, spec.silence_s, clock())
-        self._heartbeat = (0, 0)  # the other side's last one: its clock, and this side's when it came
+        self._heartbeat = (0, 0)  # the remote side's last one: its clock, and the local side's when it came
         self._best_round_trip_ns = 1 << 62
         self._deaths: dict[tuple[str, bool, int], int] = {}  # the pid of each end's last death
         # Of the end in peace:
@@ -82,7 +82,7 @@ class LinkSession:
             lane = OutboundLane(number, channel, there[channel.name], queue, stats, self._on_local_death)
             self.outbound.append(lane)
         here = {channel.name: channel for channel in spec.inbound}
-        for number, offered in enumerate(offer.outbound_channels()):  # by the other side's numbers
+        for number, offered in enumerate(offer.outbound_channels()):  # by the remote side's numbers
             self.inbound.append(InboundLane(number, here[offered.name], queue, stats, self._on_local_death))
         self._sources = [WordSource(lane, words) for lane, words in enumerate(spec.outbound_words)]
         mirrored = {words.name: words for words in spec.inbound_words}
@@ -106,7 +106,7 @@ class LinkSession:
             self.queue.put(packets.ACK, payload=ACK_NBYTES.pack(nbytes))
 
     def pump(self, now: float) -> bool:
-        """Puts what there is to send into the queue, as far as it has room. Returns whether there is more."""
+        """Fills the queue as far as room lasts. Returns whether more waits to be sent."""
         for lane in self.inbound:
             lane.drain()
         if self._said_bye is not None:
@@ -131,8 +131,8 @@ class LinkSession:
         return has_more
 
     def _put_pieces(self, *, with_values: bool) -> bool:
-        """Puts pieces of long frames and values into the queue, behind all frames: one after the other begins. Returns
-        whether there are more."""
+        """Puts pieces of long frames and values into the queue, in turn, behind all frames. Returns whether pieces are
+        left."""
         long = self._long(with_values)
         if not long:
             return False
@@ -159,7 +159,7 @@ class LinkSession:
 
     # ── the end ──
     def stop(self, reason: str) -> None:
-        """This side's user ends the link."""
+        """The local side's user ends the link."""
         if self._stop_reason is None:
             self._stop_reason = reason
             self._done_by = self._clock() + self.spec.silence_s
@@ -179,8 +179,7 @@ class LinkSession:
         return self._said_bye is not None and self._heard_bye is not None
 
     def on_loss(self, how: str) -> str:
-        """There is no connection any more. Returns the outcome. Raises RemoteFailure if no side has said that it is
-        done."""
+        """Returns the outcome after the loss of the connection. Raises RemoteFailure if no side is done."""
         if self._heard_bye is not None:
             return self._stop_reason if self._stop_reason is not None else self._heard_bye
         if self._stop_reason is not None:
@@ -199,7 +198,7 @@ class LinkSession:
 
     @property
     def is_sending(self) -> bool:
-        """Whether frames of this node are still taken."""
+        """Whether frames of the local node are still taken."""
         return self._said_bye is None and self._stop_reason is None and self._heard_bye is None
 
     def _has_ended(self) -> bool:
@@ -213,7 +212,7 @@ class LinkSession:
         self.queue.put(packets.BYE, payload=text_payload(reason))
 
     def put_fatal(self, cause: packets.FatalCause, text: str) -> None:
-        """Tells the other side why this one ends the link."""
+        """Sends the remote side the reason for the end of the link."""
         self.queue.put(packets.FATAL, payload=bytes([FATAL_CAUSES.index(cause)]) + text_payload(text))
 
     # ── life ──

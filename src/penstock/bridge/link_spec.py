@@ -1,6 +1,6 @@
-"""What one side of a link says of itself: its channels, words and values, and what must be equal at both sides.
+"""The description of one side of a link: channels, words and values, and the facts that must be equal at both sides.
 
-A link joins two processes on two nodes. Each side describes it; the handshake compares the descriptions.
+A link joins two processes on two nodes. The handshake compares the descriptions of both sides.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ SECRET_NBYTES = 32
 
 @dataclass(frozen=True)
 class Lane:
-    """A sender of a channel: its index, and the name of this process as that sender.
+    """A sender of a channel: the index, and the name of the process as a sender.
 
     Examples:
         >>> InboundChannel("requests", Inbox(senders=3), [Lane(0, "server 0"), Lane(2, "server 1")]).lanes[1].index
@@ -37,13 +37,13 @@ class Lane:
 
 @dataclass(frozen=True)
 class OutboundChannel:
-    """A channel of this node: the link takes its frames to the other one, and this process becomes its receiver.
+    """A channel of the local node with frames for the remote node: the process becomes a receiver of the channel.
 
     Args:
-        name: of the channel in the link; the other side has an `InboundChannel` of this name.
+        name: of the channel in the link; the remote side has an `InboundChannel` of this name.
         channel: a Ring, Broadcast or Inbox.
-        index: which of its receivers; None for the first that is free.
-        peer_name: of this process as that receiver.
+        index: of the receiver; None for the first free receiver.
+        peer_name: of the process as a receiver.
         on_death: what the death of one of the channel's senders means: "end" ends the link, "forward" calls `on_death`
             of both sides.
 
@@ -61,15 +61,15 @@ class OutboundChannel:
 
 @dataclass(frozen=True)
 class InboundChannel:
-    """A channel of this node that frames of the other one go into: this process becomes a sender of it, or several.
+    """A channel of the local node for frames of the remote node: the process becomes a sender, or several senders.
 
     Args:
-        name: of the channel in the link; the other side has an `OutboundChannel` of this name.
+        name: of the channel in the link; the remote side has an `OutboundChannel` of this name.
         channel: a Ring, Broadcast or Inbox that carries the same messages.
-        lanes: for each sender of the channel over there, the sender that its frames are sent by here.
+        lanes: the local sender for the frames of each sender of the channel on the remote node.
         on_death: what the death of one of the channel's receivers means: "end" ends the link; "forward" calls
             `on_death` of both sides, and frames for a receiver without a successor are dropped, and counted.
-        window_nbytes: bytes of frames that the other side may send before this side has passed them on.
+        window_nbytes: bytes of frames that the remote side may send ahead of the local side.
 
     Examples:
         >>> InboundChannel("steps", Broadcast(receivers=3)).window_nbytes
@@ -85,12 +85,12 @@ class InboundChannel:
 
 @dataclass(frozen=True)
 class OutboundWords:
-    """Words of 8 bytes that the other side mirrors, such as a row of a status board.
+    """Words of 8 bytes that the remote side mirrors, such as a row of a status board.
 
     Args:
-        name: in the link; the other side has `InboundWords` of this name.
-        words: their memory: a view of format "Q".
-        period: seconds between two looks for changes, at most; when frames pass, the link looks more often.
+        name: in the link; the remote side has `InboundWords` of this name.
+        words: a view of format "Q".
+        period: most seconds between two scans for changes; the link scans more often while frames pass.
 
     Examples:
         >>> OutboundWords("row", memoryview(bytearray(64)).cast("Q"), period=0.05).name
@@ -104,11 +104,11 @@ class OutboundWords:
 
 @dataclass(frozen=True)
 class InboundWords:
-    """The mirror of words of the other side. Each is stored as one aligned word of 8 bytes.
+    """The mirror of words of the remote side. Each store writes an aligned word of 8 bytes.
 
     Args:
-        name: in the link; the other side has `OutboundWords` of this name.
-        words: their memory: a writable view of format "Q".
+        name: in the link; the remote side has `OutboundWords` of this name.
+        words: a writable view of format "Q".
         places: the words that are written; None: all.
 
     Examples:
@@ -123,11 +123,11 @@ class InboundWords:
 
 @dataclass(frozen=True)
 class StoreValues:
-    """A store of this node: the other side may pull its values by key.
+    """A store of the local node, from which the remote side may pull values by key.
 
     Args:
         store: the store.
-        pulls: the channels by which processes of this node ask for values of the other one; None: none do.
+        pulls: the channels by which local processes request remote values; None: no process does.
 
     Examples:
         >>> StoreValues(Store(1 << 20), PullChannels.open(clients=2)).store.name
@@ -139,7 +139,7 @@ class StoreValues:
 
 
 class ChannelDeath(msgspec.Struct, frozen=True):
-    """A process at an end of a channel of the link died: on this node, or (`is_remote`) on the other one.
+    """The death of a process at an end of a channel of the link: on the local or (`is_remote`) on the remote node.
 
     Examples:
         >>> LinkSpec("group 2", on_death=lambda death: print(death.channel, death.name, death.how)).epoch
@@ -156,11 +156,11 @@ class ChannelDeath(msgspec.Struct, frozen=True):
 
 @dataclass(frozen=True)
 class Tls:
-    """Certificates of one side. Each side shows its own, and checks that the other one's is of the same authority.
+    """Certificates of one side. Each side requires from the remote side a certificate of a common authority.
 
     Args:
-        certificate, key: paths of this side's certificate and private key, in PEM.
-        authority: path of the certificate of the authority that has signed both sides', in PEM.
+        certificate, key: paths of the local side's certificate and private key, in PEM.
+        authority: path of the certificate of the authority that has signed both certificates, in PEM.
 
     Examples:
         >>> Tls("node.pem", "node.key", authority="cluster.pem").key
@@ -172,7 +172,7 @@ class Tls:
     authority: str
 
     def context(self, *, is_server: bool) -> ssl.SSLContext:
-        """Returns the context of one side. Raises OSError for a file that cannot be read, or has something else."""
+        """Returns the context of one side. Raises OSError for a file that cannot be read or decoded."""
         for path in (self.certificate, self.key, self.authority):
             with open(path, "rb"):  # errors of ssl do not name the file
                 pass
@@ -199,19 +199,19 @@ class LinkSpec:
     """One side of a link.
 
     Args:
-        link: name of the link, the same at both sides.
-        epoch: of what the link serves, the same at both sides: a process left over from the last one is refused.
-        name: of this side, in the other side's errors.
-        channels, words: what crosses; the other side has their counterparts.
+        link: name of the link, equal at both sides.
+        epoch: of the service above, equal at both sides: a process left over from an earlier epoch is refused.
+        name: of the local side, in errors of the remote side.
+        channels, words: all that cross; the remote side has the counterparts.
         values: the store; None: no values cross.
         same: facts that must be equal at both sides, as text.
-        info: for the other side to read, as `link.remote.info`.
-        heartbeat_s: seconds between two heartbeats of this side.
-        silence_s: seconds without a byte of the other side after which the link is dead. At least twice the other
+        info: for the remote side to read, as `link.remote.info`.
+        heartbeat_s: seconds between two heartbeats of the local side.
+        silence_s: seconds without a byte of the remote side after which the link is dead. At least twice the other
             side's heartbeat.
-        on_death: is called, in the thread of the link, with each `ChannelDeath` that does not end it.
-        on_resume: is called, in the thread of the link, when it goes on over a new connection, with the seconds that it
-            had none, and with the reason.
+        on_death: is called, in the thread of the link, with each `ChannelDeath` that does not end the link.
+        on_resume: is called, in the thread of the link, on a new connection, with the seconds without a connection, and
+            with the reason.
 
     Raises:
         ValueError: two channels have one name, or a heartbeat does not fit the silence.
@@ -268,7 +268,7 @@ class LinkSpec:
 
 
 class RemoteSide(msgspec.Struct, frozen=True):
-    """The other side of a link, as it has introduced itself.
+    """The remote side of a link, by the handshake.
 
     Examples:
         >>> RemoteSide("node 1", 4711, "0.1.0", b"", clock_offset_ns=-20_000).name
@@ -279,7 +279,7 @@ class RemoteSide(msgspec.Struct, frozen=True):
     pid: int  # on its node
     version: str  # of its penstock
     info: bytes
-    clock_offset_ns: int  # its time.monotonic_ns() less that of this node, within half a round trip
+    clock_offset_ns: int  # remote less local time.monotonic_ns(), within half a round trip
     address: tuple[str, int] | None = None
 
 
@@ -297,12 +297,12 @@ class LinkStats(msgspec.Struct):
     nbytes_received: int = 0
     frames_dropped: int = 0  # their receiver has died, and has no successor
     values_sent: int = 0
-    values_declined: int = 0  # not sent, as the other side had no room for them, or had them by then
+    values_declined: int = 0  # not sent: the remote side had no room, or the values already
     values_received: int = 0
     value_nbytes_received: int = 0
-    values_missing: int = 0  # pulled, and not at the other side
+    values_missing: int = 0  # pulled, and not at the remote side
     round_trip_ns: int = 0  # of the last heartbeat that was answered
-    clock_offset_ns: int = 0  # the other side's time.monotonic_ns() less this one's, within half the best round trip
+    clock_offset_ns: int = 0  # remote less local time.monotonic_ns(), within half the best round trip
     backlog_nbytes: int = 0  # of frames that wait here for room in a channel
-    heard_s: float = 0.0  # since the last byte of the other side
+    heard_s: float = 0.0  # since the last byte of the remote side
     resumptions: int = 0  # connections that were lost, and made again

@@ -1,8 +1,7 @@
-"""How a link begins: one side listens, on the address that it is told, and the other one connects.
+"""How a link begins: one side listens on an address, and the other side connects.
 
-The connecting side tries again until it has a link. When a link has begun, a thread of the listener accepts the
-connections over which the link goes on. Leaves to the handshake what is said, and to the pool how many connections a
-listener speaks with at a time.
+The connecting side tries until the link has begun. From then on, a thread of the listener accepts the connections over
+which the link goes on. Leaves the messages to the handshake, and the number of concurrent connections to the pool.
 """
 
 from __future__ import annotations
@@ -45,9 +44,9 @@ class Listener:
     """Listens for the other sides of links.
 
     Args:
-        address: of this node, as the other one reaches it, and a port; 0: any that is free (`listener.address`).
-        secret: 32 bytes that the other side has, too.
-        tls: this side's certificates; None: what crosses is neither hidden nor signed.
+        address: of the local node, as the remote node reaches it, and a port; 0: a free port (`listener.address`).
+        secret: 32 bytes, equal at both sides.
+        tls: the local side's certificates; None: packets are neither encrypted nor signed.
 
     Raises:
         ValueError: the secret has another length.
@@ -82,8 +81,7 @@ class Listener:
         self._thread = AcceptingThread(lambda interrupt: self._accept((), math.inf, interrupt))
 
     def accept(self, *awaited: LinkSpec, timeout: float | None = None) -> Link:
-        """Waits for the other side of one of these links, and returns the link. Others are refused, in words, counted,
-        and waited past.
+        """Waits for the remote side of one of `specs`, and returns the link. Refuses and counts all other connections.
 
         Raises:
             Timeout: none came in time; the text has the last refusal.
@@ -164,13 +162,13 @@ def _resume(connection: HandshakeConnection) -> bool:
 def connect(
     address: tuple[str, int], spec: LinkSpec, *, secret: bytes, tls: Tls | None = None, timeout: float = 30.0
 ) -> Link:
-    """Returns this side of a link; the other side listens there. Tries again while no process listens, or one goes.
+    """Connects to a listener, and returns the local side of a link. Tries again while no process listens.
 
     Args:
         address: of the `Listener`.
-        spec: this side.
-        secret: 32 bytes that the other side has, too.
-        tls: this side's certificates, if the listener has some.
+        spec: the local side.
+        secret: 32 bytes that the remote side has, too.
+        tls: the local side's certificates, if the listener has some.
         timeout: seconds for all of it.
 
     Raises:

@@ -1,4 +1,4 @@
-"""When a side of a link sends a heartbeat, and when it takes the other side for dead. No clock of its own.
+"""When a side of a link sends a heartbeat, and when it takes the remote side for dead. No clock of its own.
 
 Any byte is a sign of life, so a long frame on a slow line needs no heartbeat between its pieces. A side that was
 stopped itself must read what has come meanwhile before it judges: `is_silent` is asked after a look at the connection.

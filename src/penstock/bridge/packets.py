@@ -1,4 +1,4 @@
-"""Packets: what crosses a link once both sides have agreed. Little endian throughout.
+"""Packets: the bytes on a link after the handshake, in little endian.
 
     nbytes of the payload (4) │ kind (1) │ lane (1) │ source (2) │ CRC of the payload (4) │ CRC of these 12 bytes (4)
     payload
@@ -21,14 +21,15 @@
     BYE                         the sender is done, as it says in a text; it sends nothing more
     FATAL                       the link ends: a cause (1: index in CAUSES) and a text
 
-Both CRCs are CRC-32C. The head has its own, as a damaged length would have a reader wait for bytes that do not come.
-Nothing of a damaged packet is passed on: the packet counts as one that has come in part, so it comes again over the
-next connection. A piece may lie in its place by then; the piece that comes again replaces the bytes.
+Both CRCs are CRC-32C. The head has a CRC, because a reader would wait for the bytes of a damaged length. No part of a
+damaged packet is passed on: the packet counts as received in part, and is sent again over the next connection. A piece
+may lie in the destination by then; the repeated piece replaces the bytes.
 
-A lane is the number of a channel among the outbound channels (of CREDIT: the inbound ones), or of words among those
-that go the same way. A payload has at most MAX_PAYLOAD bytes, so packets of other lanes pass between the pieces of a
-long frame. A packet is kept until the other side has acknowledged it: after the loss of a connection it is sent again
-over the next one. Leaves to the link what a packet means, and to the wire how bytes travel.
+A lane is the index of a channel among the outbound channels (of CREDIT: among the inbound channels), or of words among
+the words of one direction. A payload has at most MAX_PAYLOAD bytes, and packets of all lanes pass between the pieces of
+a long frame. A packet is kept until the remote side has acknowledged the bytes: after the loss of a connection, kept
+packets are sent again over the next connection. Leaves to the link what a packet means, and to the wire how bytes
+travel.
 """
 
 from __future__ import annotations
@@ -110,7 +111,7 @@ IN_PLACE = (FRAME_PART, VALUE_PART)
 
 BUFFER_NBYTES = 2 * (MAX_PAYLOAD + HEAD_NBYTES)
 GATHERED = 64  # buffers in one call of the kernel
-SMALL_NBYTES = 128 << 10  # payloads up to here are copied behind their head: no block of a channel waits for an ACK
+SMALL_NBYTES = 128 << 10  # payloads up to here are copied behind the head: no block of a channel waits for an ACK
 ACK_AFTER_NBYTES = SMALL_NBYTES  # received; so a payload that was not copied is acknowledged when it has come
 MAX_UNACKED_NBYTES = 16 << 20  # then frames stay in their channels, and values in their stores
 
@@ -133,14 +134,14 @@ class LinkWire(Protocol):
     """A connection that does not block."""
 
     def recv_into(self, room: memoryview) -> int | None:
-        """Returns the number of bytes read; 0: the other side has closed; None: there are none now."""
+        """Returns the number of bytes read; 0: the remote side has closed; None: there are none now."""
 
     def send(self, buffers: list[Buffer]) -> int:
         """Returns the number of bytes taken, which may be 0."""
 
 
 class PacketQueue:
-    """Packets that wait for the wire, and those that wait for their acknowledgement. Their buffers are held."""
+    """Packets that wait for the wire or for an acknowledgement, with the buffers."""
 
     def __init__(self) -> None:
         self._buffers: deque[bytes | memoryview] = deque()  # that wait for the wire
@@ -190,7 +191,7 @@ class PacketQueue:
             self._taken = taken
 
     def acknowledge(self, nbytes: int) -> None:
-        """Drops what the other side has received: so many bytes since the link began. Raises ProtocolError."""
+        """Drops the packets in the first `nbytes` of the link: the remote side has them. Raises ProtocolError."""
         if nbytes < self.nbytes_acked:  # an ACK that was sent again: the new connection has said more
             return
         unacked = self._unacked
@@ -200,7 +201,7 @@ class PacketQueue:
             raise ProtocolError(f"it acknowledged {nbytes} bytes: {self.nbytes_acked} or {self.nbytes_sent} were sent")
 
     def rewind(self, nbytes: int) -> None:
-        """What the other side has not received waits for the wire again. Raises ProtocolError."""
+        """What the remote side has not received waits for the wire again. Raises ProtocolError."""
         if nbytes < self.nbytes_acked:
             raise ProtocolError(f"it has received {nbytes} bytes, and had acknowledged {self.nbytes_acked}")
         self.acknowledge(nbytes)
@@ -257,8 +258,8 @@ class PacketReader:
         self._wants_head = False
 
     def read(self, wire: LinkWire) -> bool | None:
-        """Reads once, and handles the packets that are complete. Returns whether there were bytes; None: the other side
-        has closed. Raises ProtocolError for what is no packet, and for a damaged one."""
+        """Reads once, and handles the complete packets. Returns whether bytes came; None: the remote side has closed.
+        Raises ProtocolError for a damaged packet, and for bytes that are no packet."""
         if self._place is not None:
             with self._place[self._filled :] as room:
                 count = wire.recv_into(room)

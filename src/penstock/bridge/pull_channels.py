@@ -1,10 +1,10 @@
-"""Values of another node, by key: how a process asks the bridge of its own node, and gets them.
+"""Values of a remote node, by key: how a process requests values from the bridge of the local node.
 
-    worker: Puller.get(key) ──Pull──► bridge ──WANT──► bridge of the other node: Store.get
+    worker: Puller.get(key) ──Pull──► bridge ──WANT──► bridge of the remote node: Store.get
                             ◄─Pulled─        ◄─VALUE─
-    the value lies in the store of this node, granted to the worker, which opens it there
+    the worker opens the value in the store of the local node, by a grant
 
-However many processes ask for a key, it crosses once. Leaves to `value_exchange` what the bridge does.
+A value crosses once, for any number of requests. Leaves to `value_exchange` what the bridge does.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Pulled(msgspec.Struct, array_like=True, frozen=True):
 
     number: int
     error: str = ""
-    is_missing: bool = False  # the other node has not got it either; else there was no room here
+    is_missing: bool = False  # at the remote node, too; else the local store had no room
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class PullChannels:
     @classmethod
     def open(cls, clients: int, *, name: str = "pulls") -> Self:
         """Creates the channels for so many clients."""
-        # One lane more than there are clients: it is never taken, so the inbox never ends.
+        # One lane more than clients: the last lane is never taken, so the inbox never ends.
         requests: Inbox[Pull] = Inbox(
             Pull, senders=clients + 1, name=name, capacity=CAPACITY, long_records=LONG_RECORDS
         )
@@ -79,13 +79,13 @@ class PullChannels:
 
 
 class Puller:
-    """One client: gets values that lie in the store of this node or of the other one. Threads may share it.
+    """One client: gets values of the local or of the remote store. Threads may share a client.
 
     Args:
         channels: of the bridge.
-        client: the number of this client, which no other living process has.
-        store: of this node.
-        name: of this process, in errors.
+        client: the number of the client, unique among living processes.
+        store: of the local node.
+        name: of the process, in errors.
 
     Examples:
         >>> store, pulls = Store(1 << 20), PullChannels.open(clients=1)
@@ -102,11 +102,11 @@ class Puller:
         self._turn = threading.Lock()
 
     def get(self, key: bytes, timeout: float = PULL_TIMEOUT) -> _native.Lease:
-        """Returns a lease of the value under the key, which is pulled from the other node if it is not here.
+        """Returns a lease of the value under the key. Pulls a missing value from the remote node.
 
         Raises:
-            Missing: the other node has not got it either.
-            MemoryExhausted: there is no room for it in the store of this node.
+            Missing: both stores lack the key.
+            MemoryExhausted: the local store has no room for the value.
             Timeout: no answer in time.
             PeerDied, EndOfChannel: the bridge has ended.
         """

@@ -8,9 +8,9 @@
     Introduction: verdict                 ──►
     both sides send again what the other one has not received
 
-A session is one link of two processes. Its name comes from the key of the first handshake, so no other process has it.
-A side counts the bytes of whole packets; a packet that has come in part is sent again. Neither side reads the old
-connection after it has said its count, so no packet is taken twice. Leaves sockets to the listener.
+A session is one link of two processes. Its name comes from the key of the first handshake, so only these processes know
+the name. A side counts the bytes of whole packets; a packet received in part is sent again. No side reads the old
+connection after sending the count, so no packet is taken twice. Leaves sockets to the listener.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class ResumeOffer(msgspec.Struct, array_like=True, frozen=True):
 
 class NewConnection(NamedTuple):
     wire: PlainWire | TlsWire
-    received: int  # by the other side
+    received: int  # by the remote side
 
 
 class LossLog:
@@ -73,14 +73,14 @@ class LossLog:
         return f"{MAX_LOSSES} connections were lost within {losses[-1] - losses[0]:.1f} s" if is_storm else ""
 
     def deadline(self, *, has_ended: bool) -> float:
-        """`has_ended`: the connection was closed, as if the process at the other side had ended."""
+        """`has_ended`: the connection was closed, as if the process at the remote side had ended."""
         return min(self._silent_at, self._losses[-1] + ENDED_S) if has_ended else self._silent_at
 
 
 class ConnectorResumer:
     """The connector's way to a new connection: connects at once, and then every RETRY_S."""
 
-    is_wanted = False  # only a listener's link drops a connection because the other side has connected again
+    is_wanted = False  # only a listener's link drops a connection because the remote side has connected again
 
     def __init__(self, session: bytes, dial: Callable[[ResumeOffer, float], NewConnection | Exception]) -> None:
         """`dial` tries once, until the deadline, and returns why there is no connection yet. Raises BridgeRefused."""
@@ -90,8 +90,8 @@ class ConnectorResumer:
     def await_connection(
         self, received: int, seconds_left: Callable[[], float], sleep: Callable[[float], None]
     ) -> NewConnection | str:
-        """Returns a new connection, or why there is none. The link reads no more of its old one. `sleep` returns early
-        when the link is woken."""
+        """Returns a new connection, or why the attempts failed. The link reads no more from the old connection. `sleep`
+        returns early when the link is woken."""
         offer = ResumeOffer(self._session, received)
         refused_at = 0.0  # first: no process listens there, as far as the network says
         reason = "no time was left"
@@ -118,7 +118,7 @@ class ConnectorResumer:
 
 
 class Suspension(NamedTuple):
-    """A link waits for a new connection. A later wait has another object, perhaps with the same count."""
+    """One wait of a link for a new connection. A later wait is a new object, perhaps with an equal count."""
 
     received: int
 
@@ -128,7 +128,7 @@ class ListenerResumer:
 
     def __init__(self, link: str, forget: Callable[[], object]) -> None:
         self.link = link  # its name
-        self.is_wanted = False  # the other side has connected again: the link is to drop its connection
+        self.is_wanted = False  # the remote side has connected again: the link is to drop its connection
         self._forget = forget
         self._wake: Callable[[], None] = lambda: None
         self._changed = threading.Condition()  # reentrant
@@ -173,8 +173,8 @@ class ListenerResumer:
 
     # ── in threads that accept ──
     def suspend(self) -> Suspension:
-        """Makes the link drop its connection. Returns how much it has received. Raises BridgeRefused when the link has
-        ended, and TimeoutError, for the other side to connect again, when the link is busy."""
+        """Makes the link drop the connection. Returns the number of received bytes. Raises BridgeRefused after the end
+        of the link, and TimeoutError while the link is busy: the remote side connects again."""
         deadline = time.monotonic() + SUSPEND_S
         with self._changed:
             while self._suspension is None:  # asked again after another connection has been taken meanwhile
@@ -189,8 +189,8 @@ class ListenerResumer:
             return self._suspension
 
     def resume(self, suspension: Suspension, connection: NewConnection) -> bool:
-        """Gives the link its new connection. Returns False if the link waits for none, or the count that the other side
-        was told is of an earlier loss."""
+        """Gives the link a new connection. Returns False if the link does not wait, or the remote side has the count of
+        an earlier loss."""
         with self._changed:
             if self._suspension is not suspension or self._end:
                 return False
@@ -200,8 +200,8 @@ class ListenerResumer:
         return True
 
     def replace(self) -> None:
-        """Another process has come in the place of the other side's. The link ends when it has lost its connection,
-        also where it reads the loss later than the other process comes."""
+        """Notes that a successor of the remote process has come. The link ends when the connection is lost, also if the
+        link reads the loss later than the successor comes."""
         with self._changed:
             self._is_replaced = True
             if self._suspension is not None:

@@ -1,9 +1,9 @@
-"""Values of stores over a link: serves those of this node by key, and pulls those that processes of this node ask for.
+"""Values of stores over a link: sends values of the local store by key, and pulls values for local processes.
 
-A value is one block of a store, which means the same at any address. It is received straight into the block of this
-node's store that it will lie in; other processes that want the key wait for it meanwhile, as for any writer. Values
-cross one after the other, in pieces, behind the frames that wait at the time. The kernel takes a while to find the
-pages of a long value: a thread waits for that, so that frames and heartbeats pass meanwhile.
+A value is one block of a store, without absolute addresses. The link receives a value into a block of the local store;
+processes that want the key wait meanwhile, as for any writer. Values cross in sequence, in pieces, behind all waiting
+frames. The kernel takes a while to find the pages of a long value: a thread waits for the pages, and frames and
+heartbeats pass meanwhile.
 """
 
 from __future__ import annotations
@@ -25,21 +25,21 @@ from penstock.codec.frame import FrameDecoder
 from penstock.errors import ChannelError, DecodeError, EndOfChannel, MemoryExhausted, PeerDied, Timeout
 from penstock.memory import Ref
 
-RETRY_S = 0.02  # between two looks at a key that another process of this node is writing …
-WANT_AGAIN_S = 1.0  # … until the value is wanted again: that process may have died
+RETRY_S = 0.02  # between two looks at a key that a local process is writing …
+WANT_AGAIN_S = 1.0  # … until the value is wanted again: the writer may have died
 QUICK_NBYTES = 1 << 20  # a value up to here gets its pages at once
-MAX_WANTED = 1 << 12  # keys that the other side may ask for before it has got a value
+MAX_WANTED = 1 << 12  # keys that the remote side may want before the first value
 
 
 class _IncomingValue:
-    """A value that the other side has announced, and then sends."""
+    """A value that the remote side has announced, and then sends."""
 
     def __init__(self, key: bytes, nbytes: int) -> None:
         self.key, self.nbytes = key, nbytes
         self.filled = 0
-        self.block: _native.BlockLease | None = None  # of the store, to be filled; None: it is not to come
-        self.error: Exception | None = None  # why not; None: a process of this node has written it by now
-        self.is_decided = False  # the thread that looks for room has ended
+        self.block: _native.BlockLease | None = None  # of the store, to be filled; None: the value will not come
+        self.error: Exception | None = None  # why not; None: a local process has written the value by now
+        self.is_decided = False  # the search for room has ended
         self.is_answered = False
 
     def find_room(self, keeper: _native.Store) -> None:
@@ -74,11 +74,11 @@ class ValueExchange:
         self._finding: threading.Thread | None = None  # room for it
         self._wake = wake
         self._to_send: deque[bytes] = deque()  # keys
-        self._announced: _native.BlockLease | None = None  # the value that the other side has not answered about
-        self._rest = memoryview(b"")  # of the value that is being sent; holds its lease
-        self.retry_at = 0.0  # 0: nothing is to be looked at again
+        self._announced: _native.BlockLease | None = None  # the value without an answer of the remote side
+        self._rest = memoryview(b"")  # of the value under way; holds the lease
+        self.retry_at = 0.0  # 0: no key is retried
 
-    # ── this node's values ──
+    # ── the local node's values ──
     def on_want(self, key: bytes) -> None:
         if len(self._to_send) >= MAX_WANTED:
             raise ProtocolError(f"it wants more than {MAX_WANTED} values at a time")
@@ -118,7 +118,7 @@ class ValueExchange:
         self._queue.put(packets.VALUE, payload=VALUE_HEAD.pack(key, block.nbytes))
         self._announced = block
 
-    # ── the clients of this node ──
+    # ── the clients of the local node ──
     def receive_requests(self) -> None:
         """Takes what clients ask."""
         while self.requests is not None:
@@ -142,7 +142,7 @@ class ValueExchange:
             self._queue.put(packets.WANT, payload=pull.key)
 
     def _find(self, key: bytes) -> bool:
-        """Answers the clients that ask for a key if its value is in the store of this node."""
+        """Answers the clients of a key if the value is in the local store."""
         block = self._keeper.get(key)
         if block is not None:
             self._answer_with(key, block)
@@ -153,7 +153,7 @@ class ValueExchange:
         for pull in self._asking.pop(key, ()):
             try:
                 self._store.pool.grant_all(ref, [pull.peer])
-            except (PeerDied, ValueError):  # the client has died, or says that it is another's place
+            except (PeerDied, ValueError):  # the client has died, or named the index of a different client
                 continue
             self._answer(pull, Pulled(pull.number))
         block.release()
@@ -165,10 +165,10 @@ class ValueExchange:
     def _answer(self, pull: Pull, answer: Pulled) -> None:
         try:
             self._answers[pull.client].send_nowait(answer)
-        except (PeerDied, ChannelError):  # it has died; or has let so many questions time out that its ring is full
+        except (PeerDied, ChannelError):  # the client has died, or its ring is full of answers to expired requests
             pass
 
-    # ── the other node's values ──
+    # ── the remote node's values ──
     def on_absent(self, payload: memoryview) -> None:
         key, text = bytes(payload[:KEY_NBYTES]), bytes(payload[KEY_NBYTES:]).decode(errors="replace")
         self._require_asked(key)
@@ -245,7 +245,7 @@ class ValueExchange:
 
     # ── what no bell rings for ──
     def look_again(self, now: float) -> None:
-        """Looks again at keys that other processes of this node were writing."""
+        """Looks again at keys that local processes were writing."""
         if not self.retry_at or now < self.retry_at:
             return
         for key, since in list(self._written_by_another.items()):
@@ -257,7 +257,7 @@ class ValueExchange:
         self.retry_at = now + RETRY_S if self._written_by_another else 0.0
 
     def close(self) -> None:
-        """Gives up the value that is coming: another process may write its key."""
+        """Gives up the value under way: a local process may write the key."""
         self._rest = memoryview(b"")
         self._announced = None
         if self._finding is not None:

@@ -12,13 +12,13 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from typing_extensions import Buffer
 
-UNSENT_NBYTES = 256 << 10  # in the kernel, of what the other side has not got: packets put later are behind no more
+UNSENT_NBYTES = 256 << 10  # in the kernel, of what the remote side has not got: packets put later are behind no more
 ENCRYPTED_NBYTES = 256 << 10  # that wait for the kernel
 RECORD_NBYTES = 16 << 10  # of TLS
 HALF = 16  # bytes of a knock in each label of a name
 RECORD_HEAD = struct.Struct(">BBBH")
 RECORD_TYPES, RECORD_VERSION = range(20, 24), 3  # its first two bytes
-ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the other side gets a reset
+ABORTING = struct.pack("ii", 1, 0)  # SO_LINGER: what is unsent is dropped, and the remote side gets a reset
 
 
 class OneSidedTls(OSError):
@@ -93,7 +93,7 @@ class PlainWire:
         pass
 
     def shut_down_writing(self) -> None:
-        """The other side reads the end when it has read all that was sent."""
+        """The remote side reads the end when it has read all that was sent."""
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_WR)
 
@@ -169,7 +169,7 @@ class TlsWire:
         return True
 
     def recv_into(self, room: memoryview) -> int | None:
-        """Raises OSError if the connection is lost, the other side shows no certificate of the authority, or does not
+        """Raises OSError if the connection is lost, the remote side shows no certificate of the authority, or does not
         speak TLS."""
         while True:
             if self._shake():
@@ -197,7 +197,7 @@ class TlsWire:
         except OSError as error:
             if not taken:
                 raise
-            # For the next call, as the other side may have received a part of what was taken. Without its traceback,
+            # For the next call, as the remote side may have received a part of what was taken. Without its traceback,
             # which would hold the buffers.
             self._lost = error.errno, error.strerror
         return taken
@@ -218,7 +218,7 @@ class TlsWire:
             self._unsent = self._unsent[count:]
 
     def shut_down_writing(self) -> None:
-        """The other side reads the end when it has read all that was sent."""
+        """The remote side reads the end when it has read all that was sent."""
         self.plain.shut_down_writing()
 
     def close(self, *, is_aborted: bool = False) -> None:

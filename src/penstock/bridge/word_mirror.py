@@ -1,4 +1,4 @@
-"""Words of 8 bytes that the other side mirrors: those that have changed since they were sent last.
+"""Words of 8 bytes that the remote side mirrors: those that have changed since they were sent last.
 
 Each word is one aligned load and one aligned store, as everywhere with a status board; no two words are read as one.
 """
