@@ -1,12 +1,11 @@
-"""Keeps one engine for a replica: starts `penstock serve`, and ends it when the replica has ended, however it ended.
+"""Keeps the engine of a replica: starts `penstock serve`, and ends the engine after any end of the replica.
 
-A program of its own, which imports the standard library alone. It is needed because Ray kills the process group of an
-actor that has ended, which leaves an engine no time to drain, and because PR_SET_PDEATHSIG follows the thread that has
-started a child, and a replica's constructor runs in a thread. So the keeper has a session of its own, and starts the
-launcher from its main thread.
+A separate program, which imports only the standard library. Ray kills the process group of an ended actor, which leaves
+an engine no time to drain; and PR_SET_PDEATHSIG follows the thread that started a child, while a replica's constructor
+runs in a thread. Therefore the keeper has a session, and starts the launcher from the main thread.
 
     standard input    held open by the replica; at its end the engine gets SIGTERM, and SIGKILL after `grace` seconds
-    standard output   the launcher's pid in a line; when the engine has ended, how it ended and the end of its log
+    standard output   the launcher's pid in a line; after the end of the engine the cause, and the end of the log
     standard error    the log of the engine
 """
 
@@ -30,7 +29,7 @@ TAIL_NBYTES = 4096  # of the log, which are kept
 
 
 class EngineKeeper:
-    """The launcher of one engine, as a child of this process."""
+    """The launcher of an engine, as a child process."""
 
     def __init__(self, command: Sequence[str]) -> None:
         libc, keeper = ctypes.CDLL(None), os.getpid()
@@ -59,7 +58,7 @@ class EngineKeeper:
         self._launcher.terminate()
 
     def run(self, grace: float) -> str:
-        """Waits until the engine has ended. Returns how it ended, and the end of its log."""
+        """Waits for the end of the engine. Returns the cause, and the end of the log."""
         pidfd, poll = os.pidfd_open(self.pid), select.poll()
         for fd in (pidfd, self._log, sys.stdin.fileno()):
             poll.register(fd, select.POLLIN)

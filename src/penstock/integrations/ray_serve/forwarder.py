@@ -1,7 +1,7 @@
-"""Passes HTTP requests on to an engine and streams its answers back: an ASGI application.
+"""Passes HTTP requests on to an engine and streams the answers back: an ASGI application.
 
-A client that leaves closes the connection to the engine, which aborts its request there. What is passed on is not read:
-bodies and events are the engine's.
+When a client leaves, the forwarder closes the connection to the engine, which aborts the request. The forwarder does
+not read bodies and events.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from yarl import URL
 from penstock.integrations.ray_serve.event_stream import ENDED, EventStream
 from penstock.server.errors import RETRY_AFTER, ApiError
 
-SHORT_NBYTES = 64 << 10  # of a body that is sent in one piece; a longer one is given to the loop as it is written
-DROP_TIMEOUT, DROP_NBYTES = 10.0, 64 << 20  # for the rest of a body that the engine has refused
-CONNECT_TIMEOUT = 10.0  # seconds; the engine listens on this machine
-# Headers of one connection, and not of the message that it carries.
+SHORT_NBYTES = 64 << 10  # of a body that is sent at once; a longer body is sent in parts
+DROP_TIMEOUT, DROP_NBYTES = 10.0, 64 << 20  # for the rest of a refused body
+CONNECT_TIMEOUT = 10.0  # seconds; the engine is on the local machine
+# Headers of a connection, and not of the message.
 HOP_BY_HOP = {b"connection", b"keep-alive", b"proxy-connection", b"te", b"trailer", b"transfer-encoding", b"upgrade"}
 NOT_FORWARDED = HOP_BY_HOP | {b"host", b"expect"}
-NOT_RETURNED = HOP_BY_HOP | {b"date", b"server"}  # Serve's own HTTP server writes these
-REQUEST_ID = b"x-request-id"  # Serve gives each request one, and writes it into the answer
-ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, where a request has none
-REFUSAL_DELAY = 0.1  # seconds; a replica that ends refuses slowly, or it would have most requests of its router
+NOT_RETURNED = HOP_BY_HOP | {b"date", b"server"}  # written by Serve's HTTP server
+REQUEST_ID = b"x-request-id"  # Serve numbers each request, and writes the number into the answer
+ADDED_BY_CLIENT = ("Accept", "Accept-Encoding", "Content-Type", "User-Agent")  # by aiohttp, if missing
+REFUSAL_DELAY = 0.1  # seconds; an ending replica refuses slowly: fast refusals would attract the router's requests
 
 
 class ClientLeft(Exception):
@@ -106,7 +106,7 @@ class Forwarder:
                 response.close()  # the engine aborts the request when its connection ends
                 raise
             response.release()
-            # A server in front that ends a connection with unread bytes resets it, and the client loses the answer.
+            # A server in front resets a connection with unread bytes, and the client loses the answer.
             await body.drop_rest(DROP_TIMEOUT, DROP_NBYTES)
             await answer.end()
         except (aiohttp.ClientError, OSError) as error:
@@ -129,7 +129,7 @@ class Forwarder:
 
 
 class _Body:
-    """The body of a request as it arrives, and after it the notice that the client has left."""
+    """The body of a request, and then the notice that the client has left."""
 
     def __init__(self, receive: Receive) -> None:
         self.receive = receive
@@ -164,7 +164,7 @@ class _Body:
         return chunk
 
     async def drop_rest(self, timeout: float, nbytes: int) -> None:
-        """Reads what the engine did not want of a body it has refused, up to so many seconds and bytes."""
+        """Reads the rest of a refused body, up to DROP_TIMEOUT and DROP_NBYTES."""
 
         async def drop() -> None:
             dropped = 0
@@ -205,7 +205,7 @@ class _Answer:
         await self._send(_body(b"", more_body=False))
 
     async def fail(self, reason: str) -> bool:
-        """Ends a stream of events with one that has the error. Returns whether that is possible: no event is cut."""
+        """Ends a stream of events with an error event. Returns False if an event is cut."""
         if self._stream is None or not self._stream.can_end:
             return False
         await self._stream.fail(reason, self._send)
@@ -223,7 +223,7 @@ async def _refuse(reason: str, scope: Scope, receive: Receive, send: Send) -> No
 
 
 def _text(value: bytes) -> str:
-    """Returns a header's name or value so that aiohttp, which encodes in UTF-8, sends the same bytes."""
+    """Returns a header's name or value as text that aiohttp encodes (in UTF-8) to the received bytes."""
     return value.decode("utf-8", "replace")
 
 

@@ -14,17 +14,17 @@ from penstock.integrations.ray_serve.engine_options import EngineOptions
 from penstock.integrations.ray_serve.engine_process import EngineProcess
 from penstock.integrations.ray_serve.forwarder import Forwarder
 
-LOGGER = logging.getLogger("ray.serve")  # Serve's own, which writes the replica's log
+LOGGER = logging.getLogger("ray.serve")  # Serve's logger, which writes the replica's log
 LAST_ANSWERS = 1.0  # seconds until all requests have their last error, when the engine has ended …
-PASSED_ON = 0.2  # … and for Serve to pass it on: what the application has sent is lost when the process exits before
+PASSED_ON = 0.2  # … and for Serve to pass the error on: sent bytes are lost when the process exits before
 
 
 @serve.ingress()
 class Replica:
-    """Starts its engine, and ends at once when the engine ends.
+    """Starts an engine, and ends at once when the engine ends.
 
-    Serve asks for a replica's health now and then, and believes the third refusal. The death of a replica's process is
-    seen at once by routers and by HAProxy, and Serve starts another replica; so a replica without an engine exits.
+    Serve polls the health of a replica, and believes only the third refusal. Routers and HAProxy see the death of a
+    replica's process at once, and Serve starts a new replica. Therefore a replica without an engine exits.
     """
 
     async def __init__(self, options: EngineOptions) -> None:  # type: ignore[misc]  # Serve awaits it
@@ -68,17 +68,17 @@ class Replica:
             if message["type"] == "lifespan.shutdown":
                 return
 
-    # ── what Serve asks, in coroutines: an answer shows that the loop of this replica runs ──
+    # ── called by Serve, as coroutines: an answer shows that the replica's loop runs ──
     async def check_health(self) -> None:
         if self._engine.ended.done():
             raise RuntimeError(f"the engine of this replica has ended: {self._engine.ended.result()}")
 
     async def record_routing_stats(self) -> dict[str, Any]:
-        """Returns what `SessionRouter` knows of this replica. Serve sends each change to all routers, so figures that
+        """Returns the replica's figures for `SessionRouter`. Serve sends each change to all routers, so figures that
         change with every request do not belong here."""
         return {"serving_groups": self._engine.load().serving_groups}
 
     async def record_autoscaling_stats(self) -> dict[str, float]:
-        """Returns what `LoadPolicy` knows of this replica."""
+        """Returns the replica's figures for `LoadPolicy`."""
         load = self._engine.load()
         return {"load": load.load, "running": load.running, "waiting": load.waiting, "open": load.open}

@@ -1,7 +1,7 @@
-"""Chooses a replica for a request: that of its session, or one with the shorter queue.
+"""Chooses a replica for a request: the replica of the session, or the shorter of two queues.
 
-For Serve's own proxy; HAProxy balances by itself. Serve's default router prefers replicas on the proxy's node until
-they are full, so that with large limits all requests go to one replica. This router does not know nodes.
+For Serve's proxy; HAProxy does not use routers. Serve's default router prefers replicas on the proxy's node until the
+replicas are full, so large limits send all requests to one replica. `SessionRouter` ignores nodes.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, RequestRouter, RunningReplica
 
-CHOICES = 2  # replicas that are compared by their queues
+CHOICES = 2  # replicas with compared queues
 
 
 class SessionRouter(RequestRouter):  # type: ignore[misc]
     """By the header `x-session-id` (RAY_SERVE_SESSION_ID_HEADER_KEY), with rendezvous hashing: when a replica comes or
-    goes, only sessions that move to it or were its own change their replica.
+    goes, only sessions of the replica move.
 
-    A request without a session goes to the one of two random replicas that has fewer requests. A replica without a
-    group that serves, as its status board said last, comes last.
+    A request without a session goes to one of two random replicas: to the replica with fewer requests. A replica
+    without a serving group, by the last status board, comes last.
     """
 
     def initialize_state(self, **kwargs: Any) -> None:
@@ -41,10 +41,10 @@ class SessionRouter(RequestRouter):  # type: ignore[misc]
 
 
 def weight(session: str, replica: str) -> bytes:
-    """Returns the place of a replica among those that a session may go to: the least is taken."""
+    """Returns the rank of a replica for a session: the replica of the lowest rank is chosen."""
     return hashlib.blake2b(f"{session}\0{replica}".encode(), digest_size=16).digest()
 
 
 def _is_absent(replica: RunningReplica) -> bool:
-    """Returns whether no group served when the replica last said so; one that has said nothing yet serves."""
+    """Returns whether the replica's last report had no serving group; a replica without a report serves."""
     return not (replica.routing_stats or {}).get("serving_groups", 1)

@@ -6,17 +6,17 @@
     holds it until a core              request lives
     has opened it (Issues)
 
-vLLM has no cache for more than one API server or engine: there each server sends each image again. For one of each it
-has a storage, which keeps a value until every worker has read it: images of a request that is aborted before that stay
-for ever. Here the engine core holds them, and only while it has the request.
+vLLM has no cache for several API servers or engines: each server sends each image again. With one server and one
+engine, vLLM's storage keeps a value until every worker has read the value, so images of a request that is aborted early
+stay for ever. With this module, the engine core holds images, and only while the core has the request.
 
-The engine core decides. A reference to an evicted value (its server died, or sent it a minute ago) is a cache miss
-of that request: vLLM answers the client with an error that can be retried, and the server puts the image again. A
-worker cannot miss: its core holds what it forwards, through preemption and abort, until the request and each step that
-names it are gone.
+The engine core decides. A reference to an evicted value (the server died, or sent the reference a minute ago) is a
+cache miss of the request: vLLM answers the client with an error that can be retried, and the server puts the image
+again. A worker cannot miss: the core holds forwarded images, through preemption and abort, until the request and each
+step with the image are gone.
 
-What is stored with an image are its prompt updates, so that an API server that finds the image of another need not
-process it. Those that cannot be pickled stay with the server that made them; others process the image themselves.
+An image is stored with the prompt updates, so an API server need not process an image that a different server has put.
+Updates that cannot be pickled stay with the server that made them, and all servers process the image.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ REFERENCE, SIGNATURE = "address", "signature"  # fields of an item: by "address"
 
 has_views = False  # replace() sets it, once for the process
 shared: SignedStore | None = None  # the store that this process created
-is_refused = False  # processes of this server cannot share a store: vLLM's own cache stays, with its own memory
+is_refused = False  # processes of the server cannot share a store: vLLM's cache stays, with private memory
 
 
 def key_of(mm_hash: str) -> bytes:
@@ -67,7 +67,7 @@ def key_of(mm_hash: str) -> bytes:
 
 
 class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
-    """What an API server keeps of the shared store: counts, and prompt updates that cannot lie in it."""
+    """The part of the shared store in an API server: counts, and prompt updates that cannot be stored."""
 
     def __init__(self, vllm_config: VllmConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self.issues = Issues(self.store, CORE)
         self._values = ImageValues(has_views=False)
         self._held_items: dict[str, tuple[Lease, Sequence[Any]]] = {}  # from is_cached_item until the item is used
-        self._updates: OrderedDict[Ref, Sequence[Any]] = OrderedDict()  # of values put here, without theirs beside them
+        self._updates: OrderedDict[Ref, Sequence[Any]] = OrderedDict()  # of values put here without updates
         self._counts = self._reported = CacheInfo(hits=0, total=0)
 
     def is_cached_item(self, mm_hash: str) -> bool:
@@ -86,7 +86,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
             item = self._find(mm_hash)
             if item is None:
                 return False
-            self._held_items[mm_hash] = item  # held: another server may want its room before this request is through
+            self._held_items[mm_hash] = item  # held: a server may want the room before the request is through
         return True
 
     def get_and_update_item(self, mm_item: Any, mm_hash: str) -> tuple[Any, Sequence[Any]]:
@@ -108,10 +108,10 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self._held_items.clear()
 
     def validate_input_item(self, mm_item: Any, mm_hash: str) -> None:
-        """Lets a reference that a client sent back travel once more.
+        """Issues once more a reference that a client sent back.
 
         Raises:
-            ValueError: it was not issued for this image, or the image is gone.
+            ValueError: the reference was not issued for the image, or the image is gone.
         """
         if REFERENCE not in mm_item:
             return
@@ -141,7 +141,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         self.signed.close()
 
     def _find(self, mm_hash: str) -> tuple[Lease, Sequence[Any]] | None:
-        """Returns a lease of the image and its prompt updates, if the store has it and these are known."""
+        """Returns a lease of the image and the prompt updates, if both are known."""
         try:
             lease = self.store.get(key_of(mm_hash))
         except Missing:
@@ -159,7 +159,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
         return self._updates.get(lease.ref)
 
     def _put(self, mm_hash: str, item: Any, updates: Sequence[Any]) -> tuple[Lease, Sequence[Any]] | None:
-        """Returns a lease of the image, which this process puts; None: it must travel in its request."""
+        """Puts the image and returns a lease; None: the image must travel in the request."""
         tree, nbytes = self._values.encode(item)
         if nbytes > self.max_nbytes:
             fall_back(
@@ -179,7 +179,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
                 PART, f"{type(error).__name__} in the store of {self.store.nbytes} bytes: images travel by themselves"
             )
             return None
-        if not isinstance(loan, Loan):  # another server was faster, and may have another image under this hash
+        if not isinstance(loan, Loan):  # a different server was faster, and may have a different image under the hash
             other_updates = self._updates_of(loan)
             return None if other_updates is None else (loan, other_updates)
         lease = loan.commit()
@@ -204,7 +204,7 @@ class SharedSenderCache(BaseMultiModalProcessorCache):  # type: ignore[misc]
 
 
 def read_reference(signed: SignedStore, item: MultiModalKwargsItem, mm_hash: str) -> Ref:
-    """Returns the reference that an item carries. Raises ValueError unless it was issued for this image."""
+    """Returns the reference in an item. Raises ValueError unless the reference was issued for the image."""
     numbers, signature = (item[name].data if name in item else () for name in (REFERENCE, SIGNATURE))
     try:
         ref = Ref(*numbers)
@@ -217,7 +217,7 @@ def read_reference(signed: SignedStore, item: MultiModalKwargsItem, mm_hash: str
 
 
 class HeldItem(MultiModalKwargsItem):  # type: ignore[misc]
-    """A reference in the engine core, with a lease of its value. Where it is sent on, it is the reference alone."""
+    """A reference in the engine core, with a lease of the value. Only the reference is sent on."""
 
     lease: Lease
 
@@ -226,7 +226,7 @@ class HeldItem(MultiModalKwargsItem):  # type: ignore[misc]
 
 
 class SharedCoreCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
-    """What holds the images of the requests of one engine core."""
+    """Holds the images of the requests of one engine core."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -251,7 +251,7 @@ class SharedCoreCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
 
 
 class SharedWorkerCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
-    """What opens the references that an engine core forwards."""
+    """Opens the references from an engine core."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -274,10 +274,10 @@ class SharedWorkerCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
 
 # ── which processes share a store ──
 def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
-    """Creates the store that the processes of this server will share, if they are to share one.
+    """Creates the store of the processes of the server, if the configuration asks for a shared store.
 
-    In a process of a server that has one there is nothing to do: vLLM checks its configuration in API servers, and
-    again in workers, where a model has another model within it.
+    Does nothing in a process of a server with a store: vLLM checks the configuration in API servers, and again in
+    workers of a model with a model inside.
     """
     global shared, is_refused
     mm_config = model_config.multimodal_config
@@ -312,7 +312,7 @@ def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> N
 
 
 def refuse(sentence: str) -> None:
-    """Leaves images to vLLM's own cache: with several API servers or engines, it sends each image again."""
+    """Leaves images to vLLM's cache, which with several API servers or engines sends each image again."""
     global is_refused
     is_refused = True
     fall_back(PART, sentence)
@@ -356,7 +356,7 @@ def replace(views: bool) -> None:
 
 
 def rebind(original: Any, replacement: Any) -> None:
-    """Binds ours wherever a loaded module of vLLM has theirs by the same name; modules loaded later import ours."""
+    """Rebinds vLLM's names in loaded modules to our classes; modules loaded later import our classes."""
     name = original.__name__
     for module_name, module in list(sys.modules.items()):
         if module_name.startswith("vllm.") and vars(module).get(name) is original:

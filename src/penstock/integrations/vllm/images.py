@@ -1,12 +1,12 @@
 """vLLM's shared-memory image cache on a Store: its storage and its ring buffer, by both names.
 
-vLLM's sender and receiver caches stay as they are; what they keep values in is ours. A handle stays
-(address, monotonic id, signature). Each handle that is issued grants every attached reader one `open`: what all readers
-have opened, or could have but died, may be evicted.
+vLLM's sender and receiver caches stay, and keep values in a Store. A handle stays (address, monotonic id, signature).
+Each issued handle grants every attached reader one `open`: a value may be evicted after all living readers have opened
+the value.
 
-The process that writes decides: where it could not make a store, readers follow it to vLLM's own ring buffer.
-Servers have caches of our own in place of vLLM's: image_caches.py. What is here serves users of vLLM's classes by name,
-such as its own tests, and keeps what these classes promise: a value stays until every reader has read it.
+The writer decides: if the writer could not create a store, readers follow to vLLM's ring buffer. Servers use the caches
+of image_caches.py. This module serves users of vLLM's classes by name, such as vLLM's tests, and keeps the promise of
+these classes: a value stays until every reader has read the value.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ has_views = False  # replace() sets it, once for the process
 
 
 class SingleWriterShmRingBuffer:
-    """The store, by the name that vLLM gives its ring buffer. Where there is no store, it is vLLM's ring buffer."""
+    """The store, by the name of vLLM's ring buffer; without a store, vLLM's ring buffer."""
 
     def __new__(cls, data_buffer_size: int, name: str | None = None, create: bool = False) -> Any:
         ring = super().__new__(cls)
@@ -63,7 +63,7 @@ class SingleWriterShmRingBuffer:
                 return VllmRing(data_buffer_size, name, create)
         elif variable in os.environ:
             ring.signed = SignedStore.attach(variable, peer_name="vllm worker")
-            ring.signed.store.peers()  # takes its place now: only an attached reader is granted what is issued
+            ring.signed.store.peers()  # attaches now: only attached readers get grants
         else:
             return VllmRing(data_buffer_size, name, create)
         return ring
@@ -86,7 +86,7 @@ class SingleWriterShmRingBuffer:
 
 
 class SingleWriterShmObjectStorage(VllmStorage):  # type: ignore[misc]
-    """vLLM's storage of objects by key; its index is the writer's, its values lie in a store."""
+    """vLLM's storage of objects by key: an index of the writer, with values in a store."""
 
     def __new__(
         cls, max_object_size: int, n_readers: int, ring_buffer: Any, *more: Any, **options: Any
@@ -111,8 +111,8 @@ class SingleWriterShmObjectStorage(VllmStorage):  # type: ignore[misc]
         self._next_id = 0
         self._next_address = 0
         self._pinned: dict[str, Lease] = {}  # touched, and neither looked up nor released since
-        self._unread: dict[int, tuple[Lease, int]] = {}  # by id: held for so many readers that are not attached yet
-        self._cleared: list[bytes] = []  # given up with the next put, as soon as no reader is granted them
+        self._unread: dict[int, tuple[Lease, int]] = {}  # by id: held for a number of absent readers
+        self._cleared: list[bytes] = []  # given up with the next put, when no reader has a grant
         self._prune_at = MAX_ITEMS
 
     # ── the writer ──
@@ -128,7 +128,7 @@ class SingleWriterShmObjectStorage(VllmStorage):  # type: ignore[misc]
         address, monotonic_id = self._next_address, self._next_id
         try:
             lease = self.store.put(tree, key=KEY.pack(monotonic_id, address), timeout=0)
-        except MemoryExhausted as error:  # which vLLM's cache answers by sending the value itself
+        except MemoryExhausted as error:  # vLLM's cache sends the value instead
             fall_back(
                 PART, f"the store of {self.store.nbytes} bytes is full of values in use; values travel by themselves"
             )
@@ -229,7 +229,7 @@ class SingleWriterShmObjectStorage(VllmStorage):  # type: ignore[misc]
     def get(self, address: int, monotonic_id: int, signature: list[int] | None = None, key: str | None = None) -> Any:
         if not self.is_writer:
             self.verify_signature(key, address, monotonic_id, signature)
-        # A reader uses up one of its grants. The writer has none, and only looks.
+        # A reader uses up a grant. The writer has no grants, and only looks.
         with self._opened(address, monotonic_id, self.store.get if self.is_writer else self.store.open) as lease:
             if self.is_writer:
                 self._read_in_place(monotonic_id)

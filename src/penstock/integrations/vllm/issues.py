@@ -1,13 +1,13 @@
-"""References that travel in messages of another library: which of them no receiver has opened yet.
+"""References in messages of a foreign library, until a receiver has opened them.
 
     sender                                        receivers
     issues.add(lease, carrier)  ── reference ──►  store.pool.open(reference): uses up one grant
     issues.release_opened()
 
-Each reference that is sent grants one open() to every receiver, as the sender does not know which of them the message
-will reach. As many grants used as references sent: all have arrived, and the other grants are revoked. A message that
-is never sent leaves its grants unused; its value is released when the carrier of the reference is gone and TIMEOUT has
-passed. No receiver depends on that time: one that opens too late finds the reference stale, and answers that.
+Each sent reference grants one open() to every receiver, as the sender does not know the receiver of the message. When
+as many grants are used as references were sent, all references have arrived, and the remaining grants are revoked. A
+message that is never sent leaves grants unused; the value is released when the carrier of the reference is gone and
+TIMEOUT has passed. No receiver depends on TIMEOUT: a late receiver finds the reference stale, and answers so.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TIMEOUT = 60.0  # seconds from the last reference sent until an unopened value i
 
 
 class Issue:
-    """One value, and the references to it that were sent and not all opened."""
+    """A value with references that were sent and are not all opened."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
@@ -39,12 +39,12 @@ class Issue:
 
 
 class Issues:
-    """Holds each value of a store from the sending of its reference until a receiver has opened it.
+    """Holds each value of a store from the sending of a reference until a receiver has opened the value.
 
     Args:
-        store: where the values lie.
-        receiver: the name under which each receiver is a peer of the store.
-        timeout: seconds, as TIMEOUT says.
+        store: of the values.
+        receiver: the peer name of each receiver in the store.
+        timeout: seconds, see TIMEOUT.
 
     Examples:
         >>> store = Store(1 << 20)
@@ -66,11 +66,11 @@ class Issues:
         return len(self._issues)
 
     def add(self, lease: Lease, carrier: Any) -> Ref:
-        """Returns the reference of the value, to be sent once. The lease is taken over.
+        """Returns the reference of the value, to be sent once. Takes over the lease.
 
         Args:
-            lease: of the value, which lies in the store.
-            carrier: what carries the reference until it is sent; None: nothing that could be waited for.
+            lease: of a value in the store.
+            carrier: the object with the reference until the sending; None: no object to wait for.
         """
         ref: Ref = lease.ref
         with self._changing:
@@ -92,7 +92,7 @@ class Issues:
         return ref
 
     def release_opened(self) -> None:
-        """Releases the values that no message on its way refers to any more."""
+        """Releases the values without references under way."""
         with self._changing:
             if not self._issues:
                 return
@@ -109,15 +109,15 @@ class Issues:
                 issue.lease.release()
 
     def close(self) -> None:
-        """Releases all. What receivers were granted ends with this process's place among the peers."""
+        """Releases all values. Grants of receivers end when the process leaves the peers."""
         with self._changing:
             issues, self._issues = list(self._issues.values()), {}
             for issue in issues:
                 issue.lease.release()
 
     def _receivers(self) -> list[tuple[int, int]]:
-        """The receivers that are attached. One that died has opened nothing more; its messages are waited for no longer
-        than TIMEOUT."""
+        """Returns the attached receivers. A dead receiver opens nothing more, and messages to a dead receiver are
+        awaited for at most TIMEOUT."""
         peers = self._store.peers()
         return [(peer.index, peer.epoch) for peer in peers if peer.name == self._receiver and peer.state == "live"]
 

@@ -1,5 +1,6 @@
-"""The fields of a step that hardly ever change: a plain value is sent when it differs from the last one, anything else
-whenever it occurs. Plain are None, a number, a string, an empty container, a short list of ints.
+"""The fields of a step that hardly ever change: a plain value is sent only when changed, and all other values always.
+
+Plain are None, a number, a string, an empty container, a short list of ints.
 """
 
 from __future__ import annotations
@@ -10,12 +11,12 @@ SCALARS = frozenset((type(None), bool, int, float, str))
 KINDS: tuple[type, ...] = (list, dict, set)
 MAX_INTS = 16  # of a list that is plain
 
-PlainChanges = list[tuple[int, Any]]  # field and value; a container is [its index in KINDS, the ints of a list …]
-Extras = dict[int, Any]  # field and value, of those that are not plain
+PlainChanges = list[tuple[int, Any]]  # field and value; a container is [index in KINDS, the ints of a list …]
+Extras = dict[int, Any]  # field and value, of fields that are not plain
 
 
 class Ints:
-    """A list of ints as it was last. Equals a list of the same ints, and asks no element of another type."""
+    """The last value of a list of ints. Equals a list of equal ints; elements of other types are not compared."""
 
     __slots__ = ("values",)
 
@@ -34,7 +35,7 @@ class PlainFields(NamedTuple):
 
     values: tuple[Any, ...]
     kinds: tuple[type, ...]
-    containers: tuple[tuple[int, type, list[int]], ...]  # the fields that are containers, and their ints
+    containers: tuple[tuple[int, type, list[int]], ...]  # the container fields, with the ints
 
     @classmethod
     def of(cls, values: list[Any]) -> PlainFields:
@@ -52,8 +53,8 @@ class PlainFields(NamedTuple):
         return cls.of([_plain_copy(value) if _is_plain(value) else None for value in values])
 
     def encode(self, values: tuple[Any, ...]) -> tuple[PlainChanges, Extras, PlainFields]:
-        """Returns the changes, the fields that are not plain, and what is then the last."""
-        # Of the same types, an empty container compares by its length alone: no element is asked whether it is equal.
+        """Returns the changes, the fields that are not plain, and the new last values."""
+        # With equal types, an empty container compares by length alone: no element is compared.
         if tuple(map(type, values)) == self.kinds and values == self.values:
             return [], {}, self
         changes: PlainChanges = []
@@ -67,7 +68,7 @@ class PlainFields(NamedTuple):
         return changes, extras, self._with(changes)
 
     def decode(self, changes: PlainChanges, extras: Extras) -> tuple[list[Any], PlainFields]:
-        """Returns the values, with containers of their own, and what is then the last."""
+        """Returns the values, with new containers, and the new last values."""
         state = self._with(changes)
         values = list(state.values)
         for index, kind, ints in state.containers:

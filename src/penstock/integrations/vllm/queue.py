@@ -1,8 +1,7 @@
-"""vLLM's MessageQueue: its readers on this machine on a Broadcast, readers on other machines on vLLM's own socket.
+"""vLLM's MessageQueue: local readers on a Broadcast, and remote readers on vLLM's socket.
 
-The writer decides. Where it cannot make a channel, the queue is vLLM's own, its handle is a plain one, and readers
-follow the handle that they get. Leaves to records.py what a message is as bytes, and to steps.py how steps become
-changes.
+The writer decides. If the writer cannot create a channel, the queue and the handle are vLLM's, and readers follow the
+handle. Leaves to records.py the bytes of a message, and to steps.py the changes of steps.
 """
 
 from __future__ import annotations
@@ -32,12 +31,12 @@ VllmQueue: Any = shm_broadcast.MessageQueue  # as it was before replace()
 VllmHandle: Any = shm_broadcast.Handle
 
 STEPS = "penstock.integrations.vllm.steps"
-LONG_RECORDS = 1024  # that may lie in a queue's pool; readers that hold more than their share get copies
+LONG_RECORDS = 1024  # in a queue's pool; readers that hold more than a fair share get copies
 
 
 @dataclass
 class Handle(VllmHandle):  # type: ignore[misc]
-    """vLLM's, and what a reader on this machine needs: the channel's ticket, and which buffers are shown in place."""
+    """vLLM's handle, with the channel's ticket and the rule for views in place, for local readers."""
 
     ticket: str = ""
     views: records.Views = "readonly"
@@ -54,7 +53,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
     _receiver: ByteReceiver | None = None
     _death = ""
     _steps: Any = None
-    _shown: list[weakref.ref[Any]]  # records of which a reader still has views
+    _shown: list[weakref.ref[Any]]  # records with views of a reader
     _max_views: int  # such records, before a reader gets copies
 
     def __init__(
@@ -69,7 +68,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
     ) -> None:
         channel = self._create_channel(n_local_reader) if n_local_reader else None
         if channel is None:
-            # Versions before 0.31 do not know the arena, and so never ask for it.
+            # Versions before 0.31 lack the arena, and never ask for one.
             arena = {"enable_shm_tensor_arena": True} if enable_shm_tensor_arena else {}
             super().__init__(
                 n_reader, n_local_reader, local_reader_ranks, max_chunk_bytes, max_chunks, connect_ip, **arena
@@ -82,7 +81,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         self.shutting_down = False
         self._is_writer, self._is_local_reader, self._is_remote_reader = True, False, False
         self._max_record_nbytes = max_chunk_bytes
-        # For readers on other machines: a queue of vLLM's that has no others.
+        # For remote readers: a queue of vLLM's without local readers.
         self._remote = VllmQueue(self.n_remote_reader, 0, connect_ip=connect_ip) if self.n_remote_reader else None
         self._channel = channel
         self._sender = channel.open_sender(name=_process_name())
@@ -103,7 +102,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
             self._steps = steps.StepWriter(self._send, steps.load_codecs(), is_checked=self._settings.check_steps)
 
     def _create_channel(self, receivers: int) -> Any:
-        """Returns the channel of a queue with so many local readers; None where the queue has to be vLLM's own."""
+        """Returns the channel of a queue with `receivers` local readers; None if the queue must be vLLM's."""
         ray = sys.modules.get("ray")
         if ray is not None and ray.is_initialized():
             fall_back(
@@ -159,7 +158,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
     def shutdown(self) -> None:
         self.shutting_down = True
         if self._receiver is not None:
-            self._receiver.close()  # wakes a thread that waits in it
+            self._receiver.close()  # wakes a waiting thread
         elif self._sender is not None:
             self._sender.close()  # readers get "cancelled", and no death
         else:
@@ -212,7 +211,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         return self._steps.receive(section, body) if section else body
 
     def _shown_as(self, record: bytes | BlockLease) -> tuple[Any, records.Views]:
-        """Returns the record, and which of its buffers are shown in place: none while too many are."""
+        """Returns the record, and the buffers shown in place: none while readers hold too many views."""
         if isinstance(record, bytes):
             return record, "none"
         self._shown = [view for view in self._shown if view() is not None]
@@ -242,12 +241,12 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
 
     # ── waiting ──
     def _wait(self, call: Callable[[float | None], Any], timeout: float | None, *, should_warn: bool) -> Any:
-        """Returns what the call does, with warnings while it waits long.
+        """Returns the result of the call, with warnings during a long wait.
 
         Raises:
-            TimeoutError: as the call does.
-            RuntimeError: a process at the other end died, or one of the ends was closed. A death is final: what follows
-                would reach a part of the readers only.
+            TimeoutError: from the call.
+            RuntimeError: a process at the remote end died, or an end was closed. A death is final: later messages would
+                reach only a part of the readers.
         """
         if self._death:
             raise RuntimeError(self._death)
@@ -261,7 +260,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
             except Timeout as late:
                 if is_last:
                     raise
-                # vLLM's sentence, which people search for, and which process is awaited.
+                # vLLM's sentence, for searches, and the name of the awaited process.
                 LOGGER.info("%s %s", shm_broadcast.LONG_WAIT_TIME_LOG_MSG % interval, late)
             except (PeerDied, ClosedError, EndOfChannel) as end:
                 self._raise_end(end)
@@ -285,7 +284,7 @@ def _process_name() -> str:
 
 
 def replace(settings: Settings) -> None:
-    """Puts MessageQueue in place of vLLM's, also in modules that have imported it by name."""
+    """Replaces vLLM's MessageQueue, also in modules that have imported the class by name."""
     MessageQueue._settings = settings
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get("MessageQueue") is VllmQueue:

@@ -1,6 +1,6 @@
 """A plugin of pytest, `-p penstock.integrations.vllm.rebind`: replaces vLLM's parts before test modules import them.
 
-Processes that tests spawn run this module first, too, by the place that multiprocessing keeps for the main module.
+Processes spawned by tests also run this module first, in the place of multiprocessing's main module.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from penstock.integrations.vllm import register
 
 
 def reach_spawned(library: str) -> None:
-    """Has the children that this library (multiprocessing, or its fork multiprocess) spawns run this module."""
+    """Makes spawned children of `library` (multiprocessing, or the fork multiprocess) run this module."""
     spawn: Any = importlib.import_module(f"{library}.spawn")
     prepared = spawn.get_preparation_data
 

@@ -1,4 +1,4 @@
-"""A ModelRunnerOutput as what is new in it: its token ids, and what differs in the rest from the last one."""
+"""A ModelRunnerOutput as a change: the token ids, and the fields that differ from the last output."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ TOKENS = -1  # among the fields that are pickled: token ids that cannot be packe
 class RunnerChange(Sequenced, tag=2, frozen=True, eq=False):
     """How a ModelRunnerOutput differs from the last one."""
 
-    rows: Runs | None  # the requests as runs of the last ones
-    keys: Runs | None  # the index's keys, as runs of the last ones; [] where they are the requests in order
+    rows: Runs | None  # the requests as runs of the last requests
+    keys: Runs | None  # the index's keys, as runs of the last keys; []: the requests in order
     tokens: PackedTokens | None
     plain: PlainChanges
 
 
 class LastOutput(NamedTuple):
-    """What the next output most likely repeats. Its lists and its dict are never handed out."""
+    """The likely content of the next output. The lists and the dict are never handed out."""
 
     ids: list[str]
     keys: list[str]  # of the index
@@ -58,7 +58,7 @@ class RunnerOutputCodec:
         return message[1] if is_output else None
 
     def begin(self, message: Any) -> LastOutput | None:
-        """Returns what a whole output leaves behind; None if it is not as this codec knows them."""
+        """Returns the state after a whole output; None for an output with unknown fields."""
         output = message[1]
         if not self._is_known(output):
             return None
@@ -69,7 +69,7 @@ class RunnerOutputCodec:
     def encode(
         self, state: LastOutput, message: Any, leader: int, number: int
     ) -> tuple[RunnerChange, Extras, LastOutput] | None:
-        """Returns the change, the fields that are to be pickled, and what is then the last; None: send it whole."""
+        """Returns the change, the fields to pickle, and the new state; None: the output must be sent whole."""
         output = message[1]
         ids, index = output.req_ids, output.req_id_to_index
         rows = keys = None
@@ -108,7 +108,7 @@ class RunnerOutputCodec:
         return (self._success, self._output_class(*self._output_at(values))), following
 
     def _is_known(self, output: Any) -> bool:
-        """Whether it has its class's fields and no others, and its index is the place of each request."""
+        """Returns whether the fields are those of the class, and the index has the position of each request."""
         ids, index = output.req_ids, output.req_id_to_index
         return (
             len(vars(output)) == self._num_fields
@@ -125,5 +125,5 @@ def _following(
     state: LastOutput, ids: list[str], keys: list[str], positions: list[int], by_id: dict[str, int], plain: PlainFields
 ) -> LastOutput:
     if not ids:
-        return state._replace(plain=plain)  # an output without requests: they go on from where they were
+        return state._replace(plain=plain)  # an output without requests
     return LastOutput(ids, keys, positions, by_id, plain)

@@ -1,8 +1,8 @@
-"""A SchedulerOutput as what is new in it.
+"""A SchedulerOutput as a change of the expected next step.
 
-Expected is: the requests of the last step again, in its order, each with as many tokens; its computed tokens grown by
-what was scheduled, its output tokens by one. Everything that differs from that is in the change, and a step that cannot
-be said so goes whole. Writer and reader compute the next expectation from the same step, so it never travels.
+The expectation repeats the requests of the last step in order, each with as many scheduled tokens: computed tokens grow
+by the scheduled tokens, and output tokens by one. A change has all differences from the expectation; a step that has no
+such change is sent whole. Writer and reader compute the next expectation from each step, so no expectation is sent.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ class SchedulerChange(Sequenced, tag=1, frozen=True, eq=False):
     """How a SchedulerOutput differs from what was expected."""
 
     output_rank: int | None
-    rows: Runs | None  # the cached requests as runs of the expected ones
-    order: Runs | None  # of num_scheduled_tokens, as runs of the cached requests and then the new ones
+    rows: Runs | None  # the cached requests as runs of the expected requests
+    order: Runs | None  # of num_scheduled_tokens, as runs of the cached and then the new requests
     counts: list[int]  # scheduled tokens that differ: row, count, row, count …
-    sums: list[int]  # row, difference of its computed tokens, of its output tokens …
+    sums: list[int]  # row, difference of computed tokens, of output tokens …
     blocks: list[tuple[int, tuple[list[int], ...]]]
     plain: PlainChanges
 
 
 class ExpectedStep(NamedTuple):
-    """What the next step holds if nothing happens. Its lists are never handed out."""
+    """The expected next step. The lists are never handed out."""
 
     ids: list[str]
     counts: list[int]
@@ -98,7 +98,7 @@ class SchedulerOutputCodec:
 
     # ── writing ──
     def begin(self, message: Any) -> ExpectedStep | None:
-        """Returns what is expected after a whole step; None if the step is not as this codec knows them."""
+        """Returns the expectation after a whole step; None for a step with unknown fields."""
         step = message[1][0]
         cached = step.scheduled_cached_reqs
         if not self._is_known(step):
@@ -114,7 +114,7 @@ class SchedulerOutputCodec:
     def encode(
         self, state: ExpectedStep, message: Any, leader: int, number: int
     ) -> tuple[SchedulerChange, Extras, ExpectedStep] | None:
-        """Returns the change, the fields that are to be pickled, and what is expected then; None: send it whole."""
+        """Returns the change, the fields to pickle, and the next expectation; None: the step must be sent whole."""
         step = message[1][0]
         if not self._is_known(step):
             return None
@@ -163,7 +163,7 @@ class SchedulerOutputCodec:
         return change, extras, following
 
     def _is_known(self, step: Any) -> bool:
-        """Whether step and cached requests have their class's fields and no others."""
+        """Returns whether step and cached requests have exactly the fields of the classes."""
         cached = step.scheduled_cached_reqs
         return (
             type(cached) is self._cached_class
@@ -215,9 +215,9 @@ class SchedulerOutputCodec:
         plain: PlainFields,
         last: ExpectedStep | None = None,
     ) -> ExpectedStep:
-        """Returns what follows a step with these cached and new requests. Takes the lists for its own."""
+        """Returns the expectation after a step with `cached` and new requests. Takes over the lists."""
         if not counts and last is not None:
-            return last._replace(plain=plain)  # a step without requests: they go on from where they were
+            return last._replace(plain=plain)  # a step without requests
         cached_counts = [counts[request_id] for request_id in ids]
         computed, outputs, next_counts = [], [], []
         for request in new:
@@ -245,7 +245,7 @@ def _growth(counts: list[int], sums: Sums) -> Sums:
 
 
 def _num_prompt_tokens(request: Any) -> int:
-    """Counts the tokens to be computed before this new request decodes: a guess, a wrong one costs bytes."""
+    """Returns the tokens to compute before a new request decodes. A wrong guess costs bytes."""
     tokens = getattr(request, "prefill_token_ids", None) or request.prompt_token_ids or ()
     return len(tokens)
 
@@ -261,7 +261,7 @@ def _select(state: ExpectedStep, runs: Runs) -> ExpectedStep:
 
 
 def _sums_of(cached: Any) -> Sums | None:
-    """Returns computed and output tokens of the cached requests, None if they are not one int each."""
+    """Returns computed and output tokens of the cached requests; None unless each is an int."""
     columns = cached.num_computed_tokens, cached.num_output_tokens
     if any(len(column) != len(cached.req_ids) or not _are_ints(column) for column in columns):
         return None
@@ -272,7 +272,7 @@ def _sums_of(cached: Any) -> Sums | None:
 
 
 def _packed(cached: Any) -> bytes:
-    """Returns computed and output tokens as the bytes of an array of int64; b"" if they have other values."""
+    """Returns computed and output tokens as the bytes of an array of int64; b"" for values of a different kind."""
     computed, outputs = cached.num_computed_tokens, cached.num_output_tokens
     if len(computed) != len(outputs):
         return b""
@@ -287,7 +287,7 @@ def _are_ints(values: Iterable[Any]) -> bool:
 
 
 def _encode_blocks(blocks: list[Any]) -> list[tuple[int, tuple[list[int], ...]]] | None:
-    """Returns the requests that got blocks, with these; None if a value is not a tuple of lists of ints."""
+    """Returns the requests with new blocks, and the blocks; None if a value is not a tuple of lists of ints."""
     num_absent = blocks.count(None)
     if num_absent == len(blocks):
         return []

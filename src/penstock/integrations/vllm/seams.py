@@ -1,6 +1,6 @@
-"""What each part relies on in vLLM: names, signatures and fields, compared in place of versions.
+"""The names, signatures and fields of vLLM that each part relies on, compared in place of versions.
 
-A vLLM that differs in one of them keeps its own part. `optional` is what some versions from 0.28 to 0.33 lack.
+A vLLM that differs keeps vLLM's part. `optional` names are missing in some versions from 0.28 to 0.33.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ class Seam(Protocol):
         """Where it is: "module:attribute.attribute"."""
 
     def difference(self, value: Any) -> str | None:
-        """Returns how the value differs from what is relied on: the end of a sentence that begins with its name."""
+        """Returns how the value differs from the expectation: the end of a sentence that begins with the name."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exists:
-    """A name that is there."""
+    """A name that exists."""
 
     name: str
 
@@ -38,7 +38,7 @@ class Exists:
 
 @dataclasses.dataclass(frozen=True)
 class Signature:
-    """A function with these parameters, in this order."""
+    """A function with `parameters`, in order."""
 
     name: str
     parameters: tuple[str, ...]
@@ -54,7 +54,7 @@ class Signature:
 
 @dataclasses.dataclass(frozen=True)
 class Fields:
-    """A dataclass with these fields, in this order."""
+    """A dataclass with `fields`, in order."""
 
     name: str
     fields: tuple[str, ...]
@@ -71,7 +71,7 @@ class Fields:
 
 @dataclasses.dataclass(frozen=True)
 class HasFields:
-    """A dataclass that has these fields among others, and takes all of its fields as positional arguments."""
+    """A dataclass with at least `fields`, all of which are positional arguments."""
 
     name: str
     fields: tuple[str, ...]
@@ -89,7 +89,7 @@ class HasFields:
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """A class with these public names, and no others: each of them is replaced."""
+    """A class with exactly `methods` as public names: all are replaced."""
 
     name: str
     methods: frozenset[str]
@@ -190,7 +190,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Signature(f"{CACHE}.factories:engine_receiver_cache_from_config", ("vllm_config",)),
         Signature(f"{CACHE}.factories:worker_receiver_cache_from_config", ("vllm_config", "shared_worker_lock")),
         Signature(f"{CONFIG}:ModelConfig.verify_with_parallel_config", ("self", "parallel_config")),
-        # The number of API servers: vLLM has no public name for it, and falls back to caches of each process by it.
+        # The number of API servers, which decides in vLLM whether each process has a cache; vLLM has no public name.
         Exists(f"{CONFIG}:ParallelConfig._api_process_count"),
         Exists(f"{CONFIG}:ParallelConfig.data_parallel_external_lb"),
         Exists(f"{CONFIG}:ParallelConfig.data_parallel_size_local"),
@@ -210,7 +210,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_tensor_ipc"),
         Signature(f"{CONFIG}.multimodal:MultiModalConfig.get_mm_processor_device_type", ("self",)),
     ),
-    # Fields that are not named here travel as they are.
+    # Fields without a name here are sent unchanged.
     "steps": (
         HasFields(
             "vllm.v1.core.sched.output:SchedulerOutput",
@@ -234,7 +234,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
 
 
 def misfit(part: str) -> str | None:
-    """Returns a sentence about the first name of vLLM that differs from what the part relies on; None if all fit."""
+    """Returns a sentence about the first name of vLLM that does not fit the part; None if all fit."""
     for seam in SEAMS[part]:
         module_name, _, path = seam.name.partition(":")
         value: Any = importlib.import_module(module_name)

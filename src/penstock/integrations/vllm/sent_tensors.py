@@ -1,6 +1,6 @@
-"""Tensors that one process sends and one other receives, by a key that travels in a message of another library.
+"""Tensors from a sender to a receiver, by a key in a message of a foreign library.
 
-The receiver removes the key as it opens the tensor: so the sender sees that it has arrived, with no message back.
+The receiver removes the key when opening the tensor, which tells the sender of the arrival without a message back.
 """
 
 from __future__ import annotations
@@ -14,18 +14,18 @@ from penstock import Lease, MemoryExhausted, Missing, Store
 
 ROOM_TIMEOUT = 1.0  # seconds
 ROOM_POLL_S = 0.02  # seconds, of a sender that waits for room
-LOST_TIMEOUT = 60.0  # seconds from sending until a tensor that no receiver has opened is given up for its room
+LOST_TIMEOUT = 60.0  # seconds from sending until the room of an unopened tensor may be reused
 
 
 class SentTensors:
-    """A store of tensors that were sent: each is held until its receiver has removed its key.
+    """A store of sent tensors: each tensor is held until the receiver has removed the key.
 
-    A tensor of a message that was never sent has no receiver: it is given up after a time; but only where its room is
-    wanted, as a receiver that was stopped for that long would find it missing.
+    A tensor without a receiver (the message was never sent) is given up after `timeout`, but only when room is wanted:
+    a receiver that was stopped for `timeout` seconds would miss the tensor.
 
     Args:
-        store: where the tensors lie.
-        timeout: seconds, as LOST_TIMEOUT says.
+        store: of the tensors.
+        timeout: seconds, see LOST_TIMEOUT.
     """
 
     def __init__(self, store: Store, timeout: float = LOST_TIMEOUT) -> None:
@@ -40,8 +40,8 @@ class SentTensors:
         """Returns the key of a copy of the tensor.
 
         Raises:
-            MemoryExhausted: there is no room within the timeout.
-            UnsupportedTensor: of what cannot be kept.
+            MemoryExhausted: no room within the timeout.
+            UnsupportedTensor: the store cannot hold the tensor.
         """
         key = os.urandom(32)
         deadline = time.monotonic() + timeout
@@ -58,7 +58,7 @@ class SentTensors:
         return key
 
     def release_received(self, *, gives_up_lost: bool = False) -> None:
-        """Releases what its receivers have opened; with `gives_up_lost` also what none has within the timeout."""
+        """Releases the opened tensors; with `gives_up_lost` also tensors that stayed unopened for the timeout."""
         now = time.monotonic()
         unreceived: deque[tuple[bytes, Lease, float]] = deque()
         for key, lease, sent_at in self._sent:
@@ -79,10 +79,10 @@ class SentTensors:
 
 
 def receive_value(store: Store, key: bytes) -> Lease:
-    """Returns a lease of the tensor that was sent under the key, which no process can open again.
+    """Returns a lease of the tensor under the key, and removes the key.
 
     Raises:
-        Missing: its sender has given it up, or died.
+        Missing: the sender has given up the tensor, or died.
     """
     lease = store.get(key)
     store.remove(key)

@@ -1,4 +1,4 @@
-"""The settings of the integration, from environment variables, and the count of parts that fell back to vLLM's own."""
+"""The settings of the integration, from environment variables, and the count of parts that fell back to vLLM's."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Settings:
 
 
 def read(environ: Mapping[str, str]) -> Settings:
-    """Returns the settings of these variables. Raises ValueError that names a variable with a wrong value."""
+    """Returns the settings. Raises ValueError that names a variable with a wrong value."""
     return Settings(
         parts=_parts(VLLM.read(environ)),
         latency=VLLM_LATENCY.read(environ),
@@ -52,12 +52,12 @@ def _parts(value: str) -> frozenset[str]:
 
 
 def is_strict() -> bool:
-    """Returns whether a part that would fall back raises. Another wrong value has not been refused yet."""
+    """Returns whether a part raises instead of falling back. Does not check the values of all variables."""
     return os.environ.get(VLLM_STRICT.name) == "1"
 
 
 def fall_back(part: str, sentence: str) -> None:
-    """Counts that a part stays vLLM's own, and logs why, once for each sentence.
+    """Counts a part that stays vLLM's, and logs the reason, once for each sentence.
 
     Raises:
         RuntimeError: with PENSTOCK_VLLM_STRICT=1.

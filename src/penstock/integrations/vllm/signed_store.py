@@ -1,8 +1,8 @@
-"""A store that a tree of processes finds by an environment variable, with a secret by which its references are signed.
+"""A store that a tree of processes finds by an environment variable, with a secret that signs references.
 
-The process that creates it puts the ticket, and the reference of the secret, into its environment. Every process that
-is started from then on can attach. A reference that comes from outside, as a client of a server may send one back, is
-believed only with its signature. The secret has no key, so that clearing the store does not forget it.
+The creator puts the ticket and the reference of the secret into the environment, and all processes started later can
+attach. A reference from outside, such as one that a client sends back, is accepted only with a valid signature. The
+secret has no key, so clearing the store keeps the secret.
 """
 
 from __future__ import annotations
@@ -20,25 +20,25 @@ SECRET_NBYTES = 32
 
 
 def store_variable(name: str) -> str:
-    """Returns the environment variable by which processes find the store of this name."""
+    """Returns the environment variable of the store of a name."""
     return VLLM_STORE.name.replace("*", name)
 
 
-SHARED_IMAGES = store_variable("VLLM_IMAGES")  # of the store that all processes of one server share
+SHARED_IMAGES = store_variable("VLLM_IMAGES")  # of the store of all processes of a server
 
 
 def ticket_of(variable: str) -> Ticket | None:
-    """Returns the ticket of the store that this process would attach to; None: the environment names no store."""
+    """Returns the ticket of the store in the environment; None: the environment names no store."""
     value = os.environ.get(variable)
     return None if value is None else Ticket.parse(value.partition("/")[0])
 
 
 class SignedStore:
-    """The store, and its secret.
+    """The store and the secret.
 
     Args:
         store: the store.
-        secret: a lease of the secret, held as long as this object lives.
+        secret: a lease of the secret, held for the life of the object.
     """
 
     def __init__(self, store: Store, secret: Lease) -> None:
@@ -50,10 +50,10 @@ class SignedStore:
     def create(
         cls, variable: str, nbytes: int, *, name: str, peer_name: str, max_items: int, max_peers: int
     ) -> SignedStore:
-        """Creates a store, for this process and those that it starts from now on.
+        """Creates a store for the process, and for all processes started later.
 
         Raises:
-            MemoryExhausted, OSError: the machine has no memory for it, or makes none of this kind.
+            MemoryExhausted, OSError: the machine lacks memory, or cannot create memory of the kind.
         """
         store = Store(nbytes, name=name, peer_name=peer_name, max_items=max_items, max_peers=max_peers)
         secret = store.put(secrets.token_bytes(SECRET_NBYTES))
@@ -67,7 +67,7 @@ class SignedStore:
         """Attaches to the store that the environment names.
 
         Raises:
-            RuntimeError: it cannot be attached to from here.
+            RuntimeError: the process cannot attach.
         """
         ticket, _, numbers = os.environ[variable].partition("/")
         try:
@@ -81,7 +81,7 @@ class SignedStore:
         return cls(store, secret)
 
     def sign(self, key: str, ref: Ref) -> bytes:
-        """Returns the signature of a reference that was issued for this key."""
+        """Returns the signature of a reference that was issued for `key`."""
         text = f"{ref.segment}.{ref.block}.{ref.generation}.{ref.offset}.{ref.nbytes}.{key}"
         return hmac.digest(self.secret, text.encode(), hashlib.sha256)
 

@@ -1,10 +1,10 @@
-"""Steps as changes: a SchedulerOutput or a ModelRunnerOutput in a queue as what is new since the last one.
+"""Steps as changes: a SchedulerOutput or a ModelRunnerOutput in a queue as the difference from an expectation.
 
-A queue passes each message to `StepWriter.send`, which sends those that hold a step, as a section (what is new) and a
-body (what has to be pickled), and each section that arrives to `StepReader.receive`. Both sides keep what the next step
-will most likely be. The writer's moves when the send has returned; after any exception the next step goes whole, under
-a new leader, so a reader that missed one raises OutOfStep. Leaves to the codecs what a change means, and to the queue
-how a body is pickled and how records travel.
+A queue passes each message to `StepWriter.send`, which sends steps as a section (the change) and a body (the pickled
+rest), and passes each received section to `StepReader.receive`. Both sides keep the expected next step. The writer's
+expectation advances when the send has returned. After any exception the next step is sent whole, under a new leader, so
+a reader that missed a step raises OutOfStep. Leaves to the codecs what a change means, and to the queue how a body is
+pickled and how records travel.
 """
 
 from __future__ import annotations
@@ -47,14 +47,14 @@ def load_codecs() -> tuple[SchedulerOutputCodec, RunnerOutputCodec]:
 
 
 class StepWriter:
-    """Sends steps as changes. One thread at a time may call it, as with the queue."""
+    """Sends steps as changes. Only one thread at a time may call the methods, as with the queue."""
 
     def __init__(self, send: Send, codecs: Sequence[Codec], *, is_checked: bool = False) -> None:
         """With `is_checked` each change carries the message beside it, and the reader compares."""
         self._streams = [StepSender(codec, send, is_checked) for codec in codecs]
 
     def send(self, message: Any, timeout: float | None = None) -> bool:
-        """Sends a message that holds a step and returns True; returns False for any other, unsent."""
+        """Sends a message with a step, and returns True; returns False for a message without a step, unsent."""
         for stream in self._streams:
             if stream.codec.find_output(message) is not None:
                 stream.send_message(message, timeout)
@@ -98,7 +98,7 @@ class StepSender:
             return None
 
     def _send_whole(self, message: Any, timeout: float | None) -> None:
-        # A new leader: a reader that missed this step must not take the next change for its own.
+        # A new leader: a reader that missed the step must not apply the next change.
         self._sequence = SequenceSender(self)
         whole = WholeStep(self._sequence.leader, self._sequence.number)
         following = self.codec.begin(message)
@@ -108,7 +108,7 @@ class StepSender:
         self.num_whole += 1
 
     def send(self, message: Sequenced, timeout: float | None = None) -> None:
-        """Sends the record of this change or whole step: what SequenceSender calls."""
+        """Sends the record of a change or a whole step, for SequenceSender."""
         section, body = self._record
         self._send(section, body, timeout)
 
@@ -121,11 +121,11 @@ class StepReader:
         self._scheduler, self._runner = (self._streams[codec] for codec in codecs)
 
     def receive(self, section: bytes | memoryview, body: Any | None) -> Any:
-        """Returns the message, in which nothing is shared with what the reader keeps.
+        """Returns the message, which shares no object with the reader's state.
 
         Raises:
-            OutOfStep: this change does not follow the last one that was received.
-            StepMismatch: the message is not the one that was sent beside the change.
+            OutOfStep: the change does not follow the last received change.
+            StepMismatch: the message differs from the message sent with the change.
         """
         change = DECODER.decode(section)
         if isinstance(change, WholeStep):
