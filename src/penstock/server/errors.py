@@ -14,9 +14,9 @@ from starlette.responses import Response
 
 from penstock.engine.client.stream import EngineError
 
-RETRIED = (429, 503)  # a client that is refused with one of these may ask again …
-RETRY_AFTER = 1  # … after so many seconds
-MAX_CHARACTERS = 2000  # of a message: what a client has said may stand in it, and be long
+RETRIED = (429, 503)  # statuses after which a client may retry …
+RETRY_AFTER = 1  # … in so many seconds
+MAX_CHARACTERS = 2000  # of a message, which may quote a client at length
 KINDS = {
     401: "authentication_error",
     404: "not_found_error",
@@ -29,7 +29,7 @@ class Gone(Exception):
 
 
 class ApiError(Exception):
-    """A request that is refused. `param` is the field in which it is wrong."""
+    """A refused request. `param` is the wrong field."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class Limit(NamedTuple):
     """The limit of a prompt's length."""
 
     tokens: int
-    param: str  # the field that it stands in
-    completion: int | None  # tokens that are asked for besides; None: as many as fit
+    param: str  # the field of the prompt
+    completion: int | None  # requested tokens besides; None: as many as fit
 
 
 def context_length_exceeded(max_model_len: int, tokens: int, limit: Limit, *, at_least: bool = False) -> ApiError:

@@ -1,4 +1,4 @@
-"""Options of a server of several nodes, and how they become `Nodes`, which declares most of them."""
+"""Options of a server of several nodes, most of which `Nodes` declares."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ TLS_PATHS = ("tls_cert", "tls_key", "tls_ca")
 
 
 class NodeRole(msgspec.Struct):
-    """Options of the command that decide how this node, and others, are started."""
+    """Options of the command that decide how nodes are started."""
 
     ray_address: Annotated[str | None, Option("nodes", metavar="ADDRESS", if_absent="each by its own command")] = None
     """Address of a Ray cluster, as in ray.init: the other nodes are started on its machines"""
@@ -24,7 +24,7 @@ class NodeRole(msgspec.Struct):
 
 
 def nodes(options: argparse.Namespace) -> Nodes | None:
-    """Returns the nodes; None: there is only this one. Raises ValueError."""
+    """Returns the nodes; None: a single node. Raises ValueError."""
     count, rank = options.nnodes, options.node_rank
     if options.headless != (rank > 0):
         raise ValueError(

@@ -1,7 +1,7 @@
-"""The nodes that Ray places: runs the program `integrations.ray_nodes`, which starts them and starts them again.
+"""Nodes that Ray places: runs the program `integrations.ray_nodes`, which starts and restarts nodes.
 
-It is a process of its own, so that the launcher's process has no thread, signal handler or memory of Ray. No request
-passes through it: when it ends, the nodes end with it, and the home node serves on with its own engines.
+The program is a separate process, so the launcher's process has no thread, signal handler or memory of Ray. No request
+passes through the program: when the program ends, the nodes end, and the home node serves on with local engines.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from penstock.engine.nodes.group_link import SECRET_NBYTES
 from penstock.engine.protocol.config import EngineConfig
 from penstock.environment import NODE_SECRET
 
-STOP_TIMEOUT = 10.0  # seconds that a launcher takes at most after its open requests, with some to spare
+STOP_TIMEOUT = 10.0  # seconds, with a margin, that a launcher takes after the last open request
 RESTART_PAUSE = 5.0  # seconds
-END_TIMEOUT = 15.0  # seconds; for the program to end its actors
+END_TIMEOUT = 15.0  # seconds; for the program to end the actors
 
 
 class PlacedNodes:

@@ -28,9 +28,9 @@ from penstock.server.status.server_info import ServerInfo, served_name
 
 
 def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = None) -> int:
-    """Serves until a signal; on a node without servers, for those of the home node. Returns 0 after a shutdown, and 1
-    if the processes could not go on. `ray_address`: of the Ray cluster that has the machines of the other nodes;
-    None: their own commands start them.
+    """Serves until a signal; on a node without servers, for the servers of the home node. Returns 0 after a shutdown,
+    and 1 if the processes could not go on. `ray_address`: of the Ray cluster with the machines of the remote nodes;
+    None: a command starts each remote node.
 
     Options and files are checked before any process starts, the port last: raises ValueError, ImportError, OSError.
     """
@@ -100,7 +100,7 @@ class ServerLauncher(Launcher):
         super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.server_info)))
 
     def reap(self, member: ProcessId) -> None:
-        """Marks a server that has ended as not serving: it cannot do so itself."""
+        """Marks a server that has ended as not serving."""
         super().reap(member)
         if member.kind == "server":
             row = self.rows[member.index]
@@ -114,7 +114,7 @@ class ServerLauncher(Launcher):
         return self.rows[index][ProcessCounters.SERVING] == 0
 
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
-        """Closes this process's listening socket, and stops. Connections are refused once the servers close theirs."""
+        """Closes the launcher's listening socket, and stops. Connections are refused when all servers have, too."""
         self._listener.close()
         return await super().stop(shutdown_timeout)
 

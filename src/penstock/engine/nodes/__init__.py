@@ -1,1 +1,1 @@
-"""Groups on other nodes: what stands in their place on the home node, and in the servers' place on theirs."""
+"""Groups on remote nodes: the processes in place of a group on the home node, and of the servers on a remote node."""

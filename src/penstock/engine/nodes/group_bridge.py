@@ -1,8 +1,8 @@
-"""The bridge of a group that runs on another node: it stands in the place of the group's core on the home node.
+"""The bridge of a group on a remote node: takes the place of the group's core on the home node.
 
-It lives for one incarnation of the group here, and that for one link: the group serves while it is linked. When the
-link ends, or the group over there, the bridge ends with the reason, and the launcher restarts it: it waits for the next
-link. Its ends stay open until the process is gone, so servers learn of its death, and submit their requests again.
+An incarnation of a bridge has one link, and the group serves while linked. When the link or the remote group ends, the
+bridge ends with the reason, and the launcher restarts the bridge, which waits for the next link. The ends stay open
+until the process is gone, so servers learn of the death, and submit the requests again.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ ACCEPT_TIMEOUT = 60.0  # seconds; then the log says again which node is missing
 
 
 def run(cluster: Cluster, me: ProcessId) -> None:
-    """Serves a group of another node until that group or the link ends. Raises RemoteLoss."""
+    """Serves a group of a remote node until the group or the link ends. Raises RemoteLoss."""
     config = cluster.config
     assert config.nodes is not None, "a group of another node is a group of several nodes"
     with starting():
@@ -88,7 +88,7 @@ class GroupBridge:
             return str(death)
 
     def _loss_for(self, reason: str) -> RemoteLoss:
-        """Returns why the group is lost, if its link has ended for this reason."""
+        """Returns the loss of the group that follows from the end of the link."""
         loss = self._loss or RemoteLoss(Cause.OUTSIDE, f"the link to node {self._node} has ended: {reason}")
         event(
             "node lost",
@@ -113,7 +113,7 @@ class GroupBridge:
     def _spec(self) -> LinkSpec:
         cluster, me = self._cluster, self._me
         self._model = model_word(cluster.config)
-        # The label of each lane is this process's name: its death is the group's.
+        # The label of each lane is the name of the bridge: the death of the bridge is the group's.
         lanes = [
             Lane(cluster.delta_lane(me.group, output), str(me))
             for output in (None, *range(cluster.config.output_processors))
@@ -136,7 +136,7 @@ class GroupBridge:
         )
 
     def _accept(self) -> Link:
-        """Waits for the other end. A stranger, or a node that does not fit, is refused in words."""
+        """Waits for the uplink. Refuses strangers, and nodes that do not fit, with the reason."""
         me, spec = self._me, self._spec()
         refused = 0
         while True:
@@ -151,7 +151,7 @@ class GroupBridge:
 
     # ── ends, in other threads and in the link's hook ──
     def _receive_loss(self) -> None:
-        """Waits for the report of the node that the group has ended, writes its requests in flight on the verdict
+        """Waits for the remote node's report of the end of the group, writes the requests in flight on the verdict
         board, and ends the link."""
         try:
             with self._losses.open_receiver(name=str(self._me)) as losses:
@@ -167,8 +167,8 @@ class GroupBridge:
         board.write_requests(me.group, me.incarnation, me.incarnation, [words], report.is_trial)
 
     def _process_death(self, death: ChannelDeath) -> None:
-        """Ends the link when a server dies: the uplink's end makes the core forget its requests. Those of other servers
-        migrate, and that does not count towards their limit."""
+        """Ends the link when a server dies: the end of the uplink makes the core forget the requests. Requests of
+        living servers migrate, and the migration does not count towards the limit."""
         if not death.is_remote and death.channel == "inbox" and self._servers.is_new_death(death.index, death.name):
             self._end(Cause.PLANNED, f"server {death.index} has died: {death.how}")
 
@@ -179,8 +179,8 @@ class GroupBridge:
 
 
 class ServerLives:
-    """The lives of the servers when the bridge started: the death of an earlier one is reported late, and means nothing
-    for this link."""
+    """The lives of the servers when the bridge started: the death of an earlier life is reported late, and does not
+    concern the link."""
 
     def __init__(self, config: EngineConfig, board: StatusBoard) -> None:
         self._board = board
@@ -193,8 +193,8 @@ class ServerLives:
         return [members[place] for place in self._places]
 
     def is_new_death(self, server: int, name: str) -> bool:
-        """Returns whether a server of this name has lived since the bridge started. The name of a dead peer may be
-        gone: then its successor has its place, which the board says."""
+        """Returns whether a server named `name` has lived since the bridge started. The name of a dead peer may be
+        gone: then the board has the successor."""
         if server >= len(self._before):
             return False
         before, dead = self._before[server], ProcessId.of(name)

@@ -1,4 +1,4 @@
-"""The link between the bridge of a group, on the home node, and the group's uplink, on its own: what both agree on.
+"""The link between the bridge of a group, on the home node, and the group's uplink: the agreement of both sides.
 
     home node                                       the group's node
     server ─► inbox of the group ─► bridge ══════► uplink ─► inbox of the core
@@ -6,7 +6,7 @@
               row of the board    ◄─ bridge ◄══════ uplink ◄─ row of the board
               losses              ◄─ bridge ◄══════ uplink
 
-Frames pass as they are. The home node listens, and the others connect.
+Frames pass unchanged. The home node listens, and remote nodes connect.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ COMMON_OPTIONS = (
     *("api_server_count", "data_parallel_size", "output_processors", "max_model_len", "max_num_seqs"),
     *("dtype", "end_ids", "enable_prompt_embeds", "simulated"),
 )
-# Words of a row that pass to the home node, which writes the others itself.
+# Words of a row that pass to the home node, which writes the rest of the row.
 ROW_PLACES = [
     word
     for counter in StatusBoard.DECLARED
@@ -66,12 +66,12 @@ def node_tls(nodes: Nodes) -> Tls | None:
 
 
 def port_of(nodes: Nodes, data_parallel_size: int, group: int) -> int:
-    """Returns the port for a group of another node, by its number on the home node."""
+    """Returns the port of a remote group, by the group's number on the home node."""
     return nodes.port + group - data_parallel_size
 
 
 def home_number(config: EngineConfig, group: int) -> int:
-    """Returns the number that a group of this node has on the home node."""
+    """Returns the number of a local group on the home node."""
     return group + (0 if config.nodes is None else config.nodes.rank * config.data_parallel_size)
 
 
@@ -88,8 +88,8 @@ def model_facts(config: EngineConfig, model: int) -> dict[str, str]:
 
 
 def group_link(config: EngineConfig, group: int, name: str, model: int) -> LinkSpec:
-    """Returns what both sides say of themselves. `group`: its number on the home node. `model`: of the home node's
-    files, and of those that the group has loaded."""
+    """Returns the facts that both sides compare. `group`: the number on the home node. `model`: of the home node's
+    files, and of the files that the group has loaded."""
     facts = {option: msgspec.json.encode(getattr(config, option)).decode() for option in COMMON_OPTIONS}
     facts["nodes"] = str(0 if config.nodes is None else config.nodes.count)
     facts |= model_facts(config, model)

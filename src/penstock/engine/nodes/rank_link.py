@@ -1,13 +1,13 @@
-"""The link between the two processes that stand for each other's side of one group: its workers are on several nodes.
+"""The link between two processes of a group with workers on several nodes: each stands for the remote part.
 
-    home node                                          a node that has workers only
-    core ─► steps, once for each such node ─► remote_ranks ══════► remote_core ─► steps ─► each of its workers
-    core ◄─ inbox ◄─────────────────────────── remote_ranks ◄══════ remote_core ◄─ inbox ◄─ each of its workers
+    home node                                          a node with workers only
+    core ─► steps, once for each node ───────► remote_ranks ══════► remote_core ─► steps ─► each local worker
+    core ◄─ inbox ◄─────────────────────────── remote_ranks ◄══════ remote_core ◄─ inbox ◄─ each local worker
             SERVING of the group's row ──────► remote_ranks ══════► remote_core
             losses ◄────────────────────────── remote_ranks ◄══════ remote_core
 
-Frames pass as they are. One link is one incarnation of the group on both nodes. Leaves to torch.distributed what ranks
-say to each other: the link brings the port at which they meet.
+Frames pass unchanged. One link is one incarnation of the group on both nodes. Leaves the messages between ranks to
+torch.distributed: the link brings the port at which the ranks meet.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from penstock.engine.nodes.group_link import HEARTBEAT_S, SILENCE_S, model_facts
 from penstock.engine.protocol.config import EngineConfig, Nodes
 
 STEPS_NAME, INBOX_NAME, SERVING_NAME = "steps", "inbox", "serving"  # in the link
-# Options that decide the shapes of a step, its arithmetic, or which collective operations a rank takes part in.
+# Options that decide the shapes of a step, the arithmetic, or the collective operations of a rank.
 COMMON_OPTIONS = (
     *("data_parallel_size", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
     *("block_size", "num_gpu_blocks_override", "dtype", "device", "threads", "enforce_eager", "end_ids", "simulated"),

@@ -1,8 +1,8 @@
-"""The other node's end of a rank link: it stands in the place of the core, on a node that has workers only.
+"""The remote end of a rank link: takes the place of the core on a node with workers only.
 
-It sends each step that comes to the workers of its node, and what they send to the core. Its workers start to load when
-it is linked, as the link brings the port at which all ranks meet; they end with it. When one of them ends, the launcher
-kills the others, and this process reports the cause to the home node.
+Passes steps on to the local workers, and messages of the workers to the core. The workers start to load when the link
+is up, as the link brings the port at which all ranks meet, and end with the remote core. When a worker ends, the
+launcher kills the rest, and the remote core reports the cause to the home node.
 """
 
 from __future__ import annotations
@@ -76,10 +76,10 @@ class RemoteCore(Uplink):
             on_resume=self._on_resume,
         )
 
-    # ── in a thread of its own ──
+    # ── in a separate thread ──
     def _watch(self, link: Link, incarnation: int) -> None:
-        """Waits until the group serves at home, and then until its workers here end or the node drains. Reports that to
-        the home node."""
+        """Waits until the group serves, and then until the local workers end or the node drains. Reports the end to the
+        home node."""
         while not self._home_serving[0] and not self._board.is_draining:
             time.sleep(BOARD_POLL_S)
         self._row[StatusBoard.SERVING] = incarnation

@@ -1,7 +1,8 @@
-"""The home node's end of a rank link: it stands in the place of the workers that a group has on another node.
+"""The home node's end of a rank link: takes the place of a group's workers on a remote node.
 
-It is a process of the group, for one incarnation and one link: it receives each step once for all of these workers, and
-passes their messages on to the core. When the core dies, it stays for a moment: the other node may know the cause.
+A process of the group, for one incarnation and one link: receives each step once for all remote workers, and passes the
+workers' messages on to the core. When the core dies, the process stays for a moment, as the remote node may know the
+cause.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class RemoteRanks(GroupBridge):
         raise self._loss_for(reason)
 
     def _await_core(self) -> None:
-        """Waits until the core receives: it misses no message of the other node."""
+        """Waits until the core receives, so that no message of the remote node is missed."""
         while not live_receivers(self._cluster.inboxes[self._me.group], self._me.incarnation):
             time.sleep(AGAIN)
 
@@ -89,7 +90,7 @@ class RemoteRanks(GroupBridge):
             timer.daemon = True
             timer.start()
 
-    # ── in a thread of its own ──
+    # ── in a separate thread ──
     def _give_up(self) -> None:
         assert self._link is not None, "the link has begun"
         self._is_late = self._link.is_connected  # without a connection the node may be lost, which is the cause then

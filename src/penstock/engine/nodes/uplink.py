@@ -1,9 +1,9 @@
-"""The uplink of a group to the home node: on the group's own node, it stands in the place of all servers.
+"""The uplink of a group to the home node: takes the place of all servers on the group's node.
 
-It connects to the home node when its group serves, and has one link. When the link ends, the process ends, and its ends
-with it: to the core that is the death of its servers, so it forgets their requests, and keeps its model and its caches.
-The launcher starts the uplink again, which connects again. When the group ends, or the node drains, the uplink says so
-to the home node, with the launcher's verdict: servers submit the requests to other groups.
+Connects to the home node when the group serves, and has one link. When the link ends, the process and the ends end: to
+the core, all servers have died, so the core forgets the requests, and keeps model and caches. The launcher restarts the
+uplink, which connects again. When the group ends, or the node drains, the uplink reports the launcher's verdict to the
+home node: servers submit the requests to other groups.
 """
 
 from __future__ import annotations
@@ -133,8 +133,8 @@ class Uplink:
         event("link resumed", logging.WARNING, group=self._group, pause_ms=pause_ms, reason=reason)
 
     def _connect(self, incarnation: int) -> Link | None:
-        """Connects to the home node, as often as it takes. Returns None if the group does not serve any more. Raises
-        CannotStart if the home node refuses this one."""
+        """Connects to the home node, with retries. Returns None when the group no longer serves. Raises CannotStart if
+        the home node refuses."""
         spec = self._spec()
         address = self._nodes.address, self._port
         while self._is_wanted(incarnation):
@@ -146,9 +146,9 @@ class Uplink:
                 raise CannotStart(f"the home node at {address[0]}:{address[1]} refuses this node: {refused}") from None
         return None
 
-    # ── in a thread of its own ──
+    # ── in a separate thread ──
     def _watch(self, link: Link, incarnation: int) -> None:
-        """Waits until the group ends or the node drains, and reports it to the home node, which ends the link."""
+        """Waits for the end of the group or a drain, and reports to the home node, which ends the link."""
         with self._losses.open_sender(name=str(self._me)) as sender:
             while self._serves(incarnation):
                 time.sleep(BOARD_POLL_S)

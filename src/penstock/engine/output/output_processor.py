@@ -22,10 +22,10 @@ from penstock.engine.text.detokenizer import Vocabulary, load_vocabulary
 
 
 def run(cluster: Cluster, me: ProcessId) -> OutputProcessor:
-    """Runs an output processor until the core sends Stop. Returns it: its ends stay open."""
+    """Runs an output processor until the core sends Stop. Returns the processor, with open ends."""
     with starting():
         output = OutputProcessor(cluster, me, load_vocabulary(cluster.config))
-    gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay several steps
+    gc.freeze()  # a collection that scanned the objects alive now would delay several steps
     while output.process_next():
         pass
     return output
@@ -38,15 +38,15 @@ class OutputProcessor:
         self._outbox = Outbox(cluster, me)
         inbox = group.inbox.open_sender(cluster.output_lane(me.index), name=name)
         self._inbox = GroupSender(inbox, me, config.step_timeout)
-        self._to_core: deque[Abort] = deque()  # that there was no room for yet
+        self._to_core: deque[Abort] = deque()  # without room until now
         self._row = StatusBoard(cluster.board, writable=True).output_row(cluster.output_place(me.group, me.index))
         self._row[0] = self._received = 0  # messages of this life
         self._tokens = GroupReceiver(group.tokens[me.index].open_receiver(name=name), me, config.start_timeout)
         self._inbox.send(OutputReady(me.index, me.incarnation, me.life), config.start_timeout)
 
     def process_next(self) -> bool:
-        """Answers the next message; or sends, if none comes in time, messages that there was no room for. Returns False
-        after the last message. Raises PeerDied when the core has died."""
+        """Answers the next message; after a timeout, sends messages that had no room. Returns False after the last
+        message. Raises PeerDied when the core has died."""
         wait = AGAIN if self._outbox.has_backlog or self._to_core else None
         try:
             message = self._tokens.receive(wait)
@@ -76,7 +76,7 @@ class OutputProcessor:
         self._send_aborts()
 
     def _send_aborts(self) -> None:
-        """Sends aborts while there is room: the core may be waiting for this process to receive its tokens."""
+        """Sends aborts while room lasts: the core may be waiting until the output processor receives `Tokens`."""
         while self._to_core:
             try:
                 self._inbox.send_nowait(self._to_core[0])

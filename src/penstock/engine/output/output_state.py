@@ -33,7 +33,7 @@ from penstock.engine.text.sse_chunks import MIDDLE, ChunkWriter
 from penstock.errors import DecodeError
 
 NO_SLOTS: Index = np.zeros(0, np.intp)
-ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets its text: by itself; or from the tables, without a chunk or in one
+ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets text: alone; or from the tables, without a chunk or in a chunk
 
 
 class SampleEnd(NamedTuple):
@@ -60,7 +60,7 @@ class HeldOutput(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """At most one Delta for each server; and for the core, the samples that a stop string has ended."""
+    """At most one Delta for each server; for the core, the samples ended by a stop string."""
 
     deltas: list[tuple[int, Delta]]
     aborts: list[Abort]
@@ -79,10 +79,10 @@ class OutputState:
         self._requests = np.zeros(slots, np.int32)
         self._samples = np.zeros(slots, np.uint16)
         self._generated = np.zeros(slots, np.int32)
-        self._bases = np.zeros(slots, np.int32)  # row of the vocabulary at which the table for its ids begins
+        self._bases = np.zeros(slots, np.int32)  # first row of the vocabulary in the slot's table
         self._kinds = np.zeros(slots, np.uint8)
-        self._firsts = np.zeros(slots, np.uint64)  # mask of the first characters of its stop strings
-        self._cached: dict[int, int] = {}  # tokens of its prompt that the cache had, until its first id has come
+        self._firsts = np.zeros(slots, np.uint64)  # mask of the first characters of the stop strings
+        self._cached: dict[int, int] = {}  # cached tokens of the prompt, until the first id has come
         self._started: list[Started | None] = [None] * slots  # None: not open
         self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
         self._writers: list[ChunkWriter | None] = [None] * slots

@@ -1,1 +1,1 @@
-"""Prompt embeddings of a request: how they are sent, and the prompts that they become."""
+"""Prompt embeddings of a request: the files, and the prompts."""

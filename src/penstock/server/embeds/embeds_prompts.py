@@ -32,9 +32,9 @@ class EmbedsPrompts:
     def __init__(
         self, config: EngineConfig, store: Store | None, placeholder: int, count: Callable[[ScopeStats], None]
     ) -> None:
-        """`placeholder`: the id that stands in a prompt for each row. The model does not see it and penalties do not
-        count it; the detokenizer writes the answer as what follows it. `count` gets, for each prompt, how its
-        embeddings travel. Raises ValueError for an invalid config.json."""
+        """`placeholder`: the id in a prompt for each row. The model does not see the id, penalties do not count the id,
+        and the detokenizer writes the answer as its continuation. `count` gets, for each prompt, how the embeddings
+        travel. Raises ValueError for an invalid config.json."""
         self._placeholder = placeholder
         self._store = store
         self._count = count
@@ -47,8 +47,8 @@ class EmbedsPrompts:
         self._threads.close()
 
     async def prompt(self, text: str, where: str, limit: Limit) -> Prompt:
-        """Returns the prompt, which the caller releases unless it submits it. `text`: base64 of a file; `where`: its
-        field in the body. Raises ApiError."""
+        """Returns the prompt, which the caller submits or releases. `text`: base64 of a file; `where`: the field in the
+        body. Raises ApiError."""
         self._require_length(decoded_nbytes(text), limit)
         scope = Scope(self._store, inline_nbytes=0)
         try:

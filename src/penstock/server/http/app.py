@@ -1,7 +1,7 @@
 """The routes of a server process: each route is a method.
 
-`endpoint` admits requests and reads their bodies, `request_schema` checks these, the engine's client gets the answers,
-and `streaming` writes them.
+`endpoint` admits requests and reads bodies, `request_schema` checks bodies, the engine's client gets the answers, and
+`streaming` writes the answers.
 """
 
 from __future__ import annotations
@@ -68,14 +68,14 @@ from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ServerCounters
 from penstock.server.status.server_info import served_name
 
-MAX_PATH = 256  # characters of an unknown path that are compared with the routes
+MAX_PATH = 256  # compared characters of an unknown path
 MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
-LIKE = 0.75  # minimum similarity of the nearest route; other routes of OpenAI's API are less similar
+LIKE = 0.75  # minimum similarity of the nearest route; missing routes of OpenAI's API are less similar
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
 
 class ApiServer:
-    """The routes of one server process, and what they share."""
+    """The routes of a server process, and the state of all routes."""
 
     def __init__(
         self,
@@ -89,7 +89,7 @@ class ApiServer:
         segments: SegmentMetrics | None = None,
         budget: MediaBudget | None = None,
     ) -> None:
-        """`budget`: that of the media of `reader`; None: bodies have one of their own."""
+        """`budget`: of the media of `reader`; None: a new budget for bodies."""
         self._config = config
         self._options = options
         self._client = client
@@ -171,7 +171,7 @@ class ApiServer:
         body: ChatRequest | TokenizeRequest,
         limit: Limit | None = None,
     ) -> Prompt:
-        """Returns the prompt of a conversation, which the caller releases unless it submits it."""
+        """Returns the prompt of a conversation, which the caller submits or releases."""
         is_answered, add_special = body.add_generation_prompt is not False, body.add_special_tokens is True
         client = getattr(body, "user", None) or client_of(request)
         reading = self._reader.conversation(conversation, is_answered, options, add_special, limit, client)
@@ -205,7 +205,7 @@ class ApiServer:
             raise
 
     async def _embeds(self, request: Request, texts: list[str], params: SamplingParams) -> list[Prompt]:
-        """Returns the prompts that are embeddings, which the caller releases unless it submits them."""
+        """Returns the prompts of embeddings, which the caller submits or releases."""
         limit = Limit(self._config.max_model_len - 1, "prompt_embeds", params.max_tokens)
         try:
             return await cancel_on_disconnect(request.receive, self._reader.embeds(texts, limit))
@@ -231,7 +231,7 @@ class ApiServer:
         latencies = LatencyRecorder(self._row, request.state.began)
         short, name = NAMES[style]
         if sampling.request_id is not None and not request.state.is_named:
-            if not is_valid(sampling.request_id):  # a line's end after it, which its pattern lets pass
+            if not is_valid(sampling.request_id):  # a trailing line end, which the pattern accepts
                 raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
             request.state.request_id = sampling.request_id
         request_id: str = request.state.request_id
@@ -294,7 +294,7 @@ class ApiServer:
         )
 
     def _require_room(self, ids: list[int], params: SamplingParams, param: str) -> None:
-        """Raises ApiError for an empty prompt, and for one that leaves no room for a token of its answer."""
+        """Raises ApiError for an empty prompt, and for a prompt without room for a token of the answer."""
         max_model_len = self._config.max_model_len
         if not ids:
             raise ApiError(400, f"expected a prompt of 1 to {max_model_len - 1} tokens, got none", param=param)

@@ -1,6 +1,6 @@
-"""`/dashboard`: a page that shows the server live, and its data, which is read once a second for any number of viewers.
+"""`/dashboard`: a page with live data of the server, which is read once a second for any number of viewers.
 
-The page is one static file and needs no API key; its data does. `snapshot_reader` and `snapshot_rates` make the data.
+The page is a static file and needs no API key; the data does. `snapshot_reader` and `snapshot_rates` make the data.
 Nothing is stored about viewers.
 """
 
@@ -25,13 +25,13 @@ from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 
 PAGE = Path(__file__).with_name("dashboard.html")
-FRESH = 0.95  # seconds for which a snapshot is sent again: pages request one each second
-LONGEST = 10.0  # seconds between two snapshots, above which there are no rates
+FRESH = 0.95  # seconds for which a snapshot is reused: pages request data each second
+LONGEST = 10.0  # most seconds between two snapshots with rates
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
 
 
 class Dashboard:
-    """The dashboard of one server process, which reads its own segments: it has all of the cluster open."""
+    """The dashboard of a server process, which has all segments of the cluster open."""
 
     def __init__(self) -> None:
         self._page = PAGE.read_bytes()
@@ -46,7 +46,7 @@ class Dashboard:
         return Response(self._page, media_type="text/html; charset=utf-8", headers=self._headers)
 
     async def grafana(self, request: Request) -> Response:
-        """Returns the dashboard that Grafana imports, for what lies longer ago than the page remembers."""
+        """Returns the dashboard that Grafana imports, for a longer history than the page has."""
         return Response(grafana.encoded(), media_type="application/json", headers=HEADERS)
 
     async def data(self, request: Request) -> Response:

@@ -1,6 +1,6 @@
-"""What a request passes on its way to a route: its id, API keys, the limit of open requests, the limits of its body.
+"""The steps of a request before a route: id, API keys, the limit of open requests, the limits of the body.
 
-`app` has the routes. An error on the way, or of the route, becomes an answer in OpenAI's form here.
+`app` has the routes. Errors of the steps, and of routes, become answers in OpenAI's form here.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ROUTES, ProcessCounters
 
 LONG = 64 << 10  # bytes of a body: most are decoded in a fraction of 1 ms; longer ones by a thread, as the loop goes on
-BODIES_AT_ONCE = 8  # of the longest: what a process keeps of requests that have not come as a whole
+BODIES_AT_ONCE = 8  # of the longest: the limit of a process for requests that have come in part
 CLIENT_GONE = 499  # only counted: the client has gone, and gets no response
 REQUEST_ID = "x-request-id"
 GENERATED_NBYTES = 12  # of an id

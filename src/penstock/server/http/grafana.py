@@ -1,6 +1,6 @@
-"""The dashboard that Grafana imports: chosen panels, and a panel for each declared metric that none of them shows.
+"""The dashboard that Grafana imports: chosen panels, and a panel for each further declared metric.
 
-Run as a program, it prints the dashboard.
+Prints the dashboard when run as a program.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ WIDTH, HEIGHT, COLUMNS = 8, 8, 3
 SOURCE = {"type": "prometheus", "uid": "${datasource}"}
 METRIC = re.compile(r"\b((?:vllm:|penstock_)\w+)(\{.*?\})?")
 GROWTH = re.compile(r"\b(rate|increase)\(((?:vllm:|penstock_)\w+)(\{.*?\})?\)")
-Query = tuple[str, str]  # an expression in which `rate(NAME)` is that of a counter, and a legend
+Query = tuple[str, str]  # an expression with `rate(NAME)` of a counter, and a legend
 
 
 class Panel:
@@ -35,7 +35,7 @@ def quantiles(histogram: str) -> list[Query]:
 
 
 def ratio(part: str, whole: str) -> str:
-    """Returns the growth of one counter by that of another, of each engine."""
+    """Returns the quotient of the growth of two counters, of each engine."""
     return f"sum by (engine) (rate({part})) / sum by (engine) (rate({whole}))"
 
 

@@ -1,6 +1,6 @@
-"""Takes connections from a listening socket, and ends with them.
+"""Takes connections from a listening socket, and ends the connections at the end.
 
-Leaves to `connection` what travels on them, and to `server_process` when to start and to stop.
+Leaves the bytes to `connection`, and the times of start and stop to `server_process`.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ class HttpServer:
     async def start(self, listener: socket.socket, backlog: int) -> None:
         """`backlog`: connections that wait in the kernel. The socket may be shared with other processes."""
         loop = asyncio.get_running_loop()
-        # asyncio's backlog is also how many connections it takes at a time: one, so that other processes have the next.
+        # asyncio's backlog is also the number of connections taken at a time: 1, so that all processes get connections.
         self._server = await loop.create_server(
             functools.partial(HttpConnection, self._state), sock=listener, backlog=1
         )
         listener.listen(backlog)
 
     async def stop(self, timeout: float) -> None:
-        """Closes the socket and idle connections, and answers what is open; after `timeout` seconds cancels it."""
+        """Closes the socket and idle connections, and answers open requests; cancels them after `timeout` seconds."""
         state = self._state
         state.is_stopping = True
         self._server.close()

@@ -1,6 +1,6 @@
-"""The requests in what a client sends: httptools' parser, with a bound on what comes besides bodies.
+"""Parses the requests of a client: httptools' parser, with a bound on all bytes besides bodies.
 
-Leaves to `connection` what is done with a request, and when.
+Leaves the handling of requests to `connection`.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from starlette.types import Scope
 
 from penstock.server.errors import ApiError
 
-MAX_BESIDES_NBYTES = 64 << 10  # of a request: its head, and what follows its body
-FRAMING = 8  # and so much more for each byte of a body: chunks may be of one byte each
+MAX_BESIDES_NBYTES = 64 << 10  # of a request: the head, and trailers
+FRAMING = 8  # additional bytes for each byte of a body: a chunk may have one byte
 
 Address = tuple[str, int] | None
 
@@ -44,7 +44,7 @@ class RequestParser:
         self._is_in_head = False
 
     def feed(self, data: bytes | memoryview) -> None:
-        """Raises ApiError for what is no request; nothing can be fed after it."""
+        """Raises ApiError for bytes that are no request; the parser is unusable then."""
         self._raw_nbytes += len(data)
         self._fed_nbytes = len(data)
         chunks: list[bytes | memoryview] = [data]
@@ -60,13 +60,14 @@ class RequestParser:
             raise _too_much_besides()
 
     def close(self) -> None:
-        """Ends a cycle of references, so that no collection is needed."""
+        """Breaks a cycle of references, to need no garbage collection."""
         del self._parser
 
     def _head_without_offer(self) -> bytes:
-        """The head of a request that offers an upgrade, for a new parser: the old one took it for the whole request.
+        """Returns the head of a request with the offer of an upgrade, for a new parser: the old parser took the head
+        for the whole request.
 
-        Clients that would speak HTTP/2 offer it with their first request, also with one that has a body.
+        HTTP/2 clients offer an upgrade with the first request, also when the request has a body.
         """
         method, version = self._parser.get_method(), self._parser.get_http_version().encode("ascii")
         if method == b"CONNECT":
@@ -122,7 +123,7 @@ class RequestParser:
 
     # ── a head ──
     def _require_short_head(self) -> None:
-        """Refuses a head that came in one piece with its end, or with the end of the one before it, past `feed`."""
+        """Refuses a long head that passed the check in `feed`, because the end of a message came in the same bytes."""
         if max(self._raw_nbytes, self._fed_nbytes) <= MAX_BESIDES_NBYTES:
             return
         head_nbytes = len(self._url) + sum(len(name) + len(value) for name, value in self._headers)

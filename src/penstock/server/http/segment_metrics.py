@@ -1,7 +1,7 @@
-"""Metrics of channels and of the store, read from their segments when `/metrics` is asked for.
+"""Metrics of channels and of the store, read from the segments for each request of `/metrics`.
 
-The ends of channels and the store count in shared memory anyway, each in words of its own; so a message or a value
-costs no more for being reported.
+The ends of channels and the store count in shared memory, each in separate words, so reports add no cost to a message
+or a value.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""What a server counts, and how its processes read it."""
+"""Counters of a server, and the reading of snapshots."""

@@ -1,6 +1,6 @@
-"""Counters of the server processes: a row of shared memory for each, so any process can report those of all.
+"""Counters of the server processes: a row of shared memory for each, so any process can report all rows.
 
-A restarted server continues with its row.
+A restarted server continues the row.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.tensor import ScopeStats
 ROUTES = ("chat", "completions", "tokenize", "models")
 STATUSES = (200, 400, 401, 404, 413, 422, 429, 499, 500, 503, 504)  # 499: the client has gone
 FINISHED_REASONS = ("stop", "length", "abort", "error")  # as vLLM names them
-# How the tensors of prompts travel, as metrics name it, and the field of `ScopeStats`.
+# How the tensors of prompts travel: the name in metrics, and the field of `ScopeStats`.
 ITEM_FIELDS = {
     "hit": "hits",
     "put": "puts",
@@ -89,8 +89,8 @@ class ProcessCounters(CounterRow, scope="server"):
     """The row of one server process, as in `row[ProcessCounters.OPEN] += 1`."""
 
     PID = state()
-    SERVING = state()  # 1: it accepts connections; 2: it drains, and answers only open requests
-    FAILED_STARTS = state()  # in a row: how often this server has ended before it served. Written by the launcher
+    SERVING = state()  # 1: accepts connections; 2: drains, and answers only open requests
+    FAILED_STARTS = state()  # consecutive ends of the server before service. Written by the launcher
     OPEN = gauge(
         "penstock_open_requests",
         "HTTP requests that a `server` process is answering",
@@ -165,7 +165,7 @@ class ProcessCounters(CounterRow, scope="server"):
         return cls.WORDS + QueueCounters.WORDS + engines * ENGINE_WORDS
 
     def count_items(self, stats: ScopeStats, put: int = 0) -> None:
-        """Counts how the values of a prompt travel. `put`: hits of values that decoders put there for it."""
+        """Counts how the values of a prompt travel. `put`: hits of values that decoders put for the prompt."""
         stats.hits -= put
         stats.puts += put
         for how, field in ITEM_FIELDS.items():
@@ -184,14 +184,14 @@ class ProcessCounters(CounterRow, scope="server"):
         self.words[self.VIDEO_NS] += round(seconds * 1e9)
 
     def clear_gauges(self) -> None:
-        """Forgets what was open in a process that has ended."""
+        """Clears the open requests of a process that has ended."""
         super().clear_gauges()
         self.queue.clear_gauges()
         for served in self.engines:
             served.migration.clear_gauges()
 
     def answered(self, route: str, status: int) -> int:
-        """Returns the word that counts answers of this route and status."""
+        """Returns the word of answers of a route and status."""
         known = status if status in STATUSES else 500 if status >= 500 else 400
         return self.ANSWERED.at[route, str(known)]
 

@@ -1,6 +1,6 @@
-"""Constants of a server for observers outside of it: a page that the launcher writes once, and no process after it.
+"""Constants of a server for external observers: a page that the launcher writes once.
 
-Observers find a server by this page: a process that has it open is one. Board and counters hold what changes.
+Observers find a server by the page: every process of a server has the page open. Board and counters hold variables.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class ServerInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     @staticmethod
     def read(page: lowlevel.Segment) -> ServerInfo:
-        """Reads the page. Raises msgspec.DecodeError if another version of penstock has written it."""
+        """Reads the page. Raises msgspec.DecodeError for a page of a different version of penstock."""
         return msgspec.convert(harmless(msgspec.json.decode(page.view())), ServerInfo)
 
 

@@ -1,6 +1,6 @@
-"""Snapshot of a server: plain data that travels as JSON, from which rates and views are made.
+"""Snapshot of a server: plain data that travels as JSON, the source of rates and views.
 
-Counters begin at 0 when the process that counts starts. `snapshot_reader` reads them.
+Counters begin at 0 at the start of the counting process. `snapshot_reader` reads snapshots.
 """
 
 from __future__ import annotations
@@ -21,18 +21,17 @@ class ProcessView(msgspec.Struct, frozen=True):
     role: str  # launcher, core, worker, output, bridge, server
     group: int  # means something for core, worker, output and bridge
     index: int
-    pid: int  # 0: there is none now
-    incarnation: int  # 0: none has been started; 1: this is the first
+    pid: int  # 0: none now
+    incarnation: int  # 0: none has been started; 1: the first
     state: str  # starting, serves, draining, stopped, gone
     cpu_seconds: float
-    private_nbytes: int | None  # memory that only this process has; None: there is none now, or the kernel does not say
-    node: int = 0  # of a bridge: the node that has its group; of remote_ranks: that has these ranks
-    life: int = 0  # of an output processor: how often it was started again within this incarnation
+    private_nbytes: int | None  # private memory; None: no process now, or unknown to the kernel
+    node: int = 0  # of a bridge: the node of the group; of remote_ranks: the node of the ranks
+    life: int = 0  # of an output processor: restarts within the incarnation
 
     @property
     def restarts(self) -> int:
-        """Returns the number of its restarts; those in former incarnations of its group that were its own do not
-        count."""
+        """Returns the number of restarts; those of an output processor in former incarnations do not count."""
         return max(self.incarnation - 1, 0) + self.life
 
     @property
@@ -54,12 +53,12 @@ class ChannelView(msgspec.Struct, frozen=True):
     kind: str  # ring, broadcast, inbox
     records: int  # sent, by all senders
     nbytes: int
-    sleeps: int  # of all ends, because there was nothing to read, or no room
-    behind: int  # records that the slowest receiver has not given back
+    sleeps: int  # of all ends, without records or room
+    behind: int  # records held by the slowest receiver
     behind_nbytes: int
-    slowest: str  # name of that receiver; empty: none is behind
-    blocked: float  # seconds for which a sender has been waiting for room now
-    longest_blocked: float  # and for which one ever did
+    slowest: str  # name of the receiver; empty: none is behind
+    blocked: float  # seconds of the longest present wait of a sender for room
+    longest_blocked: float  # of the longest wait ever
     spills: int = 0  # records too long for the ring, which went by the pool
     exhaustions: int = 0  # times the pool had no room for a record
 
@@ -74,7 +73,7 @@ class StoreView(msgspec.Struct, frozen=True):
     name: str
     nbytes: int  # that fit
     kept_nbytes: int  # under keys
-    taken_nbytes: int  # those, and blocks without a key
+    taken_nbytes: int  # kept, and blocks without a key
     keys: int
     held_keys: int
     hits: int
@@ -124,11 +123,11 @@ ZERO = {  # views of rows in which nothing has been counted
 
 
 class ServerSnapshot(msgspec.Struct, frozen=True):
-    at: float  # seconds on the clock of that machine, which only goes forward
+    at: float  # seconds on the monotonic clock of the machine
     time: float  # seconds since 1970
     server_info: ServerInfo
     is_draining: bool
-    shared_nbytes: int  # memory of all segments, which is there once, however many processes have it
+    shared_nbytes: int  # memory of all segments, counted once for all processes
     processes: tuple[ProcessView, ...]
     channels: tuple[ChannelView, ...]
     stores: tuple[StoreView, ...]
@@ -175,7 +174,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
 
     @property
     def coming_back(self) -> dict[int, int]:
-        """Returns the groups that were lost and do not serve yet, and how many of their requests wait."""
+        """Returns the lost groups that do not serve yet, and the number of waiting requests."""
         restarted = {process.group for process in self.processes if process.is_of_group and process.incarnation > 1}
         waiting = [int(served["requests_waiting_to_resume"]) for served in self.served]
         return {

@@ -1,7 +1,7 @@
-"""Takes snapshots of a server, from outside or from one of its own processes, and disturbs none of them.
+"""Takes snapshots of a server, from inside or outside, without disturbing a process.
 
-It opens and maps segments for reading, joins none as a peer, and releases them: between two snapshots it holds nothing,
-so it keeps no memory alive. `inspect` opens the segments; the native core reads their state.
+The reader opens and maps segments for reading, joins no segment as a peer, and releases all mappings after a snapshot,
+so the reader keeps no memory alive. `inspect` opens the segments; the native core reads the state.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from penstock.tools.inspect import Json, private_nbytes_of, process_of
 from penstock.tools.inspect.segments import Place, descriptors_of, page_at, snapshot_of
 
 PAGES = (NAME, "board", "tally")
-RAW = "segment"  # the kind of these pages; other segments are channels and pools
-HOLDERS = 8  # holders of a store that are listed, those with most bytes
+RAW = "segment"  # the kind of pages; all segments of a different kind are channels and pools
+HOLDERS = 8  # listed holders of a store, by most bytes
 
 
 class NoServer(Exception):
@@ -38,7 +38,7 @@ class NoServer(Exception):
 
 
 class SnapshotReader:
-    """Reads snapshots of one server through a process with its segments open: the launcher, or a server process."""
+    """Reads snapshots of a server through a process with open segments: the launcher, or a server process."""
 
     def __init__(self, pid: int) -> None:
         """Opens the segments of process `pid`. Raises NoServer."""
@@ -46,7 +46,7 @@ class SnapshotReader:
         self._start = _start_of(pid)
         self._pages: dict[str, tuple[int, Place]] = {}
         self._others: list[tuple[int, Place]] = []
-        self._raw_nbytes = 0  # of segments that are neither channels nor pools, which never grow
+        self._raw_nbytes = 0  # of pages, which never grow
         places: set[Place] = set()
         try:
             for number, place in descriptors_of(pid):
@@ -74,7 +74,7 @@ class SnapshotReader:
             raise NoServer(f"process {self._pid} has ended")
         try:
             return self._moment()
-        except (OSError, PenstockError) as error:  # it closes what it has, one after the other
+        except (OSError, PenstockError) as error:  # the process closes segments in sequence
             raise NoServer(f"process {self._pid} is ending: {error}") from None
         except (msgspec.DecodeError, IndexError) as error:
             raise NoServer(f"process {self._pid} is of another version of penstock: {error}") from None
@@ -89,8 +89,8 @@ class SnapshotReader:
             raise NoServer(f"process {self._pid} is ending: {error}") from None
 
     def waiting_requests(self) -> int:
-        """Returns how many requests wait in the server processes for a group: new ones, and those that a group has
-        lost. Raises NoServer if the server has ended."""
+        """Returns the number of requests, new or lost by a group, that wait for a group in the server processes. Raises
+        NoServer if the server has ended."""
         if _start_of(self._pid) != self._start:
             raise NoServer(f"process {self._pid} has ended")
         try:
@@ -156,7 +156,7 @@ def _processes(server_info: ServerInfo, board: StatusBoard, tally: ServerCounter
 
 
 def _process(member: ProcessId, node: int, life: ProcessEntry, otherwise: str) -> ProcessView:
-    """Returns the view of one process. `node`: that a bridge leads to; `otherwise`: its state, if it lives and is not
+    """Returns the view of a process. `node`: behind a bridge; `otherwise`: the state of a living process that is not
     stopped."""
     place = member.kind, member.group, member.index
     process = process_of(life.pid) if life.pid else None
