@@ -93,7 +93,7 @@ def spread_and_worst(figures: Figures) -> str:
     return f"{spread_and_send(figures)} max {short(figures['max_us'])}"
 
 
-def one(key: str, form: str) -> Cell:
+def figure_cell(key: str, form: str) -> Cell:
     return lambda result: format(result[key], form)
 
 
@@ -134,7 +134,7 @@ def run_paced(turns: Turns, scale: Scale) -> None:
         columns[short_nbytes(nbytes)] = Column(outcome, spread_and_send, "p50_us")
         if nbytes == STEP_NBYTES:
             turns.record("cpu", outcome, CPU, "cpu_cores", **parameters)
-            burned["cores"] = Column(outcome, one("cpu_cores", ".3f"), "cpu_cores")
+            burned["cores"] = Column(outcome, figure_cell("cpu_cores", ".3f"), "cpu_cores")
     turns.table(f"One way, a message each millisecond, to the last of {receivers_of(turns)}; {SPREAD}", columns)
     turns.table(f"CPU of all ends, {STEP_NBYTES} B each millisecond, {receivers_of(turns)}", burned)
 
@@ -146,7 +146,7 @@ def run_stream(turns: Turns, scale: Scale) -> None:
         outcome = turns.take(orders, figures.stream, turns.rounds)
         parameters = {"receivers": turns.receivers, "nbytes": nbytes}
         turns.record("stream", outcome, ("per_s", "messages", *CPU), "per_s", **parameters)
-        columns[short_nbytes(nbytes)] = Column(outcome, one("per_s", ",.0f"), "per_s")
+        columns[short_nbytes(nbytes)] = Column(outcome, figure_cell("per_s", ",.0f"), "per_s")
     turns.table(f"Stream, until the last of {receivers_of(turns)} has everything; messages per second", columns)
 
 
@@ -168,12 +168,12 @@ def run_cpu(turns: Turns, scale: Scale) -> None:
     order = Order("paced", STEP_NBYTES, int(scale.slow_seconds / 0.02), 0.02, is_acknowledged=False)
     slow = turns.take(turns.same_order(order), figures.paced, turns.rounds)
     turns.record("cpu", slow, CPU, "cpu_cores", **parameters, pace_ms=20)
-    columns["each 20 ms"] = Column(slow, one("cpu_cores", ".4f"), "cpu_cores")
+    columns["each 20 ms"] = Column(slow, figure_cell("cpu_cores", ".4f"), "cpu_cores")
 
     order = Order("paced", STEP_NBYTES, 1, scale.idle_seconds, is_acknowledged=False)
     idle = turns.take(turns.same_order(order), figures.paced, rounds=1)
     turns.record("cpu", idle, CPU, "cpu_cores", **parameters, idle_s=scale.idle_seconds)
-    columns[f"idle for {scale.idle_seconds:g} s"] = Column(idle, one("cpu_cores", ".4f"), "cpu_cores")
+    columns[f"idle for {scale.idle_seconds:g} s"] = Column(idle, figure_cell("cpu_cores", ".4f"), "cpu_cores")
     turns.table(f"CPU of all ends, {STEP_NBYTES} B, {receivers_of(turns)}; cores", columns)
 
 
@@ -201,7 +201,7 @@ def run_inbox(turns: Turns, scale: Scale) -> None:
     turns.record("inbox_round_trip", answered, LATENCY, "p50_us", **parameters)
 
     columns = {
-        "messages/s": Column(rate, one("per_s", ",.0f"), "per_s"),
+        "messages/s": Column(rate, figure_cell("per_s", ",.0f"), "per_s"),
         f"all send, one answers all; {SPREAD}": Column(answered, spread, "p50_us"),
     }
     turns.table(f"Inbox, {turns.receivers} senders, one receiver, {REPLY_NBYTES} B", columns)

@@ -59,7 +59,7 @@ def targets(summary: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -
                  ratios[0] if ratios else None, is_least=True)  # fmt: skip
 
 
-def told(output: Output, rows: Iterator[Row] | Sequence[Row], table: Table) -> None:
+def show(output: Output, rows: Iterator[Row] | Sequence[Row], table: Table) -> None:
     for row in rows:
         output.record(row["case"], row["impl"], **{k: v for k, v in row.items() if k not in ("bench", "case", "impl")})
     if table.rows:
@@ -76,15 +76,15 @@ def measure(run: Run) -> list[Target]:
     try:
         for outcome in comparison.run(run.options.requests, run.rounds):
             outcomes.append(outcome)
-            told(output, list(comparison.rows_of(outcome)), comparison.table_of(outcome))
+            show(output, list(comparison.rows_of(outcome)), comparison.table_of(outcome))
     finally:
         vllm_peer.close()
         if chart is not None and outcomes:
             comparison.draw(outcomes, chart)
     params, table = comparison.params_told()
-    told(output, params, table)
-    broadcast, table = collective.told(run.rounds)
-    told(output, broadcast, table)
+    show(output, params, table)
+    broadcast, table = collective.report(run.rounds)
+    show(output, broadcast, table)
     return list(targets(comparison.summary(outcomes), params, broadcast))
 
 

@@ -138,9 +138,9 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
         heard(talk)
 
     def by_torch() -> None:
-        made = torch.empty((nbytes,), dtype=torch.uint8, device="cuda")
+        tensor = torch.empty((nbytes,), dtype=torch.uint8, device="cuda")
         talk.send_bytes(b"torch")
-        talk.send(made)
+        talk.send(tensor)
         heard(talk)
 
     result: dict[str, list[int]] = {"penstock": [], "torch.multiprocessing": []}

@@ -61,7 +61,7 @@ def measure(run: Run, server: Ours) -> None:
 
     def ask(body: Body) -> int:
         path, content = body
-        return server.asked("POST", path, content)[0]
+        return server.request("POST", path, content)[0]
 
     def tell(what: str, highest: float, answers: str = "", seconds: float = 0.0) -> None:
         mb = now()

@@ -126,7 +126,7 @@ def measure(run: Run, scale: Scale) -> goals.Found:
             result.pauses = pauses.pauses(
                 servers, directory, model.longest(directory), scale.kills, scale.migrating_streams
             )
-            result.kept = pauses.kept_memory(servers, servers.rounds, scale.kept_requests)
+            result.kept_memory = pauses.kept_memory(servers, servers.rounds, scale.kept_requests)
         except (Failed, OSError) as failure:
             servers.output.say(f"\nmigration: {failure}")
             servers.output.record("failed", OURS, reason=str(failure))

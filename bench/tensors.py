@@ -32,7 +32,7 @@ class Scale:
     readers: tuple[int, ...]
     sizes: tuple[int, ...]
     to_most: tuple[int, ...]  # sizes that are measured with the most readers alone
-    held: int  # the size whose copies are counted
+    held: int  # the size for which copies are counted
     seconds: float  # of one way's turn
     images: int
     largest_image: int

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from bench.harness.run import Run, command_line
 from bench.harness.targets import Target
-from bench.serve_cases.cases import Load, asked
+from bench.serve_cases.cases import Load, run_load
 from bench.serve_cases.servers import Ours, Peak
 from bench.vllm_cases.models import make_multimodal
 from penstock.tools.inspect import all_processes
@@ -86,7 +86,7 @@ def measure(run: Run, server: Ours) -> Target:
     options, output = run.options, run.output
     server.wait_for_an_answer()
     load = Videos(1, 1, "8", "4", size=options.size, fps=options.fps)
-    asked(server, load, run.scratch, 0)  # the decoder host starts
+    run_load(server, load, run.scratch, 0)  # the decoder host starts
     memory = Memory(server.pid_of("server"))
     time.sleep(1.0)
     baseline = memory.nbytes()
@@ -94,7 +94,7 @@ def measure(run: Run, server: Ours) -> Target:
     try:
         requests = options.requests or 2 * options.clients
         load = Videos(requests, options.clients, "8", "4", seconds=options.seconds, size=options.size, fps=options.fps)
-        figures = asked(server, load, run.scratch, 1, within=None)
+        figures = run_load(server, load, run.scratch, 1, within=None)
     finally:
         peak.close()
     highest = peak.take()
@@ -108,7 +108,7 @@ def measure(run: Run, server: Ours) -> Target:
     cells = [f"{value:.0f}" for value in (*mb.values(), memory.processes, *list(rates.values())[:2])]
     row = (f"{options.clients} clients, {figures['requests']} answered", [*cells, f"{figures['requests_per_s']:.2f}"])
     output.table("Memory of the server process and its decoders, MB", columns, [row])
-    metrics = server.asked("GET", "/metrics")[1].decode()
+    metrics = server.request("GET", "/metrics")[1].decode()
     ends = re.findall(r'penstock_videos_total\{end="(\w+)",server="0"\} (\d+)', metrics)
     output.say("videos: " + ", ".join(f"{number} {end}" for end, number in ends if number != "0"))
     return Target("memory, over baseline + 1.1 budget + decoders x M", 1.0, "x", highest / bound)

@@ -34,10 +34,10 @@ class Bench(Run):
 
     def __init__(self, options: argparse.Namespace) -> None:
         super().__init__("vllm", options, rounds=7, patience=60.0)
-        self.results = goals.Found()
+        self.measured = goals.Found()
         self.names = [name for name in WAYS if name in self.named("impl")]
         servers = self.turns(AS_IT_IS, Servers, scratch=self.scratch)
-        self.serving = serving.Run(servers, self.results, self.names)
+        self.serving = serving.Run(servers, self.measured, self.names)
 
     def run(self, cases: Sequence[str]) -> None:
         steps: dict[str, Callable[[], None]] = {}
@@ -46,7 +46,7 @@ class Bench(Run):
         for name in SERVED:
             if name in cases:
                 steps[name] = partial(self.serve, name)
-        if "start" in cases and "serve-images" not in cases:  # whose servers have told it
+        if "start" in cases and "serve-images" not in cases:  # with servers that tell it
             steps["start"] = self.start
         for name, step in steps.items():
             began = time.monotonic()
@@ -57,9 +57,9 @@ class Bench(Run):
         kind = serving.quick(SERVED[name]) if self.options.quick else SERVED[name]
         outcomes = self.serving.measure(kind)
         if kind.is_sleeping:
-            self.results.idle = outcomes.get(kind.loads[0].concurrency)
+            self.measured.idle = outcomes.get(kind.loads[0].concurrency)
         else:
-            self.results.served[kind.name] = outcomes
+            self.measured.served[kind.name] = outcomes
 
     def start(self) -> None:
         for _ in range(1 if self.options.quick else STARTS):
@@ -79,12 +79,12 @@ class Bench(Run):
         try:
             turns.start(there)
             if "queue" in cases:
-                self.results.steps, self.results.paced = queues.run_steps(turns, scale)
+                self.measured.steps, self.measured.paced = queues.run_steps(turns, scale)
             if "steps" in cases:
-                self.results.codec = queues.run_codec(turns, scale)
+                self.measured.codec = queues.run_codec(turns, scale)
             if "large" in cases:
-                self.results.tensors = queues.run_tensors(turns, scale)
-                self.results.images, self.results.memory = queues.run_images(turns, scale)
+                self.measured.tensors = queues.run_tensors(turns, scale)
+                self.measured.images, self.measured.memory = queues.run_images(turns, scale)
         finally:
             turns.end()
 
@@ -101,7 +101,7 @@ def parse(arguments: Sequence[str]) -> argparse.Namespace:
 def main(arguments: Sequence[str]) -> int:
     with Bench(parse(arguments)) as bench:
         bench.run(bench.named("only"))
-        return bench.conclude(OURS, goals.targets(bench.results))
+        return bench.conclude(OURS, goals.targets(bench.measured))
 
 
 if __name__ == "__main__":

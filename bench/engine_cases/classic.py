@@ -27,7 +27,7 @@ from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
 from penstock.engine.worker.simulated_device import SimulatedRunner
 
 PAGE_NBYTES = 4096
-WITH_IMAGE = "with an image"  # the client of a request whose image comes by the wire
+WITH_IMAGE = "with an image"  # the client of a request with an image that comes by the wire
 
 
 # ── wires: the core's end, which takes the places of two channels' ends, and a worker's ──────────────────────────────
@@ -236,10 +236,10 @@ def run_worker(wire: str, scratch: str, cluster: Cluster, me: ProcessId) -> None
     inbox = group.inbox.open_sender(cluster.worker_lane(me.index), name=str(me))
     inbox.send(Ready(me.index, device.blocks, device.vocabulary), config.start_timeout)
     end.meet()
-    names: dict[int, str] = {}  # by slot: whom the device knows
+    names: dict[int, str] = {}  # by slot: the request that the device knows
     while not isinstance(message := end.receive(), Stop):
         leader, number, request = message
-        schedule, step = seen(request, config.max_num_seqs, names)
+        schedule, step = read_request(request, config.max_num_seqs, names)
         sampled = device.launch(schedule, step).result()
         end.answer(leader, number, sampled.ids.tolist())
         if me.index == 0:
@@ -248,7 +248,7 @@ def run_worker(wire: str, scratch: str, cluster: Cluster, me: ProcessId) -> None
     inbox.close()
 
 
-def seen(request: vllm2024.ExecuteModelRequest, slots: int, names: dict[int, str]) -> tuple[Any, Any]:
+def read_request(request: vllm2024.ExecuteModelRequest, slots: int, names: dict[int, str]) -> tuple[Any, Any]:
     """As much of a schedule and its step as the device looks at."""
     counts, computed = np.zeros(slots, np.int32), np.zeros(slots, np.int32)
     rows, sizes, afters, sampled, joined, prompts = [], [], [], [], [], {}

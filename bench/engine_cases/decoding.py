@@ -21,18 +21,18 @@ from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import Style
 from penstock.errors import PenstockError
 
-BLOCKS = 1 << 17  # so many that nobody is preempted
-BUDGET = 8192  # tokens of a step: everybody has joined soon
+BLOCKS = 1 << 17  # so many that no sample is preempted
+BUDGET = 8192  # tokens of a step: all samples join soon
 MODEL_LEN = 1 << 15
 COLUMNS = {
-    "idle share": lambda entry: f"{entry['idle_share']:.2%}",
-    "TPOT, ms": lambda one: f"{one['tpot_ms']:.2f}",
-    "slowest": lambda item: f"{item['tpot_most_ms']:.2f}",
-    "steps/s": lambda element: f"{element['steps_per_s']:.1f}",
-    "core's own, ms a step": lambda one: f"{one['own_ms']:.3f}",
-    "its CPU, ms a step": lambda each: f"{each['core_cpu_ms']:.3f}",
-    "B of text a token": lambda one: f"{one['text_nbytes_per_token']:.1f}",
-    "load's CPU, cores": lambda one: f"{one['load_cores']:.3f}",
+    "idle share": lambda figures: f"{figures['idle_share']:.2%}",
+    "TPOT, ms": lambda figures: f"{figures['tpot_ms']:.2f}",
+    "slowest": lambda figures: f"{figures['tpot_most_ms']:.2f}",
+    "steps/s": lambda figures: f"{figures['steps_per_s']:.1f}",
+    "core's own, ms a step": lambda figures: f"{figures['own_ms']:.3f}",
+    "its CPU, ms a step": lambda figures: f"{figures['core_cpu_ms']:.3f}",
+    "B of text a token": lambda figures: f"{figures['text_nbytes_per_token']:.1f}",
+    "load's CPU, cores": lambda figures: f"{figures['load_cores']:.3f}",
 }
 FAILURES = (PenstockError, ClusterFailed, Wrong, OSError, RuntimeError)  # a TimeoutError is an OSError
 
@@ -124,12 +124,12 @@ async def run_cell(
         outcome = trees.take(orders, measure, trees.rounds)
     finally:
         folders = await trees.stop()
-    told(trees, cell, outcome)
+    show(trees, cell, outcome)
     parts_told(trees, cell, {name: spent.read(folders[name]) for name in outcome.rounds})
     return outcome
 
 
-def told(trees: Trees, cell: Cell, outcome: Outcome) -> None:
+def show(trees: Trees, cell: Cell, outcome: Outcome) -> None:
     keys = [key for result in outcome.rounds.values() for key in result[0]]
     where = {"step_ms": cell.step_ms, "batch": cell.batch, "tensor_parallel": cell.tensor_parallel}
     trees.record(

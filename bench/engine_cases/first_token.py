@@ -93,10 +93,10 @@ async def run_first(
         finally:
             await trees.stop()
         trees.record("first", outcome, ("ttft_us", "ttft_p90_us"), "ttft_us", step_ms=step_ms, beside=beside)
-    told(trees, outcomes)
+    show(trees, outcomes)
 
 
-def told(trees: Trees, outcomes: Mapping[str, Outcome]) -> None:
+def show(trees: Trees, outcomes: Mapping[str, Outcome]) -> None:
     heads = [f"{place}: {what}" for place in outcomes for what in ("median", "p90")]
     rows = []
     for name in next(iter(outcomes.values())).rounds:

@@ -70,7 +70,7 @@ class Asking:
             self._context.destroy(linger=0)
 
     def renew(self) -> None:
-        """All images have other keys: nobody has kept them."""
+        """Gives all images new keys, which no store has."""
         self._keys = [next(_keys).to_bytes(32, "little") for _ in self._images.pixels]
 
     def first_token(self, image: int, chance: np.random.Generator) -> float:
@@ -145,12 +145,12 @@ async def run_images(
         for each in asking.values():
             each.close()
         await trees.stop()
-    told(trees, outcomes, f"{WORKERS} workers, {count} images of {short_nbytes(min(MB, largest))} to "
+    show(trees, outcomes, f"{WORKERS} workers, {count} images of {short_nbytes(min(MB, largest))} to "
          f"{short_nbytes(largest)}, {STEP * 1e3:g} ms steps")  # fmt: skip
     return outcomes
 
 
-def told(trees: Trees, outcomes: Mapping[float, Outcome], about: str) -> None:
+def show(trees: Trees, outcomes: Mapping[float, Outcome], about: str) -> None:
     for share, outcome in outcomes.items():
         trees.record("images", outcome, ("ttft_ms", "ttft_largest_ms"), "ttft_ms", share=share)
     rows = []

@@ -50,7 +50,7 @@ def run(core: EngineCore, folder: str) -> None:
     spent = _Spent(core)
     core.run()
     core.close()
-    Path(folder, FILE).write_text(json.dumps(spent.told()))
+    Path(folder, FILE).write_text(json.dumps(spent.medians()))
 
 
 class _Spent:
@@ -65,7 +65,7 @@ class _Spent:
         self._publish = core._publish
         core._publish = self._turn  # type: ignore[method-assign]
 
-    def told(self) -> dict[str, float]:
+    def medians(self) -> dict[str, float]:
         """Medians, in microseconds."""
         return {part: statistics.median(taken) / 1e3 for part, taken in self._taken.items() if taken}
 
@@ -103,7 +103,7 @@ class _Spent:
 
 
 def _find(core: EngineCore, place: str) -> tuple[Any, str, Callable[..., Any]] | None:
-    """Whose method it is, its name, and itself. None: this core has no such part."""
+    """Returns the owner of a method, its name, and the method. None: the core has no such part."""
     *path, name = place.split(".")
     owner: Any = core
     for each in path:

@@ -1,4 +1,4 @@
-"""What a process does during one phase of a measurement: the timed loops, and nothing about who started them.
+"""What a process does during one phase of a measurement: the timed loops, without the start of processes.
 
 Every phase begins with one reply of each receiver to the sender, so that all are in their loops before the first
 stamp. Stamps are `perf_counter_ns`, which is CLOCK_MONOTONIC: one clock for all processes.

@@ -103,7 +103,7 @@ class Run:
         usual = 0.0 if options.quick else patience
         self.patience = Patience(usual if options.patience is None else options.patience)
         self.output = Output(name, is_json=options.json, folder=options.out)
-        self.found: dict[str, Any] = {}  # by case, if targets are computed from it
+        self.results: dict[str, Any] = {}  # by case, if targets are computed from it
         self._folder = tempfile.TemporaryDirectory(prefix="bench-")
         self.scratch = Path(self._folder.name)
 

@@ -53,7 +53,7 @@ class Outcome:
         return statistics.median(remote[key] / max(ours[key], 1e-9) for remote, ours in pairs)
 
     def part(self, prefix: str) -> Outcome:
-        """The figures whose keys begin with the prefix, without it."""
+        """Returns the figures with keys that begin with the prefix, without the prefix."""
         rounds = {
             name: [
                 {key.removeprefix(prefix): value for key, value in figures.items() if key.startswith(prefix)}
@@ -154,7 +154,7 @@ class Turns:
         for turn in range(rounds):
             for attempt in range(TRIES):
                 before = look()
-                found = self._one_round(turn, orders, measure)
+                figures_of = self._one_round(turn, orders, measure)
                 load = load_between(before, look())
                 if load.is_quiet or attempt == TRIES - 1:
                     break
@@ -162,9 +162,9 @@ class Turns:
                 if not self._patience.wait_for_quiet():
                     break
             outcome.loads.append(load)
-            for name, figures in found.items():
+            for name, figures in figures_of.items():
                 outcome.rounds[name].append(figures)
-        outcome.rounds = {name: found for name, found in outcome.rounds.items() if len(found) == rounds}
+        outcome.rounds = {name: every for name, every in outcome.rounds.items() if len(every) == rounds}
         return outcome
 
     def _one_round(self, turn: int, orders: Mapping[str, Any], measure: Callable[..., Figures]) -> dict[str, Figures]:
@@ -175,7 +175,7 @@ class Turns:
         return result
 
     def _up(self) -> Container[str]:
-        """Who takes part."""
+        """Returns the names that take part."""
         return self._sessions
 
     def _turn_of(self, name: str, order: Any, measure: Callable[..., Figures]) -> list[Figures]:
@@ -190,7 +190,7 @@ class Turns:
 
     def record(self, case: str, outcome: Outcome, keys: Sequence[str], key: str, **parameters: Any) -> None:
         """One JSON record for each implementation, with the ratio of the figure `key` where it may be given."""
-        for name, found in outcome.rounds.items():
+        for name, every in outcome.rounds.items():
             figures = {each: value for each, value in outcome.figures(name).items() if each in keys}
             if self.compares(outcome):
                 figures[f"ratio_to_{self._reference}"] = outcome.ratio(name, key, self._reference)
@@ -199,7 +199,7 @@ class Turns:
                 name,
                 **parameters,
                 **figures,
-                rounds=len(found),
+                rounds=len(every),
                 foreign_cores=outcome.foreign_cores,
                 quiet=outcome.is_quiet,
             )

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import ModuleType
-from typing import Protocol, TypeAlias
+from typing import Any, TypeAlias
 
 REPLY_NBYTES = 100
 
@@ -25,32 +25,32 @@ class Unavailable(Exception):
 Received: TypeAlias = bytes | bytearray | memoryview
 
 
-class Sender(Protocol):
-    @property
-    def send(self) -> Callable[[bytes], object]:
-        """Sends one frame to every receiver; blocks while a receiver is too far behind."""
+class Sender:
+    """Base of the ends that send. A subclass is made of its wire, its seat and a `Meet`, and has methods, or attributes
+    that are functions:
 
-    @property
-    def gather(self) -> Callable[[], object]:
-        """Returns after one reply of every receiver."""
+    send     sends a frame to every receiver; blocks while a receiver is too far behind
+    gather   returns after one reply of every receiver
+    """
+
+    send: Callable[[Any], object]
+    gather: Callable[[], object]
 
     def expect(self, nbytes: int) -> None:
-        """Said before a phase in which all frames have this size; ends may pick the best way for it."""
+        """Called before a phase with frames of one size; ends may pick the best way for the size."""
 
     def reserved_nbytes(self) -> int:
-        """Memory set aside for the channel and its way back, in bytes."""
+        """Returns the bytes set aside for the channel and the way back."""
+        return 0
 
     def close(self) -> None: ...
 
 
-class Receiver(Protocol):
-    @property
-    def receive(self) -> Callable[[], Received]:
-        """Blocks until the next frame is here."""
+class Receiver:
+    """Base of the ends that receive: `receive` awaits the next frame, `reply` sends a small frame to the sender."""
 
-    @property
-    def reply(self) -> Callable[[bytes], object]:
-        """Sends a small frame back to the sender."""
+    receive: Callable[[], Any]
+    reply: Callable[[bytes], object]
 
     def expect(self, nbytes: int) -> None: ...
 

@@ -9,6 +9,7 @@ from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
+from bench import impls
 from bench.impls import REPLY_NBYTES, Meet, Seat, Wires
 from bench.impls.peer import python_with
 
@@ -43,15 +44,12 @@ def _join(address: str, seat: Seat) -> Any:
     return torch
 
 
-class Sender:
+class Sender(impls.Sender):
     def __init__(self, address: str, seat: Seat, meet: Meet) -> None:
         torch = _join(address, seat)
         self._distributed = torch.distributed
         self._reply = torch.zeros(REPLY_NBYTES, dtype=torch.uint8)
         self._receivers = range(1, seat.receivers + 1)
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def send(self, frame: bytes) -> None:
         self._distributed.broadcast_object_list([frame], src=0)
@@ -60,21 +58,15 @@ class Sender:
         for rank in self._receivers:
             self._distributed.recv(self._reply, src=rank)
 
-    def reserved_nbytes(self) -> int:
-        return 0
-
     def close(self) -> None:
         self._distributed.destroy_process_group()
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     def __init__(self, address: str, seat: Seat, meet: Meet) -> None:
         torch = _join(address, seat)
         self._distributed = torch.distributed
         self._reply = torch.zeros(REPLY_NBYTES, dtype=torch.uint8)
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def receive(self) -> bytes:
         frames: list[Any] = [None]

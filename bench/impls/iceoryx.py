@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from bench import impls
 from bench.impls import REPLY_NBYTES, Meet, Seat, Unavailable, Wires
 
 SMALL_NBYTES = 65536
@@ -86,7 +87,7 @@ def _publish(publisher: Any, frame: bytes) -> None:
     sample.assume_init().send()
 
 
-class Sender:
+class Sender(impls.Sender):
     def __init__(self, name: str, seat: Seat, meet: Meet) -> None:
         services = _Services(name, seat.receivers)
         self._services = services
@@ -131,7 +132,7 @@ class Sender:
             port.delete()
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     def __init__(self, name: str, seat: Seat, meet: Meet) -> None:
         services = _Services(name, seat.receivers)
         self._services = services

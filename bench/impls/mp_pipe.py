@@ -11,6 +11,7 @@ import socket
 from multiprocessing.connection import Connection
 from pathlib import Path
 
+from bench import impls
 from bench.impls import Meet, Seat, Wires
 
 
@@ -23,13 +24,10 @@ def lay(receivers: int, scratch: Path) -> Wires:
     return Wires([[near for near, _ in pairs], *(far for _, far in pairs)])
 
 
-class Sender:
+class Sender(impls.Sender):
     def __init__(self, pipes: list[Connection], seat: Seat, meet: Meet) -> None:
         self._pipes = pipes
         self.send = pipes[0].send_bytes if len(pipes) == 1 else self._send
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def _send(self, frame: bytes) -> None:
         for each in self._pipes:
@@ -52,14 +50,11 @@ class Sender:
             each.close()
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     def __init__(self, pipe: Connection, seat: Seat, meet: Meet) -> None:
         self._pipe = pipe
         self.receive = pipe.recv_bytes
         self.reply = pipe.send_bytes
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def close(self) -> None:
         self._pipe.close()

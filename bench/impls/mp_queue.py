@@ -7,6 +7,7 @@ import multiprocessing
 from multiprocessing.queues import Queue
 from pathlib import Path
 
+from bench import impls
 from bench.impls import Meet, Seat, Wires
 
 F_GETPIPE_SZ = 1032
@@ -23,13 +24,10 @@ def lay(receivers: int, scratch: Path) -> Wires:
     return Wires([(queues, replies), *((each, replies) for each in queues)])
 
 
-class Sender:
+class Sender(impls.Sender):
     def __init__(self, wire: tuple[list[Queue[bytes]], Queue[bytes]], seat: Seat, meet: Meet) -> None:
         self._queues, self._replies = wire
         self.send = self._queues[0].put if len(self._queues) == 1 else self._send
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def _send(self, frame: bytes) -> None:
         for each in self._queues:
@@ -50,14 +48,11 @@ class Sender:
             each.close()
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     def __init__(self, wire: tuple[Queue[bytes], Queue[bytes]], seat: Seat, meet: Meet) -> None:
         queue, self._replies = wire
         self.receive = queue.get
         self.reply = self._replies.put
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def close(self) -> None:
         self._replies.close()

@@ -6,6 +6,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from bench import impls
 from bench.impls import Meet, Seat, Unavailable, Wires
 
 TIMEOUT = 60.0
@@ -29,16 +30,13 @@ def lay(receivers: int, scratch: Path, latency: str, receive: str) -> Wires:
     return Wires([(frames, replies, receive)] * (receivers + 1))
 
 
-class Sender:
+class Sender(impls.Sender):
     def __init__(self, wire: tuple[Any, Any, str], seat: Seat, meet: Meet) -> None:
         self._frames, self._replies, _ = wire
         self._sender = self._frames.open_sender()
         self._inbox = self._replies.open_receiver()
         self._receivers = range(seat.receivers)
         self.send = partial(self._sender.send, timeout=TIMEOUT)
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def gather(self) -> None:
         receive = self._inbox.receive
@@ -53,7 +51,7 @@ class Sender:
         self._inbox.close()
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     def __init__(self, wire: tuple[Any, Any, str], seat: Seat, meet: Meet) -> None:
         frames, replies, receive = wire
         self._receiver = frames.open_receiver(seat.rank - 1)
@@ -63,9 +61,6 @@ class Receiver:
             self.receive = self._receive_view
         else:
             self.receive = partial(self._receiver.receive, timeout=TIMEOUT)
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def _receive_view(self) -> memoryview:
         return memoryview(self._receiver.receive_view(timeout=TIMEOUT))  # the lease lives as long as the view

@@ -11,6 +11,7 @@ import socket
 from collections.abc import Callable
 from pathlib import Path
 
+from bench import impls
 from bench.impls import REPLY_NBYTES, Meet, Seat, Wires
 
 SEND_BUFFER_NBYTES = 4 << 20
@@ -31,7 +32,7 @@ def lay(receivers: int, scratch: Path) -> Wires:
     return Wires([[near for near, _ in pairs], *(far for _, far in pairs)])
 
 
-class Sender:
+class Sender(impls.Sender):
     def __init__(self, sockets: list[socket.socket], seat: Seat, meet: Meet) -> None:
         self._sockets = sockets
         self._replies = bytearray(REPLY_NBYTES)
@@ -70,7 +71,7 @@ class Sender:
             each.close()
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     def __init__(self, wire: socket.socket, seat: Seat, meet: Meet) -> None:
         self._socket = wire
         self.reply = wire.send

@@ -14,6 +14,7 @@ from typing import Any
 
 import numpy as np
 
+from bench import impls
 from bench.harness.phases import Order, Report, now
 from bench.impls import tensors
 
@@ -32,7 +33,7 @@ class ServingReport(Report):
 
     requests: array[int] = field(default_factory=numbers)  # the number of each, in the order of the stamps
     reads: array[int] = field(default_factory=numbers)  # a worker: it has read a byte of each page
-    hits: int = 0  # a server: requests whose image was there already
+    hits: int = 0  # a server: requests with an image that was there already
     touched_nbytes: int = 0  # a server or the core: of shared memory, where that is looked at
     steps: int = 0  # the core
 
@@ -62,21 +63,12 @@ def read(image: int, shown: Any) -> None:
         raise ValueError(f"image {image} arrived changed or cut ({len(result)} bytes)")
 
 
-class End:
-    """What the three have in common."""
-
-    def expect(self, nbytes: int) -> None:
-        pass
+class End(impls.Sender):
+    """Base of server, core and worker."""
 
     def fill(self, order: Order) -> Report:
         """Puts all images where those are found that are kept; one process does."""
         return Report()
-
-    def reserved_nbytes(self) -> int:
-        return 0
-
-    def close(self) -> None:
-        pass
 
 
 class Server(End):

@@ -64,8 +64,8 @@ class Server(serving.Server):
 
     def ask(self, request: int, image: int, is_kept: bool) -> bool:
         buffers: list[pickle.PickleBuffer] = []
-        asked = (request, self.rank, image, self.images[image])
-        head = pickle.dumps(asked, 5, buffer_callback=buffers.append)
+        message = (request, self.rank, image, self.images[image])
+        head = pickle.dumps(message, 5, buffer_callback=buffers.append)
         self._requests.send_multipart([head, *(each.raw() for each in buffers)], copy=False)
         return False
 

@@ -11,18 +11,17 @@ from typing import Any
 
 import numpy as np
 
+from bench import impls
+
 PAGE_NBYTES = 4096
 TILE = np.arange(251, dtype=np.uint8)
 CHUNK = np.tile(TILE, 4096)  # compared at a time
 
 
-class Sender:
-    """The end that has the tensor. `send`, `gather` and `close` are as in bench.impls."""
+class Sender(impls.Sender):
+    """The end that has the tensor. After `expect`, all tensors of the next phase hold `pattern(nbytes)`."""
 
     is_compared_with_memcpy = False
-
-    def expect(self, nbytes: int) -> None:
-        """All tensors of the next phase have this size and hold `pattern(nbytes)`."""
 
     def prepare(self) -> None:
         """Before each tensor, and not measured: lets the last one go, makes the next."""
@@ -42,15 +41,9 @@ class Sender:
         """This process's part of the shared memory in which tensors lie."""
         return weigh("Pss_Shmem:")
 
-    def reserved_nbytes(self) -> int:
-        return 0
 
-
-class Receiver:
-    """An end that gets it. `receive`, `reply` and `close` are as in bench.impls."""
-
-    def expect(self, nbytes: int) -> None:
-        pass
+class Receiver(impls.Receiver):
+    """An end that gets the tensor."""
 
     def get(self, token: Any) -> Any:
         """An array or tensor by what was received."""

@@ -103,7 +103,7 @@ class Sender(tensors.Sender):
             self._inbox.receive(timeout=TIMEOUT)
 
     def shared_nbytes(self) -> int:
-        """What the store has lent out: everybody maps all of it from the start, so what is mapped says nothing."""
+        """Returns the bytes lent by the store: every process maps all of it from the start."""
         return int(self._store.stats().pool.taken_nbytes)
 
     def reserved_nbytes(self) -> int:

@@ -39,9 +39,6 @@ class Receiver(mp_pipe.Receiver, tensors.Receiver):
         super().__init__(pipe, seat, meet)
         self.receive = self._receive_pickled
 
-    def expect(self, nbytes: int) -> None:
-        pass
-
     def _receive_pickled(self) -> Any:
         head = self._pipe.recv_bytes()
         return pickle.loads(head, buffers=[self._pipe.recv_bytes()])

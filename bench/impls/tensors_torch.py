@@ -62,6 +62,3 @@ class Receiver(tensors.Receiver):
         queue, self._replies = wire
         self.receive = queue.get
         self.reply = self._replies.put
-
-    def close(self) -> None:
-        pass

@@ -33,8 +33,7 @@ class Sender(zeromq.Sender, tensors.Sender):
 
 
 class Receiver(zeromq.Receiver, tensors.Receiver):
-    def expect(self, nbytes: int) -> None:
-        pass
+    def expect(self, nbytes: int) -> None: ...
 
     def receive(self) -> Any:
         what, numbers = self._frames.recv_multipart(copy=False)

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from bench import impls
 from bench.impls import Meet, Seat, Wires
 from bench.impls.peer import python_with
 
@@ -52,7 +53,7 @@ def _collect(end: Sender | Receiver) -> None:
     gc.collect()
 
 
-class Sender:
+class Sender(impls.Sender):
     options: Mapping[str, Any] = {}  # of the queue there, more than the sizes
     is_remote = False  # the readers are on other nodes
 
@@ -83,7 +84,7 @@ class Sender:
         _collect(self)
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     is_remote = False
 
     def __init__(self, scratch: str, seat: Seat, meet: Meet) -> None:
@@ -93,9 +94,6 @@ class Receiver:
         self._frames.wait_until_ready()
         self._replies.wait_until_ready()
         self.reply = self._replies.enqueue
-
-    def expect(self, nbytes: int) -> None:
-        pass
 
     def receive(self) -> Any:
         return self._frames.dequeue(indefinite=True)

@@ -9,6 +9,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+from bench import impls
 from bench.impls import Meet, Seat, Unavailable, Wires
 
 COPY_BELOW_NBYTES = 65536  # pyzmq's own threshold
@@ -26,7 +27,7 @@ def lay(receivers: int, scratch: Path) -> Wires:
     return Wires([addresses] * (receivers + 1))
 
 
-class Sender:
+class Sender(impls.Sender):
     def __init__(self, addresses: tuple[str, str], seat: Seat, meet: Meet) -> None:
         import zmq
 
@@ -38,8 +39,12 @@ class Sender:
         self._replies = self._context.socket(zmq.PULL)
         self._replies.bind(addresses[1])
         self._receivers = seat.receivers
+        self._when_bound([end.getsockopt_string(zmq.LAST_ENDPOINT) for end in (self._frames, self._replies)])
         for _ in range(seat.receivers):
             self._frames.recv()  # one subscription of each receiver
+
+    def _when_bound(self, addresses: list[str]) -> None:
+        """Receivers know the addresses."""
 
     def expect(self, nbytes: int) -> None:
         self.send = self._frames.send if nbytes < COPY_BELOW_NBYTES else self._send_uncopied
@@ -51,14 +56,11 @@ class Sender:
         for _ in range(self._receivers):
             self._replies.recv()
 
-    def reserved_nbytes(self) -> int:
-        return 0
-
     def close(self) -> None:
         self._context.destroy(linger=0)
 
 
-class Receiver:
+class Receiver(impls.Receiver):
     def __init__(self, addresses: tuple[str, str], seat: Seat, meet: Meet) -> None:
         import zmq
 

@@ -20,23 +20,14 @@ def lay(receivers: int, scratch: Path) -> Wires:
 
 class Sender(zeromq.Sender):
     def __init__(self, wire: None, seat: Seat, meet: Meet) -> None:
-        import zmq
-
-        self._context = zmq.Context()
-        self._frames = self._context.socket(zmq.XPUB)
-        self._frames.setsockopt(zmq.XPUB_VERBOSE, 1)
-        self._frames.setsockopt(zmq.XPUB_NODROP, 1)
-        self._frames.bind(f"{HERE}:*")
-        self._replies = self._context.socket(zmq.PULL)
-        self._replies.bind(f"{HERE}:*")
-        self._receivers = seat.receivers
-        meet([end.getsockopt_string(zmq.LAST_ENDPOINT) for end in (self._frames, self._replies)])
-        for _ in range(seat.receivers):
-            self._frames.recv()  # one subscription of each receiver
+        self._meet = meet
+        super().__init__((f"{HERE}:*", f"{HERE}:*"), seat, meet)
         self.send = self._frames.send
 
-    def expect(self, nbytes: int) -> None:
-        pass
+    def _when_bound(self, addresses: list[str]) -> None:
+        self._meet(addresses)
+
+    def expect(self, nbytes: int) -> None: ...
 
 
 class Receiver(zeromq.Receiver):
@@ -45,5 +36,4 @@ class Receiver(zeromq.Receiver):
         super().__init__(addresses, seat, meet)
         self.receive = self._frames.recv
 
-    def expect(self, nbytes: int) -> None:
-        pass
+    def expect(self, nbytes: int) -> None: ...

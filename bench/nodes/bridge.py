@@ -46,7 +46,7 @@ def run_frames(run: Run) -> None:
                 outcome = turns.take(turns.same_order(order), figures.paced, run.rounds)
                 keys = ("p50_us", "p99_us", "messages")
                 turns.record("bridge", outcome, keys, "p50_us", nbytes=nbytes, pace_ms=pace * 1e3, receivers=RECEIVERS)
-                run.found[f"frames {nbytes} {pace:g}"] = outcome
+                run.results[f"frames {nbytes} {pace:g}"] = outcome
                 columns[f"{short_nbytes(nbytes)}, {pace * 1e3:g} ms"] = Column(outcome, _spread, "p50_us")
         turns.table(f"One way to the last of {RECEIVERS}: µs p50 / p99", columns)
         turns.close()
@@ -95,14 +95,14 @@ def run_values(run: Run) -> None:
                 took.append((time.perf_counter() - began) * 1e3)
                 home.remove(key)
                 away.remove(key)
-            run.found["value"] = statistics.median(took)
+            run.results["value"] = statistics.median(took)
             seconds = 2.0 if run.is_quick else IDLE_S
             before = [_cpu_ns(bridge.pid) for bridge in bridges]
             time.sleep(seconds)
             spent = [
                 (_cpu_ns(bridge.pid) - first) / 1e9 / seconds for bridge, first in zip(bridges, before, strict=True)
             ]
-            run.found["idle"] = max(spent)
+            run.results["idle"] = max(spent)
             for puller in pullers:
                 puller.close()
         finally:
@@ -110,11 +110,11 @@ def run_values(run: Run) -> None:
                 bridge.kill()
                 bridge.wait()
     pulls.close()
-    run.output.record("value", BRIDGE, nbytes=VALUE_NBYTES, ranks=RANKS, ms=run.found["value"], best_ms=min(took))
-    run.output.record("idle", BRIDGE, cores=run.found["idle"])
+    run.output.record("value", BRIDGE, nbytes=VALUE_NBYTES, ranks=RANKS, ms=run.results["value"], best_ms=min(took))
+    run.output.record("idle", BRIDGE, cores=run.results["idle"])
     run.output.say(
-        f"\n64 MB by key, opened by {RANKS} at a time: {run.found['value']:.1f} ms (median of {len(took)}, "
-        f"best {min(took):.1f}); an idle side of the link: {run.found['idle']:.5f} cores"
+        f"\n64 MB by key, opened by {RANKS} at a time: {run.results['value']:.1f} ms (median of {len(took)}, "
+        f"best {min(took):.1f}); an idle side of the link: {run.results['idle']:.5f} cores"
     )
 
 
@@ -139,7 +139,7 @@ CASES = {"bridge": run_frames, "bridge-values": run_values}
 def targets(run: Run) -> list[Target]:
     result = []
     for nbytes in SIZES:
-        outcome = run.found.get(f"frames {nbytes} {PACES[0]:g}")
+        outcome = run.results.get(f"frames {nbytes} {PACES[0]:g}")
         over = ratio = None
         if isinstance(outcome, Outcome) and {PENSTOCK, BRIDGE} <= outcome.rounds.keys():
             over = outcome.figures(BRIDGE)["p50_us"] - outcome.figures(PENSTOCK)["p50_us"]
@@ -147,8 +147,8 @@ def targets(run: Run) -> list[Target]:
             ratio = outcome.figures(VLLM)["p50_us"] / outcome.figures(BRIDGE)["p50_us"]
         result.append(Target(f"{nbytes} B each ms over a bridge, more than a local broadcast: p50", 120, "µs", over))
         result.append(Target(f"{nbytes} B each ms: vLLM's queue with remote readers over ours", 1, "", ratio, True))
-    result.append(Target("an idle side of a link", 0.002, "cores", run.found.get("idle")))
-    result.append(Target(f"64 MB by key, opened by {RANKS} over there", 80, "ms", run.found.get("value")))
+    result.append(Target("an idle side of a link", 0.002, "cores", run.results.get("idle")))
+    result.append(Target(f"64 MB by key, opened by {RANKS} over there", 80, "ms", run.results.get("value")))
     return result
 
 

@@ -53,7 +53,7 @@ def two_nodes(run: Run) -> Iterator[Ours]:
     try:
         server.wait_for_an_answer()
         deadline = time.monotonic() + START
-        while not all(group["serves"] for group in json.loads(server.asked("GET", "/health")[1])["groups"]):
+        while not all(group["serves"] for group in json.loads(server.request("GET", "/health")[1])["groups"]):
             if time.monotonic() > deadline:
                 raise TimeoutError(f"no two nodes within {START:g} s: {(run.scratch / 'node.log').read_text()[-600:]}")
             time.sleep(0.1)
@@ -114,7 +114,7 @@ def remote_group(run: Run) -> None:
                 run.patience.wait_for_quiet()
                 requests = 8 if run.is_quick else REQUESTS * concurrency
                 result.setdefault(concurrency, []).append(asyncio.run(_round(server, concurrency, requests, turn)))
-    run.found["remote-group"] = result
+    run.results["remote-group"] = result
     rows = []
     for concurrency, rounds in result.items():
         medians = {group: statistics.median(item[group] for item in rounds) for group in NAMES}
@@ -134,7 +134,7 @@ CASES = {"remote-group": remote_group}
 
 
 def targets(run: Run) -> Iterator[Target]:
-    value = run.found.get("remote-group", {})
+    value = run.results.get("remote-group", {})
     for concurrency in CONCURRENCIES:
         rounds = value.get(concurrency)
         case = f"first token of the other node's engine over that of one at home, {concurrency} at a time"

@@ -25,7 +25,7 @@ from bench.harness.turns import in_turn
 from bench.impls import Unavailable
 from bench.nodes import ray_client
 from bench.nodes.ray_cluster import RayCluster, network_namespace, wait_for
-from bench.serve_cases.cases import Load, asked
+from bench.serve_cases.cases import Load, run_load
 from bench.serve_cases.servers import NAME
 from penstock.server.status.snapshot_reader import SnapshotReader
 
@@ -71,14 +71,14 @@ def cluster(run: Run, mode: str, nodes: list[int], replicas: int) -> Iterator[Ra
 
 # ── the first token ──────────────────────────────────────────────────────────────────────────────────────────────────
 def first_token(run: Run) -> None:
-    run.found["first-token"] = {}
+    run.results["first-token"] = {}
     for mode in MODES:
         with cluster(run, mode, [2], 1) as started:
             ((_, launcher),) = started.engines().values()
             ways = {DIRECT: Way(DIRECT, SnapshotReader(launcher).info().url), SERVE: Way(SERVE, started.url)}
             for concurrency in (1,) if run.is_quick else CONCURRENCIES:
                 result = _rounds(run, ways, concurrency)
-                run.found["first-token"][mode, concurrency] = result
+                run.results["first-token"][mode, concurrency] = result
                 _show(run, mode, concurrency, result)
 
 
@@ -88,7 +88,7 @@ def _rounds(run: Run, ways: dict[str, Way], concurrency: int) -> dict[str, list[
     for turn in range(run.rounds):
         run.patience.wait_for_quiet()
         for name in in_turn(list(ways), turn):
-            figures = asked(ways[name], load, run.scratch, turn, concurrency)  # type: ignore[arg-type]
+            figures = run_load(ways[name], load, run.scratch, turn, concurrency)  # type: ignore[arg-type]
             result[name].append(
                 {
                     "ttft_ms": figures["ttft"]["p50"],
@@ -119,11 +119,11 @@ def _show(run: Run, mode: str, concurrency: int, result: dict[str, list[Figures]
 # ── deaths ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 def deaths(run: Run) -> None:
     """Kills one of two replicas, again and again: how long until the next request is served, by the other one."""
-    run.found["deaths"] = {}
+    run.results["deaths"] = {}
     for mode in MODES:
         with cluster(run, mode, [4], 2) as started:
             seconds = [asyncio.run(_next_after_kill(started)) for _ in range(1 if run.is_quick else KILLS)]
-        run.found["deaths"][mode] = seconds
+        run.results["deaths"][mode] = seconds
         figures = {"p50_s": statistics.median(seconds), "max_s": max(seconds), "kills": len(seconds)}
         run.output.record("deaths", mode, **figures)
         row = (mode, [short(figures["p50_s"]), short(figures["max_s"])])
@@ -159,12 +159,12 @@ CASES = {"first-token": first_token, "deaths": deaths}
 
 
 def targets(run: Run) -> Iterator[Target]:
-    value = run.found.get("first-token", {})
+    value = run.results.get("first-token", {})
     for concurrency, limit in TARGETS.items():
         rounds = value.get((HAPROXY, concurrency))
         case = f"first token over direct, {HAPROXY}, {concurrency} at a time"
         yield Target(case, limit, "ms", added_ms(rounds) if rounds else None)
     for mode in MODES:
-        seconds = run.found.get("deaths", {}).get(mode)
+        seconds = run.results.get("deaths", {}).get(mode)
         yield Target(f"a replica is killed, {mode}: the next request is served", NEXT_TARGET, "s",
                      max(seconds) if seconds else None)  # fmt: skip

@@ -24,16 +24,16 @@ from bench.harness.turns import Outcome, Turns
 from bench.serve_cases.servers import NAME, OURS, PEERS, Failed, Ours, Server
 
 PATIENCE = 400.0  # seconds; for one load
-GONE = 5.0  # seconds in which a request that nobody awaits is to be gone
+GONE = 5.0  # seconds in which an abandoned request is to be gone
 COLUMNS = {
-    "requests/s": lambda one: short(one["requests_per_s"]),
-    "tokens/s": lambda one: short(one["tokens_per_s"]),
-    "TTFT, ms p50 / p99": lambda one: f"{short(one['ttft_ms'])} / {short(one['ttft_p99_ms'])}",
-    "TPOT, ms p50 / p99": lambda one: f"{short(one['tpot_ms'])} / {short(one['tpot_p99_ms'])}",
-    "latency, ms p50": lambda item: short(item["latency_ms"]),
-    "front's CPU, s a 1,000 tokens": lambda entry: f"{entry['front_cpu_s']:.3f}",
-    "workers'": lambda element: f"{element['worker_cpu_s']:.3f}",
-    "load's, cores": lambda each: f"{each['load_cores']:.2f}",
+    "requests/s": lambda figures: short(figures["requests_per_s"]),
+    "tokens/s": lambda figures: short(figures["tokens_per_s"]),
+    "TTFT, ms p50 / p99": lambda figures: f"{short(figures['ttft_ms'])} / {short(figures['ttft_p99_ms'])}",
+    "TPOT, ms p50 / p99": lambda figures: f"{short(figures['tpot_ms'])} / {short(figures['tpot_p99_ms'])}",
+    "latency, ms p50": lambda figures: short(figures["latency_ms"]),
+    "front's CPU, s a 1,000 tokens": lambda figures: f"{figures['front_cpu_s']:.3f}",
+    "workers'": lambda figures: f"{figures['worker_cpu_s']:.3f}",
+    "load's, cores": lambda figures: f"{figures['load_cores']:.2f}",
 }
 COMPARED = ("requests_per_s", "ttft_ms", "tpot_ms", "front_cpu_s")
 
@@ -72,7 +72,7 @@ class Load:
         return [*(f"--{name}={value}" for name, value in output.items()), "--ignore-eos", f"--model={NAME}"]
 
 
-def asked(
+def run_load(
     server: Server, load: Load, scratch: Path, seed: int, warm_up: int = 0, *, within: float | None = PATIENCE
 ) -> dict[str, Any]:
     """The figures of one load, after so many requests. Raises Failed where one was not answered."""
@@ -89,7 +89,7 @@ def asked(
 def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """One way's turn: what clients saw, and what its processes used for it, what came before the load included."""
     before = server.cpu_seconds()
-    result = asked(server, load, scratch, seed, load.concurrency)
+    result = run_load(server, load, scratch, seed, load.concurrency)
     used = {role: cpu - before.get(role, 0.0) for role, cpu in server.cpu_seconds().items()}
     thousands = (result["output_tokens"] * (1 + load.concurrency / load.requests)) / 1e3  # of the warm-up, too
     return {
@@ -175,11 +175,11 @@ def roles_told(servers: Servers, outcome: Outcome) -> None:
 
 # ── many streams ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def many_streams(servers: Servers, server: Ours, streams: int, tokens: int) -> Figures:
-    """All open at once, on one server process: who is served, and what each costs it in memory."""
-    asked(server, Load(20, 10), servers.scratch, 0)  # what every server has, whoever asks
+    """All open at once, on one server process: how many are served, and the memory of each."""
+    run_load(server, Load(20, 10), servers.scratch, 0)  # memory that every server has
     before = server.resident_nbytes("server")
     with most_resident(server, "server") as observed:
-        result = asked(server, Load(streams, streams, "32", str(tokens)), servers.scratch, 1)
+        result = run_load(server, Load(streams, streams, "32", str(tokens)), servers.scratch, 1)
     figures = {
         "streams": streams,
         "served": result["requests"],

@@ -21,7 +21,7 @@ class Found:
     gone: Figures = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
     pauses: dict[str, Figures] = field(default_factory=dict)  # by what is there besides the group that is lost
-    kept: Figures = field(default_factory=dict)
+    kept_memory: Figures = field(default_factory=dict)
 
     def ratio(self, case: str, key: str, *, is_least: bool = False) -> float | None:
         """Returns our figure divided by vLLM's, at the setting of vLLM that is worse for us."""
@@ -32,7 +32,7 @@ class Found:
         return (min if is_least else max)(ratios, default=None)
 
     def served_at_once(self) -> float | None:
-        """Streams: who was served after another had ended is not one of them."""
+        """Returns the streams served at once: a stream that began after the end of another does not count."""
         if not self.streams:
             return None
         return min(self.streams["served"], self.streams["open_at_once"])
@@ -54,4 +54,4 @@ def targets(result: Found) -> Iterator[Target]:
     yield Target("a worker is killed, another group is there: longest pause of a stream", 300, "ms", pause)
     beyond = result.pauses.get(ONLY, {}).get("beyond_restart_ms")
     yield Target("the same, the only group: longest pause beyond the restart", 200, "ms", beyond)
-    yield Target("server's memory for an open request of 4,000 tokens", 40, "KB", result.kept.get("difference"))
+    yield Target("server's memory for an open request of 4,000 tokens", 40, "KB", result.kept_memory.get("difference"))

@@ -1,4 +1,4 @@
-"""A directory with a small real text model: seeded random weights, and a tokenizer whose every token is visible.
+"""A directory with a small real text model: seeded random weights, and a tokenizer with visible tokens only.
 
 So every token of an answer is an event with a text, in any server, and all count alike.
 """

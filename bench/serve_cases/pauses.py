@@ -1,4 +1,4 @@
-"""Streams whose worker is killed: how long they pause, and what a server keeps of them so that they can go on.
+"""Streams of a killed worker: how long they pause, and what a server keeps of them so that they can go on.
 
 The restart of a group is measured with the same kill: from the signal until the next core serves, by its log.
 """

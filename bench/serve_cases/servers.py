@@ -43,7 +43,7 @@ class Server:
     """A process, and its descendants. `role` says what one of them does, by what its log says of it."""
 
     name = ""
-    told = re.compile("")  # of the log: a role, and the number of a process
+    roles_in_log = re.compile("")  # of the log: a role, and the number of a process
     front: tuple[str, ...] = ()  # roles of all that is not computing
 
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], port: int, log: Path) -> None:
@@ -78,12 +78,12 @@ class Server:
             if self._process.poll() is not None:
                 raise Failed(f"{self.name} has ended, with {self._process.returncode}: {self._last_words()}")
             with contextlib.suppress(OSError, http.client.HTTPException):
-                if self.asked(method, path, body)[0] == 200:
+                if self.request(method, path, body)[0] == 200:
                     return time.monotonic() - self.began
             time.sleep(LOOK)
         raise Failed(f"{self.name} does not answer {path} within {START:g} s: {self._last_words()}")
 
-    def asked(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
+    def request(self, method: str, path: str, body: Mapping[str, Any] | None = None) -> tuple[int, bytes]:
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=START)
         with contextlib.closing(connection):
             connection.request(method, path, json.dumps(body) if body else None, {"content-type": "application/json"})
@@ -91,7 +91,7 @@ class Server:
             return answer.status, answer.read()
 
     def stop(self) -> None:
-        """Ends it and everybody that it has started."""
+        """Ends the server and all processes that it has started."""
         self.go_on()
         self._process.send_signal(signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
@@ -114,7 +114,7 @@ class Server:
         """Those that live, each with its role."""
         everybody = all_processes()
         text = self.log.read_text(errors="replace")
-        named = {int(pid): role.lower() for role, pid in self.told.findall(text)}
+        named = {int(pid): role.lower() for role, pid in self.roles_in_log.findall(text)}
         named[self._process.pid] = named.get(self._process.pid, "launcher")
         living = with_descendants(self._process.pid, everybody)
         return [(named.get(pid, "other"), everybody[pid]) for pid in living if pid in everybody]
@@ -162,7 +162,7 @@ class Peak:
 
 class Ours(Server):
     name = OURS
-    told = re.compile(r'event="process started" child="(\w+) [^"]*" child_pid=(\d+)')
+    roles_in_log = re.compile(r'event="process started" child="(\w+) [^"]*" child_pid=(\d+)')
     front = ("server", "core", "output")
 
     @classmethod
@@ -185,7 +185,7 @@ class Ours(Server):
 
     def open_requests(self) -> tuple[int, int, int]:
         """Of the servers and of the groups, and the blocks that are free."""
-        parsed = json.loads(self.asked("GET", "/health")[1])
+        parsed = json.loads(self.request("GET", "/health")[1])
         groups, servers = parsed["groups"], parsed["servers"]
         return (
             sum(server["open"] for server in servers),
@@ -197,7 +197,7 @@ class Ours(Server):
         """Until all groups serve, and no request is open. Raises Failed."""
         deadline = time.monotonic() + START
         while time.monotonic() < deadline:
-            groups = json.loads(self.asked("GET", "/health")[1])["groups"]
+            groups = json.loads(self.request("GET", "/health")[1])["groups"]
             if all(group["serves"] and not group["open"] for group in groups):
                 return
             time.sleep(LOOK)
@@ -225,7 +225,7 @@ class Theirs(Server):
     """
 
     name = THEIRS
-    told = re.compile(r"\((APIServer|EngineCore|Worker)\w* pid=(\d+)\)")
+    roles_in_log = re.compile(r"\((APIServer|EngineCore|Worker)\w* pid=(\d+)\)")
     front = ("apiserver", "enginecore")
 
     @classmethod

@@ -15,7 +15,7 @@ from bench.harness.figures import Figures
 from bench.harness.output import short
 from bench.harness.targets import Target
 from bench.harness.turns import Outcome
-from bench.serve_cases.cases import Load, Servers, asked
+from bench.serve_cases.cases import Load, Servers, run_load
 from bench.serve_cases.servers import Server
 from bench.source_cases import payloads
 from bench.source_cases.context import Context
@@ -87,7 +87,7 @@ def _twice(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
 
 def _counts(server: Server) -> tuple[float, float]:
     """Returns how many images the server has found in its store or cache, and how many it has looked for."""
-    lines = server.asked("GET", "/metrics")[1].decode().splitlines()
+    lines = server.request("GET", "/metrics")[1].decode().splitlines()
     words = [line.replace("{", " ", 1).split(" ") for line in lines if not line.startswith("#")]
     counts = [(line[0], float(line[-1])) for line in words]
     result = sum(count for name, count in counts if name in FOUND)
@@ -97,7 +97,7 @@ def _counts(server: Server) -> tuple[float, float]:
 
 
 def measure_once(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
-    answer = asked(server, load, scratch, seed)
+    answer = run_load(server, load, scratch, seed)
     return {"requests_per_s": answer["requests_per_s"], "ttft_ms": answer["ttft"]["p50"]}
 
 

@@ -86,7 +86,7 @@ def _measured(server: Ours, is_quick: bool) -> dict[str, Any]:
             "ignore_eos": True,
         }
         while not is_over.is_set():
-            server.asked("POST", "/v1/completions", body)
+            server.request("POST", "/v1/completions", body)
 
     asking = threading.Thread(target=decode)
     asking.start()

@@ -125,13 +125,13 @@ def put_and_get(turns: Turns, outcomes: dict[int, Outcome]) -> None:
         return lambda nbytes, outcome: make(nbytes, median_of(outcome, name)) if name in outcome.rounds else None
 
     def rate(key: str) -> Callable[[int, Figures], str]:
-        return lambda nbytes, found: f"{short(found[key])} ({nbytes / found[key] / 1e3:.1f} GB/s)"
+        return lambda nbytes, figures: f"{short(figures[key])} ({nbytes / figures[key] / 1e3:.1f} GB/s)"
 
     row("memcpy", of(STORE, rate("copy_p50_us")))
     for name in STORES:
         row(f"{name}: put", of(name, rate("put_p50_us")))
     row(f"{STORE}: put, of memcpy's bandwidth", of(STORE, lambda _, result: f"{result['put_of_memcpy']:.2f}"))
-    row(f"{PRODUCE}: make + share, filled in place", of(PRODUCE, lambda _, found: two("put")(found)))
+    row(f"{PRODUCE}: make + share, filled in place", of(PRODUCE, lambda _, figures: two("put")(figures)))
     for name in (*STORES, PRODUCE):
         row(f"{name}: get + view", of(name, lambda _, actual: two("get")(actual)))
     if rows:

@@ -52,7 +52,7 @@ def serve(session: Session, order: Order) -> Figures:
 
 
 def run_serving(turns: Turns, images: int, largest: int, messages: int, rounds: int) -> dict[float, Outcome]:
-    """By share of requests whose image is kept. The classic way keeps none, and takes its turn beside each."""
+    """By share of requests with a kept image. The classic way keeps none, and takes its turn beside each."""
     outcomes: dict[float, Outcome] = {}
     turns.take(turns.same_order(Order("serve", largest, max(messages // 4, 2))), serve, rounds=1)  # warms up
     for share in SHARES:

@@ -86,7 +86,7 @@ class Thread:
         self.schedstat = os.open(f"/proc/self/task/{threading.get_native_id()}/schedstat", os.O_RDONLY)
         try:
             for _ in range(self.operations):
-                self.one(int(len(self.sizes) * self.chance.random() ** 2))
+                self.get_or_put(int(len(self.sizes) * self.chance.random() ** 2))
         except BaseException as error:
             self.traded.faults.append(f"{type(error).__name__}: {error}")
         finally:
@@ -97,7 +97,7 @@ class Thread:
         on_cpu, queued, _ = os.pread(self.schedstat, 64, 0).split()
         return int(on_cpu), int(queued)
 
-    def one(self, name: int) -> None:
+    def get_or_put(self, name: int) -> None:
         from penstock import Missing
 
         try:
@@ -203,7 +203,7 @@ def run(processes: int, threads: int, operations: int, nbytes: int) -> Trade:
 
 
 def left_over(store: Any) -> list[str]:
-    """What must not be, when nobody holds anything: a key twice, bytes that no key has, blocks after a clear()."""
+    """Returns faults of a store without holders: a key twice, bytes that no key has, blocks after a clear()."""
     faults = []
     items = store.stats().items
     if len({item.key for item in items}) != len(items):

@@ -66,8 +66,8 @@ class QueueTurns(Turns):
         super().__init__(*arguments, **options)
         self.up: dict[str, QueueProcess] = {}
 
-    def start(self, found: Sequence[ways.Way]) -> None:
-        for way in found:
+    def start(self, usable: Sequence[ways.Way]) -> None:
+        for way in usable:
             self.up[way.name] = QueueProcess(way)
         for name, process in list(self.up.items()):
             try:

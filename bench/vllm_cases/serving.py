@@ -17,7 +17,7 @@ from typing import Any
 from bench.harness.figures import Figures
 from bench.harness.turns import Outcome, in_turn
 from bench.impls import Unavailable
-from bench.serve_cases.cases import Load, Servers, asked
+from bench.serve_cases.cases import Load, Servers, run_load
 from bench.serve_cases.servers import Failed, Server
 from bench.vllm_cases import models, sleeping, ways
 from bench.vllm_cases.goals import Found
@@ -83,9 +83,9 @@ class Run:
     """The servers of a run, and what it has found."""
 
     servers: Servers
-    found: Found
+    results: Found
     names: Sequence[str]
-    starts: int = field(default=0)  # cases whose servers have been started
+    starts: int = field(default=0)  # cases with started servers
 
     def measure(self, kind: Kind) -> dict[int, Outcome]:
         """Starts the servers of a case and measures its loads; returns the outcomes by requests at a time."""
@@ -127,13 +127,13 @@ class Run:
                     continue
                 output.record("start", name, case_of=kind.name, first_answer_s=seconds[name], **reserved)
                 if kind.is_multimodal:
-                    self.found.reserved[name] = reserved
+                    self.results.reserved[name] = reserved
                 if not is_alone:
                     servers.up[name] = server
                     server.rest()
                     unless_up.pop_all()
         self.starts += 1
-        self.found.starts.append(seconds)
+        self.results.starts.append(seconds)
 
     def _measure(self, kind: Kind, load: Load) -> Outcome:
         outcome = self.servers.take(self.servers.one_round_of(load), measured, self.servers.rounds)
@@ -167,7 +167,7 @@ def measured(server: Server, load: Load, scratch: Path, seed: int) -> Figures:
     """One way's turn: what clients saw, and what its processes used for it, requests before the load included."""
     warm_up = min(load.concurrency, MAX_WARM_UP)
     used, busy, began = server.cpu_seconds(), idle_seconds(), time.monotonic()
-    result = asked(server, load, scratch, seed, warm_up)
+    result = run_load(server, load, scratch, seed, warm_up)
     wall, idle = time.monotonic() - began, idle_seconds() - busy
     cpu = {role: seconds - used.get(role, 0.0) for role, seconds in server.cpu_seconds().items()}
     figures: Figures = {

@@ -51,7 +51,7 @@ class Device:
 
 
 class Lengths:
-    """The prompt length of each request: a step samples a token for those whose prompt is computed at its end."""
+    """The prompt length of each request: a step samples a token for each request with a computed prompt."""
 
     def __init__(self) -> None:
         self._prompts: dict[str, int] = {}

@@ -25,7 +25,7 @@ ABOUT = {
     PARKING: "vLLM, whose readers park after 2 ms",
     OURS: "vLLM on Penstock",
 }
-ON_DEVICE = "penstock-device"  # ours, whose cached images are views, as where a worker copies them to a device
+ON_DEVICE = "penstock-device"  # ours, with cached images as views, as where a worker copies them to a device
 GROUP = "vllm.general_plugins"
 COMMON = {
     "HF_HUB_OFFLINE": "1",
@@ -47,7 +47,7 @@ class Way:
 
 
 def find(name: str, folder: Path, plugins: Mapping[str, str] | None = None) -> Way:
-    """Returns a way, whose metadata is in `folder`; `plugins`: more entry points. Raises Unavailable."""
+    """Returns a way with metadata in `folder`; `plugins`: more entry points. Raises Unavailable."""
     python = python_with("vllm")
     folder = folder / name
     folder.mkdir(parents=True)

@@ -156,7 +156,7 @@ def medians(rounds: Sequence[Figures]) -> Figures:
     return figures
 
 
-def told(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple[list[Row], Table]:
+def report(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple[list[Row], Table]:
     parameters: dict[str, Any] = {"receivers": receivers, "nbytes": nbytes}
     try:
         about, result = measure(rounds, receivers=receivers, nbytes=nbytes)

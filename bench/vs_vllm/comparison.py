@@ -38,11 +38,11 @@ class Case:
 @dataclass(frozen=True)
 class Outcome:
     case: Case
-    found: dict[str, Found]
+    results: dict[str, Found]
     rounds: int
 
     def figures(self, name: str) -> dict[str, float] | None:
-        value = self.found.get(name)
+        value = self.results.get(name)
         return value.figures() if value is not None and value.nbytes and not value.missing else None
 
 
@@ -70,7 +70,7 @@ def run(requests: Sequence[int], rounds: int) -> Iterator[Outcome]:
 
 
 def rows_of(outcome: Outcome) -> Iterator[Row]:
-    for name, value in outcome.found.items():
+    for name, value in outcome.results.items():
         parameters = {"requests": outcome.case.requests, "rounds": outcome.rounds}
         if value.missing:
             yield row("codec", outcome.case.key, name, **parameters, missing=value.missing)
@@ -82,7 +82,7 @@ def table_of(outcome: Outcome) -> Table:
     ours = outcome.figures(OURS)
     cells = []
     notes = []
-    for name, value in outcome.found.items():
+    for name, value in outcome.results.items():
         if value.missing:
             notes.append(f"{name}: {value.missing}")
             continue
@@ -119,7 +119,7 @@ def draw(outcomes: Sequence[Outcome], path: Path) -> None:
     groups: list[tuple[str, list[tuple[str, float]]]] = []
     for outcome in outcomes:
         if outcome.case.key == "step_blocks":
-            result = [(name, outcome.figures(name)) for name in outcome.found]
+            result = [(name, outcome.figures(name)) for name in outcome.results]
             bars: list[tuple[str, float]] = [(name, figures["bytes"]) for name, figures in result if figures]
             groups.append((f"{outcome.case.requests} requests", bars))
     bar_chart.draw(path, "Bytes of a decode step, new blocks where they fall due", "means of 16 steps", "B", groups)
@@ -129,6 +129,6 @@ def summary(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], dict[str, dict
     """Figures by case and number of requests, then by format."""
     result: dict[tuple[str, int], dict[str, dict[str, Any]]] = {}
     for outcome in outcomes:
-        named = {name: figures for name in outcome.found if (figures := outcome.figures(name))}
+        named = {name: figures for name in outcome.results if (figures := outcome.figures(name))}
         result[outcome.case.key, outcome.case.requests] = named
     return result

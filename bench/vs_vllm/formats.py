@@ -148,12 +148,12 @@ def worker_outputs(requests: int) -> Ways:
     def begin() -> Decode:
         return Decode(requests, is_spread=True)
 
-    def told(tell: Callable[[Decode, Advance], Any]) -> Stepping:
+    def stepping(tell: Callable[[Decode, Advance], Any]) -> Stepping:
         return Stepping(begin, 16, tell)
 
     return {
-        GRAPH_PICKLE: Local(told(in_vllm_classes(vllm_end.model_runner_output)), dumps5, pickle.loads),
-        REAL: Remote("model_runner_output", told(plain_step)),
+        GRAPH_PICKLE: Local(stepping(in_vllm_classes(vllm_end.model_runner_output)), dumps5, pickle.loads),
+        REAL: Remote("model_runner_output", stepping(plain_step)),
         OURS: ours.worker_outputs(begin()),
     }
 
@@ -162,14 +162,14 @@ def api_outputs(requests: int) -> Ways:
     def begin() -> Decode:
         return Decode(requests, is_spread=True)
 
-    def told(tell: Callable[[Decode, Advance], Any]) -> Stepping:
+    def stepping(tell: Callable[[Decode, Advance], Any]) -> Stepping:
         return Stepping(begin, 16, tell)
 
     encoder = msgspec.msgpack.Encoder()
     decoder = msgspec.msgpack.Decoder(vllm_today.EngineCoreOutputs)
     return {
-        GRAPH_MSGPACK: Local(told(in_vllm_classes(vllm_end.engine_core_outputs)), encoder.encode, decoder.decode),
-        REAL_MSGPACK: Remote("engine_core_outputs", told(plain_step)),
+        GRAPH_MSGPACK: Local(stepping(in_vllm_classes(vllm_end.engine_core_outputs)), encoder.encode, decoder.decode),
+        REAL_MSGPACK: Remote("engine_core_outputs", stepping(plain_step)),
         OURS: ours.api_outputs(begin()),
     }
 

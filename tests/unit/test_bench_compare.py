@@ -238,7 +238,7 @@ def missing_torch(module: str) -> str:
 
 def test_without_torch_the_broadcast_is_not_measured_and_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(collective, "python_with", missing_torch)
-    rows, table = collective.told(1)
+    rows, table = collective.report(1)
     assert rows[0]["missing"] == "torch is elsewhere"
     assert table.notes == ["not measured: torch is elsewhere"]
 
