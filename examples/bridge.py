@@ -7,10 +7,10 @@ from penstock import Ring
 from penstock.bridge import InboundChannel, LinkSpec, Listener, OutboundChannel, connect
 
 
-def home(secret, told):
+def home(secret, addresses):
     steps = Ring(name="steps")
     with Listener(("127.0.0.1", 0), secret=secret) as listener:  # the address of this node, and any free port
-        told.send(listener.address)
+        addresses.send(listener.address)
         link = listener.accept(LinkSpec("steps", epoch=1, channels=[OutboundChannel("steps", steps)]), timeout=30)
     with steps.open_sender(name="core") as core, link:
         for number in range(3):
@@ -30,11 +30,11 @@ def away(secret, address):
 
 if __name__ == "__main__":
     secret = os.urandom(32)  # both nodes have it
-    told, tells = multiprocessing.Pipe()
+    near, far = multiprocessing.Pipe()
     spawn = multiprocessing.get_context("spawn")
-    first = spawn.Process(target=home, args=(secret, tells))
+    first = spawn.Process(target=home, args=(secret, far))
     first.start()
-    second = spawn.Process(target=away, args=(secret, told.recv()))
+    second = spawn.Process(target=away, args=(secret, near.recv()))
     second.start()
     for process in (first, second):
         process.join()

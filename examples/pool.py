@@ -9,5 +9,5 @@ pool = Pool.create(64 << 20)  # claimed now, or MemoryExhausted now
 lease = pool.take(image.nbytes)
 np.frombuffer(lease, image.dtype)[:] = image  # or let the decoder write there
 ref = pool.share(lease, to=[pool.peer])  # plain data, for any message; each named peer may open it once
-seen = np.frombuffer(pool.open(ref), image.dtype)  # over there: a read-only view, given back with its last array
-assert (seen == image).all() and not seen.flags.writeable
+view = np.frombuffer(pool.open(ref), image.dtype)  # over there: a read-only view, given back with its last array
+assert (view == image).all() and not view.flags.writeable

@@ -12,24 +12,24 @@ class Batch(msgspec.Struct, array_like=True):
     pixels: penstock.Handle
 
 
-class Seen(msgspec.Struct, array_like=True):
+class Answer(msgspec.Struct, array_like=True):
     mean: float
 
 
-def consumer(store, batches, seen):
-    with seen.open_sender() as sender:
+def consumer(store, batches, answers):
+    with answers.open_sender() as sender:
         for batch in batches.open_receiver():
             with batch.pixels.open(store) as lease:
                 pixels = lease.value()  # value("torch") for a tensor of torch; value(writable=True) for a copy
-                sender.send(Seen(float(pixels.mean())))
+                sender.send(Answer(float(pixels.mean())))
 
 
 def main():
     store = penstock.Store(64 << 20)
-    batches, seen = penstock.Ring(Batch), penstock.Ring(Seen)
-    process = multiprocessing.get_context("spawn").Process(target=consumer, args=(store, batches, seen))
+    batches, answers = penstock.Ring(Batch), penstock.Ring(Answer)
+    process = multiprocessing.get_context("spawn").Process(target=consumer, args=(store, batches, answers))
     process.start()
-    with batches.open_sender() as sender, seen.open_receiver() as receiver:
+    with batches.open_sender() as sender, answers.open_receiver() as receiver:
         with penstock.Scope(store) as scope:
             array = np.full((3, 448, 448), 1.0, np.float32)  # or a tensor of torch, or any object with __dlpack__
             sender.send(Batch(scope.put(array)))  # copied once

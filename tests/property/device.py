@@ -161,7 +161,7 @@ class Core:
         self.submits: dict[tuple[int, int], Submit] = {}
         self.got: dict[Owner, list[int]] = {}
         self.ended: dict[Owner, str] = {}
-        self.told: list[Tokens] = []  # to the output processor
+        self.messages: list[Tokens] = []  # to the output processor
         self.shared = self.preempted = self.steps = 0
         self.cached_tokens = 0  # of all samples, each time that they got blocks
 
@@ -212,7 +212,7 @@ class Core:
             assert self.owners[slot] in self.ended, "who has not ended leaves"
             del self.owners[slot]
         self.schedule.apply(step)
-        self.told += [tokens for _, tokens in self.scheduler.on_sent(step)]
+        self.messages += [tokens for _, tokens in self.scheduler.on_sent(step)]
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
                 server, request, index = (
@@ -235,7 +235,7 @@ class Core:
         flight = self.flights.popleft()
         failed = np.array(flight.failed, np.uint16) if flight.failed else None
         done = StepDone(1, flight.number, np.array(flight.ids, np.int32), failed=failed)
-        self.told += [tokens for _, tokens in self.scheduler.on_result(done)]
+        self.messages += [tokens for _, tokens in self.scheduler.on_result(done)]
         for owner in flight.failing:
             if owner not in self.ended:
                 self.end(owner, "failed")

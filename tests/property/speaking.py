@@ -144,7 +144,7 @@ class Speaking:
         self.scheduler = Scheduler(self.schedule, config)
         self.plan = StepBuilder(self.schedule)
         self.states = [OutputState(VOCABULARY, slots, interval) for _ in range(outputs)]
-        self.told = [Told() for _ in range(outputs)]
+        self.outputs = [Told() for _ in range(outputs)]
         self.number = 0
         self.flight: deque[StepDone] = deque()
         self.samples: dict[KEY, Sample] = {}
@@ -220,7 +220,7 @@ class Speaking:
 
     def _tell(self, messages: list[tuple[int, Tokens]]) -> None:
         for output, tokens in messages:
-            self.told[output].check(tokens)
+            self.outputs[output].check(tokens)
             answers = self.states[output].process(tokens)
             assert len({server for server, _ in answers.deltas}) == len(answers.deltas)
             for server, delta in answers.deltas:

@@ -20,7 +20,7 @@ class Settings(msgspec.Struct, array_like=True, frozen=True):
 
 class Job(msgspec.Struct, array_like=True, frozen=True):
     number: int
-    one: Settings | None = None
+    first: Settings | None = None
     two: Settings | None = None
     ids: NDArray[np.int32] | None = None
 
@@ -75,7 +75,7 @@ class Play:
         assert actual.number == self.due[index], f"receiver {index} got {actual.number} where {self.due[index]} was due"
         self.due[index] += 1
         sent = self.sent[actual.number]
-        assert (actual.one, actual.two) == (sent.one, sent.two)
+        assert (actual.first, actual.two) == (sent.first, sent.two)
         assert (actual.ids is None) == (sent.ids is None)
         assert actual.ids is None or (len(actual.ids) == len(sent.ids) and (actual.ids == actual.number).all())  # type: ignore[arg-type]
         return True

@@ -79,4 +79,4 @@ def test_every_sample_says_what_it_would_say_alone_and_ends_once(seed: int, dept
             assert not answer.logprobs
     assert {FinishReason.STOP, FinishReason.LENGTH} <= ends
     assert bool(engine.preempted) == (memory == "scarce")
-    assert not any(output.open for output in engine.told)
+    assert not any(output.open for output in engine.outputs)

@@ -36,7 +36,7 @@ class Both:
         self.flights: list[tuple[int, np.ndarray, list[int]]] = []  # type: ignore[type-arg]
         self.scheduled: list[int] = []
         self.step = 0
-        self.found = self.resumed = self.passed_over = 0  # how often something happened
+        self.shared = self.resumed = self.passed_over = 0  # how often something happened
 
     def sequence(self, slot: int) -> PlainSequence:
         sequence = self.sequences[slot]
@@ -72,7 +72,7 @@ class Both:
 
     def has_begun(self, slot: int, sequence: PlainSequence, hashes: list[bytes]) -> bool:
         shared = self.match(hashes[: (len(sequence.token_ids) - 1) // SIZE])
-        self.found += len(shared)
+        self.shared += len(shared)
         taken = self.take(-(-len(sequence.token_ids) // SIZE) - len(shared))
         if taken is None:
             self.release(shared)
@@ -182,7 +182,7 @@ def test_prefix_hasher_fills_and_finds_the_same_blocks_as_plain_python(seed: int
             both.send()
         elif both.flights:
             both.land()
-    assert both.found > 20 and both.resumed > 2 and both.passed_over > 2, "the trace has shown too little"
+    assert both.shared > 20 and both.resumed > 2 and both.passed_over > 2, "the trace has shown too little"
 
 
 def test_hash_blocks_equals_hashlib_for_any_block_size_and_extra_keys() -> None:

@@ -211,7 +211,7 @@ class Tree:
             group.finish()
             group.deliver()
             assert group.scheduler.cache.num_free == group.schedule.blocks and not group.schedule.status.any()
-            assert not any(output.open for output in group.told)
+            assert not any(output.open for output in group.outputs)
 
 
 @pytest.mark.parametrize("seed", range(tiers.RESUMED_SEEDS))

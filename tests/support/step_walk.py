@@ -64,7 +64,7 @@ class Walk:
     def __init__(self, model: str, seed: int, **choices: Any) -> None:
         self.random = random.Random(seed)
         self.model = model
-        self.seen: Counter[str] = Counter()
+        self.counts: Counter[str] = Counter()
         self.choices: dict[str, Any] = {
             "is_async": self.random.random() < 0.5,
             "is_v2": self.random.random() < 0.5,
@@ -140,7 +140,7 @@ class Walk:
             features = [
                 MultiModalFeatureSpec(MultiModalKwargsItem.dummy(), "image", f"image{draw.randrange(9)}", where)
             ]
-            self.seen["images"] += 1
+            self.counts["images"] += 1
         lora = (
             LoRARequest(f"adapter{draw.randrange(3)}", 1 + draw.randrange(3), "/nowhere")
             if draw.random() < 0.3
@@ -156,18 +156,18 @@ class Walk:
             priority=draw.randrange(3),
             block_hasher=self.hasher,
         )
-        self.seen["adapters"] += lora is not None
+        self.counts["adapters"] += lora is not None
         if draw.random() < 0.15:
             request.structured_output_request = StructuredOutputRequest(request.sampling_params)
             request.structured_output_request.grammar = Grammar()
-            self.seen["grammars"] += 1
+            self.counts["grammars"] += 1
         self.scheduler.add_request(request)
 
     def abort_one(self) -> None:
         ids = list(self.scheduler.requests)
         if ids:
             self.scheduler.finish_requests(self.random.choice(ids), RequestStatus.FINISHED_ABORTED)
-            self.seen["aborts"] += 1
+            self.counts["aborts"] += 1
 
     def messages(self, steps: int) -> Iterator[Any]:
         """Yields calls and replies, as an executor and a worker would send them."""
@@ -196,7 +196,7 @@ class Walk:
                     self.scheduler.update_draft_token_ids(DraftTokenIds(ids, drafts))
 
     def _count(self, step: Any) -> None:
-        cached, counts = step.scheduled_cached_reqs, self.seen
+        cached, counts = step.scheduled_cached_reqs, self.counts
         counts["steps"] += 1
         counts["new requests"] += len(step.scheduled_new_reqs)
         counts["prefix hits"] += sum(request.num_computed_tokens > 0 for request in step.scheduled_new_reqs)
@@ -294,7 +294,7 @@ def compare(walk: Walk, steps: int, *, is_checked: bool, has_faults: bool = True
     wire = Wire()
     writer = StepWriter(wire.send, codecs, is_checked=is_checked)
     reader, late = StepReader(codecs), StepReader(codecs)
-    counts = walk.seen
+    counts = walk.counts
     lost: set[type] = set()  # of which kind the late reader has missed a message
     for message in walk.messages(steps):
         original = pickled(message)

@@ -108,13 +108,13 @@ MEMBERS = [member for name in sorted(NAMES | ERRORS) for member in public_member
 SHORT = {"close", "peers", "trim", "snapshot", "hold", "of_message"}
 
 
-@pytest.mark.parametrize(("name", "found"), MEMBERS, ids=[name for name, _ in MEMBERS])
-def test_a_public_name_is_described_and_its_lines_run(name: str, found: Any) -> None:
-    text = inspect.getdoc(found) or ""
+@pytest.mark.parametrize(("name", "value"), MEMBERS, ids=[name for name, _ in MEMBERS])
+def test_a_public_name_is_described_and_its_lines_run(name: str, value: Any) -> None:
+    text = inspect.getdoc(value) or ""
     assert text, f"{name} has no docstring"
     is_async = name.startswith("Async") and "." in name  # shown by its class, and by the method that does not wait
     if "Args:" not in text and "Args and Raises are those of" not in text:
-        assert not parameters_of(found), f"{name} has no Args"
+        assert not parameters_of(value), f"{name} has no Args"
     if ">>>" in text or (name.rpartition(".")[2] not in SHORT and not is_async):
         must_run(name, text)
 
