@@ -52,6 +52,10 @@ class Outcome:
         pairs = zip(self.rounds[name], self.rounds[reference], strict=True)
         return statistics.median(remote[key] / max(ours[key], 1e-9) for remote, ours in pairs)
 
+    def ratio_if_measured(self, name: str, key: str, reference: str) -> float | None:
+        """Returns the ratio, or None if a way was not measured."""
+        return self.ratio(name, key, reference) if {name, reference} <= self.rounds.keys() else None
+
     def part(self, prefix: str) -> Outcome:
         """Returns the figures with keys that begin with the prefix, without the prefix."""
         rounds = {

@@ -8,26 +8,21 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import json
 import os
 import re
 import secrets
-import signal
 import statistics
-import subprocess
 import sys
-import time
 from collections.abc import Iterator
 
 import aiohttp
 
 from bench.harness.output import short
-from bench.harness.role import die_with_parent
 from bench.harness.run import Run
 from bench.harness.targets import Target
 from bench.harness.turns import in_turn
 from bench.nodes import ray_client
-from bench.serve_cases.servers import END, START, Ours, free_port
+from bench.serve_cases.servers import Ours, Server, free_port
 from penstock.engine.nodes.group_link import SECRET_NBYTES
 from penstock.environment import NODE_SECRET
 
@@ -46,26 +41,16 @@ def two_nodes(run: Run) -> Iterator[Ours]:
     os.environ.setdefault(NODE_SECRET.name, secrets.token_hex(SECRET_NBYTES))
     options = ["--device-model", "simulated", "--step-ms", str(STEP_MS), "--nnodes", "2"]
     options += ["--master-port", str(free_port())]
-    with (run.scratch / "node.log").open("wb") as log:
-        command = [sys.executable, "-m", "penstock", "serve", *options, "--node-rank", "1", "--headless"]
-        node = subprocess.Popen(command, stderr=log, start_new_session=True, preexec_fn=die_with_parent)
+    command = [sys.executable, "-m", "penstock", "serve", *options, "--node-rank", "1", "--headless"]
+    node = Server(command, {}, 0, run.scratch / "node.log")
     server = Ours.of(options, run.scratch / "home.log")
     try:
         server.wait_for_an_answer()
-        deadline = time.monotonic() + START
-        while not all(group["serves"] for group in json.loads(server.request("GET", "/health")[1])["groups"]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"no two nodes within {START:g} s: {(run.scratch / 'node.log').read_text()[-600:]}")
-            time.sleep(0.1)
+        server.wait_until_whole()
         yield server
     finally:
         server.stop()
-        node.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            node.wait(END)
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(node.pid, signal.SIGKILL)
-        node.wait()
+        node.stop()
 
 
 async def _prefixes(client: aiohttp.ClientSession, url: str) -> dict[int, str]:

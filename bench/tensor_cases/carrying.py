@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import statistics
 from collections.abc import Callable, Sequence
-from typing import Any, cast
+from typing import cast
 
 from bench.harness.figures import Figures, differences, median_figures, quantile, warm_up
 from bench.harness.output import short, short_nbytes
@@ -137,11 +136,3 @@ def put_and_get(turns: Turns, outcomes: dict[int, Outcome]) -> None:
     if rows:
         title = f"Put and get, {titled(turns)}, µs; two figures: p50 / p99"
         turns.output.table(title, [short_nbytes(nbytes) for nbytes in outcomes], rows)
-
-
-def median_ratio(outcome: Outcome, name: str, other: str, key: str) -> float | None:
-    """How many times the other's figure, round by round; the median of that. None: one of them was not measured."""
-    if name not in outcome.rounds or other not in outcome.rounds:
-        return None
-    pairs: Any = zip(outcome.rounds[name], outcome.rounds[other], strict=True)
-    return statistics.median(mine[key] / remote[key] for mine, remote in pairs)

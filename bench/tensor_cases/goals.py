@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from bench.harness.targets import Target
 from bench.harness.turns import Outcome
-from bench.tensor_cases.carrying import PRODUCE, STORE, median_of, median_ratio
+from bench.tensor_cases.carrying import PRODUCE, STORE, median_of
 from bench.tensor_cases.serving import OURS
 from bench.tensor_cases.trading import Trade
 
@@ -48,7 +48,7 @@ def targets(result: Found) -> Iterator[Target]:
     for mib, limit in OF_DEFAULT.items():
         outcome = result.carried.get(READERS, {}).get(mib * MB)
         yield Target(f"{mib} MB tensor to {READERS} workers, request to last view, of vLLM's default", limit, "x",
-                     median_ratio(outcome, STORE, "vllm-queue", "view_p50_us") if outcome else None)  # fmt: skip
+                     outcome.ratio_if_measured(STORE, "view_p50_us", "vllm-queue") if outcome else None)  # fmt: skip
     memory = result.memory
     copies = round(median_of(memory, STORE)["copies"], 1) if memory and STORE in memory.rounds else None
     yield Target("memory for one image at 4 workers, times its size (rounded to tenths)", 1, "x", copies)

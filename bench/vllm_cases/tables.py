@@ -49,9 +49,7 @@ def tell(
 
 def ratio(outcome: Outcome | None, name: str, other: str, key: str) -> float | None:
     """Returns how many times the other's figure, as the median over the rounds. None: one of them was not measured."""
-    if outcome is None or not {name, other} <= outcome.rounds.keys():
-        return None
-    return outcome.ratio(name, key, other)
+    return None if outcome is None else outcome.ratio_if_measured(name, key, other)
 
 
 def ratio_to_better(outcome: Outcome | None, name: str, others: tuple[str, ...], key: str) -> float | None:
