@@ -198,6 +198,31 @@ def test_100_is_said_when_the_body_is_wanted_and_not_there() -> None:
 
 
 # ── order and ends ───────────────────────────────────────────────────────────────────────────────────────────────────
+def test_first_requests_of_a_burst_are_answered_before_the_last_start() -> None:
+    burst, events = 5 * connection.MAX_STARTED, list[tuple[str, str]]()
+
+    async def slow(scope: Any, receive: Any, send: Any) -> None:
+        events.append(("started", scope["path"]))
+        for _ in range(3):  # passes of the event loop
+            await asyncio.sleep(0)
+        events.append(("answered", scope["path"]))
+        await respond(send, b"")
+
+    async def scene() -> None:
+        async with serving(slow) as server:
+            clients = [await server.connect() for _ in range(burst)]
+            for number, (_, writer) in enumerate(clients):
+                writer.write(get(f"/{number}", CLOSE))
+            for reader, writer in clients:
+                assert b" 200 OK" in await reader.read()
+                writer.close()
+
+    run(scene)
+    started, answered = ([path for kind, path in events if kind == what] for what in ("started", "answered"))
+    assert started == answered and len(answered) == burst
+    assert events.index(("answered", started[0])) < events.index(("started", started[-1]))
+
+
 def test_nothing_after_the_last_request_is_answered() -> None:
     for more in (get(), b"\r\n", b"garbage\0", post(b"x" * 100_000)):
         output = talked(echo, get(more=CLOSE) + more, more)
