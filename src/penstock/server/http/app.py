@@ -54,6 +54,7 @@ from penstock.server.http.endpoint import (
     Admission,
     Answer,
     BodyReader,
+    DirectPosts,
     Endpoint,
     RequestIds,
     account_of,
@@ -110,10 +111,13 @@ class ApiServer:
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
 
     def app(self) -> Starlette:
+        posts = {
+            "/v1/chat/completions": Endpoint(self._admission, "chat", self._chat),
+            "/v1/completions": Endpoint(self._admission, "completions", self._completions),
+            "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
+        }
         routes = [
-            Route("/v1/chat/completions", Endpoint(self._admission, "chat", self._chat), methods=["POST"]),
-            Route("/v1/completions", Endpoint(self._admission, "completions", self._completions), methods=["POST"]),
-            Route("/tokenize", Endpoint(self._admission, "tokenize", self._tokenize), methods=["POST"]),
+            *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
             Route("/v1/models", Endpoint(self._admission, "models", self._list_models), methods=["GET"]),
             Route("/v1/models/{name:path}", Endpoint(self._admission, "models", self._show_model), methods=["GET"]),
             Route("/metrics", Endpoint(self._admission, "metrics", self._show_metrics), methods=["GET"]),
@@ -127,7 +131,7 @@ class ApiServer:
             Route("/health/ready", self._health.ready),
         ]
         self._paths = [route.path.replace(":path", "") for route in routes]
-        middleware = [Middleware(RequestIds), *cors(self._options)]
+        middleware = [Middleware(RequestIds), *cors(self._options), Middleware(DirectPosts, endpoints=posts)]
         return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: self._no_route})
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
