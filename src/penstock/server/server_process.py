@@ -39,6 +39,7 @@ BACKLOG = 1024  # connections that no process has accepted yet
 CONNECTIONS = 4  # for each request that may be open
 WORD = "a"  # its last id stands in prompts for embeddings: an ordinary token, after which an answer begins with a space
 OTHER_DESCRIPTORS = 128  # of a process, besides its connections
+COLLECT_AFTER = 20_000  # objects more: a request makes no cycles, and scanning open ones was a fifth of a burst's time
 KERNEL_NBYTES = 256 << 10  # of an answer in the kernel, for a client that does not read
 
 
@@ -134,7 +135,8 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
             gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay every stream
-            await server.start(shared.listener, BACKLOG)
+            gc.set_threshold(COLLECT_AFTER)
+            await server.start(shared.listener, BACKLOG, cluster.config.api_server_count)
             row[ProcessCounters.SERVING] = 1
             await stopping.wait()
             row[ProcessCounters.SERVING] = 2

@@ -16,6 +16,7 @@ from penstock.engine.cluster.logs import event
 from penstock.server.http.connection import HttpConnection, ServerState
 
 CANCEL_TIMEOUT = 2.0  # seconds for applications that are cancelled
+MAX_ACCEPTED = 64  # connections in one pass of the event loop
 
 
 class HttpServer:
@@ -24,12 +25,14 @@ class HttpServer:
     def __init__(self, app: ASGIApp, max_connections: int, client_timeout: float) -> None:
         self._state = ServerState(app, max_connections, client_timeout)
 
-    async def start(self, listener: socket.socket, backlog: int) -> None:
-        """`backlog`: connections that wait in the kernel. The socket may be shared with other processes."""
+    async def start(self, listener: socket.socket, backlog: int, processes: int = 1) -> None:
+        """`backlog`: connections that wait in the kernel. `processes`: number of those that share the socket."""
         loop = asyncio.get_running_loop()
-        # asyncio's backlog is also the number of connections taken at a time: 1, so that all processes get connections.
+        # asyncio's backlog is also the number of connections taken at a time: 1 where other processes may take the next.
         self._server = await loop.create_server(
-            functools.partial(HttpConnection, self._state), sock=listener, backlog=1
+            functools.partial(HttpConnection, self._state),
+            sock=listener,
+            backlog=MAX_ACCEPTED if processes == 1 else 1,
         )
         listener.listen(backlog)
 
