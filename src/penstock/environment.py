@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Generic, TypeVar
 
 T = TypeVar("T")
@@ -67,6 +68,13 @@ NODE_SECRET = _text(
 TENSOR_TRANSPORT = _text(
     "PENSTOCK_TENSOR_TRANSPORT", "auto, store or inline", "auto", "Default of `penstock serve --tensor-transport`"
 )
+CACHE_DIR = _text(
+    "PENSTOCK_CACHE_DIR",
+    "a directory",
+    "",
+    "Directory of what outlives a server: measured numbers of threads (default: `penstock` in `XDG_CACHE_HOME`, or in "
+    "`~/.cache`)",
+)
 LEAK_WARNINGS = _text(  # read by the native core
     "PENSTOCK_LEAK_WARNINGS", "any text", "", "Print native objects that outlive the interpreter; for tests"
 )
@@ -102,3 +110,11 @@ VLLM_STORE = _text(
     "PENSTOCK_STORE_*", "a ticket", "", "Set by the plugin, so that the processes of one vLLM server find its stores"
 )
 VARIABLES = [value for value in list(globals().values()) if isinstance(value, Variable)]
+
+
+def cache_directory() -> Path:
+    """Returns the directory of files that outlive a server. Raises RuntimeError if this user has no home."""
+    if directory := CACHE_DIR.read():
+        return Path(directory)
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "penstock"

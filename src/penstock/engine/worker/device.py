@@ -65,5 +65,12 @@ class Device(Protocol):
     @property
     def encodings(self) -> EncodingCounts: ...
 
+    @property
+    def tune_after(self) -> float | None:
+        """Returns the seconds without a step after which `tune` is due; None: never."""
+
+    def tune(self) -> None:
+        """Measures on an idle machine what other processes have disturbed. Blocks for less than a second or two."""
+
     def launch(self, batch: BatchState, step: Step) -> PendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+import penstock
 from penstock._native import memory_available
 from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
@@ -22,7 +23,7 @@ from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
-from penstock.engine.worker.cpu_threads import SHORT, CpuThreads, share, tune_threads
+from penstock.engine.worker.cpu_threads import SHORT, TUNE_AFTER_S, CpuThreads, ThreadMemory, share, tune_threads
 from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from penstock.engine.worker.device import EncodingCounts, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
@@ -85,9 +86,14 @@ class ModelRunner:
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)
-        self._threads = (
-            CpuThreads(max_threads, max_threads) if threads or where.type != "cpu" else self._found_threads(max_threads)
+        self.tune_after: float | None = None
+        self._max_threads = max_threads
+        self._threads = CpuThreads(max_threads, max_threads)
+        self._thread_memory = ThreadMemory(
+            penstock.__version__, files.fingerprint.digest.hex(), self._model.dtype, self._ranks.size, max_threads
         )
+        if not threads and where.type == "cpu" and max_threads > 1:
+            self._recall_threads()
         self.block_size = block_size
         spare = 0 if recorder is None else 1  # the padding block of `DecodeGraphs`
         if blocks is None:
@@ -201,14 +207,30 @@ class ModelRunner:
             raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
         return blocks
 
-    def _found_threads(self, limit: int) -> CpuThreads:
+    def _recall_threads(self) -> None:
+        remembered = self._thread_memory.read(self._max_threads) or CpuThreads(0, 0)
+        threads = CpuThreads(*self._ranks.least_of_each([*remembered]))
+        if threads.short:  # all ranks remember
+            self._threads = threads
+        else:
+            self.tune()
+
+    @torch.inference_mode()  # as in `launch`
+    def tune(self) -> None:
+        """Measures the numbers of threads. A disturbed measurement is repeated by the worker after `tune_after`."""
+
         def compute(tokens: int) -> None:
             tried = CpuThreads(kernel_threads(), kernel_threads())
             use_threads(tried, tokens, has_products=not self._model.is_packed)
             numbers = torch.arange(tokens)
             self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
 
-        return tune_threads(limit, compute, self._ranks)
+        self._threads, is_certain = tune_threads(self._max_threads, compute, self._ranks)
+        if is_certain:
+            self.tune_after = None
+            self._thread_memory.write(self._threads)
+        elif self._ranks.size == 1:  # several ranks would have to begin together
+            self.tune_after = TUNE_AFTER_S if self.tune_after is None else 2 * self.tune_after
 
     def _nbytes_of_a_step(self, token_budget: int) -> int:
         """Returns the bytes that the largest step allocates for a while, beside weights and cache."""

@@ -101,6 +101,7 @@ class SimulatedRunner:
         self.max_short_prompt = None
         self.model = 0
         self.encodings = EncodingCounts()  # it encodes none
+        self.tune_after = None
         self.busy = 0.0
         self.idle = 0.0
         self._config = config
@@ -110,6 +111,9 @@ class SimulatedRunner:
         self._open_handle = open_handle or Handle.open
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
+
+    def tune(self) -> None:
+        """Does nothing: no time of this device is measured."""
 
     @property
     def idle_share(self) -> float:

@@ -201,6 +201,8 @@ class Worker:
         try:
             step = self._steps.receive(self._patience())
         except Timeout:
+            if not self._flights:
+                self._device.tune()
             return None
         except EndOfChannel:
             self._is_stopped = True
@@ -220,7 +222,7 @@ class Worker:
     def _patience(self) -> float | None:
         """Returns the seconds to wait for another step; None: without limit."""
         if not self._flights:
-            return None
+            return self._device.tune_after
         done_at = self._flights[0][1].done_at
         return FLIGHT_POLL_S if done_at is None else max(0.0, done_at - time.monotonic())
 

@@ -3,18 +3,34 @@
 from __future__ import annotations
 
 import random
+import time
+from collections import deque
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
-from penstock.engine.worker import cpu_threads  # noqa: E402
+from penstock import Timeout  # noqa: E402
+from penstock.engine.worker import cpu_threads, model_runner  # noqa: E402
 from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads  # noqa: E402
-from penstock.engine.worker.cpu_threads import LONG, SHORT, CpuThreads, tune_threads  # noqa: E402
-from penstock.engine.worker.model_runner import use_threads  # noqa: E402
+from penstock.engine.worker.cpu_threads import (  # noqa: E402
+    LONG,
+    SHORT,
+    TUNE_AFTER_S,
+    WORK,
+    CpuThreads,
+    ThreadMemory,
+    TunedThreads,
+    tune_threads,
+)
+from penstock.engine.worker.model_runner import ModelRunner, use_threads  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
+from penstock.engine.worker.worker import Worker  # noqa: E402
+from penstock.environment import CACHE_DIR  # noqa: E402
+from tests.support.models import build_family  # noqa: E402
 
 
 @pytest.fixture(autouse=True)
@@ -30,7 +46,8 @@ class Machine:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, microseconds: dict[int, list[int]]) -> None:
         self._microseconds, self._now = microseconds, 0
         self.tried: list[tuple[int, int]] = []
-        monkeypatch.setattr(cpu_threads.time, "monotonic_ns", lambda: self._now)
+        monkeypatch.setattr(time, "monotonic_ns", lambda: self._now)
+        monkeypatch.setattr(cpu_threads, "waited_ns", lambda: 0)
 
     def compute(self, tokens: int) -> None:
         count = torch.get_num_threads()
@@ -45,7 +62,7 @@ def used(chosen: CpuThreads, tokens: int) -> int:
 
 def test_short_and_long_steps_have_as_many_threads_as_gain_something(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {8: [900, 1000], 4: [500, 1900], 2: [400, 3700], 1: [600, 7000]})
-    chosen = tune_threads(8, machine.compute, TPGroup())
+    chosen = tune_threads(8, machine.compute, TPGroup()).threads
     assert [used(chosen, tokens) for tokens in (1, SHORT, SHORT + 1, 1, 5000)] == [2, 2, 8, 2, 8]
 
 
@@ -69,25 +86,146 @@ def test_measurements_that_other_processes_disturb_do_not_decide(monkeypatch: py
                 self._now += round((self._now - before) * max(0, chance.uniform(-3, 3)))
 
         machine = Disturbed(monkeypatch, microseconds)
-        assert tune_threads(2, machine.compute, TPGroup()) == (1, 2), seed
+        assert tune_threads(2, machine.compute, TPGroup()) == ((1, 2), True), seed
 
 
+class Loaded(Machine):
+    """Each measurement is disturbed: threads wait for processors, for long and at random."""
+
+    MAX_WAIT = 30.0  # times the step's own time
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, microseconds: dict[int, list[int]], seed: int) -> None:
+        super().__init__(monkeypatch, microseconds)
+        self._waited = self._worked = 0
+        self._chance = random.Random(seed)
+        monkeypatch.setattr(cpu_threads, "waited_ns", lambda: self._waited)
+        monkeypatch.setattr(time, "process_time_ns", lambda: self._worked)
+
+    def compute(self, tokens: int) -> None:
+        before = self._now
+        super().compute(tokens)
+        self._worked += kernel_threads() * (self._now - before)
+        waited = round((self._now - before) * self._chance.uniform(0.1, self.MAX_WAIT))
+        self._waited += waited
+        self._now += waited
+
+
+def test_processor_time_decides_when_all_measurements_are_disturbed(monkeypatch: pytest.MonkeyPatch) -> None:
+    for seed in range(20):
+        machine = Loaded(monkeypatch, {2: [1500, 6500], 1: [WORK // 2, 2 * WORK]}, seed)
+        assert tune_threads(2, machine.compute, TPGroup()) == ((1, 2), False), seed
+
+
+def test_undisturbed_measurements_decide_among_disturbed_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most measurements at 1 thread are disturbed, and look slow."""
+    for seed in range(20):
+
+        class Partly(Loaded):
+            MAX_WAIT = 3.0
+
+            def compute(self, tokens: int) -> None:
+                if kernel_threads() == 1 and self._chance.random() < 0.7:
+                    super().compute(tokens)
+                else:
+                    Machine.compute(self, tokens)
+
+        machine = Partly(monkeypatch, {2: [1000, 1000], 1: [1290, 1310]}, seed)
+        assert tune_threads(2, machine.compute, TPGroup()) == ((1, 2), True), seed
+
+
+# ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.fixture
+def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
+    monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def test_threads_are_remembered_by_their_key_and_limit(cache: Path) -> None:
+    memory = ThreadMemory("model", 1)
+    assert memory.read(2) is None
+    memory.write(CpuThreads(1, 2))
+    assert ThreadMemory("model", 1).read(2) == (1, 2)
+    assert ThreadMemory("model", 2).read(2) is None, "another key"
+    assert memory.read(1) is None, "more threads than the limit"
+
+
+@pytest.mark.parametrize("content", [b"", b'{"key":[],"short":1,"long":1}', b'{"key":["model"],"short":0}'])
+def test_damaged_or_foreign_file_is_one_line_in_the_log(
+    content: bytes, cache: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    memory = ThreadMemory("model")
+    memory.write(CpuThreads(1, 2))
+    (path,) = cache.iterdir()
+    path.write_bytes(content)
+    assert memory.read(2) is None
+    assert [record.getMessage() for record in caplog.records] == ["threads are not remembered"]
+    memory.write(CpuThreads(2, 2))
+    assert memory.read(2) == (2, 2)
+
+
+def test_cache_directory_that_is_a_file_is_no_failure(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
+    cache.write_bytes(b"")
+    memory = ThreadMemory("model")
+    memory.write(CpuThreads(1, 2))
+    assert memory.read(2) is None
+    assert {record.getMessage() for record in caplog.records} == {"threads are not remembered"}
+
+
+def test_model_runner_remembers_measurements_and_repeats_disturbed_ones(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path
+) -> None:
+    llama = build_family("llama", tmp_path).path
+    results = [TunedThreads(CpuThreads(2, 2), False)] * 2 + [TunedThreads(CpuThreads(1, 2), True)]
+    monkeypatch.setattr(model_runner, "tune_threads", lambda *_: results.pop(0))
+    monkeypatch.setattr(model_runner, "share", lambda _: 2)
+    first = ModelRunner(llama, slots=1, blocks=4)
+    assert (first.tune_after, [*cache.glob("*")]) == (TUNE_AFTER_S, [])
+    first.tune()
+    assert first.tune_after == 2 * TUNE_AFTER_S, "disturbed again"
+    first.tune()
+    second = ModelRunner(llama, slots=1, blocks=4)
+    assert not results
+    assert {runner.tune_after for runner in (first, second)} == {None}
+    assert second._threads == (1, 2)
+
+
+def test_worker_tunes_its_device_when_no_step_comes() -> None:
+    class Idle:
+        tune_after = 0.01
+        patience: float | None = None
+        tuned = 0
+
+        def receive(self, timeout: float | None) -> None:
+            self.patience = timeout
+            raise Timeout
+
+        def tune(self) -> None:
+            self.tuned += 1
+
+    worker, idle = object.__new__(Worker), Idle()
+    worker._device = worker._steps = idle  # type: ignore[assignment]
+    worker._flights = deque()
+    worker._turn()
+    assert (idle.patience, idle.tuned) == (Idle.tune_after, 1)
+
+
+# ── the choice ───────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_second_thread_that_gains_little_is_left_to_others(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {2: [1000, 1000], 1: [1290, 1310]})
-    chosen = tune_threads(2, machine.compute, TPGroup())
+    chosen = tune_threads(2, machine.compute, TPGroup()).threads
     assert (used(chosen, 1), used(chosen, 1000)) == (1, 2)
 
 
 def test_a_step_that_takes_long_is_not_tried_with_fewer(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {4: [LONG, 20 * LONG]})
-    chosen = tune_threads(4, machine.compute, TPGroup())
+    chosen = tune_threads(4, machine.compute, TPGroup()).threads
     assert (used(chosen, 1), used(chosen, 1000)) == (4, 4)
     assert len(machine.tried) == 4, "each once to be warm, and once to be seen"
 
 
 def test_one_processor_leaves_nothing_to_try(monkeypatch: pytest.MonkeyPatch) -> None:
     machine = Machine(monkeypatch, {})
-    assert used(tune_threads(1, machine.compute, TPGroup()), 1000) == 1
+    assert used(tune_threads(1, machine.compute, TPGroup()).threads, 1000) == 1
     assert not machine.tried
 
 
@@ -101,4 +239,4 @@ def test_the_slowest_rank_decides_for_all(monkeypatch: pytest.MonkeyPatch) -> No
             is_time = number < 0  # of which the most is wanted
             return 10 * number if is_time and torch.get_num_threads() == 1 else number
 
-    assert used(tune_threads(2, machine.compute, Slower()), 1) == 2
+    assert used(tune_threads(2, machine.compute, Slower()).threads, 1) == 2
