@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import functools
 import logging
+import sys
 import time
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
@@ -48,19 +49,35 @@ def engine_failed(error: EngineError, request_id: str) -> ApiError:
 async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -> T:
     """Returns the result of `work`. Cancels it, and raises Gone, as soon as the client disconnects.
 
-    `work` must not end the response: after that, `receive` reports every client as disconnected.
+    `work` must not end the response: after that, `receive` reports every client as disconnected. It runs in the task of
+    the caller: a task of its own would be a tenth of the time of a short request.
     """
-    doing = asyncio.ensure_future(work)
+    task = asyncio.current_task()
+    assert task is not None, "a coroutine of the event loop"
     watching = asyncio.ensure_future(_until_gone(receive))
+    is_working, cancels = True, 0
+
+    def cancel(_: asyncio.Future[None]) -> None:
+        nonlocal cancels
+        if is_working:
+            cancels += task.cancel()
+
+    watching.add_done_callback(cancel)
     try:
-        await asyncio.wait((doing, watching), return_when=asyncio.FIRST_COMPLETED)
-        if watching.done():  # even if the work is done, too: a send to the client may end because it disconnected
-            raise Gone
-        return doing.result()
+        result = await work
+    except (Exception, asyncio.CancelledError):
+        if not watching.done():
+            raise
     finally:
-        doing.cancel()
+        is_working = False
+        is_gone = watching.done()
         watching.cancel()
-        await asyncio.gather(doing, watching, return_exceptions=True)
+        await asyncio.gather(watching, return_exceptions=True)
+    if not is_gone:
+        return result
+    if cancels and sys.version_info >= (3, 11):
+        task.uncancel()
+    raise Gone  # even if the work is done, too: a send to the client may end because it disconnected
 
 
 async def _until_gone(receive: Receive) -> None:

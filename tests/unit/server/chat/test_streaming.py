@@ -106,6 +106,41 @@ async def test_work_is_cancelled_when_the_client_goes_and_nobody_is_left() -> No
 
 
 @in_a_loop
+async def test_task_goes_on_after_work_that_was_cancelled_in_its_last_pass() -> None:
+    """The client goes in the pass of the event loop in which the work ends."""
+    connection = Connection()
+
+    async def work() -> str:
+        connection.gone.set()
+        await asyncio.sleep(0)  # the watching task sees the disconnect
+        await asyncio.sleep(0)
+        return "well"
+
+    with pytest.raises(Gone):
+        await cancel_on_disconnect(connection.receive, work())
+    for _ in range(3):
+        await asyncio.sleep(0)
+
+
+@in_a_loop
+async def test_cancelled_task_cancels_its_work() -> None:
+    connection, was_cancelled = Connection(), asyncio.Event()
+
+    async def work() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            was_cancelled.set()
+
+    task = asyncio.ensure_future(cancel_on_disconnect(connection.receive, work()))
+    await asyncio.sleep(0)
+    task.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await task
+    assert was_cancelled.is_set()
+
+
+@in_a_loop
 async def test_work_that_is_done_gives_what_it_gives_and_its_error_is_its_own() -> None:
     connection = Connection()
 
