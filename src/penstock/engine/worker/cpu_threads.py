@@ -66,7 +66,6 @@ class Measured(NamedTuple):
 # ── measurements ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -> TunedThreads:
     """Measures the best numbers of threads. `compute` runs a step of so many tokens; all ranks run it together."""
-    limit = ranks.least(limit)
     figures: dict[str, str] = {}
     short, long = (_choose(limit, partial(compute, tokens), ranks, figures, f"us_{tokens}") for tokens in TRIED)
     threads = CpuThreads(short.value, max(short.value, long.value))

@@ -73,7 +73,7 @@ class ModelRunner:
         files change meanwhile.
         """
         self._ranks = ranks or TPGroup()
-        max_threads = threads or share(processes)
+        max_threads = self._ranks.least(threads or share(processes))  # all ranks take part in measurements, or none
         set_threads(max_threads)
         where = torch.device("cuda", torch.cuda.current_device()) if device == "cuda" else torch.device(device)
         self._device = where
@@ -89,9 +89,8 @@ class ModelRunner:
         self.tune_after: float | None = None
         self._max_threads = max_threads
         self._threads = CpuThreads(max_threads, max_threads)
-        self._thread_memory = ThreadMemory(
-            penstock.__version__, files.fingerprint.digest.hex(), self._model.dtype, self._ranks.size, max_threads
-        )
+        key = files.fingerprint.digest.hex(), self._model.dtype, self._ranks.size, max_threads
+        self._thread_memory = ThreadMemory(penstock.__version__, *key)
         if not threads and where.type == "cpu" and max_threads > 1:
             self._recall_threads()
         self.block_size = block_size
