@@ -1,6 +1,6 @@
-"""The native store, where `Store` does not show it: chains of keys, the choice of what is evicted, wake-ups, statistics.
+"""The native store, where `Store` does not show it: chains of keys, the choice of what is evicted, wake-ups.
 
-Which value a key has, and what writers and readers may do with it: test_store, test_loan. Deaths: tests/crash/test_kept.
+Which value a key has, and what its writers and readers may do: test_store, test_loan. Deaths: crash/test_kept.
 """
 
 import gc

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import random
 import signal
 import threading
 from collections.abc import Callable
@@ -446,37 +445,6 @@ def test_a_child_of_fork_has_a_place_and_leases_of_its_own() -> None:
         held.release()
         eventually(lambda: store.stats().items[0].holders == 0)
         assert blocks(store) == 1
-
-
-def test_threads_put_and_get_at_three_times_the_room(seed: int) -> None:
-    errors: list[BaseException] = []
-    with Store(MB, max_items=64) as store:
-
-        def work(which: int) -> None:
-            chance = random.Random(seed + which)
-            try:
-                for _ in range(400):
-                    number = chance.randrange(120)
-                    nbytes = 100 + number * 400
-                    try:
-                        stored = store.get(key(number))
-                    except Missing:
-                        stored = store.put(tree(number, nbytes), key=key(number), timeout=20)
-                    assert holds(stored.value(), number)
-            except BaseException as error:
-                errors.append(error)
-
-        threads = [threading.Thread(target=work, args=(which,)) for which in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
-        stats = store.stats()
-        assert stats.evictions > 20 and stats.hits > 100
-        keys = [item.key for item in stats.items]
-        assert len(set(keys)) == len(keys)
 
 
 def test_the_first_put_and_get_of_a_process_import_nothing_more() -> None:
