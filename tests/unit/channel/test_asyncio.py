@@ -88,17 +88,6 @@ def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytes
     run(work)
 
 
-def test_a_waiting_receiver_is_woken() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        for number in range(300):
-            waiting = asyncio.create_task(receiver.receive())
-            await waits(waiting)
-            await sender.send(b"%d" % number)
-            assert await waiting == b"%d" % number
-
-    run(work)
-
-
 def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> None:
     async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         async def produce() -> None:
@@ -117,19 +106,6 @@ def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> N
     run(work)
 
 
-def test_a_full_ring_holds_a_sender_up_and_the_loop_goes_on() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        count = await fill(sender)
-        waiting = asyncio.create_task(sender.send(b"last" * 240))
-        await waits(waiting)
-        for number in range(count):
-            assert await receiver.receive() == b"%04d" % number * 240
-        await waiting
-        assert await receiver.receive() == b"last" * 240
-
-    run(work)
-
-
 def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released() -> None:
     async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         await sender.send(bytes(700_000))
@@ -139,17 +115,6 @@ def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released() -> No
         buffer.release()
         await waiting
         assert await receiver.receive() == Buffer(b"s" * 700_000)
-
-    run(work, type=Buffer)
-
-
-def test_buffers_are_received_where_they_lie() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        for nbytes in (0, 10, 5000):
-            await sender.send(b"v" * nbytes)
-            with await receiver.receive(timeout=5) as buffer:
-                assert bytes(buffer) == b"v" * nbytes
-                assert buffer.view.readonly
 
     run(work, type=Buffer)
 

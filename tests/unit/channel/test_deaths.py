@@ -1,7 +1,6 @@
 """Deaths on a channel: told once, within a tenth of a second, with how; no other peer is held up, nothing is lost."""
 
 import contextlib
-import signal
 import time
 from pathlib import Path
 
@@ -69,15 +68,6 @@ def test_parked_receiver_gets_its_senders_death_within_100_ms() -> None:
     soon(measure)
 
 
-def test_the_signal_is_named() -> None:
-    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
-        assert other.hear() == "ready"
-        other.kill(signal.SIGSEGV)
-        with pytest.raises(PeerDied) as output:
-            receiver.receive(timeout=10)
-        assert_how(output.value, "killed by SIGSEGV", channel.peers)
-
-
 def test_the_signal_is_named_of_a_peer_that_ended_before_it_was_watched() -> None:
     with (
         penstock.Ring() as channel,
@@ -89,30 +79,6 @@ def test_the_signal_is_named_of_a_peer_that_ended_before_it_was_watched() -> Non
         with channel.open_receiver():
             eventually(lambda: channel.peers()[0].state == "dead")
             assert channel.peers()[0].how == "killed by SIGKILL"
-
-
-@pytest.mark.parametrize("status", [0, 255])
-def test_the_exit_status_of_one_that_left_without_closing_is_named(status: int) -> None:
-    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
-        assert other.hear() == "ready"
-        other.say("exit", status)
-        with pytest.raises(PeerDied) as output:
-            receiver.receive(timeout=10)
-        how = f"exit status {status}" if status else "exited with status 0"
-        assert_how(output.value, how, channel.peers, how if status else "exited with status 0 without closing")
-
-
-def test_a_process_that_closes_and_ends_has_not_died() -> None:
-    source = """
-        sender = penstock.attach(sys.argv[1]).open_sender()
-        sender.send(b"bye")
-        sender.close()
-    """
-    with penstock.Ring() as channel, channel.open_receiver() as receiver, program(source, channel.ticket) as other:
-        assert receiver.receive(timeout=10) == b"bye"
-        with pytest.raises(EndOfChannel):
-            receiver.receive(timeout=10)
-        assert other.end() == 0
 
 
 def test_what_a_dead_sender_had_sent_is_read_before_its_death_is_told() -> None:
@@ -404,48 +370,3 @@ def test_a_death_is_told_once_only_to_each_sender_of_an_inbox() -> None:
                     sender.send(b"x")
                 sender.send(b"y")
             assert [receiver.receive(timeout=5) for _ in range(2)] == [b"y", b"y"]
-
-
-# ── a peer stops ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_stopped_receiver_is_not_dead_and_goes_on_where_it_was() -> None:
-    with penstock.Ring(capacity=4096) as channel, channel.open_sender() as sender:
-        with victim(channel, "receiver") as other:
-            assert other.hear() == "ready"
-            sender.send(b"1")
-            tell(other, "hold")
-            other.kill(signal.SIGSTOP)
-            eventually(lambda: channel.peers()[1].state == "stopped")
-            with pytest.raises(Timeout, match=rf"'victim' \(pid {other.pid}, stopped\), is \d+ records"):
-                for _ in range(5):
-                    sender.send(b"x" * 900, timeout=0.3)
-            assert channel.snapshot()["receivers"][0]["state"] == "live"
-            other.kill(signal.SIGCONT)
-            other.say("receive")
-            assert (other.hear(), other.hear()) == ("x" * 900, "done")
-            assert channel.peers()[1].state == "live"
-
-
-def test_a_stopped_sender_is_not_dead() -> None:
-    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
-        assert other.hear() == "ready"
-        tell(other, "send 1")
-        assert receiver.receive(timeout=5) == b"1"
-        other.kill(signal.SIGSTOP)
-        eventually(lambda: channel.peers()[1].state == "stopped")
-        with pytest.raises(Timeout, match=rf"'victim' \(pid {other.pid}, stopped\) sent last"):
-            receiver.receive(timeout=0.3)
-        other.kill(signal.SIGCONT)
-        tell(other, "send 2")
-        assert receiver.receive(timeout=5) == b"2"
-
-
-def test_a_peer_that_dies_while_it_is_stopped_is_dead() -> None:
-    with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
-        assert other.hear() == "ready"
-        other.kill(signal.SIGSTOP)
-        eventually(lambda: channel.peers()[1].state == "stopped")
-        started = time.monotonic()
-        other.kill(signal.SIGKILL)
-        with pytest.raises(PeerDied):
-            receiver.receive(timeout=10)
-        assert time.monotonic() - started < 5

@@ -89,30 +89,14 @@ def test_a_pool_for_one_peer_says_so_in_the_singular() -> None:
         Pool.attach(pool.ticket).join()
 
 
-def test_a_closed_end_has_left() -> None:
+@pytest.mark.parametrize("kind", ["", "async_"], ids=["synchronous", "asynchronous"])
+def test_a_closed_end_has_left(kind: str) -> None:
     channel = penstock.Ring()
-    ends = [channel.open_sender(name="sender"), channel.open_receiver(name="receiver")]
+    ends = [getattr(channel, f"open_{kind}{end}")(name=end) for end in ("sender", "receiver")]
     assert [peer.state for peer in channel.peers()] == ["live", "live"]
     for end in ends:
         end.close()
     assert [peer.state for peer in channel.peers()] == ["left", "left"]
-
-
-def test_a_closed_asynchronous_end_has_left() -> None:
-    channel = penstock.Ring()
-    ends = [channel.open_async_sender(name="sender"), channel.open_async_receiver(name="receiver")]
-    assert [peer.state for peer in channel.peers()] == ["live", "live"]
-    for end in ends:
-        end.close()
-    assert [peer.state for peer in channel.peers()] == ["left", "left"]
-
-
-def test_a_ring_can_be_opened_and_closed_more_often_than_it_has_places() -> None:
-    channel = penstock.Inbox(senders=1)
-    senders = []
-    for _ in range(50):
-        senders.append(channel.open_sender())
-        senders[-1].close()
 
 
 @pytest.mark.parametrize(
