@@ -19,8 +19,8 @@ from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher.launcher import ClusterFailed, Launcher
-from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.launcher.launcher import Launcher
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.conftest import eventually
@@ -207,20 +207,6 @@ def test_killed_launcher_leaves_no_process() -> None:
         assert len(pids) >= 5
         process.kill()
         process.wait()
-
-
-def test_a_group_that_cannot_start_is_given_up_at_once_with_what_it_said() -> None:
-    async def scene() -> None:
-        config = EngineConfig(simulated=SimulatedDevice(blocks=1))
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            with pytest.raises(ClusterFailed, match=r"core 0\.0 #1 cannot start: ValueError: max_model_len: expected"):
-                await launcher.serving(START)
-        finally:
-            await launcher.stop()
-
-    asyncio.run(scene())
 
 
 def test_request_is_refused_without_a_group_or_while_the_server_drains() -> None:

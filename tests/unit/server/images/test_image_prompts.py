@@ -119,18 +119,6 @@ def test_placeholders_become_what_transformers_writes_for_these_images(name: str
         asyncio.run(look(scene))
 
 
-def test_the_same_image_is_neither_decoded_nor_made_again(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def look(scene: Scene) -> None:
-        length = await scene.length(part(picture(40, 40)), text("a"))
-        with monkeypatch.context() as patched:
-            patched.setattr(image_processor, "_decoded", None)
-            assert await scene.length(text("a"), part(picture(40, 40))) == length
-        assert scene.store.stats().puts == 1 and scene.store.stats().hits == 1
-
-    with scene_of(llava) as scene:
-        asyncio.run(look(scene))
-
-
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif"])
 def test_of_images_in_any_format_the_first_frame_counts(
     kind: str, llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
