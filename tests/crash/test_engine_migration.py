@@ -17,6 +17,7 @@ from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, Migrati
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from tests import tiers
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
+from tests.support.loops import in_a_loop
 
 OPEN = 12  # requests, when the blow falls
 TOKENS = 300
@@ -83,65 +84,56 @@ def kill(engine: Running, kind: str, index: int = 0, group: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("kind", "index"), MEMBERS)
-def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, index: int) -> None:
-    async def scene() -> None:
-        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client)
-            kill(engine, kind, index)
-            await require_exact(engine, started)
-            assert migrations(client) == {CAUSES[kind]: OPEN}
-            assert sum(MigrationCounters.PAUSE.counts(client.counters[0].words)) == OPEN
-            assert counted(client, MigrationCounters.GIVEN_UP) == 0
-            print(f"{kind} {index}: a mean pause of {mean_pause(client):.2f} s")
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, index: int) -> None:
+    async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client)
+        kill(engine, kind, index)
+        await require_exact(engine, started)
+        assert migrations(client) == {CAUSES[kind]: OPEN}
+        assert sum(MigrationCounters.PAUSE.counts(client.counters[0].words)) == OPEN
+        assert counted(client, MigrationCounters.GIVEN_UP) == 0
+        print(f"{kind} {index}: a mean pause of {mean_pause(client):.2f} s")
+        await engine.must_be_empty()
 
 
 @pytest.mark.parametrize(
     "kind", ["core", *(pytest.param(kind, marks=tiers.needs_all) for kind in ("worker", "output"))]
 )
-def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
-    async def scene() -> None:
-        async with running(data_parallel_size=2, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client)
-            lost = started[0].stream.group
-            of_the_group = sum(reader.stream.group == lost for reader in started)
-            kill(engine, kind, group=lost)
-            await require_exact(engine, started)
-            assert migrations(client) == {CAUSES[kind]: of_the_group}
-            print(f"{kind}: a mean pause of {mean_pause(client, lost):.3f} s")
-            await engine.serving_again(client)
-            for group in range(2):
-                await engine.must_be_empty(group)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
+    async with running(data_parallel_size=2, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client)
+        lost = started[0].stream.group
+        of_the_group = sum(reader.stream.group == lost for reader in started)
+        kill(engine, kind, group=lost)
+        await require_exact(engine, started)
+        assert migrations(client) == {CAUSES[kind]: of_the_group}
+        print(f"{kind}: a mean pause of {mean_pause(client, lost):.3f} s")
+        await engine.serving_again(client)
+        for group in range(2):
+            await engine.must_be_empty(group)
 
 
-def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
+@in_a_loop
+async def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
     """The simulated device reads them when their request joins."""
-
-    async def scene() -> None:
-        async with running(store_nbytes=16 << 20, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            images = [
-                ImageInput({"pixel_values": np.full(100_000, 7.0, np.float32)}, 1, 2, bytes(31) + b"a"),
-                ImageInput({"pixel_values": np.full(20, 8.0, np.float32)}, 4, 2),
-            ]
-            started = await readers(client, 3, values=images)
-            kill(engine, "worker")
-            await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
-            assert [len(reader.ids) for reader in started] == [TOKENS] * 3
-            without = Reader(
-                await client.submit(
-                    started[0].prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), values=images
-                ),
-                started[0].prompt,
-                TOKENS,
-            )
-            await asyncio.wait_for(without.done, PATIENCE)
-            assert without.ids == started[0].ids
-            store = engine.launcher.cluster.store
-            assert store is not None
-            await engine.until(lambda: not any(item.holders for item in store.stats().items))
-
-    asyncio.run(scene())
+    async with running(store_nbytes=16 << 20, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        images = [
+            ImageInput({"pixel_values": np.full(100_000, 7.0, np.float32)}, 1, 2, bytes(31) + b"a"),
+            ImageInput({"pixel_values": np.full(20, 8.0, np.float32)}, 4, 2),
+        ]
+        started = await readers(client, 3, values=images)
+        kill(engine, "worker")
+        await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
+        assert [len(reader.ids) for reader in started] == [TOKENS] * 3
+        without = Reader(
+            await client.submit(started[0].prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), values=images),
+            started[0].prompt,
+            TOKENS,
+        )
+        await asyncio.wait_for(without.done, PATIENCE)
+        assert without.ids == started[0].ids
+        store = engine.launcher.cluster.store
+        assert store is not None
+        await engine.until(lambda: not any(item.holders for item in store.stats().items))

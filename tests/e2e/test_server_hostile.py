@@ -17,6 +17,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.http.connection import MAX_THROWN_NBYTES
 from tests.e2e.test_server import AUTHORIZED, KEY, MAX_BODY, MAX_OPEN, Served, posted, run_server
 from tests.shared_server import Scene, SharedServer, shared_server
+from tests.support.loops import in_a_loop
 
 PATIENCE = 1.0  # of the server, as `served` says
 WITHIN = 5.0  # seconds until a client with a deadline of PATIENCE reports, on a busy machine
@@ -457,28 +458,26 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
 )
 
 
-def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
+@in_a_loop
+async def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
     def preflight(origin: str, method: str = "GET") -> bytes:
         head = f"{method} /v1/models HTTP/1.1\r\nhost: x\r\norigin: {origin}\r\n"
         more = "access-control-request-method: POST\r\naccess-control-request-headers: authorization\r\n"
         return closing(f"{head}{more if method == 'OPTIONS' else AUTHORIZED}\r\n".encode())
 
-    async def scene() -> None:
-        async with run_server({"allowed_origins": ("https://a.example",)}, api_server_count=1) as served:
-            for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
-                for method in ("GET", "OPTIONS"):
-                    response = await answer(served, preflight(origin, method))
-                    allowed = response.headers.get("access-control-allow-origin")
-                    assert allowed == (origin if is_allowed else None), (origin, method)
-                    assert response.status == (200 if is_allowed or method == "GET" else 400)
-                    assert response.headers["x-request-id"]
-            exposed = (await answer(served, preflight("https://a.example"))).headers["access-control-expose-headers"]
-            assert "x-request-id" in exposed
-        async with run_server(api_server_count=1) as served:
-            assert (await answer(served, preflight("https://a.example", "OPTIONS"))).status == 405
-            assert "access-control-allow-origin" not in (await answer(served, preflight("https://a.example"))).headers
-
-    asyncio.run(scene())
+    async with run_server({"allowed_origins": ("https://a.example",)}, api_server_count=1) as served:
+        for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
+            for method in ("GET", "OPTIONS"):
+                response = await answer(served, preflight(origin, method))
+                allowed = response.headers.get("access-control-allow-origin")
+                assert allowed == (origin if is_allowed else None), (origin, method)
+                assert response.status == (200 if is_allowed or method == "GET" else 400)
+                assert response.headers["x-request-id"]
+        exposed = (await answer(served, preflight("https://a.example"))).headers["access-control-expose-headers"]
+        assert "x-request-id" in exposed
+    async with run_server(api_server_count=1) as served:
+        assert (await answer(served, preflight("https://a.example", "OPTIONS"))).status == 405
+        assert "access-control-allow-origin" not in (await answer(served, preflight("https://a.example"))).headers
 
 
 # ── on one server; last, as its server lives until the module ends ────────────────────────────────────────────────────

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 
 import penstock
 from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, LongRecords, Receiver, Sender, WouldBlock
+from tests.support.loops import in_a_loop
 
 SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
@@ -325,32 +326,30 @@ def test_a_task_that_waits_for_room_goes_on_when_a_buffer_is_released() -> None:
 
 
 @pytest.mark.parametrize("type", [bytes, Buffer])
-def test_async_send_that_waits_sends_the_bytes_of_its_call(type: Any) -> None:
-    async def main() -> None:
-        channel = penstock.Ring(type, capacity=4096)
-        async with channel.open_async_sender() as sender:
-            receiver = channel.open_receiver()
-            with pytest.raises(WouldBlock):
-                while True:
-                    sender.send_nowait(b"full" * 200)
-            room = bytearray(b"?" * 450)
-            sending = []
-            for letter in b"abcdefgh":
-                room[:] = bytes([letter]) * 450
-                sent = (room, memoryview(room), [memoryview(room)[:5], room[5:]], np.frombuffer(room, "u2"))[letter % 4]
-                sending.append(asyncio.ensure_future(sender.send(sent)))
-                await asyncio.sleep(0)
-            room[:] = bytes(450)
-            letters = list(b"abcdefgh")
-            while letters:
-                actual = bytes(await asyncio.to_thread(receiver.receive, 5))
-                if actual != b"full" * 200:
-                    assert actual == bytes([letters.pop(0)]) * 450
-                await asyncio.sleep(0)
-            await asyncio.gather(*sending)
-            receiver.close()
-
-    asyncio.run(main())
+@in_a_loop
+async def test_async_send_that_waits_sends_the_bytes_of_its_call(type: Any) -> None:
+    channel = penstock.Ring(type, capacity=4096)
+    async with channel.open_async_sender() as sender:
+        receiver = channel.open_receiver()
+        with pytest.raises(WouldBlock):
+            while True:
+                sender.send_nowait(b"full" * 200)
+        room = bytearray(b"?" * 450)
+        sending = []
+        for letter in b"abcdefgh":
+            room[:] = bytes([letter]) * 450
+            sent = (room, memoryview(room), [memoryview(room)[:5], room[5:]], np.frombuffer(room, "u2"))[letter % 4]
+            sending.append(asyncio.ensure_future(sender.send(sent)))
+            await asyncio.sleep(0)
+        room[:] = bytes(450)
+        letters = list(b"abcdefgh")
+        while letters:
+            actual = bytes(await asyncio.to_thread(receiver.receive, 5))
+            if actual != b"full" * 200:
+                assert actual == bytes([letters.pop(0)]) * 450
+            await asyncio.sleep(0)
+        await asyncio.gather(*sending)
+        receiver.close()
 
 
 def test_a_buffer_that_is_released_while_it_waits_to_be_sent_is_sent() -> None:

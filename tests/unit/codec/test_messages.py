@@ -21,6 +21,7 @@ from penstock import Buffer, LayoutMismatch, LongRecords
 from penstock.channel import Channel
 from penstock.codec import Catalogue, FrameDecoder, FrameEncoder, Schema
 from tests.conftest import eventually
+from tests.support.loops import in_a_loop
 
 
 class Settings(msgspec.Struct, array_like=True, frozen=True):
@@ -235,31 +236,29 @@ def test_closing_wakes_who_waits_in_another_thread() -> None:
 
 
 # ── event loops ──
-def test_event_loops_take_and_give_messages() -> None:
-    async def play() -> None:
-        channel = opened("ring", capacity=1 << 14)
-        async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
+@in_a_loop
+async def test_event_loops_take_and_give_messages() -> None:
+    channel = opened("ring", capacity=1 << 14)
+    async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
 
-            async def send() -> None:
-                for number in range(300):
-                    ids = np.full(number, number, np.int32)
-                    sending = asyncio.ensure_future(sender.send(Job(number, WARM if number % 2 else COLD, ids)))
-                    await asyncio.sleep(0)
-                    ids[:] = -1  # it was as it was when it was sent
-                    await sending
-                sender.close()
+        async def send() -> None:
+            for number in range(300):
+                ids = np.full(number, number, np.int32)
+                sending = asyncio.ensure_future(sender.send(Job(number, WARM if number % 2 else COLD, ids)))
+                await asyncio.sleep(0)
+                ids[:] = -1  # it was as it was when it was sent
+                await sending
+            sender.close()
 
-            task = asyncio.ensure_future(send())
-            number = 0
-            async for job in receiver:
-                assert job.number == number and job.settings == (WARM if number % 2 else COLD)
-                assert (job.ids == number).all() and len(job.ids) == number
-                number += 1
-            assert number == 300
-            await task
-        channel.close()
-
-    asyncio.run(play())
+        task = asyncio.ensure_future(send())
+        number = 0
+        async for job in receiver:
+            assert job.number == number and job.settings == (WARM if number % 2 else COLD)
+            assert (job.ids == number).all() and len(job.ids) == number
+            number += 1
+        assert number == 300
+        await task
+    channel.close()
 
 
 def test_what_could_not_be_sent_is_let_go() -> None:
@@ -282,55 +281,50 @@ def test_what_could_not_be_sent_is_let_go() -> None:
             assert held_by(lambda message: sender.send(Job(1, WARM, message.ids, 5))) == []
 
 
-def test_a_message_that_a_loop_did_not_send_is_not_sent_later() -> None:
-    async def play() -> None:
-        channel = opened("ring", capacity=4096, long_records=LongRecords(inline_limit=1024))
-        async with channel.open_async_sender() as sender:
-            receiver = channel.open_receiver()
-            with pytest.raises(penstock.WouldBlock):
-                while True:
-                    sender.send_nowait(Stop("x" * 200))
-            sending = asyncio.ensure_future(sender.send(Job(1)))
-            await asyncio.sleep(0.01)
-            sending.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await sending
-            with pytest.raises(penstock.Timeout):
-                await sender.send(Job(2), timeout=0.01)
-            with pytest.raises(penstock.WouldBlock):
-                while True:
-                    assert receiver.receive_nowait() == Stop("x" * 200)
-            await sender.send(Job(3), timeout=5)
-            assert receiver.receive(timeout=5) == Job(3)
-            receiver.close()
-        channel.close()
-
-    asyncio.run(play())
+@in_a_loop
+async def test_a_message_that_a_loop_did_not_send_is_not_sent_later() -> None:
+    channel = opened("ring", capacity=4096, long_records=LongRecords(inline_limit=1024))
+    async with channel.open_async_sender() as sender:
+        receiver = channel.open_receiver()
+        with pytest.raises(penstock.WouldBlock):
+            while True:
+                sender.send_nowait(Stop("x" * 200))
+        sending = asyncio.ensure_future(sender.send(Job(1)))
+        await asyncio.sleep(0.01)
+        sending.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await sending
+        with pytest.raises(penstock.Timeout):
+            await sender.send(Job(2), timeout=0.01)
+        with pytest.raises(penstock.WouldBlock):
+            while True:
+                assert receiver.receive_nowait() == Stop("x" * 200)
+        await sender.send(Job(3), timeout=5)
+        assert receiver.receive(timeout=5) == Job(3)
+        receiver.close()
+    channel.close()
 
 
-def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
+@in_a_loop
+async def test_a_loop_that_waits_for_room_keeps_views_as_they_were() -> None:
     Viewed = msgspec.defstruct("Viewed", [("at", memoryview), ("more", list[bytes])], array_like=True)
-
-    async def play() -> None:
-        channel = opened("ring", Viewed, capacity=4096, long_records=LongRecords(inline_limit=1024))
-        async with channel.open_async_sender() as sender:
-            receiver = channel.open_receiver()
-            room = bytearray(b"a" * 450)
-            sending = []
-            for letter in b"bcdefghijk":
-                room[:] = bytes([letter]) * 450
-                sending.append(asyncio.ensure_future(sender.send(Viewed(memoryview(room), [bytes(room)]))))
-                await asyncio.sleep(0)
-            room[:] = bytes(450)
-            for letter in b"bcdefghijk":
-                actual = await asyncio.to_thread(receiver.receive, 5)
-                assert bytes(actual.at) == actual.more[0] == bytes([letter]) * 450
-                await asyncio.sleep(0)
-            await asyncio.gather(*sending)
-            receiver.close()
-        channel.close()
-
-    asyncio.run(play())
+    channel = opened("ring", Viewed, capacity=4096, long_records=LongRecords(inline_limit=1024))
+    async with channel.open_async_sender() as sender:
+        receiver = channel.open_receiver()
+        room = bytearray(b"a" * 450)
+        sending = []
+        for letter in b"bcdefghijk":
+            room[:] = bytes([letter]) * 450
+            sending.append(asyncio.ensure_future(sender.send(Viewed(memoryview(room), [bytes(room)]))))
+            await asyncio.sleep(0)
+        room[:] = bytes(450)
+        for letter in b"bcdefghijk":
+            actual = await asyncio.to_thread(receiver.receive, 5)
+            assert bytes(actual.at) == actual.more[0] == bytes([letter]) * 450
+            await asyncio.sleep(0)
+        await asyncio.gather(*sending)
+        receiver.close()
+    channel.close()
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -115,18 +115,16 @@ async def test_reading_makes_room_again_however_long_the_answer_is() -> None:
     assert not stream.is_over
 
 
-def test_a_time_out_does_not_begin_when_all_is_over() -> None:
-    async def scene() -> None:
-        stream = OutputStream(1, 0, 1, 5, 1)
-        stream.fail(EngineError(503, "it died"))
-        aborted: list[OutputStream] = []
-        stream.begin(aborted.append, 0.01)
-        await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="it died"):
-            await anext(stream)
-        assert aborted == []
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_time_out_does_not_begin_when_all_is_over() -> None:
+    stream = OutputStream(1, 0, 1, 5, 1)
+    stream.fail(EngineError(503, "it died"))
+    aborted: list[OutputStream] = []
+    stream.begin(aborted.append, 0.01)
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="it died"):
+        await anext(stream)
+    assert aborted == []
 
 
 def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:

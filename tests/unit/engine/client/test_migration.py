@@ -565,15 +565,13 @@ async def test_closed_client_refuses_a_new_request_that_waits() -> None:
 
 
 @pytest.mark.parametrize(("limit", "has_served"), [(0, True), (3, False)])
-def test_new_request_is_refused_at_once_while_the_first_group_loads(limit: int, has_served: bool) -> None:
-    async def scene() -> None:
-        async with engine(migration_limit=limit) as ([group], client):
-            group.stop_serving()
-            group._board.cluster[StatusBoard.SERVED] = int(has_served)
-            with pytest.raises(EngineError, match="no group of the engine serves now"):
-                await asyncio.wait_for(client.submit([1]), PATIENCE)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_new_request_is_refused_at_once_while_the_first_group_loads(limit: int, has_served: bool) -> None:
+    async with engine(migration_limit=limit) as ([group], client):
+        group.stop_serving()
+        group._board.cluster[StatusBoard.SERVED] = int(has_served)
+        with pytest.raises(EngineError, match="no group of the engine serves now"):
+            await asyncio.wait_for(client.submit([1]), PATIENCE)
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -637,18 +635,16 @@ async def test_request_waits_for_the_verdict_though_another_group_serves() -> No
 
 
 @pytest.mark.parametrize(("cause", "failures"), [(Cause.ITSELF, 1), (Cause.OUTSIDE, 0), (Cause.PLANNED, 0)])
-def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(cause: Cause, failures: int) -> None:
-    async def scene() -> None:
-        async with engine() as ([group], client):
-            running, queued = await client.submit([1]), await client.submit([2])
-            await group.submitted(), await group.submitted()
-            group.lose(cause, running)
-            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
-            group.serve()
-            assert sorted([(await group.submitted()).failures for _ in range(2)]) == [0, failures]
-            queued.abort()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(cause: Cause, failures: int) -> None:
+    async with engine() as ([group], client):
+        running, queued = await client.submit([1]), await client.submit([2])
+        await group.submitted(), await group.submitted()
+        group.lose(cause, running)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
+        group.serve()
+        assert sorted([(await group.submitted()).failures for _ in range(2)]) == [0, failures]
+        queued.abort()
 
 
 @in_a_loop

@@ -20,6 +20,7 @@ from penstock.engine.media.media_fetcher import AT_ONCE, AllowedHost, MediaFetch
 from penstock.engine.media.media_kind import IMAGE, MediaRefused
 from penstock.server.options import ServerOptions
 from tests.conftest import eventually
+from tests.support.loops import in_a_loop
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(250)) * 8
 MOST = 10_000
@@ -357,23 +358,20 @@ def test_a_host_that_drips_wins_no_time(host: Elsewhere) -> None:
     host.until(0)
 
 
-def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
+@in_a_loop
+async def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
     host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
-
-    async def scene() -> None:
-        place = f"127.0.0.1:{host.port}"
-        with contextlib.closing(MediaFetcher((place,), seconds=60.0)) as fetcher:
-            asking = [asyncio.ensure_future(fetcher.fetch(f"http://{place}/", MOST)) for _ in range(AT_ONCE + 2)]
-            await asyncio.to_thread(host.until, AT_ONCE)  # and the others wait for their turn
-            for item in asking:
-                item.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-            await asyncio.to_thread(host.until, 0)
-            assert len(host.heads) == AT_ONCE, "one that nobody waits for has begun"
-            host.script = whole()
-            assert await fetcher.fetch(f"http://{place}/", MOST) == PNG
-
-    asyncio.run(scene())
+    place = f"127.0.0.1:{host.port}"
+    with contextlib.closing(MediaFetcher((place,), seconds=60.0)) as fetcher:
+        asking = [asyncio.ensure_future(fetcher.fetch(f"http://{place}/", MOST)) for _ in range(AT_ONCE + 2)]
+        await asyncio.to_thread(host.until, AT_ONCE)  # and the others wait for their turn
+        for item in asking:
+            item.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.to_thread(host.until, 0)
+        assert len(host.heads) == AT_ONCE, "one that nobody waits for has begun"
+        host.script = whole()
+        assert await fetcher.fetch(f"http://{place}/", MOST) == PNG
 
 
 def test_a_fetch_that_was_ended_before_it_began_connects_to_no_host(host: Elsewhere) -> None:

@@ -25,6 +25,7 @@ from penstock.server.chat.request_schema import Conversation
 from penstock.server.errors import ApiError
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ITEM_FIELDS, ProcessCounters
+from tests.support.loops import in_a_loop
 from tests.support.sights import Sight
 from tests.support.videos import video
 from tests.unit.engine.media.test_image_processor import picture
@@ -104,19 +105,17 @@ def test_without_pyav_images_are_taken_and_videos_refused(qwen: Path, monkeypatc
         asyncio.run(look(scene))
 
 
-def test_tensors_that_travel_inline_count_until_their_request_ends(qwen: Path) -> None:
-    async def look() -> None:
-        config, budget = EngineConfig(model=str(qwen)), MediaBudget(256 << 20)
-        media = build_media_prompts(config, ServerOptions(), None, budget=budget)
-        with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
-            conversation = Conversation.of(chat_request(part(picture(16, 16))).messages)
-            prompt = await reader.conversation(conversation, True, {})
-            ((item, *_),) = prompt.items
-            assert item.is_inline and budget.decoded.held == item.nbytes
-            prompt.release()
-            assert budget.decoded.held == 0
-
-    asyncio.run(look())
+@in_a_loop
+async def test_tensors_that_travel_inline_count_until_their_request_ends(qwen: Path) -> None:
+    config, budget = EngineConfig(model=str(qwen)), MediaBudget(256 << 20)
+    media = build_media_prompts(config, ServerOptions(), None, budget=budget)
+    with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
+        conversation = Conversation.of(chat_request(part(picture(16, 16))).messages)
+        prompt = await reader.conversation(conversation, True, {})
+        ((item, *_),) = prompt.items
+        assert item.is_inline and budget.decoded.held == item.nbytes
+        prompt.release()
+        assert budget.decoded.held == 0
 
 
 def test_media_of_more_tokens_than_the_model_takes_are_refused(qwen: Path) -> None:
@@ -133,29 +132,23 @@ def test_media_of_more_tokens_than_the_model_takes_are_refused(qwen: Path) -> No
         asyncio.run(look(scene))
 
 
-def test_media_are_counted_by_how_they_travel(qwen: Path) -> None:
-    async def look() -> None:
-        config = EngineConfig(model=str(qwen))
-        row = ProcessCounters(memoryview(bytearray(8 * ProcessCounters.total_words(1))).cast("Q"))
-        media = build_media_prompts(config, ServerOptions(), None, row=row)
-        with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
-            conversation = Conversation.of(chat_request(part(picture(16, 16)), part(picture(16, 16, seed=1))).messages)
-            prompt = await reader.conversation(conversation, True, {})
-            counted = dict(
-                zip(ITEM_FIELDS.values(), (row[row.ITEMS + at] for at in range(len(ITEM_FIELDS))), strict=True)
-            )
-            assert counted["inline_without_store"] == 2
-            prompt.release()
-
-    asyncio.run(look())
+@in_a_loop
+async def test_media_are_counted_by_how_they_travel(qwen: Path) -> None:
+    config = EngineConfig(model=str(qwen))
+    row = ProcessCounters(memoryview(bytearray(8 * ProcessCounters.total_words(1))).cast("Q"))
+    media = build_media_prompts(config, ServerOptions(), None, row=row)
+    with contextlib.closing(PromptBuilder(config, build_tokenizer(config), media)) as reader:
+        conversation = Conversation.of(chat_request(part(picture(16, 16)), part(picture(16, 16, seed=1))).messages)
+        prompt = await reader.conversation(conversation, True, {})
+        counted = dict(zip(ITEM_FIELDS.values(), (row[row.ITEMS + at] for at in range(len(ITEM_FIELDS))), strict=True))
+        assert counted["inline_without_store"] == 2
+        prompt.release()
 
 
-def test_a_scope_that_was_released_gives_bytes_back_at_once() -> None:
-    async def look() -> None:
-        semaphore = ByteSemaphore(100)
-        scope = MediaScope()
-        scope.release()
-        scope.hold(semaphore.take(60))
-        assert semaphore.held == 0
-
-    asyncio.run(look())
+@in_a_loop
+async def test_a_scope_that_was_released_gives_bytes_back_at_once() -> None:
+    semaphore = ByteSemaphore(100)
+    scope = MediaScope()
+    scope.release()
+    scope.hold(semaphore.take(60))
+    assert semaphore.held == 0

@@ -27,6 +27,7 @@ from penstock.server.chat.prompt_builder import NumberTokenizer, PromptBuilder, 
 from penstock.server.chat.request_schema import ChatRequest, Conversation, decoded  # noqa: E402
 from penstock.server.errors import ApiError  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import VISION  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
 from tests.unit.engine.media.test_image_processor import picture, png_of  # noqa: E402
@@ -230,20 +231,17 @@ def test_nobody_writes_a_placeholder_into_a_text(llava: Path) -> None:
         asyncio.run(look(scene))
 
 
-def test_a_model_that_takes_no_images_says_so() -> None:
+@in_a_loop
+async def test_a_model_that_takes_no_images_says_so() -> None:
     config = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
     assert build_media_prompts(config, ServerOptions(), None) is None
-
-    async def look() -> None:
-        with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
-            output = Conversation.of(chat_request(text("a"), SMALL).messages)
-            with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
-                await reader.conversation(output, True, {})
-            assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
-            words = Conversation.of(chat_request(text("a"), text("b")).messages)
-            assert (await reader.conversation(words, True, {})).ids == list(b"user: a\nb\nassistant:")
-
-    asyncio.run(look())
+    with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
+        output = Conversation.of(chat_request(text("a"), SMALL).messages)
+        with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
+            await reader.conversation(output, True, {})
+        assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
+        words = Conversation.of(chat_request(text("a"), text("b")).messages)
+        assert (await reader.conversation(words, True, {})).ids == list(b"user: a\nb\nassistant:")
 
 
 @pytest.mark.parametrize("missing", ["preprocessor_config.json", "tokenizer.json"])
