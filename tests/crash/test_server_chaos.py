@@ -133,7 +133,7 @@ async def test_server_answers_undisturbed_clients_and_errors_the_others(seed: in
 @tiers.needs_soak  # a model takes seconds to come again
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 1500)
 @in_a_loop
-async def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
+async def test_server_with_a_model_answers_undisturbed_clients(seed: int, tmp_path: Path) -> None:
     from tests.e2e.test_server_models import save_tokenizer
     from tests.support.models import ENGINE_SIZES, build_family
 

@@ -62,7 +62,7 @@ async def test_what_was_freed_is_given_back_after_something_large(monkeypatch: p
 
 
 @in_a_loop
-async def test_it_is_given_back_once_more_after_the_last_use_and_then_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_memory_is_given_back_once_more_after_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "PAUSE", 0.02)
     done: list[int] = []
     ours = Heap()

@@ -208,7 +208,7 @@ async def test_an_image_that_is_refused_is_named(
 
 
 @in_a_loop
-async def test_nobody_writes_a_placeholder_into_a_text(llava: Path) -> None:
+async def test_placeholder_in_a_text_is_refused(llava: Path) -> None:
     async with scene_of(llava) as scene:
         with pytest.raises(ApiError, match="<image> in the prompt once for each of 1 images, got 2") as caught:
             await scene.prompt(text(f"look: {placeholder('llava')}"), SMALL)
