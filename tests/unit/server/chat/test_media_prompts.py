@@ -90,7 +90,7 @@ async def test_a_model_that_takes_images_only_says_so(tmp_path: Path) -> None:
 async def test_without_pyav_images_are_taken_and_videos_refused(qwen: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(media_prompts.importlib.util, "find_spec", lambda name: None if name == "av" else find(name))
-    status, field, message = refusal(qwen, part(picture(16, 16)), CLIP)
+    status, field, message = await refusal(qwen, part(picture(16, 16)), CLIP)
     assert (status, field) == (400, "messages[0].content[1]")
     assert message.endswith("this server takes none, as its log says")
     async with scene_of(qwen) as scene:
