@@ -1,26 +1,18 @@
 """A view of a record: a lease that keeps the bytes where they are, inline or spilled, until the last view is gone."""
 
-import contextlib
 import gc
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, LongRecords, Timeout, WouldBlock
-from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
+from penstock import ClosedError, Timeout, WouldBlock
+from penstock.lowlevel import BlockLease
+from tests.support.channels import ring
 from tests.support.processes import DYING, program
 
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
-
-
-@contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "long_records": LongRecords(pool_nbytes=1 << 20), **options})
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        yield channel, sender, receiver
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

@@ -5,7 +5,7 @@ import os
 import signal
 import textwrap
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -15,15 +15,9 @@ from penstock.channel import Channel
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests import tiers
 from tests.conftest import eventually
+from tests.support.channels import ring
 from tests.support.control_groups import control_group
 from tests.support.processes import PROMISED, forked, program, soon, thread
-
-
-@contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "long_records": LongRecords(pool_nbytes=1 << 20), **options})
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        yield channel, sender, receiver
 
 
 def fill(sender: ByteSender, nbytes: int = 960) -> int:

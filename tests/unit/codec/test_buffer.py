@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import copy
 import gc
 import multiprocessing
 import pickle
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,10 +16,9 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, LongRecords, Receiver, Sender, WouldBlock
+from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, LongRecords, WouldBlock
+from tests.support.channels import SMALL_POOL, ring
 from tests.support.loops import in_a_loop
-
-SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
 SIZES = [0, 1, 1000, 5000]  # the last one lies in the pool
 
@@ -30,13 +27,6 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     number: int
     pixels: Buffer
     mask: NDArray[np.int32] | None = None
-
-
-@contextlib.contextmanager
-def ring(type: Any = Buffer, **options: Any) -> Iterator[tuple[penstock.Ring[Any], Sender[Any], Receiver[Any]]]:
-    channel = penstock.Ring(type, **{"capacity": 4096, "long_records": SMALL_POOL, **options})
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        yield channel, sender, receiver
 
 
 def in_use(channel: penstock.Ring[Any]) -> int:
