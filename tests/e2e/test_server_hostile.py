@@ -275,14 +275,6 @@ async def an_answer_has_the_id_of_its_request(served: Served) -> None:
         assert (refused.status, refused.error["param"]) == (400, "request_id")
 
 
-async def a_head_is_told_how_long_the_answer_would_be(served: Served) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(closing(MODELS.replace(b"GET", b"HEAD")))
-    head, _, body = (await asyncio.wait_for(reader.read(), WITHIN)).partition(b"\r\n\r\n")
-    assert b"200 OK" in head and int(re.search(rb"content-length: (\d+)", head)[1]) > 50 and body == b""
-    writer.close()
-
-
 async def what_is_no_http_is_refused_in_words(served: Served) -> None:
     for pieces in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 300,  # TLS
@@ -372,15 +364,6 @@ async def nobody_is_listened_to_for_long_after_a_refusal(served: Served) -> None
     await asyncio.gather(asyncio.to_thread(flood), asyncio.to_thread(drip))
 
 
-async def who_offers_another_protocol_is_answered_in_this_one(served: Served) -> None:
-    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
-    offered = MODELS.replace(b"host: x\r\n", b"host: x\r\n" + upgrade)
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(offered)
-    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN)
-    writer.close()
-
-
 # ── bodies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def bodies_that_make_no_sense_are_refused(served: Served) -> None:
     deep = 40_000
@@ -444,14 +427,12 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     methods_that_a_route_has_not_are_named_with_those_it_has,
     a_path_without_a_route_is_answered_with_the_nearest,
     an_answer_has_the_id_of_its_request,
-    a_head_is_told_how_long_the_answer_would_be,
     what_is_no_http_is_refused_in_words,
     a_request_names_exactly_one_host_since_http_1_1,
     a_length_that_is_not_the_bodys_costs_that_connection_alone,
     who_is_refused_before_its_body_was_there_hears_of_it,
     who_is_refused_and_wants_an_end_hears_of_it_first,
     nobody_is_listened_to_for_long_after_a_refusal,
-    who_offers_another_protocol_is_answered_in_this_one,
     bodies_that_make_no_sense_are_refused,
     bodies_that_are_odd_and_make_sense_are_answered,
     as_many_as_may_be_connected_are_and_the_others_are_told,

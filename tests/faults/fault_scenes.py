@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -381,39 +382,20 @@ def passing(stage: Stage, of_long: bool, sends: Any = send, receives: Any = rece
         other.do(receives, late)
 
 
-@scene
-def ring_short(stage: Stage) -> None:
-    passing(stage, of_long=False)
-
-
-@scene
-def ring_long(stage: Stage) -> None:
-    passing(stage, of_long=True)
-
-
-@scene
-def ring_views(stage: Stage) -> None:
-    passing(stage, of_long=True, receives=receive_view)
-
-
-@scene
-def ring_reserved(stage: Stage) -> None:
-    passing(stage, of_long=True, sends=send_reserved, receives=receive_view)
-
-
-@scene
-def ring_async_receiver(stage: Stage) -> None:
-    passing(stage, of_long=False, receives=receive_in_loop, is_async="receiver")
-
-
-@scene
-def ring_async_sender(stage: Stage) -> None:
-    passing(stage, of_long=False, sends=send_in_loop, is_async="sender")
-
-
-@scene
-def ring_async_long(stage: Stage) -> None:
-    passing(stage, of_long=True, sends=send_in_loop, receives=receive_in_loop, is_async="sender receiver")
+SCENES |= {
+    name: functools.partial(passing, **options)
+    for name, options in {
+        "ring_short": {"of_long": False},
+        "ring_long": {"of_long": True},
+        "ring_views": {"of_long": True, "receives": receive_view},
+        "ring_reserved": {"of_long": True, "sends": send_reserved, "receives": receive_view},
+        "ring_async_receiver": {"of_long": False, "receives": receive_in_loop, "is_async": "receiver"},
+        "ring_async_sender": {"of_long": False, "sends": send_in_loop, "is_async": "sender"},
+        "ring_async_long": {
+            "of_long": True, "sends": send_in_loop, "receives": receive_in_loop, "is_async": "sender receiver",
+        },
+    }.items()
+}  # fmt: skip
 
 
 @scene
@@ -667,19 +649,17 @@ def end_killed(stage: Stage, survives: Any, dies: Any, waits: Any) -> None:
     waiting.death()
 
 
-@scene
-def sender_killed(stage: Stage) -> None:
-    end_killed(stage, become_receiver, become_sender, wait_for_death)
-
-
-@scene
-def sender_killed_async(stage: Stage) -> None:
-    end_killed(stage, become_async_receiver, become_sender, wait_for_death_in_loop)
-
-
-@scene
-def receiver_killed(stage: Stage) -> None:
-    end_killed(stage, become_sender, become_receiver, send_until_death)
+SCENES |= {
+    "sender_killed": functools.partial(
+        end_killed, survives=become_receiver, dies=become_sender, waits=wait_for_death
+    ),
+    "sender_killed_async": functools.partial(
+        end_killed, survives=become_async_receiver, dies=become_sender, waits=wait_for_death_in_loop
+    ),
+    "receiver_killed": functools.partial(
+        end_killed, survives=become_sender, dies=become_receiver, waits=send_until_death
+    ),
+}  # fmt: skip
 
 
 @scene
