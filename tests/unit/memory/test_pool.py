@@ -8,7 +8,7 @@ import pytest
 
 from penstock import ClosedError, MemoryExhausted
 from penstock.lowlevel import BlockLease, Pool
-from tests.support.processes import forked, program, soon, thread
+from tests.support.processes import forked, program, soon, thread, threads
 
 ALIGNMENT = 64
 
@@ -344,10 +344,7 @@ def test_a_hundred_threads_take_and_release() -> None:
             with pool.take(3000, timeout=20) as lease:
                 memoryview(lease)[:] = bytes(3000)
 
-    threads = [thread(work) for _ in range(30)]
-    for worker in threads:
-        worker.__enter__()
-    for worker in threads:
-        worker.__exit__(None, None, None)
+    with threads(*[work] * 30):
+        pass
     stats = pool.stats()
     assert (stats.blocks, stats.takes, stats.largest_free_nbytes) == (0, 1500, 1 << 16)

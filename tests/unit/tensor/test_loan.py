@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-import threading
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from penstock import (
 from penstock.tensor import plan
 from penstock.tensor.kinds import KINDS
 from tests.conftest import eventually
-from tests.support.processes import program, thread
+from tests.support.processes import program, thread, threads
 from tests.support.values import MB, blocks, key
 
 
@@ -271,18 +271,14 @@ def test_a_process_that_wants_what_is_being_made_waits_and_has_it() -> None:
                 assert isinstance(second, Lease)
                 actual.append(second)
 
-        threads = [threading.Thread(target=want, args=(number,)) for number in range(4)]
-        with lent(store, key(1)) as loan:
-            for thread in threads:
-                thread.start()
+        loan = lent(store, key(1))
+        with threads(*(functools.partial(want, number) for number in range(4))):
             eventually(lambda: store.stats().fills_awaited >= 4)
             assert not actual
             with pytest.raises(Timeout, match="is being written by"):
                 other.loan(key(1), spec(), timeout=0.01)
             fill(loan.value(), 6)
             committed = loan.commit()
-        for thread in threads:
-            thread.join(20)
         assert [lease.ref for lease in actual] == [committed.ref] * 4
         assert all(is_whole(lease.value(), 6) for lease in actual)
         assert store.stats().puts == 1
@@ -300,13 +296,10 @@ def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
                     loaned = loaned.commit()
                 assert is_whole(loaned.value(), 2)
 
-        threads = [threading.Thread(target=want) for _ in range(4)]
-        with lent(store, key(1)):
-            for thread in threads:
-                thread.start()
+        loan = lent(store, key(1))
+        with threads(*[want] * 4):
             eventually(lambda: store.stats().fills_awaited >= 4)
-        for thread in threads:
-            thread.join(20)
+            loan.abandon()
         assert sorted(are_loans) == [False, False, False, True]
 
 

@@ -3,6 +3,7 @@
 import array
 import copy
 import ctypes
+import functools
 import mmap
 import pickle
 import sys
@@ -18,6 +19,7 @@ from numpy.typing import NDArray
 from penstock import Empty, Handle, Scope, Store, UnsupportedTensor, content_key
 from penstock.tensor import plan, source
 from penstock.tensor.kinds import KIND_OF_CODE, KIND_OF_NAME, KINDS, numpy_dtype
+from tests.support.processes import threads
 from tests.support.values import MB, blocks, through
 
 SECONDS = 20
@@ -288,15 +290,11 @@ def test_views_in_many_threads_each_hold_the_block() -> None:
     lease = store.put(np.arange(1000))
     handle = Handle(None, lease.ref)
     start = threading.Barrier(4)
-    failures: list[BaseException] = []
 
     def look(value: Callable[[], Any]) -> None:
-        try:
-            start.wait(SECONDS)
-            for _ in range(200):
-                assert value()[::7].sum() == 71071
-        except BaseException as error:
-            failures.append(error)
+        start.wait(SECONDS)
+        for _ in range(200):
+            assert value()[::7].sum() == 71071
 
     ways: list[Callable[[], Any]] = [
         lease.value,
@@ -304,12 +302,8 @@ def test_views_in_many_threads_each_hold_the_block() -> None:
         lambda: handle.open(store).value(),
         lambda: lease.value(writable=True),
     ]
-    threads = [threading.Thread(target=look, args=(way,)) for way in ways]
-    for worker in threads:
-        worker.start()
-    for worker in threads:
-        worker.join(SECONDS)
-    assert not failures
+    with threads(*(functools.partial(look, way) for way in ways)):
+        pass
     assert blocks(store) == 1
     lease.release()
     assert blocks(store) == 0
