@@ -16,7 +16,7 @@ from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.support.engine import START  # noqa: E402
+from tests.support.engine import START, launched  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, build_family, must_be_greedy  # noqa: E402
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
@@ -34,17 +34,11 @@ async def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Pa
         async with await client.submit(prompt, params, timeout=START) as stream:
             return [token async for piece in stream for token in piece.ids]
 
-    launcher = Launcher(config)
-    try:
-        launcher.start()
-        await launcher.serving(2 * START)
-        async with Client(launcher.cluster, 0) as client:
-            pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
-            results = await asyncio.gather(
-                *(answer(client, request.prompt, len(expected)) for request, expected in pairs)
-            )
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
+        results = await asyncio.gather(*(answer(client, request.prompt, len(expected)) for request, expected in pairs))
         assert results == [list(expected) for _, expected in pairs]
-        row = launcher.board.row(0)
+        row = engine.launcher.board.row(0)
         while row[StatusBoard.SAMPLED] < sum(map(len, results)):  # it is written when the result has been sent
             await asyncio.sleep(0.01)
         assert row[StatusBoard.SAMPLED] == sum(map(len, results))
@@ -57,8 +51,6 @@ async def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Pa
             <= row[StatusBoard.BUSY_NS] + row[StatusBoard.IDLE_NS]
             < time.monotonic_ns() - began
         )
-    finally:
-        assert await launcher.stop() == []
 
 
 @tiers.needs_all  # test_long_answers has it without the processes
@@ -76,17 +68,11 @@ async def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp
         async with await client.submit(request.prompt, params, timeout=START) as stream:
             return [token async for piece in stream for token in piece.ids]
 
-    launcher = Launcher(config)
-    try:
-        launcher.start()
-        await launcher.serving(2 * START)
-        async with Client(launcher.cluster, 0) as client:
-            alone = [await answer(client, request) for request in requests]
-            together = await asyncio.gather(*(answer(client, request) for request in requests))
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        alone = [await answer(client, request) for request in requests]
+        together = await asyncio.gather(*(answer(client, request) for request in requests))
         must_be_greedy(family.path, requests, alone)
         must_be_greedy(family.path, requests, together)
-    finally:
-        assert await launcher.stop() == []
 
 
 @in_a_loop
@@ -102,20 +88,14 @@ async def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Pa
     }
     config = EngineConfig(model=str(tmp_path), dtype="float32", **sizes)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
-    launcher = Launcher(config)
-    try:
-        launcher.start()
-        await launcher.serving(2 * START)
-        async with Client(launcher.cluster, 0) as client:
-            cached = []
-            for request, answer in zip(family.requests, family.answers, strict=True):
-                async with await client.submit(request.prompt, params, timeout=START) as stream:
-                    assert [token async for piece in stream for token in piece.ids] == answer
-                cached.append(stream.cached_tokens)
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        cached = []
+        for request, answer in zip(family.requests, family.answers, strict=True):
+            async with await client.submit(request.prompt, params, timeout=START) as stream:
+                assert [token async for piece in stream for token in piece.ids] == answer
+            cached.append(stream.cached_tokens)
         lengths = [len(request.prompt) for request in family.requests]
         assert dict(zip(lengths, cached, strict=True)) == {1: 0, 2: 0, 5: 0, 23: 0, 14: 0, 17: 12, 22: 0}
-    finally:
-        assert await launcher.stop() == []
 
 
 @pytest.mark.parametrize(("name", "ranks"), [pytest.param("llava", 2, marks=tiers.needs_all), ("qwen2_vl", 1)])
