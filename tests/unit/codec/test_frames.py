@@ -239,6 +239,26 @@ def test_interrupted_encoding_leaves_nothing_in_the_next_frame(monkeypatch: pyte
     assert np.array_equal(wire.over(Arrays(np.arange(200, dtype=np.int32))).ids, np.arange(200))
 
 
+def test_encoding_in_a_signal_handler_keeps_the_interrupted_message(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wire, inner = Wire(), []
+    part = wire.encoder._part
+
+    def interrupted(kind: int, nbytes: int, at: Any) -> int:
+        result = part(kind, nbytes, at)
+        if not inner:
+            inner.append(b"")  # once
+            inner[0] = wire.frame(Arrays(np.arange(5000, dtype=np.int32)))
+        return result
+
+    monkeypatch.setattr(wire.encoder, "_part", interrupted)
+    outer = wire.frame(Arrays(np.arange(3000, dtype=np.int32), wide=np.ones(700)))
+    assert wire.decoder.decode(inner[0]).ids.size == 5000
+    text = wire.decoder.decode(outer)
+    assert np.array_equal(text.ids, np.arange(3000)) and text.wide.sum() == 700
+
+
 def test_arrays_of_the_standard_library_and_numbers_of_numpy_are_taken() -> None:
     wire = Wire()
     actual = wire.over(Arrays(array.array("i", [1, 2, 3])))  # type: ignore[arg-type]
