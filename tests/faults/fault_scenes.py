@@ -347,7 +347,7 @@ def opened(stage: Stage, style: str = "ring") -> tuple[Actor, str]:
 
 
 def attached(stage: Stage, name: str, ticket: str, become: Any) -> Actor:
-    """Another actor, which has an end of the channel."""
+    """Opens an end of the channel in another actor."""
     actor = stage.actor(name)
     actor.do(attach, ticket)
     actor.do(become)
@@ -518,7 +518,7 @@ def traced(stage: Stage) -> None:
 
 # ── scenes: pools, segments, stores ──────────────────────────────────────────────────────────────────────────────────
 def borrowing(stage: Stage, name: str, ticket: str, *numbers: int) -> Actor:
-    """Another actor, which has taken blocks of the pool."""
+    """Takes blocks of the pool in another actor."""
     actor = stage.actor(name)
     actor.do(attach_pool, ticket)
     for number in numbers:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import copy
 import gc
 import multiprocessing
@@ -17,7 +18,8 @@ from numpy.typing import NDArray
 
 import penstock
 from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, LongRecords, WouldBlock
-from tests.support.channels import SMALL_POOL, ring
+from tests.support import channels
+from tests.support.channels import SMALL_POOL
 from tests.support.loops import in_a_loop
 
 SIZES = [0, 1, 1000, 5000]  # the last one lies in the pool
@@ -29,13 +31,17 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     mask: NDArray[np.int32] | None = None
 
 
+def ring(type: Any = Buffer, **options: Any) -> contextlib.AbstractContextManager[Any]:
+    return channels.ring(type, **options)
+
+
 def in_use(channel: penstock.Ring[Any]) -> int:
-    """Bytes that the channel keeps for what was received: in the ring, and in the pool."""
+    """Returns the bytes that received records take in the ring and in the pool."""
     state = channel.snapshot()
     return int(state["receivers"][0]["nbytes_behind"]) + int(state["pool"][0]["taken_nbytes"])
 
 
-# ── what is sent and received ──
+# ── sending and receiving ──
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_channel_of_buffers_gives_the_record_as_a_read_only_buffer(nbytes: int) -> None:
     record = random.Random(nbytes).randbytes(nbytes)

@@ -1,6 +1,6 @@
-"""The native store, where `Store` does not show it: chains of keys, the choice of what is evicted, wake-ups.
+"""The native store beneath `Store`: chains of keys, the choice of values to evict, wake-ups.
 
-Which value a key has, and what its writers and readers may do: test_store, test_loan. Deaths: crash/test_kept.
+Keys, writers and readers: test_store, test_loan. Deaths: crash/test_kept.
 """
 
 import gc
