@@ -44,6 +44,7 @@ from tests.crash.poisoned import (
 )
 from tests.crash.request_mix import Mix, Shape
 from tests.support.engine import START, simulated_device
+from tests.support.loops import in_a_loop
 
 BESIDE = tiers.choose(32, 64, 64)  # requests
 STEP_TIMEOUT = 2.0  # seconds: of a worker that hangs
@@ -127,28 +128,24 @@ def test_request_that_kills_its_worker_gets_500_and_others_exact_answers(
 
 @tiers.needs_all
 @pytest.mark.timeout(240)
-def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> None:
-    async def scene() -> None:
-        async with with_lives(raises_late) as engine:
-            (answer,) = await must_blame(engine, [poison_over_http(is_streamed=True)], seed)
-            assert answer.status == 200 and re.search(r"internal|blame|failed|500", answer.error), answer
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_stream_that_kills_its_worker_ends_with_an_error_event(seed: int) -> None:
+    async with with_lives(raises_late) as engine:
+        (answer,) = await must_blame(engine, [poison_over_http(is_streamed=True)], seed)
+        assert answer.status == 200 and re.search(r"internal|blame|failed|500", answer.error), answer
+        await engine.must_be_whole()
 
 
 @tiers.needs_all
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("groups", [1, 2])
-def test_two_requests_that_kill_their_worker_get_500_and_no_others(groups: int, seed: int) -> None:
-    async def scene() -> None:
-        async with with_lives(raises_late, data_parallel_size=groups) as engine:
-            poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
-            answers = await must_blame(engine, poison, seed)
-            assert [answer.status for answer in answers] == [500, 500], answers
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_two_requests_that_kill_their_worker_get_500_and_no_others(groups: int, seed: int) -> None:
+    async with with_lives(raises_late, data_parallel_size=groups) as engine:
+        poison: list[AnyRequest] = [poison_over_http(is_streamed=False), poison_over_client()]
+        answers = await must_blame(engine, poison, seed)
+        assert [answer.status for answer in answers] == [500, 500], answers
+        await engine.must_be_whole()
 
 
 @tiers.needs_all
@@ -162,46 +159,39 @@ def test_two_requests_that_kill_their_worker_get_500_and_no_others(groups: int, 
         ("output", output_raises_at_the_end),
     ],
 )
-def test_only_the_request_that_kills_another_process_gets_an_error(kind: str, life: Life, seed: int) -> None:
-    async def scene() -> None:
-        async with with_lives(life, kind) as engine:
-            (answer,) = await must_blame(engine, [poison_over_client(1)], seed)
-            assert answer.status == 500, answer
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_only_the_request_that_kills_another_process_gets_an_error(kind: str, life: Life, seed: int) -> None:
+    async with with_lives(life, kind) as engine:
+        (answer,) = await must_blame(engine, [poison_over_client(1)], seed)
+        assert answer.status == 500, answer
+        await engine.must_be_whole()
 
 
 @tiers.needs_all
 @pytest.mark.timeout(240)
-def test_request_that_kills_its_worker_while_alone_gets_500() -> None:
-    async def scene() -> None:
-        async with with_lives(segfaults_late) as engine:
-            (answer,) = await ask_all(engine, [poison_over_client()], "", Progress())
-            assert answer.status == 500, answer
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_request_that_kills_its_worker_while_alone_gets_500() -> None:
+    async with with_lives(segfaults_late) as engine:
+        (answer,) = await ask_all(engine, [poison_over_client()], "", Progress())
+        assert answer.status == 500, answer
+        await engine.must_be_whole()
 
 
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["worker", pytest.param("core", marks=tiers.needs_all)])
-def test_three_kills_from_outside_convict_no_request(kind: str, seed: int) -> None:
+@in_a_loop
+async def test_three_kills_from_outside_convict_no_request(kind: str, seed: int) -> None:
     """The only request in all steps in flight is answered."""
-
-    async def scene() -> None:
-        async with migrating(simulated=simulated_device(step_seconds=0.003, vocabulary=1000)) as engine:
-            request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=500, n=2, ignore_eos=True))
-            (expected,) = await ask_all(engine, [request], "undisturbed", Progress())
-            progress = Progress()
-            asking = asyncio.ensure_future(ask_all(engine, [request], "disturbed", progress))
-            for incarnation in range(1, 4):
-                await engine.until(lambda incarnation=incarnation: engine.serving(0) == incarnation, START)
-                before = progress.deliveries
-                await engine.until(lambda before=before: progress.deliveries > before)
-                engine.child(kind).signal(signal.SIGKILL)
-            (actual,) = await asking
-            require_equal([request], [expected], [actual])
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+    async with migrating(simulated=simulated_device(step_seconds=0.003, vocabulary=1000)) as engine:
+        request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=500, n=2, ignore_eos=True))
+        (expected,) = await ask_all(engine, [request], "undisturbed", Progress())
+        progress = Progress()
+        asking = asyncio.ensure_future(ask_all(engine, [request], "disturbed", progress))
+        for incarnation in range(1, 4):
+            await engine.until(lambda incarnation=incarnation: engine.serving(0) == incarnation, START)
+            before = progress.deliveries
+            await engine.until(lambda before=before: progress.deliveries > before)
+            engine.child(kind).signal(signal.SIGKILL)
+        (actual,) = await asking
+        require_equal([request], [expected], [actual])
+        await engine.must_be_whole()

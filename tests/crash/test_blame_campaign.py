@@ -26,6 +26,7 @@ from tests.crash.migrating import Migrating, migrating
 from tests.crash.poisoned import OTHERS, POISON, raises_early, raises_late
 from tests.crash.test_blame import STEP_TIMEOUT, Life, with_lives
 from tests.support.engine import START, simulated_device
+from tests.support.loops import in_a_loop
 
 ENGINES = 2
 TOKENS = (150, 400)  # of a stream
@@ -118,29 +119,27 @@ def blamed(engine: Migrating, word: int) -> int:
 
 
 @pytest.mark.timeout(tiers.choose(240, 3000, 6000))
-def test_signals_from_outside_convict_no_request(seed: int) -> None:
+@in_a_loop
+async def test_signals_from_outside_convict_no_request(seed: int) -> None:
     rng = random.Random(seed)
-
-    async def scene() -> None:
-        simulated = simulated_device(step_seconds=STEP_SECONDS, vocabulary=1000)
-        options = {"data_parallel_size": ENGINES, "migration_limit": 100}  # a stream is hit by many signals
-        async with migrating(simulated=simulated, output_processors=1, **options) as engine:
-            async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
-                for _ in range(tiers.BLAME_SIGNALS):
-                    await engine.until(lambda: all(map(engine.serving, range(ENGINES))), START)
-                    await asyncio.sleep(rng.uniform(0.1, 0.6))
-                    victims = [child for child in engine.children() if child.member.kind in KINDS]
-                    rng.choice(victims).signal(rng.choice((signal.SIGSEGV, signal.SIGABRT)))
-                    await engine.until(lambda: not all(map(engine.serving, range(ENGINES))), START)
-            assert not record.errors, record.errors[:5]
-            assert blamed(engine, MigrationCounters.TRIALS) == blamed(engine, MigrationCounters.CONVICTIONS) == 0
-
-    asyncio.run(scene())
+    simulated = simulated_device(step_seconds=STEP_SECONDS, vocabulary=1000)
+    options = {"data_parallel_size": ENGINES, "migration_limit": 100}  # a stream is hit by many signals
+    async with migrating(simulated=simulated, output_processors=1, **options) as engine:
+        async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
+            for _ in range(tiers.BLAME_SIGNALS):
+                await engine.until(lambda: all(map(engine.serving, range(ENGINES))), START)
+                await asyncio.sleep(rng.uniform(0.1, 0.6))
+                victims = [child for child in engine.children() if child.member.kind in KINDS]
+                rng.choice(victims).signal(rng.choice((signal.SIGSEGV, signal.SIGABRT)))
+                await engine.until(lambda: not all(map(engine.serving, range(ENGINES))), START)
+        assert not record.errors, record.errors[:5]
+        assert blamed(engine, MigrationCounters.TRIALS) == blamed(engine, MigrationCounters.CONVICTIONS) == 0
 
 
 @pytest.mark.timeout(tiers.choose(240, 600, 6000))
 @pytest.mark.parametrize("life", [raises_early, pytest.param(raises_late, marks=tiers.needs_all)])
-def test_client_that_fails_engines_costs_others_no_more_than_a_restart(life: Life, seed: int) -> None:
+@in_a_loop
+async def test_client_that_fails_engines_costs_others_no_more_than_a_restart(life: Life, seed: int) -> None:
     """The client sends another prompt each time."""
 
     async def poison(engine: Migrating, number: int) -> int:
@@ -152,42 +151,37 @@ def test_client_that_fails_engines_costs_others_no_more_than_a_restart(life: Lif
             return error.status
         return 200
 
-    async def scene() -> None:
-        async with with_lives(life, data_parallel_size=ENGINES) as engine:
-            async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
-                answers = []
-                for number in range(tiers.BLAME_POISONS):
-                    answers.append(asyncio.ensure_future(poison(engine, number)))
-                    await asyncio.sleep(tiers.choose(3.0, 10.0, 10.0))
-                statuses = await asyncio.gather(*answers)
-            words = ("TRIALS", "TRIALS_REFUSED", "CONVICTIONS")
-            print(statuses, {word: blamed(engine, getattr(MigrationCounters, word)) for word in words})
-            assert not record.errors, record.errors[:5]
-            assert set(statuses) <= {500, 503}, statuses
-            assert blamed(engine, MigrationCounters.CONVICTIONS) == statuses.count(500) > 0
-            longest = max(record.restarts)
-            assert np.percentile(record.pauses, 99) <= longest + STEP_TIMEOUT + MARGIN_S, str(record)
-
-    asyncio.run(scene())
+    async with with_lives(life, data_parallel_size=ENGINES) as engine:
+        async with streams(engine, tiers.choose(16, 64, 64), seed) as record:
+            answers = []
+            for number in range(tiers.BLAME_POISONS):
+                answers.append(asyncio.ensure_future(poison(engine, number)))
+                await asyncio.sleep(tiers.choose(3.0, 10.0, 10.0))
+            statuses = await asyncio.gather(*answers)
+        words = ("TRIALS", "TRIALS_REFUSED", "CONVICTIONS")
+        print(statuses, {word: blamed(engine, getattr(MigrationCounters, word)) for word in words})
+        assert not record.errors, record.errors[:5]
+        assert set(statuses) <= {500, 503}, statuses
+        assert blamed(engine, MigrationCounters.CONVICTIONS) == statuses.count(500) > 0
+        longest = max(record.restarts)
+        assert np.percentile(record.pauses, 99) <= longest + STEP_TIMEOUT + MARGIN_S, str(record)
 
 
 @pytest.mark.timeout(240)
-def test_convicted_prompt_is_refused_at_once_and_another_one_is_not() -> None:
-    async def scene() -> None:
-        async with with_lives(raises_early) as engine:
-            params = SamplingParams(max_tokens=5, ignore_eos=True)
-            answer = await engine.engine_client.submit([1, POISON], params, account="a")
-            with pytest.raises(EngineError) as caught:
-                async for _ in answer:
-                    pass
-            assert caught.value.status == 500, caught.value
-            await engine.launcher.serving(START)
-            incarnation = engine.serving(0)
-            with pytest.raises(EngineError, match="not run again within") as caught:
-                await engine.engine_client.submit([1, POISON], params, account="b")
-            assert caught.value.status == 500 and blamed(engine, MigrationCounters.QUARANTINED) == 1
-            async for _ in await engine.engine_client.submit([1, 2], params, account="a"):
+@in_a_loop
+async def test_convicted_prompt_is_refused_at_once_and_another_one_is_not() -> None:
+    async with with_lives(raises_early) as engine:
+        params = SamplingParams(max_tokens=5, ignore_eos=True)
+        answer = await engine.engine_client.submit([1, POISON], params, account="a")
+        with pytest.raises(EngineError) as caught:
+            async for _ in answer:
                 pass
-            assert engine.serving(0) == incarnation
-
-    asyncio.run(scene())
+        assert caught.value.status == 500, caught.value
+        await engine.launcher.serving(START)
+        incarnation = engine.serving(0)
+        with pytest.raises(EngineError, match="not run again within") as caught:
+            await engine.engine_client.submit([1, POISON], params, account="b")
+        assert caught.value.status == 500 and blamed(engine, MigrationCounters.QUARANTINED) == 1
+        async for _ in await engine.engine_client.submit([1, 2], params, account="a"):
+            pass
+        assert engine.serving(0) == incarnation

@@ -61,7 +61,7 @@ def bury_all(scene: Scene, chance: random.Random, is_over: bool = False) -> int:
 
 @pytest.mark.timeout(tiers.limit(240, soak=7200))
 @pytest.mark.parametrize("style", ["ring", "broadcast", "inbox", "pool"])
-def test_whoever_dies_whenever_the_others_lose_nothing(zygote: Zygote, seed: int, style: str) -> None:
+def test_death_of_any_process_loses_nothing_of_the_others(zygote: Zygote, seed: int, style: str) -> None:
     chance = random.Random(f"{seed} {style}")
     deaths = records = 0
     while deaths < tiers.CAMPAIGN_DEATHS // 4:

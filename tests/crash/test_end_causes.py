@@ -1,6 +1,5 @@
 """How an end of a channel ends decides what the other side is told: end of channel, or PeerDied with the cause."""
 
-import asyncio
 import contextlib
 import multiprocessing
 import time
@@ -12,6 +11,7 @@ import pytest
 import penstock
 from penstock import DeathCause, EndOfChannel, PeerDied, PenstockError
 from tests import tiers
+from tests.support.loops import in_a_loop
 from tests.support.processes import program
 
 TOLD_S = 0.1  # README: survivors learn of a death within this time
@@ -246,14 +246,12 @@ def test_iterator_that_is_exhausted_has_closed_its_end_and_break_has_not() -> No
         assert list(receiver) == [b"2"] and receiver.is_closed
 
 
-def test_exhausted_async_iterator_has_closed_its_end() -> None:
-    async def main() -> None:
-        with penstock.Ring() as ring:
-            ring.open_sender().close()
-            receiver = ring.open_async_receiver()
-            assert [record async for record in receiver] == [] and receiver.is_closed
-
-    asyncio.run(main())
+@in_a_loop
+async def test_exhausted_async_iterator_has_closed_its_end() -> None:
+    with penstock.Ring() as ring:
+        ring.open_sender().close()
+        receiver = ring.open_async_receiver()
+        assert [record async for record in receiver] == [] and receiver.is_closed
 
 
 @pytest.mark.parametrize(

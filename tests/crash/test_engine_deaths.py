@@ -19,12 +19,13 @@ from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
-from penstock.engine.launcher.launcher import ClusterFailed, Launcher
-from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.launcher.launcher import Launcher
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.conftest import eventually
 from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, fate, prompt, running, simulated_device
+from tests.support.loops import in_a_loop
 
 TOLD_WITHIN = 2.0  # seconds; the goal is 0.1 on a machine that has nothing else to do
 OPEN = 12  # requests, when the blow falls
@@ -57,46 +58,41 @@ async def must_serve_again(engine: Running, client: Client) -> None:
 
 
 @pytest.mark.parametrize(("kind", "index"), MEMBERS)
-def test_one_of_a_group_is_killed(kind: str, index: int) -> None:
-    async def scene() -> None:
-        async with running(**SHAPE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
-            fates = await load(client, 4000)
-            others = {child.pid for child in engine.children()}
-            loop, victim = asyncio.get_running_loop(), engine.child(kind, index)
-            began = loop.time()
-            os.kill(victim.pid, signal.SIGKILL)
-            await must_be_told(fates, began, f"{kind} {index} killed")
-            await must_serve_again(engine, client)
-            left = others & {child.pid for child in engine.children()}
-            if kind == "output":  # it is started again alone
-                await engine.until(lambda: len(engine.children()) == len(others))
-                assert left == others - {victim.pid}
-            else:
-                assert not left, "somebody of the old group is still there"
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_one_of_a_group_is_killed(kind: str, index: int) -> None:
+    async with running(**SHAPE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
+        fates = await load(client, 4000)
+        others = {child.pid for child in engine.children()}
+        loop, victim = asyncio.get_running_loop(), engine.child(kind, index)
+        began = loop.time()
+        os.kill(victim.pid, signal.SIGKILL)
+        await must_be_told(fates, began, f"{kind} {index} killed")
+        await must_serve_again(engine, client)
+        left = others & {child.pid for child in engine.children()}
+        if kind == "output":  # it is started again alone
+            await engine.until(lambda: len(engine.children()) == len(others))
+            assert left == others - {victim.pid}
+        else:
+            assert not left, "somebody of the old group is still there"
 
 
 @pytest.mark.parametrize(("kind", "index"), MEMBERS)
-def test_one_of_a_group_is_stopped_for_a_while_and_nothing_is_lost(kind: str, index: int) -> None:
+@in_a_loop
+async def test_one_of_a_group_is_stopped_for_a_while_and_nothing_is_lost(kind: str, index: int) -> None:
     """And then for too long: it is killed, and all goes on as after a death."""
-
-    async def scene() -> None:
-        options = {**SHAPE, "step_timeout": 2.0, "migration_limit": 0}
-        async with running(**options) as engine, Client(engine.launcher.cluster, 0) as client:
-            victim = engine.child(kind, index)
-            fates = await load(client, 200)
-            os.kill(victim.pid, signal.SIGSTOP)
-            await asyncio.sleep(0.3)
-            os.kill(victim.pid, signal.SIGCONT)
-            assert {error for _, error in await asyncio.wait_for(asyncio.gather(*fates), PATIENCE)} == {None}
-            fates = await load(client, 4000)
-            os.kill(victim.pid, signal.SIGSTOP)
-            began = asyncio.get_running_loop().time()
-            await must_be_told(fates, began + engine.config.step_timeout, f"{kind} {index} stopped")
-            await must_serve_again(engine, client)
-
-    asyncio.run(scene())
+    options = {**SHAPE, "step_timeout": 2.0, "migration_limit": 0}
+    async with running(**options) as engine, Client(engine.launcher.cluster, 0) as client:
+        victim = engine.child(kind, index)
+        fates = await load(client, 200)
+        os.kill(victim.pid, signal.SIGSTOP)
+        await asyncio.sleep(0.3)
+        os.kill(victim.pid, signal.SIGCONT)
+        assert {error for _, error in await asyncio.wait_for(asyncio.gather(*fates), PATIENCE)} == {None}
+        fates = await load(client, 4000)
+        os.kill(victim.pid, signal.SIGSTOP)
+        began = asyncio.get_running_loop().time()
+        await must_be_told(fates, began + engine.config.step_timeout, f"{kind} {index} stopped")
+        await must_serve_again(engine, client)
 
 
 # ── servers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -123,22 +119,18 @@ def serve(cluster: Cluster, me: ProcessId) -> None:
     asyncio.run(life())
 
 
-def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
-    async def scene() -> None:
-        async with running(serve, api_server_count=2, step_timeout=2.0, **SHAPE) as engine:
-            core = engine.child("core").pid
-            for number in (signal.SIGKILL, signal.SIGSTOP):
-                await engine.until(lambda: engine.number(StatusBoard.OPEN) == 8)
-                victim = engine.child("server", 1)
-                os.kill(victim.pid, number)
-                await engine.until(
-                    lambda: engine.number(StatusBoard.OPEN) <= 4
-                )  # its requests are forgotten, or answered
-                await engine.until(lambda gone=victim.pid: gone not in {child.pid for child in engine.children()})
-                await engine.until(lambda: engine.number(StatusBoard.OPEN) == 8, START)  # its successor asks, too
-                assert engine.child("server", 1).pid != victim.pid and engine.child("core").pid == core
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> None:
+    async with running(serve, api_server_count=2, step_timeout=2.0, **SHAPE) as engine:
+        core = engine.child("core").pid
+        for number in (signal.SIGKILL, signal.SIGSTOP):
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) == 8)
+            victim = engine.child("server", 1)
+            os.kill(victim.pid, number)
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten, or answered
+            await engine.until(lambda gone=victim.pid: gone not in {child.pid for child in engine.children()})
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) == 8, START)  # its successor asks, too
+            assert engine.child("server", 1).pid != victim.pid and engine.child("core").pid == core
 
 
 # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -209,33 +201,17 @@ def test_killed_launcher_leaves_no_process() -> None:
         process.wait()
 
 
-def test_a_group_that_cannot_start_is_given_up_at_once_with_what_it_said() -> None:
-    async def scene() -> None:
-        config = EngineConfig(simulated=SimulatedDevice(blocks=1))
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            with pytest.raises(ClusterFailed, match=r"core 0\.0 #1 cannot start: ValueError: max_model_len: expected"):
-                await launcher.serving(START)
-        finally:
-            await launcher.stop()
-
-    asyncio.run(scene())
-
-
-def test_request_is_refused_without_a_group_or_while_the_server_drains() -> None:
-    async def scene() -> None:
-        async with (
-            running(output_processors=0, migration_limit=0) as engine,
-            Client(engine.launcher.cluster, 0) as client,
-        ):
-            os.kill(engine.child("core").pid, signal.SIGKILL)
-            await engine.until(lambda: engine.number(StatusBoard.SERVING) == 0)
-            with pytest.raises(Exception, match="no group of the engine serves now"):
-                await client.submit(prompt(), SamplingParams())
-            await must_serve_again(engine, client)
-            engine.launcher.board.drain()
-            with pytest.raises(Exception, match="accepts no more requests"):
-                await client.submit(prompt(), SamplingParams())
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_request_is_refused_without_a_group_or_while_the_server_drains() -> None:
+    async with (
+        running(output_processors=0, migration_limit=0) as engine,
+        Client(engine.launcher.cluster, 0) as client,
+    ):
+        os.kill(engine.child("core").pid, signal.SIGKILL)
+        await engine.until(lambda: engine.number(StatusBoard.SERVING) == 0)
+        with pytest.raises(Exception, match="no group of the engine serves now"):
+            await client.submit(prompt(), SamplingParams())
+        await must_serve_again(engine, client)
+        engine.launcher.board.drain()
+        with pytest.raises(Exception, match="accepts no more requests"):
+            await client.submit(prompt(), SamplingParams())

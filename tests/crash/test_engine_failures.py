@@ -29,6 +29,7 @@ from penstock.engine.worker.worker import Worker, device_of
 from tests import tiers
 from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
 from tests.support.engine import START, Running, answered, prompt, simulated_device
+from tests.support.loops import in_a_loop
 
 Life = Callable[[Cluster, ProcessId], None]
 STEP_TIMEOUT = 3.0
@@ -105,131 +106,112 @@ FAILURES = [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", 
 
 
 @pytest.mark.parametrize(("kind", "life"), [FAILURES[0], *tiers.only_in_all(*FAILURES[1:])])
-def test_failure_within_a_step_costs_only_the_open_requests(kind: str, life: Life) -> None:
+@in_a_loop
+async def test_failure_within_a_step_costs_only_the_open_requests(kind: str, life: Life) -> None:
     """Where requests are not resumed."""
-
-    async def scene() -> None:
-        async with tree_with(kind, life, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
-            began = asyncio.get_running_loop().time() + (STEP_TIMEOUT if life is misses_a_step else 0)
-            await must_be_told(await load(client, 4000), began, life.__name__)
-            await must_serve_again(engine, client)
-            assert engine.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
-
-    asyncio.run(scene())
+    async with tree_with(kind, life, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
+        began = asyncio.get_running_loop().time() + (STEP_TIMEOUT if life is misses_a_step else 0)
+        await must_be_told(await load(client, 4000), began, life.__name__)
+        await must_serve_again(engine, client)
+        assert engine.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
 
 
 @pytest.mark.parametrize(("kind", "life"), FAILURES)
-def test_failure_in_the_middle_of_a_step_changes_no_answer(kind: str, life: Life) -> None:
-    async def scene() -> None:
-        async with tree_with(kind, life) as engine, Client(engine.launcher.cluster, 0) as client:
-            prompts = [prompt() for _ in range(4)]
-            answers = await asyncio.gather(*(answered(client, ids, max_tokens=100, ignore_eos=True) for ids in prompts))
-            assert [ids for ((ids, _),) in answers] == [engine.rule.answer(ids, 100) for ids in prompts]
-            assert engine.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_failure_in_the_middle_of_a_step_changes_no_answer(kind: str, life: Life) -> None:
+    async with tree_with(kind, life) as engine, Client(engine.launcher.cluster, 0) as client:
+        prompts = [prompt() for _ in range(4)]
+        answers = await asyncio.gather(*(answered(client, ids, max_tokens=100, ignore_eos=True) for ids in prompts))
+        assert [ids for ((ids, _),) in answers] == [engine.rule.answer(ids, 100) for ids in prompts]
+        assert engine.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
 
 
-def test_unloadable_model_ends_the_server_with_the_first_reason(quick_restarts: None) -> None:
-    async def scene() -> None:
-        with pytest.raises(
-            ClusterFailed, match=r"worker 0\.0 #3 ended 3 times .*: ValueError: there are no weights in"
-        ):
-            async with tree_with("worker", cannot_load):
-                pass
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_unloadable_model_ends_the_server_with_the_first_reason(quick_restarts: None) -> None:
+    with pytest.raises(ClusterFailed, match=r"worker 0\.0 #3 ended 3 times .*: ValueError: there are no weights in"):
+        async with tree_with("worker", cannot_load):
+            pass
 
 
-def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
-    async def scene() -> None:
-        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
-            core = engine.child("core").pid
-            sender = client._cores._senders[0]._end  # below the codec
-            for frame in (b"", b"\x00", b"\xff" * 9, b"\x00\xc1", bytes(100)):
-                sender.send(frame, 5.0)
-            await must_serve_again(engine, client)
-            assert engine.child("core").pid == core
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
+    async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
+        core = engine.child("core").pid
+        sender = client._cores._senders[0]._end  # below the codec
+        for frame in (b"", b"\x00", b"\xff" * 9, b"\x00\xc1", bytes(100)):
+            sender.send(frame, 5.0)
+        await must_serve_again(engine, client)
+        assert engine.child("core").pid == core
 
 
 async def pieces_of(stream: Any) -> list[int]:
     return [token async for piece in stream for token in piece.ids]
 
 
-def test_malformed_request_is_refused_at_once() -> None:
-    async def scene() -> None:
-        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
-            core = engine.child("core").pid
-            wrong: Any = "soon"
-            for options in ({"priority": wrong}, {"client": 7}, {"params": SamplingParams(seed=wrong)}):
-                with pytest.raises(EngineError, match="expected") as caught:
-                    await asyncio.wait_for(pieces_of(await client.submit([1, 2, 3], **options)), 10.0)
-                assert caught.value.status == 400 and client.open_requests == 0
-            await must_serve_again(engine, client)
-            assert engine.child("core").pid == core
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_malformed_request_is_refused_at_once() -> None:
+    async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
+        core = engine.child("core").pid
+        wrong: Any = "soon"
+        for options in ({"priority": wrong}, {"client": 7}, {"params": SamplingParams(seed=wrong)}):
+            with pytest.raises(EngineError, match="expected") as caught:
+                await asyncio.wait_for(pieces_of(await client.submit([1, 2, 3], **options)), 10.0)
+            assert caught.value.status == 400 and client.open_requests == 0
+        await must_serve_again(engine, client)
+        assert engine.child("core").pid == core
 
 
 @pytest.mark.parametrize("outputs", [pytest.param(0, marks=tiers.needs_all), 1])
-def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
-    async def scene() -> None:
-        shape = {"api_server_count": 2, "output_processors": outputs}
-        async with tree_with("worker", worker.run, **shape) as engine:
-            async with Client(engine.launcher.cluster, 0) as client, Client(engine.launcher.cluster, 1) as liar:
-                pids = {child.pid for child in engine.children()}
-                asking = asyncio.ensure_future(
-                    pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=300)))
-                )
-                await engine.until(lambda: engine.number(StatusBoard.OPEN) == 1)
-                (request,) = client._streams
-                core = liar._cores._senders[0]
-                await core.send(Abort(0, np.array([request], np.int32)))
-                await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), SamplingParams()))
-                assert await asyncio.wait_for(asking, 20.0) == engine.rule.answer(np.array([1, 2, 3], np.int32), 300)
-                liar._me = ProcessId("server", 0, 0, 1)
-                with pytest.raises(EngineError, match="server 1 asked as server 0"):
-                    await asyncio.wait_for(pieces_of(await liar.submit([4, 5])), 10.0)
-                liar._me = ProcessId("server", 0, 1, 1)
-                await must_serve_again(engine, client)
-                assert {child.pid for child in engine.children()} == pids
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
+    shape = {"api_server_count": 2, "output_processors": outputs}
+    async with tree_with("worker", worker.run, **shape) as engine:
+        async with Client(engine.launcher.cluster, 0) as client, Client(engine.launcher.cluster, 1) as liar:
+            pids = {child.pid for child in engine.children()}
+            asking = asyncio.ensure_future(pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=300))))
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) == 1)
+            (request,) = client._streams
+            core = liar._cores._senders[0]
+            await core.send(Abort(0, np.array([request], np.int32)))
+            await core.send(Submit(0, request + 1, np.arange(4, dtype=np.int32), SamplingParams()))
+            assert await asyncio.wait_for(asking, 20.0) == engine.rule.answer(np.array([1, 2, 3], np.int32), 300)
+            liar._me = ProcessId("server", 0, 0, 1)
+            with pytest.raises(EngineError, match="server 1 asked as server 0"):
+                await asyncio.wait_for(pieces_of(await liar.submit([4, 5])), 10.0)
+            liar._me = ProcessId("server", 0, 1, 1)
+            await must_serve_again(engine, client)
+            assert {child.pid for child in engine.children()} == pids
 
 
-def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
-    async def scene() -> None:
-        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
-            send, clock = client._cores._senders[0].send, asyncio.get_running_loop().time
+@in_a_loop
+async def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
+    async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
+        send, clock = client._cores._senders[0].send, asyncio.get_running_loop().time
 
-            async def late(message: Any, timeout: float | None = None) -> None:
-                await asyncio.sleep(0.3)
-                await send(message, timeout)
+        async def late(message: Any, timeout: float | None = None) -> None:
+            await asyncio.sleep(0.3)
+            await send(message, timeout)
 
-            client._cores._senders[0].send = late  # type: ignore[method-assign]
-            began = clock()
-            with pytest.raises(EngineError) as caught:
-                await pieces_of(await client.submit([1, 2], SamplingParams(max_tokens=3000), timeout=0.6))
-            assert caught.value.status == 504 and clock() - began < 0.85
-            for child in engine.children():
-                child.signal(signal.SIGSTOP)
+        client._cores._senders[0].send = late  # type: ignore[method-assign]
+        began = clock()
+        with pytest.raises(EngineError) as caught:
+            await pieces_of(await client.submit([1, 2], SamplingParams(max_tokens=3000), timeout=0.6))
+        assert caught.value.status == 504 and clock() - began < 0.85
+        for child in engine.children():
+            child.signal(signal.SIGSTOP)
 
-            async def full(message: Any, timeout: float | None = None) -> None:
-                await asyncio.sleep(timeout or 60)
-                raise Timeout("no room")
+        async def full(message: Any, timeout: float | None = None) -> None:
+            await asyncio.sleep(timeout or 60)
+            raise Timeout("no room")
 
-            client._cores._senders[0].send = full  # type: ignore[method-assign]
-            began = clock()
-            with pytest.raises(EngineError) as caught:
-                await client.submit([1, 2], timeout=0.3)
-            assert caught.value.status == 504 and clock() - began < 2.0
-            client._cores._senders[0].send = send  # type: ignore[method-assign]
-            for child in engine.children():
-                child.signal(signal.SIGCONT)
-
-    asyncio.run(scene())
+        client._cores._senders[0].send = full  # type: ignore[method-assign]
+        began = clock()
+        with pytest.raises(EngineError) as caught:
+            await client.submit([1, 2], timeout=0.3)
+        assert caught.value.status == 504 and clock() - began < 2.0
+        client._cores._senders[0].send = send  # type: ignore[method-assign]
+        for child in engine.children():
+            child.signal(signal.SIGCONT)
 
 
 def test_unit_that_fails_again_and_again_starts_after_longer_pauses() -> None:
@@ -267,40 +249,34 @@ def test_back_off_forgets_failures_before_a_long_life_ended_from_outside(lived: 
     assert back_off.seconds == 0.1
 
 
-def test_launcher_forgets_kills_for_want_of_memory_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_launcher_forgets_kills_for_want_of_memory_after_some_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launcher_module, "OOM_KILL_S", 0.01)
-
-    async def scene() -> None:
-        async with tree_with("worker", worker.run) as engine:
-            losses = [unit._loss for unit in engine.launcher.units]
-            for loss in losses:
-                monkeypatch.setattr(loss, "_count_oom_kills", lambda: 1 << 62)
-            await engine.until(lambda: not any(loss.is_maybe_out_of_memory for loss in losses))
-
-    asyncio.run(scene())
+    async with tree_with("worker", worker.run) as engine:
+        losses = [unit._loss for unit in engine.launcher.units]
+        for loss in losses:
+            monkeypatch.setattr(loss, "_count_oom_kills", lambda: 1 << 62)
+        await engine.until(lambda: not any(loss.is_maybe_out_of_memory for loss in losses))
 
 
-def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_an_output_that_takes_no_tokens_delays_the_core_and_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
     Ring = penstock.Ring
 
     def small(carried: Any, *, name: str, **options: Any) -> Any:
         return Ring(carried, name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
 
     monkeypatch.setattr(penstock, "Ring", small)
-
-    async def scene() -> None:
-        async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
-            output, began = engine.child("output"), engine.number(StatusBoard.STEPS)
-            output.signal(signal.SIGSTOP)
-            asking = asyncio.ensure_future(pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=2000))))
-            await engine.until(lambda: engine.number(StatusBoard.STEPS) > began + 10)
-            sent = -1
-            while sent != (sent := engine.number(StatusBoard.STEPS)):
-                await asyncio.sleep(0.2)
-            assert sent < began + 1500, "the core goes on, though its tokens have no room"
-            output.signal(signal.SIGCONT)
-            assert await asyncio.wait_for(asking, 30.0) == engine.rule.answer(np.array([1, 2, 3], np.int32), 2000)
-            await must_serve_again(engine, client)
-            assert engine.number(StatusBoard.SERVING) == 1
-
-    asyncio.run(scene())
+    async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
+        output, began = engine.child("output"), engine.number(StatusBoard.STEPS)
+        output.signal(signal.SIGSTOP)
+        asking = asyncio.ensure_future(pieces_of(await client.submit([1, 2, 3], SamplingParams(max_tokens=2000))))
+        await engine.until(lambda: engine.number(StatusBoard.STEPS) > began + 10)
+        sent = -1
+        while sent != (sent := engine.number(StatusBoard.STEPS)):
+            await asyncio.sleep(0.2)
+        assert sent < began + 1500, "the core goes on, though its tokens have no room"
+        output.signal(signal.SIGCONT)
+        assert await asyncio.wait_for(asking, 30.0) == engine.rule.answer(np.array([1, 2, 3], np.int32), 2000)
+        await must_serve_again(engine, client)
+        assert engine.number(StatusBoard.SERVING) == 1

@@ -20,6 +20,7 @@ from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
+from tests.support.loops import in_a_loop
 
 NBYTES = 32 << 20
 LENGTH = 8  # ids of an image
@@ -74,23 +75,21 @@ async def fate(client: Client, number: int) -> EngineError | None:
 
 
 @pytest.mark.parametrize(("kind", "index"), [pytest.param("core", 0, marks=tiers.needs_all), ("worker", 1)])
-def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
-    async def scene() -> None:
-        async with running(**WITH_STORE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
-            requests = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
-            await engine.until(lambda: client.open_requests > 6)  # some are running, some are being put
-            os.kill(engine.child(kind, index).pid, signal.SIGKILL)
-            for error in await asyncio.gather(*requests):
-                assert error is not None and error.status == 503, error
-            store = engine.launcher.cluster.store
-            assert store is not None
-            holders = {holder.peer for holder in store.stats().pool.holders}
-            assert store.pool.peer.index not in holders, "a scope is open"
-            await engine.serving_again(client)
-            await must_answer(engine, client, 1)
-            await must_be_held_by_nobody(engine)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
+    async with running(**WITH_STORE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
+        requests = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
+        await engine.until(lambda: client.open_requests > 6)  # some are running, some are being put
+        os.kill(engine.child(kind, index).pid, signal.SIGKILL)
+        for error in await asyncio.gather(*requests):
+            assert error is not None and error.status == 503, error
+        store = engine.launcher.cluster.store
+        assert store is not None
+        holders = {holder.peer for holder in store.stats().pool.holders}
+        assert store.pool.peer.index not in holders, "a scope is open"
+        await engine.serving_again(client)
+        await must_answer(engine, client, 1)
+        await must_be_held_by_nobody(engine)
 
 
 def servers(engine: Running) -> list[ChildProcess]:
@@ -112,69 +111,63 @@ def serve(cluster: Cluster, me: ProcessId) -> None:
     asyncio.run(life())
 
 
-def test_servers_die_while_they_put_and_hold_images() -> None:
-    async def scene() -> None:
-        async with running(serve, api_server_count=2, **WITH_STORE) as engine:
-            store = engine.launcher.cluster.store
-            assert store is not None
-            for _ in range(3):
-                await engine.until(
-                    lambda: len(servers(engine)) == 2 and engine.number(StatusBoard.OPEN) > 4 and held(store), START
-                )
-                victim = engine.child("server", 1)
-                os.kill(victim.pid, signal.SIGKILL)
-                await engine.until(lambda gone=victim.pid: gone not in {child.pid for child in engine.children()})
-                await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten
+@in_a_loop
+async def test_servers_die_while_they_put_and_hold_images() -> None:
+    async with running(serve, api_server_count=2, **WITH_STORE) as engine:
+        store = engine.launcher.cluster.store
+        assert store is not None
+        for _ in range(3):
             await engine.until(
-                lambda: len(servers(engine)) == 2 and engine.number(StatusBoard.OPEN) > 4, START
-            )  # handle SIGTERM
-            for unit in engine.launcher.units:
-                if not unit.is_group:
-                    unit.signal(signal.SIGTERM)
-            engine.launcher.is_stopping = True  # and the launcher restarts no server
-            await engine.until(lambda: not servers(engine))
-            await engine.until(lambda: engine.number(StatusBoard.OPEN) == 0)
-            await must_be_held_by_nobody(engine)
-
-    asyncio.run(scene())
+                lambda: len(servers(engine)) == 2 and engine.number(StatusBoard.OPEN) > 4 and held(store), START
+            )
+            victim = engine.child("server", 1)
+            os.kill(victim.pid, signal.SIGKILL)
+            await engine.until(lambda gone=victim.pid: gone not in {child.pid for child in engine.children()})
+            await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 4)  # its requests are forgotten
+        await engine.until(
+            lambda: len(servers(engine)) == 2 and engine.number(StatusBoard.OPEN) > 4, START
+        )  # handle SIGTERM
+        for unit in engine.launcher.units:
+            if not unit.is_group:
+                unit.signal(signal.SIGTERM)
+        engine.launcher.is_stopping = True  # and the launcher restarts no server
+        await engine.until(lambda: not servers(engine))
+        await engine.until(lambda: engine.number(StatusBoard.OPEN) == 0)
+        await must_be_held_by_nobody(engine)
 
 
 @pytest.mark.parametrize("nbytes", [0, NBYTES], ids=["no store", "no room"])
-def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
-    async def scene() -> None:
-        async with (
-            running(**{**WITH_STORE, "store_nbytes": nbytes}) as engine,
-            Client(engine.launcher.cluster, 0) as client,
-        ):
-            store = engine.launcher.cluster.store
-            with contextlib.nullcontext() if store is None else store.pool.take(NBYTES):
-                await asyncio.gather(*(must_answer(engine, client, number) for number in range(6)))
-                assert store is None or store.stats().pool.takes == 1  # our own: so all 12 travelled inline
-            await must_answer(engine, client, 1)
-            assert store is None or store.stats().pool.takes == 3
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
+    async with (
+        running(**{**WITH_STORE, "store_nbytes": nbytes}) as engine,
+        Client(engine.launcher.cluster, 0) as client,
+    ):
+        store = engine.launcher.cluster.store
+        with contextlib.nullcontext() if store is None else store.pool.take(NBYTES):
+            await asyncio.gather(*(must_answer(engine, client, number) for number in range(6)))
+            assert store is None or store.stats().pool.takes == 1  # our own: so all 12 travelled inline
+        await must_answer(engine, client, 1)
+        assert store is None or store.stats().pool.takes == 3
+        await engine.must_be_empty()
 
 
-def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
-    async def scene() -> None:
-        async with running(**WITH_STORE) as engine, Client(engine.launcher.cluster, 0) as client:
-            store = engine.launcher.cluster.store
-            assert store is not None
-            with Scope(store) as scope:
-                gone = [(scope.put(image.value, key=image.key), image.position, image.length) for image in images(1)]
-            store.clear()
-            others = [must_answer(engine, client, number) for number in range(2, 5)]
-            params = SamplingParams(n=3)
-            stream = await client.submit(prompt(24), params, items=tuple(gone))
-            await asyncio.gather(*others)
-            with pytest.raises(EngineError, match=r"no longer in the store when .*: send the request again") as caught:
-                async for _ in stream:
-                    pass
-            assert caught.value.status == 503
-            await must_answer(engine, client, 1)
-            await engine.must_be_empty()
-            await must_be_held_by_nobody(engine)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
+    async with running(**WITH_STORE) as engine, Client(engine.launcher.cluster, 0) as client:
+        store = engine.launcher.cluster.store
+        assert store is not None
+        with Scope(store) as scope:
+            gone = [(scope.put(image.value, key=image.key), image.position, image.length) for image in images(1)]
+        store.clear()
+        others = [must_answer(engine, client, number) for number in range(2, 5)]
+        params = SamplingParams(n=3)
+        stream = await client.submit(prompt(24), params, items=tuple(gone))
+        await asyncio.gather(*others)
+        with pytest.raises(EngineError, match=r"no longer in the store when .*: send the request again") as caught:
+            async for _ in stream:
+                pass
+        assert caught.value.status == 503
+        await must_answer(engine, client, 1)
+        await engine.must_be_empty()
+        await must_be_held_by_nobody(engine)

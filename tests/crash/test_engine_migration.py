@@ -6,22 +6,18 @@ The simulated device's rule says what that is. `test_engine_deaths` has what is 
 import asyncio
 import os
 import signal
-import time
 from typing import Any
 
 import numpy as np
 import pytest
 
 from penstock.engine.client.client import Client, ImageInput
-from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.client.stream import OutputStream
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters
-from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
-from penstock.engine.worker.worker import Worker, device_of
 from tests import tiers
-from tests.crash.test_engine_deaths import tree_of_its_own
-from tests.crash.test_engine_failures import tree_with
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
+from tests.support.loops import in_a_loop
 
 OPEN = 12  # requests, when the blow falls
 TOKENS = 300
@@ -88,150 +84,56 @@ def kill(engine: Running, kind: str, index: int = 0, group: int = 0) -> None:
 
 
 @pytest.mark.parametrize(("kind", "index"), MEMBERS)
-def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, index: int) -> None:
-    async def scene() -> None:
-        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client)
-            kill(engine, kind, index)
-            await require_exact(engine, started)
-            assert migrations(client) == {CAUSES[kind]: OPEN}
-            assert sum(MigrationCounters.PAUSE.counts(client.counters[0].words)) == OPEN
-            assert counted(client, MigrationCounters.GIVEN_UP) == 0
-            print(f"{kind} {index}: a mean pause of {mean_pause(client):.2f} s")
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: str, index: int) -> None:
+    async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client)
+        kill(engine, kind, index)
+        await require_exact(engine, started)
+        assert migrations(client) == {CAUSES[kind]: OPEN}
+        assert sum(MigrationCounters.PAUSE.counts(client.counters[0].words)) == OPEN
+        assert counted(client, MigrationCounters.GIVEN_UP) == 0
+        print(f"{kind} {index}: a mean pause of {mean_pause(client):.2f} s")
+        await engine.must_be_empty()
 
 
 @pytest.mark.parametrize(
     "kind", ["core", *(pytest.param(kind, marks=tiers.needs_all) for kind in ("worker", "output"))]
 )
-def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
-    async def scene() -> None:
-        async with running(data_parallel_size=2, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client)
-            lost = started[0].stream.group
-            of_the_group = sum(reader.stream.group == lost for reader in started)
-            kill(engine, kind, group=lost)
-            await require_exact(engine, started)
-            assert migrations(client) == {CAUSES[kind]: of_the_group}
-            print(f"{kind}: a mean pause of {mean_pause(client, lost):.3f} s")
-            await engine.serving_again(client)
-            for group in range(2):
-                await engine.must_be_empty(group)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
+    async with running(data_parallel_size=2, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client)
+        lost = started[0].stream.group
+        of_the_group = sum(reader.stream.group == lost for reader in started)
+        kill(engine, kind, group=lost)
+        await require_exact(engine, started)
+        assert migrations(client) == {CAUSES[kind]: of_the_group}
+        print(f"{kind}: a mean pause of {mean_pause(client, lost):.3f} s")
+        await engine.serving_again(client)
+        for group in range(2):
+            await engine.must_be_empty(group)
 
 
-@tiers.needs_all
-def test_streams_go_on_though_their_group_is_lost_three_times() -> None:
-    async def scene() -> None:
-        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, 4)
-            for loss, kind in enumerate(("worker", "core", "worker"), 1):
-                kill(engine, kind)
-                await engine.until(lambda: sum(migrations(client).values()) == 4 * loss)  # noqa: B023
-                had = [len(reader.ids) for reader in started]
-                for reader, many in zip(started, had, strict=True):
-                    await engine.until(lambda: len(reader.ids) > many, START)  # noqa: B023
-            await require_exact(engine, started)
-            assert migrations(client) == {"died": 12}
-
-    asyncio.run(scene())
-
-
-def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
+@in_a_loop
+async def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
     """The simulated device reads them when their request joins."""
-
-    async def scene() -> None:
-        async with running(store_nbytes=16 << 20, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            images = [
-                ImageInput({"pixel_values": np.full(100_000, 7.0, np.float32)}, 1, 2, bytes(31) + b"a"),
-                ImageInput({"pixel_values": np.full(20, 8.0, np.float32)}, 4, 2),
-            ]
-            started = await readers(client, 3, values=images)
-            kill(engine, "worker")
-            await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
-            assert [len(reader.ids) for reader in started] == [TOKENS] * 3
-            without = Reader(
-                await client.submit(
-                    started[0].prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), values=images
-                ),
-                started[0].prompt,
-                TOKENS,
-            )
-            await asyncio.wait_for(without.done, PATIENCE)
-            assert without.ids == started[0].ids
-            store = engine.launcher.cluster.store
-            assert store is not None
-            await engine.until(lambda: not any(item.holders for item in store.stats().items))
-
-    asyncio.run(scene())
-
-
-# ── blame ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-POISON = 999
-
-
-def dies_of_poison(cluster: Cluster, me: ProcessId) -> None:
-    """A worker that fails in each step with a request that begins with POISON."""
-    device = device_of(cluster, me)
-    launch = device.launch
-
-    def launch_unless_poisoned(schedule: Any, step: Any) -> Any:
-        if any(schedule.prompts[slot][0] == POISON for slot in schedule.rows.tolist()):
-            raise ArithmeticError("the device has met poison")
-        return launch(schedule, step)
-
-    device.launch = launch_unless_poisoned  # type: ignore[method-assign]
-    Worker(cluster, me, device).run()
-
-
-@tiers.needs_all
-def test_only_the_request_that_fails_its_worker_ends_with_an_error() -> None:
-    async def scene() -> None:
-        async with tree_with("worker", dies_of_poison) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client)
-            poison = await client.submit([POISON, 1, 2], SamplingParams(max_tokens=9), request_id="poison")
-            with pytest.raises(
-                EngineError, match="a process has failed 3 times with this request in its step"
-            ) as caught:
-                await asyncio.wait_for(anext(poison), 2 * START)
-            assert caught.value.status == 500
-            await require_exact(engine, started)
-            assert counted(client, MigrationCounters.GIVEN_UP) == 1
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
-
-
-# ── a request ends while its group is started again ──────────────────────────────────────────────────────────────────
-def test_requests_ended_while_waiting_leave_nothing_in_the_next_group() -> None:
-    async def scene() -> None:
-        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            late = Reader(
-                await client.submit(prompt(), SamplingParams(max_tokens=4000, ignore_eos=True), timeout=1.0), [], 0
-            )
-            aborted, *remaining = await readers(client, 4)
-            kill(engine, "core")
-            await engine.until(lambda: counted(client, MigrationCounters.WAITING) >= 4)
-            aborted.stream.abort()
-            await require_exact(engine, remaining)
-            with pytest.raises(EngineError, match="not complete within 1 s"):
-                await late.done
-            await aborted.done
-            await engine.must_be_empty()
-            assert client.open_requests == 0
-
-    asyncio.run(scene())
-
-
-def test_shutdown_does_not_wait_for_requests_whose_group_is_gone() -> None:
-    with tree_of_its_own(shutdown_timeout=60.0) as (process, pids):
-        os.kill(pids[0], signal.SIGKILL)  # the core
-        process.terminate()
-        began = time.monotonic()
-        _, err = process.communicate(timeout=2 * PATIENCE)
-        took = time.monotonic() - began
-    assert process.returncode == 0 and 'event="cluster stopped" killed=none' in err, err
-    assert took < PATIENCE / 2, f"{took:.1f} s; each request would have waited for {PATIENCE} s"
+    async with running(store_nbytes=16 << 20, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        images = [
+            ImageInput({"pixel_values": np.full(100_000, 7.0, np.float32)}, 1, 2, bytes(31) + b"a"),
+            ImageInput({"pixel_values": np.full(20, 8.0, np.float32)}, 4, 2),
+        ]
+        started = await readers(client, 3, values=images)
+        kill(engine, "worker")
+        await asyncio.wait_for(asyncio.gather(*(reader.done for reader in started)), START + PATIENCE)
+        assert [len(reader.ids) for reader in started] == [TOKENS] * 3
+        without = Reader(
+            await client.submit(started[0].prompt, SamplingParams(max_tokens=TOKENS, ignore_eos=True), values=images),
+            started[0].prompt,
+            TOKENS,
+        )
+        await asyncio.wait_for(without.done, PATIENCE)
+        assert without.ids == started[0].ids
+        store = engine.launcher.cluster.store
+        assert store is not None
+        await engine.until(lambda: not any(item.holders for item in store.stats().items))

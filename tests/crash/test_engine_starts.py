@@ -43,6 +43,7 @@ from tests.crash.start_lives import (
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving
 from tests.support.engine import START, Running, simulated_device
+from tests.support.loops import in_a_loop
 
 Life = Callable[[Cluster, ProcessId], None]
 KILLS = tiers.choose(10, 30, 300)
@@ -66,7 +67,8 @@ async def tree_with(unit: int, kind: str, life: Life, **options: Any) -> AsyncIt
 
 
 # ── units that have served ───────────────────────────────────────────────────────────────────────────────────────────
-def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
+@in_a_loop
+async def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
     quick_restarts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(back_off, "MIN_START_INTERVAL_S", 0.5)  # long enough for /health to show each count
@@ -74,61 +76,55 @@ def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
     async def health(served: Served) -> list[EngineHealth]:
         return msgspec.json.decode((await served.get("/health"))[1], type=HealthResponse).groups
 
-    async def scene() -> None:
-        async with tree_with(0, "worker", fails_while_it_starts_again, data_parallel_size=2) as served:
-            await served.launcher.serving(START)
-            next(child for child in served.children() if child.member == ProcessId("worker", 0, 0, 1)).signal(
-                signal.SIGKILL
+    async with tree_with(0, "worker", fails_while_it_starts_again, data_parallel_size=2) as served:
+        await served.launcher.serving(START)
+        next(child for child in served.children() if child.member == ProcessId("worker", 0, 0, 1)).signal(
+            signal.SIGKILL
+        )
+        counted = set()
+        while served.number(StatusBoard.SERVING, 0) != 2 + FAILED:
+            assert not served.launcher.has_failed
+            group, other = await health(served)
+            counted.add(group.failed_starts)
+            assert other.serves and other.failed_starts == 0
+            await asyncio.sleep(0.01)
+        assert counted >= {2, 3}, counted
+        await served.launcher.serving(START)
+        assert (await health(served))[0].failed_starts == 0
+
+
+@in_a_loop
+async def test_server_killed_at_each_start_restarts_until_it_serves(quick_restarts: None) -> None:
+    async with tree_with(0, "worker", worker.run) as served:
+        await served.launcher.serving(START)
+        for _ in range(FAILED):
+            pid = served.child("server").pid
+            served.child("server").signal(signal.SIGKILL)
+            await served.until(
+                lambda pid=pid: [child for child in served.children() if is_another_server(child, pid)], START
             )
-            counted = set()
-            while served.number(StatusBoard.SERVING, 0) != 2 + FAILED:
-                assert not served.launcher.has_failed
-                group, other = await health(served)
-                counted.add(group.failed_starts)
-                assert other.serves and other.failed_starts == 0
-                await asyncio.sleep(0.01)
-            assert counted >= {2, 3}, counted
-            await served.launcher.serving(START)
-            assert (await health(served))[0].failed_starts == 0
-
-    asyncio.run(scene())
+            assert not served.launcher.has_failed
+        await served.launcher.serving(START)
+        assert json.loads((await served.get("/health"))[1])["servers"][0]["failed_starts"] == 0
 
 
-def test_server_killed_at_each_start_restarts_until_it_serves(quick_restarts: None) -> None:
-    async def scene() -> None:
-        async with tree_with(0, "worker", worker.run) as served:
-            await served.launcher.serving(START)
-            for _ in range(FAILED):
-                pid = served.child("server").pid
-                served.child("server").signal(signal.SIGKILL)
-                await served.until(
-                    lambda pid=pid: [child for child in served.children() if is_another_server(child, pid)], START
-                )
-                assert not served.launcher.has_failed
-            await served.launcher.serving(START)
-            assert json.loads((await served.get("/health"))[1])["servers"][0]["failed_starts"] == 0
-
-    asyncio.run(scene())
-
-
-def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(seed: int, quick_restarts: None) -> None:
+@in_a_loop
+async def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
+    seed: int, quick_restarts: None
+) -> None:
     """Also of processes that are just starting, more often than a start takes."""
     chance = random.Random(seed)
-
-    async def scene() -> None:
-        async with tree_with(0, "worker", worker.run, data_parallel_size=2, api_server_count=2) as served:
-            await served.launcher.serving(START)
-            for _ in range(KILLS):
-                if children := served.children():
-                    chance.choice(children).signal(signal.SIGKILL)
-                await asyncio.sleep(chance.uniform(0.0, 0.4))
-                assert not served.launcher.has_failed
-            await served.launcher.serving(START)
-            assert (await served.get("/health/ready"))[0] == 200
-            for group in range(2):
-                await served.must_be_empty(group)
-
-    asyncio.run(scene())
+    async with tree_with(0, "worker", worker.run, data_parallel_size=2, api_server_count=2) as served:
+        await served.launcher.serving(START)
+        for _ in range(KILLS):
+            if children := served.children():
+                chance.choice(children).signal(signal.SIGKILL)
+            await asyncio.sleep(chance.uniform(0.0, 0.4))
+            assert not served.launcher.has_failed
+        await served.launcher.serving(START)
+        assert (await served.get("/health/ready"))[0] == 200
+        for group in range(2):
+            await served.must_be_empty(group)
 
 
 def is_another_server(child: ChildProcess, pid: int) -> bool:
@@ -136,7 +132,8 @@ def is_another_server(child: ChildProcess, pid: int) -> bool:
 
 
 @pytest.mark.parametrize("has_served", [True, False])
-def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
+@in_a_loop
+async def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
     has_served: bool, quick_restarts: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, failed = ChildProcess.start, []
@@ -147,27 +144,22 @@ def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
             raise OSError(errno.EMFILE, "Too many open files")
         return start(member, run, cluster)
 
-    async def scene() -> None:
-        launcher = Launcher(EngineConfig(simulated=simulated_device()))
-        try:
-            if has_served:
-                launcher.start()
+    launcher = Launcher(EngineConfig(simulated=simulated_device()))
+    try:
+        if has_served:
+            launcher.start()
+            await launcher.serving(START)
+            monkeypatch.setattr(ChildProcess, "start", fail)
+            Running(launcher).child("core").signal(signal.SIGKILL)
+            await Running(launcher).until(lambda: launcher.board.row(0)[StatusBoard.SERVING] == 2 + FAILED, START)
+            assert len(failed) == FAILED
+        else:
+            monkeypatch.setattr(ChildProcess, "start", fail)
+            launcher.start()
+            with pytest.raises(ClusterFailed, match=r"group 0 ended 3 times .* could not be started: .*Too many open"):
                 await launcher.serving(START)
-                monkeypatch.setattr(ChildProcess, "start", fail)
-                Running(launcher).child("core").signal(signal.SIGKILL)
-                await Running(launcher).until(lambda: launcher.board.row(0)[StatusBoard.SERVING] == 2 + FAILED, START)
-                assert len(failed) == FAILED
-            else:
-                monkeypatch.setattr(ChildProcess, "start", fail)
-                launcher.start()
-                with pytest.raises(
-                    ClusterFailed, match=r"group 0 ended 3 times .* could not be started: .*Too many open"
-                ):
-                    await launcher.serving(START)
-        finally:
-            await launcher.stop()
-
-    asyncio.run(scene())
+    finally:
+        await launcher.stop()
 
 
 def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,25 +194,21 @@ def test_a_process_that_cannot_be_watched_does_not_live(monkeypatch: pytest.Monk
         ),
     ],
 )
-def test_a_unit_that_never_serves_ends_the_tree_with_its_reason(
+@in_a_loop
+async def test_a_unit_that_never_serves_ends_the_tree_with_its_reason(
     unit: int, kind: str, life: Life, reason: str, quick_restarts: None
 ) -> None:
-    async def scene() -> None:
-        async with tree_with(unit, kind, life) as served:
-            with pytest.raises(ClusterFailed, match=reason):
-                await served.launcher.serving(START)
-
-    asyncio.run(scene())
+    async with tree_with(unit, kind, life) as served:
+        with pytest.raises(ClusterFailed, match=reason):
+            await served.launcher.serving(START)
 
 
-def test_a_tree_whose_servers_do_not_serve_is_not_said_to_serve() -> None:
-    async def scene() -> None:
-        async with tree_with(1, "server", wait_for_the_end) as served:
-            await served.until(lambda: served.number(StatusBoard.SERVING) == 1, START)
-            with pytest.raises(TimeoutError, match=r"server 0: not serving within 0\.5 s"):
-                await served.launcher.serving(0.5)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_tree_whose_servers_do_not_serve_is_not_said_to_serve() -> None:
+    async with tree_with(1, "server", wait_for_the_end) as served:
+        await served.until(lambda: served.number(StatusBoard.SERVING) == 1, START)
+        with pytest.raises(TimeoutError, match=r"server 0: not serving within 0\.5 s"):
+            await served.launcher.serving(0.5)
 
 
 def test_errors_that_another_attempt_would_meet_are_told_from_others() -> None:

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import multiprocessing
-import os
-import signal
-import subprocess
-import sys
 from multiprocessing.connection import Connection
-from pathlib import Path
 
 import pytest
 
@@ -16,7 +10,6 @@ import penstock
 from penstock import LongRecords, lowlevel
 from tests.conftest import eventually
 from tests.crash.zygote import Zygote
-from tests.support.processes import assert_how
 
 
 def hold_views(talk: Connection, where: str, index: int) -> None:
@@ -109,69 +102,3 @@ def test_a_reference_of_a_dead_peer_is_stale_and_its_successors_are_not(zygote: 
             finally:
                 child.close()
         assert pool.stats().blocks == 0
-
-
-def touch(where: str) -> None:
-    with penstock.attach(where).open_sender() as sender:
-        sender.send(b"from " + multiprocessing.current_process().name.encode(), timeout=20)
-
-
-@pytest.mark.parametrize("method", ["spawn", "forkserver"])
-def test_trees_that_others_manage_leave_our_segments_alone(method: str) -> None:
-    """multiprocessing's resource tracker takes things away behind its users' backs; it knows not of us."""
-    program = f"""
-import multiprocessing, penstock
-from tests.crash.test_holders import touch
-if __name__ == "__main__":
-    inbox = penstock.Inbox(senders=4)
-    context = multiprocessing.get_context({method!r})
-    children = [context.Process(target=touch, args=(str(inbox.ticket),), name=str(i)) for i in range(4)]
-    for child in children: child.start()
-    for child in children: child.join()
-    with inbox.open_receiver() as receiver:
-        assert sorted(receiver.receive(timeout=20) for _ in range(4)) == [f"from {{i}}".encode() for i in range(4)]
-"""
-    root = Path(__file__).parents[2]
-    script = root / "build" / f"tree_{os.getpid()}.py"
-    script.parent.mkdir(exist_ok=True)
-    script.write_text(program)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-W", "error", str(script)],
-            capture_output=True,
-            text=True,
-            timeout=60,
-            env=os.environ | {"PYTHONPATH": str(root)},
-            check=False,
-        )
-    finally:
-        script.unlink()
-    assert (done.returncode, done.stderr) == (0, "")
-
-
-def die_while_waiting(talk: Connection, where: str) -> None:
-    receiver = penstock.attach(where).open_receiver(name="waits")
-    talk.send(("ready",))
-    receiver.receive()
-
-
-def test_how_a_peer_died_is_said_where_it_can_be_known() -> None:
-    with penstock.Ring() as ring, ring.open_sender() as sender:
-        context = multiprocessing.get_context("spawn")
-        ours, remote = context.Pipe()
-        process = context.Process(target=die_while_waiting, args=(remote, str(ring.ticket)))
-        process.start()  # our own child: we may know
-        remote.close()
-        try:
-            assert ours.recv() == ("ready",)
-            os.kill(process.pid, signal.SIGKILL)
-            eventually(lambda: ring.snapshot()["receivers"][0]["state"] == "dead")
-            with pytest.raises(penstock.PeerDied, match="'waits'") as caught:
-                sender.send(b"x", timeout=20)
-            assert_how(caught.value, "killed by SIGKILL", ring.peers)
-            assert caught.value.pid == process.pid
-        finally:
-            process.kill()
-            process.join()
-            process.close()
-            ours.close()

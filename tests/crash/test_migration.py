@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import io
 import itertools
@@ -28,6 +27,7 @@ from tests.crash.request_mix import Mix, Shape  # noqa: E402
 from tests.crash.strikes import compare, shuffled_kinds  # noqa: E402
 from tests.support import tiny_models  # noqa: E402
 from tests.support.engine import simulated_device  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 
 MODEL_START = 240.0  # seconds; each worker imports torch
 VOCABULARY = 1000  # of the simulated device
@@ -137,7 +137,8 @@ async def in_rounds(engine: Migrating, configuration: Configuration, count: int,
 
 @pytest.mark.timeout(tiers.limit(900.0, 20_000.0))
 @pytest.mark.parametrize("name", CONFIGURATIONS)
-def test_answers_are_those_of_an_undisturbed_run_when_processes_are_killed(
+@in_a_loop
+async def test_answers_are_those_of_an_undisturbed_run_when_processes_are_killed(
     name: str, seed: int, request: pytest.FixtureRequest
 ) -> None:
     configuration = CONFIGURATIONS[name]
@@ -148,9 +149,5 @@ def test_answers_are_those_of_an_undisturbed_run_when_processes_are_killed(
     if options["simulated"] is None:
         options["model"] = str(request.getfixturevalue("models") / configuration.shape.model)
     urls = data_urls() if configuration.shape.has_images else []
-
-    async def scene() -> None:
-        async with migrating(configuration.server, MODEL_START, **options) as engine:
-            await in_rounds(engine, configuration, count, seed, urls)
-
-    asyncio.run(scene())
+    async with migrating(configuration.server, MODEL_START, **options) as engine:
+        await in_rounds(engine, configuration, count, seed, urls)

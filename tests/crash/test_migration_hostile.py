@@ -36,6 +36,7 @@ from tests.crash.gated import GATE, fails_when_restarted, starts_behind_the_gate
 from tests.crash.migrating import Migrating, migrating
 from tests.crash.request_mix import Mix, Shape
 from tests.support.engine import START, simulated_device
+from tests.support.loops import in_a_loop
 
 SHAPE = Shape("simulated", 1000, tuple(range(40, 62)))
 LONG = 1500  # tokens: 4 s and more
@@ -234,12 +235,10 @@ MORE_SCENES: tuple[Scene, ...] = (
     [*SCENES, *tiers.only_in_all(*MORE_SCENES)],
     ids=lambda scene: scene.__name__,
 )
-def test_a_waiting_request_ends_cleanly(scene: Scene, gate: Gate) -> None:
-    async def life() -> None:
-        async with gated() as engine:
-            await scene(engine, gate)
-
-    asyncio.run(life())
+@in_a_loop
+async def test_a_waiting_request_ends_cleanly(scene: Scene, gate: Gate) -> None:
+    async with gated() as engine:
+        await scene(engine, gate)
 
 
 # ── trees and groups that do not serve again ─────────────────────────────────────────────────────────────────────────
@@ -260,65 +259,58 @@ def test_a_tree_that_is_to_end_answers_waiting_requests_503_and_ends(gate: Gate)
 
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("is_broken", [True, pytest.param(False, marks=tiers.needs_all)], ids=["fails", "loads"])
-def test_requests_get_503_when_their_group_does_not_serve_in_time(is_broken: bool, gate: Gate) -> None:
+@in_a_loop
+async def test_requests_get_503_when_their_group_does_not_serve_in_time(is_broken: bool, gate: Gate) -> None:
     """It fails whenever it starts, or it loads for longer than `--migration-timeout`."""
-
-    async def scene() -> None:
-        prepare = with_workers(fails_when_restarted if is_broken else starts_behind_the_gate)
-        async with gated(prepare=prepare, migration_timeout=2.0) as engine:
-            gate.close()
-            waiting, _ = await begun(engine, over_http(is_streamed=False), over_http(), over_client())
-            await kill_group(engine)
-            began = time.monotonic()
-            answers = await asyncio.wait_for(waiting, 2.0 + WITHIN)
-            assert 1.0 < time.monotonic() - began
-            assert [answer.status for answer in answers] == [503, 200, 503], answers
-            assert all(answer.error for answer in answers) and not held(engine)
-            assert engine.engine_client.open_requests == 0
-            await until_open_over_http(engine, 0)
-
-    asyncio.run(scene())
+    prepare = with_workers(fails_when_restarted if is_broken else starts_behind_the_gate)
+    async with gated(prepare=prepare, migration_timeout=2.0) as engine:
+        gate.close()
+        waiting, _ = await begun(engine, over_http(is_streamed=False), over_http(), over_client())
+        await kill_group(engine)
+        began = time.monotonic()
+        answers = await asyncio.wait_for(waiting, 2.0 + WITHIN)
+        assert 1.0 < time.monotonic() - began
+        assert [answer.status for answer in answers] == [503, 200, 503], answers
+        assert all(answer.error for answer in answers) and not held(engine)
+        assert engine.engine_client.open_requests == 0
+        await until_open_over_http(engine, 0)
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("limit", [0, pytest.param(1, marks=tiers.needs_all)])
-def test_a_request_that_has_migrated_as_often_as_it_may_is_answered_503(limit: int) -> None:
-    async def scene() -> None:
-        async with migrating(simulated=SIMULATED, migration_limit=limit) as engine:
-            asking, progress = await begun(engine, over_http(), over_client(), over_http(is_streamed=False))
-            for _ in range(limit):
-                before = progress.deliveries
-                await kill_group(engine)
-                await engine.until(lambda before=before: progress.deliveries > before + 10, START)
-            assert not asking.done()
+@in_a_loop
+async def test_a_request_that_has_migrated_as_often_as_it_may_is_answered_503(limit: int) -> None:
+    async with migrating(simulated=SIMULATED, migration_limit=limit) as engine:
+        asking, progress = await begun(engine, over_http(), over_client(), over_http(is_streamed=False))
+        for _ in range(limit):
+            before = progress.deliveries
             await kill_group(engine)
-            answers = await asyncio.wait_for(asking, WITHIN)
-            assert [answer.status for answer in answers] == [200, 503, 503], answers
-            assert all(answer.error for answer in answers)
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+            await engine.until(lambda before=before: progress.deliveries > before + 10, START)
+        assert not asking.done()
+        await kill_group(engine)
+        answers = await asyncio.wait_for(asking, WITHIN)
+        assert [answer.status for answer in answers] == [200, 503, 503], answers
+        assert all(answer.error for answer in answers)
+        await engine.must_be_whole()
 
 
 @pytest.mark.timeout(120)
-def test_request_too_long_to_migrate_gets_503_and_shorter_ones_migrate() -> None:
-    async def scene() -> None:
-        async with migrating(simulated=SIMULATED, migration_max_seq_len=600) as engine:
-            long = ClientRequest([1] * 590, SamplingParams(max_tokens=LONG, ignore_eos=True))
-            short = over_http(200)
-            (expected,) = await ask_all(engine, [short], "undisturbed", Progress())
-            progress = Progress()
-            first = asyncio.ensure_future(ask_all(engine, [long], "", progress))
-            await engine.until(lambda: progress.deliveries > 20)
-            second, _ = await begun(engine, short)
-            await kill_group(engine)
-            (refused,) = await asyncio.wait_for(first, WITHIN)
-            assert refused.status == 503 and "600" in refused.error, refused
-            require_equal([short], [expected], await asyncio.wait_for(second, START))
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_request_too_long_to_migrate_gets_503_and_shorter_ones_migrate() -> None:
+    async with migrating(simulated=SIMULATED, migration_max_seq_len=600) as engine:
+        long = ClientRequest([1] * 590, SamplingParams(max_tokens=LONG, ignore_eos=True))
+        short = over_http(200)
+        (expected,) = await ask_all(engine, [short], "undisturbed", Progress())
+        progress = Progress()
+        first = asyncio.ensure_future(ask_all(engine, [long], "", progress))
+        await engine.until(lambda: progress.deliveries > 20)
+        second, _ = await begun(engine, short)
+        await kill_group(engine)
+        (refused,) = await asyncio.wait_for(first, WITHIN)
+        assert refused.status == 503 and "600" in refused.error, refused
+        require_equal([short], [expected], await asyncio.wait_for(second, START))
+        await engine.must_be_whole()
 
 
 # ── several deaths ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -332,22 +324,20 @@ async def undisturbed_and_begun(
 
 
 @pytest.mark.timeout(120)
-def test_output_dying_twice_during_resubmission_loses_no_request(seed: int) -> None:
-    async def scene() -> None:
-        async with migrating(simulated=SIMULATED) as engine:
-            requests, expected, asking = await undisturbed_and_begun(engine, seed, 20)
-            killed: set[int] = set()
-            for pause in (0.0, 0.02, 0.0):
-                await engine.until(lambda: outputs(engine) - killed)
-                await asyncio.sleep(pause)
-                (pid,) = outputs(engine) - killed
-                killed.add(pid)
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-            require_equal(requests, expected, await asyncio.wait_for(asking, START))
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_output_dying_twice_during_resubmission_loses_no_request(seed: int) -> None:
+    async with migrating(simulated=SIMULATED) as engine:
+        requests, expected, asking = await undisturbed_and_begun(engine, seed, 20)
+        killed: set[int] = set()
+        for pause in (0.0, 0.02, 0.0):
+            await engine.until(lambda: outputs(engine) - killed)
+            await asyncio.sleep(pause)
+            (pid,) = outputs(engine) - killed
+            killed.add(pid)
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        require_equal(requests, expected, await asyncio.wait_for(asking, START))
+        await engine.must_be_whole()
 
 
 def outputs(engine: Migrating) -> set[int]:
@@ -357,69 +347,60 @@ def outputs(engine: Migrating) -> set[int]:
 @tiers.needs_all
 @pytest.mark.timeout(120)
 @pytest.mark.parametrize("kinds", [("core", "output"), ("worker", "worker")], ids=" ".join)
-def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
-    async def scene() -> None:
-        async with migrating(simulated=SIMULATED, data_parallel_size=2) as engine:
-            requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
-            for group, kind in enumerate(kinds):
-                places = {(child.member.kind, child.member.group): child for child in engine.children()}
-                places[kind, group].signal(signal.SIGKILL)
-            require_equal(requests, expected, await asyncio.wait_for(asking, START))
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
+    async with migrating(simulated=SIMULATED, data_parallel_size=2) as engine:
+        requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
+        for group, kind in enumerate(kinds):
+            places = {(child.member.kind, child.member.group): child for child in engine.children()}
+            places[kind, group].signal(signal.SIGKILL)
+        require_equal(requests, expected, await asyncio.wait_for(asking, START))
+        await engine.must_be_whole()
 
 
 @tiers.needs_all
 @pytest.mark.timeout(120)
-def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate: Gate) -> None:
-    async def scene() -> None:
-        prepare = with_workers(starts_behind_the_gate, (1,))
-        async with migrating(simulated=SIMULATED, data_parallel_size=2, prepare=prepare) as engine:
-            gate.close()
-            requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
-            await kill_group(engine, 1)
-            require_equal(requests, expected, await asyncio.wait_for(asking, START))
-            assert engine.serving(1) == 0
-            gate.open()
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate: Gate) -> None:
+    prepare = with_workers(starts_behind_the_gate, (1,))
+    async with migrating(simulated=SIMULATED, data_parallel_size=2, prepare=prepare) as engine:
+        gate.close()
+        requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
+        await kill_group(engine, 1)
+        require_equal(requests, expected, await asyncio.wait_for(asking, START))
+        assert engine.serving(1) == 0
+        gate.open()
+        await engine.must_be_whole()
 
 
 @tiers.needs_all
 @pytest.mark.timeout(180)
-def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> None:
-    async def scene() -> None:
-        async with migrating(simulated=simulated_device(step_seconds=0.01, vocabulary=1000)) as engine:
-            requests = [
-                HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
-                for number in range(200)
-            ]
-            expected = await ask_all(engine, requests, "undisturbed", Progress())
-            asking, _ = await begun(engine, *requests)
-            assert engine.number(StatusBoard.OPEN) == 200
-            await kill_group(engine)
-            require_equal(requests, expected, await asyncio.wait_for(asking, START))
-            await engine.must_be_whole()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> None:
+    async with migrating(simulated=simulated_device(step_seconds=0.01, vocabulary=1000)) as engine:
+        requests = [
+            HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
+            for number in range(200)
+        ]
+        expected = await ask_all(engine, requests, "undisturbed", Progress())
+        asking, _ = await begun(engine, *requests)
+        assert engine.number(StatusBoard.OPEN) == 200
+        await kill_group(engine)
+        require_equal(requests, expected, await asyncio.wait_for(asking, START))
+        await engine.must_be_whole()
 
 
 # ── cached tokens ────────────────────────────────────────────────────────────────────────────────────────────────────
 @tiers.needs_all
 @pytest.mark.timeout(120)
-def test_cached_tokens_are_those_of_the_first_run() -> None:
+@in_a_loop
+async def test_cached_tokens_are_those_of_the_first_run() -> None:
     """The group that takes the request over has none of its blocks."""
-
-    async def scene() -> None:
-        async with migrating(simulated=SIMULATED) as engine:
-            body = {**over_http(300).body, "prompt": "a long prompt " * 20}
-            await ask_all(engine, [HttpRequest("/v1/completions", {**body, "max_tokens": 1})], "", Progress())
-            asking, _ = await begun(engine, HttpRequest("/v1/completions", body))
-            await kill_group(engine)
-            (answer,) = await asyncio.wait_for(asking, START)
-            assert not answer.error, answer
-            assert answer.usage["prompt_tokens_details"]["cached_tokens"] > 200
-
-    asyncio.run(scene())
+    async with migrating(simulated=SIMULATED) as engine:
+        body = {**over_http(300).body, "prompt": "a long prompt " * 20}
+        await ask_all(engine, [HttpRequest("/v1/completions", {**body, "max_tokens": 1})], "", Progress())
+        asking, _ = await begun(engine, HttpRequest("/v1/completions", body))
+        await kill_group(engine)
+        (answer,) = await asyncio.wait_for(asking, START)
+        assert not answer.error, answer
+        assert answer.usage["prompt_tokens_details"]["cached_tokens"] > 200

@@ -24,6 +24,7 @@ from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.support.engine import PATIENCE, START
 from tests.support.fine_tunes import replace_weights, write_fine_tune
+from tests.support.loops import in_a_loop
 
 TOKENS = 300  # of an answer: many steps are left when the blow falls
 SHORT = 24
@@ -90,74 +91,68 @@ async def serving(path: Path, groups: int = 1) -> AsyncIterator[Engine]:
 
 
 @pytest.mark.parametrize("how", ["kill", *tiers.only_in_all("migrate")])
-def test_begun_answers_end_and_others_are_the_new_model_s(tmp_path: Path, how: str) -> None:
-    async def scene() -> None:
-        async with serving(tmp_path) as engine:
-            former = await engine.answer(0)
-            streams = [await engine.submit(number) for number in range(SLOTS)]
-            while not all(stream.completion_tokens for stream in streams):
-                await asyncio.sleep(0.002)
-            waiting = await engine.submit(0, SHORT)  # no slot is free: the answer does not begin
-            before = engine.models()
-            replace_weights(engine.model, 1)
-            engine.lose(how)
-            reading = [asyncio.ensure_future(ids_of(stream)) for stream in streams]
-            new = await asyncio.wait_for(ids_of(waiting), START + PATIENCE)
-            for task in reading:
-                await must_have_changed(task)
-            assert engine.models() != before
-            assert new == await engine.answer(0) != former
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_begun_answers_end_and_others_are_the_new_model_s(tmp_path: Path, how: str) -> None:
+    async with serving(tmp_path) as engine:
+        former = await engine.answer(0)
+        streams = [await engine.submit(number) for number in range(SLOTS)]
+        while not all(stream.completion_tokens for stream in streams):
+            await asyncio.sleep(0.002)
+        waiting = await engine.submit(0, SHORT)  # no slot is free: the answer does not begin
+        before = engine.models()
+        replace_weights(engine.model, 1)
+        engine.lose(how)
+        reading = [asyncio.ensure_future(ids_of(stream)) for stream in streams]
+        new = await asyncio.wait_for(ids_of(waiting), START + PATIENCE)
+        for task in reading:
+            await must_have_changed(task)
+        assert engine.models() != before
+        assert new == await engine.answer(0) != former
 
 
 @tiers.needs_all  # in push: test_begun_answer_goes_on_in_the_group_of_its_model_alone, of the client
 @pytest.mark.parametrize("how", ["kill", "migrate"])
-def test_answers_go_on_in_the_group_of_the_former_model_only(tmp_path: Path, how: str) -> None:
-    async def scene() -> None:
-        async with serving(tmp_path, groups=2) as engine:
-            expected = [await engine.answer(number, TOKENS) for number in range(2 * SLOTS)]
-            streams = [await engine.submit(number) for number in range(2 * SLOTS)]
-            while not all(stream.completion_tokens for stream in streams):
-                await asyncio.sleep(0.002)
-            groups = [stream.group for stream in streams]
-            assert set(groups) == {0, 1}
-            replace_weights(engine.model, 1)
-            engine.lose(how)
-            reading = [asyncio.ensure_future(ids_of(stream)) for stream in streams]
-            await asyncio.wait_for(engine.until_serving(0, 2), START)
-            if how == "kill":  # the other group still has the former model, and all requests
-                assert len(set(engine.models())) == 2
-                engine.lose(how, 1)
-            await asyncio.wait_for(engine.until_serving(1, 2), START)
-            assert len(set(engine.models())) == 1
-            results = await asyncio.wait_for(asyncio.gather(*reading, return_exceptions=True), PATIENCE)
-            for number, result in enumerate(results):
-                if isinstance(result, EngineError):
-                    assert "the model's files have been replaced" in result.reason
-                else:
-                    assert result == expected[number]
-            assert await engine.answer(0) != expected[0][:SHORT]
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_answers_go_on_in_the_group_of_the_former_model_only(tmp_path: Path, how: str) -> None:
+    async with serving(tmp_path, groups=2) as engine:
+        expected = [await engine.answer(number, TOKENS) for number in range(2 * SLOTS)]
+        streams = [await engine.submit(number) for number in range(2 * SLOTS)]
+        while not all(stream.completion_tokens for stream in streams):
+            await asyncio.sleep(0.002)
+        groups = [stream.group for stream in streams]
+        assert set(groups) == {0, 1}
+        replace_weights(engine.model, 1)
+        engine.lose(how)
+        reading = [asyncio.ensure_future(ids_of(stream)) for stream in streams]
+        await asyncio.wait_for(engine.until_serving(0, 2), START)
+        if how == "kill":  # the other group still has the former model, and all requests
+            assert len(set(engine.models())) == 2
+            engine.lose(how, 1)
+        await asyncio.wait_for(engine.until_serving(1, 2), START)
+        assert len(set(engine.models())) == 1
+        results = await asyncio.wait_for(asyncio.gather(*reading, return_exceptions=True), PATIENCE)
+        for number, result in enumerate(results):
+            if isinstance(result, EngineError):
+                assert "the model's files have been replaced" in result.reason
+            else:
+                assert result == expected[number]
+        assert await engine.answer(0) != expected[0][:SHORT]
 
 
 @tiers.needs_all  # in push: test_preflight has the text, and test_engine_starts a group that fails until it serves
-def test_broken_file_is_named_and_the_group_serves_once_it_is_whole(
+@in_a_loop
+async def test_broken_file_is_named_and_the_group_serves_once_it_is_whole(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    async def scene() -> None:
-        async with serving(tmp_path) as engine:
-            former = await engine.answer(0)
-            path = engine.model / "model.safetensors"
-            path.rename(engine.model / "former")
-            path.write_bytes((engine.model / "former").read_bytes()[:-1])
-            engine.lose("kill")
-            error = ""
-            while f"{path} is cut off" not in error:
-                error += capfd.readouterr().err
-                await asyncio.sleep(0.05)
-            (engine.model / "former").rename(path)
-            assert await engine.answer(0) == former
-
-    asyncio.run(asyncio.wait_for(scene(), 3 * START))
+    async with serving(tmp_path) as engine:
+        former = await engine.answer(0)
+        path = engine.model / "model.safetensors"
+        path.rename(engine.model / "former")
+        path.write_bytes((engine.model / "former").read_bytes()[:-1])
+        engine.lose("kill")
+        error = ""
+        while f"{path} is cut off" not in error:
+            error += capfd.readouterr().err
+            await asyncio.sleep(0.05)
+        (engine.model / "former").rename(path)
+        assert await engine.answer(0) == former

@@ -24,6 +24,7 @@ from penstock.engine.text.detokenizer import load_vocabulary
 from tests import tiers
 from tests.crash.test_engine_failures import tree_with
 from tests.support.engine import PATIENCE, SHAPE, START, Running, answered, prompt, running
+from tests.support.loops import in_a_loop
 
 TOKENS = 600
 MIGRATED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index(OUTPUT)
@@ -67,44 +68,40 @@ async def must_begin_life(engine: Running, life: int, index: int = 0) -> None:
     await engine.until(is_there, START)
 
 
-def test_output_killed_twice_restarts_alone_and_answers_stay_exact() -> None:
-    async def scene() -> None:
-        async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
-            before = others(engine)
-            for life in (1, 2):
-                answers = Answers(engine, client, 12)
-                await answers.begun()
-                began = time.monotonic()
-                os.kill(engine.child("output").pid, signal.SIGKILL)
-                await answers.must_be_exact()
-                print(f"life {life}: all answers were there {time.monotonic() - began:.2f} s after the kill")
-                assert engine.child("output").member == ProcessId("output", 0, 0, 1, life)
-            assert others(engine) == before and engine.number(StatusBoard.SERVING) == 1
-            assert client.counters[0][MIGRATED] == 24 and client.counters[0][MigrationCounters.GIVEN_UP] == 0
-            entry = engine.launcher.board.members[-2]
-            assert (entry.incarnation, entry.life, entry.pid) == (1, 2, engine.child("output").pid)
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
-
-
-def test_requests_of_the_other_output_go_on_undisturbed() -> None:
-    async def scene() -> None:
-        async with running(output_processors=2) as engine, Client(engine.launcher.cluster, 0) as client:
-            answers = Answers(engine, client, 12, 1000)
+@in_a_loop
+async def test_output_killed_twice_restarts_alone_and_answers_stay_exact() -> None:
+    async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        before = others(engine)
+        for life in (1, 2):
+            answers = Answers(engine, client, 12)
             await answers.begun()
-            numbers = set(client._streams)
-            os.kill(engine.child("output", 0).pid, signal.SIGKILL)
-            await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 1)
-            steps, row = engine.number(StatusBoard.STEPS), engine.launcher.board.row(0)
-            await engine.until(lambda: row[StatusBoard.STEPS] > steps + 50 and row[StatusBoard.ABSENT_OUTPUTS])
-            assert {number for number in numbers if number % 2} <= set(client._streams), "one was submitted again"
-            assert client.counters[0][MIGRATED] == sum(number % 2 == 0 for number in numbers)
+            began = time.monotonic()
+            os.kill(engine.child("output").pid, signal.SIGKILL)
             await answers.must_be_exact()
-            assert engine.number(StatusBoard.SERVING) == 1 and not client.counters[0][MigrationCounters.GIVEN_UP]
-            await engine.must_be_empty()
+            print(f"life {life}: all answers were there {time.monotonic() - began:.2f} s after the kill")
+            assert engine.child("output").member == ProcessId("output", 0, 0, 1, life)
+        assert others(engine) == before and engine.number(StatusBoard.SERVING) == 1
+        assert client.counters[0][MIGRATED] == 24 and client.counters[0][MigrationCounters.GIVEN_UP] == 0
+        entry = engine.launcher.board.members[-2]
+        assert (entry.incarnation, entry.life, entry.pid) == (1, 2, engine.child("output").pid)
+        await engine.must_be_empty()
 
-    asyncio.run(scene())
+
+@in_a_loop
+async def test_requests_of_the_other_output_go_on_undisturbed() -> None:
+    async with running(output_processors=2) as engine, Client(engine.launcher.cluster, 0) as client:
+        answers = Answers(engine, client, 12, 1000)
+        await answers.begun()
+        numbers = set(client._streams)
+        os.kill(engine.child("output", 0).pid, signal.SIGKILL)
+        await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 1)
+        steps, row = engine.number(StatusBoard.STEPS), engine.launcher.board.row(0)
+        await engine.until(lambda: row[StatusBoard.STEPS] > steps + 50 and row[StatusBoard.ABSENT_OUTPUTS])
+        assert {number for number in numbers if number % 2} <= set(client._streams), "one was submitted again"
+        assert client.counters[0][MIGRATED] == sum(number % 2 == 0 for number in numbers)
+        await answers.must_be_exact()
+        assert engine.number(StatusBoard.SERVING) == 1 and not client.counters[0][MigrationCounters.GIVEN_UP]
+        await engine.must_be_empty()
 
 
 class DiesWithTheLastChunk(output_processor.OutputProcessor):
@@ -125,18 +122,16 @@ def dies_with_the_last_chunk(cluster: Cluster, me: ProcessId) -> None:
     output.close()
 
 
-def test_request_whose_last_chunk_died_with_the_output_is_answered() -> None:
-    async def scene() -> None:
-        async with (
-            tree_with("output", dies_with_the_last_chunk) as engine,
-            Client(engine.launcher.cluster, 0) as client,
-        ):
-            answers = Answers(engine, client, 3, 30)
-            await answers.must_be_exact()
-            assert engine.number(StatusBoard.SERVING) == 1 and engine.child("output").member.life == 1
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_request_whose_last_chunk_died_with_the_output_is_answered() -> None:
+    async with (
+        tree_with("output", dies_with_the_last_chunk) as engine,
+        Client(engine.launcher.cluster, 0) as client,
+    ):
+        answers = Answers(engine, client, 3, 30)
+        await answers.must_be_exact()
+        assert engine.number(StatusBoard.SERVING) == 1 and engine.child("output").member.life == 1
+        await engine.must_be_empty()
 
 
 def hangs(cluster: Cluster, me: ProcessId) -> None:
@@ -148,65 +143,58 @@ def hangs(cluster: Cluster, me: ProcessId) -> None:
     output.close()
 
 
-def test_output_that_makes_no_room_is_killed_by_the_core_and_started_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_output_that_makes_no_room_is_killed_by_the_core_and_started_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     Ring = penstock.Ring
 
     def small(carried: Any, *, name: str, **options: Any) -> Any:
         return Ring(carried, name=name, **options | {"capacity": 4096} if name.startswith("tokens") else options)
 
     monkeypatch.setattr(penstock, "Ring", small)
-
-    async def scene() -> None:
-        async with tree_with("output", hangs) as engine, Client(engine.launcher.cluster, 0) as client:
-            before = others(engine)
-            await Answers(engine, client, 4).must_be_exact()
-            assert engine.child("output").member.life == 1 and others(engine) == before
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
+    async with tree_with("output", hangs) as engine, Client(engine.launcher.cluster, 0) as client:
+        before = others(engine)
+        await Answers(engine, client, 4).must_be_exact()
+        assert engine.child("output").member.life == 1 and others(engine) == before
+        await engine.must_be_empty()
 
 
 @tiers.needs_all
-def test_output_whose_lives_are_short_again_and_again_costs_its_group() -> None:
-    async def scene() -> None:
-        async with running() as engine, Client(engine.launcher.cluster, 0) as client:
-            for life in range(4):
-                await must_begin_life(engine, life)
-                engine.child("output").signal(signal.SIGKILL)
-            await engine.until(lambda: engine.number(StatusBoard.SERVING) == 2, START)
-            await Answers(engine, client, 2, 20).must_be_exact()
-            assert engine.child("output").member == ProcessId("output", 0, 0, 2)
-
-    asyncio.run(scene())
-
-
-def test_tree_that_ends_while_an_output_is_away_leaves_nothing() -> None:
-    async def scene() -> None:
-        async with running(output_processors=2) as engine, Client(engine.launcher.cluster, 0) as client:
-            answers = Answers(engine, client, 4, 3000)
-            await answers.begun()
-            engine.child("output", 1).signal(signal.SIGKILL)
-            await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 2)
-            await engine.until(lambda: len(engine.children()) == 4)  # its next life loads
-            for task in answers.tasks:
-                task.cancel()
-            await asyncio.gather(*answers.tasks, return_exceptions=True)
-
-    asyncio.run(scene())
-
-
-def test_request_that_is_given_up_while_its_output_is_away_leaves_nothing() -> None:
-    async def scene() -> None:
-        async with running() as engine, Client(engine.launcher.cluster, 0) as client:
+@in_a_loop
+async def test_output_whose_lives_are_short_again_and_again_costs_its_group() -> None:
+    async with running() as engine, Client(engine.launcher.cluster, 0) as client:
+        for life in range(4):
+            await must_begin_life(engine, life)
             engine.child("output").signal(signal.SIGKILL)
-            await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 1)
-            streams = [await client.submit(prompt(), SamplingParams(max_tokens=9)) for _ in range(3)]
-            await engine.until(lambda: engine.number(StatusBoard.OPEN) == 3)
-            for stream in streams[:2]:
-                stream.abort()
-            await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 1)
-            actual = [token async for piece in streams[2] for token in piece.ids]
-            assert len(actual) == 9
-            await engine.must_be_empty()
+        await engine.until(lambda: engine.number(StatusBoard.SERVING) == 2, START)
+        await Answers(engine, client, 2, 20).must_be_exact()
+        assert engine.child("output").member == ProcessId("output", 0, 0, 2)
 
-    asyncio.run(scene())
+
+@in_a_loop
+async def test_tree_that_ends_while_an_output_is_away_leaves_nothing() -> None:
+    async with running(output_processors=2) as engine, Client(engine.launcher.cluster, 0) as client:
+        answers = Answers(engine, client, 4, 3000)
+        await answers.begun()
+        engine.child("output", 1).signal(signal.SIGKILL)
+        await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 2)
+        await engine.until(lambda: len(engine.children()) == 4)  # its next life loads
+        for task in answers.tasks:
+            task.cancel()
+        await asyncio.gather(*answers.tasks, return_exceptions=True)
+
+
+@in_a_loop
+async def test_request_that_is_given_up_while_its_output_is_away_leaves_nothing() -> None:
+    async with running() as engine, Client(engine.launcher.cluster, 0) as client:
+        engine.child("output").signal(signal.SIGKILL)
+        await engine.until(lambda: engine.number(StatusBoard.ABSENT_OUTPUTS) == 1)
+        streams = [await client.submit(prompt(), SamplingParams(max_tokens=9)) for _ in range(3)]
+        await engine.until(lambda: engine.number(StatusBoard.OPEN) == 3)
+        for stream in streams[:2]:
+            stream.abort()
+        await engine.until(lambda: engine.number(StatusBoard.OPEN) <= 1)
+        actual = [token async for piece in streams[2] for token in piece.ids]
+        assert len(actual) == 9
+        await engine.must_be_empty()

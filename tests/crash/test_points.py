@@ -8,7 +8,7 @@ import pytest
 
 from penstock import _native
 from tests.conftest import eventually
-from tests.crash import actors, keepers
+from tests.crash import keepers
 from tests.crash.scenes import Cast, Scene
 from tests.crash.zygote import Zygote
 
@@ -128,28 +128,3 @@ def test_sender_goes_on_with_new_receivers_when_all_die_at_once(zygote: Zygote) 
             scene.add("receiver", index).hear("ready")
         scene.must_flow()
         scene.finish()
-
-
-def test_committed_records_of_a_dead_sender_come_before_its_death(zygote: Zygote) -> None:
-    with Scene(zygote, "inbox", pause=0.0) as scene:
-        scene.fill()
-        scene.must_flow(50)
-        victim = next(player for player in scene.cast if player.role == "sender")
-        victim.kill()
-        scene.must_be_told(victim, scene.bury(victim))
-        sent = scene.board.sent(victim.actor)
-        assert sent > 0
-        scene.add("sender", victim.index).hear("ready")
-        scene.must_flow()
-        scene.finish()  # accounts for all of them, in order
-
-
-def test_the_board_is_what_it_says() -> None:
-    board = actors.Board.create()
-    board.note(7, actors.SENT, 12)
-    board.note(7, actors.RECEIVED, 13)
-    other = actors.Board(board.segment)
-    assert (other.sent(7), other.received(7), other.sent(6), other.received(8)) == (12, 13, 0, 0)
-    assert not other.is_over
-    board.end()
-    assert other.is_over

@@ -20,6 +20,7 @@ from penstock.server.status.counters import ProcessCounters
 from tests import tiers
 from tests.e2e.test_server import Served, run_server
 from tests.support.engine import START, simulated_device
+from tests.support.loops import in_a_loop
 from tests.support.serving import ANSWERED_WITHIN, LIMITS, SHAPE, Asked, Load, Question, must_be_as_before
 
 STEP_TIMEOUT = 2.0  # seconds; a process that is stopped for longer is killed
@@ -121,34 +122,29 @@ async def in_chaos(
 
 
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 240)
-def test_server_answers_undisturbed_clients_and_errors_the_others(seed: int) -> None:
-    async def scene() -> None:
-        async with run_server(
-            LIMITS, simulated=simulated_device(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE
-        ) as served:
-            await in_chaos(served, seed)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_server_answers_undisturbed_clients_and_errors_the_others(seed: int) -> None:
+    async with run_server(
+        LIMITS, simulated=simulated_device(step_seconds=0.003), step_timeout=STEP_TIMEOUT, **SHAPE
+    ) as served:
+        await in_chaos(served, seed)
 
 
 @tiers.needs_soak  # a model takes seconds to come again
 @pytest.mark.timeout(tiers.CHAOS_SECONDS + 1500)
-def test_so_does_one_with_a_model(seed: int, tmp_path: Path) -> None:
+@in_a_loop
+async def test_server_with_a_model_answers_undisturbed_clients(seed: int, tmp_path: Path) -> None:
     from tests.e2e.test_server_models import save_tokenizer
     from tests.support.models import ENGINE_SIZES, build_family
 
     build_family("llama", tmp_path)
     save_tokenizer(tmp_path)
-
-    async def scene() -> None:
-        shape = {**SHAPE, "tensor_parallel_size": 1}
-        options = {"simulated": None, "model": str(tmp_path), "step_timeout": 5.0, **ENGINE_SIZES, **shape}
-        async with run_server(LIMITS, MODEL_START, **options) as served:
-            known = []
-            for prompt in ("hello", "a story", "abc abc", "one two three"):
-                body = {"model": tmp_path.name, "prompt": prompt, "max_tokens": 30, "temperature": 0}
-                done = await served.client.completions.create(**body, extra_body={"ignore_eos": True})
-                known.append(Question(prompt, 30, done.choices[0].text))
-            await in_chaos(served, seed, lambda chance: chance.choice(known), MODEL_START)
-
-    asyncio.run(scene())
+    shape = {**SHAPE, "tensor_parallel_size": 1}
+    options = {"simulated": None, "model": str(tmp_path), "step_timeout": 5.0, **ENGINE_SIZES, **shape}
+    async with run_server(LIMITS, MODEL_START, **options) as served:
+        known = []
+        for prompt in ("hello", "a story", "abc abc", "one two three"):
+            body = {"model": tmp_path.name, "prompt": prompt, "max_tokens": 30, "temperature": 0}
+            done = await served.client.completions.create(**body, extra_body={"ignore_eos": True})
+            known.append(Question(prompt, 30, done.choices[0].text))
+        await in_chaos(served, seed, lambda chance: chance.choice(known), MODEL_START)

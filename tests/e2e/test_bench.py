@@ -13,26 +13,19 @@ import pytest
 
 from tests import tiers
 from tests.conftest import eventually
+from tests.support.benches import ROOT, quick_run
 
-ROOT = Path(__file__).parent.parent.parent
 OURS = "penstock-store,penstock-produce,pickle-5,penstock-serving"
 
 
 @tiers.needs_all
 def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_path: Path) -> None:
-    environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_PEER_PYTHON"}
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.tensors", "--quick", "--json", "--impl", OURS, "--out", str(tmp_path)],
-        cwd=ROOT, env=environment, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
-    records = [json.loads(line) for line in run.stdout.splitlines()]
-    assert (tmp_path / "tensors.jsonl").read_text().splitlines() == run.stdout.splitlines()
+    records, tables = quick_run("tensors", "--impl", OURS, "--out", tmp_path)
+    assert list(map(json.loads, (tmp_path / "tensors.jsonl").read_text().splitlines())) == records
 
     def of(case: str, impl: str = "penstock-store") -> list[dict[str, object]]:
         return [record for record in records if record["case"] == case and record["impl"] == impl]
 
-    assert not [record for record in records if record["case"] == "failed"]
     sizes = {1 << 20, 2 << 20}
     for impl in ("penstock-store", "penstock-produce", "pickle-5"):
         assert {record["nbytes"] for record in of("carry", impl)} == sizes
@@ -45,20 +38,14 @@ def test_a_quick_run_of_the_tensors_measures_every_case_and_loses_nothing(tmp_pa
 
     assert figure("memory for one image") == pytest.approx(1, abs=0.3)  # times its size; 3 would be a copy for each
     assert figure("request message with one image") == 45
-    assert "Targets" in run.stderr
+    assert "Targets" in tables
 
 
 @tiers.needs_all
 def test_quick_engine_bench_measures_each_cluster_with_exact_answers(tmp_path: Path) -> None:
     ways = {"penstock", "outputs-in-core", "classic-zeromq"}
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.engine", "--quick", "--json", "--impl", ",".join(ways), "--out", tmp_path],
-        cwd=ROOT, capture_output=True, text=True, timeout=100,
-    )  # fmt: skip
-    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
-    records = [json.loads(line) for line in run.stdout.splitlines()]
-    assert (tmp_path / "engine.jsonl").read_text().splitlines() == run.stdout.splitlines()
-    assert not [record for record in records if record["case"] == "failed"]
+    records, tables = quick_run("engine", "--impl", ",".join(sorted(ways)), "--out", tmp_path)
+    assert list(map(json.loads, (tmp_path / "engine.jsonl").read_text().splitlines())) == records
     decoded = {record["impl"]: record for record in records if record["case"] == "decode"}
     assert decoded.keys() == ways
     for record in decoded.values():
@@ -69,35 +56,25 @@ def test_quick_engine_bench_measures_each_cluster_with_exact_answers(tmp_path: P
     assert "whole_state_us" in parts["classic-zeromq"]
     shares = [(record["impl"], record["share"]) for record in records if record["case"] == "images"]
     assert sorted(shares) == [("classic-zeromq", 0), ("classic-zeromq", 1), ("penstock", 0), ("penstock", 1)]
-    assert "Targets" in run.stderr
+    assert "Targets" in tables
 
 
 def test_quick_server_bench_serves_all_streams_and_forgets_gone_clients() -> None:
     """The real model, and vLLM beside it, take minutes and are not run here."""
     pytest.importorskip("httptools")
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.serve", "--quick", "--json", "--only", "streams,gone"],
-        cwd=ROOT, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
-    records = {record["case"]: record for record in map(json.loads, run.stdout.splitlines())}
-    assert "failed" not in records
+    lines, tables = quick_run("serve", "--only", "streams,gone")
+    records = {record["case"]: record for record in lines}
     assert records["streams"]["served"] == records["streams"]["open_at_once"] == 50
     assert 0 < records["streams"]["growth_kb"] < 2000 and records["streams"]["tpot_ms"] > 15  # a step takes 20 ms
     assert 0 < records["gone"]["gone_p50_ms"] <= records["gone"]["gone_most_ms"]
     assert records["start"]["first_answer_s"] > 0.1
-    assert "Targets" in run.stderr
+    assert "Targets" in tables
 
 
 def run_sources(only: str) -> tuple[list[dict[str, Any]], str]:
-    """Returns the records and the tables of a quick run without vLLM."""
-    environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_PEER_PYTHON"}
-    command = [sys.executable, "-m", "bench.sources", "--quick", "--json", "--impl", "penstock", "--only", only]
-    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=400)
-    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
-    records = [json.loads(line) for line in run.stdout.splitlines()]
-    assert not [record for record in records if record["case"] in ("failed", "skipped")], records
-    return records, run.stderr
+    records, tables = quick_run("sources", "--impl", "penstock", "--only", only, within=400)
+    assert not [record for record in records if record["case"] == "skipped"], records
+    return records, tables
 
 
 @tiers.needs_all
@@ -136,13 +113,7 @@ def test_quick_sources_measure_both_transports_of_images_and_videos() -> None:
 def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None:
     pytest.importorskip("httptools")
     pytest.importorskip("torch")
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.serve", "--quick", "--json", "--only", "migration"],
-        cwd=ROOT, capture_output=True, text=True, timeout=400,
-    )  # fmt: skip
-    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
-    records = [json.loads(line) for line in run.stdout.splitlines()]
-    assert not [record for record in records if record["case"] == "failed"]
+    records, _ = quick_run("serve", "--only", "migration", within=400)
     another, only = (record for record in records if record["case"] == "migration")
     assert another["cluster"] == "another group is there" and another["paused"] > 0 < another["restart_ms"]
     assert only["paused"] == only["streams"] and only["pause_max_ms"] > only["restart_ms"] / 2
@@ -179,12 +150,7 @@ def test_benchmark_ended_during_start_leaves_nothing_of_its_server(tmp_path: Pat
 @tiers.needs_all
 def test_quick_encodings_bench_measures_and_counts_both_modes() -> None:
     pytest.importorskip("transformers")
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.encode", "--quick", "--json", "--images", "2", "--impl", "store,weights"],
-        cwd=ROOT, capture_output=True, text=True, timeout=110,
-    )  # fmt: skip
-    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
-    records = [json.loads(line) for line in run.stdout.splitlines()]
+    records, tables = quick_run("encode", "--images", 2, "--impl", "store,weights")
     encoded = {record["impl"]: record["encodings"] for record in records if record["case"] == "encode"}
     assert encoded == {"store": 1, "weights": 2}
-    assert "Targets" in run.stderr
+    assert "Targets" in tables

@@ -17,6 +17,7 @@ from bench.impls import Unavailable
 from bench.impls.peer import python_with
 from tests import tiers
 from tests.conftest import eventually
+from tests.support.benches import quick_run
 
 ROOT = Path(__file__).parent.parent.parent
 GUARD = ROOT / "bench" / "harness" / "guard.py"
@@ -98,16 +99,11 @@ def test_a_server_that_cannot_start_leaves_the_other_cases_to_be_measured(tmp_pa
 @pytest.mark.timeout(300)
 def test_a_quick_run_measures_the_queue_of_all_three_ways() -> None:
     try:
-        python_with("vllm")
+        peer = python_with("vllm")
     except Unavailable as reason:
         pytest.skip(str(reason))
-    run = subprocess.run(
-        [sys.executable, "-m", "bench.vllm", "--quick", "--json", "--only", "queue,large,steps"],
-        cwd=ROOT, capture_output=True, text=True, timeout=280,
-    )  # fmt: skip
-    assert run.returncode in (0, 1), run.stderr  # 1: a target was missed, which this says nothing about
-    records = [json.loads(line) for line in run.stdout.splitlines()]
-    assert not [record for record in records if record["case"] in ("failed", "skipped")], run.stderr
+    records, _ = quick_run("vllm", "--only", "queue,large,steps", within=280, peer=peer)
+    assert not [record for record in records if record["case"] == "skipped"], records
 
     def ways_of(case: str) -> set[str]:
         return {record["impl"] for record in records if record["case"] == case}

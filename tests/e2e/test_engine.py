@@ -12,6 +12,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from tests import tiers
 from tests.support.engine import Running, answered, prompt, running, simulated_device
+from tests.support.loops import in_a_loop
 
 END = 7
 
@@ -28,82 +29,72 @@ async def must_answer_by_the_rule(engine: Running, client: Client, length: int, 
     ("overlap", "outputs"),
     [(True, 2), (False, 0), *tiers.only_in_all((True, 0), (False, 2))],
 )
-def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: int) -> None:
-    async def scene() -> None:
-        simulated = simulated_device(end_id=END, end_one_in=40)
-        options = {"tensor_parallel_size": 2, "api_server_count": 2, "max_num_seqs": 24, "max_num_batched_tokens": 64}
-        async with running(
-            async_scheduling=overlap, output_processors=outputs, simulated=simulated, **options
-        ) as engine:
-            async with Client(engine.launcher.cluster, 0) as first, Client(engine.launcher.cluster, 1) as other:
-                answers = [
-                    must_answer_by_the_rule(engine, client, 1 + 7 * number, 1 + 5 * number, 1 + number % 3)
-                    for number in range(20)
-                    for client in (first, other)
-                ]
-                await asyncio.gather(*answers)
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_all_clients_get_exactly_the_tokens_of_the_rule(overlap: bool, outputs: int) -> None:
+    simulated = simulated_device(end_id=END, end_one_in=40)
+    options = {"tensor_parallel_size": 2, "api_server_count": 2, "max_num_seqs": 24, "max_num_batched_tokens": 64}
+    async with running(async_scheduling=overlap, output_processors=outputs, simulated=simulated, **options) as engine:
+        async with Client(engine.launcher.cluster, 0) as first, Client(engine.launcher.cluster, 1) as other:
+            answers = [
+                must_answer_by_the_rule(engine, client, 1 + 7 * number, 1 + 5 * number, 1 + number % 3)
+                for number in range(20)
+                for client in (first, other)
+            ]
+            await asyncio.gather(*answers)
+        await engine.must_be_empty()
 
 
 @pytest.mark.parametrize(("outputs", "samples"), [pytest.param(0, 1, marks=tiers.needs_all), (2, 2)])
-def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, samples: int, seed: int) -> None:
+@in_a_loop
+async def test_random_lengths_up_to_the_models_are_answered_by_the_rule(outputs: int, samples: int, seed: int) -> None:
     """With requests that join, go, are preempted, and find the blocks of others, in tables that grow."""
+    chance, longest = random.Random(seed), 4096
+    simulated = simulated_device(step_seconds=0.0002, blocks=longest // 16 + 60)
+    options = {
+        "tensor_parallel_size": 2,
+        "max_num_seqs": 12,
+        "max_model_len": longest,
+        "output_processors": outputs,
+    }
+    async with running(simulated=simulated, **options) as engine:
+        beginning = prompt(longest)
 
-    async def scene() -> None:
-        chance, longest = random.Random(seed), 4096
-        simulated = simulated_device(step_seconds=0.0002, blocks=longest // 16 + 60)
-        options = {
-            "tensor_parallel_size": 2,
-            "max_num_seqs": 12,
-            "max_model_len": longest,
-            "output_processors": outputs,
-        }
-        async with running(simulated=simulated, **options) as engine:
-            beginning = prompt(longest)
+        async def answered_with_priority(client: Client, length: int, priority: int) -> None:
+            size = chance.randint(1, min(length - 1, 1500))
+            ids = np.concatenate([beginning[: chance.randint(0, size - 1)], prompt(size)])[:size]
+            params = SamplingParams(n=samples, max_tokens=length - size)
+            actual: list[list[int]] = [[] for _ in range(samples)]
+            async with await client.submit(ids, params, priority=priority) as stream:
+                async for piece in stream:
+                    actual[piece.sample] += piece.ids
+            assert actual == [engine.rule.answer(ids, length - size, sample) for sample in range(samples)]
 
-            async def answered_with_priority(client: Client, length: int, priority: int) -> None:
-                size = chance.randint(1, min(length - 1, 1500))
-                ids = np.concatenate([beginning[: chance.randint(0, size - 1)], prompt(size)])[:size]
-                params = SamplingParams(n=samples, max_tokens=length - size)
-                actual: list[list[int]] = [[] for _ in range(samples)]
-                async with await client.submit(ids, params, priority=priority) as stream:
-                    async for piece in stream:
-                        actual[piece.sample] += piece.ids
-                assert actual == [engine.rule.answer(ids, length - size, sample) for sample in range(samples)]
-
-            lengths = [size + more for size in (256, 512, 1024, 2048) for more in (0, 1, chance.randint(2, 200))]
-            lengths += [longest, longest, chance.randint(2, longest)]
-            chance.shuffle(lengths)
-            async with Client(engine.launcher.cluster, 0) as client:
-                everybody = []
-                for number, length in enumerate(lengths):
-                    everybody.append(asyncio.ensure_future(answered_with_priority(client, length, -(number % 3))))
-                    await asyncio.sleep(chance.uniform(0, 0.05))
-                gone = asyncio.ensure_future(answered_with_priority(client, longest, 0))
-                await asyncio.sleep(0.1)
-                gone.cancel()
-                await asyncio.gather(*everybody)
-            assert engine.number(StatusBoard.PREEMPTIONS) > 0
-            await engine.must_be_empty()
-
-    asyncio.run(scene())
+        lengths = [size + more for size in (256, 512, 1024, 2048) for more in (0, 1, chance.randint(2, 200))]
+        lengths += [longest, longest, chance.randint(2, longest)]
+        chance.shuffle(lengths)
+        async with Client(engine.launcher.cluster, 0) as client:
+            everybody = []
+            for number, length in enumerate(lengths):
+                everybody.append(asyncio.ensure_future(answered_with_priority(client, length, -(number % 3))))
+                await asyncio.sleep(chance.uniform(0, 0.05))
+            gone = asyncio.ensure_future(answered_with_priority(client, longest, 0))
+            await asyncio.sleep(0.1)
+            gone.cancel()
+            await asyncio.gather(*everybody)
+        assert engine.number(StatusBoard.PREEMPTIONS) > 0
+        await engine.must_be_empty()
 
 
-def test_what_a_request_can_meet() -> None:
+@in_a_loop
+async def test_what_a_request_can_meet() -> None:
     """One engine for all of it: starting one takes longer than any of this."""
-
-    async def scene() -> None:
-        async with running(max_model_len=256) as engine, Client(engine.launcher.cluster, 0) as client:
-            await an_aborted_request_ends_and_gives_its_blocks_back(engine, client)
-            await one_that_can_never_run_is_refused_with_the_reason(client)
-            await one_that_takes_too_long_ends_with_a_time_out(engine, client)
-            await a_stop_string_ends_it_and_is_not_shown(engine, client)
-            await what_nobody_has_taken_yet_comes_as_one_piece(client)
-            await who_is_cancelled_aborts(engine, client)
-
-    asyncio.run(scene())
+    async with running(max_model_len=256) as engine, Client(engine.launcher.cluster, 0) as client:
+        await an_aborted_request_ends_and_gives_its_blocks_back(engine, client)
+        await one_that_can_never_run_is_refused_with_the_reason(client)
+        await one_that_takes_too_long_ends_with_a_time_out(engine, client)
+        await a_stop_string_ends_it_and_is_not_shown(engine, client)
+        await what_nobody_has_taken_yet_comes_as_one_piece(client)
+        await who_is_cancelled_aborts(engine, client)
 
 
 async def an_aborted_request_ends_and_gives_its_blocks_back(engine: Running, client: Client) -> None:
@@ -161,19 +152,17 @@ async def who_is_cancelled_aborts(engine: Running, client: Client) -> None:
     await engine.must_be_empty()
 
 
-def test_requests_are_shared_among_the_groups_and_equal_beginnings_meet() -> None:
-    async def scene() -> None:
-        async with (
-            running(data_parallel_size=2, output_processors=1) as engine,
-            Client(engine.launcher.cluster, 0) as client,
-        ):
-            ids = prompt(100)
-            first = await client.submit(ids, SamplingParams(max_tokens=2))
-            streams = [await client.submit(prompt(), SamplingParams(max_tokens=50)) for _ in range(20)]
-            again = await client.submit(np.append(ids, 5), SamplingParams(max_tokens=2))
-            for stream in (first, *streams, again):
-                assert [piece async for piece in stream][-1].reason == FinishReason.LENGTH
-            assert {stream.group for stream in streams} == {0, 1}
-            assert again.group == first.group
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_requests_are_shared_among_the_groups_and_equal_beginnings_meet() -> None:
+    async with (
+        running(data_parallel_size=2, output_processors=1) as engine,
+        Client(engine.launcher.cluster, 0) as client,
+    ):
+        ids = prompt(100)
+        first = await client.submit(ids, SamplingParams(max_tokens=2))
+        streams = [await client.submit(prompt(), SamplingParams(max_tokens=50)) for _ in range(20)]
+        again = await client.submit(np.append(ids, 5), SamplingParams(max_tokens=2))
+        for stream in (first, *streams, again):
+            assert [piece async for piece in stream][-1].reason == FinishReason.LENGTH
+        assert {stream.group for stream in streams} == {0, 1}
+        assert again.group == first.group

@@ -22,6 +22,7 @@ from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.engine import START, Running  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import BLOCK_SIZE, Asked, Family, build_family  # noqa: E402
 
 
@@ -69,33 +70,30 @@ def encoded(engine: Running, word: int = StatusBoard.ENCODINGS) -> int:
         pytest.param("idefics3", 2, 1, "data", marks=tiers.needs_all),
     ],
 )
-def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mode: str | None, tmp_path: Path) -> None:
+@in_a_loop
+async def test_each_image_is_encoded_once(name: str, ranks: int, groups: int, mode: str | None, tmp_path: Path) -> None:
     """In each group, one after the other and at the same time; without a mode, there is a store of encodings."""
     family = build_family(name, tmp_path)
     options = {"tensor_parallel_size": ranks, "data_parallel_size": groups, "mm_encoder_tp_mode": mode}
     pairs = list(zip(family.requests, family.answers, strict=True))
-
-    async def scene() -> None:
-        launcher = Launcher(config_of(family, tmp_path, **options))
-        engine = Computing(launcher)
-        try:
-            launcher.start()
-            await launcher.serving(2 * START)
-            async with Client(launcher.cluster, 0) as client:
-                together = [answer(client, family, pairs[2][0], group) for group in range(groups)]
-                assert await asyncio.gather(*together) == [pairs[2][1]] * groups
-                for request, expected in pairs:
-                    for group in range(groups):
-                        assert await answer(client, family, request, group) == expected
-            await engine.until(lambda: encoded(engine) >= len(family.images))
-            assert encoded(engine) == len(family.images)
-            assert encoded(engine, StatusBoard.ENCODINGS_UNSHARED) == 0
-            if groups > 1:
-                assert encoded(engine, StatusBoard.ENCODINGS_FOUND) >= len(family.images)
-        finally:
-            await launcher.stop()
-
-    asyncio.run(scene())
+    launcher = Launcher(config_of(family, tmp_path, **options))
+    engine = Computing(launcher)
+    try:
+        launcher.start()
+        await launcher.serving(2 * START)
+        async with Client(launcher.cluster, 0) as client:
+            together = [answer(client, family, pairs[2][0], group) for group in range(groups)]
+            assert await asyncio.gather(*together) == [pairs[2][1]] * groups
+            for request, expected in pairs:
+                for group in range(groups):
+                    assert await answer(client, family, request, group) == expected
+        await engine.until(lambda: encoded(engine) >= len(family.images))
+        assert encoded(engine) == len(family.images)
+        assert encoded(engine, StatusBoard.ENCODINGS_UNSHARED) == 0
+        if groups > 1:
+            assert encoded(engine, StatusBoard.ENCODINGS_FOUND) >= len(family.images)
+    finally:
+        await launcher.stop()
 
 
 def slow(path: Path, monkeypatch: pytest.MonkeyPatch) -> Family:
@@ -122,43 +120,40 @@ def writers(store: Store) -> list[int]:
 
 
 @tiers.needs_all
-def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
+@in_a_loop
+async def test_an_engine_goes_on_when_the_one_that_encodes_its_image_dies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     family = slow(tmp_path, monkeypatch)
     request, expected = family.requests[0], family.answers[0]
-
-    async def scene() -> None:
-        launcher = Launcher(config_of(family, tmp_path, data_parallel_size=2))
-        engine = Computing(launcher)
-        try:
-            launcher.start()
-            await launcher.serving(2 * START)
-            store = launcher.cluster.encodings
-            assert store is not None
-            async with Client(launcher.cluster, 0) as client:
-                dying = asyncio.ensure_future(answer(client, family, request, 0))
-                await engine.until(lambda: writers(store))
-                waiting = asyncio.ensure_future(answer(client, family, request, 1))
-                await engine.until(lambda: store.stats().fills_awaited)
-                assert writers(store), "the image was encoded too soon for this test"
-                worker = next(
-                    child for child in engine.children() if (child.member.kind, child.member.group) == ("worker", 0)
-                )
-                os.kill(worker.pid, signal.SIGKILL)
-                assert await waiting == expected
-                try:
-                    assert await dying == expected  # a request may have moved to the other engine
-                except EngineError as error:
-                    assert error.status == 503
-                await engine.until(lambda: engine.number(StatusBoard.ENCODINGS, 1) == 1)
-                assert engine.number(StatusBoard.ENCODINGS_UNSHARED, 1) == 0
-                await engine.serving_again(client)
-                assert await answer(client, family, request, 0) == expected
-                await engine.until(lambda: engine.number(StatusBoard.ENCODINGS_FOUND, 0) == 1)
-                assert engine.number(StatusBoard.ENCODINGS, 0) == 0
-            assert not writers(store)
-        finally:
-            await launcher.stop()
-
-    asyncio.run(scene())
+    launcher = Launcher(config_of(family, tmp_path, data_parallel_size=2))
+    engine = Computing(launcher)
+    try:
+        launcher.start()
+        await launcher.serving(2 * START)
+        store = launcher.cluster.encodings
+        assert store is not None
+        async with Client(launcher.cluster, 0) as client:
+            dying = asyncio.ensure_future(answer(client, family, request, 0))
+            await engine.until(lambda: writers(store))
+            waiting = asyncio.ensure_future(answer(client, family, request, 1))
+            await engine.until(lambda: store.stats().fills_awaited)
+            assert writers(store), "the image was encoded too soon for this test"
+            worker = next(
+                child for child in engine.children() if (child.member.kind, child.member.group) == ("worker", 0)
+            )
+            os.kill(worker.pid, signal.SIGKILL)
+            assert await waiting == expected
+            try:
+                assert await dying == expected  # a request may have moved to the other engine
+            except EngineError as error:
+                assert error.status == 503
+            await engine.until(lambda: engine.number(StatusBoard.ENCODINGS, 1) == 1)
+            assert engine.number(StatusBoard.ENCODINGS_UNSHARED, 1) == 0
+            await engine.serving_again(client)
+            assert await answer(client, family, request, 0) == expected
+            await engine.until(lambda: engine.number(StatusBoard.ENCODINGS_FOUND, 0) == 1)
+            assert engine.number(StatusBoard.ENCODINGS, 0) == 0
+        assert not writers(store)
+    finally:
+        await launcher.stop()

@@ -16,14 +16,16 @@ from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.support.engine import START  # noqa: E402
+from tests.support.engine import START, launched  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, build_family, must_be_greedy  # noqa: E402
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
 @tiers.needs_all  # test_engine_ways has these answers, too
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
+@in_a_loop
+async def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
     family = build_family("llama", tmp_path)
     config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, **ENGINE_SIZES)
 
@@ -32,39 +34,29 @@ def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) ->
         async with await client.submit(prompt, params, timeout=START) as stream:
             return [token async for piece in stream for token in piece.ids]
 
-    async def scene() -> None:
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            await launcher.serving(2 * START)
-            async with Client(launcher.cluster, 0) as client:
-                pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
-                results = await asyncio.gather(
-                    *(answer(client, request.prompt, len(expected)) for request, expected in pairs)
-                )
-            assert results == [list(expected) for _, expected in pairs]
-            row = launcher.board.row(0)
-            while row[StatusBoard.SAMPLED] < sum(map(len, results)):  # it is written when the result has been sent
-                await asyncio.sleep(0.01)
-            assert row[StatusBoard.SAMPLED] == sum(map(len, results))
-            assert (
-                0 < row[StatusBoard.COMPUTED] <= sum(len(request.prompt) for request, _ in pairs)
-            )  # the cache has had the rest
-            assert (
-                0
-                < row[StatusBoard.BUSY_NS]
-                <= row[StatusBoard.BUSY_NS] + row[StatusBoard.IDLE_NS]
-                < time.monotonic_ns() - began
-            )
-        finally:
-            assert await launcher.stop() == []
-
-    asyncio.run(scene())
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
+        results = await asyncio.gather(*(answer(client, request.prompt, len(expected)) for request, expected in pairs))
+        assert results == [list(expected) for _, expected in pairs]
+        row = engine.launcher.board.row(0)
+        while row[StatusBoard.SAMPLED] < sum(map(len, results)):  # it is written when the result has been sent
+            await asyncio.sleep(0.01)
+        assert row[StatusBoard.SAMPLED] == sum(map(len, results))
+        assert (
+            0 < row[StatusBoard.COMPUTED] <= sum(len(request.prompt) for request, _ in pairs)
+        )  # the cache has had the rest
+        assert (
+            0
+            < row[StatusBoard.BUSY_NS]
+            <= row[StatusBoard.BUSY_NS] + row[StatusBoard.IDLE_NS]
+            < time.monotonic_ns() - began
+        )
 
 
 @tiers.needs_all  # test_long_answers has it without the processes
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path: Path) -> None:
+@in_a_loop
+async def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path: Path) -> None:
     """One request after the other, and then all at once, with room for two of the longest."""
     family = build_family("llama", tmp_path)
     requests = [Asked([5] * 200, [], 100), Asked([6, 7], [], 5), Asked([8] * 200, [], 312), Asked([9] * 5, [], 258)]
@@ -76,23 +68,15 @@ def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path:
         async with await client.submit(request.prompt, params, timeout=START) as stream:
             return [token async for piece in stream for token in piece.ids]
 
-    async def scene() -> None:
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            await launcher.serving(2 * START)
-            async with Client(launcher.cluster, 0) as client:
-                alone = [await answer(client, request) for request in requests]
-                together = await asyncio.gather(*(answer(client, request) for request in requests))
-            must_be_greedy(family.path, requests, alone)
-            must_be_greedy(family.path, requests, together)
-        finally:
-            assert await launcher.stop() == []
-
-    asyncio.run(scene())
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        alone = [await answer(client, request) for request in requests]
+        together = await asyncio.gather(*(answer(client, request) for request in requests))
+        must_be_greedy(family.path, requests, alone)
+        must_be_greedy(family.path, requests, together)
 
 
-def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) -> None:
+@in_a_loop
+async def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) -> None:
     """What the workers say of longrope reaches the scheduler: one long prompt begins as a short one before it."""
     family = build_family("llama", tmp_path, **changes("llama", "longrope"))
     sizes = {
@@ -104,28 +88,19 @@ def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) ->
     }
     config = EngineConfig(model=str(tmp_path), dtype="float32", **sizes)
     params = SamplingParams(temperature=0, max_tokens=COUNT, ignore_eos=True, detokenize=False)
-
-    async def scene() -> None:
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            await launcher.serving(2 * START)
-            async with Client(launcher.cluster, 0) as client:
-                cached = []
-                for request, answer in zip(family.requests, family.answers, strict=True):
-                    async with await client.submit(request.prompt, params, timeout=START) as stream:
-                        assert [token async for piece in stream for token in piece.ids] == answer
-                    cached.append(stream.cached_tokens)
-            lengths = [len(request.prompt) for request in family.requests]
-            assert dict(zip(lengths, cached, strict=True)) == {1: 0, 2: 0, 5: 0, 23: 0, 14: 0, 17: 12, 22: 0}
-        finally:
-            assert await launcher.stop() == []
-
-    asyncio.run(scene())
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        cached = []
+        for request, answer in zip(family.requests, family.answers, strict=True):
+            async with await client.submit(request.prompt, params, timeout=START) as stream:
+                assert [token async for piece in stream for token in piece.ids] == answer
+            cached.append(stream.cached_tokens)
+        lengths = [len(request.prompt) for request in family.requests]
+        assert dict(zip(lengths, cached, strict=True)) == {1: 0, 2: 0, 5: 0, 23: 0, 14: 0, 17: 12, 22: 0}
 
 
 @pytest.mark.parametrize(("name", "ranks"), [pytest.param("llava", 2, marks=tiers.needs_all), ("qwen2_vl", 1)])
-def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path) -> None:
+@in_a_loop
+async def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path) -> None:
     """With a key and without, in the store and inline; across chunks, and after preemption."""
     family = build_family(name, tmp_path)
     longest = family.blocks * BLOCK_SIZE
@@ -152,36 +127,33 @@ def test_images_are_seen_wherever_they_lie(name: str, ranks: int, tmp_path: Path
         async with await submitted as stream:
             return [token async for piece in stream for token in piece.ids]
 
-    async def scene() -> None:
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            await launcher.serving(START)
-            async with Client(launcher.cluster, 0) as client, Client(launcher.cluster, 1) as other:
-                store = launcher.cluster.store
-                assert store is not None
-                pairs = list(zip(family.requests, family.answers, strict=True))
-                for has_key in (True, False):
-                    scopes = [Scope(store, inline_nbytes=0) for _ in pairs]
-                    for sender, held in (
-                        (client, scopes),
-                        (other, [Scope() for _ in pairs]),
-                    ):  # the other sends all inline
-                        results = await asyncio.gather(
-                            *(
-                                answer(sender, scope, request, len(pair), has_key)
-                                for scope, (request, pair) in zip(held, pairs, strict=True)
-                            )
+    launcher = Launcher(config)
+    try:
+        launcher.start()
+        await launcher.serving(START)
+        async with Client(launcher.cluster, 0) as client, Client(launcher.cluster, 1) as other:
+            store = launcher.cluster.store
+            assert store is not None
+            pairs = list(zip(family.requests, family.answers, strict=True))
+            for has_key in (True, False):
+                scopes = [Scope(store, inline_nbytes=0) for _ in pairs]
+                for sender, held in (
+                    (client, scopes),
+                    (other, [Scope() for _ in pairs]),
+                ):  # the other sends all inline
+                    results = await asyncio.gather(
+                        *(
+                            answer(sender, scope, request, len(pair), has_key)
+                            for scope, (request, pair) in zip(held, pairs, strict=True)
                         )
-                        assert results == [list(expected) for _, expected in pairs], (has_key, sender is client)
-                        assert all(
-                            (scope.stats().inline > 0) == (sender is other) for scope in held if scope.stats().handles
-                        )
-                    assert not has_key or sum(scope.stats().hits for scope in scopes)
-            assert len(store.stats().items) == len(family.images)
-            while any(item.holders for item in store.stats().items) or store.stats().pool.blocks > len(family.images):
-                await asyncio.sleep(0.01)  # a worker has answered, and lets go of what it has read
-        finally:
-            await launcher.stop()
-
-    asyncio.run(scene())
+                    )
+                    assert results == [list(expected) for _, expected in pairs], (has_key, sender is client)
+                    assert all(
+                        (scope.stats().inline > 0) == (sender is other) for scope in held if scope.stats().handles
+                    )
+                assert not has_key or sum(scope.stats().hits for scope in scopes)
+        assert len(store.stats().items) == len(family.images)
+        while any(item.holders for item in store.stats().items) or store.stats().pool.blocks > len(family.images):
+            await asyncio.sleep(0.01)  # a worker has answered, and lets go of what it has read
+    finally:
+        await launcher.stop()

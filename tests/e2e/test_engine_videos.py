@@ -25,6 +25,7 @@ from penstock.tensor import Scope  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support import models  # noqa: E402
 from tests.support.engine import START  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import Asked  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
 from tests.unit.engine.media.test_image_processor import picture  # noqa: E402
@@ -86,7 +87,8 @@ class Watcher:
         pytest.param("smolvlm", 2, "auto", marks=tiers.needs_all),
     ],
 )
-def test_videos_are_answered_as_transformers_does(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
+@in_a_loop
+async def test_videos_are_answered_as_transformers_does(name: str, ranks: int, transport: str, tmp_path: Path) -> None:
     """Two videos and an image; again, from the store and the prefix cache; and as values of `submit`."""
     watcher = Watcher(name, tmp_path)
     has_store = transport != "inline"
@@ -104,47 +106,43 @@ def test_videos_are_answered_as_transformers_does(name: str, ranks: int, transpo
         threads=1,
     )
     text = f"u:ab{watcher.video}cd{watcher.image}\ne{watcher.video}what?"
+    launcher = Launcher(config)
+    try:
+        launcher.start()
+        await launcher.serving(2 * START)
+        store = launcher.cluster.store
+        assert (store is not None) == has_store
 
-    async def scene() -> None:
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            await launcher.serving(2 * START)
-            store = launcher.cluster.store
-            assert (store is not None) == has_store
+        async def ask(client: Client, seeds: tuple[int, int]) -> tuple[list[int], list[int], int]:
+            scope = Scope(store, inline_nbytes=0)
+            image = await watcher.images.load(picture(20, 24), scope)
+            media = [watcher.put(seeds[0], scope), image, watcher.put(seeds[1], scope)]
+            values = [media.item.open(store).value("numpy") for media in media]
+            ids, inputs = watcher.prompt(text, media)
+            expected = watcher.answer(ids, [dict(value) for value in values])
+            del values
+            async with await client.submit(ids, PARAMS, items=inputs, scope=scope, timeout=START) as stream:
+                answer = [id_ async for piece in stream for id_ in piece.ids]
+            return answer, expected, stream.cached_tokens
 
-            async def ask(client: Client, seeds: tuple[int, int]) -> tuple[list[int], list[int], int]:
-                scope = Scope(store, inline_nbytes=0)
-                image = await watcher.images.load(picture(20, 24), scope)
-                media = [watcher.put(seeds[0], scope), image, watcher.put(seeds[1], scope)]
-                values = [media.item.open(store).value("numpy") for media in media]
-                ids, inputs = watcher.prompt(text, media)
-                expected = watcher.answer(ids, [dict(value) for value in values])
-                del values
-                async with await client.submit(ids, PARAMS, items=inputs, scope=scope, timeout=START) as stream:
-                    answer = [id_ async for piece in stream for id_ in piece.ids]
-                return answer, expected, stream.cached_tokens
-
-            async with Client(launcher.cluster, 0) as client:
-                answer, want, cached = await ask(client, (1, 2))
-                assert answer == want and not cached
-                again, _, cached = await ask(client, (1, 2))
-                assert again == want and cached > 0
-                other, want, _ = await ask(client, (1, 3))
-                assert other == want != answer
-                ids, ((_, position, length),) = watcher.prompt(f"u:{watcher.video}?", [watcher.put(4, Scope())])
-                value = ImageInput(watcher.tensors(4), position, length, watcher.key(4))
-                async with await client.submit(ids, PARAMS, values=[value], timeout=START) as stream:
-                    answer = [id_ async for piece in stream for id_ in piece.ids]
-                assert answer == watcher.answer(ids, [watcher.tensors(4)])
-            # The image, and videos 1 to 4: each once for all ranks, where these share encodings.
-            encodings = 5 if config.encoder_tp_mode != "weights" else 5 * ranks
-            row = launcher.board.row(0)
-            while row[StatusBoard.ENCODINGS] < encodings:
-                await asyncio.sleep(0.01)
-            assert row[StatusBoard.ENCODINGS] == encodings
-        finally:
-            watcher.images.close()
-            assert await launcher.stop() == []
-
-    asyncio.run(scene())
+        async with Client(launcher.cluster, 0) as client:
+            answer, want, cached = await ask(client, (1, 2))
+            assert answer == want and not cached
+            again, _, cached = await ask(client, (1, 2))
+            assert again == want and cached > 0
+            other, want, _ = await ask(client, (1, 3))
+            assert other == want != answer
+            ids, ((_, position, length),) = watcher.prompt(f"u:{watcher.video}?", [watcher.put(4, Scope())])
+            value = ImageInput(watcher.tensors(4), position, length, watcher.key(4))
+            async with await client.submit(ids, PARAMS, values=[value], timeout=START) as stream:
+                answer = [id_ async for piece in stream for id_ in piece.ids]
+            assert answer == watcher.answer(ids, [watcher.tensors(4)])
+        # The image, and videos 1 to 4: each once for all ranks, where these share encodings.
+        encodings = 5 if config.encoder_tp_mode != "weights" else 5 * ranks
+        row = launcher.board.row(0)
+        while row[StatusBoard.ENCODINGS] < encodings:
+            await asyncio.sleep(0.01)
+        assert row[StatusBoard.ENCODINGS] == encodings
+    finally:
+        watcher.images.close()
+        assert await launcher.stop() == []

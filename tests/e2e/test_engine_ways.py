@@ -12,11 +12,11 @@ tokenizers = pytest.importorskip("tokenizers")
 from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.client.stream import EngineError  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.support.engine import START  # noqa: E402
+from tests.support.engine import START, launched  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import VOCABULARY, build_family  # noqa: E402
 
 WAYS = [  # overlap, output processors, ranks, prefix cache
@@ -101,7 +101,8 @@ class Expected:
 
 @pytest.mark.timeout(6 * START)
 @pytest.mark.parametrize(("overlap", "outputs", "ranks", "caching"), FEW if tiers.TIER == "push" else WAYS)
-def test_every_way_leads_to_the_same_answers_ends_and_counts(
+@in_a_loop
+async def test_every_way_leads_to_the_same_answers_ends_and_counts(
     overlap: bool, outputs: int, ranks: int, caching: bool, tmp_path: Path
 ) -> None:
     family = build_family("llama", tmp_path)
@@ -121,33 +122,23 @@ def test_every_way_leads_to_the_same_answers_ends_and_counts(
         "enable_prefix_caching": caching,
     }
     config = EngineConfig(model=str(tmp_path), dtype="float32", end_ids=(end_id,), **sizes, **way)
-
-    async def scene() -> None:
-        launcher = Launcher(config)
-        try:
-            launcher.start()
-            await launcher.serving(2 * START)
-            async with Client(launcher.cluster, 0) as client:
-                pairs = list(zip(family.requests, family.answers, strict=True))[:3]
-                all_asked = [Expected(client, list(request.prompt), list(answer)) for request, answer in pairs]
-                for _ in range(2):  # the second time the cache has them
-                    await asyncio.gather(
-                        *(expected.must_end_by_its_length() for expected in all_asked),
-                        *(expected.must_end_by_a_stop_string_across_two_tokens() for expected in all_asked),
-                        *(expected.must_end_by_an_id() for expected in all_asked),
-                    )
-                await all_asked[0].must_not_end_before_its_least_tokens(end_id)
-                await all_asked[0].must_draw_the_same_again()
-                with pytest.raises(EngineError, match=f"expected ids from 0 to {VOCABULARY - 1}"):
-                    await asyncio.wait_for(anext(await client.submit([1, VOCABULARY])), START)
-                row = launcher.board.row(0)
-                for _ in range(1000):
-                    if (row[StatusBoard.OPEN], row[StatusBoard.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"]):
-                        break
-                    await asyncio.sleep(0.01)
-                assert (row[StatusBoard.OPEN], row[StatusBoard.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"])
-                assert row[StatusBoard.SERVING] == 1, "the group has died"
-        finally:
-            assert await launcher.stop() == []
-
-    asyncio.run(asyncio.wait_for(scene(), 4 * START))
+    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
+        pairs = list(zip(family.requests, family.answers, strict=True))[:3]
+        all_asked = [Expected(client, list(request.prompt), list(answer)) for request, answer in pairs]
+        for _ in range(2):  # the second time the cache has them
+            await asyncio.gather(
+                *(expected.must_end_by_its_length() for expected in all_asked),
+                *(expected.must_end_by_a_stop_string_across_two_tokens() for expected in all_asked),
+                *(expected.must_end_by_an_id() for expected in all_asked),
+            )
+        await all_asked[0].must_not_end_before_its_least_tokens(end_id)
+        await all_asked[0].must_draw_the_same_again()
+        with pytest.raises(EngineError, match=f"expected ids from 0 to {VOCABULARY - 1}"):
+            await asyncio.wait_for(anext(await client.submit([1, VOCABULARY])), START)
+        row = engine.launcher.board.row(0)
+        for _ in range(1000):
+            if (row[StatusBoard.OPEN], row[StatusBoard.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"]):
+                break
+            await asyncio.sleep(0.01)
+        assert (row[StatusBoard.OPEN], row[StatusBoard.FREE_BLOCKS]) == (0, sizes["num_gpu_blocks_override"])
+        assert row[StatusBoard.SERVING] == 1, "the group has died"

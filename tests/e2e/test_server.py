@@ -28,6 +28,7 @@ from penstock.server.server_launcher import ServerLauncher  # noqa: E402
 from penstock.server.server_process import listen  # noqa: E402
 from tests.support.command import serving  # noqa: E402
 from tests.support.engine import START, Running, simulated_device  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 
 KEY = "sesame"
 MAX_OPEN = 8
@@ -456,12 +457,10 @@ def test_a_served_tree_whose_core_makes_text(shared: Any, scene: Callable[[Serve
     shared.play(scene)
 
 
-def test_a_server_that_dies_comes_again_and_the_other_one_answers() -> None:
-    async def scene() -> None:
-        async with run_server() as served:
-            await asyncio.wait_for(a_server_that_dies_comes_again_and_the_other_one_answers(served), 60)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_server_that_dies_comes_again_and_the_other_one_answers() -> None:
+    async with run_server() as served:
+        await asyncio.wait_for(a_server_that_dies_comes_again_and_the_other_one_answers(served), 60)
 
 
 def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:

@@ -20,6 +20,7 @@ from transformers import AutoModelForCausalLM  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.crash.test_engine_images import held  # noqa: E402
 from tests.e2e.test_server import Served, refused, run_server  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import ENGINE_SIZES, Family, build_family, families  # noqa: E402
 from tests.unit.server.embeds.test_embeds_file import npy_of  # noqa: E402
 
@@ -130,18 +131,15 @@ SCENES = (
     ],
     ids=str,
 )
-def test_prompt_embeds_are_prompts(name: str, options: dict[str, Any], tmp_path: Path) -> None:
+@in_a_loop
+async def test_prompt_embeds_are_prompts(name: str, options: dict[str, Any], tmp_path: Path) -> None:
     family = build_family(name, tmp_path)
     save_tokenizer(tmp_path)
-
-    async def scenes() -> None:
-        sizes = {**ENGINE_SIZES, "block_size": 4, "api_server_count": 1, "enable_prompt_embeds": True, **options}
-        async with run_server(simulated=None, model=str(tmp_path), **sizes) as served:
-            of = Embedding(served, family)
-            for scene in SCENES:
-                await asyncio.wait_for(scene(of, family), 60)
-
-    asyncio.run(scenes())
+    sizes = {**ENGINE_SIZES, "block_size": 4, "api_server_count": 1, "enable_prompt_embeds": True, **options}
+    async with run_server(simulated=None, model=str(tmp_path), **sizes) as served:
+        of = Embedding(served, family)
+        for scene in SCENES:
+            await asyncio.wait_for(scene(of, family), 60)
 
 
 # ── on a simulated device ────────────────────────────────────────────────────────────────────────────────────────────
@@ -149,42 +147,38 @@ def zeros(tokens: int, hidden: int = HIDDEN) -> str:
     return base64.b64encode(save({"x": torch.zeros(tokens, hidden)})).decode()
 
 
-def test_prompt_embeds_are_refused_in_words(tmp_path: Path) -> None:
-    async def scene() -> None:
-        limits = {"max_body_nbytes": 1 << 20}
-        async with run_server(limits, max_model_len=400, enable_prompt_embeds=True, store_nbytes=1 << 22) as served:
+@in_a_loop
+async def test_prompt_embeds_are_refused_in_words(tmp_path: Path) -> None:
+    limits = {"max_body_nbytes": 1 << 20}
+    async with run_server(limits, max_model_len=400, enable_prompt_embeds=True, store_nbytes=1 << 22) as served:
 
-            async def refusal(**body: Any) -> Any:
-                with refused("BadRequestError") as caught:
-                    await served.client.completions.create(
-                        model="simulated", prompt=None, max_tokens=4, extra_body=body
-                    )
-                return caught.value
+        async def refusal(**body: Any) -> Any:
+            with refused("BadRequestError") as caught:
+                await served.client.completions.create(model="simulated", prompt=None, max_tokens=4, extra_body=body)
+            return caught.value
 
-            zipped, value = base64.b64encode(b"PK\3\4" + bytes(100_000)).decode(), zeros(3)
-            for body, param, words in (
-                ({}, "prompt", "object missing required field prompt"),
-                ({"prompt_embeds": "?"}, "prompt_embeds", "expected prompt embeddings as base64 of safetensors or npy"),
-                ({"prompt_embeds": zipped}, "prompt_embeds", "a zip archive, as torch.save and numpy.savez write it"),
-                ({"prompt_embeds": [value, "AAAA"]}, "prompt_embeds[1]", "are of neither format at $.prompt_embeds[1]"),
-                ({"prompt_embeds": zeros(400)}, "prompt_embeds", "you requested 404 tokens (400 in the prompt_embeds"),
-                ({"prompt_embeds": [value] * 129}, "prompt_embeds", "expected array of length <= 128"),
-                ({"prompt_embeds": [value] * 100, "prompt": ["a"] * 29}, "prompt", "at most 128 prompts, got 129"),
-                ({"prompt_embeds": 7}, "prompt_embeds", "expected str | array | null, got int"),
-                ({"prompt_embeds": value, "echo": True}, "echo", "echo is not supported"),
-                ({"prompt_embeds": value, "truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "of text alone"),
-            ):
-                error = await refusal(**body)
-                assert error.param == param and words in error.message, error
-            done = await served.client.completions.create(
-                model="simulated", prompt="", max_tokens=4, extra_body={"prompt_embeds": value}
-            )
-            assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 4)
-            store = served.launcher.cluster.store
-            assert store is not None
-            await served.until(lambda: not held(store))
-
-    asyncio.run(scene())
+        zipped, value = base64.b64encode(b"PK\3\4" + bytes(100_000)).decode(), zeros(3)
+        for body, param, words in (
+            ({}, "prompt", "object missing required field prompt"),
+            ({"prompt_embeds": "?"}, "prompt_embeds", "expected prompt embeddings as base64 of safetensors or npy"),
+            ({"prompt_embeds": zipped}, "prompt_embeds", "a zip archive, as torch.save and numpy.savez write it"),
+            ({"prompt_embeds": [value, "AAAA"]}, "prompt_embeds[1]", "are of neither format at $.prompt_embeds[1]"),
+            ({"prompt_embeds": zeros(400)}, "prompt_embeds", "you requested 404 tokens (400 in the prompt_embeds"),
+            ({"prompt_embeds": [value] * 129}, "prompt_embeds", "expected array of length <= 128"),
+            ({"prompt_embeds": [value] * 100, "prompt": ["a"] * 29}, "prompt", "at most 128 prompts, got 129"),
+            ({"prompt_embeds": 7}, "prompt_embeds", "expected str | array | null, got int"),
+            ({"prompt_embeds": value, "echo": True}, "echo", "echo is not supported"),
+            ({"prompt_embeds": value, "truncate_prompt_tokens": 2}, "truncate_prompt_tokens", "of text alone"),
+        ):
+            error = await refusal(**body)
+            assert error.param == param and words in error.message, error
+        done = await served.client.completions.create(
+            model="simulated", prompt="", max_tokens=4, extra_body={"prompt_embeds": value}
+        )
+        assert (done.usage.prompt_tokens, done.usage.completion_tokens) == (3, 4)
+        store = served.launcher.cluster.store
+        assert store is not None
+        await served.until(lambda: not held(store))
 
 
 @tiers.needs_all

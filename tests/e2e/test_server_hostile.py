@@ -17,6 +17,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.http.connection import MAX_THROWN_NBYTES
 from tests.e2e.test_server import AUTHORIZED, KEY, MAX_BODY, MAX_OPEN, Served, posted, run_server
 from tests.shared_server import Scene, SharedServer, shared_server
+from tests.support.loops import in_a_loop
 
 PATIENCE = 1.0  # of the server, as `served` says
 WITHIN = 5.0  # seconds until a client with a deadline of PATIENCE reports, on a busy machine
@@ -274,14 +275,6 @@ async def an_answer_has_the_id_of_its_request(served: Served) -> None:
         assert (refused.status, refused.error["param"]) == (400, "request_id")
 
 
-async def a_head_is_told_how_long_the_answer_would_be(served: Served) -> None:
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(closing(MODELS.replace(b"GET", b"HEAD")))
-    head, _, body = (await asyncio.wait_for(reader.read(), WITHIN)).partition(b"\r\n\r\n")
-    assert b"200 OK" in head and int(re.search(rb"content-length: (\d+)", head)[1]) > 50 and body == b""
-    writer.close()
-
-
 async def what_is_no_http_is_refused_in_words(served: Served) -> None:
     for pieces in (
         b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" + b"\0" * 300,  # TLS
@@ -371,15 +364,6 @@ async def nobody_is_listened_to_for_long_after_a_refusal(served: Served) -> None
     await asyncio.gather(asyncio.to_thread(flood), asyncio.to_thread(drip))
 
 
-async def who_offers_another_protocol_is_answered_in_this_one(served: Served) -> None:
-    upgrade = b"connection: Upgrade, HTTP2-Settings\r\nupgrade: h2c\r\nhttp2-settings: AAMAAABkAAQAAP__\r\n"
-    offered = MODELS.replace(b"host: x\r\n", b"host: x\r\n" + upgrade)
-    reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
-    writer.write(offered)
-    assert b"200 OK" in await asyncio.wait_for(reader.readuntil(b"\r\n\r\n"), WITHIN)
-    writer.close()
-
-
 # ── bodies ───────────────────────────────────────────────────────────────────────────────────────────────────────────
 async def bodies_that_make_no_sense_are_refused(served: Served) -> None:
     deep = 40_000
@@ -443,42 +427,38 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     methods_that_a_route_has_not_are_named_with_those_it_has,
     a_path_without_a_route_is_answered_with_the_nearest,
     an_answer_has_the_id_of_its_request,
-    a_head_is_told_how_long_the_answer_would_be,
     what_is_no_http_is_refused_in_words,
     a_request_names_exactly_one_host_since_http_1_1,
     a_length_that_is_not_the_bodys_costs_that_connection_alone,
     who_is_refused_before_its_body_was_there_hears_of_it,
     who_is_refused_and_wants_an_end_hears_of_it_first,
     nobody_is_listened_to_for_long_after_a_refusal,
-    who_offers_another_protocol_is_answered_in_this_one,
     bodies_that_make_no_sense_are_refused,
     bodies_that_are_odd_and_make_sense_are_answered,
     as_many_as_may_be_connected_are_and_the_others_are_told,
 )
 
 
-def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
+@in_a_loop
+async def test_pages_of_origins_that_are_allowed_may_ask_and_no_others() -> None:
     def preflight(origin: str, method: str = "GET") -> bytes:
         head = f"{method} /v1/models HTTP/1.1\r\nhost: x\r\norigin: {origin}\r\n"
         more = "access-control-request-method: POST\r\naccess-control-request-headers: authorization\r\n"
         return closing(f"{head}{more if method == 'OPTIONS' else AUTHORIZED}\r\n".encode())
 
-    async def scene() -> None:
-        async with run_server({"allowed_origins": ("https://a.example",)}, api_server_count=1) as served:
-            for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
-                for method in ("GET", "OPTIONS"):
-                    response = await answer(served, preflight(origin, method))
-                    allowed = response.headers.get("access-control-allow-origin")
-                    assert allowed == (origin if is_allowed else None), (origin, method)
-                    assert response.status == (200 if is_allowed or method == "GET" else 400)
-                    assert response.headers["x-request-id"]
-            exposed = (await answer(served, preflight("https://a.example"))).headers["access-control-expose-headers"]
-            assert "x-request-id" in exposed
-        async with run_server(api_server_count=1) as served:
-            assert (await answer(served, preflight("https://a.example", "OPTIONS"))).status == 405
-            assert "access-control-allow-origin" not in (await answer(served, preflight("https://a.example"))).headers
-
-    asyncio.run(scene())
+    async with run_server({"allowed_origins": ("https://a.example",)}, api_server_count=1) as served:
+        for origin, is_allowed in (("https://a.example", True), ("https://b.example", False)):
+            for method in ("GET", "OPTIONS"):
+                response = await answer(served, preflight(origin, method))
+                allowed = response.headers.get("access-control-allow-origin")
+                assert allowed == (origin if is_allowed else None), (origin, method)
+                assert response.status == (200 if is_allowed or method == "GET" else 400)
+                assert response.headers["x-request-id"]
+        exposed = (await answer(served, preflight("https://a.example"))).headers["access-control-expose-headers"]
+        assert "x-request-id" in exposed
+    async with run_server(api_server_count=1) as served:
+        assert (await answer(served, preflight("https://a.example", "OPTIONS"))).status == 405
+        assert "access-control-allow-origin" not in (await answer(served, preflight("https://a.example"))).headers
 
 
 # ── on one server; last, as its server lives until the module ends ────────────────────────────────────────────────────

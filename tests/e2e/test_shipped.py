@@ -61,7 +61,7 @@ class Asking:
         return str((await self.chat(content)).choices[0].message.content)
 
 
-def test_it_fits_into_eight_megabytes_of_stock_files() -> None:
+def test_shipped_model_is_8_megabytes_of_stock_files() -> None:
     files = {file.name: file.stat().st_size for file in Path(SHIPPED).iterdir()}
     assert {"config.json", "model.safetensors", "tokenizer.json", "README.md"} <= set(files)
     assert sum(files.values()) <= MAX_NBYTES
@@ -112,7 +112,7 @@ def test_two_ranks_say_what_is_in_new_pictures(shipped_on_two_ranks: tuple[Any, 
 
 @tiers.needs_all
 @pytest.mark.parametrize("options", [(), ("-tp", "2", "--api-server-count", "2")], ids=["alone", "many"])
-def test_it_says_what_is_in_new_pictures(options: tuple[str, ...]) -> None:
+def test_shipped_model_says_what_is_in_new_pictures(options: tuple[str, ...]) -> None:
     with serving(*options) as (_, port):
         must_say_what_is_in_new_pictures(port, len(options))
 
@@ -169,7 +169,7 @@ SCENES = (
 )
 
 
-def test_it_chats_and_is_asked_in_every_way() -> None:
+def test_shipped_model_chats_and_answers_every_endpoint() -> None:
     rng = np.random.default_rng(SEED)
     shown = scene(rng, 2)
     content = [pictured(shown, 300, rng), {"type": "text", "text": CAPTION[0]}]

@@ -26,6 +26,7 @@ from penstock.server.status.snapshot_rates import View
 from tests.e2e.test_server import KEY, Served, run_server
 from tests.shared_server import Scene, SharedServer, shared_server
 from tests.support.engine import simulated_device
+from tests.support.loops import in_a_loop
 
 PROMPT, MOST = "hello there", 40
 STEP = 0.005  # seconds
@@ -224,16 +225,15 @@ def watched() -> Any:
     return run_server(simulated=simulated_device(step_seconds=STEP), max_model_len=LONG + 1000)
 
 
-def test_top_shows_stopped_and_restarted_processes() -> None:
-    async def scenes() -> None:
-        async with watched() as served:
-            await asyncio.wait_for(a_process_that_is_stopped_is_shown_as_stopped(served), 60)
-            await asyncio.wait_for(a_worker_that_is_killed_shows_as_restarted(served), 60)
-
-    asyncio.run(scenes())
+@in_a_loop
+async def test_top_shows_stopped_and_restarted_processes() -> None:
+    async with watched() as served:
+        await asyncio.wait_for(a_process_that_is_stopped_is_shown_as_stopped(served), 60)
+        await asyncio.wait_for(a_worker_that_is_killed_shows_as_restarted(served), 60)
 
 
-def test_top_reports_a_gone_server_and_shows_the_next_at_its_address() -> None:
+@in_a_loop
+async def test_top_reports_a_gone_server_and_shows_the_next_at_its_address() -> None:
     serve = [sys.executable, "-m", "penstock", "serve", "--device-model", "simulated", "--served-model-name", "again"]
 
     async def until_it_says(reader: asyncio.StreamReader, what: str) -> str:
@@ -244,32 +244,29 @@ def test_top_reports_a_gone_server_and_shows_the_next_at_its_address() -> None:
             text += line.decode()
         return match[1]
 
-    async def one_after_the_other() -> None:
-        pipe, create = asyncio.subprocess.PIPE, asyncio.create_subprocess_exec
-        first = await create(*serve, "--port", "0", stderr=pipe)
-        assert first.stderr is not None
-        port = await until_it_says(first.stderr, r"event=serving .*:(\d+)")
-        look = (sys.executable, "-m", "penstock", "top", str(first.pid), "--interval", "0.2")
-        view = await create(*look, stdout=pipe, stderr=pipe)
-        assert view.stdout is not None
-        second = None
-        try:
-            assert await until_it_says(view.stdout, r" again .* pid (\d+)") == str(first.pid)
-            first.kill()
-            await first.communicate()
-            await until_it_says(view.stdout, "GONE: (process|no penstock)")
-            second = await create(*serve, "--port", port, stderr=pipe)
-            assert second.stderr is not None
-            await until_it_says(view.stdout, rf" again .* pid ({second.pid})")
-            await until_it_says(second.stderr, "event=(serving)")
-            assert view.returncode is None
-        finally:
-            for process in filter(None, (first, view, second)):
-                if process.returncode is None:
-                    process.terminate()
-                await process.communicate()
-
-    asyncio.run(one_after_the_other())
+    pipe, create = asyncio.subprocess.PIPE, asyncio.create_subprocess_exec
+    first = await create(*serve, "--port", "0", stderr=pipe)
+    assert first.stderr is not None
+    port = await until_it_says(first.stderr, r"event=serving .*:(\d+)")
+    look = (sys.executable, "-m", "penstock", "top", str(first.pid), "--interval", "0.2")
+    view = await create(*look, stdout=pipe, stderr=pipe)
+    assert view.stdout is not None
+    second = None
+    try:
+        assert await until_it_says(view.stdout, r" again .* pid (\d+)") == str(first.pid)
+        first.kill()
+        await first.communicate()
+        await until_it_says(view.stdout, "GONE: (process|no penstock)")
+        second = await create(*serve, "--port", port, stderr=pipe)
+        assert second.stderr is not None
+        await until_it_says(view.stdout, rf" again .* pid ({second.pid})")
+        await until_it_says(second.stderr, "event=(serving)")
+        assert view.returncode is None
+    finally:
+        for process in filter(None, (first, view, second)):
+            if process.returncode is None:
+                process.terminate()
+            await process.communicate()
 
 
 # ── on one server; last, as its server lives until the module ends ────────────────────────────────────────────────────

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import signal
@@ -345,13 +346,19 @@ def opened(stage: Stage, style: str = "ring") -> tuple[Actor, str]:
     return maker, ticket
 
 
+def attached(stage: Stage, name: str, ticket: str, become: Any) -> Actor:
+    """Opens an end of the channel in another actor."""
+    actor = stage.actor(name)
+    actor.do(attach, ticket)
+    actor.do(become)
+    return actor
+
+
 def passing(stage: Stage, of_long: bool, sends: Any = send, receives: Any = receive, is_async: str = "") -> None:
     """A receiver that waits is woken by each record; a sender that waits for room, by each that is received."""
     maker, ticket = opened(stage)
-    other = stage.actor("receiver")
     maker.do(become_async_sender if "sender" in is_async else become_sender)
-    other.do(attach, ticket)
-    other.do(become_async_receiver if "receiver" in is_async else become_receiver)
+    other = attached(stage, "receiver", ticket, become_async_receiver if "receiver" in is_async else become_receiver)
     for number in range(3):
         waiting = other.start(receives, number)
         waiting.settle()
@@ -375,48 +382,26 @@ def passing(stage: Stage, of_long: bool, sends: Any = send, receives: Any = rece
         other.do(receives, late)
 
 
-@scene
-def ring_short(stage: Stage) -> None:
-    passing(stage, of_long=False)
-
-
-@scene
-def ring_long(stage: Stage) -> None:
-    passing(stage, of_long=True)
-
-
-@scene
-def ring_views(stage: Stage) -> None:
-    passing(stage, of_long=True, receives=receive_view)
-
-
-@scene
-def ring_reserved(stage: Stage) -> None:
-    passing(stage, of_long=True, sends=send_reserved, receives=receive_view)
-
-
-@scene
-def ring_async_receiver(stage: Stage) -> None:
-    passing(stage, of_long=False, receives=receive_in_loop, is_async="receiver")
-
-
-@scene
-def ring_async_sender(stage: Stage) -> None:
-    passing(stage, of_long=False, sends=send_in_loop, is_async="sender")
-
-
-@scene
-def ring_async_long(stage: Stage) -> None:
-    passing(stage, of_long=True, sends=send_in_loop, receives=receive_in_loop, is_async="sender receiver")
+SCENES |= {
+    name: functools.partial(passing, **options)
+    for name, options in {
+        "ring_short": {"of_long": False},
+        "ring_long": {"of_long": True},
+        "ring_views": {"of_long": True, "receives": receive_view},
+        "ring_reserved": {"of_long": True, "sends": send_reserved, "receives": receive_view},
+        "ring_async_receiver": {"of_long": False, "receives": receive_in_loop, "is_async": "receiver"},
+        "ring_async_sender": {"of_long": False, "sends": send_in_loop, "is_async": "sender"},
+        "ring_async_long": {
+            "of_long": True, "sends": send_in_loop, "receives": receive_in_loop, "is_async": "sender receiver",
+        },
+    }.items()
+}  # fmt: skip
 
 
 @scene
 def broadcast(stage: Stage) -> None:
     maker, ticket = opened(stage, "broadcast")
-    others = [stage.actor(f"receiver {index}") for index in range(2)]
-    for other in others:
-        other.do(attach, ticket)
-        other.do(become_receiver)
+    others = [attached(stage, f"receiver {index}", ticket, become_receiver) for index in range(2)]
     maker.do(become_sender)
     for number, nbytes in enumerate((SHORT, LONG)):
         waiting = [other.start(receive, number) for other in others]
@@ -430,10 +415,8 @@ def broadcast(stage: Stage) -> None:
 @scene
 def broadcast_async(stage: Stage) -> None:
     maker, ticket = opened(stage, "broadcast")
-    other, looped = stage.actor("receiver"), stage.actor("receiver in a loop")
-    for actor, become in ((other, become_receiver), (looped, become_async_receiver)):
-        actor.do(attach, ticket)
-        actor.do(become)
+    other = attached(stage, "receiver", ticket, become_receiver)
+    looped = attached(stage, "receiver in a loop", ticket, become_async_receiver)
     maker.do(become_sender)
     for number, nbytes in enumerate((LONG, SHORT)):
         waiting = [other.start(receive, number), looped.start(receive_in_loop, number)]
@@ -448,10 +431,7 @@ def broadcast_async(stage: Stage) -> None:
 def inbox(stage: Stage) -> None:
     maker, ticket = opened(stage, "inbox")
     maker.do(become_receiver)
-    others = [stage.actor(f"sender {index}") for index in range(2)]
-    for other in others:
-        other.do(attach, ticket)
-        other.do(become_sender)
+    others = [attached(stage, f"sender {index}", ticket, become_sender) for index in range(2)]
     waiting = maker.start(receive_from_two, {1, 2, 3, 4})
     waiting.settle()
     for number in (1, 3):
@@ -465,9 +445,7 @@ def inbox(stage: Stage) -> None:
 def inbox_async(stage: Stage) -> None:
     maker, ticket = opened(stage, "inbox")
     maker.do(become_async_receiver)
-    other = stage.actor("sender")
-    other.do(attach, ticket)
-    other.do(become_sender)
+    other = attached(stage, "sender", ticket, become_sender)
     for number, nbytes in enumerate((SHORT, LONG)):
         waiting = maker.start(receive_in_loop, number)
         waiting.settle()
@@ -499,10 +477,8 @@ def replaced(stage: Stage) -> None:
 @scene
 def trimmed(stage: Stage) -> None:
     maker, ticket = opened(stage)
-    other = stage.actor("receiver")
     maker.do(become_sender)
-    other.do(attach, ticket)
-    other.do(become_receiver)
+    other = attached(stage, "receiver", ticket, become_receiver)
     for number in range(2):
         maker.do(send, number, LONG)
         other.do(receive_view, number, within=PROMPTLY)
@@ -515,12 +491,9 @@ def trimmed(stage: Stage) -> None:
 @scene
 def watched(stage: Stage) -> None:
     maker, ticket = opened(stage)
-    other, outsider = stage.actor("receiver"), stage.actor("outsider")
     maker.do(become_sender)
-    other.do(attach, ticket)
-    other.do(become_receiver)
-    outsider.do(attach, ticket)
-    outsider.do(look_on)
+    other = attached(stage, "receiver", ticket, become_receiver)
+    outsider = attached(stage, "outsider", ticket, look_on)
     for number, nbytes in enumerate((SHORT, LONG)):
         maker.do(send, number, nbytes)
     outsider.do(read_tap, [0, 1])
@@ -532,12 +505,9 @@ def watched(stage: Stage) -> None:
 def traced(stage: Stage) -> None:
     """An end that cannot map the part for events goes on without them."""
     maker, ticket = opened(stage)
-    other, outsider = stage.actor("receiver"), stage.actor("outsider")
     maker.do(become_sender)
-    other.do(attach, ticket)
-    other.do(become_receiver)
-    outsider.do(attach, ticket)
-    outsider.do(begin_trace)
+    other = attached(stage, "receiver", ticket, become_receiver)
+    outsider = attached(stage, "outsider", ticket, begin_trace)
     for number, nbytes in enumerate((SHORT, LONG)):
         waiting = other.start(receive, number)
         waiting.settle()
@@ -547,6 +517,15 @@ def traced(stage: Stage) -> None:
 
 
 # ── scenes: pools, segments, stores ──────────────────────────────────────────────────────────────────────────────────
+def borrowing(stage: Stage, name: str, ticket: str, *numbers: int) -> Actor:
+    """Takes blocks of the pool in another actor."""
+    actor = stage.actor(name)
+    actor.do(attach_pool, ticket)
+    for number in numbers:
+        actor.do(take, number)
+    return actor
+
+
 def lending(stage: Stage) -> tuple[Actor, str]:
     maker = stage.actor("maker")
     ticket, fd = maker.do(create_pool)
@@ -558,8 +537,7 @@ def lending(stage: Stage) -> tuple[Actor, str]:
 @scene
 def pool(stage: Stage) -> None:
     maker, ticket = lending(stage)
-    other = stage.actor("borrower")
-    other.do(attach_pool, ticket)
+    other = borrowing(stage, "borrower", ticket)
     peer = other.do(join)
     maker.do(take, 1)
     ref = maker.do(share, peer)
@@ -578,12 +556,8 @@ def pool(stage: Stage) -> None:
 def newcomer(stage: Stage) -> None:
     """An actor joins, while another holds memory and a third fills all that is free."""
     maker, ticket = lending(stage)
-    holder = stage.actor("holder")
-    holder.do(attach_pool, ticket)
-    holder.do(take, 1)
-    comer = stage.actor("newcomer")
-    comer.do(attach_pool, ticket)
-    comer.do(take, 2)
+    holder = borrowing(stage, "holder", ticket, 1)
+    comer = borrowing(stage, "newcomer", ticket, 2)
     time.sleep(0.003)
     maker.do(take_all)
     for actor in (holder, comer):
@@ -596,8 +570,7 @@ def newcomer(stage: Stage) -> None:
 def stopped_holder(stage: Stage) -> None:
     """The lock of a stopped, living actor is waited for and not taken."""
     maker, ticket = lending(stage)
-    other = stage.actor("stopped")
-    other.do(attach_pool, ticket)
+    other = borrowing(stage, "stopped", ticket)
     other.do(join)
     stops = other.start(stop_within_take)
     while " T " not in open(f"/proc/{other.pid}/stat").read():
@@ -663,57 +636,38 @@ def store_made(stage: Stage) -> None:
 
 
 # ── scenes: deaths ───────────────────────────────────────────────────────────────────────────────────────────────────
-@scene
-def sender_killed(stage: Stage) -> None:
+def end_killed(stage: Stage, survives: Any, dies: Any, waits: Any) -> None:
     maker, ticket = opened(stage)
-    other = stage.actor("sender")
-    maker.do(become_receiver)
-    other.do(attach, ticket)
-    other.do(become_sender)
-    other.do(send, 0, SHORT)
-    maker.do(receive, 0, within=PROMPTLY)
-    waiting = maker.start(wait_for_death, other.pid)
+    maker.do(survives)
+    other = attached(stage, "doomed", ticket, dies)
+    if survives is become_receiver:
+        other.do(send, 0, SHORT)
+        maker.do(receive, 0, within=PROMPTLY)
+    waiting = maker.start(waits, other.pid)
     waiting.settle()
     other.kill()
     waiting.death()
 
 
-@scene
-def sender_killed_async(stage: Stage) -> None:
-    maker, ticket = opened(stage)
-    other = stage.actor("sender")
-    maker.do(become_async_receiver)
-    other.do(attach, ticket)
-    other.do(become_sender)
-    waiting = maker.start(wait_for_death_in_loop, other.pid)
-    waiting.settle()
-    other.kill()
-    waiting.death()
-
-
-@scene
-def receiver_killed(stage: Stage) -> None:
-    maker, ticket = opened(stage)
-    other = stage.actor("receiver")
-    maker.do(become_sender)
-    other.do(attach, ticket)
-    other.do(become_receiver)
-    waiting = maker.start(send_until_death, other.pid)
-    waiting.settle()
-    other.kill()
-    waiting.death()
+SCENES |= {
+    "sender_killed": functools.partial(
+        end_killed, survives=become_receiver, dies=become_sender, waits=wait_for_death
+    ),
+    "sender_killed_async": functools.partial(
+        end_killed, survives=become_async_receiver, dies=become_sender, waits=wait_for_death_in_loop
+    ),
+    "receiver_killed": functools.partial(
+        end_killed, survives=become_sender, dies=become_receiver, waits=send_until_death
+    ),
+}  # fmt: skip
 
 
 @scene
 def holder_killed(stage: Stage) -> None:
     """What a dead peer held is given back; what a living one holds is not."""
     maker, ticket = lending(stage)
-    holder, doomed = stage.actor("holder"), stage.actor("doomed")
-    holder.do(attach_pool, ticket)
-    holder.do(take, 1)
-    doomed.do(attach_pool, ticket)
-    doomed.do(take, 2)
-    doomed.do(take, 3)
+    holder = borrowing(stage, "holder", ticket, 1)
+    doomed = borrowing(stage, "doomed", ticket, 2, 3)
     waiting = maker.start(take, 4)
     waiting.settle()
     doomed.kill()

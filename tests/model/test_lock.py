@@ -205,7 +205,7 @@ def a_slot_that_is_taken_again(looks_at: str) -> Scene:
 
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
-def test_one_at_a_time(model: str) -> None:
+def test_lock_admits_one_process_at_a_time(model: str) -> None:
     lockers(2, 2).holds(500, model)
 
 

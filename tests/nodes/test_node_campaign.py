@@ -19,6 +19,7 @@ from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
 from tests.crash.test_engine_migration import Reader, counted
 from tests.support.engine import PATIENCE, START, prompt
+from tests.support.loops import in_a_loop
 from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
@@ -92,25 +93,23 @@ class Campaign:
 
 
 @pytest.mark.timeout(3600)
-def test_streams_stay_exact_whatever_happens_to_a_node(seed: int) -> None:
-    async def scene() -> None:
-        options = {"migration_limit": 10_000, "max_model_len": 1024}
-        async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
-            campaign = Campaign(engine, client, seed)
-            streams = [asyncio.ensure_future(campaign.keep_streaming()) for _ in range(STREAMS)]
-            order = [BLOWS[number % len(BLOWS)] for number in range(tiers.NODE_BLOWS)]
-            campaign.chance.shuffle(order)
-            for blow in order:
-                await campaign.strike(blow)
-                assert not any(stream.done() for stream in streams), "a stream has failed"
-                await asyncio.sleep(campaign.chance.uniform(0.0, 0.3))
-            campaign.is_over = True
-            await asyncio.wait_for(asyncio.gather(*streams), START + PATIENCE)
-            assert counted(client, MigrationCounters.GIVEN_UP) == 0
-            for group in range(2):
-                await engine.must_be_empty(group)
-            print(f"{campaign.answered} answers, all exact")
-            for blow, seconds in sorted(campaign.noticed.items()):
-                print(f"{blow:9} {len(seconds):3} times, noticed after {min(seconds):.3f} to {max(seconds):.3f} s")
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_stay_exact_whatever_happens_to_a_node(seed: int) -> None:
+    options = {"migration_limit": 10_000, "max_model_len": 1024}
+    async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
+        campaign = Campaign(engine, client, seed)
+        streams = [asyncio.ensure_future(campaign.keep_streaming()) for _ in range(STREAMS)]
+        order = [BLOWS[number % len(BLOWS)] for number in range(tiers.NODE_BLOWS)]
+        campaign.chance.shuffle(order)
+        for blow in order:
+            await campaign.strike(blow)
+            assert not any(stream.done() for stream in streams), "a stream has failed"
+            await asyncio.sleep(campaign.chance.uniform(0.0, 0.3))
+        campaign.is_over = True
+        await asyncio.wait_for(asyncio.gather(*streams), START + PATIENCE)
+        assert counted(client, MigrationCounters.GIVEN_UP) == 0
+        for group in range(2):
+            await engine.must_be_empty(group)
+        print(f"{campaign.answered} answers, all exact")
+        for blow, seconds in sorted(campaign.noticed.items()):
+            print(f"{blow:9} {len(seconds):3} times, noticed after {min(seconds):.3f} to {max(seconds):.3f} s")

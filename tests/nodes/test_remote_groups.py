@@ -24,6 +24,7 @@ from tests.crash.test_engine_migration import Reader, counted, migrations, reade
 from tests.support.certificates import make_certificates
 from tests.support.engine import START, answered, prompt
 from tests.support.fine_tunes import write_fine_tune
+from tests.support.loops import in_a_loop
 from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
 
 pytestmark = pytest.mark.skipif(not has_namespaces(), reason="unshare --pid is not permitted here")
@@ -46,182 +47,160 @@ async def require_both(engine: TwoNodes, client: Client) -> None:
     await require_exact(engine, again)
 
 
-def test_requests_are_divided_among_nodes_and_answered_alike() -> None:
-    async def scene() -> None:
-        async with two_nodes(tensor_parallel_size=2) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN)
-            assert 0 < of_remote(started) < OPEN
-            await require_exact(engine, started)
-            assert migrations(client) == {}
-            ids = prompt()
-            assert await answered(client, ids, max_tokens=20, n=3, ignore_eos=True)
-            for group in range(2):
-                await engine.must_be_empty(group)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_requests_are_divided_among_nodes_and_answered_alike() -> None:
+    async with two_nodes(tensor_parallel_size=2) as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN)
+        assert 0 < of_remote(started) < OPEN
+        await require_exact(engine, started)
+        assert migrations(client) == {}
+        ids = prompt()
+        assert await answered(client, ids, max_tokens=20, n=3, ignore_eos=True)
+        for group in range(2):
+            await engine.must_be_empty(group)
 
 
 @pytest.mark.parametrize(
     "kind", ["output", *(pytest.param(kind, marks=tiers.needs_all) for kind in ("core", "worker"))]
 )
-def test_streams_go_on_when_a_process_of_the_other_node_is_killed(kind: str) -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN)
-            lost = of_remote(started)
-            os.kill(engine.remote.pid_of(kind), signal.SIGKILL)
-            await require_exact(engine, started)
-            assert migrations(client) == {"output" if kind == "output" else "died": lost}
-            await require_both(engine, client)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_go_on_when_a_process_of_the_other_node_is_killed(kind: str) -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN)
+        lost = of_remote(started)
+        os.kill(engine.remote.pid_of(kind), signal.SIGKILL)
+        await require_exact(engine, started)
+        assert migrations(client) == {"output" if kind == "output" else "died": lost}
+        await require_both(engine, client)
 
 
 @tiers.needs_all
-def test_streams_go_on_when_the_other_node_is_killed_and_it_joins_again() -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN)
-            lost, began = of_remote(started), time.monotonic()
-            engine.remote.kill()
-            await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
-            noticed = time.monotonic() - began
-            await require_exact(engine, started)
-            assert noticed < 2.5 and migrations(client) == {"died": lost}
-            print(f"noticed after {noticed:.3f} s")
-            engine.remote.start()
-            await require_both(engine, client)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_go_on_when_the_other_node_is_killed_and_it_joins_again() -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN)
+        lost, began = of_remote(started), time.monotonic()
+        engine.remote.kill()
+        await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
+        noticed = time.monotonic() - began
+        await require_exact(engine, started)
+        assert noticed < 2.5 and migrations(client) == {"died": lost}
+        print(f"noticed after {noticed:.3f} s")
+        engine.remote.start()
+        await require_both(engine, client)
 
 
 @tiers.needs_all
 @pytest.mark.parametrize("directions", [("out", "back"), ("out",), ("back",)], ids="+".join)
-def test_streams_go_on_when_the_link_is_cut_and_the_node_joins_again(directions: tuple[str, ...]) -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN, 2000)
-            lost, began = of_remote(started), time.monotonic()
-            for direction in directions:
-                engine.relay.is_cut[direction] = True
-            await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
-            print(f"noticed after {time.monotonic() - began:.3f} s")
-            for direction in directions:
-                engine.relay.is_cut[direction] = False
+@in_a_loop
+async def test_streams_go_on_when_the_link_is_cut_and_the_node_joins_again(directions: tuple[str, ...]) -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN, 2000)
+        lost, began = of_remote(started), time.monotonic()
+        for direction in directions:
+            engine.relay.is_cut[direction] = True
+        await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
+        print(f"noticed after {time.monotonic() - began:.3f} s")
+        for direction in directions:
+            engine.relay.is_cut[direction] = False
+        await require_exact(engine, started)
+        assert migrations(client) == {"died": lost}
+        await require_both(engine, client)
+
+
+@in_a_loop
+async def test_streams_go_on_in_place_when_connections_are_reset() -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        serving = engine.number(StatusBoard.SERVING, REMOTE)
+        for number in range(1, tiers.NODE_RESETS + 1):
+            started = await readers(client, OPEN, 300)
+            assert of_remote(started)
+            engine.relay.reset()
+            await engine.until(lambda number=number: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) >= number)
             await require_exact(engine, started)
-            assert migrations(client) == {"died": lost}
-            await require_both(engine, client)
-
-    asyncio.run(scene())
-
-
-def test_streams_go_on_in_place_when_connections_are_reset() -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            serving = engine.number(StatusBoard.SERVING, REMOTE)
-            for number in range(1, tiers.NODE_RESETS + 1):
-                started = await readers(client, OPEN, 300)
-                assert of_remote(started)
-                engine.relay.reset()
-                await engine.until(lambda number=number: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) >= number)
-                await require_exact(engine, started)
-            assert migrations(client) == {} and engine.number(StatusBoard.SERVING, REMOTE) == serving
-            pauses = [event["pause_ms"] for event in engine.remote.events("link resumed")]
-            assert len(pauses) >= tiers.NODE_RESETS
-            print(f"pauses of up to {max(pauses)} ms")
-
-    asyncio.run(scene())
+        assert migrations(client) == {} and engine.number(StatusBoard.SERVING, REMOTE) == serving
+        pauses = [event["pause_ms"] for event in engine.remote.events("link resumed")]
+        assert len(pauses) >= tiers.NODE_RESETS
+        print(f"pauses of up to {max(pauses)} ms")
 
 
 @tiers.needs_all
-def test_streams_go_on_when_the_other_node_is_stopped_and_it_joins_again() -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN, 2000)
-            lost, began = of_remote(started), time.monotonic()
-            engine.remote.signal(signal.SIGSTOP)
-            await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
-            print(f"noticed after {time.monotonic() - began:.3f} s")
-            await require_exact(engine, started)
-            assert migrations(client) == {"died": lost}
-            engine.remote.signal(signal.SIGCONT)
-            await require_both(engine, client)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_streams_go_on_when_the_other_node_is_stopped_and_it_joins_again() -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN, 2000)
+        lost, began = of_remote(started), time.monotonic()
+        engine.remote.signal(signal.SIGSTOP)
+        await engine.until(lambda: engine.number(StatusBoard.SERVING, REMOTE) == 0)
+        print(f"noticed after {time.monotonic() - began:.3f} s")
+        await require_exact(engine, started)
+        assert migrations(client) == {"died": lost}
+        engine.remote.signal(signal.SIGCONT)
+        await require_both(engine, client)
 
 
 @pytest.mark.parametrize("direction", ["out", *tiers.only_in_all("back")])
-def test_answers_stay_exact_when_a_bit_flips_between_nodes(direction: str) -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN)
-            assert of_remote(started) > 0
-            engine.relay.flips[direction] = 1
-            await require_exact(engine, started)
-            await engine.until(lambda: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) == 1, START)
-            assert migrations(client) == {}
-            await require_both(engine, client)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_answers_stay_exact_when_a_bit_flips_between_nodes(direction: str) -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN)
+        assert of_remote(started) > 0
+        engine.relay.flips[direction] = 1
+        await require_exact(engine, started)
+        await engine.until(lambda: engine.number(StatusBoard.LINK_RESUMPTIONS, REMOTE) == 1, START)
+        assert migrations(client) == {}
+        await require_both(engine, client)
 
 
 @tiers.needs_all
-def test_a_slow_link_delays_answers_and_loses_none() -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            engine.relay.delay = 0.2
-            started = await readers(client, OPEN, 100)
-            assert of_remote(started)
-            await require_exact(engine, started)
-            assert migrations(client) == {}
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_slow_link_delays_answers_and_loses_none() -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        engine.relay.delay = 0.2
+        started = await readers(client, OPEN, 100)
+        assert of_remote(started)
+        await require_exact(engine, started)
+        assert migrations(client) == {}
 
 
-def test_requests_migrate_without_blame_when_the_other_node_drains() -> None:
-    async def scene() -> None:
-        async with two_nodes(migration_limit=1) as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN, 2000)
-            lost = of_remote(started)
-            status = await asyncio.to_thread(engine.remote.terminate)
-            await require_exact(engine, started)
-            assert status == 0 and migrations(client) == {"planned": lost}
-            assert counted(client, MigrationCounters.GIVEN_UP) == 0
-            assert all(reader.stream.submitted.migrations == 0 for reader in started if reader.stream.submitted)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_requests_migrate_without_blame_when_the_other_node_drains() -> None:
+    async with two_nodes(migration_limit=1) as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN, 2000)
+        lost = of_remote(started)
+        status = await asyncio.to_thread(engine.remote.terminate)
+        await require_exact(engine, started)
+        assert status == 0 and migrations(client) == {"planned": lost}
+        assert counted(client, MigrationCounters.GIVEN_UP) == 0
+        assert all(reader.stream.submitted.migrations == 0 for reader in started if reader.stream.submitted)
 
 
-def test_an_aborted_request_of_the_other_node_leaves_nothing_there() -> None:
-    async def scene() -> None:
-        async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
-            started = await readers(client, OPEN, 2000)
-            assert of_remote(started)
-            await engine.until(lambda: engine.number(StatusBoard.OPEN, REMOTE) > 0)
-            for reader in started:
-                reader.stream.abort()
-            await asyncio.gather(*(reader.done for reader in started))
-            for group in range(2):
-                await engine.must_be_empty(group)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_an_aborted_request_of_the_other_node_leaves_nothing_there() -> None:
+    async with two_nodes() as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client, OPEN, 2000)
+        assert of_remote(started)
+        await engine.until(lambda: engine.number(StatusBoard.OPEN, REMOTE) > 0)
+        for reader in started:
+            reader.stream.abort()
+        await asyncio.gather(*(reader.done for reader in started))
+        for group in range(2):
+            await engine.must_be_empty(group)
 
 
-def test_image_is_pulled_once_for_all_workers_of_the_other_node() -> None:
-    async def scene() -> None:
-        options = {"tensor_parallel_size": 2, "store_nbytes": 64 << 20}
-        async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
-            image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
-            before = engine.relay.nbytes["out"]
-            started = []
-            while of_remote(started) < 3:
-                params, ids = SamplingParams(max_tokens=5, ignore_eos=True), prompt()
-                started.append(Reader(await client.submit(ids, params, values=[image]), ids, 5))
-            await require_exact(engine, started)
-            nbytes = engine.relay.nbytes["out"] - before
-            assert 4 << 20 < nbytes < 5 << 20
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_image_is_pulled_once_for_all_workers_of_the_other_node() -> None:
+    options = {"tensor_parallel_size": 2, "store_nbytes": 64 << 20}
+    async with two_nodes(**options) as engine, Client(engine.launcher.cluster, 0) as client:
+        image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
+        before = engine.relay.nbytes["out"]
+        started = []
+        while of_remote(started) < 3:
+            params, ids = SamplingParams(max_tokens=5, ignore_eos=True), prompt()
+            started.append(Reader(await client.submit(ids, params, values=[image]), ids, 5))
+        await require_exact(engine, started)
+        nbytes = engine.relay.nbytes["out"] - before
+        assert 4 << 20 < nbytes < 5 << 20
 
 
 def tls_options(folder: Path) -> dict[str, str]:
@@ -229,35 +208,31 @@ def tls_options(folder: Path) -> dict[str, str]:
     return {"tls_cert": f"{folder}/ours.pem", "tls_key": f"{folder}/ours.key", "tls_ca": f"{folder}/ours-ca.pem"}
 
 
-def test_a_link_between_nodes_is_encrypted_when_both_have_certificates(tmp_path: Path) -> None:
-    async def scene() -> None:
-        both = tls_options(tmp_path)
-        async with (
-            two_nodes(tls=(both, both), store_nbytes=64 << 20) as engine,
-            Client(engine.launcher.cluster, 0) as client,
-        ):
-            image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
-            started = []
-            while not of_remote(started):
-                params, ids = SamplingParams(max_tokens=50, ignore_eos=True), prompt()
-                started.append(Reader(await client.submit(ids, params, values=[image]), ids, 50))
-            await require_exact(engine, started)
-            assert migrations(client) == {}
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_link_between_nodes_is_encrypted_when_both_have_certificates(tmp_path: Path) -> None:
+    both = tls_options(tmp_path)
+    async with (
+        two_nodes(tls=(both, both), store_nbytes=64 << 20) as engine,
+        Client(engine.launcher.cluster, 0) as client,
+    ):
+        image = ImageInput({"pixels": np.arange(1 << 20, dtype=np.float32)}, 2, 4, key=bytes(range(32)))
+        started = []
+        while not of_remote(started):
+            params, ids = SamplingParams(max_tokens=50, ignore_eos=True), prompt()
+            started.append(Reader(await client.submit(ids, params, values=[image]), ids, 50))
+        await require_exact(engine, started)
+        assert migrations(client) == {}
 
 
 @pytest.mark.parametrize("is_home", [True, pytest.param(False, marks=tiers.needs_all)], ids=["home", "other"])
-def test_node_with_tls_on_one_side_is_refused_with_the_reason_and_ends(tmp_path: Path, is_home: bool) -> None:
-    async def scene() -> None:
-        tls = tls_options(tmp_path)
-        async with two_nodes(tls=(tls, {}) if is_home else ({}, tls), joins=False) as engine:
-            assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
-            (failure,) = engine.remote.events("cluster failed")
-            assert "one side speaks TLS and the other one does not" in failure["reason"]
-            assert engine.number(StatusBoard.SERVING, REMOTE) == 0
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_node_with_tls_on_one_side_is_refused_with_the_reason_and_ends(tmp_path: Path, is_home: bool) -> None:
+    tls = tls_options(tmp_path)
+    async with two_nodes(tls=(tls, {}) if is_home else ({}, tls), joins=False) as engine:
+        assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
+        (failure,) = engine.remote.events("cluster failed")
+        assert "one side speaks TLS and the other one does not" in failure["reason"]
+        assert engine.number(StatusBoard.SERVING, REMOTE) == 0
 
 
 @pytest.mark.parametrize(
@@ -267,29 +242,24 @@ def test_node_with_tls_on_one_side_is_refused_with_the_reason_and_ends(tmp_path:
         pytest.param({"output_processors": 2}, "output_processors", marks=tiers.needs_all),
     ],
 )
-def test_a_node_with_other_options_is_refused_in_words_and_ends(differing: dict[str, int], named: str) -> None:
-    async def scene() -> None:
-        async with two_nodes(remote=differing, joins=False) as engine:
-            assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
-            (failure,) = engine.remote.events("cluster failed")
-            assert named in failure["reason"]
-            assert engine.number(StatusBoard.SERVING, REMOTE) == 0
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_node_with_other_options_is_refused_in_words_and_ends(differing: dict[str, int], named: str) -> None:
+    async with two_nodes(remote=differing, joins=False) as engine:
+        assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
+        (failure,) = engine.remote.events("cluster failed")
+        assert named in failure["reason"]
+        assert engine.number(StatusBoard.SERVING, REMOTE) == 0
 
 
 @tiers.needs_all
-def test_a_node_with_another_fine_tune_is_refused_in_words_and_ends(tmp_path: Path) -> None:
+@in_a_loop
+async def test_a_node_with_another_fine_tune_is_refused_in_words_and_ends(tmp_path: Path) -> None:
     pytest.importorskip("torch")
     models = [write_fine_tune(tmp_path / str(seed), seed) for seed in range(2)]
-
-    async def scene() -> None:
-        options = {"simulated": None, "model": str(models[0]), "dtype": "float32", "max_model_len": 256, "threads": 1}
-        async with two_nodes(remote={"model": str(models[1])}, joins=False, **options) as engine:
-            assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
-            (failure,) = engine.remote.events("cluster failed")
-            assert re.search("model_fingerprint is [0-9a-f]{16} here, [0-9a-f]{16} there", failure["reason"])
-            assert "config.json" not in failure["reason"]
-            assert engine.number(StatusBoard.SERVING, REMOTE) == 0
-
-    asyncio.run(scene())
+    options = {"simulated": None, "model": str(models[0]), "dtype": "float32", "max_model_len": 256, "threads": 1}
+    async with two_nodes(remote={"model": str(models[1])}, joins=False, **options) as engine:
+        assert await asyncio.to_thread(engine.remote.process.wait, START) == 1
+        (failure,) = engine.remote.events("cluster failed")
+        assert re.search("model_fingerprint is [0-9a-f]{16} here, [0-9a-f]{16} there", failure["reason"])
+        assert "config.json" not in failure["reason"]
+        assert engine.number(StatusBoard.SERVING, REMOTE) == 0

@@ -11,12 +11,14 @@ from penstock.engine.client.stream import EngineError
 from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
 from tests import tiers
 from tests.support.engine import PATIENCE, answered, prompt, running, simulated_device
+from tests.support.loops import in_a_loop
 
 AT_ONCE = 200
 
 
 @pytest.mark.parametrize("outputs", [0, 1])
-def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: int) -> None:
+@in_a_loop
+async def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: int) -> None:
     chance = random.Random(seed)
 
     async def stream(client: Client) -> None:
@@ -44,48 +46,42 @@ def test_thousands_of_aborts_in_random_states_leave_nothing(outputs: int, seed: 
         except EngineError as error:
             assert error.status in (400, 504), error
 
-    async def scene() -> None:
-        shape = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "output_processors": outputs}
-        async with running(simulated=simulated_device(blocks=200), **shape) as engine:
-            async with Client(engine.launcher.cluster, 0) as client:
-                began, turns = time.monotonic(), asyncio.Semaphore(AT_ONCE)
+    shape = {"max_num_seqs": 32, "max_num_batched_tokens": 64, "max_model_len": 256, "output_processors": outputs}
+    async with running(simulated=simulated_device(blocks=200), **shape) as engine:
+        async with Client(engine.launcher.cluster, 0) as client:
+            began, turns = time.monotonic(), asyncio.Semaphore(AT_ONCE)
 
-                async def in_turn() -> None:
-                    async with turns:
-                        await asyncio.wait_for(stream(client), PATIENCE)
+            async def in_turn() -> None:
+                async with turns:
+                    await asyncio.wait_for(stream(client), PATIENCE)
 
-                await asyncio.gather(*(in_turn() for _ in range(tiers.ABORTS)))
-                print(f"{tiers.ABORTS} requests, most of them aborted, in {time.monotonic() - began:.1f} s")
-                assert client.open_requests == 0 and not client._streams
-                await engine.must_be_empty()
-                ids = prompt()
-                assert (await answered(client, ids, max_tokens=20))[0][0] == engine.rule.answer(ids, 20)
-                await engine.must_be_empty()
-
-    asyncio.run(scene())
-
-
-def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int) -> None:
-    chance = random.Random(seed)
-
-    async def scene() -> None:
-        async with running(
-            simulated=simulated_device(step_seconds=0.02), max_num_seqs=1024, max_num_batched_tokens=4096
-        ) as engine:
-            async with Client(engine.launcher.cluster, 0) as client:
-
-                async def request() -> None:
-                    ids, tokens = prompt(5), chance.randrange(1, 30)
-                    stream = await client.submit(ids, SamplingParams(max_tokens=tokens), timeout=2 * PATIENCE)
-                    actual: list[int] = []
-                    async for piece in stream:
-                        actual += piece.ids
-                        await asyncio.sleep(chance.choice([0.0, 0.0, 0.0, 0.3]))
-                    assert actual == engine.rule.answer(ids, tokens)
-                    assert stream.completion_tokens == len(actual)
-
-                await asyncio.gather(*(request() for _ in range(1000)))
-                assert client.open_requests == 0
+            await asyncio.gather(*(in_turn() for _ in range(tiers.ABORTS)))
+            print(f"{tiers.ABORTS} requests, most of them aborted, in {time.monotonic() - began:.1f} s")
+            assert client.open_requests == 0 and not client._streams
+            await engine.must_be_empty()
+            ids = prompt()
+            assert (await answered(client, ids, max_tokens=20))[0][0] == engine.rule.answer(ids, 20)
             await engine.must_be_empty()
 
-    asyncio.run(scene())
+
+@in_a_loop
+async def test_a_thousand_streams_of_one_client_of_which_some_are_read_late(seed: int) -> None:
+    chance = random.Random(seed)
+    async with running(
+        simulated=simulated_device(step_seconds=0.02), max_num_seqs=1024, max_num_batched_tokens=4096
+    ) as engine:
+        async with Client(engine.launcher.cluster, 0) as client:
+
+            async def request() -> None:
+                ids, tokens = prompt(5), chance.randrange(1, 30)
+                stream = await client.submit(ids, SamplingParams(max_tokens=tokens), timeout=2 * PATIENCE)
+                actual: list[int] = []
+                async for piece in stream:
+                    actual += piece.ids
+                    await asyncio.sleep(chance.choice([0.0, 0.0, 0.0, 0.3]))
+                assert actual == engine.rule.answer(ids, tokens)
+                assert stream.completion_tokens == len(actual)
+
+            await asyncio.gather(*(request() for _ in range(1000)))
+            assert client.open_requests == 0
+        await engine.must_be_empty()

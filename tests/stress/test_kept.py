@@ -6,8 +6,8 @@ That no key is there twice at any time is looked at by native/tests/store.cpp; h
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -15,6 +15,7 @@ from typing import Any
 from penstock import MemoryExhausted, _native
 from tests import tiers
 from tests.conftest import eventually, spawn
+from tests.support.processes import threads
 
 PROCESSES, THREADS = 4, 4
 NBYTES = 4 << 20
@@ -40,7 +41,6 @@ def trade(ticket: tuple[int, ...], seed: int, talk: Path) -> None:
     by = _native.Attachment(_native.Segment.attach(*ticket), "trader")
     store = _native.Store(by)
     longest = [0.0] * THREADS
-    faults: list[str] = []
 
     def play(number: int) -> None:
         chance = random.Random(seed * THREADS + number)
@@ -78,18 +78,10 @@ def trade(ticket: tuple[int, ...], seed: int, talk: Path) -> None:
                 assert memoryview(block) == content(name), f"key {name}: changed while it was held"
                 del block
 
-    def watched(number: int) -> None:
-        try:
-            play(number)
-        except BaseException as fault:
-            faults.append(repr(fault))
-
-    threads = [threading.Thread(target=watched, args=(number,)) for number in range(THREADS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not faults, f"seed {seed}: {faults}"
+    with threads(
+        *(functools.partial(play, number) for number in range(THREADS)), within=tiers.limit(110.0, soak=590.0)
+    ):
+        pass
     with talk.open("a") as out:
         print(max(longest), file=out)
 

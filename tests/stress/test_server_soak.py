@@ -15,6 +15,7 @@ from penstock.tools.inspect import private_nbytes_of  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.e2e.test_server import Served, run_server  # noqa: E402
 from tests.support.engine import simulated_device  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.serving import LIMITS, SHAPE, Load, must_be_as_before  # noqa: E402
 
 SECONDS = float(os.environ.get("PENSTOCK_SOAK_SECONDS", "0"))
@@ -67,7 +68,8 @@ def private_nbytes(served: Served) -> dict[str, int]:
 
 
 @pytest.mark.timeout(tiers.limit(2_400, 40_000))
-def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> None:
+@in_a_loop
+async def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> None:
     warm_up, requests, limit_nbytes = tiers.SOAK_REQUESTS
 
     async def ask(served: Served, seed: int, requests: int) -> dict[str, int]:
@@ -81,46 +83,41 @@ def test_private_memory_does_not_grow_with_the_number_of_requests(seed: int) -> 
         assert not [request.error for request in load.requests if request.error]
         return private_nbytes(served)
 
-    async def scene() -> None:
-        shape = {"api_server_count": 1, "data_parallel_size": 1}
-        async with run_server(
-            LIMITS, simulated=simulated_device(step_seconds=0.001), store_nbytes=STORE_NBYTES, **shape
-        ) as served:
-            before = await ask(served, seed, warm_up)
-            after = await ask(served, seed + 1, requests)
-        grown = {name: (after[name] - before[name]) / requests for name in after}
-        print("bytes a request:", {name: round(nbytes, 1) for name, nbytes in grown.items()})
-        assert sum(grown.values()) <= limit_nbytes, grown
-
-    asyncio.run(scene())
+    shape = {"api_server_count": 1, "data_parallel_size": 1}
+    async with run_server(
+        LIMITS, simulated=simulated_device(step_seconds=0.001), store_nbytes=STORE_NBYTES, **shape
+    ) as served:
+        before = await ask(served, seed, warm_up)
+        after = await ask(served, seed + 1, requests)
+    grown = {name: (after[name] - before[name]) / requests for name in after}
+    print("bytes a request:", {name: round(nbytes, 1) for name, nbytes in grown.items()})
+    assert sum(grown.values()) <= limit_nbytes, grown
 
 
 @tiers.needs_soak
 @pytest.mark.skipif(SECONDS == 0, reason="PENSTOCK_SOAK_SECONDS=N")
 @pytest.mark.timeout(SECONDS + 240)
-def test_no_process_grows_under_load(seed: int) -> None:
-    async def scene() -> None:
-        async with run_server(
-            LIMITS, simulated=simulated_device(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE
-        ) as served:
-            load = Load(served, seed)
-            all_looks = []
-            shared = []
-            async with load.running() as tasks:
-                deadline = asyncio.get_running_loop().time() + SECONDS
-                while asyncio.get_running_loop().time() < deadline:
-                    await asyncio.sleep(BETWEEN)
-                    all_looks.append(looks(served))
-                    shared.append(shared_nbytes(served))
-                    if tasks.done():
-                        tasks.result()
-            await must_be_as_before(served)
-            print(f"{len(load.requests)} answers, {dict(load.gone)}")
-            assert not [request.error for request in load.requests if request.error]
-            first = max(1, int(SETTLED * len(all_looks)))
-            part = (len(all_looks) - first) // 3
-            assert part > 0, "too short to tell"
-            must_not_grow(all_looks[first : first + part], all_looks[-part:])
-            assert max(shared[first:]) == shared[first] == (0, 0)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_no_process_grows_under_load(seed: int) -> None:
+    async with run_server(
+        LIMITS, simulated=simulated_device(step_seconds=0.002), store_nbytes=STORE_NBYTES, **SHAPE
+    ) as served:
+        load = Load(served, seed)
+        all_looks = []
+        shared = []
+        async with load.running() as tasks:
+            deadline = asyncio.get_running_loop().time() + SECONDS
+            while asyncio.get_running_loop().time() < deadline:
+                await asyncio.sleep(BETWEEN)
+                all_looks.append(looks(served))
+                shared.append(shared_nbytes(served))
+                if tasks.done():
+                    tasks.result()
+        await must_be_as_before(served)
+        print(f"{len(load.requests)} answers, {dict(load.gone)}")
+        assert not [request.error for request in load.requests if request.error]
+        first = max(1, int(SETTLED * len(all_looks)))
+        part = (len(all_looks) - first) // 3
+        assert part > 0, "too short to tell"
+        must_not_grow(all_looks[first : first + part], all_looks[-part:])
+        assert max(shared[first:]) == shared[first] == (0, 0)

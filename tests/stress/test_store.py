@@ -7,8 +7,8 @@ into memory of its own, without a store: the processor and the interpreter. PENS
 from __future__ import annotations
 
 import contextlib
+import functools
 import random
-import threading
 import time
 from collections import defaultdict
 from pathlib import Path
@@ -22,6 +22,7 @@ from penstock.tensor import plan
 from penstock.tensor.lease import block_nbytes
 from tests import tiers
 from tests.conftest import eventually, spawn
+from tests.support.processes import threads
 
 PROCESSES, THREADS = 4, 4
 NBYTES = 64 << 20
@@ -65,7 +66,6 @@ def trade(ticket: str, seed: int, out: Path) -> None:
     of_key = sizes()
     source = np.ones(9 << 20, np.uint8)
     split: list[Times] = []
-    faults: list[str] = []
 
     def play(number: int, times: Times, has_store: bool) -> None:
         chance = random.Random(seed * THREADS + number)
@@ -87,23 +87,11 @@ def trade(ticket: str, seed: int, out: Path) -> None:
                 except MemoryExhausted:
                     times["no room"].append(time.perf_counter() - began)
 
-    def watched(number: int, times: Times, has_store: bool) -> None:
-        try:
-            play(number, times, has_store)
-        except BaseException as fault:
-            faults.append(repr(fault))
-
     for has_store in (False, True):
         split += [defaultdict(list) for _ in range(THREADS)]
-        threads = [
-            threading.Thread(target=watched, args=(number, times, has_store))
-            for number, times in enumerate(split[-THREADS:])
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert not faults, f"seed {seed}: {faults}"
+        plays = (functools.partial(play, number, times, has_store) for number, times in enumerate(split[-THREADS:]))
+        with threads(*plays, within=LIMIT):
+            pass
     out.write_bytes(msgspec.msgpack.encode(split))
 
 

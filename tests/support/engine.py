@@ -71,15 +71,21 @@ def simulated_device(**options: Any) -> SimulatedDevice:
 
 
 @contextlib.asynccontextmanager
-async def running(serve: RunServer | None = None, **options: Any) -> AsyncIterator[Running]:
-    launcher = Launcher(EngineConfig(**{"simulated": simulated_device(), "max_model_len": 4096, **options}), serve)
+async def launched(
+    config: EngineConfig, serve: RunServer | None = None, within: float = START
+) -> AsyncIterator[Running]:
+    launcher = Launcher(config, serve)
     try:
         launcher.start()
-        await launcher.serving(START)
+        await launcher.serving(within)
         yield Running(launcher)
     finally:
         late = await launcher.stop()
     assert not late, f"had to be killed: {late}"
+
+
+def running(serve: RunServer | None = None, **options: Any) -> contextlib.AbstractAsyncContextManager[Running]:
+    return launched(EngineConfig(**{"simulated": simulated_device(), "max_model_len": 4096, **options}), serve)
 
 
 def prompt(length: int = 12) -> npt.NDArray[np.int32]:

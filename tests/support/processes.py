@@ -133,6 +133,17 @@ def thread(target: Callable[[], object], within: float = 20.0) -> Iterator["Resu
     assert not result.is_alive(), f"a thread was still running {within:g} s after the test had ended"
 
 
+@contextlib.contextmanager
+def threads(*targets: Callable[[], object], within: float = 20.0) -> Iterator[list["Result"]]:
+    """Runs each target in a thread of its own, awaits them at the end of the block, and raises the first error."""
+    with contextlib.ExitStack() as stack:
+        results = [stack.enter_context(thread(target, within)) for target in targets]
+        yield results
+    for result in results:
+        if result.error is not None:
+            raise result.error
+
+
 class Result(threading.Thread):
     """A thread, and what came of it."""
 

@@ -108,11 +108,6 @@ def test_comparison_has_a_row_per_format_and_sizes_grow_with_requests() -> None:
     assert any("PENSTOCK_PEER_PYTHON" in note for note in comparison.table_of(outcomes[0]).notes)
 
 
-def test_a_chart_of_the_comparison_is_drawn(tmp_path: Path) -> None:
-    comparison.draw(list(comparison.run([2], rounds=1)), tmp_path / "x.svg")
-    assert "2 requests" in (tmp_path / "x.svg").read_text()
-
-
 # ── ours ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("kind", [ours.Steps, ours.Steady])
 def test_what_we_measure_is_applied_on_both_sides(kind: type[ours.Steps]) -> None:
@@ -126,29 +121,11 @@ def test_what_we_measure_is_applied_on_both_sides(kind: type[ours.Steps]) -> Non
     assert (steps.states()[1].computed == before + 3 * len(frames)).all()
 
 
-def test_our_steps_are_as_short_as_they_shall_be() -> None:
-    outcomes = list(comparison.run([4, 32], rounds=1))
-    result = comparison.summary(outcomes)
-    for requests, most in ((4, 40), (32, 60)):
-        assert result["step_steady", requests][formats.OURS]["bytes"] <= 24
-        assert result["step_blocks", requests][formats.OURS]["bytes"] <= most
-    assert formats.params_nbytes()[formats.OURS] <= 80
-
-
 def test_a_worker_that_does_not_follow_is_an_error_and_not_a_figure() -> None:
     steps = ours.Steps(Decode(4, is_spread=True))
     frame = steps.perform(1).frames[0]
     with pytest.raises(OutOfStep, match="expected change 1000003 of leader 9a7b5c3d, got change 1000002 of"):
         steps.decode(frame)  # again
-
-
-def test_what_we_send_of_outputs_and_requests_arrives() -> None:
-    for way, most in (
-        (ours.worker_outputs(Decode(256, is_spread=True)), 1100),
-        (ours.api_outputs(Decode(256, is_spread=True)), 5000),
-        (ours.requests(range(40_000)), 161_000),
-    ):
-        assert all(0 < len(frame) <= most for frame in way.perform(2).frames)
 
 
 # ── turns ────────────────────────────────────────────────────────────────────────────────────────────────────────────

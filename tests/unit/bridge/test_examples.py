@@ -20,7 +20,7 @@ METHODS = {
 
 
 @pytest.mark.parametrize("name", bridge.__all__)
-def test_a_name_of_the_bridge_is_described_and_its_lines_run(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_public_name_of_the_bridge_has_an_example_that_runs(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for key, value in {
         **NAMES,
         "ThreadPoolExecutor": ThreadPoolExecutor,

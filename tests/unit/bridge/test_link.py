@@ -1,6 +1,6 @@
 """A link between channels of two nodes: frames as they are, in order, exactly once; and its ends in peace."""
 
-import threading
+import functools
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +14,7 @@ from penstock import Broadcast, Buffer, EndOfChannel, Inbox, Ring, WouldBlock
 from penstock.bridge import InboundChannel, Lane, LinkSpec, OutboundChannel
 from tests.conftest import eventually
 from tests.support.links import running
+from tests.support.processes import threads
 
 LINK = LinkSpec("link")
 
@@ -75,19 +76,15 @@ def test_each_sender_of_an_inbox_has_its_lane_and_its_order() -> None:
         target.open_receiver() as receiver,
     ):
         senders = [source.open_sender(index) for index in range(3)]
-        threads = [threading.Thread(target=send_all, args=(sender, 200)) for sender in senders]
-        for thread in threads:
-            thread.start()
-        records: dict[int, list[int]] = {}
-        for _ in range(600):
-            record = receiver.receive(5)
-            records.setdefault(receiver.source, []).append(int(record))
-        assert records == {lane: list(range(200)) for lane in (5, 6, 2)}
-        names = {end["peer"]: end["state"] for end in target.snapshot()["senders"] if end["state"] == "live"}
-        assert len(names) == 3
-        assert {peer.name for peer in target.peers()} >= {"server 0", "server 1", "server 2"}
-        for thread in threads:
-            thread.join()
+        with threads(*(functools.partial(send_all, sender, 200) for sender in senders)):
+            records: dict[int, list[int]] = {}
+            for _ in range(600):
+                record = receiver.receive(5)
+                records.setdefault(receiver.source, []).append(int(record))
+            assert records == {lane: list(range(200)) for lane in (5, 6, 2)}
+            names = {end["peer"]: end["state"] for end in target.snapshot()["senders"] if end["state"] == "live"}
+            assert len(names) == 3
+            assert {peer.name for peer in target.peers()} >= {"server 0", "server 1", "server 2"}
         for sender in senders:
             sender.close()
 

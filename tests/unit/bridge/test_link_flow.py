@@ -15,6 +15,7 @@ from penstock.bridge.link_spec import LinkStats
 from penstock.bridge.packets import PacketQueue
 from tests.conftest import eventually
 from tests.support.links import running
+from tests.support.processes import threads
 
 # A link that dies of a heartbeat that was held up dies within the test.
 QUICK = LinkSpec("link", heartbeat_s=0.05, silence_s=0.4)
@@ -112,19 +113,12 @@ def test_senders_of_an_inbox_wait_for_their_credit_and_none_is_forgotten() -> No
     )
     with running(home, away), target.open_receiver() as receiver:
         senders = [source.open_sender(index) for index in range(3)]
-        threads = [
-            threading.Thread(target=lambda sender=sender: [sender.send(b"%4d" % n * 50) for n in range(300)])
-            for sender in senders
-        ]
-        for thread in threads:
-            thread.start()
-        records: dict[int, list[int]] = {0: [], 1: [], 2: []}
-        for _ in range(900):
-            record = receiver.receive(10)
-            records[receiver.source].append(int(record[:4]))
-        assert records == {index: list(range(300)) for index in range(3)}
-        for thread in threads:
-            thread.join()
+        with threads(*(lambda sender=sender: [sender.send(b"%4d" % n * 50) for n in range(300)] for sender in senders)):
+            records: dict[int, list[int]] = {0: [], 1: [], 2: []}
+            for _ in range(900):
+                record = receiver.receive(10)
+                records[receiver.source].append(int(record[:4]))
+            assert records == {index: list(range(300)) for index in range(3)}
         for sender in senders:
             sender.close()
 

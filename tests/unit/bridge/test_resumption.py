@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import functools
 import random
 import socket
 import statistics
@@ -50,7 +51,7 @@ from tests import tiers
 from tests.conftest import eventually
 from tests.support.certificates import make_certificates
 from tests.support.links import SECRET, RunningLink
-from tests.support.processes import program
+from tests.support.processes import program, threads
 from tests.support.relay import TO_CONNECTOR, TO_LISTENER, Relay, relay
 from tests.unit.bridge.test_packets import CutWire
 
@@ -105,16 +106,14 @@ class Traffic:
         """Sends frames to the other side and back, and compares them."""
         numbers = range(first, first + count)
         with self.there.open_sender() as sender, self.back.open_sender() as answer:
-            threads = [threading.Thread(target=send, args=(end, numbers)) for end in (sender, answer)]
-            for thread in threads:
-                thread.start()
-            with self.here.open_receiver() as receiver, self.home.open_receiver() as answers:
+            with (
+                threads(*(functools.partial(send, end, numbers) for end in (sender, answer))),
+                self.here.open_receiver() as receiver,
+                self.home.open_receiver() as answers,
+            ):
                 for number in numbers:
                     assert receiver.receive(10) == frame(number)
                     assert answers.receive(10) == frame(number)
-                for thread in threads:
-                    thread.join()
-                return
 
 
 def send(sender: Any, numbers: range) -> None:

@@ -1,5 +1,6 @@
 """Values of a store over a link, by key: once over the wire however many ask, straight into the store over there."""
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -13,6 +14,7 @@ from penstock import Empty, EndOfChannel, Lease, MemoryExhausted, Missing, Ring,
 from penstock.bridge import InboundChannel, LinkSpec, OutboundChannel, PullChannels, Puller, StoreValues
 from tests.conftest import eventually
 from tests.support.links import RunningLink, running
+from tests.support.processes import threads
 
 LINK = LinkSpec("link", heartbeat_s=0.05, silence_s=0.5)
 
@@ -81,11 +83,8 @@ def test_a_value_crosses_once_however_many_ask_for_it() -> None:
                 results.append(np.array_equal(lease.value(), pixels))
             puller.close()
 
-        threads = [threading.Thread(target=ask, args=(client,)) for client in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with threads(*(functools.partial(ask, client) for client in range(3))):
+            pass
         assert results == [True] * 3
         assert nodes.links[0].link.stats().values_sent == 1
         assert nodes.away.evict(bytes(32)), "no grant is left"

@@ -3,11 +3,14 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import gc
+import inspect
 import os
 import threading
 import time
 from collections.abc import Awaitable, Callable
+from typing import Any
 
 import pytest
 
@@ -24,6 +27,7 @@ from penstock import (
     WouldBlock,
 )
 from tests.conftest import eventually
+from tests.support.loops import in_a_loop
 from tests.support.processes import assert_how, forked, program, soon, thread
 
 SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
@@ -33,15 +37,24 @@ def new_ring(**options: object) -> penstock.Ring:
     return penstock.Ring(**{"capacity": 4096, "long_records": SMALL_POOL, **options})
 
 
-def run(work: Callable[[AsyncSender, AsyncReceiver], Awaitable[object]], **options: object) -> None:
-    """Runs work with both ends of a new ring, under a watchdog."""
+def over_a_ring(**options: object) -> Callable[[Callable[..., Awaitable[None]]], Callable[..., None]]:
+    """The test gets both ends of a new ring."""
 
-    async def main() -> None:
-        channel = new_ring(**options)
-        async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
-            await asyncio.wait_for(work(sender, receiver), 30)
+    def decorate(work: Callable[..., Awaitable[None]]) -> Callable[..., None]:
+        async def main(**fixtures: Any) -> None:
+            channel = new_ring(**options)
+            async with channel.open_async_sender() as sender, channel.open_async_receiver() as receiver:
+                await work(sender, receiver, **fixtures)
 
-    asyncio.run(main())
+        @functools.wraps(work)
+        def test(**fixtures: Any) -> None:
+            asyncio.run(main(**fixtures))
+
+        _, _, *fixtures = inspect.signature(work).parameters.values()
+        test.__signature__ = inspect.Signature(fixtures)  # type: ignore[attr-defined]
+        return test
+
+    return decorate
 
 
 async def waits(task: "asyncio.Task[object]") -> None:
@@ -60,111 +73,72 @@ async def fill(sender: AsyncSender) -> int:
     return count
 
 
-def test_what_is_sent_is_received() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        for record in (b"", b"x", b"y" * 5000, [b"a", b"b"], memoryview(b"m")):
-            await sender.send(record)
-            expected = b"".join(record) if isinstance(record, list) else bytes(record)
-            assert await receiver.receive() == expected
-        assert (sender.index, receiver.index, receiver.source) == (0, 0, 0)
-
-    run(work)
+@over_a_ring()
+async def test_what_is_sent_is_received(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    for record in (b"", b"x", b"y" * 5000, [b"a", b"b"], memoryview(b"m")):
+        await sender.send(record)
+        expected = b"".join(record) if isinstance(record, list) else bytes(record)
+        assert await receiver.receive() == expected
+    assert (sender.index, receiver.index, receiver.source) == (0, 0, 0)
 
 
-def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        def refuse(*_: object) -> None:
-            raise OSError(errno.ENOSPC, "epoll_ctl")
+@over_a_ring()
+async def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(
+    sender: AsyncSender, receiver: AsyncReceiver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOSPC, "epoll_ctl")
 
-        with monkeypatch.context() as patched:
-            patched.setattr(asyncio.get_running_loop(), "add_reader", refuse)
-            with pytest.raises(OSError, match="epoll_ctl"):
-                await receiver.receive()
-        task = asyncio.ensure_future(receiver.receive(timeout=5))
-        await waits(task)
-        await sender.send(b"woken")
-        assert await asyncio.wait_for(task, 2) == b"woken"
-
-    run(work)
-
-
-def test_a_waiting_receiver_is_woken() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        for number in range(300):
-            waiting = asyncio.create_task(receiver.receive())
-            await waits(waiting)
-            await sender.send(b"%d" % number)
-            assert await waiting == b"%d" % number
-
-    run(work)
+    with monkeypatch.context() as patched:
+        patched.setattr(asyncio.get_running_loop(), "add_reader", refuse)
+        with pytest.raises(OSError, match="epoll_ctl"):
+            await receiver.receive()
+    task = asyncio.ensure_future(receiver.receive(timeout=5))
+    await waits(task)
+    await sender.send(b"woken")
+    assert await asyncio.wait_for(task, 2) == b"woken"
 
 
-def test_records_come_in_order_between_two_tasks_that_wait_for_each_other() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        async def produce() -> None:
-            for number in range(2000):
-                await sender.send(b"%d" % number * (1 + number % 100))
-            sender.close()
+@over_a_ring()
+async def test_records_come_in_order_between_two_tasks_that_wait_for_each_other(
+    sender: AsyncSender, receiver: AsyncReceiver
+) -> None:
+    async def produce() -> None:
+        for number in range(2000):
+            await sender.send(b"%d" % number * (1 + number % 100))
+        sender.close()
 
-        producing = asyncio.create_task(produce())
-        number = 0
-        async for record in receiver:
-            assert record == b"%d" % number * (1 + number % 100)
-            number += 1
-        assert number == 2000
-        await producing
-
-    run(work)
-
-
-def test_a_full_ring_holds_a_sender_up_and_the_loop_goes_on() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        count = await fill(sender)
-        waiting = asyncio.create_task(sender.send(b"last" * 240))
-        await waits(waiting)
-        for number in range(count):
-            assert await receiver.receive() == b"%04d" % number * 240
-        await waiting
-        assert await receiver.receive() == b"last" * 240
-
-    run(work)
+    producing = asyncio.create_task(produce())
+    number = 0
+    async for record in receiver:
+        assert record == b"%d" % number * (1 + number % 100)
+        number += 1
+    assert number == 2000
+    await producing
 
 
-def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        await sender.send(bytes(700_000))
-        buffer = await receiver.receive()
-        waiting = asyncio.create_task(sender.send(b"s" * 700_000))
-        await waits(waiting)
-        buffer.release()
-        await waiting
-        assert await receiver.receive() == Buffer(b"s" * 700_000)
-
-    run(work, type=Buffer)
-
-
-def test_buffers_are_received_where_they_lie() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        for nbytes in (0, 10, 5000):
-            await sender.send(b"v" * nbytes)
-            with await receiver.receive(timeout=5) as buffer:
-                assert bytes(buffer) == b"v" * nbytes
-                assert buffer.view.readonly
-
-    run(work, type=Buffer)
+@over_a_ring(type=Buffer)
+async def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released(
+    sender: AsyncSender, receiver: AsyncReceiver
+) -> None:
+    await sender.send(bytes(700_000))
+    buffer = await receiver.receive()
+    waiting = asyncio.create_task(sender.send(b"s" * 700_000))
+    await waits(waiting)
+    buffer.release()
+    await waiting
+    assert await receiver.receive() == Buffer(b"s" * 700_000)
 
 
-def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        with pytest.raises(WouldBlock):
-            receiver.receive_nowait()
-        await sender.send(b"x")
-        assert receiver.receive_nowait() == b"x"
-        await fill(sender)
-        with pytest.raises(WouldBlock):
-            sender.send_nowait(b"x" * 960)
-
-    run(work)
+@over_a_ring()
+async def test_nowait_says_that_there_is_nothing_or_no_room(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    with pytest.raises(WouldBlock):
+        receiver.receive_nowait()
+    await sender.send(b"x")
+    assert receiver.receive_nowait() == b"x"
+    await fill(sender)
+    with pytest.raises(WouldBlock):
+        sender.send_nowait(b"x" * 960)
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 0.001, 0.05])
@@ -180,178 +154,169 @@ def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: floa
         assert (output.value.receiver, output.value.pid, output.value.records_behind) == (0, os.getpid(), 4)
 
     for type in (bytes, Buffer):
-        run(work, type=type)
+        over_a_ring(type=type)(work)()
 
 
-def test_a_record_that_is_there_comes_even_after_the_deadline() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        await sender.send(b"there")
-        assert await receiver.receive(timeout=0) == b"there"
-        await sender.send(b"room", timeout=0)
-
-    run(work)
-
-
-def test_a_deadline_from_outside_loses_no_record() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        for number in range(50):
-            with pytest.raises(asyncio.TimeoutError):
-                await asyncio.wait_for(receiver.receive(), 0.001)
-            await sender.send(b"%d" % number)
-            assert await receiver.receive(timeout=5) == b"%d" % number
-
-    run(work)
+@over_a_ring()
+async def test_a_record_that_is_there_comes_even_after_the_deadline(
+    sender: AsyncSender, receiver: AsyncReceiver
+) -> None:
+    await sender.send(b"there")
+    assert await receiver.receive(timeout=0) == b"there"
+    await sender.send(b"room", timeout=0)
 
 
-def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(seed: int) -> None:
+@over_a_ring()
+async def test_a_deadline_from_outside_loses_no_record(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    for number in range(50):
+        with pytest.raises(asyncio.TimeoutError):
+            await asyncio.wait_for(receiver.receive(), 0.001)
+        await sender.send(b"%d" % number)
+        assert await receiver.receive(timeout=5) == b"%d" % number
+
+
+@over_a_ring()
+async def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(
+    sender: AsyncSender, receiver: AsyncReceiver, seed: int
+) -> None:
     import random
 
     choose = random.Random(seed)
-
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        actual: list[bytes] = []
-        sent = 0
-        for _ in range(500):
-            task = asyncio.create_task(receiver.receive())
-            for _ in range(choose.randrange(4)):
-                await asyncio.sleep(0)
-            if choose.random() < 0.6:
-                await sender.send(b"%d" % sent)
-                sent += 1
-            for _ in range(choose.randrange(3)):
-                await asyncio.sleep(0)
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                actual.append(await task)
-        while len(actual) < sent:
-            actual.append(await receiver.receive(timeout=5))
-        assert actual == [b"%d" % number for number in range(sent)]
-        with pytest.raises(WouldBlock):
-            receiver.receive_nowait()
-
-    run(work)
+    actual: list[bytes] = []
+    sent = 0
+    for _ in range(500):
+        task = asyncio.create_task(receiver.receive())
+        for _ in range(choose.randrange(4)):
+            await asyncio.sleep(0)
+        if choose.random() < 0.6:
+            await sender.send(b"%d" % sent)
+            sent += 1
+        for _ in range(choose.randrange(3)):
+            await asyncio.sleep(0)
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            actual.append(await task)
+    while len(actual) < sent:
+        actual.append(await receiver.receive(timeout=5))
+    assert actual == [b"%d" % number for number in range(sent)]
+    with pytest.raises(WouldBlock):
+        receiver.receive_nowait()
 
 
 @pytest.mark.parametrize("turns", range(8))
-def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(turns: int) -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        waiting = asyncio.create_task(receiver.receive(timeout=30))
+@over_a_ring()
+async def test_a_cancellation_at_the_moment_of_a_wake_up_is_not_lost(
+    sender: AsyncSender, receiver: AsyncReceiver, turns: int
+) -> None:
+    waiting = asyncio.create_task(receiver.receive(timeout=30))
+    await waits(waiting)
+    receiver._on_bell()  # for nothing, as when a peer joins
+    for _ in range(turns):
+        await asyncio.sleep(0)
+    waiting.cancel()
+    done, _ = await asyncio.wait({waiting}, timeout=1)
+    assert done, "the task waits on although it was cancelled"
+    assert waiting.cancelled()
+
+
+@over_a_ring()
+async def test_a_deadline_holds_while_another_task_is_in_the_end(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    waiting = asyncio.create_task(receiver.receive())
+    await waits(waiting)
+    with pytest.raises(Timeout):
+        await asyncio.wait_for(receiver.receive(timeout=0.05), 2)
+    await sender.send(b"x")
+    assert await waiting == b"x"
+
+
+@over_a_ring()
+async def test_a_cancelled_send_sends_nothing_and_the_next_one_goes(
+    sender: AsyncSender, receiver: AsyncReceiver
+) -> None:
+    count = await fill(sender)
+    for _ in range(20):
+        waiting = asyncio.create_task(sender.send(b"cancelled" * 100))
         await waits(waiting)
-        receiver._on_bell()  # for nothing, as when a peer joins
-        for _ in range(turns):
-            await asyncio.sleep(0)
         waiting.cancel()
-        done, _ = await asyncio.wait({waiting}, timeout=1)
-        assert done, "the task waits on although it was cancelled"
-        assert waiting.cancelled()
-
-    run(work)
-
-
-def test_a_deadline_holds_while_another_task_is_in_the_end() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        waiting = asyncio.create_task(receiver.receive())
-        await waits(waiting)
-        with pytest.raises(Timeout):
-            await asyncio.wait_for(receiver.receive(timeout=0.05), 2)
-        await sender.send(b"x")
-        assert await waiting == b"x"
-
-    run(work)
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+    for _ in range(count):
+        await receiver.receive()
+    await sender.send(b"next")
+    assert await receiver.receive(timeout=5) == b"next"
+    with pytest.raises(WouldBlock):
+        receiver.receive_nowait()
 
 
-def test_a_cancelled_send_sends_nothing_and_the_next_one_goes() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+@over_a_ring()
+async def test_tasks_share_an_end_and_each_record_goes_to_one_of_them(
+    sender: AsyncSender, receiver: AsyncReceiver
+) -> None:
+    async def consume() -> list[bytes]:
+        return [record async for record in receiver]
+
+    tasks = [asyncio.create_task(consume()) for _ in range(4)]
+    await asyncio.gather(*(sender.send(b"%d" % number) for number in range(200)))
+    sender.close()
+    actual = [record for task in tasks for record in await task]
+    assert sorted(actual, key=int) == [b"%d" % number for number in range(200)]
+
+
+@over_a_ring()
+async def test_tasks_that_wait_are_served_in_the_order_in_which_they_came(
+    sender: AsyncSender, receiver: AsyncReceiver
+) -> None:
+    for _ in range(5):
+        receiving = [asyncio.create_task(receiver.receive()) for _ in range(5)]
+        await waits(receiving[-1])
+        for number in range(5):
+            await sender.send(b"%d" % number)
+        assert await asyncio.gather(*receiving) == [b"0", b"1", b"2", b"3", b"4"]
         count = await fill(sender)
-        for _ in range(20):
-            waiting = asyncio.create_task(sender.send(b"cancelled" * 100))
-            await waits(waiting)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
+        sending = [asyncio.create_task(sender.send(b"%d" % number * 960)) for number in range(5)]
+        await waits(sending[-1])
         for _ in range(count):
             await receiver.receive()
-        await sender.send(b"next")
-        assert await receiver.receive(timeout=5) == b"next"
-        with pytest.raises(WouldBlock):
-            receiver.receive_nowait()
-
-    run(work)
+        assert [await receiver.receive() for _ in range(5)] == [b"%d" % number * 960 for number in range(5)]
+        await asyncio.gather(*sending)
 
 
-def test_tasks_share_an_end_and_each_record_goes_to_one_of_them() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        async def consume() -> list[bytes]:
-            return [record async for record in receiver]
-
-        tasks = [asyncio.create_task(consume()) for _ in range(4)]
-        await asyncio.gather(*(sender.send(b"%d" % number) for number in range(200)))
-        sender.close()
-        actual = [record for task in tasks for record in await task]
-        assert sorted(actual, key=int) == [b"%d" % number for number in range(200)]
-
-    run(work)
-
-
-def test_tasks_that_wait_are_served_in_the_order_in_which_they_came() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        for _ in range(5):
-            receiving = [asyncio.create_task(receiver.receive()) for _ in range(5)]
-            await waits(receiving[-1])
-            for number in range(5):
-                await sender.send(b"%d" % number)
-            assert await asyncio.gather(*receiving) == [b"0", b"1", b"2", b"3", b"4"]
-            count = await fill(sender)
-            sending = [asyncio.create_task(sender.send(b"%d" % number * 960)) for number in range(5)]
-            await waits(sending[-1])
-            for _ in range(count):
-                await receiver.receive()
-            assert [await receiver.receive() for _ in range(5)] == [b"%d" % number * 960 for number in range(5)]
-            await asyncio.gather(*sending)
-
-    run(work)
-
-
-def test_the_end_of_the_channel_ends_a_wait_and_a_loop() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        waiting = asyncio.create_task(receiver.receive())
-        await waits(waiting)
-        sender.close()
-        with pytest.raises(EndOfChannel):
-            await waiting
-        assert [record async for record in receiver] == []
-
-    run(work)
+@over_a_ring()
+async def test_the_end_of_the_channel_ends_a_wait_and_a_loop(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    waiting = asyncio.create_task(receiver.receive())
+    await waits(waiting)
+    sender.close()
+    with pytest.raises(EndOfChannel):
+        await waiting
+    assert [record async for record in receiver] == []
 
 
 @pytest.mark.parametrize("end", ["sender", "receiver"])
-def test_closing_an_end_ends_the_waits_of_its_own_tasks(end: str) -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        if end == "sender":
-            await fill(sender)
-        call = (lambda: sender.send(b"x" * 960)) if end == "sender" else receiver.receive
-        tasks = [asyncio.create_task(call()) for _ in range(3)]
-        await waits(tasks[0])
-        (sender if end == "sender" else receiver).close()
-        for task in tasks:
-            with pytest.raises(ClosedError):
-                await asyncio.wait_for(task, 5)
-        with pytest.raises(ClosedError):
-            await call()
-
-    run(work)
-
-
-def test_the_other_sides_close_ends_a_full_send() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+@over_a_ring()
+async def test_closing_an_end_ends_the_waits_of_its_own_tasks(
+    sender: AsyncSender, receiver: AsyncReceiver, end: str
+) -> None:
+    if end == "sender":
         await fill(sender)
-        waiting = asyncio.create_task(sender.send(b"x" * 960))
-        await waits(waiting)
-        receiver.close()
-        with pytest.raises(EndOfChannel):
-            await waiting
+    call = (lambda: sender.send(b"x" * 960)) if end == "sender" else receiver.receive
+    tasks = [asyncio.create_task(call()) for _ in range(3)]
+    await waits(tasks[0])
+    (sender if end == "sender" else receiver).close()
+    for task in tasks:
+        with pytest.raises(ClosedError):
+            await asyncio.wait_for(task, 5)
+    with pytest.raises(ClosedError):
+        await call()
 
-    run(work)
+
+@over_a_ring()
+async def test_the_other_sides_close_ends_a_full_send(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    await fill(sender)
+    waiting = asyncio.create_task(sender.send(b"x" * 960))
+    await waits(waiting)
+    receiver.close()
+    with pytest.raises(EndOfChannel):
+        await waiting
 
 
 def test_the_same_ends_serve_one_loop_after_another() -> None:
@@ -397,25 +362,23 @@ def test_loop_stopped_while_an_end_waits_leaves_the_next_loop_working() -> None:
     receiver.close()
 
 
-def test_an_idle_loop_costs_nothing_and_no_thread() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        threads = len(os.listdir("/proc/self/task"))
-        waiting = asyncio.create_task(receiver.receive())
-        await waits(waiting)
+@over_a_ring()
+async def test_an_idle_loop_costs_nothing_and_no_thread(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    threads = len(os.listdir("/proc/self/task"))
+    waiting = asyncio.create_task(receiver.receive())
+    await waits(waiting)
 
-        async def idle() -> float:
-            before = time.process_time()
-            await asyncio.sleep(0.4)
-            return (time.process_time() - before) / 0.4
+    async def idle() -> float:
+        before = time.process_time()
+        await asyncio.sleep(0.4)
+        return (time.process_time() - before) / 0.4
 
-        measured = [await idle() for _ in range(3)]
-        assert min(measured) < 0.01
-        assert len(os.listdir("/proc/self/task")) == threads
-        assert threading.active_count() == 1
-        await sender.send(b"x")
-        assert await waiting == b"x"
-
-    run(work)
+    measured = [await idle() for _ in range(3)]
+    assert min(measured) < 0.01
+    assert len(os.listdir("/proc/self/task")) == threads
+    assert threading.active_count() == 1
+    await sender.send(b"x")
+    assert await waiting == b"x"
 
 
 def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
@@ -439,19 +402,17 @@ def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
     soon(measure, 0.02)
 
 
-def test_a_waiting_end_is_seen_from_outside() -> None:
-    async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
-        channel = penstock.Ring()
-        async with channel.open_async_receiver() as waiting_end:
-            task = asyncio.create_task(waiting_end.receive())
-            await waits(task)
-            assert channel.snapshot()["receivers"][0]["waiting_ns"] > 0
-            task.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await task
-            assert channel.snapshot()["receivers"][0]["waiting_ns"] == 0
-
-    run(work)
+@over_a_ring()
+async def test_a_waiting_end_is_seen_from_outside(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    channel = penstock.Ring()
+    async with channel.open_async_receiver() as waiting_end:
+        task = asyncio.create_task(waiting_end.receive())
+        await waits(task)
+        assert channel.snapshot()["receivers"][0]["waiting_ns"] > 0
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert channel.snapshot()["receivers"][0]["waiting_ns"] == 0
 
 
 # ── with other processes ─────────────────────────────────────────────────────────────────────────────────────────────
@@ -557,45 +518,41 @@ def test_a_receivers_death_ends_a_full_send() -> None:
     soon(measure)
 
 
-def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None:
-    async def main() -> None:
-        channel = penstock.Broadcast(receivers=16, capacity=4096, long_records=SMALL_POOL)
-        async with channel.open_async_sender() as sender, contextlib.AsyncExitStack() as ends:
-            receivers = [await ends.enter_async_context(channel.open_async_receiver()) for _ in range(16)]
+@in_a_loop
+async def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None:
+    channel = penstock.Broadcast(receivers=16, capacity=4096, long_records=SMALL_POOL)
+    async with channel.open_async_sender() as sender, contextlib.AsyncExitStack() as ends:
+        receivers = [await ends.enter_async_context(channel.open_async_receiver()) for _ in range(16)]
 
-            async def consume(receiver: AsyncReceiver) -> list[bytes]:
-                return [record async for record in receiver]
+        async def consume(receiver: AsyncReceiver) -> list[bytes]:
+            return [record async for record in receiver]
 
-            tasks = [asyncio.create_task(consume(receiver)) for receiver in receivers]
-            for number in range(200):
-                await sender.send(b"%d" % number * (1 if number % 40 else 500), timeout=10)
+        tasks = [asyncio.create_task(consume(receiver)) for receiver in receivers]
+        for number in range(200):
+            await sender.send(b"%d" % number * (1 if number % 40 else 500), timeout=10)
+        sender.close()
+        for task in tasks:
+            assert await task == [b"%d" % number * (1 if number % 40 else 500) for number in range(200)]
+
+
+@in_a_loop
+async def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
+    channel = penstock.Inbox(senders=8, capacity=4096)
+    async with channel.open_async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
+        senders = [await ends.enter_async_context(channel.open_async_sender()) for _ in range(8)]
+
+        async def produce(sender: AsyncSender) -> None:
+            for number in range(100):
+                await sender.send(b"%d" % number * 50)
             sender.close()
-            for task in tasks:
-                assert await task == [b"%d" % number * (1 if number % 40 else 500) for number in range(200)]
 
-    asyncio.run(asyncio.wait_for(main(), 30))
-
-
-def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
-    async def main() -> None:
-        channel = penstock.Inbox(senders=8, capacity=4096)
-        async with channel.open_async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
-            senders = [await ends.enter_async_context(channel.open_async_sender()) for _ in range(8)]
-
-            async def produce(sender: AsyncSender) -> None:
-                for number in range(100):
-                    await sender.send(b"%d" % number * 50)
-                sender.close()
-
-            tasks = [asyncio.create_task(produce(sender)) for sender in senders]
-            expected = [0] * 8
-            async for record in receiver:
-                assert record == b"%d" % expected[receiver.source] * 50
-                expected[receiver.source] += 1
-            assert expected == [100] * 8
-            await asyncio.gather(*tasks)
-
-    asyncio.run(asyncio.wait_for(main(), 30))
+        tasks = [asyncio.create_task(produce(sender)) for sender in senders]
+        expected = [0] * 8
+        async for record in receiver:
+            assert record == b"%d" % expected[receiver.source] * 50
+            expected[receiver.source] += 1
+        assert expected == [100] * 8
+        await asyncio.gather(*tasks)
 
 
 def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
@@ -623,19 +580,17 @@ def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
     receiver.close()
 
 
-def test_ends_that_are_dropped_leave_nothing_with_the_loop() -> None:
-    async def main() -> None:
-        before = len(os.listdir("/proc/self/fd"))
-        for _ in range(10):
-            channel = new_ring()
-            async with channel.open_async_receiver() as receiver:
-                with pytest.raises(Timeout):
-                    await receiver.receive(timeout=0.001)
-        del channel, receiver
-        gc.collect()
-        assert len(os.listdir("/proc/self/fd")) == before
-
-    asyncio.run(main())
+@in_a_loop
+async def test_ends_that_are_dropped_leave_nothing_with_the_loop() -> None:
+    before = len(os.listdir("/proc/self/fd"))
+    for _ in range(10):
+        channel = new_ring()
+        async with channel.open_async_receiver() as receiver:
+            with pytest.raises(Timeout):
+                await receiver.receive(timeout=0.001)
+    del channel, receiver
+    gc.collect()
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 # ── a peer that cannot wake this end ─────────────────────────────────────────────────────────────────────────────────
@@ -718,42 +673,38 @@ def test_async_receiver_of_an_unreadable_process_gets_records() -> None:
 # ── dropped ──────────────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("has_waited", [False, True])
 @pytest.mark.parametrize("end", ["senders", "receivers"])
-def test_end_that_is_dropped_in_a_running_loop_has_died(end: str, has_waited: bool) -> None:
-    async def main() -> None:
-        ring = new_ring()
-        dropped = ring.open_async_sender() if end == "senders" else ring.open_async_receiver()
-        if has_waited:
-            with pytest.raises(Timeout):
-                if isinstance(dropped, AsyncSender):
-                    await fill(dropped)
-                    await dropped.send(b"x" * 960, timeout=0.01)
-                else:
-                    await dropped.receive(timeout=0.01)
-        assert ring.snapshot()[end][0]["state"] == "live"
-        del dropped
+@in_a_loop
+async def test_end_that_is_dropped_in_a_running_loop_has_died(end: str, has_waited: bool) -> None:
+    ring = new_ring()
+    dropped = ring.open_async_sender() if end == "senders" else ring.open_async_receiver()
+    if has_waited:
+        with pytest.raises(Timeout):
+            if isinstance(dropped, AsyncSender):
+                await fill(dropped)
+                await dropped.send(b"x" * 960, timeout=0.01)
+            else:
+                await dropped.receive(timeout=0.01)
+    assert ring.snapshot()[end][0]["state"] == "live"
+    del dropped
+    gc.collect()
+    await asyncio.sleep(0.01)
+    assert ring.snapshot()[end][0]["failure"] == "garbage collected without closing"
+    assert [peer.state for peer in ring.peers()] == ["left"]
+
+
+@in_a_loop
+async def test_task_that_waits_in_an_end_is_not_garbage() -> None:
+    ring = new_ring()
+    sender = ring.open_sender()
+    actual: list[bytes] = []
+
+    async def receive() -> None:
+        actual.append(await ring.open_async_receiver().receive())
+
+    asyncio.ensure_future(receive())  # noqa: RUF006
+    for _ in range(5):
+        await asyncio.sleep(0.005)
         gc.collect()
-        await asyncio.sleep(0.01)
-        assert ring.snapshot()[end][0]["failure"] == "garbage collected without closing"
-        assert [peer.state for peer in ring.peers()] == ["left"]
-
-    asyncio.run(main())
-
-
-def test_task_that_waits_in_an_end_is_not_garbage() -> None:
-    async def main() -> None:
-        ring = new_ring()
-        sender = ring.open_sender()
-        actual: list[bytes] = []
-
-        async def receive() -> None:
-            actual.append(await ring.open_async_receiver().receive())
-
-        asyncio.ensure_future(receive())  # noqa: RUF006
-        for _ in range(5):
-            await asyncio.sleep(0.005)
-            gc.collect()
-        sender.send(b"kept")
-        await asyncio.sleep(0.05)
-        assert actual == [b"kept"]
-
-    asyncio.run(main())
+    sender.send(b"kept")
+    await asyncio.sleep(0.05)
+    assert actual == [b"kept"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from typing import Any
 
 import msgspec
@@ -11,6 +10,7 @@ import pytest
 import penstock
 from penstock import AsyncReceiver, AsyncSender, Buffer, Receiver, Sender
 from penstock.lowlevel import ByteReceiver, ByteSender, FrameReceiver, FrameSender
+from tests.support.loops import in_a_loop
 
 
 class Step(msgspec.Struct, array_like=True):
@@ -25,18 +25,15 @@ CARRIED = [(bytes, "bytes"), (Buffer, "Buffer"), (Step, "Step"), (Step | Stop, "
 
 
 @pytest.mark.parametrize("type", [type for type, _ in CARRIED])
-def test_ends_are_instances_of_the_public_classes(type: Any) -> None:
+@in_a_loop
+async def test_ends_are_instances_of_the_public_classes(type: Any) -> None:
     with penstock.Ring(type) as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
         assert isinstance(sender, Sender) and not isinstance(sender, (Receiver, AsyncSender))
         assert isinstance(receiver, Receiver) and not isinstance(receiver, (Sender, AsyncReceiver))
-
-    async def main() -> None:
-        ring = penstock.Ring(type)
-        async with ring.open_async_sender() as sender, ring.open_async_receiver() as receiver:
-            assert isinstance(sender, AsyncSender) and not isinstance(sender, Sender)
-            assert isinstance(receiver, AsyncReceiver) and not isinstance(receiver, Receiver)
-
-    asyncio.run(main())
+    ring = penstock.Ring(type)
+    async with ring.open_async_sender() as sender, ring.open_async_receiver() as receiver:
+        assert isinstance(sender, AsyncSender) and not isinstance(sender, Sender)
+        assert isinstance(receiver, AsyncReceiver) and not isinstance(receiver, Receiver)
 
 
 @pytest.mark.parametrize(("type", "carries"), CARRIED)

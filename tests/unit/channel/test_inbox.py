@@ -1,7 +1,6 @@
 """An inbox: many senders, one receiver; in order for each sender, taken in turn among them."""
 
 import contextlib
-import random
 from collections.abc import Iterator
 
 import pytest
@@ -9,7 +8,6 @@ import pytest
 import penstock
 from penstock import EndOfChannel, LongRecords, Timeout, WouldBlock
 from penstock.lowlevel import ByteReceiver, ByteSender
-from tests.support.processes import program
 
 SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
 
@@ -150,55 +148,3 @@ def test_senders_are_told_that_the_receiver_has_closed() -> None:
         for sender in senders:
             with pytest.raises(EndOfChannel):
                 sender.send(b"x")
-
-
-def test_random_senders_sizes_and_restarts_keep_the_order_of_each(seed: int) -> None:
-    choose = random.Random(seed)
-    channel = penstock.Inbox(senders=5, capacity=4096, long_records=SMALL_POOL)
-    with channel.open_receiver() as receiver:
-        senders = {rank: channel.open_sender(rank) for rank in range(5)}
-        sent: dict[int, list[bytes]] = {rank: [] for rank in range(5)}
-        for number in range(5000):
-            rank = choose.randrange(5)
-            action = choose.random()
-            if action < 0.01:
-                senders.pop(rank).close()
-                senders[rank] = channel.open_sender(rank)
-            elif action < 0.5:
-                record = b"%d" % number + bytes(choose.choice([0, 60, 600, 4000]))
-                with contextlib.suppress(WouldBlock):
-                    senders[rank].send_nowait(record)
-                    sent[rank].append(record)
-            else:
-                record = receiver.try_receive()
-                if record is None:
-                    assert not any(sent.values())
-                else:
-                    assert record == sent[receiver.source].pop(0)
-        for sender in senders.values():
-            sender.close()
-        for record in receiver:
-            assert record == sent[receiver.source].pop(0)
-        assert not any(sent.values())
-    assert channel.snapshot()["pool"][0]["blocks"] == 0
-
-
-def test_other_processes_send_and_all_of_it_arrives() -> None:
-    source = """
-        with penstock.attach(sys.argv[1]).open_sender() as sender:
-            for number in range(800):
-                sender.send(number.to_bytes(4, "little") * (1 if number % 40 else 20_000), timeout=25)
-    """
-    with (
-        penstock.Inbox(senders=3, long_records=LongRecords(pool_nbytes=1 << 22)) as channel,
-        channel.open_receiver() as receiver,
-    ):
-        with contextlib.ExitStack() as others:
-            for _ in range(3):
-                others.enter_context(program(source, channel.ticket))
-            expected = [0] * 3
-            for record in receiver:
-                number = expected[receiver.source]
-                assert record == number.to_bytes(4, "little") * (1 if number % 40 else 20_000)
-                expected[receiver.source] += 1
-            assert expected == [800] * 3

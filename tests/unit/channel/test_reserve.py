@@ -11,18 +11,10 @@ import penstock
 from penstock import ClosedError, LongRecords, Timeout
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.conftest import eventually
+from tests.support.channels import SMALL_POOL, ring
 from tests.support.processes import forked, program, thread
 
-SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
-
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
-
-
-@contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "long_records": SMALL_POOL, **options})
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        yield channel, sender, receiver
 
 
 @pytest.mark.parametrize("nbytes", SIZES)

@@ -1,26 +1,18 @@
 """A view of a record: a lease that keeps the bytes where they are, inline or spilled, until the last view is gone."""
 
-import contextlib
 import gc
 import random
-from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
 import penstock
-from penstock import ClosedError, LongRecords, Timeout, WouldBlock
-from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
+from penstock import ClosedError, Timeout, WouldBlock
+from penstock.lowlevel import BlockLease
+from tests.support.channels import ring
 from tests.support.processes import DYING, program
 
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
-
-
-@contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "long_records": LongRecords(pool_nbytes=1 << 20), **options})
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        yield channel, sender, receiver
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
@@ -92,33 +84,6 @@ def test_records_copied_beside_a_held_view_keep_their_room() -> None:
             sender.send_nowait(b"y" * 960)
 
 
-def test_bytes_of_a_held_view_never_change(seed: int) -> None:
-    choose = random.Random(seed)
-    with ring() as (channel, sender, receiver):
-        held: list[tuple[BlockLease, bytes]] = []
-        sent: list[bytes] = []
-        for number in range(4000):
-            record = random.Random(number).randbytes(choose.choice([0, 20, 300, 1024, 3000]))
-            with contextlib.suppress(WouldBlock):
-                sender.send_nowait(record)
-                sent.append(record)
-            if sent and choose.random() < 0.6:
-                if choose.random() < 0.5:
-                    assert receiver.receive(timeout=1) == sent.pop(0)
-                else:
-                    held.append((receiver.receive_view(timeout=1), sent.pop(0)))
-            while held and choose.random() < 0.5:
-                lease, record = held.pop(choose.randrange(len(held)))
-                assert bytes(lease) == record
-                lease.release()
-        for lease, record in held:
-            assert bytes(lease) == record
-            lease.release()
-        assert [receiver.receive(timeout=1) for _ in sent] == sent
-        observed = channel.snapshot()
-        assert (observed["receivers"][0]["nbytes_behind"], observed["pool"][0]["blocks"]) == (0, 0)
-
-
 @pytest.mark.parametrize("nbytes", [1000, 5000])
 def test_last_array_or_slice_of_a_view_releases_its_bytes(nbytes: int) -> None:
     with ring() as (channel, sender, receiver):
@@ -142,24 +107,6 @@ def test_last_array_or_slice_of_a_view_releases_its_bytes(nbytes: int) -> None:
         assert in_use() > 0
         view.release()
         assert in_use() == 0
-
-
-def test_a_lease_with_views_is_not_released_and_stays_good() -> None:
-    with ring() as (_, sender, receiver):
-        sender.send(b"abc")
-        lease = receiver.receive_view(timeout=1)
-        view = memoryview(lease)
-        with pytest.raises(BufferError):
-            lease.release()
-        with pytest.raises(BufferError), lease:
-            pass
-        assert not lease.is_released
-        assert bytes(view) == b"abc"
-        view.release()
-        lease.release()
-        lease.release()  # again: nothing happens
-        with pytest.raises(BufferError, match="the lease has been released"):
-            memoryview(lease)
 
 
 def test_a_view_outlives_its_receiver_and_keeps_its_place() -> None:
@@ -189,18 +136,6 @@ def test_a_view_outlives_the_channel() -> None:
     gc.collect()
     assert bytes(short) == b"inline"
     assert bytes(long) == b"s" * 100_000
-
-
-@pytest.mark.parametrize("nbytes", [100, 5000])
-def test_exception_in_a_views_block_releases_its_room(nbytes: int) -> None:
-    with ring() as (channel, sender, receiver):
-        sender.send(b"1" * nbytes)
-        sender.send(b"2" * nbytes)
-        with pytest.raises(ZeroDivisionError), receiver.receive_view(timeout=1):
-            raise ZeroDivisionError
-        assert receiver.receive(timeout=1) == b"2" * nbytes
-        assert channel.snapshot()["receivers"][0]["nbytes_behind"] == 0
-        assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
 def test_views_of_several_receivers_are_independent() -> None:

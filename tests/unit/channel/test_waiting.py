@@ -2,12 +2,10 @@
 
 import contextlib
 import os
-import resource
 import signal
 import textwrap
-import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 
 import pytest
 
@@ -17,15 +15,9 @@ from penstock.channel import Channel
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests import tiers
 from tests.conftest import eventually
+from tests.support.channels import ring
 from tests.support.control_groups import control_group
-from tests.support.processes import IS_SANITIZED, PROMISED, forked, program, soon, thread
-
-
-@contextlib.contextmanager
-def ring(**options: object) -> Iterator[tuple[penstock.Ring, ByteSender, ByteReceiver]]:
-    channel = penstock.Ring(**{"capacity": 4096, "long_records": LongRecords(pool_nbytes=1 << 20), **options})
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        yield channel, sender, receiver
+from tests.support.processes import PROMISED, forked, program, soon, thread
 
 
 def fill(sender: ByteSender, nbytes: int = 960) -> int:
@@ -644,14 +636,6 @@ def test_a_list_that_is_emptied_while_its_send_waits_was_sent_as_it_was(nbytes: 
         assert record == expected
 
 
-def test_the_interpreter_runs_other_threads_while_one_waits() -> None:
-    with ring() as (channel, sender, receiver), thread(receiver.receive) as waiting:
-        eventually(lambda: is_parked(channel, "receivers"))
-        assert threading.active_count() >= 2
-        sender.send(b"x")
-        assert waiting.ended().value == b"x"
-
-
 # ── fork ─────────────────────────────────────────────────────────────────────────────────────────────────────────────
 def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
     with ring() as (channel, sender, receiver):
@@ -709,22 +693,6 @@ def test_a_child_of_fork_takes_an_end_of_its_own() -> None:
         assert receiver.receive(timeout=5) == b"from the child"
         with pytest.raises(EndOfChannel):
             receiver.receive(timeout=5)
-
-
-def test_ten_thousand_records_leave_memory_and_descriptors_as_they_were() -> None:
-    with ring(capacity=1 << 16) as (_, sender, receiver):
-
-        def exchange(count: int) -> tuple[int, int]:
-            for number in range(count):
-                sender.send(b"x" * (number % 3000))
-                with receiver.receive_view(timeout=1):
-                    pass
-            return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, len(os.listdir("/proc/self/fd"))
-
-        before = exchange(1000)
-        after = exchange(10_000)
-        assert after[1] == before[1]
-        assert after[0] - before[0] < 4096 or IS_SANITIZED  # KiB; a sanitizer keeps what was freed
 
 
 # ── a wake-up at the worst moment ────────────────────────────────────────────────────────────────────────────────────

@@ -199,7 +199,7 @@ def test_options_are_those_of_vllm_and_ours(
         *("--patience 2", "--drain-timeout 2", "--max-num 2"),
     ],
 )
-def test_a_name_that_was_replaced_or_is_cut_short_is_refused(old: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_option_that_was_replaced_or_abbreviated_is_refused(old: str, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         cli.main(["serve", *old.split()])
     assert f"unrecognized arguments: {old.split()[0]}" in capsys.readouterr().err

@@ -9,7 +9,6 @@ import gc
 import multiprocessing
 import pickle
 import random
-from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -18,9 +17,10 @@ import pytest
 from numpy.typing import NDArray
 
 import penstock
-from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, LongRecords, Receiver, Sender, WouldBlock
-
-SMALL_POOL = LongRecords(pool_nbytes=1 << 20)
+from penstock import AsyncReceiver, AsyncSender, Buffer, ClosedError, LongRecords, WouldBlock
+from tests.support import channels
+from tests.support.channels import SMALL_POOL
+from tests.support.loops import in_a_loop
 
 SIZES = [0, 1, 1000, 5000]  # the last one lies in the pool
 
@@ -31,20 +31,17 @@ class Image(msgspec.Struct, array_like=True, frozen=True):
     mask: NDArray[np.int32] | None = None
 
 
-@contextlib.contextmanager
-def ring(type: Any = Buffer, **options: Any) -> Iterator[tuple[penstock.Ring[Any], Sender[Any], Receiver[Any]]]:
-    channel = penstock.Ring(type, **{"capacity": 4096, "long_records": SMALL_POOL, **options})
-    with channel.open_sender() as sender, channel.open_receiver() as receiver:
-        yield channel, sender, receiver
+def ring(type: Any = Buffer, **options: Any) -> contextlib.AbstractContextManager[Any]:
+    return channels.ring(type, **options)
 
 
 def in_use(channel: penstock.Ring[Any]) -> int:
-    """Bytes that the channel keeps for what was received: in the ring, and in the pool."""
+    """Returns the bytes that received records take in the ring and in the pool."""
     state = channel.snapshot()
     return int(state["receivers"][0]["nbytes_behind"]) + int(state["pool"][0]["taken_nbytes"])
 
 
-# ── what is sent and received ──
+# ── sending and receiving ──
 @pytest.mark.parametrize("nbytes", SIZES)
 def test_a_channel_of_buffers_gives_the_record_as_a_read_only_buffer(nbytes: int) -> None:
     record = random.Random(nbytes).randbytes(nbytes)
@@ -121,16 +118,6 @@ def test_buffers_are_told_apart_by_their_bytes() -> None:
             Buffer(wrong)  # type: ignore[arg-type]
 
 
-def test_iteration_ends_with_the_channel() -> None:
-    with ring() as (_, sender, receiver):
-        for number in range(3):
-            sender.send(b"%d" % number)
-        sender.close()
-        assert [bytes(buffer) for buffer in receiver] == [b"0", b"1", b"2"]
-        with pytest.raises(penstock.EndOfChannel):
-            receiver.receive(timeout=1)
-
-
 def test_source_is_the_sender_of_the_last_buffer() -> None:
     inbox = penstock.Inbox(Buffer, senders=3)
     with inbox.open_receiver() as receiver:
@@ -175,22 +162,6 @@ def test_a_buffer_keeps_its_room_until_it_is_released(nbytes: int) -> None:
         buffer.release()  # again: nothing happens
         assert in_use(channel) == 0
         assert repr(buffer) == "Buffer(released)"
-
-
-def test_held_buffers_fill_the_ring_and_a_released_one_makes_room() -> None:
-    with ring() as (_, sender, receiver):
-        for letter in b"abcd":
-            sender.send(bytes([letter]) * 960)
-        buffers = [receiver.receive(timeout=1) for _ in range(4)]
-        with pytest.raises(WouldBlock):
-            sender.send_nowait(b"e" * 960)
-        with pytest.raises(penstock.Timeout, match="is 4 records"):
-            sender.send(b"e" * 960, timeout=0.01)
-        assert [bytes(buffer) for buffer in buffers] == [bytes([letter]) * 960 for letter in b"abcd"]
-        buffers[0].release()
-        sender.send_nowait(b"e" * 960)
-        assert [bytes(buffer) for buffer in buffers[1:]] == [bytes([letter]) * 960 for letter in b"bcd"]
-        assert bytes(receiver.receive(timeout=1)) == b"e" * 960
 
 
 @pytest.mark.parametrize("nbytes", [100, 5000])
@@ -351,32 +322,30 @@ def test_a_task_that_waits_for_room_goes_on_when_a_buffer_is_released() -> None:
 
 
 @pytest.mark.parametrize("type", [bytes, Buffer])
-def test_async_send_that_waits_sends_the_bytes_of_its_call(type: Any) -> None:
-    async def main() -> None:
-        channel = penstock.Ring(type, capacity=4096)
-        async with channel.open_async_sender() as sender:
-            receiver = channel.open_receiver()
-            with pytest.raises(WouldBlock):
-                while True:
-                    sender.send_nowait(b"full" * 200)
-            room = bytearray(b"?" * 450)
-            sending = []
-            for letter in b"abcdefgh":
-                room[:] = bytes([letter]) * 450
-                sent = (room, memoryview(room), [memoryview(room)[:5], room[5:]], np.frombuffer(room, "u2"))[letter % 4]
-                sending.append(asyncio.ensure_future(sender.send(sent)))
-                await asyncio.sleep(0)
-            room[:] = bytes(450)
-            letters = list(b"abcdefgh")
-            while letters:
-                actual = bytes(await asyncio.to_thread(receiver.receive, 5))
-                if actual != b"full" * 200:
-                    assert actual == bytes([letters.pop(0)]) * 450
-                await asyncio.sleep(0)
-            await asyncio.gather(*sending)
-            receiver.close()
-
-    asyncio.run(main())
+@in_a_loop
+async def test_async_send_that_waits_sends_the_bytes_of_its_call(type: Any) -> None:
+    channel = penstock.Ring(type, capacity=4096)
+    async with channel.open_async_sender() as sender:
+        receiver = channel.open_receiver()
+        with pytest.raises(WouldBlock):
+            while True:
+                sender.send_nowait(b"full" * 200)
+        room = bytearray(b"?" * 450)
+        sending = []
+        for letter in b"abcdefgh":
+            room[:] = bytes([letter]) * 450
+            sent = (room, memoryview(room), [memoryview(room)[:5], room[5:]], np.frombuffer(room, "u2"))[letter % 4]
+            sending.append(asyncio.ensure_future(sender.send(sent)))
+            await asyncio.sleep(0)
+        room[:] = bytes(450)
+        letters = list(b"abcdefgh")
+        while letters:
+            actual = bytes(await asyncio.to_thread(receiver.receive, 5))
+            if actual != b"full" * 200:
+                assert actual == bytes([letters.pop(0)]) * 450
+            await asyncio.sleep(0)
+        await asyncio.gather(*sending)
+        receiver.close()
 
 
 def test_a_buffer_that_is_released_while_it_waits_to_be_sent_is_sent() -> None:
@@ -457,11 +426,6 @@ def send_back(there: penstock.Ring[Any], back: penstock.Ring[Any]) -> None:
 
 
 def test_a_channel_of_buffers_reaches_a_spawned_process() -> None:
-    with (
-        ring(long_records=LongRecords(pool_nbytes=4 << 20)) as (there, sender, _),
-        ring(long_records=LongRecords(pool_nbytes=4 << 20)) as (back, _, receiver),
-    ):
-        pass
     there, back = penstock.Ring(Buffer), penstock.Ring(Buffer)
     child = multiprocessing.get_context("spawn").Process(target=send_back, args=(there, back))
     with there.open_sender() as sender, back.open_receiver() as receiver:

@@ -2,16 +2,12 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Coroutine
-from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock.engine.client.client import Client
 from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream
 from penstock.engine.cluster.group_ends import MAX_KEPT, Outbox
-from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.protocol.messages import (
@@ -25,50 +21,10 @@ from penstock.engine.protocol.messages import (
     Style,
     Submit,
 )
+from tests.support.groups import PATIENCE, engine
+from tests.support.loops import in_a_loop
 
 CONFIG = EngineConfig(simulated=SimulatedDevice(), output_processors=1)
-PATIENCE = 10.0
-
-
-class Engine:
-    """The other ends of a client's channels."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        group = cluster.groups[0]
-        self.inbox = group.inbox.open_receiver(name="core 0.0 #1")
-        self.core = cluster.servers[0].open_sender(cluster.delta_lane(0), name="core 0.0 #1")
-        self.output = cluster.servers[0].open_sender(cluster.delta_lane(0, 0), name="output 0.0 #1")
-
-    def close(self) -> None:
-        for end in (self.inbox, self.core, self.output):
-            end.close()
-
-
-@contextlib.asynccontextmanager
-async def engine() -> AsyncIterator[tuple[Engine, Client]]:
-    cluster = Cluster.open(CONFIG)
-    board = StatusBoard(cluster.board, writable=True)
-    board.row(0)[StatusBoard.SERVING] = 1
-    other = Engine(cluster)
-    try:
-        async with Client(cluster, 0) as client:
-            yield other, client
-    finally:
-        other.close()
-        board.close()
-        cluster.close()
-
-
-def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def test() -> None:
-        asyncio.run(asyncio.wait_for(scene(), 3 * PATIENCE))
-
-    test.__name__ = scene.__name__
-    return test
-
-
-async def next_message(receiver: Any) -> Any:
-    return await asyncio.get_running_loop().run_in_executor(None, receiver.receive, PATIENCE)
 
 
 def end_of(request: int, reason: int, sample: int = 0) -> Delta:
@@ -79,25 +35,25 @@ def end_of(request: int, reason: int, sample: int = 0) -> Delta:
 
 @in_a_loop
 async def test_what_the_engine_gives_up_is_no_answer() -> None:
-    async with engine() as (other, client):
+    async with engine(output_processors=1) as ([group], client):
         for reason, status in ((FinishReason.MISSING, 503), (FinishReason.ERROR, 500)):
             stream = await client.submit([1], SamplingParams(n=2))
-            assert isinstance(await next_message(other.inbox), Submit)
-            other.output.send(end_of(stream.request, reason), PATIENCE)
+            assert isinstance(await group.receive(), Submit)
+            group.output.send(end_of(stream.request, reason), PATIENCE)
             with pytest.raises(EngineError) as caught:
                 async for _ in stream:
                     pass
             assert caught.value.status == status
-            abort = await next_message(other.inbox)  # the other sample is in vain
+            abort = await group.receive()  # the other sample is in vain
             assert isinstance(abort, Abort) and abort.requests.tolist() == [stream.request]
         assert client.open_requests == 0
 
 
 @in_a_loop
 async def test_a_delta_that_makes_no_sense_ends_all_requests_and_refuses_more() -> None:
-    async with engine() as (other, client):
+    async with engine(output_processors=1) as ([group], client):
         stream = await client.submit([1])
-        other.output.send(end_of(stream.request, 77), PATIENCE)
+        group.output.send(end_of(stream.request, 77), PATIENCE)
         with pytest.raises(EngineError, match="client of the engine has failed: ValueError: 77"):
             await anext(stream)
         with pytest.raises(EngineError, match="client of the engine has failed"):
@@ -107,11 +63,11 @@ async def test_a_delta_that_makes_no_sense_ends_all_requests_and_refuses_more() 
 
 @in_a_loop
 async def test_a_request_tells_the_core_how_its_answer_is_written() -> None:
-    async with engine() as (other, client):
+    async with engine(output_processors=1) as ([group], client):
         chunk_format = ChunkFormat(Style.CHAT, b'{"id":"1"', 2)
         refused = await client.submit([1], chunk_format=chunk_format)
-        assert (await next_message(other.inbox)).chunk_format == chunk_format
-        other.core.send(Failed(refused.request, 400, "it is too long"), PATIENCE)
+        assert (await group.receive()).chunk_format == chunk_format
+        group.core.send(Failed(refused.request, 400, "it is too long"), PATIENCE)
         with pytest.raises(EngineError, match="it is too long"):
             await anext(refused)
         assert client.open_requests == 0
@@ -119,7 +75,7 @@ async def test_a_request_tells_the_core_how_its_answer_is_written() -> None:
 
 @in_a_loop
 async def test_who_reads_when_the_client_is_closed_is_told_so() -> None:
-    async with engine() as (_, client):
+    async with engine(output_processors=1) as (_, client):
         stream = await client.submit([1])
         reading = asyncio.ensure_future(anext(stream))
         await asyncio.sleep(0)
@@ -159,18 +115,16 @@ async def test_reading_makes_room_again_however_long_the_answer_is() -> None:
     assert not stream.is_over
 
 
-def test_a_time_out_does_not_begin_when_all_is_over() -> None:
-    async def scene() -> None:
-        stream = OutputStream(1, 0, 1, 5, 1)
-        stream.fail(EngineError(503, "it died"))
-        aborted: list[OutputStream] = []
-        stream.begin(aborted.append, 0.01)
-        await asyncio.sleep(0.05)
-        with pytest.raises(EngineError, match="it died"):
-            await anext(stream)
-        assert aborted == []
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_time_out_does_not_begin_when_all_is_over() -> None:
+    stream = OutputStream(1, 0, 1, 5, 1)
+    stream.fail(EngineError(503, "it died"))
+    aborted: list[OutputStream] = []
+    stream.begin(aborted.append, 0.01)
+    await asyncio.sleep(0.05)
+    with pytest.raises(EngineError, match="it died"):
+        await anext(stream)
+    assert aborted == []
 
 
 def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:

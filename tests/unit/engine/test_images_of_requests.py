@@ -23,6 +23,7 @@ from penstock.engine.protocol.messages import FinishReason, Inputs, SamplingPara
 from penstock.engine.worker.simulated_device import SimulatedRunner
 from penstock.engine.worker.worker import build_result
 from penstock.tensor import Handle, Scope
+from tests.support.loops import in_a_loop
 
 SIZE, LENGTH = 4, 10  # of a block; ids of an image
 
@@ -96,7 +97,8 @@ def test_a_stream_that_takes_too_long_holds_nothing() -> None:
         asyncio.run(scene())
 
 
-def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> None:
+@in_a_loop
+async def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> None:
     """No core serves: what is submitted stays in the inbox until it is aborted, or the client closes."""
     chance = random.Random(seed)
 
@@ -118,51 +120,46 @@ def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int) -> N
             async with stream:
                 pass
 
-    async def scene() -> None:
-        cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
+    cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20, output_processors=0))
+    assert cluster.store is not None
+    try:
+        board = StatusBoard(cluster.board, writable=True)
+        board.row(0)[StatusBoard.SERVING] = 1
+        async with Client(cluster, 0) as client:
+            reader = asyncio.ensure_future(drain(cluster))
+            for begin in range(0, 1000, 20):
+                await asyncio.gather(*(one(client, number) for number in range(begin, begin + 20)))
+            assert client.open_requests > 0, "some are left open until the client closes"
+        reader.cancel()
+        stats = cluster.store.stats()
+        assert stats.hits and stats.puts
+        deadline = time.monotonic() + 5
+        while any(item.holders for item in cluster.store.stats().items) and time.monotonic() < deadline:
+            await asyncio.sleep(0.01)  # threads that were putting when their request was cancelled
+        must_be_held_by_nobody(cluster.store)
+        board.close()
+    finally:
+        cluster.close()
+
+
+@in_a_loop
+async def test_a_request_that_nobody_takes_holds_nothing() -> None:
+    cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
+    try:
+        async with Client(cluster, 0) as client:
+            scope = Scope(cluster.store)
+            item = scope.put(pixels(), key=key(1))
+            for arguments in (
+                {"items": ((item, 2, LENGTH),), "scope": scope},
+                {"values": [ImageInput(pixels(), 2, LENGTH)]},
+            ):
+                with pytest.raises(EngineError, match="no group of the engine serves now"):
+                    await client.submit(range(20), **arguments)
+            assert scope.is_released
         assert cluster.store is not None
-        try:
-            board = StatusBoard(cluster.board, writable=True)
-            board.row(0)[StatusBoard.SERVING] = 1
-            async with Client(cluster, 0) as client:
-                reader = asyncio.ensure_future(drain(cluster))
-                for begin in range(0, 1000, 20):
-                    await asyncio.gather(*(one(client, number) for number in range(begin, begin + 20)))
-                assert client.open_requests > 0, "some are left open until the client closes"
-            reader.cancel()
-            stats = cluster.store.stats()
-            assert stats.hits and stats.puts
-            deadline = time.monotonic() + 5
-            while any(item.holders for item in cluster.store.stats().items) and time.monotonic() < deadline:
-                await asyncio.sleep(0.01)  # threads that were putting when their request was cancelled
-            must_be_held_by_nobody(cluster.store)
-            board.close()
-        finally:
-            cluster.close()
-
-    asyncio.run(scene())
-
-
-def test_a_request_that_nobody_takes_holds_nothing() -> None:
-    async def scene() -> None:
-        cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
-        try:
-            async with Client(cluster, 0) as client:
-                scope = Scope(cluster.store)
-                item = scope.put(pixels(), key=key(1))
-                for arguments in (
-                    {"items": ((item, 2, LENGTH),), "scope": scope},
-                    {"values": [ImageInput(pixels(), 2, LENGTH)]},
-                ):
-                    with pytest.raises(EngineError, match="no group of the engine serves now"):
-                        await client.submit(range(20), **arguments)
-                assert scope.is_released
-            assert cluster.store is not None
-            must_be_held_by_nobody(cluster.store)
-        finally:
-            cluster.close()
-
-    asyncio.run(scene())
+        must_be_held_by_nobody(cluster.store)
+    finally:
+        cluster.close()
 
 
 async def drain(cluster: Cluster) -> None:

@@ -89,30 +89,14 @@ def test_a_pool_for_one_peer_says_so_in_the_singular() -> None:
         Pool.attach(pool.ticket).join()
 
 
-def test_a_closed_end_has_left() -> None:
+@pytest.mark.parametrize("kind", ["", "async_"], ids=["synchronous", "asynchronous"])
+def test_a_closed_end_has_left(kind: str) -> None:
     channel = penstock.Ring()
-    ends = [channel.open_sender(name="sender"), channel.open_receiver(name="receiver")]
+    ends = [getattr(channel, f"open_{kind}{end}")(name=end) for end in ("sender", "receiver")]
     assert [peer.state for peer in channel.peers()] == ["live", "live"]
     for end in ends:
         end.close()
     assert [peer.state for peer in channel.peers()] == ["left", "left"]
-
-
-def test_a_closed_asynchronous_end_has_left() -> None:
-    channel = penstock.Ring()
-    ends = [channel.open_async_sender(name="sender"), channel.open_async_receiver(name="receiver")]
-    assert [peer.state for peer in channel.peers()] == ["live", "live"]
-    for end in ends:
-        end.close()
-    assert [peer.state for peer in channel.peers()] == ["left", "left"]
-
-
-def test_a_ring_can_be_opened_and_closed_more_often_than_it_has_places() -> None:
-    channel = penstock.Inbox(senders=1)
-    senders = []
-    for _ in range(50):
-        senders.append(channel.open_sender())
-        senders[-1].close()
 
 
 @pytest.mark.parametrize(
@@ -323,7 +307,7 @@ def test_watcher_sleeps_after_a_death_when_a_forked_child_has_its_files() -> Non
         hear()
         wait_for(lambda: any(peer.state == "dead" for peer in pool.peers()))
         before = time.process_time()
-        time.sleep(1)
+        time.sleep(0.4)
         say(time.process_time() - before)
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
@@ -336,7 +320,7 @@ def test_watcher_sleeps_after_a_death_when_a_forked_child_has_its_files() -> Non
         assert parent.hear() == "forked"
         victim.kill()
         parent.say("measure")
-        assert float(parent.hear()) < 0.3  # it was 0.8
+        assert float(parent.hear()) < 0.12  # it was 0.3
 
 
 def test_the_watcher_is_one_thread_whatever_there_is_to_watch() -> None:

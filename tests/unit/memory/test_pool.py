@@ -1,7 +1,6 @@
 """A pool: any peer takes blocks of any size; a full pool names the holders; released blocks are free again."""
 
 import random
-import signal
 import time
 
 import numpy as np
@@ -9,8 +8,7 @@ import pytest
 
 from penstock import ClosedError, MemoryExhausted
 from penstock.lowlevel import BlockLease, Pool
-from tests.conftest import eventually
-from tests.support.processes import forked, program, soon, thread
+from tests.support.processes import forked, program, soon, thread, threads
 
 ALIGNMENT = 64
 
@@ -219,20 +217,6 @@ def test_take_waits_for_a_release_by_another_thread() -> None:
     soon(measure)
 
 
-def test_take_waits_for_a_release_by_another_process() -> None:
-    pool = Pool.create(4096)
-    with program(HOLDER, pool.ticket) as other:
-        assert other.hear() == "ready 0"
-        other.say("take", 4000)
-        assert other.hear() == "done"
-        with thread(lambda: pool.take(4096, timeout=20)) as waiting:
-            eventually(lambda: len(pool.peers()) == 2)
-            other.say("release")
-            assert other.hear() == "done"
-            assert isinstance(waiting.ended().value, BlockLease)
-            waiting.value = None
-
-
 @pytest.mark.parametrize("how", ["leave", "die"])
 def test_take_waits_for_a_holder_to_go(how: str) -> None:
     pool = Pool.create(4096)
@@ -360,26 +344,7 @@ def test_a_hundred_threads_take_and_release() -> None:
             with pool.take(3000, timeout=20) as lease:
                 memoryview(lease)[:] = bytes(3000)
 
-    threads = [thread(work) for _ in range(30)]
-    for worker in threads:
-        worker.__enter__()
-    for worker in threads:
-        worker.__exit__(None, None, None)
+    with threads(*[work] * 30):
+        pass
     stats = pool.stats()
     assert (stats.blocks, stats.takes, stats.largest_free_nbytes) == (0, 1500, 1 << 16)
-
-
-def test_a_stopped_holder_keeps_what_it_holds() -> None:
-    pool = Pool.create(4096)
-    with program(HOLDER, pool.ticket) as other:
-        assert other.hear() == "ready 0"
-        other.say("take", 4000)
-        assert other.hear() == "done"
-        other.kill(signal.SIGSTOP)
-        eventually(lambda: pool.peers()[0].state == "stopped")
-        with pytest.raises(MemoryExhausted, match=r"'holder' \(pid \d+, stopped\) holds 3.9 KiB"):
-            pool.take(4096, timeout=0.2)
-        other.kill(signal.SIGCONT)
-        other.say("release")
-        assert other.hear() == "done"
-        pool.take(4096, timeout=5).release()

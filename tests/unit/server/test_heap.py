@@ -14,6 +14,7 @@ import pytest
 from penstock.server import heap
 from penstock.server.heap import Heap
 from penstock.tools.inspect import private_nbytes_of
+from tests.support.loops import in_a_loop
 
 MB = 1 << 20
 
@@ -47,47 +48,39 @@ def fill_a_heap(saved: list[np.ndarray]) -> None:
 
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
-def test_what_was_freed_is_given_back_after_something_large(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_what_was_freed_is_given_back_after_something_large(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "PAUSE", 0.01)
-
-    async def run() -> None:
-        ours, saved = Heap(), []
-        before = private()
-        thread = threading.Thread(target=fill_a_heap, args=(saved,))
-        thread.start()
-        thread.join()
-        assert private() - before > 150 * MB, "nothing is left to be given back"
-        ours.was_used()
-        await until(lambda: private() - before < 50 * MB)
-
-    asyncio.run(run())
+    ours, saved = Heap(), []
+    before = private()
+    thread = threading.Thread(target=fill_a_heap, args=(saved,))
+    thread.start()
+    thread.join()
+    assert private() - before > 150 * MB, "nothing is left to be given back"
+    ours.was_used()
+    await until(lambda: private() - before < 50 * MB)
 
 
-def test_it_is_given_back_once_more_after_the_last_use_and_then_rests(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_memory_is_given_back_once_more_after_the_last_use(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "PAUSE", 0.02)
     done: list[int] = []
-
-    async def run() -> None:
-        ours = Heap()
-        ours._trim = done.append
-        ours.was_used()
-        await until(lambda: len(done) == 2)  # what was used when it was first done may not have ended
-        await asyncio.sleep(0.1)
-        assert len(done) == 2 and ours._alarm is None
-        ours.was_used()
-        await until(lambda: len(done) >= 3)  # the one after it may be as soon
-
-    asyncio.run(run())
+    ours = Heap()
+    ours._trim = done.append
+    ours.was_used()
+    await until(lambda: len(done) == 2)  # what was used when it was first done may not have ended
+    await asyncio.sleep(0.1)
+    assert len(done) == 2 and ours._alarm is None
+    ours.was_used()
+    await until(lambda: len(done) >= 3)  # the one after it may be as soon
 
 
-def test_another_c_library_is_left_alone() -> None:
-    async def run() -> None:
-        ours = Heap()
-        ours._trim = None
-        ours.was_used()
-        assert ours._alarm is None
-
-    asyncio.run(run())
+@in_a_loop
+async def test_another_c_library_is_left_alone() -> None:
+    ours = Heap()
+    ours._trim = None
+    ours.was_used()
+    assert ours._alarm is None
 
 
 FREE_ENDS = """

@@ -21,6 +21,7 @@ from penstock.server.http.app import ApiServer
 from penstock.server.http.endpoint import LONG
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
+from tests.support.loops import in_a_loop
 
 CONFIG = EngineConfig(simulated=SimulatedDevice(vocabulary=200), max_model_len=1 << 20)
 WORDS = [{"role": "user", "content": "hello"}]
@@ -108,47 +109,41 @@ def turn(monkeypatch: pytest.MonkeyPatch) -> Turn:
     return result
 
 
-def test_while_a_long_body_is_decoded_the_loop_goes_on(turn: Turn) -> None:
-    async def scene() -> None:
-        async with open_exchange() as exchange:
-            asyncio.get_running_loop().call_later(0.01, turn.loop_goes_on.set)
-            await exchange.ask({"messages": [{"role": "user", "content": "x" * LONG}]})
-            assert exchange.status == 200 and turn.threads != [threading.current_thread().name]
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_while_a_long_body_is_decoded_the_loop_goes_on(turn: Turn) -> None:
+    async with open_exchange() as exchange:
+        asyncio.get_running_loop().call_later(0.01, turn.loop_goes_on.set)
+        await exchange.ask({"messages": [{"role": "user", "content": "x" * LONG}]})
+        assert exchange.status == 200 and turn.threads != [threading.current_thread().name]
 
 
-def test_while_many_messages_become_a_prompt_the_loop_goes_on() -> None:
-    async def scene() -> None:
-        async with open_exchange() as exchange:
-            exchange.words.turn = Turn()
-            asyncio.get_running_loop().call_later(0.01, exchange.words.turn.loop_goes_on.set)
-            await exchange.ask({"messages": WORDS * (MANY + 1)})
-            assert exchange.status == 200
-            parts = [{"type": "text", "text": "a"}] * (MANY + 1)
-            exchange.words.turn = Turn()
-            asyncio.get_running_loop().call_later(0.01, exchange.words.turn.loop_goes_on.set)
-            await exchange.ask({"messages": [{"role": "user", "content": parts}]})
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_while_many_messages_become_a_prompt_the_loop_goes_on() -> None:
+    async with open_exchange() as exchange:
+        exchange.words.turn = Turn()
+        asyncio.get_running_loop().call_later(0.01, exchange.words.turn.loop_goes_on.set)
+        await exchange.ask({"messages": WORDS * (MANY + 1)})
+        assert exchange.status == 200
+        parts = [{"type": "text", "text": "a"}] * (MANY + 1)
+        exchange.words.turn = Turn()
+        asyncio.get_running_loop().call_later(0.01, exchange.words.turn.loop_goes_on.set)
+        await exchange.ask({"messages": [{"role": "user", "content": parts}]})
 
 
-def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
-    async def scene() -> None:
-        async with open_exchange() as exchange:
-            observed = set()
+@in_a_loop
+async def test_between_two_of_many_prompts_the_loop_goes_on() -> None:
+    async with open_exchange() as exchange:
+        observed = set()
 
-            async def look() -> None:
-                while True:
-                    observed.add(exchange.words.encoded)
-                    await asyncio.sleep(0)
+        async def look() -> None:
+            while True:
+                observed.add(exchange.words.encoded)
+                await asyncio.sleep(0)
 
-            looking = asyncio.ensure_future(look())
-            await exchange.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
-            looking.cancel()
-            assert exchange.status == 400 and observed >= {1, 2, 3, 4}
-
-    asyncio.run(scene())
+        looking = asyncio.ensure_future(look())
+        await exchange.ask({"prompt": ["a", "b", "c", "d", ""]}, "/v1/completions")  # there is no engine for others
+        looking.cancel()
+        assert exchange.status == 400 and observed >= {1, 2, 3, 4}
 
 
 class Answering:
@@ -158,7 +153,8 @@ class Answering:
         return contextlib.AsyncExitStack()  # what is opened and closed as a stream is
 
 
-def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     async def gathered(*values: Any) -> list[int]:
         return [1, 2, 3, 4]
 
@@ -172,59 +168,46 @@ def test_between_two_of_many_samples_that_are_told_the_loop_goes_on(monkeypatch:
     monkeypatch.setattr(app, "usage_of", lambda *streams: {})
     monkeypatch.setattr(app, "LatencyRecorder", mock.Mock())
     monkeypatch.setattr(app, "StreamedChoice", mock.Mock(of_completion=tell))
+    async with open_exchange() as exchange:
+        exchange.api._client = Answering()  # type: ignore[assignment]
+        observed = set()
 
-    async def scene() -> None:
-        async with open_exchange() as exchange:
-            exchange.api._client = Answering()  # type: ignore[assignment]
-            observed = set()
+        async def look() -> None:
+            while True:
+                observed.add(len(output))
+                await asyncio.sleep(0)
 
-            async def look() -> None:
-                while True:
-                    observed.add(len(output))
-                    await asyncio.sleep(0)
-
-            looking = asyncio.ensure_future(look())
-            await exchange.ask({"prompt": "a", "n": 4}, "/v1/completions")
-            looking.cancel()
-            assert exchange.status == 200 and json.loads(exchange.messages[1]["body"])["choices"] == [1, 2, 3, 4]
-            assert observed >= {1, 2, 3}
-
-    asyncio.run(scene())
+        looking = asyncio.ensure_future(look())
+        await exchange.ask({"prompt": "a", "n": 4}, "/v1/completions")
+        looking.cancel()
+        assert exchange.status == 200 and json.loads(exchange.messages[1]["body"])["choices"] == [1, 2, 3, 4]
+        assert observed >= {1, 2, 3}
 
 
-def test_a_short_request_costs_no_thread(turn: Turn) -> None:
-    async def scene() -> None:
-        async with open_exchange() as exchange:
-            exchange.words.turn = turn
-            turn.loop_goes_on.set()
-            await exchange.ask({"messages": WORDS})
-            assert exchange.status == 200 and turn.threads == [threading.current_thread().name] * 2
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_short_request_costs_no_thread(turn: Turn) -> None:
+    async with open_exchange() as exchange:
+        exchange.words.turn = turn
+        turn.loop_goes_on.set()
+        await exchange.ask({"messages": WORDS})
+        assert exchange.status == 200 and turn.threads == [threading.current_thread().name] * 2
 
 
-def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn) -> None:
-    async def scene() -> None:
-        async with open_exchange() as exchange:
-            asking = asyncio.ensure_future(exchange.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
-            await asyncio.to_thread(turn.began.wait, 10)
-            assert exchange.row[ProcessCounters.OPEN] == 1 and exchange.api._bodies.reading_nbytes > LONG
-            exchange.gone.set()
-            await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
-            assert (
-                exchange.messages == []
-                and exchange.row[ProcessCounters.OPEN] == 0
-                and exchange.api._bodies.reading_nbytes == 0
-            )
-            turn.loop_goes_on.set()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn: Turn) -> None:
+    async with open_exchange() as exchange:
+        asking = asyncio.ensure_future(exchange.ask({"messages": [{"role": "user", "content": "x" * LONG}]}))
+        await asyncio.to_thread(turn.began.wait, 10)
+        assert exchange.row[ProcessCounters.OPEN] == 1 and exchange.api._bodies.reading_nbytes > LONG
+        exchange.gone.set()
+        await asyncio.wait_for(asking, 5)  # and not when the decoder has come to its end
+        assert exchange.messages == [] and exchange.row[ProcessCounters.OPEN] == 0
+        assert exchange.api._bodies.reading_nbytes == 0
+        turn.loop_goes_on.set()
 
 
-def test_what_is_wrong_in_a_long_body_is_told_as_ever() -> None:
-    async def scene() -> None:
-        async with open_exchange() as exchange:
-            await exchange.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
-            assert exchange.status == 400 and b"$.messages[0].role" in exchange.messages[1]["body"]
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_what_is_wrong_in_a_long_body_is_told_as_ever() -> None:
+    async with open_exchange() as exchange:
+        await exchange.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
+        assert exchange.status == 400 and b"$.messages[0].role" in exchange.messages[1]["body"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
-import threading
 from typing import Any
 
 import numpy as np
@@ -26,7 +26,7 @@ from penstock import (
 from penstock.tensor import plan
 from penstock.tensor.kinds import KINDS
 from tests.conftest import eventually
-from tests.support.processes import program, thread
+from tests.support.processes import program, thread, threads
 from tests.support.values import MB, blocks, key
 
 
@@ -271,18 +271,14 @@ def test_a_process_that_wants_what_is_being_made_waits_and_has_it() -> None:
                 assert isinstance(second, Lease)
                 actual.append(second)
 
-        threads = [threading.Thread(target=want, args=(number,)) for number in range(4)]
-        with lent(store, key(1)) as loan:
-            for thread in threads:
-                thread.start()
+        loan = lent(store, key(1))
+        with threads(*(functools.partial(want, number) for number in range(4))):
             eventually(lambda: store.stats().fills_awaited >= 4)
             assert not actual
             with pytest.raises(Timeout, match="is being written by"):
                 other.loan(key(1), spec(), timeout=0.01)
             fill(loan.value(), 6)
             committed = loan.commit()
-        for thread in threads:
-            thread.join(20)
         assert [lease.ref for lease in actual] == [committed.ref] * 4
         assert all(is_whole(lease.value(), 6) for lease in actual)
         assert store.stats().puts == 1
@@ -300,13 +296,10 @@ def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
                     loaned = loaned.commit()
                 assert is_whole(loaned.value(), 2)
 
-        threads = [threading.Thread(target=want) for _ in range(4)]
-        with lent(store, key(1)):
-            for thread in threads:
-                thread.start()
+        loan = lent(store, key(1))
+        with threads(*[want] * 4):
             eventually(lambda: store.stats().fills_awaited >= 4)
-        for thread in threads:
-            thread.join(20)
+            loan.abandon()
         assert sorted(are_loans) == [False, False, False, True]
 
 
@@ -358,14 +351,16 @@ def test_a_loan_without_a_key_of_a_dead_process_is_given_back() -> None:
 def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
     with Store(MB) as store:
         with lent(store, key(1)) as loan:
-            assert store.clear() == 1
+            with thread(lambda: store.put({"a": 1}, key=key(1), timeout=20)) as waiting:
+                eventually(lambda: store.stats().fills_awaited > 0)
+                assert store.clear() == 1
+                other = waiting.ended().value
             fill(loan.value(), 8)
             committed = loan.commit()
         assert is_whole(committed.value(), 8)
-        with pytest.raises(Missing):
-            store.get(key(1))
+        assert isinstance(other, Lease) and other.value() == store.get(key(1)).value() == {"a": 1}
         committed.release()
-        assert blocks(store) == 0
+        assert blocks(store) == 1
 
 
 @WAYS

@@ -18,7 +18,7 @@ from penstock.lowlevel import Ref
 from penstock.tensor import ScopeStats
 from penstock.tensor.tree import Plan
 from tests.conftest import eventually
-from tests.support.processes import program
+from tests.support.processes import program, threads
 from tests.support.values import MB, Request, blocks, image, is_not_held, key, shows, travelled
 
 WAYS = pytest.mark.parametrize("value_key", [key(1), None], ids=["with a key", "without a key"])
@@ -225,11 +225,8 @@ def test_a_scope_ends_once_however_often_it_is_released() -> None:
         assert not scope.is_released
         scope.put(image(1), key=key(1))
         assert store.stats().items[0].holders == 1
-        threads = [threading.Thread(target=scope.release) for _ in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        with threads(*[scope.release] * 8):
+            pass
         assert scope.is_released and is_not_held(store)
         with pytest.raises(ClosedError, match="its request has ended"):
             scope.put(image(1), key=key(1))

@@ -190,13 +190,6 @@ def test_evict_leaves_what_is_being_written_and_what_an_array_shows() -> None:
     assert store.evict(key(2))
 
 
-def test_evict_takes_32_bytes() -> None:
-    store = new_store()
-    for wrong in (b"", b"x" * 31, "x" * 32, None):
-        with pytest.raises(ValueError, match="expected a key of 32 bytes"):
-            store.evict(wrong)  # type: ignore[arg-type]
-
-
 def test_a_child_of_fork_opens_with_grants_of_its_own() -> None:
     store = new_store()
     with store.put(1, key=key(1)) as lease:

@@ -3,6 +3,7 @@
 import array
 import copy
 import ctypes
+import functools
 import mmap
 import pickle
 import sys
@@ -11,17 +12,14 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import msgspec
 import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-import penstock
-from penstock import Empty, Handle, MemoryExhausted, Missing, Scope, Store, UnsupportedTensor, content_key
+from penstock import Empty, Handle, Scope, Store, UnsupportedTensor, content_key
 from penstock.tensor import plan, source
 from penstock.tensor.kinds import KIND_OF_CODE, KIND_OF_NAME, KINDS, numpy_dtype
-from tests.conftest import eventually, spawn
-from tests.support.processes import thread
+from tests.support.processes import threads
 from tests.support.values import MB, blocks, through
 
 SECONDS = 20
@@ -29,17 +27,6 @@ NewStore = Callable[[], Store | None]
 IN_A_STORE_AND_INLINE = pytest.mark.parametrize(
     "new_store", [lambda: Store(MB), lambda: None], ids=["in a store", "inline"]
 )
-
-
-class Image(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    pixels: Handle
-    more: list[Handle] = []
-
-
-class Seen(msgspec.Struct, array_like=True, frozen=True):
-    number: int
-    total: float
 
 
 # ── what goes in comes out ──
@@ -267,21 +254,6 @@ def test_only_what_a_view_shows_of_its_storage_is_copied() -> None:
     assert 500 < Scope().put(whole[::100, :50]).nbytes < 564
 
 
-def test_a_value_without_a_key_waits_for_room_as_long_as_its_caller_says() -> None:
-    store = Store(MB)
-    with store.pool.take(store.nbytes) as block:
-        with pytest.raises(MemoryExhausted):
-            store.put(np.zeros(10_000), timeout=0.01)
-        before = store.stats().pool.exhaustions
-        with thread(lambda: store.put(np.ones(10_000), timeout=SECONDS)) as putting:
-            eventually(lambda: store.stats().pool.exhaustions > before)
-            assert putting.is_alive()
-            block.release()
-    lease = putting.value
-    assert isinstance(lease, penstock.Lease)
-    assert lease.value().sum() == 10_000
-
-
 def test_a_library_that_there_is_no_view_for_is_refused() -> None:
     for lease in (Store(MB).put(np.zeros(3)), Scope().put(np.zeros(3)).open()):
         with pytest.raises(ValueError, match="expected as_ to be"):
@@ -318,15 +290,11 @@ def test_views_in_many_threads_each_hold_the_block() -> None:
     lease = store.put(np.arange(1000))
     handle = Handle(None, lease.ref)
     start = threading.Barrier(4)
-    failures: list[BaseException] = []
 
     def look(value: Callable[[], Any]) -> None:
-        try:
-            start.wait(SECONDS)
-            for _ in range(200):
-                assert value()[::7].sum() == 71071
-        except BaseException as error:
-            failures.append(error)
+        start.wait(SECONDS)
+        for _ in range(200):
+            assert value()[::7].sum() == 71071
 
     ways: list[Callable[[], Any]] = [
         lease.value,
@@ -334,12 +302,8 @@ def test_views_in_many_threads_each_hold_the_block() -> None:
         lambda: handle.open(store).value(),
         lambda: lease.value(writable=True),
     ]
-    threads = [threading.Thread(target=look, args=(way,)) for way in ways]
-    for worker in threads:
-        worker.start()
-    for worker in threads:
-        worker.join(SECONDS)
-    assert not failures
+    with threads(*(functools.partial(look, way) for way in ways)):
+        pass
     assert blocks(store) == 1
     lease.release()
     assert blocks(store) == 0
@@ -380,50 +344,6 @@ def test_bool_bytes_other_than_0_and_1_are_kept_and_count_as_true(new_store: New
 
 
 # ── between processes ──
-def sum_up(images: str, answers: str, store: Store) -> None:
-    store.pool.join("worker")
-    held = []
-    with (
-        penstock.attach(images, Image).open_receiver() as receiver,
-        penstock.attach(answers, Seen).open_sender() as sender,
-    ):
-        for image in receiver:
-            if image.number < 0:
-                held.append(image.pixels.open(store))
-                sender.send(Seen(image.number, float(len(held))), timeout=SECONDS)
-                continue
-            pixels = image.pixels.open(store).value()
-            total = pixels.sum() + sum(handle.open(store).value().sum() for handle in image.more)
-            del pixels
-            sender.send(Seen(image.number, float(total)), timeout=SECONDS)
-
-
-def test_a_message_with_handles_is_an_ordinary_message() -> None:
-    store = Store(MB)
-    images, answers = penstock.Ring(Image), penstock.Ring(Seen)
-    with images, answers, images.open_sender() as sender, answers.open_receiver() as receiver:
-        with spawn(sum_up, str(images.ticket), str(answers.ticket), store):
-            for number in range(50):
-                with Scope(store, inline_nbytes=200) as scope:
-                    source = np.full((number * 10, 7), number, np.float32)
-                    with store.loan(None, Empty((300, 10), np.int64)) as loan:
-                        loan.value()[:] = number
-                        with loan.commit() as lease:
-                            more = [scope.add(lease), scope.put(np.arange(number))]
-                    sender.send(Image(number, scope.put(source), more), timeout=SECONDS)
-                    answer = receiver.receive(timeout=SECONDS)
-                assert answer == Seen(number, number * number * 70 + 3000 * number + number * (number - 1) / 2)
-                assert blocks(store) == 0
-            with Scope(store) as scope:
-                handle = scope.put(np.zeros(10_000))
-                sender.send(Image(-1, handle), timeout=SECONDS)
-                assert receiver.receive(timeout=SECONDS) == Seen(-1, 1)
-            assert blocks(store) == 1, "what the worker opened is its own"
-        eventually(lambda: blocks(store) == 0)  # what a dead process held is given back
-        with pytest.raises(Missing):
-            handle.open(store)
-
-
 def test_content_of_either_byte_order_has_one_key() -> None:
     for numbers in (np.arange(3), np.empty(0)):
         swapped = numbers.astype(numbers.dtype.newbyteorder())

@@ -473,7 +473,7 @@ def test_json_is_the_whole_picture_and_the_sentences(capsys: pytest.CaptureFixtu
 
 
 @pytest.mark.parametrize("has_rich", [True, False])
-def test_it_is_shown_with_and_without_rich(
+def test_inspect_shows_segments_with_and_without_rich(
     has_rich: bool, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_rich:

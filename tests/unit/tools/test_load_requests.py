@@ -336,7 +336,7 @@ def test_a_misdeed_is_counted_under_its_name_and_the_others_are_measured(
     assert kind in capsys.readouterr().out
 
 
-def test_nobody_who_listens_is_a_failure_of_each_request(tmp_path: Path) -> None:
+def test_connection_that_is_refused_fails_each_request(tmp_path: Path) -> None:
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))  # and does not listen
         status, output = bench(f"http://127.0.0.1:{taken.getsockname()[1]}", tmp_path, "--num-prompts", 5)

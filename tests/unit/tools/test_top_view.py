@@ -75,7 +75,7 @@ def test_memory_of_each_process_is_its_own_and_what_is_shared_stands_once() -> N
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 @pytest.mark.parametrize("height", [8, 15, 24, 40, 100])
-def test_it_is_never_larger_than_the_terminal(width: int, height: int) -> None:
+def test_view_is_never_larger_than_the_terminal(width: int, height: int) -> None:
     lines = shown(width, height)
     assert len(lines) < max(height, 10) and max(map(len, lines)) <= width
     assert any("7 open" in line for line in lines)
@@ -183,7 +183,7 @@ def test_group_that_is_coming_back_has_a_line_with_the_requests_that_wait() -> N
     assert "group 0" not in text and "to resume" not in "\n".join(shown(120, 100))
 
 
-def test_a_server_that_is_gone_is_said_to_be() -> None:
+def test_view_says_when_the_server_is_gone() -> None:
     assert "GONE: process 7 has ended" in shown(120, 30, gone="process 7 has ended\nmore")[0]
 
 

@@ -28,7 +28,7 @@ class HttpServer:
     async def start(self, listener: socket.socket, backlog: int, processes: int = 1) -> None:
         """`backlog`: connections that wait in the kernel. `processes`: number of those that share the socket."""
         loop = asyncio.get_running_loop()
-        # asyncio's backlog is also the number of connections taken at a time: 1 where other processes may take the next.
+        # asyncio's backlog is also the number of connections taken at a time: 1 where processes share the socket.
         self._server = await loop.create_server(
             functools.partial(HttpConnection, self._state),
             sock=listener,

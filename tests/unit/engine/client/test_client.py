@@ -3,8 +3,6 @@
 import asyncio
 import tracemalloc
 from collections import Counter
-from collections.abc import Callable, Coroutine
-from typing import Any
 
 import numpy as np
 import pytest
@@ -14,6 +12,7 @@ from penstock.engine.client.groups import SLACK, Router
 from penstock.engine.client.stream import MAX_KEPT_NBYTES, EngineError, OutputChunk, OutputStream, split_delta
 from penstock.engine.client.submitted_request import BEGINNING, traces
 from penstock.engine.protocol.messages import Began, Delta, Finished, FinishReason, Logprobs
+from tests.support.loops import in_a_loop
 
 
 def ints(*values: int) -> np.ndarray:
@@ -109,14 +108,6 @@ def test_row_beside_one_with_log_probabilities_has_none() -> None:
 
 
 # ── a stream ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def test() -> None:
-        asyncio.run(scene())
-
-    test.__name__ = scene.__name__
-    return test
-
-
 def stream_of(samples: int = 1) -> tuple[OutputStream, list[OutputStream]]:
     aborted: list[OutputStream] = []
     stream = OutputStream(1, 0, 1, 5, samples)

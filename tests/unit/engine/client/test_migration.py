@@ -1,18 +1,15 @@
 """A client without an engine: what it submits again when a group is lost, and what ends instead."""
 
 import asyncio
-import contextlib
-import functools
 import logging
 import time
 import tracemalloc
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-from penstock import WouldBlock
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.groups import CoreSenders, GroupLost
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream, Placement
@@ -20,120 +17,20 @@ from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
-from penstock.engine.cluster.topology import Cluster
-from penstock.engine.cluster.verdict_board import Cause, VerdictBoard, request_words
-from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.engine.cluster.verdict_board import Cause
 from penstock.engine.protocol.messages import (
     TRIAL_TOKENS,
     Abort,
     ChunkFormat,
-    Delta,
     Failed,
-    Finished,
     FinishReason,
     Resume,
     SamplingParams,
     Style,
     Submit,
 )
-
-PATIENCE = 10.0
-SILENCE = 0.15  # seconds in which nothing may come; a group that serves no more is seen within 0.1
-
-
-class Group:
-    """The other ends of a client's channels: of the group's core, and of its output processor."""
-
-    def __init__(self, cluster: Cluster, group: int) -> None:
-        self.inbox = cluster.groups[group].inbox.open_receiver(name=f"core {group}.0 #1")
-        self.core = cluster.servers[0].open_sender(cluster.delta_lane(group), name=f"core {group}.0 #1")
-        self.output = cluster.servers[0].open_sender(cluster.delta_lane(group, 0), name=f"output {group}.0 #1")
-        self._board = StatusBoard(cluster.board, writable=True)
-        self._verdicts = VerdictBoard(cluster.verdicts, writable=True)
-        self._group = group
-        self._tag = 0
-        self.incarnation = 0
-        self.serve()
-
-    def serve(self, model: int = 0) -> None:
-        self.incarnation += 1
-        self._board.row(self._group)[StatusBoard.MODEL] = model
-        self._board.row(self._group)[StatusBoard.SERVING] = self.incarnation
-
-    def stop_serving(self) -> None:
-        self._board.cluster[StatusBoard.SERVED] = 1
-        self._board.row(self._group)[StatusBoard.SERVING] = 0
-
-    def judge(self, cause: Cause, in_flight: Sequence[tuple[int, int]] = (), *, is_trial: bool = False) -> None:
-        self._tag += 1
-        words = request_words([server for server, _ in in_flight], [request for _, request in in_flight])
-        self._verdicts.write_requests(self._group, self.incarnation, self._tag, [words], is_trial)
-        self._verdicts.write_cause(self._group, self.incarnation, cause)
-
-    def lose(self, cause: Cause = Cause.OUTSIDE, *streams: OutputStream, is_trial: bool = False) -> None:
-        """`streams`: the streams with requests in the steps in flight."""
-        self.judge(cause, [(0, stream.request) for stream in streams], is_trial=is_trial)
-        self.stop_serving()
-
-    async def receive(self) -> Any:
-        return await asyncio.get_running_loop().run_in_executor(None, self.inbox.receive, PATIENCE)
-
-    async def submitted(self) -> Submit:
-        message = await self.receive()
-        assert isinstance(message, Submit)
-        return message
-
-    async def require_silence(self) -> None:
-        await asyncio.sleep(SILENCE)
-        with pytest.raises(WouldBlock):
-            self.inbox.receive_nowait()
-
-    def answer(self, request: int, ids: Sequence[int], reason: FinishReason | None = None, sample: int = 0) -> None:
-        text = bytes(ids)
-        ends = None if reason is None else Finished(np.zeros(1, np.uint16), np.array([reason], np.uint8))
-        self.output.send(
-            Delta(
-                1,
-                np.array([request, len(text), *ids], np.int32),
-                text,
-                counts=np.array([len(ids)], np.uint16),
-                samples=np.array([sample], np.uint16),
-                finished=ends,
-            ),
-            PATIENCE,
-        )
-
-    def close(self) -> None:
-        for end in (self.inbox, self.core, self.output, self._board, self._verdicts):
-            end.close()
-
-
-@contextlib.asynccontextmanager
-async def engine(groups: int = 1, **options: Any) -> AsyncIterator[tuple[list[Group], Client]]:
-    """The groups, all of which serve, and a client of them."""
-    config = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=groups, **options)
-    cluster = Cluster.open(config)
-    others = [Group(cluster, group) for group in range(groups)]
-    try:
-        async with Client(cluster, 0) as client:
-            yield others, client
-    finally:
-        for other in others:
-            other.close()
-        if cluster.store is not None:
-            assert not [item for item in cluster.store.stats().items if item.holders], (
-                "an image is held after its request"
-            )
-            cluster.store.close()
-        cluster.close()
-
-
-def in_a_loop(scene: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
-    @functools.wraps(scene)
-    def test(**fixtures: Any) -> None:
-        asyncio.run(asyncio.wait_for(scene(**fixtures), 3 * PATIENCE))
-
-    return test
+from tests.support.groups import PATIENCE, SILENCE, Group, engine
+from tests.support.loops import in_a_loop
 
 
 class Events(logging.Handler):
@@ -304,19 +201,6 @@ async def test_group_that_is_lost_while_its_model_is_read_is_left_out() -> None:
         assert client._models(serving) == {}
         group.serve(model=7)
         assert client._models(serving) == {} and client._models(client.serving_groups) == {0: 7}
-
-
-@in_a_loop
-async def test_request_goes_to_another_group_at_once() -> None:
-    async with engine(groups=2) as (groups, client):
-        stream = await client.submit([1, 2])
-        lost, other = groups[stream.group], groups[1 - stream.group]
-        await lost.submitted()
-        lost.lose()
-        again = await other.submitted()
-        other.answer(again.request, [65], FinishReason.STOP)
-        assert await read(stream) == [65]
-        await lost.require_silence()
 
 
 @in_a_loop
@@ -523,13 +407,16 @@ async def test_new_requests_wait_for_a_group_that_is_started_again() -> None:
         newcomers = [submitting(client) for _ in range(3)]
         await group.require_silence()
         assert not any(newcomer.done() for newcomer in newcomers)
+        assert client.queue_counters[QueueCounters.WAITING] == 3
         newcomers[0].cancel()
+        await until(lambda: client.queue_counters[QueueCounters.WAITING] == 2)
         group.serve()
         for newcomer in newcomers[1:]:
             submit = await group.submitted()
             group.answer(submit.request, [65], FinishReason.STOP)
             assert await read(await newcomer) == [65]
         await group.require_silence()
+        assert list(map(client.queue_counters.__getitem__, range(QueueCounters.WORDS))) == [0, 0]
 
 
 @in_a_loop
@@ -610,21 +497,6 @@ async def test_lost_request_is_given_up_while_a_new_one_waits() -> None:
 
 
 @in_a_loop
-async def test_new_requests_are_counted_while_they_wait() -> None:
-    async with engine() as ([group], client):
-        group.lose()
-        newcomers = [submitting(client) for _ in range(3)]
-        await until(lambda: client.queue_counters[QueueCounters.WAITING] == 3)
-        newcomers[0].cancel()
-        await until(lambda: client.queue_counters[QueueCounters.WAITING] == 2)
-        group.serve()
-        for newcomer in newcomers[1:]:
-            await group.submitted()
-            (await newcomer).abort()
-        assert list(map(client.queue_counters.__getitem__, range(QueueCounters.WORDS))) == [0, 0]
-
-
-@in_a_loop
 async def test_request_that_meets_a_dead_core_is_still_a_new_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """The core is dead before the request is sent, and the client learns of the death by the request."""
     async with engine(queue_timeout=0.2) as ([group], client):
@@ -692,15 +564,13 @@ async def test_closed_client_refuses_a_new_request_that_waits() -> None:
 
 
 @pytest.mark.parametrize(("limit", "has_served"), [(0, True), (3, False)])
-def test_new_request_is_refused_at_once_while_the_first_group_loads(limit: int, has_served: bool) -> None:
-    async def scene() -> None:
-        async with engine(migration_limit=limit) as ([group], client):
-            group.stop_serving()
-            group._board.cluster[StatusBoard.SERVED] = int(has_served)
-            with pytest.raises(EngineError, match="no group of the engine serves now"):
-                await asyncio.wait_for(client.submit([1]), PATIENCE)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_new_request_is_refused_at_once_while_the_first_group_loads(limit: int, has_served: bool) -> None:
+    async with engine(migration_limit=limit) as ([group], client):
+        group.stop_serving()
+        group._board.cluster[StatusBoard.SERVED] = int(has_served)
+        with pytest.raises(EngineError, match="no group of the engine serves now"):
+            await asyncio.wait_for(client.submit([1]), PATIENCE)
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -764,18 +634,16 @@ async def test_request_waits_for_the_verdict_though_another_group_serves() -> No
 
 
 @pytest.mark.parametrize(("cause", "failures"), [(Cause.ITSELF, 1), (Cause.OUTSIDE, 0), (Cause.PLANNED, 0)])
-def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(cause: Cause, failures: int) -> None:
-    async def scene() -> None:
-        async with engine() as ([group], client):
-            running, queued = await client.submit([1]), await client.submit([2])
-            await group.submitted(), await group.submitted()
-            group.lose(cause, running)
-            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
-            group.serve()
-            assert sorted([(await group.submitted()).failures for _ in range(2)]) == [0, failures]
-            queued.abort()
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(cause: Cause, failures: int) -> None:
+    async with engine() as ([group], client):
+        running, queued = await client.submit([1]), await client.submit([2])
+        await group.submitted(), await group.submitted()
+        group.lose(cause, running)
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
+        group.serve()
+        assert sorted([(await group.submitted()).failures for _ in range(2)]) == [0, failures]
+        queued.abort()
 
 
 @in_a_loop

@@ -21,6 +21,7 @@ from penstock.engine.launcher.launcher import STOP_TIMEOUT, Launcher, Run
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 from penstock.engine.protocol.messages import Stop
+from tests.support.loops import in_a_loop
 
 CONFIG = EngineConfig(
     simulated=SimulatedDevice(), api_server_count=3, data_parallel_size=2, tensor_parallel_size=2, output_processors=2
@@ -229,15 +230,13 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_cluster_stopped_while_it_loads_ends_without_a_failure(number: int) -> None:
-    async def scene() -> None:
-        launcher = Loading(CONFIG)
-        running = asyncio.ensure_future(launcher.run())
-        while not all(unit.children for unit in launcher.units):
-            await asyncio.sleep(0.01)
-        began = time.monotonic()
-        os.kill(os.getpid(), number)
-        await asyncio.wait_for(running, STOP_TIMEOUT / 2)
-        assert time.monotonic() - began < STOP_TIMEOUT / 2 and not launcher.has_failed
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_cluster_stopped_while_it_loads_ends_without_a_failure(number: int) -> None:
+    launcher = Loading(CONFIG)
+    running = asyncio.ensure_future(launcher.run())
+    while not all(unit.children for unit in launcher.units):
+        await asyncio.sleep(0.01)
+    began = time.monotonic()
+    os.kill(os.getpid(), number)
+    await asyncio.wait_for(running, STOP_TIMEOUT / 2)
+    assert time.monotonic() - began < STOP_TIMEOUT / 2 and not launcher.has_failed

@@ -343,7 +343,7 @@ def test_clients_get_alike_many_tokens_and_not_alike_many_requests() -> None:
     assert abs(served["long"] - served["short"]) <= 100 and requests["short"] > 8 * requests["long"]
 
 
-def test_nobody_saves_up_by_staying_away() -> None:
+def test_client_saves_up_nothing_while_it_is_idle() -> None:
     queue = FairQueue()
     prompt, params = np.ones(4, np.int32), submit(1).params
 

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from penstock.engine.media.fair_thread_pool import HEAD_START, FairThreadPool
+from tests.support.loops import in_a_loop
 
 
 @contextlib.contextmanager
@@ -53,38 +54,34 @@ def test_a_piece_is_overtaken_by_a_bounded_number_of_others() -> None:
     assert turns.index("a", 1) == HEAD_START  # as many as came before it was due
 
 
-def test_what_is_cancelled_before_it_has_begun_is_not_done() -> None:
-    async def run() -> None:
-        with one_thread() as (turns, goes_on):
-            done = []
-            first = asyncio.ensure_future(turns.run("a", lambda: goes_on.wait(10)))
-            second = asyncio.ensure_future(turns.run("a", lambda: done.append(2)))
-            await asyncio.sleep(0)
-            second.cancel()
-            await asyncio.gather(second, return_exceptions=True)
-            goes_on.set()
-            await first
-            assert await turns.run("a", lambda: 3) == 3 and not done
-        assert not turns._open and not turns._waiting
-
-    asyncio.run(run())
+@in_a_loop
+async def test_what_is_cancelled_before_it_has_begun_is_not_done() -> None:
+    with one_thread() as (turns, goes_on):
+        done = []
+        first = asyncio.ensure_future(turns.run("a", lambda: goes_on.wait(10)))
+        second = asyncio.ensure_future(turns.run("a", lambda: done.append(2)))
+        await asyncio.sleep(0)
+        second.cancel()
+        await asyncio.gather(second, return_exceptions=True)
+        goes_on.set()
+        await first
+        assert await turns.run("a", lambda: 3) == 3 and not done
+    assert not turns._open and not turns._waiting
 
 
-def test_what_waits_when_it_is_closed_is_cancelled() -> None:
-    async def run() -> None:
-        with one_thread() as (turns, goes_on):
-            begun = threading.Event()
-            first = asyncio.ensure_future(turns.run("a", lambda: begun.set() or goes_on.wait(10)))
-            await asyncio.to_thread(begun.wait, 10)
-            second = asyncio.ensure_future(turns.run("a", lambda: 2))
-            await asyncio.sleep(0)
-            asyncio.get_running_loop().call_later(0.01, goes_on.set)
-            await asyncio.to_thread(turns.close)
-            assert await first
-            with pytest.raises(asyncio.CancelledError):
-                await second
-
-    asyncio.run(run())
+@in_a_loop
+async def test_what_waits_when_it_is_closed_is_cancelled() -> None:
+    with one_thread() as (turns, goes_on):
+        begun = threading.Event()
+        first = asyncio.ensure_future(turns.run("a", lambda: begun.set() or goes_on.wait(10)))
+        await asyncio.to_thread(begun.wait, 10)
+        second = asyncio.ensure_future(turns.run("a", lambda: 2))
+        await asyncio.sleep(0)
+        asyncio.get_running_loop().call_later(0.01, goes_on.set)
+        await asyncio.to_thread(turns.close)
+        assert await first
+        with pytest.raises(asyncio.CancelledError):
+            await second
 
 
 class Much:

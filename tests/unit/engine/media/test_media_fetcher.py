@@ -20,6 +20,7 @@ from penstock.engine.media.media_fetcher import AT_ONCE, AllowedHost, MediaFetch
 from penstock.engine.media.media_kind import IMAGE, MediaRefused
 from penstock.server.options import ServerOptions
 from tests.conftest import eventually
+from tests.support.loops import in_a_loop
 
 PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(250)) * 8
 MOST = 10_000
@@ -242,7 +243,7 @@ def test_an_address_that_is_not_of_the_internet_is_not_asked(address: str) -> No
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_those_of_the_internet_are(address: str) -> None:
+def test_address_of_the_internet_may_be_asked(address: str) -> None:
     assert is_public(ipaddress.ip_address(address))
 
 
@@ -262,7 +263,7 @@ def test_host_with_an_internal_address_is_refused_without_revealing_it(host: Els
     assert "127" not in inside.reason and host.heads == []
 
 
-def test_it_is_the_address_that_was_looked_at_which_is_asked_and_no_other(host: Elsewhere) -> None:
+def test_fetch_connects_to_the_address_that_was_checked(host: Elsewhere) -> None:
     name = f"images.test:{host.port}"
     looked: list[str] = []
     resolve = resolved("10.0.0.1", "127.0.0.1", "127.0.0.1")
@@ -332,7 +333,7 @@ def test_what_is_no_image_or_too_long_is_refused(host: Elsewhere, script: Script
     assert len(host.heads) == 1
 
 
-def test_one_of_just_the_length_is_taken_in_pieces_too(host: Elsewhere) -> None:
+def test_image_of_exactly_the_limit_is_taken(host: Elsewhere) -> None:
     place = f"127.0.0.1:{host.port}"
     assert fetched(f"http://{place}/x", (place,), most=len(PNG)) == PNG
     chunks = b"".join(b"%x\r\n%b\r\n" % (len(item), item) for item in (PNG[:7], PNG[7:]))
@@ -357,23 +358,20 @@ def test_a_host_that_drips_wins_no_time(host: Elsewhere) -> None:
     host.until(0)
 
 
-def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
+@in_a_loop
+async def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
     host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
-
-    async def scene() -> None:
-        place = f"127.0.0.1:{host.port}"
-        with contextlib.closing(MediaFetcher((place,), seconds=60.0)) as fetcher:
-            asking = [asyncio.ensure_future(fetcher.fetch(f"http://{place}/", MOST)) for _ in range(AT_ONCE + 2)]
-            await asyncio.to_thread(host.until, AT_ONCE)  # and the others wait for their turn
-            for item in asking:
-                item.cancel()
-            await asyncio.gather(*asking, return_exceptions=True)
-            await asyncio.to_thread(host.until, 0)
-            assert len(host.heads) == AT_ONCE, "one that nobody waits for has begun"
-            host.script = whole()
-            assert await fetcher.fetch(f"http://{place}/", MOST) == PNG
-
-    asyncio.run(scene())
+    place = f"127.0.0.1:{host.port}"
+    with contextlib.closing(MediaFetcher((place,), seconds=60.0)) as fetcher:
+        asking = [asyncio.ensure_future(fetcher.fetch(f"http://{place}/", MOST)) for _ in range(AT_ONCE + 2)]
+        await asyncio.to_thread(host.until, AT_ONCE)  # and the others wait for their turn
+        for item in asking:
+            item.cancel()
+        await asyncio.gather(*asking, return_exceptions=True)
+        await asyncio.to_thread(host.until, 0)
+        assert len(host.heads) == AT_ONCE, "one that nobody waits for has begun"
+        host.script = whole()
+        assert await fetcher.fetch(f"http://{place}/", MOST) == PNG
 
 
 def test_a_fetch_that_was_ended_before_it_began_connects_to_no_host(host: Elsewhere) -> None:

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +10,7 @@ import pytest
 from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.media.media_kind import IMAGE, MATROSKA, MP4, VIDEO, MediaKind, MediaRef, MediaRefused
 from penstock.engine.media.media_source import MediaSource
+from tests.support.loops import in_a_loop
 from tests.unit.engine.media.test_media_fetcher import Elsewhere, whole
 from tests.unit.engine.media.test_media_urls import PNG, data_url
 
@@ -34,26 +35,17 @@ async def source(
     assert (budget.files.held, budget.files.waiting) == (0, 0)
 
 
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(work(), 30)
-
-    asyncio.run(bounded())
-
-
 @pytest.mark.parametrize(
     ("raw", "media_type", "container"),
     [(MOVIE, "video/mp4", MP4), (MOVIE, "video/quicktime", MP4), (WEBM, "video/webm", MATROSKA)],
 )
-def test_a_video_in_a_data_url_is_uploaded_as_it_is(raw: bytes, media_type: str, container: str) -> None:
-    async def work() -> None:
-        async with source() as (media, budget):
-            async with media.video(ref(data_url(raw, media_type)), 10_000, "a") as read:
-                assert budget.files.held == 0, "the body holds its bytes"
-                with await asyncio.to_thread(read) as upload:
-                    assert upload.nbytes == len(raw) and upload.container == container
-
-    run(work)
+@in_a_loop
+async def test_a_video_in_a_data_url_is_uploaded_as_it_is(raw: bytes, media_type: str, container: str) -> None:
+    async with source() as (media, budget):
+        async with media.video(ref(data_url(raw, media_type)), 10_000, "a") as read:
+            assert budget.files.held == 0, "the body holds its bytes"
+            with await asyncio.to_thread(read) as upload:
+                assert upload.nbytes == len(raw) and upload.container == container
 
 
 @pytest.mark.parametrize(
@@ -70,43 +62,38 @@ def test_a_video_in_a_data_url_is_uploaded_as_it_is(raw: bytes, media_type: str,
         ("file:///etc/passwd", 400, "files are not open to clients here"),
     ],
 )
-def test_a_video_that_is_refused_says_why(url: str, status: int, reason: str) -> None:
-    async def work() -> None:
-        async with source() as (media, _):
-            with pytest.raises(MediaRefused, match=reason) as caught:
-                async with media.video(ref(url), 10_000, "a") as read:
-                    await asyncio.to_thread(read)
-            assert caught.value.status == status
-
-    run(work)
+@in_a_loop
+async def test_a_video_that_is_refused_says_why(url: str, status: int, reason: str) -> None:
+    async with source() as (media, _):
+        with pytest.raises(MediaRefused, match=reason) as caught:
+            async with media.video(ref(url), 10_000, "a") as read:
+                await asyncio.to_thread(read)
+        assert caught.value.status == status
 
 
-def test_a_file_is_read_when_its_bytes_are_granted(tmp_path: Path) -> None:
+@in_a_loop
+async def test_a_file_is_read_when_its_bytes_are_granted(tmp_path: Path) -> None:
     (tmp_path / "a.mp4").write_bytes(MOVIE)
     (tmp_path / "a.png").write_bytes(PNG)
+    async with source(tmp_path) as (media, budget):
+        lease = await budget.files.acquire("other", FILES - len(MOVIE) + 1)
 
-    async def work() -> None:
-        async with source(tmp_path) as (media, budget):
-            lease = await budget.files.acquire("other", FILES - len(MOVIE) + 1)
+        async def load() -> int:
+            async with media.video(ref(f"file://{tmp_path}/a.mp4"), 10_000, "a") as read:
+                assert budget.files.held == len(MOVIE)
+                with await asyncio.to_thread(read) as upload:
+                    return upload.nbytes
 
-            async def load() -> int:
-                async with media.video(ref(f"file://{tmp_path}/a.mp4"), 10_000, "a") as read:
-                    assert budget.files.held == len(MOVIE)
-                    with await asyncio.to_thread(read) as upload:
-                        return upload.nbytes
-
-            task = asyncio.ensure_future(load())
-            while not budget.files.waiting:
-                await asyncio.sleep(0.001)
-            lease.release()
-            assert await task == len(MOVIE)
-            async with media.image(ref(f"file://{tmp_path}/a.png", IMAGE), 10_000, "a") as raw:
-                assert budget.files.held == len(PNG) and callable(raw) and raw() == PNG
-            with pytest.raises(MediaRefused, match=f"a video has at most 100 bytes, this one has {len(MOVIE)}"):
-                async with media.video(ref(f"file://{tmp_path}/a.mp4"), 100, "a"):
-                    pass
-
-    run(work)
+        task = asyncio.ensure_future(load())
+        while not budget.files.waiting:
+            await asyncio.sleep(0.001)
+        lease.release()
+        assert await task == len(MOVIE)
+        async with media.image(ref(f"file://{tmp_path}/a.png", IMAGE), 10_000, "a") as raw:
+            assert budget.files.held == len(PNG) and callable(raw) and raw() == PNG
+        with pytest.raises(MediaRefused, match=f"a video has at most 100 bytes, this one has {len(MOVIE)}"):
+            async with media.video(ref(f"file://{tmp_path}/a.mp4"), 100, "a"):
+                pass
 
 
 def test_fetch_holds_its_maximum_until_the_host_states_a_length() -> None:
@@ -125,7 +112,7 @@ def test_fetch_holds_its_maximum_until_the_host_states_a_length() -> None:
                         assert upload.nbytes == len(MOVIE)
                 assert observed[0] == 50_000 and observed[-1] == 0
 
-        run(work)
+        asyncio.run(work())
 
 
 def test_what_a_host_sends_must_be_a_video() -> None:
@@ -142,4 +129,4 @@ def test_what_a_host_sends_must_be_a_video() -> None:
                     async with media.video(ref("http://127.0.0.1:1/a.mp4"), 50_000, "a"):
                         pass
 
-        run(work)
+        asyncio.run(work())

@@ -78,7 +78,7 @@ def test_what_is_no_image_that_is_carried_is_refused(url: str, reason: str) -> N
     assert error.status == 400 and reason in error.reason
 
 
-def test_one_that_is_too_long_is_not_even_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_url_that_is_too_long_is_not_decoded(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read(data_url(PNG), len(PNG), [])
     monkeypatch.setattr(media_urls, "decode_base64", None)
     assert refusal(data_url(PNG), most=len(PNG) - 3).status == 413
@@ -106,7 +106,7 @@ def test_a_file_beneath_an_open_folder_is_read(folder: Path) -> None:
         assert read(url, MOST, [folder / "secret", inside]) == PNG
 
 
-def test_nothing_else_is_read_whichever_way_it_is_named(folder: Path) -> None:
+def test_file_outside_the_open_folders_is_not_read(folder: Path) -> None:
     inside = folder / "open"
     (inside / "out.png").symlink_to(folder / "secret" / "a b.png")
     (inside / "out").symlink_to(folder / "secret")

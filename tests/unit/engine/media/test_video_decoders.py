@@ -7,7 +7,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +28,7 @@ from penstock.engine.media.video_processor import VideoProcessor
 from penstock.engine.media.video_settings import VideoInfo, VideoSettings
 from penstock.engine.media.video_upload import VideoUpload
 from penstock.tensor import Scope
+from tests.support.loops import in_a_loop
 from tests.support.videos import repeated, video
 
 PIXELS = "pixel_values_videos"
@@ -141,13 +142,6 @@ async def scene(store: Store | None, **options: Any) -> AsyncIterator[Scene]:
     observed.__init__(loader, store, budget)  # type: ignore[misc]
     with contextlib.closing(loader):
         yield observed
-
-
-def run(work: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(work(), 2 * START)
-
-    asyncio.run(bounded())
 
 
 def same(value: dict[str, Any], other: dict[str, Any]) -> bool:
@@ -279,51 +273,41 @@ WITH_A_STORE = (
 
 
 @pytest.mark.timeout(300)
-def test_on_one_host_with_a_store(tmp_path: Path) -> None:
+@in_a_loop
+async def test_on_one_host_with_a_store(tmp_path: Path) -> None:
     """All scenes, as a host takes seconds to start; the scene's name stands above a failure."""
-
-    async def work() -> None:
-        with Store(8 * MIB, max_peers=6) as store:
-            async with scene(store) as observed:
-                for item in WITH_A_STORE:
-                    print(item.__name__, flush=True)
-                    observed.ends.clear()
-                    await item(observed, tmp_path)
-                    await observed.must_hold_nothing()
-                host = observed.host
-            assert not Path(f"/proc/{host}").exists(), "it ends with its loader"
-
-    run(work)
-
-
-def test_tensors_travel_inline_where_the_store_is_too_small(tmp_path: Path) -> None:
-    async def work() -> None:
-        with Store(64 << 10) as store:
-            async with scene(store) as observed:
-                with pytest.warns(RuntimeWarning, match="does not fit the store"):  # of the server's own, once
-                    assert same(await observed.load(video()), expected(video(), tmp_path))
-                assert store.stats().puts == 0
-                observed.loader._must_store = True
-                with pytest.raises(
-                    MediaRefused, match=r"the store has \d+ bytes, the tensors of this video have"
-                ) as no:
-                    await observed.load(video())
-                assert no.value.status == 413
+    with Store(8 * MIB, max_peers=6) as store:
+        async with scene(store) as observed:
+            for item in WITH_A_STORE:
+                print(item.__name__, flush=True)
+                observed.ends.clear()
+                await item(observed, tmp_path)
                 await observed.must_hold_nothing()
+            host = observed.host
+        assert not Path(f"/proc/{host}").exists(), "it ends with its loader"
 
-    run(work)
 
-
-def test_host_that_cannot_start_refuses_videos_and_points_at_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(video_decoders, "MAIN", "raise SystemExit('no such package')")
-
-    async def work() -> None:
-        async with scene(None) as observed:
-            with pytest.raises(MediaRefused, match="no video decoder can be started: the server's log says why") as no:
+@in_a_loop
+async def test_tensors_travel_inline_where_the_store_is_too_small(tmp_path: Path) -> None:
+    with Store(64 << 10) as store:
+        async with scene(store) as observed:
+            with pytest.warns(RuntimeWarning, match="does not fit the store"):  # of the server's own, once
+                assert same(await observed.load(video()), expected(video(), tmp_path))
+            assert store.stats().puts == 0
+            observed.loader._must_store = True
+            with pytest.raises(MediaRefused, match=r"the store has \d+ bytes, the tensors of this video have") as no:
                 await observed.load(video())
-            assert no.value.status == 500 and observed.budget.decoded.held == 0 and observed.busy == (0, 0)
+            assert no.value.status == 413
+            await observed.must_hold_nothing()
 
-    run(work)
+
+@in_a_loop
+async def test_host_that_cannot_start_refuses_videos_and_points_at_the_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(video_decoders, "MAIN", "raise SystemExit('no such package')")
+    async with scene(None) as observed:
+        with pytest.raises(MediaRefused, match="no video decoder can be started: the server's log says why") as no:
+            await observed.load(video())
+        assert no.value.status == 500 and observed.budget.decoded.held == 0 and observed.busy == (0, 0)
 
 
 # ── files of memory ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -342,29 +326,27 @@ def test_an_upload_is_sealed_and_its_key_is_that_of_its_bytes() -> None:
         assert empty.key(b"") and empty.container is None
 
 
-def test_an_upload_that_no_request_waits_for_any_more_is_closed() -> None:
-    async def work() -> None:
-        began, goes_on = threading.Event(), threading.Event()
-        fds: list[int] = []
+@in_a_loop
+async def test_an_upload_that_no_request_waits_for_any_more_is_closed() -> None:
+    began, goes_on = threading.Event(), threading.Event()
+    fds: list[int] = []
 
-        def slowly() -> VideoUpload:
-            began.set()
-            assert goes_on.wait(START)
-            created = upload(b"abc")
-            fds.append(created.fd)
-            return created
+    def slowly() -> VideoUpload:
+        began.set()
+        assert goes_on.wait(START)
+        created = upload(b"abc")
+        fds.append(created.fd)
+        return created
 
-        async with scene(None) as observed:
-            with Scope(None) as scope:
-                loading = asyncio.ensure_future(observed.loader.load(slowly, scope, "a"))
-                await observed.until(began.is_set)
-                loading.cancel()
-                with pytest.raises(asyncio.CancelledError):
-                    await loading
-            goes_on.set()
-            await observed.until(lambda: fds and not is_memory_file(fds[0]))
-
-    run(work)
+    async with scene(None) as observed:
+        with Scope(None) as scope:
+            loading = asyncio.ensure_future(observed.loader.load(slowly, scope, "a"))
+            await observed.until(began.is_set)
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+        goes_on.set()
+        await observed.until(lambda: fds and not is_memory_file(fds[0]))
 
 
 def is_memory_file(fd: int) -> bool:

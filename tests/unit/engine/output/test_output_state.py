@@ -47,12 +47,6 @@ def lines(actual: Got) -> list[Any]:
 
 
 # ── plain ──
-def test_text_comes_with_ids_and_an_end() -> None:
-    (actual,) = answered(saying(A, QUOTE, EURO, B))
-    assert (actual.ids, actual.text.decode()) == ([A, QUOTE, EURO, B], 'a "b€b')
-    assert actual.end == (FinishReason.LENGTH, None)
-
-
 def test_half_a_character_waits_for_the_other_half() -> None:
     engine = Speaking()
     engine.ask(saying(E_BEGINS, E_ENDS, E_BEGINS, E_ENDS, B))
@@ -88,14 +82,6 @@ def test_stop_string_in_the_last_token_is_the_reason_without_an_abort() -> None:
 def test_who_does_not_want_text_gets_none() -> None:
     (actual,) = answered(saying(A, EURO, detokenize=False))
     assert (actual.ids, actual.text) == ([A, EURO], b"")
-
-
-def test_servers_get_their_own_rows_only() -> None:
-    first, other, third = answered(
-        saying(A, A, key=(0, 1, 0)), saying(B, B, key=(3, 1, 0), logprobs=1), saying(EURO, key=(0, 2, 0))
-    )
-    assert (first.text, other.text, third.text.decode()) == (b"aa", b"bb", "€")
-    assert other.logprobs == [[B, B + 1], [B, B + 1]] and not first.logprobs
 
 
 def test_numbers_that_are_none_end_a_sample_with_an_error() -> None:

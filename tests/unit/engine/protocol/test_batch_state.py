@@ -85,7 +85,7 @@ def one_input(**changes: object) -> Inputs:
     return Inputs(**{**columns, **changes})  # type: ignore[arg-type]
 
 
-def test_everybody_advances_by_one_of_whom_nothing_else_is_said() -> None:
+def test_rows_not_in_advances_compute_one_token() -> None:
     schedule = running(3)
     schedule.apply(Step(1, 2))
     assert schedule.computed[:4].tolist() == [21, 21, 21, 0]
@@ -123,7 +123,7 @@ def test_row_samples_only_after_the_last_chunk_of_its_prompt() -> None:
     assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [25, 32]
 
 
-def test_nobody_computes_a_token_that_is_not_known() -> None:
+def test_step_that_computes_an_unknown_token_is_refused() -> None:
     schedule = joining(prompt=30, chunk=28)
     with pytest.raises(DecodeError, match=r"at most the 30 tokens that are known of slot 1, got 31 at .*counts\[0\]"):
         schedule.apply(Step(1, 3, advances=Advances(slots(1), ints(3))))

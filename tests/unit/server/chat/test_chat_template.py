@@ -42,7 +42,7 @@ def test_a_template_is_found_wherever_models_keep_theirs(files: dict[str, Any], 
     assert result.prompt(MESSAGES, False, {"tone": "!"}) == "hi!"
 
 
-def test_special_tokens_are_told_to_it(tmp_path: Path) -> None:
+def test_template_gets_the_special_tokens(tmp_path: Path) -> None:
     for text in ("<s>", {"content": "<s>", "special": True}):
         output = {"chat_template": TEMPLATE, "bos_token": text, "pad_token": None, "add_bos_token": True}
         assert template(tmp_path, tokenizer_config=output).prompt(MESSAGES, False, {}) == "<s>hi"

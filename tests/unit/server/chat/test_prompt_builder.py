@@ -21,6 +21,7 @@ from penstock.server import cli_args as arguments
 from penstock.server.chat.prompt_builder import LONG, NumberTokenizer, PromptBuilder, _most_ids, build_tokenizer
 from penstock.server.errors import ApiError, Limit
 from penstock.server.options import ServerOptions
+from tests.support.loops import in_a_loop
 
 SIMULATED = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
 
@@ -37,68 +38,56 @@ class Slow(NumberTokenizer):
         return super().encode(text, add_special)
 
 
-def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
-    async def scene() -> None:
-        words = Slow()
-        with contextlib.closing(PromptBuilder(SIMULATED, words)) as reader:
-            asking = asyncio.ensure_future(reader.ids("x" * (LONG + 1)))
-            asyncio.get_running_loop().call_later(0.01, words.loop_goes_on.set)
-            assert len(await asking) == LONG + 1
-            assert await reader.ids("abc") == [97, 98, 99]  # a short one is done at once
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_a_long_prompt_does_not_hold_up_the_loop() -> None:
+    words = Slow()
+    with contextlib.closing(PromptBuilder(SIMULATED, words)) as reader:
+        asking = asyncio.ensure_future(reader.ids("x" * (LONG + 1)))
+        asyncio.get_running_loop().call_later(0.01, words.loop_goes_on.set)
+        assert len(await asking) == LONG + 1
+        assert await reader.ids("abc") == [97, 98, 99]  # a short one is done at once
 
 
-def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized() -> None:
+@in_a_loop
+async def test_a_text_that_must_be_too_long_is_refused_before_it_is_tokenized() -> None:
     class Untouched(NumberTokenizer):
         encode = pytest.fail
 
-    async def scene() -> None:
-        with contextlib.closing(PromptBuilder(SIMULATED, Untouched(200))) as reader:
-            for completion, words in (
-                (16, "you requested at least 7000016 tokens (at least 7000000 in the prompt, 16 in the completion)"),
-                (None, "your prompt resulted in at least 7000000 tokens"),
-            ):
-                with pytest.raises(ApiError) as caught:
-                    await reader.ids("x" * 7_000_000, limit=Limit(4095, "prompt", completion))
-                assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
-                assert caught.value.message.startswith("This model's maximum context length is 4096 tokens. However, ")
-                assert words in caught.value.message
-        with contextlib.closing(PromptBuilder(SIMULATED, NumberTokenizer(200))) as reader:
-            assert len(await reader.ids("x" * 5000, limit=Limit(5000, "prompt", 16))) == 5000
-            assert len(await reader.ids("x" * 5000)) == 5000
-
-    asyncio.run(scene())
+    with contextlib.closing(PromptBuilder(SIMULATED, Untouched(200))) as reader:
+        for completion, words in (
+            (16, "you requested at least 7000016 tokens (at least 7000000 in the prompt, 16 in the completion)"),
+            (None, "your prompt resulted in at least 7000000 tokens"),
+        ):
+            with pytest.raises(ApiError) as caught:
+                await reader.ids("x" * 7_000_000, limit=Limit(4095, "prompt", completion))
+            assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "prompt")
+            assert caught.value.message.startswith("This model's maximum context length is 4096 tokens. However, ")
+            assert words in caught.value.message
+    with contextlib.closing(PromptBuilder(SIMULATED, NumberTokenizer(200))) as reader:
+        assert len(await reader.ids("x" * 5000, limit=Limit(5000, "prompt", 16))) == 5000
+        assert len(await reader.ids("x" * 5000)) == 5000
 
 
-def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
-    async def scene() -> None:
-        with contextlib.closing(PromptBuilder(SIMULATED, NumberTokenizer(200))) as reader:
-            assert await reader.ids([0, 199]) == [0, 199]
-            with pytest.raises(ApiError, match="below 200, got 200"):
-                await reader.ids([1, 200, 3])
-            too_long = [1] * SIMULATED.max_model_len + [200]  # which the check of lengths reports
-            assert await reader.ids(too_long, limit=Limit(SIMULATED.max_model_len - 1, "prompt", 1)) == too_long
-            with pytest.raises(ApiError, match="below 200, got 200"):  # it is going to be cut
-                await reader.ids(too_long)
-
-    asyncio.run(scene())
+@in_a_loop
+async def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
+    with contextlib.closing(PromptBuilder(SIMULATED, NumberTokenizer(200))) as reader:
+        assert await reader.ids([0, 199]) == [0, 199]
+        with pytest.raises(ApiError, match="below 200, got 200"):
+            await reader.ids([1, 200, 3])
+        too_long = [1] * SIMULATED.max_model_len + [200]  # which the check of lengths reports
+        assert await reader.ids(too_long, limit=Limit(SIMULATED.max_model_len - 1, "prompt", 1)) == too_long
+        with pytest.raises(ApiError, match="below 200, got 200"):  # it is going to be cut
+            await reader.ids(too_long)
 
 
-def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     config = EngineConfig(model=SHIPPED)
-
-    async def scene() -> None:
-        with contextlib.closing(PromptBuilder(config, build_tokenizer(config))) as reader:
-            monkeypatch.setattr(model_dir, "load_tokenizer", pytest.fail)
-            result = await reader.vocabulary()
-            assert (
-                b"".join(map(result.token_bytes, await reader.ids("a red circle", add_special=False)))
-                == b"a red circle"
-            )
-
-    asyncio.run(scene())
+    with contextlib.closing(PromptBuilder(config, build_tokenizer(config))) as reader:
+        monkeypatch.setattr(model_dir, "load_tokenizer", pytest.fail)
+        result = await reader.vocabulary()
+        assert b"".join(map(result.token_bytes, await reader.ids("a red circle", add_special=False))) == b"a red circle"
 
 
 def test_how_many_ids_there_are_says_the_part_for_text_where_there_is_one(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ import functools
 import gc
 import json
 import weakref
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -30,14 +30,7 @@ from penstock.server.chat.streaming import (
 from penstock.server.errors import Gone
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, Served
-
-
-def in_a_loop(scene: Callable[[], Coroutine[Any, Any, None]]) -> Callable[[], None]:
-    def test() -> None:
-        asyncio.run(asyncio.wait_for(scene(), 10))
-
-    test.__name__ = scene.__name__
-    return test
+from tests.support.loops import in_a_loop
 
 
 def row(engines: int = 1) -> ProcessCounters:

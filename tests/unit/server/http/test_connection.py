@@ -17,6 +17,7 @@ from penstock.server.http import connection
 from penstock.server.http.connection import MAX_UNTAKEN_NBYTES
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.request_parser import MAX_BESIDES_NBYTES
+from tests.support.loops import in_a_loop
 
 WITHIN = 10.0  # seconds, on a busy machine
 READ_NBYTES = 256 << 10  # what asyncio reads at a time
@@ -106,23 +107,12 @@ async def serving(app: Application, patience: float = 5.0, most: int = 100) -> A
         await http.stop(WITHIN)
 
 
-def run(scene: Callable[[], Awaitable[None]]) -> None:
-    async def bounded() -> None:
-        await asyncio.wait_for(scene(), 4 * WITHIN)
-
-    asyncio.run(bounded())
-
-
 def talked(app: Application, *pieces: bytes, patience: float = 5.0) -> bytes:
-    text = b""
-
-    async def scene() -> None:
-        nonlocal text
+    async def scene() -> bytes:
         async with serving(app, patience) as server:
-            text = await server.talk(*pieces)
+            return await server.talk(*pieces)
 
-    run(scene)
-    return text
+    return asyncio.run(scene())
 
 
 def answers(output: bytes) -> list[dict[str, Any]]:
@@ -183,22 +173,21 @@ def test_a_tunnel_is_refused() -> None:
     assert output.startswith(b"HTTP/1.1 400 ") and b"CONNECT is for proxies" in output and CLOSE in output
 
 
-def test_100_is_said_when_the_body_is_wanted_and_not_there() -> None:
-    async def scene() -> None:
-        async with serving(echo) as server:
-            reader, writer = await server.connect()
-            writer.write(get(method="POST", more=b"expect: 100-continue\r\ncontent-length: 3\r\n"))
-            assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
-            writer.write(b"abc")
-            assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
-            writer.close()
-            assert not (await server.talk(post(b"abc", CLOSE + b"expect: 100-continue\r\n"))).count(b"100 Continue")
-
-    run(scene)
+@in_a_loop
+async def test_100_is_said_when_the_body_is_wanted_and_not_there() -> None:
+    async with serving(echo) as server:
+        reader, writer = await server.connect()
+        writer.write(get(method="POST", more=b"expect: 100-continue\r\ncontent-length: 3\r\n"))
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(b"abc")
+        assert b" 200 OK" in await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+        assert not (await server.talk(post(b"abc", CLOSE + b"expect: 100-continue\r\n"))).count(b"100 Continue")
 
 
 # ── order and ends ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_first_requests_of_a_burst_are_answered_before_the_last_start() -> None:
+@in_a_loop
+async def test_first_requests_of_a_burst_are_answered_before_the_last_start() -> None:
     burst, events = 5 * connection.MAX_STARTED, list[tuple[str, str]]()
 
     async def slow(scope: Any, receive: Any, send: Any) -> None:
@@ -208,16 +197,13 @@ def test_first_requests_of_a_burst_are_answered_before_the_last_start() -> None:
         events.append(("answered", scope["path"]))
         await respond(send, b"")
 
-    async def scene() -> None:
-        async with serving(slow) as server:
-            clients = [await server.connect() for _ in range(burst)]
-            for number, (_, writer) in enumerate(clients):
-                writer.write(get(f"/{number}", CLOSE))
-            for reader, writer in clients:
-                assert b" 200 OK" in await reader.read()
-                writer.close()
-
-    run(scene)
+    async with serving(slow) as server:
+        clients = [await server.connect() for _ in range(burst)]
+        for number, (_, writer) in enumerate(clients):
+            writer.write(get(f"/{number}", CLOSE))
+        for reader, writer in clients:
+            assert b" 200 OK" in await reader.read()
+            writer.close()
     started, answered = ([path for kind, path in events if kind == what] for what in ("started", "answered"))
     assert started == answered and len(answered) == burst
     assert events.index(("answered", started[0])) < events.index(("started", started[-1]))
@@ -247,7 +233,8 @@ def test_a_head_that_is_too_long_is_refused_also_in_one_piece() -> None:
     assert len(answers(talked(echo, post(b"b" * 4 * MAX_BESIDES_NBYTES, CLOSE)))) == 1
 
 
-def test_last_bytes_of_a_response_follow_the_applications_return() -> None:
+@in_a_loop
+async def test_last_bytes_of_a_response_follow_the_applications_return() -> None:
     """What it counts at its end is counted when a client has the response."""
     returned = []
 
@@ -257,38 +244,32 @@ def test_last_bytes_of_a_response_follow_the_applications_return() -> None:
         assert (await receive())["type"] == "http.disconnect"
         returned.append(scope["path"])
 
-    async def scene() -> None:
-        async with serving(slow_to_return) as server:
-            reader, writer = await server.connect()
-            for path in ("/a", "/b"):
-                writer.write(get(path))
-                assert (await reader.readuntil(b"\r\n\r\nx")).endswith(b"x") and returned[-1] == path
-            writer.close()
-
-    run(scene)
+    async with serving(slow_to_return) as server:
+        reader, writer = await server.connect()
+        for path in ("/a", "/b"):
+            writer.write(get(path))
+            assert (await reader.readuntil(b"\r\n\r\nx")).endswith(b"x") and returned[-1] == path
+        writer.close()
 
 
-def test_an_idle_connection_ends_also_when_it_sends_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_an_idle_connection_ends_also_when_it_sends_empty_lines(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connection, "KEPT", 0.2)
+    async with serving(echo) as server:
+        reader, writer = await server.connect()
+        writer.write(get())
 
-    async def scene() -> None:
-        async with serving(echo) as server:
-            reader, writer = await server.connect()
-            writer.write(get())
+        async def drip() -> None:
+            while True:
+                await asyncio.sleep(0.02)
+                writer.write(b"\r\n")
 
-            async def drip() -> None:
-                while True:
-                    await asyncio.sleep(0.02)
-                    writer.write(b"\r\n")
-
-            dripping = asyncio.ensure_future(drip())
-            with contextlib.suppress(ConnectionError):
-                output = await asyncio.wait_for(reader.read(), WITHIN)
-                assert len(answers(output)) == 1
-            dripping.cancel()
-            writer.transport.abort()
-
-    run(scene)
+        dripping = asyncio.ensure_future(drip())
+        with contextlib.suppress(ConnectionError):
+            output = await asyncio.wait_for(reader.read(), WITHIN)
+            assert len(answers(output)) == 1
+        dripping.cancel()
+        writer.transport.abort()
 
 
 # ── clients that go ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -311,29 +292,28 @@ class Watched:
             await asyncio.sleep(0.01)
 
 
-def test_a_client_that_goes_disconnects_its_request() -> None:
+@in_a_loop
+async def test_a_client_that_goes_disconnects_its_request() -> None:
     def abort(writer: asyncio.StreamWriter) -> None:
         writer.transport.abort()
 
     def end(writer: asyncio.StreamWriter) -> None:
         writer.write_eof()
 
-    async def scene() -> None:
-        app = Watched()
-        async with serving(app) as server:
-            for number, (leave, more) in enumerate([(abort, b""), (end, b""), (abort, get() + get()), (end, get())]):
-                reader, writer = await server.connect()
-                writer.write(post(b"abc") + more)
-                await reader.readuntil(b"first")
-                leave(writer)
-                await asyncio.wait_for(app.until(number + 1), WITHIN)
-                writer.close()
-            assert app.begun == 4, "a request behind the first one is not begun for a client that has gone"
-
-    run(scene)
+    app = Watched()
+    async with serving(app) as server:
+        for number, (leave, more) in enumerate([(abort, b""), (end, b""), (abort, get() + get()), (end, get())]):
+            reader, writer = await server.connect()
+            writer.write(post(b"abc") + more)
+            await reader.readuntil(b"first")
+            leave(writer)
+            await asyncio.wait_for(app.until(number + 1), WITHIN)
+            writer.close()
+        assert app.begun == 4, "a request behind the first one is not begun for a client that has gone"
 
 
-def test_client_that_does_not_read_blocks_its_application() -> None:
+@in_a_loop
+async def test_client_that_does_not_read_blocks_its_application() -> None:
     sent = 0
 
     async def endless(scope: Any, receive: Any, send: Any) -> None:
@@ -347,24 +327,21 @@ def test_client_that_does_not_read_blocks_its_application() -> None:
             sent += 1
         assert watching.result()["type"] == "http.disconnect"
 
-    async def scene() -> None:
-        async with serving(endless) as server:
-            with socket.socket() as listless:
-                listless.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
-                listless.setblocking(False)
-                await asyncio.get_running_loop().sock_connect(listless, ("127.0.0.1", server.port))
-                await asyncio.get_running_loop().sock_sendall(listless, get())
-                before = -1
-                while sent == 0 or sent != before:
-                    before = sent
-                    await asyncio.sleep(0.3)
-                assert 16 << 10 < sent * 4096 < 2 << 20
-            # it has gone: the server stops as nothing is open
-
-    run(scene)
+    async with serving(endless) as server:
+        with socket.socket() as listless:
+            listless.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            listless.setblocking(False)
+            await asyncio.get_running_loop().sock_connect(listless, ("127.0.0.1", server.port))
+            await asyncio.get_running_loop().sock_sendall(listless, get())
+            before = -1
+            while sent == 0 or sent != before:
+                before = sent
+                await asyncio.sleep(0.3)
+            assert 16 << 10 < sent * 4096 < 2 << 20
 
 
-def test_a_body_that_is_not_taken_stays_with_its_client() -> None:
+@in_a_loop
+async def test_a_body_that_is_not_taken_stays_with_its_client() -> None:
     taken: list[int] = []
     may_go_on = asyncio.Event()
 
@@ -377,20 +354,17 @@ def test_a_body_that_is_not_taken_stays_with_its_client() -> None:
                 break
         await respond(send, b"%d" % sum(taken))
 
-    async def scene() -> None:
-        async with serving(slow) as server:
-            reader, writer = await server.connect()
-            writer.write(post(b"x" * (16 << 20), CLOSE))
-            before = -1
-            while before != (before := writer.transport.get_write_buffer_size()):
-                await asyncio.sleep(0.2)
-            assert before > 1 << 20, "the server has read on"
-            may_go_on.set()
-            assert (await asyncio.wait_for(reader.read(), WITHIN)).endswith(b"%d" % (16 << 20))
-            writer.close()
-        assert max(taken) <= MAX_UNTAKEN_NBYTES + READ_NBYTES
-
-    run(scene)
+    async with serving(slow) as server:
+        reader, writer = await server.connect()
+        writer.write(post(b"x" * (16 << 20), CLOSE))
+        before = -1
+        while before != (before := writer.transport.get_write_buffer_size()):
+            await asyncio.sleep(0.2)
+        assert before > 1 << 20, "the server has read on"
+        may_go_on.set()
+        assert (await asyncio.wait_for(reader.read(), WITHIN)).endswith(b"%d" % (16 << 20))
+        writer.close()
+    assert max(taken) <= MAX_UNTAKEN_NBYTES + READ_NBYTES
 
 
 # ── applications that fail ───────────────────────────────────────────────────────────────────────────────────────────
@@ -439,7 +413,8 @@ def test_response_is_visibly_incomplete_when_its_application_fails() -> None:
 
 
 # ── the server's end ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_server_that_stops_answers_what_is_open_and_closes_what_is_idle() -> None:
+@in_a_loop
+async def test_a_server_that_stops_answers_what_is_open_and_closes_what_is_idle() -> None:
     may_end = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -447,29 +422,27 @@ def test_a_server_that_stops_answers_what_is_open_and_closes_what_is_idle() -> N
         await may_end.wait()
         await send({"type": "http.response.body", "body": b"last"})
 
-    async def scene() -> None:
-        async with serving(app) as server:
-            open_reader, open_writer = await server.connect()
-            open_writer.write(get())
-            await open_reader.readuntil(b"first")
-            idle_reader, idle_writer = await server.connect()
-            await asyncio.sleep(0.05)
-            stopping = asyncio.ensure_future(server.http.stop(WITHIN))
-            assert await asyncio.wait_for(idle_reader.read(), WITHIN) == b""
-            with pytest.raises(OSError):
-                await server.connect()
-            assert not stopping.done()
-            may_end.set()
-            assert (await asyncio.wait_for(open_reader.read(), WITHIN)).endswith(b"4\r\nlast\r\n0\r\n\r\n")
-            await stopping
-            open_writer.close()
-            idle_writer.close()
-
-    run(scene)
+    async with serving(app) as server:
+        open_reader, open_writer = await server.connect()
+        open_writer.write(get())
+        await open_reader.readuntil(b"first")
+        idle_reader, idle_writer = await server.connect()
+        await asyncio.sleep(0.05)
+        stopping = asyncio.ensure_future(server.http.stop(WITHIN))
+        assert await asyncio.wait_for(idle_reader.read(), WITHIN) == b""
+        with pytest.raises(OSError):
+            await server.connect()
+        assert not stopping.done()
+        may_end.set()
+        assert (await asyncio.wait_for(open_reader.read(), WITHIN)).endswith(b"4\r\nlast\r\n0\r\n\r\n")
+        await stopping
+        open_writer.close()
+        idle_writer.close()
 
 
 @pytest.mark.parametrize("has_begun", [False, True])
-def test_a_server_that_stops_cancels_what_takes_longer_than_it_has(has_begun: bool) -> None:
+@in_a_loop
+async def test_a_server_that_stops_cancels_what_takes_longer_than_it_has(has_begun: bool) -> None:
     cancelled = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -481,14 +454,11 @@ def test_a_server_that_stops_cancels_what_takes_longer_than_it_has(has_begun: bo
             cancelled.append(True)
             raise
 
-    async def scene() -> None:
-        async with serving(app) as server:
-            reader, writer = await server.connect()
-            writer.write(get())
-            await asyncio.sleep(0.05)
-            await server.http.stop(0.1)
-            output = await asyncio.wait_for(reader.read(), WITHIN)
-            assert cancelled and (output.endswith(b"first\r\n") if has_begun else output.startswith(b"HTTP/1.1 503 "))
-            writer.close()
-
-    run(scene)
+    async with serving(app) as server:
+        reader, writer = await server.connect()
+        writer.write(get())
+        await asyncio.sleep(0.05)
+        await server.http.stop(0.1)
+        output = await asyncio.wait_for(reader.read(), WITHIN)
+        assert cancelled and (output.endswith(b"first\r\n") if has_begun else output.startswith(b"HTTP/1.1 503 "))
+        writer.close()

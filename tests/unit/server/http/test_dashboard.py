@@ -15,6 +15,7 @@ from penstock.server.errors import ApiError
 from penstock.server.http import dashboard
 from penstock.server.http.dashboard import FRESH, PAGE, Dashboard
 from penstock.server.status.snapshot_reader import NoServer
+from tests.support.loops import in_a_loop
 from tests.unit.server.status.test_snapshot_rates import moment
 
 SOURCE = PAGE.read_text()
@@ -46,50 +47,43 @@ async def answers(page: Dashboard, many: int = 1) -> list[Any]:
     return [json.loads(bytes(item.body)) for item in await asyncio.gather(*(page.data(ASKED) for _ in range(many)))]
 
 
-def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch)
-
-    async def ask() -> None:
-        page = Dashboard()
-        first = await answers(page, 10)
-        assert server.looks == 1 and all(item == first[0] for item in first)
-        server.now += FRESH - 0.01
-        assert await answers(page, 10) == first and server.looks == 1
-        server.now += 0.02
-        (later,) = await answers(page)
-        assert server.looks == 2 and later["moment"]["at"] == server.now
-
-    asyncio.run(ask())
+    page = Dashboard()
+    first = await answers(page, 10)
+    assert server.looks == 1 and all(item == first[0] for item in first)
+    server.now += FRESH - 0.01
+    assert await answers(page, 10) == first and server.looks == 1
+    server.now += 0.02
+    (later,) = await answers(page)
+    assert server.looks == 2 and later["moment"]["at"] == server.now
 
 
-def test_rates_are_of_the_time_since_the_last_look_unless_that_is_long_ago(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_rates_are_of_the_time_since_the_last_look_unless_that_is_long_ago(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     server = Server(monkeypatch)
-
-    async def ask() -> None:
-        page = Dashboard()
-        assert (await answers(page))[0]["rates"] is None
-        server.now += 1.0
-        assert (await answers(page))[0]["rates"]["seconds"] == 1.0
-        server.now += 60.0  # without a look
-        assert (await answers(page))[0]["rates"] is None
-
-    asyncio.run(ask())
+    page = Dashboard()
+    assert (await answers(page))[0]["rates"] is None
+    server.now += 1.0
+    assert (await answers(page))[0]["rates"]["seconds"] == 1.0
+    server.now += 60.0  # without a look
+    assert (await answers(page))[0]["rates"] is None
 
 
-def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch)
-
-    async def ask() -> None:
-        page = Dashboard()
-        server.is_gone = True
-        with pytest.raises(ApiError, match="has ended") as result:
-            await page.data(ASKED)
-        assert result.value.status == 503
-        server.is_gone = False
-        assert (await answers(page))[0]["moment"]["at"] == server.now
-        assert server.finds == 2, "where it has been seen before there may be nothing any more"
-
-    asyncio.run(ask())
+    page = Dashboard()
+    server.is_gone = True
+    with pytest.raises(ApiError, match="has ended") as result:
+        await page.data(ASKED)
+    assert result.value.status == 503
+    server.is_gone = False
+    assert (await answers(page))[0]["moment"]["at"] == server.now
+    assert server.finds == 2, "where it has been seen before there may be nothing any more"
 
 
 def test_the_page_runs_what_stands_in_it_and_nothing_else() -> None:

@@ -53,7 +53,7 @@ def test_every_route_is_in_the_document_and_no_other() -> None:
     board.close()
 
 
-def test_it_asks_for_a_key_where_one_is_needed_and_nowhere_else() -> None:
+def test_document_asks_for_a_key_only_where_one_is_needed() -> None:
     for path, methods in DOCUMENT["paths"].items():
         for operation in methods.values():
             # The page is empty without what needs the key.

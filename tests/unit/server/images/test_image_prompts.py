@@ -7,7 +7,7 @@ import io
 import json
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,7 @@ from penstock.server.chat.prompt_builder import NumberTokenizer, PromptBuilder, 
 from penstock.server.chat.request_schema import ChatRequest, Conversation, decoded  # noqa: E402
 from penstock.server.errors import ApiError  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import VISION  # noqa: E402
 from tests.support.sights import Sight, placeholder  # noqa: E402
 from tests.unit.engine.media.test_image_processor import picture, png_of  # noqa: E402
@@ -83,13 +84,13 @@ def chat_request(*parts: dict[str, Any]) -> ChatRequest:
     return decoded(json.dumps({"messages": [{"role": "user", "content": list(parts)}]}).encode(), ChatRequest)
 
 
-@contextlib.contextmanager
-def scene_of(model: Path, **options: Any) -> Iterator[Scene]:
+@contextlib.asynccontextmanager
+async def scene_of(model: Path, **options: Any) -> AsyncIterator[Scene]:
     with Store(8 << 20) as store:
         scene = Scene(model, store, **options)
         with contextlib.closing(scene.reader):
             yield scene
-        asyncio.run(scene.must_hold_nothing())
+        await scene.must_hold_nothing()
 
 
 @pytest.fixture(scope="module")
@@ -99,13 +100,13 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 # ── what a prompt becomes ────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("name", VISION)
-def test_placeholders_become_what_transformers_writes_for_these_images(name: str, tmp_path: Path) -> None:
+@in_a_loop
+async def test_placeholders_become_what_transformers_writes_for_these_images(name: str, tmp_path: Path) -> None:
     sight = Sight(name, tmp_path)
     raws = [picture(50, 30), picture(20, 64, seed=1), picture(16, 16, seed=2)]
     parts = [text("first "), part(raws[0]), part(raws[1]), text("then\n"), part(raws[2]), text("what?")]
     expected = sight.inputs([{"role": "user", "content": plain(parts)}], raws)["input_ids"][0].tolist()
-
-    async def look(scene: Scene) -> None:
+    async with scene_of(tmp_path) as scene:
         prompt = await scene.prompt(*parts)
         assert prompt.ids == expected
         for raw, (item, position, length) in zip(raws, prompt.items, strict=True):
@@ -115,24 +116,10 @@ def test_placeholders_become_what_transformers_writes_for_these_images(name: str
             assert torch.equal(value["pixel_values"], alone) and value["tokens"] == there
         prompt.release()
 
-    with scene_of(tmp_path) as scene:
-        asyncio.run(look(scene))
-
-
-def test_the_same_image_is_neither_decoded_nor_made_again(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    async def look(scene: Scene) -> None:
-        length = await scene.length(part(picture(40, 40)), text("a"))
-        with monkeypatch.context() as patched:
-            patched.setattr(image_processor, "_decoded", None)
-            assert await scene.length(text("a"), part(picture(40, 40))) == length
-        assert scene.store.stats().puts == 1 and scene.store.stats().hits == 1
-
-    with scene_of(llava) as scene:
-        asyncio.run(look(scene))
-
 
 @pytest.mark.parametrize("kind", ["png", "jpeg", "webp", "gif"])
-def test_of_images_in_any_format_the_first_frame_counts(
+@in_a_loop
+async def test_of_images_in_any_format_the_first_frame_counts(
     kind: str, llava: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     frames = [pillow.new("RGB", (30, 30), color) for color in ("red", "blue", "green")]
@@ -143,46 +130,36 @@ def test_of_images_in_any_format_the_first_frame_counts(
     observed = []
     decode = image_processor._decoded
     monkeypatch.setattr(image_processor, "_decoded", lambda *args: observed.append(decode(*args)) or observed[-1])
-
-    async def look(scene: Scene) -> None:
+    async with scene_of(llava, allowed_local_media_path=(str(tmp_path),)) as scene:
         lengths = {await scene.length(part(raw.getvalue(), f"image/{kind}"))}
         lengths.add(await scene.length(named(f"file://{tmp_path}/an%20image")))
         assert len(lengths) == 1
         (picture,) = observed  # by whichever way it came, it is the same one
         assert picture.mode == "RGB" and picture.getpixel((15, 15))[0] > 250 and max(picture.getpixel((15, 15))[1:]) < 5
 
-    with scene_of(llava, allowed_local_media_path=(str(tmp_path),)) as scene:
-        asyncio.run(look(scene))
 
-
-def test_image_of_an_allowed_host_is_found_in_the_store(llava: Path) -> None:
+@in_a_loop
+async def test_image_of_an_allowed_host_is_found_in_the_store(llava: Path) -> None:
     with contextlib.closing(Elsewhere()) as host:
         host.script = whole(body=picture(40, 40))
         there = named(f"http://127.0.0.1:{host.port}/x.png")
-
-        async def look(scene: Scene) -> None:
+        async with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
             assert await scene.length(text("a"), there, there) == await scene.length(
                 text("a"), *[part(picture(40, 40))] * 2
             )
             assert scene.store.stats().puts == 1
 
-        with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
-            asyncio.run(look(scene))
 
-
-def test_one_that_is_refused_ends_the_fetches_of_its_request(llava: Path) -> None:
+@in_a_loop
+async def test_one_that_is_refused_ends_the_fetches_of_its_request(llava: Path) -> None:
     with contextlib.closing(Elsewhere()) as host:
         host.script = bare(until_gone=True)
         there = named(f"http://127.0.0.1:{host.port}/x.png")
-
-        async def look(scene: Scene) -> None:
+        async with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
             with pytest.raises(ApiError, match="not fetched from this host") as caught:
                 await scene.prompt(there, named("http://127.0.0.1/x.png"), there)
             assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
             await asyncio.to_thread(host.until, 0)
-
-        with scene_of(llava, allowed_media_domains=(f"127.0.0.1:{host.port}",)) as scene:
-            asyncio.run(look(scene))
 
 
 # ── what is refused ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -218,44 +195,37 @@ SMALL = part(picture(20, 20))
         ([named("file:///etc/passwd")], 400, 0, "files are not open"),
     ],
 )
-def test_an_image_that_is_refused_is_named(
+@in_a_loop
+async def test_an_image_that_is_refused_is_named(
     parts: list[dict[str, Any]], status: int, wrong: int, reason: str, llava: Path
 ) -> None:
-    async def look(scene: Scene) -> None:
+    async with scene_of(llava, image_limits=LIMITS) as scene:
         with pytest.raises(ApiError, match=reason) as caught:
             await scene.prompt(*parts)
         assert (caught.value.status, caught.value.param) == (status, WHERE.format(wrong))
         await scene.must_hold_nothing()
         assert await scene.length(SMALL) > 4, "the next one is taken"
 
-    with scene_of(llava, image_limits=LIMITS) as scene:
-        asyncio.run(look(scene))
 
-
-def test_nobody_writes_a_placeholder_into_a_text(llava: Path) -> None:
-    async def look(scene: Scene) -> None:
+@in_a_loop
+async def test_placeholder_in_a_text_is_refused(llava: Path) -> None:
+    async with scene_of(llava) as scene:
         with pytest.raises(ApiError, match="<image> in the prompt once for each of 1 images, got 2") as caught:
             await scene.prompt(text(f"look: {placeholder('llava')}"), SMALL)
         assert (caught.value.status, caught.value.param) == (400, "messages")
 
-    with scene_of(llava) as scene:
-        asyncio.run(look(scene))
 
-
-def test_a_model_that_takes_no_images_says_so() -> None:
+@in_a_loop
+async def test_a_model_that_takes_no_images_says_so() -> None:
     config = EngineConfig(simulated=SimulatedDevice(vocabulary=200))
     assert build_media_prompts(config, ServerOptions(), None) is None
-
-    async def look() -> None:
-        with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
-            output = Conversation.of(chat_request(text("a"), SMALL).messages)
-            with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
-                await reader.conversation(output, True, {})
-            assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
-            words = Conversation.of(chat_request(text("a"), text("b")).messages)
-            assert (await reader.conversation(words, True, {})).ids == list(b"user: a\nb\nassistant:")
-
-    asyncio.run(look())
+    with contextlib.closing(PromptBuilder(config, NumberTokenizer(200))) as reader:
+        output = Conversation.of(chat_request(text("a"), SMALL).messages)
+        with pytest.raises(ApiError, match=r"expected text, got an image .*: this model takes none") as caught:
+            await reader.conversation(output, True, {})
+        assert (caught.value.status, caught.value.param) == (400, WHERE.format(1))
+        words = Conversation.of(chat_request(text("a"), text("b")).messages)
+        assert (await reader.conversation(words, True, {})).ids == list(b"user: a\nb\nassistant:")
 
 
 @pytest.mark.parametrize("missing", ["preprocessor_config.json", "tokenizer.json"])
@@ -285,21 +255,18 @@ class Slowly:
         return self._decode(*args)
 
 
-def test_the_loop_goes_on_while_an_image_is_made(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_the_loop_goes_on_while_an_image_is_made(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slowly = Slowly(monkeypatch)
-
-    async def look(scene: Scene) -> None:
+    async with scene_of(llava) as scene:
         asyncio.get_running_loop().call_later(0.01, slowly.goes_on.set)
         assert await scene.length(SMALL) > 4
 
-    with scene_of(llava) as scene:
-        asyncio.run(look(scene))
 
-
-def test_who_goes_while_an_image_is_made_holds_nothing(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@in_a_loop
+async def test_who_goes_while_an_image_is_made_holds_nothing(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     slowly = Slowly(monkeypatch)
-
-    async def leave(scene: Scene) -> None:
+    async with scene_of(llava) as scene:
         asking = asyncio.ensure_future(scene.prompt(SMALL, part(picture(30, 30)), part(picture(31, 31))))
         while not slowly.has_begun.is_set():
             await asyncio.sleep(0.001)
@@ -309,6 +276,3 @@ def test_who_goes_while_an_image_is_made_holds_nothing(llava: Path, monkeypatch:
         assert not any(item.holders for item in scene.store.stats().items)
         slowly.goes_on.set()
         await scene.must_hold_nothing()
-
-    with scene_of(llava) as scene:
-        asyncio.run(leave(scene))
