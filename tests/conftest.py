@@ -22,7 +22,7 @@ from typing import Any, TypeVar
 # Before the first import of numpy, here and in every process of a test: its threads take a third of the start of a
 # process, and no test multiplies matrices with it.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
-# What servers of tests remember is not for the user's own.
+# Servers of tests leave the cache directory of the user alone.
 os.environ.setdefault("PENSTOCK_CACHE_DIR", str(Path(__file__).parent.parent / ".pytest_cache" / "penstock"))
 
 import pytest

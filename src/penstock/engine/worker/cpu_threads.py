@@ -3,8 +3,8 @@
 Threads of one product wait for each other, which in a small step takes longer than the product; and a processor that
 they use is one less for the cores and servers.
 
-Only undisturbed measurements count and are remembered: those in which no thread of the process waited for a processor.
-Beside a load without such measurements, the processor time of a step decides, which no other process changes.
+Measurements count, and are remembered, if other processes left the processors alone meanwhile. Otherwise the processor
+time of a step decides, which other processes change little.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ TIMES = 3  # measurements that agree: others were disturbed by other processes
 NEARLY = 0.95  # the least quotient of two times that agree
 BUDGET = 100_000  # microseconds: then no more is measured, as a start waits for it
 LONG = 100_000  # microseconds: a step that takes longer uses all threads, and is not measured with fewer
-WAITED = 0.02  # of its time: a measurement in which threads waited for processors for longer is disturbed
+OTHERS = 0.3  # processors, besides idle ones: the most that other processes take of an undisturbed measurement
 WORK = 7_000  # microseconds of one processor: a step with more uses all threads, where measurements are disturbed
 TUNE_AFTER_S = 5.0  # seconds without a step, after which a disturbed measurement is repeated
 
@@ -53,83 +53,66 @@ class CpuThreads(NamedTuple):
 
 class TunedThreads(NamedTuple):
     threads: CpuThreads
-    is_certain: bool  # no measurement was disturbed
-
-
-class Measured(NamedTuple):
-    """The microseconds of a step, or a number of threads."""
-
-    value: int
-    is_certain: bool
+    is_certain: bool  # no other process has disturbed the measurements
 
 
 # ── measurements ─────────────────────────────────────────────────────────────────────────────────────────────────────
 def tune_threads(limit: int, compute: Callable[[int], object], ranks: TPGroup) -> TunedThreads:
     """Measures the best numbers of threads. `compute` runs a step of so many tokens; all ranks run it together."""
+    if limit == 1:
+        return TunedThreads(CpuThreads(1, 1), True)
     figures: dict[str, str] = {}
-    short, long = (_choose(limit, partial(compute, tokens), ranks, figures, f"us_{tokens}") for tokens in TRIED)
-    threads = CpuThreads(short.value, max(short.value, long.value))
-    is_certain = short.is_certain and long.is_certain
-    if limit > 1:
-        fields = {"short_steps": threads.short, "long_steps": threads.long, "of": limit, "disturbed": not is_certain}
-        event("threads", logging.INFO, **fields, **figures)
+    began, others = time.monotonic_ns(), others_ns()
+    short, long = (_fastest(limit, partial(compute, tokens), ranks, figures, f"us_{tokens}") for tokens in TRIED)
+    elapsed, others = time.monotonic_ns() - began, others_ns() - others
+    idle = max(0, (os.cpu_count() or 1) - limit)
+    is_certain = bool(ranks.least(int(others <= (idle + OTHERS) * elapsed)))
+    if not is_certain:
+        works = [_processor_time(partial(compute, tokens), ranks) for tokens in TRIED]
+        short, long = (limit if work > WORK else 1 for work in works)
+        figures["us_of_one_processor"] = " ".join(map(str, works))
+    threads = CpuThreads(short, max(short, long))
+    fields = {"short_steps": threads.short, "long_steps": threads.long, "of": limit, "disturbed": not is_certain}
+    event("threads", logging.INFO, **fields, others=round(others / elapsed, 2), **figures)
     return TunedThreads(threads, is_certain)
 
 
-def _choose(limit: int, compute: Callable[[], object], ranks: TPGroup, figures: dict[str, str], name: str) -> Measured:
+def _fastest(limit: int, compute: Callable[[], object], ranks: TPGroup, figures: dict[str, str], name: str) -> int:
     """Returns the number of threads: halves it from `limit` on, as long as the step is not GAIN times slower. Adds the
     measured microseconds to `figures`."""
-    best = limit
-    if limit == 1:
-        return Measured(best, True)
-    best_time = _measure(best, compute, ranks)
+    best, best_time = limit, _microseconds(limit, compute, ranks)
     times = {best: best_time}
-    while best > 1 and best_time.value < LONG and best_time.is_certain:
+    while best > 1 and best_time < LONG:
         fewer = best // 2
-        times[fewer] = fewer_time = _measure(fewer, compute, ranks)
-        if not fewer_time.is_certain or fewer_time.value > best_time.value * GAIN:
+        times[fewer] = fewer_time = _microseconds(fewer, compute, ranks)
+        if fewer_time > best_time * GAIN:
             break
         best, best_time = fewer, fewer_time
-    figures[name] = " ".join(f"{threads}:{time.value}" for threads, time in times.items())
-    is_certain = all(time.is_certain for time in times.values())
-    if not is_certain:
-        work = _processor_time(compute, ranks)
-        figures[name] += f" work:{work}"
-        best = limit if work > WORK else 1
-    return Measured(best, is_certain)
+    figures[name] = " ".join(f"{threads}:{spent}" for threads, spent in times.items())
+    return best
 
 
-def _measure(threads: int, compute: Callable[[], object], ranks: TPGroup) -> Measured:
+def _microseconds(threads: int, compute: Callable[[], object], ranks: TPGroup) -> int:
     """Returns the step's time on the slowest rank, as the others wait for it."""
     set_threads(threads)
     compute()  # the first run is slower, and is not measured
     spent: list[int] = []
-    undisturbed: list[int] = []
     # All ranks have the same times, so they stop together.
-    while len(spent) < TIMES or sum(spent) < BUDGET:
-        waited, began = waited_ns(), time.monotonic_ns()
+    while not spent or min(spent) < LONG:
+        began = time.monotonic_ns()
         compute()
-        elapsed = time.monotonic_ns() - began
-        is_undisturbed = waited_ns() - waited <= WAITED * elapsed
-        spent.append(-ranks.least(-(elapsed // 1000)))
-        if not ranks.least(int(is_undisturbed)):
-            continue
-        undisturbed.append(spent[-1])
-        agreeing = sum(NEARLY * each <= min(undisturbed) for each in undisturbed)
-        if agreeing == TIMES or min(undisturbed) >= LONG:
-            return Measured(min(undisturbed), True)
-    return Measured(min(spent), False)
+        spent.append(-ranks.least(-((time.monotonic_ns() - began) // 1000)))
+        agreeing = sum(NEARLY * each <= min(spent) for each in spent)
+        if agreeing == TIMES or (len(spent) >= TIMES and sum(spent) >= BUDGET):
+            break
+    return min(spent)
 
 
-def waited_ns() -> int:
-    """Returns for how long threads of this process have been runnable without a processor."""
-    waited = 0
-    for task in Path("/proc/self/task").iterdir():
-        try:
-            waited += int((task / "schedstat").read_text().split()[1])
-        except FileNotFoundError:  # the thread has ended
-            continue
-    return waited
+def others_ns() -> int:
+    """Returns the processor time that other processes of this machine have had, in ticks of about 10 ms."""
+    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    ticks = user + nice + system + sum(interrupts)
+    return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK") - time.process_time_ns()
 
 
 def _processor_time(compute: Callable[[], object], ranks: TPGroup) -> int:
