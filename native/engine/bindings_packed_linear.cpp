@@ -13,8 +13,6 @@
 #include "bindings_engine.h"
 #include "gil.h"
 #include "packed_linear.h"
-#include "scratch.h"
-#include "thread_team.h"
 
 namespace penstock::engine {
 
@@ -25,9 +23,6 @@ namespace {
 using Rows = nb::ndarray<nb::ro, u16, nb::ndim<2>, nb::c_contig, nb::device::cpu>;
 using Buffer = nb::ndarray<u16, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 using Bias = nb::ndarray<nb::ro, float, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
-
-constexpr u64 MIN_PARALLEL_TILES = 8;  // rows of tiles that are worth copying in several threads
-constexpr u64 MAX_SMALL = 64;          // rows up to which small chunks, which end together, are the best ones
 
 class Linear {
    public:
@@ -61,33 +56,8 @@ class Linear {
     void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads) const {
         const u16* x = reinterpret_cast<const u16*>(x_address);
         u16* out = reinterpret_cast<u16*>(out_address);
-        if (rows == 0) return;
         python::GilRelease released;
-        u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
-        u16* tiles = scratch<Linear, u16>(row_tiles * linear_.panel_size());
-        ThreadTeam& team = ThreadTeam::get();
-        team.run(row_tiles < MIN_PARALLEL_TILES ? 1 : threads, row_tiles, [&](u64 tile) {
-            u64 row = tile * PackedLinear::TILE_ROWS;
-            u64 count = rows - row < PackedLinear::TILE_ROWS ? rows - row : PackedLinear::TILE_ROWS;
-            pack_rows(x + row * x_stride, x_stride, count, linear_.inputs, tiles + tile * linear_.panel_size());
-        });
-        u64 block = linear_.block_rows(rows), blocks = PackedLinear::divide_up(rows, block);
-        u64 panels = PackedLinear::MAX_PANELS * (rows > MAX_SMALL ? 4 : 1);
-        while (panels > PackedLinear::MAX_PANELS &&
-               blocks * PackedLinear::divide_up(linear_.panels(), panels) < 2 * threads)
-            panels /= 2;
-        u64 chunks = PackedLinear::divide_up(linear_.panels(), panels);
-        LinearKernel* kernel = linear_kernel().kernel;
-        // Either each block of rows passes over all weights, or each slice of the weights over all rows: what reads
-        // less.
-        bool is_by_rows = linear_.size() * blocks <= row_tiles * linear_.panel_size() * chunks;
-        team.run(threads, blocks * chunks, [&](u64 number) {
-            u64 row = (is_by_rows ? number / chunks : number % blocks) * block;
-            u64 first = (is_by_rows ? number % chunks : number / blocks) * panels, last = first + panels;
-            u64 count = rows - row < block ? rows - row : block;
-            kernel(linear_, tiles + row / PackedLinear::TILE_ROWS * linear_.panel_size(), count, first,
-                   last < linear_.panels() ? last : linear_.panels(), out + row * out_stride, out_stride);
-        });
+        compute_linear(linear_, x, x_stride, rows, out, out_stride, threads);
     }
 
     u64 inputs() const { return linear_.inputs; }

@@ -1,15 +1,12 @@
 // bindings_paged_attention.cpp: paged attention of NumPy arrays.
 #include <nanobind/stl/optional.h>
 
-#include <algorithm>
 #include <stdexcept>
 
 #include "bindings_engine.h"
 #include "gil.h"
 #include "paged_attention.h"
 #include "prefill_attention.h"
-#include "scratch.h"
-#include "thread_team.h"
 
 namespace penstock::engine {
 
@@ -19,9 +16,6 @@ namespace {
 
 using Vectors = nb::ndarray<nb::ro, nb::ndim<3>, nb::device::cpu>;
 using Result = nb::ndarray<nb::ndim<3>, nb::device::cpu>;
-
-constexpr u64 MAX_PACKED = 1 << 23;             // elements of packed keys and values
-constexpr u64 MIN_PARALLEL_PRODUCTS = 1 << 18;  // several times what it takes to wake a thread
 
 DType dtype_of(const Vectors& vectors) {
     if (vectors.dtype() == nb::dtype<float>()) return DType::float32;
@@ -76,9 +70,7 @@ void attend(const Vectors& queries, const Vectors& keys, const Vectors& values, 
     p.sinks = sinks ? sinks->data() : nullptr;
     require_positions(p, keys.shape(0) / block_size);
     python::GilRelease released;
-    ThreadTeam::get().run(p.products() < MIN_PARALLEL_PRODUCTS ? 1 : threads, p.num_pairs(), [&](u64 pair) {
-        paged_attention(p, pair, pair + 1, scratch<PagedAttention, float>(p.scratch_size()));
-    });
+    attend_rows(p, threads);
 }
 
 void prefill(const Vectors& queries, const Vectors& keys, const Vectors& values, const Result& out,
@@ -104,24 +96,7 @@ void prefill(const Vectors& queries, const Vectors& keys, const Vectors& values,
     p.query_token_stride = queries.stride(0), p.query_head_stride = queries.stride(1);
     p.blocks = blocks.data(), p.scale = scale, p.softcap = softcap, p.sinks = sinks ? sinks->data() : nullptr;
     python::GilRelease released;
-    u64 head_nelements = p.tiles() * p.tile_nelements(), groups = p.groups();
-    u64 together = std::clamp<u64>(MAX_PACKED / head_nelements, 1, p.num_kv_heads);  // KV heads
-    u16* packed = scratch<PrefillAttention, u16>(together * head_nelements);
-    const PrefillKernel& kernel = prefill_kernel();
-    SumsKernel* multiply = linear_kernel().sums;
-    ThreadTeam& team = ThreadTeam::get();
-    for (u64 first = 0; first < p.num_kv_heads; first += together) {
-        u64 heads = std::min(together, p.num_kv_heads - first);
-        team.run(threads, heads * p.tiles(), [&](u64 number) {
-            kernel.pack(p, first + number / p.tiles(), number % p.tiles(), packed + number * p.tile_nelements());
-        });
-        // The last rows of a head attend to the most positions: they begin.
-        team.run(threads, heads * groups, [&](u64 number) {
-            float* floats = scratch<PrefillAttention, float>(p.scratch_size());
-            u64 head = number / groups, group = groups - 1 - number % groups;
-            kernel.attend(p, first + head, group, packed + head * head_nelements, multiply, floats);
-        });
-    }
+    attend_chunk(p, threads);
 }
 
 }  // namespace

@@ -2,28 +2,14 @@
 #include <stdexcept>
 
 #include "bindings_engine.h"
-#include "cpu_features.h"
 #include "gil.h"
 #include "rms_norm.h"
-#include "thread_team.h"
 
 namespace penstock::engine {
 
 using namespace nb::literals;
 
-void rms_norm(const RmsNorm& norm, u64 first, u64 last) {
-#if defined(__x86_64__)
-#if defined(PENSTOCK_COMPILES_BF16)
-    if (has_avx512_bf16()) return rms_norm_avx512_bf16(norm, first, last);
-#endif
-    if (has_avx2()) return rms_norm_avx2(norm, first, last);
-#endif
-    rms_norm_portable(norm, first, last);
-}
-
 namespace {
-
-constexpr u64 CHUNK = 1 << 15;  // elements: several times what it takes to wake a thread
 
 void compute(u64 x_address, i64 x_stride, u64 rows, u64 size, u64 weight_address, u64 out_address, float epsilon,
              bool adds_one, bool is_bfloat16, u64 threads) {
@@ -38,11 +24,7 @@ void compute(u64 x_address, i64 x_stride, u64 rows, u64 size, u64 weight_address
                  epsilon,
                  adds_one};
     python::GilRelease released;
-    u64 each = CHUNK / size + 1, chunks = (rows + each - 1) / each;
-    ThreadTeam::get().run(threads, chunks, [&](u64 chunk) {
-        u64 first = chunk * each, last = first + each;
-        rms_norm(norm, first, last < rows ? last : rows);
-    });
+    compute_norm(norm, threads);
 }
 
 }  // namespace

@@ -5,28 +5,14 @@
 #include <stdexcept>
 
 #include "bindings_engine.h"
-#include "cpu_features.h"
 #include "gil.h"
 #include "rotary.h"
-#include "thread_team.h"
 
 namespace penstock::engine {
 
 using namespace nb::literals;
 
-void rotary(const Rotary& problem, u64 first, u64 last) {
-#if defined(__x86_64__)
-#if defined(PENSTOCK_COMPILES_BF16)
-    if (has_avx512_bf16()) return rotary_avx512_bf16(problem, first, last);
-#endif
-    if (has_avx2()) return rotary_avx2(problem, first, last);
-#endif
-    rotary_portable(problem, first, last);
-}
-
 namespace {
-
-constexpr u64 CHUNK = 1 << 15;  // elements: several times what it takes to wake a thread
 
 using HeadsArgument = std::tuple<u64, i64, u64, u64>;
 
@@ -58,11 +44,7 @@ void compute(const HeadsArgument& queries, const HeadsArgument& keys, const Head
                    reinterpret_cast<void*>(cached_keys),
                    reinterpret_cast<void*>(cached_values)};
     python::GilRelease released;
-    u64 each = CHUNK / ((problem.queries.count + 2 * problem.keys.count) * size + 1) + 1;
-    ThreadTeam::get().run(threads, (tokens + each - 1) / each, [&](u64 chunk) {
-        u64 first = chunk * each, last = first + each;
-        rotary(problem, first, last < tokens ? last : tokens);
-    });
+    compute_rotary(problem, threads);
 }
 
 }  // namespace

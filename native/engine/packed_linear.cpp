@@ -5,6 +5,7 @@
 
 #include "atomic.h"
 #include "cpu_features.h"
+#include "scratch.h"
 #include "thread_team.h"
 
 #if defined(__aarch64__)
@@ -15,6 +16,8 @@
 namespace penstock::engine {
 namespace {
 
+constexpr u64 MIN_PARALLEL_TILES = 8;  // rows of tiles that are worth copying in several threads
+constexpr u64 MAX_SMALL = 64;          // rows up to which small chunks, which end together, are the best ones
 constexpr u64 PANEL = PackedLinear::PANEL, TILE = PackedLinear::TILE, TILE_INPUTS = PackedLinear::TILE_INPUTS;
 
 LinearKernels find_kernels() {
@@ -103,6 +106,36 @@ void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles) {
             std::memcpy(to + whole * TILE, from + whole * TILE_INPUTS, rest * 2);
         }
     }
+}
+
+void compute_linear(const PackedLinear& linear, const u16* x, u64 x_stride, u64 rows, u16* out, u64 out_stride,
+                    u64 threads) {
+    if (rows == 0) return;
+    u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
+    u16* tiles = scratch<PackedLinear, u16>(row_tiles * linear.panel_size());
+    ThreadTeam& team = ThreadTeam::get();
+    team.run(row_tiles < MIN_PARALLEL_TILES ? 1 : threads, row_tiles, [&](u64 tile) {
+        u64 row = tile * PackedLinear::TILE_ROWS;
+        u64 count = rows - row < PackedLinear::TILE_ROWS ? rows - row : PackedLinear::TILE_ROWS;
+        pack_rows(x + row * x_stride, x_stride, count, linear.inputs, tiles + tile * linear.panel_size());
+    });
+    u64 block = linear.block_rows(rows), blocks = PackedLinear::divide_up(rows, block);
+    u64 panels = PackedLinear::MAX_PANELS * (rows > MAX_SMALL ? 4 : 1);
+    while (panels > PackedLinear::MAX_PANELS &&
+           blocks * PackedLinear::divide_up(linear.panels(), panels) < 2 * threads)
+        panels /= 2;
+    u64 chunks = PackedLinear::divide_up(linear.panels(), panels);
+    LinearKernel* kernel = linear_kernel().kernel;
+    // Either each block of rows passes over all weights, or each slice of the weights over all rows: what reads
+    // less.
+    bool is_by_rows = linear.size() * blocks <= row_tiles * linear.panel_size() * chunks;
+    team.run(threads, blocks * chunks, [&](u64 number) {
+        u64 row = (is_by_rows ? number / chunks : number % blocks) * block;
+        u64 first = (is_by_rows ? number % chunks : number / blocks) * panels, last = first + panels;
+        u64 count = rows - row < block ? rows - row : block;
+        kernel(linear, tiles + row / PackedLinear::TILE_ROWS * linear.panel_size(), count, first,
+               last < linear.panels() ? last : linear.panels(), out + row * out_stride, out_stride);
+    });
 }
 
 }  // namespace penstock::engine

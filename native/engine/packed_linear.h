@@ -54,6 +54,10 @@ void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64
 // Copies `rows` rows of x into one row of tiles; the rest of the tiles becomes zeros.
 void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles);
 
+// Computes all of y with the kernel in use. Strides are in elements. Nothing is checked.
+void compute_linear(const PackedLinear& linear, const u16* x, u64 x_stride, u64 rows, u16* out, u64 out_stride,
+                    u64 threads);
+
 // Computes the panels [first, last) for all rows. `tiles`: these rows of x. Nothing is checked. With a gate, `first`
 // and `last` are even.
 using LinearKernel = void(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,

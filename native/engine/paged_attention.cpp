@@ -5,6 +5,8 @@
 
 #include "cpu_features.h"
 #include "errors.h"
+#include "scratch.h"
+#include "thread_team.h"
 
 namespace penstock::engine {
 
@@ -14,6 +16,14 @@ void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* 
     if (has_avx2()) return paged_attention_avx2(problem, first, last, scratch);
 #endif
     paged_attention_portable(problem, first, last, scratch);
+}
+
+void attend_rows(const PagedAttention& problem, u64 threads) {
+    constexpr u64 MIN_PARALLEL_PRODUCTS = 1 << 18;  // several times what it takes to wake a thread
+    if (problem.products() < MIN_PARALLEL_PRODUCTS) threads = 1;
+    ThreadTeam::get().run(threads, problem.num_pairs(), [&](u64 pair) {
+        paged_attention(problem, pair, pair + 1, scratch<PagedAttention, float>(problem.scratch_size()));
+    });
 }
 
 void require_positions(const PagedAttention& problem, u64 num_blocks) {

@@ -63,6 +63,8 @@ void require_positions(const PagedAttention& problem, u64 num_blocks);
 // this processor, which is one of those below.
 void paged_attention(const PagedAttention& problem, u64 first, u64 last, float* scratch);
 
+void attend_rows(const PagedAttention& problem, u64 threads);  // all pairs
+
 void paged_attention_portable(const PagedAttention& problem, u64 first, u64 last, float* scratch);
 #if defined(__x86_64__)
 void paged_attention_avx2(const PagedAttention& problem, u64 first, u64 last, float* scratch);

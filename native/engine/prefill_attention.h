@@ -70,5 +70,6 @@ extern const PrefillKernel prefill_attention_avx512;
 extern const PrefillKernel prefill_attention_avx512_bf16;
 #endif
 const PrefillKernel& prefill_kernel();  // that of this processor
+void attend_chunk(const PrefillAttention& problem, u64 threads);  // all groups of all heads
 
 }  // namespace penstock::engine

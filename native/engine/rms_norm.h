@@ -24,5 +24,6 @@ NormKernel rms_norm_portable;
 NormKernel rms_norm_avx2;
 NormKernel rms_norm_avx512_bf16;
 #endif
+void compute_norm(const RmsNorm& norm, u64 threads);  // all rows
 
 }  // namespace penstock::engine

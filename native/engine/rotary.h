@@ -38,5 +38,6 @@ RotaryKernel rotary_portable;
 RotaryKernel rotary_avx2;
 RotaryKernel rotary_avx512_bf16;
 #endif
+void compute_rotary(const Rotary& rotary, u64 threads);  // all tokens
 
 }  // namespace penstock::engine
