@@ -10,11 +10,13 @@ struct RmsNorm {
     DType dtype;  // of x, w and y
     const void* x;
     const void* weight;  // [size]
-    void* out;           // [rows][size]
+    void* out;           // [rows][size]; nullptr: only the sum is computed
     u64 rows, size;
     i64 x_stride;
     float epsilon;
-    bool adds_one;  // Gemma's way: the factor is 1 + w, and nothing is rounded before it. Otherwise x is, as in Llama's
+    bool adds_one;      // Gemma's way: the factor is 1 + w, and nothing is rounded before it. Otherwise x is, as in Llama's
+    const void* added;  // [rows][size], a layer's result: the norm is that of x + added. nullptr: of x
+    void* sum;          // [rows][size]: x + added. May be x, or `added`
 };
 
 using NormKernel = void(const RmsNorm& norm, u64 first, u64 last);  // rows

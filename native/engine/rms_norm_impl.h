@@ -10,8 +10,18 @@ template <class Type>
 inline void compute(const RmsNorm& norm, u64 first, u64 last) {
     using Element = typename Type::Element;
     const Element* weight = static_cast<const Element*>(norm.weight);
+    const Element* added = static_cast<const Element*>(norm.added);
     for (u64 row = first; row < last; ++row) {
         const Element* x = static_cast<const Element*>(norm.x) + static_cast<i64>(row) * norm.x_stride;
+        if (added != nullptr) {
+            Element* sum = static_cast<Element*>(norm.sum) + row * norm.size;
+            for (u64 at = 0; at < norm.size; at += LANES) {
+                Floats left = load_part<Type>(x, at, norm.size);
+                store_part<Type>(sum, at, norm.size, left + load_part<Type>(added + row * norm.size, at, norm.size));
+            }
+            x = sum;
+        }
+        if (norm.out == nullptr) continue;
         Element* out = static_cast<Element*>(norm.out) + row * norm.size;
         Floats even = {}, odd = {};  // two sums: each addition waits for the one before it
         for (u64 at = 0; at < norm.size; at += 2 * LANES) {

@@ -85,9 +85,16 @@ class CpuAttention:
     def __init__(self, layer: Any, how: AttentionStyle, norms: tuple[RmsNorm | None, RmsNorm | None]) -> None:
         self._layer = layer
         self._stock = layer.forward
-        self._how = how
-        self._norms = norms
+        self.how = how
+        self.norms = norms
         self._dtype = layer.q_proj.weight.dtype
+
+    @property
+    def heads(self) -> tuple[int, int, int, int]:
+        """The numbers of heads and of KV heads, the sizes of a key and of a value."""
+        size: int = self._layer.head_dim
+        queries, keys, values = (self._layer.get_submodule(name).weight.shape[0] for name in PROJECTIONS[:3])
+        return queries // size, keys // size, size, values * size // keys
 
     def __call__(self, *arguments: Any, **options: Any) -> Any:
         paged, embeddings = options.get("paged"), cast(Any, options.get("position_embeddings"))
@@ -95,11 +102,11 @@ class CpuAttention:
         if (
             len(arguments) > 1
             or not isinstance(paged, PagedAttention)
-            or not self._can_rotate(hidden_states, embeddings)
+            or not self.can_rotate(hidden_states, embeddings)
         ):
             return self._stock(*arguments, **options)
         projected = self.project(hidden_states, embeddings)
-        attended = paged.attend_written(self._layer.layer_idx, projected.write, self._how)
+        attended = paged.attend_written(self._layer.layer_idx, projected.write, self.how)
         return self._layer.o_proj(attended.view(*hidden_states.shape[:-1], -1)), None
 
     def project(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Projected:
@@ -107,9 +114,10 @@ class CpuAttention:
         projected = [module(hidden_states)[0] for module in (layer.q_proj, layer.k_proj, layer.v_proj)]
         rows = [rows_of(each, each.shape[1], self._dtype) for each in projected]
         cos, sin = (rows_of(each[0], each.shape[2], self._dtype).contiguous() for each in position_embeddings)
-        return Projected(rows[0], rows[1], rows[2], cos, sin, *self._norms)
+        return Projected(rows[0], rows[1], rows[2], cos, sin, *self.norms)
 
-    def _can_rotate(self, hidden_states: Tensor, position_embeddings: Any) -> bool:
+    def can_rotate(self, hidden_states: Tensor, position_embeddings: Any) -> bool:
+        """Whether the kernel takes these embeddings of positions."""
         if not isinstance(position_embeddings, tuple) or len(position_embeddings) != 2:
             return False
         shape = (1, hidden_states.shape[1], self._layer.head_dim)

@@ -6,7 +6,7 @@ The modules stay transformers' own. Each `nn.Linear` in bfloat16 computes by the
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -180,14 +180,14 @@ def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16]) -> None:
     product = Product(packed)
     if group.gated is not None:
         mlp: Any = group.gated
-        mlp.forward = lambda x: mlp.down_proj(product(x))
+        mlp.forward = GatedMlp(product, mlp)
         return
     if len(outputs) == 1:
         group.layers[0].forward = product
         return
     shared = SharedProduct(product)
     for layer, size, end in zip(group.layers, outputs, np.cumsum(outputs).tolist(), strict=True):
-        layer.forward = shared.slice(end - size, end)
+        layer.forward = SharedSlice(shared, end - size, end)
 
 
 def bias_of(layers: Sequence[Any]) -> npt.NDArray[np.float32] | None:
@@ -202,7 +202,7 @@ class Product:
     """Computes a packed layer for tensors [..., inputs]."""
 
     def __init__(self, packed: _native.PackedLinear) -> None:
-        self._packed = packed
+        self.packed = packed
         self._inputs = packed.inputs
         self._width = packed.results
 
@@ -212,8 +212,18 @@ class Product:
         out = torch.empty(*x.shape[:-1], self._width, dtype=torch.bfloat16)
         if count:
             arguments = (rows.data_ptr(), rows.stride(0), count, out.data_ptr(), self._width)
-            self._packed.compute(*arguments, kernel_threads())
+            self.packed.compute(*arguments, kernel_threads())
         return out
+
+
+class GatedMlp(NamedTuple):
+    """Computes a gated MLP. `product` is that of the gate and the up projection."""
+
+    product: Product
+    mlp: Any
+
+    def __call__(self, x: Tensor) -> Any:
+        return self.mlp.down_proj(self.product(x))
 
 
 class SharedProduct:
@@ -224,21 +234,37 @@ class SharedProduct:
         self._x: Tensor | None = None
         self._out: Tensor | None = None
         self._left = 0  # slices that have not been taken
-        self._slices = 0
+        self.slices = 0
 
-    def slice(self, begin: int, end: int) -> Callable[[Tensor], Tensor]:
-        self._slices += 1
+    @staticmethod
+    def of(layers: Sequence[nn.Module]) -> Product | None:
+        """Returns the product that has all results of these layers, in this order, and no others; None: there is none."""
+        slices = [layer.forward for layer in layers]
+        if not all(isinstance(each, SharedSlice) for each in slices):
+            return None
+        ends = [each.end for each in slices]
+        is_whole = [0, *ends] == [*(each.begin for each in slices), slices[0].shared._product.packed.results]
+        return slices[0].shared._product if is_whole and len({each.shared for each in slices}) == 1 else None
 
-        def forward(x: Tensor) -> Tensor:
-            if x is not self._x or self._out is None:
-                self._x, self._out, self._left = x, self._product(x), self._slices
-            out = self._out[..., begin:end]
-            self._left -= 1
-            if not self._left:
-                self._x = self._out = None
-            return out
+    def take(self, x: Tensor, begin: int, end: int) -> Tensor:
+        if x is not self._x or self._out is None:
+            self._x, self._out, self._left = x, self._product(x), self.slices
+        out = self._out[..., begin:end]
+        self._left -= 1
+        if not self._left:
+            self._x = self._out = None
+        return out
 
-        return forward
+
+class SharedSlice:
+    """Computes one layer of a `SharedProduct`."""
+
+    def __init__(self, shared: SharedProduct, begin: int, end: int) -> None:
+        self.shared, self.begin, self.end = shared, begin, end
+        shared.slices += 1
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return self.shared.take(x, self.begin, self.end)
 
 
 def round_up(size: int) -> int:

@@ -24,6 +24,11 @@ class RmsNorm(NamedTuple):
     epsilon: float
     adds_one: bool
 
+    @property
+    def native(self) -> tuple[int, float, bool]:
+        """The norm as an argument of native layers. The tensor keeps the address alive."""
+        return self.weight.data_ptr(), self.epsilon, self.adds_one
+
     def __call__(self, x: Tensor) -> Tensor:
         size = self.weight.shape[0]
         rows = rows_of(x, size, self.weight.dtype)

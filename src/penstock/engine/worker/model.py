@@ -14,6 +14,7 @@ from torch import Tensor
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.cpu_attention import replace_attentions
+from penstock.engine.worker.cpu_decoder import find_decoder, replace_layers
 from penstock.engine.worker.cpu_linear import is_packed, pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
@@ -64,6 +65,7 @@ class LoadedModel:
         self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
         if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
             raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
+        self._decoder = find_decoder(stock.get_decoder())
         self.shapes = self._probe()
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
 
@@ -92,6 +94,11 @@ class LoadedModel:
     ) -> Tensor:
         """Returns the hidden states of a sequence of tokens: `ids` [tokens], or `embeds` instead of their embeddings;
         `positions` [tokens] or [3, tokens], see `rope`."""
+        if self._decoder is not None and isinstance(paged, PagedAttention) and (embeds is None or not embeds.added):
+            tokens = self.embeds(ids) if embeds is None else embeds.tokens
+            native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged)
+            if native is not None:
+                return native[0]
         inputs: dict[str, Any] = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds.tokens[None]}
         if embeds is not None and embeds.is_visual is not None:
             inputs |= {"visual_pos_masks": embeds.is_visual[None], "deepstack_visual_embeds": embeds.added}
@@ -136,6 +143,7 @@ def load(
         pack_linears(stock)
         replace_norms(stock)
         replace_attentions(stock)
+        replace_layers(stock)
     return LoadedModel(stock, ranks, device)
 
 

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
@@ -64,7 +65,7 @@ class KVCache:
         }
         self.on_cpu = None
         if device.type == "cpu" and dtype in CPU_DTYPES:
-            self.on_cpu = CpuKVCache(self.layers, block_size)
+            self.on_cpu = CpuKVCache(self.layers, blocks, block_size)
 
     @staticmethod
     def nbytes_of_gathering(shapes: dict[int, KVCacheShape], dtype: torch.dtype) -> int:
@@ -125,6 +126,12 @@ class PagedAttention:
     ) -> Tensor:
         """As `attend`. `write` writes keys and values to the places of the layer's cache, and returns the queries."""
         return self._attend(layer, write(self._places, *self._memory.layers[layer]), how)
+
+    @functools.cached_property
+    def native_step(self) -> _native.AttentionStep | None:
+        """The step for native layers, which compute in bfloat16; None: torch computes some of its attention."""
+        on_cpu = self._memory.on_cpu
+        return None if on_cpu is None else on_cpu.step(self._input_batch)
 
     def _attend(self, layer: int, query: Tensor, how: AttentionStyle) -> Tensor:
         keys, values = self._memory.layers[layer]
@@ -228,11 +235,23 @@ class CpuKVCache:
     as on other devices.
     """
 
-    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], block_size: int) -> None:
+    def __init__(self, layers: Mapping[int, tuple[Tensor, Tensor]], blocks: int, block_size: int) -> None:
+        self._blocks = blocks
         self._layers = {layer: (_numbers(keys), _numbers(values)) for layer, (keys, values) in layers.items()}
         self._block_size = block_size
-        is_bfloat16 = all(keys.dtype == torch.bfloat16 for keys, _ in layers.values())
-        self.has_chunk_kernel = is_bfloat16 and _native.linear_kernel() in CHUNK_KERNELS
+        self._is_bfloat16 = all(keys.dtype == torch.bfloat16 for keys, _ in layers.values())
+        self.has_chunk_kernel = self._is_bfloat16 and _native.linear_kernel() in CHUNK_KERNELS
+        self._addresses = np.zeros((max(layers) + 1, 2), np.int64)
+        for layer, tensors in layers.items():
+            self._addresses[layer] = [tensor.data_ptr() for tensor in tensors]
+
+    def step(self, input_batch: InputBatch) -> _native.AttentionStep | None:
+        """Returns the step for native layers; None: they do not compute all of its attention."""
+        if not self._is_bfloat16 or (input_batch.chunks and not self.has_chunk_kernel):
+            return None
+        blocks, block_size = self._blocks, self._block_size
+        rows = input_batch.places, input_batch.table, input_batch.lengths
+        return _native.AttentionStep(self._addresses, blocks, block_size, *rows, input_batch.chunks)
 
     def attend(self, layer: int, query: Tensor, attended: Tensor, rows: CpuRows, how: AttentionStyle) -> None:
         """Computes attention for the first rows of `query` [tokens, heads, size], into the first rows of `attended`."""

@@ -1,0 +1,132 @@
+// decoder_layer.cpp: which kernels compute a layer, and with what memory between them.
+#include "decoder_layer.h"
+
+#include <algorithm>
+
+#include "prefill_attention.h"
+#include "rms_norm.h"
+#include "rotary.h"
+#include "scratch.h"
+
+namespace penstock::engine {
+namespace {
+
+struct Buffers {
+    u16 *delta;    // [tokens][size]: what a half of a layer adds
+    u16 *normed;   // [tokens][size]
+    u16 *wide;     // queries, keys and values as projected; or the products of the gate
+    u16 *queries;  // rotated
+    u16 *attended;
+};
+
+// Each buffer begins at a cache line.
+Buffers buffers_of(const std::vector<const DecoderLayer*>& layers, u64 tokens) {
+    auto most = [&](auto size_of) {
+        u64 size = 0;
+        for (const DecoderLayer* layer : layers) size = std::max<u64>(size, size_of(*layer));
+        return PackedLinear::divide_up(size * tokens, PackedLinear::TILE_INPUTS) * PackedLinear::TILE_INPUTS;
+    };
+    u64 size = most([](const DecoderLayer& layer) { return layer.size(); });
+    u64 wide =
+        most([](const DecoderLayer& layer) { return std::max(layer.qkv->results(), layer.gate_up->results()); });
+    u64 queries = most([](const DecoderLayer& layer) { return layer.query_size(); });
+    u64 attended = most([](const DecoderLayer& layer) { return layer.attended_size(); });
+    u16* memory = scratch<DecoderLayer, u16>(2 * size + wide + queries + attended);
+    return {memory, memory + size, memory + 2 * size, memory + 2 * size + wide, memory + 2 * size + wide + queries};
+}
+
+void rotate(const DecoderLayer& layer, const AttentionStep& step, const u16* cos, const u16* sin,
+            const Buffers& buffers, u64 threads) {
+    i64 stride = static_cast<i64>(layer.qkv->results());
+    const u16 *keys = buffers.wide + layer.query_size(), *values = keys + layer.num_kv_heads * layer.head_size;
+    const AttentionStep::Cache& cache = step.caches[layer.cache];
+    compute_rotary({DType::bfloat16,
+                    {buffers.wide, stride, layer.query_norm.weight, layer.num_heads},
+                    {keys, stride, layer.key_norm.weight, layer.num_kv_heads},
+                    {values, stride, nullptr, layer.num_kv_heads},
+                    cos,
+                    sin,
+                    layer.query_norm.epsilon,
+                    layer.query_norm.adds_one,
+                    layer.head_size,
+                    layer.value_size,
+                    step.tokens,
+                    step.places,
+                    buffers.queries,
+                    cache.keys,
+                    cache.values},
+                   threads);
+}
+
+void attend(const DecoderLayer& layer, const AttentionStep& step, const Buffers& buffers, u64 threads) {
+    const AttentionStep::Cache& cache = step.caches[layer.cache];
+    i64 head = static_cast<i64>(layer.head_size), token = static_cast<i64>(layer.query_size());
+    if (step.num_seqs != 0) {
+        const i64* firsts = step.zeros.data();
+        if (layer.window != 0) {
+            i64* own = scratch<AttentionStep, i64>(step.num_seqs);
+            for (u64 seq = 0; seq < step.num_seqs; ++seq)
+                own[seq] = std::max<i64>(step.seq_lens[seq] - static_cast<i64>(layer.window), 0);
+            firsts = own;
+        }
+        attend_rows({DType::bfloat16,     buffers.queries,    token,            head,
+                     cache.keys,          cache.values,       buffers.attended, step.block_tables,
+                     firsts,              step.seq_lens,      step.num_seqs,    layer.num_heads,
+                     layer.num_kv_heads,  layer.head_size,    layer.value_size, step.block_size,
+                     step.table_width,    layer.scale,        layer.softcap,    layer.sinks},
+                    threads);
+    }
+    for (const AttentionStep::Chunk& chunk : step.chunks)
+        attend_chunk({buffers.queries + chunk.first * layer.query_size(),
+                      token,
+                      head,
+                      cache.keys,
+                      cache.values,
+                      buffers.attended + chunk.first * layer.attended_size(),
+                      chunk.blocks,
+                      step.block_size,
+                      chunk.tokens,
+                      chunk.seq_len,
+                      layer.num_heads,
+                      layer.num_kv_heads,
+                      layer.head_size,
+                      layer.value_size,
+                      layer.window,
+                      layer.scale,
+                      layer.softcap,
+                      layer.sinks},
+                     threads);
+}
+
+}  // namespace
+
+void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const u16* x,
+                    u64 x_stride, const u16* cos, const u16* sin, const NormWeights& final_norm, u16* out,
+                    u64 threads) {
+    u64 tokens = step.tokens, size = layers[0]->size();
+    Buffers buffers = buffers_of(layers, tokens);
+    const u16* added = nullptr;  // what the half before has computed
+    auto norm = [&](const NormWeights& weights, u16* to) {
+        compute_norm({DType::bfloat16, x, weights.weight, weights.weight == nullptr ? nullptr : to, tokens, size,
+                      static_cast<i64>(x_stride), weights.epsilon, weights.adds_one, added, out},
+                     threads);
+        if (added != nullptr) x = out, x_stride = size;
+        added = buffers.delta;
+    };
+    auto multiply = [&](const PackedLinear& linear, const u16* from, u16* to) {
+        compute_linear(linear, from, linear.inputs, tokens, to, linear.results(), threads);
+    };
+    for (const DecoderLayer* layer : layers) {
+        norm(layer->attention_norm, buffers.normed);
+        multiply(*layer->qkv, buffers.normed, buffers.wide);
+        rotate(*layer, step, cos, sin, buffers, threads);
+        attend(*layer, step, buffers, threads);
+        multiply(*layer->output, buffers.attended, buffers.delta);
+        norm(layer->mlp_norm, buffers.normed);
+        multiply(*layer->gate_up, buffers.normed, buffers.wide);
+        multiply(*layer->down, buffers.wide, buffers.delta);
+    }
+    norm(final_norm, out);
+}
+
+}  // namespace penstock::engine

@@ -1,0 +1,63 @@
+// decoder_layer.h: layers of a decoder in bfloat16 on CPUs, from the kernels of the other headers:
+//
+//     x += output(attention(rotary(qkv(norm(x)))))
+//     x += down(silu(gate(norm(x))) * up(norm(x)))
+//
+// All numbers between two kernels lie in memory that the calling thread keeps from one call to the next.
+#pragma once
+#include <vector>
+
+#include "packed_linear.h"
+
+namespace penstock::engine {
+
+struct NormWeights {
+    const u16* weight;  // nullptr: there is no norm
+    float epsilon;
+    bool adds_one;  // see RmsNorm
+};
+
+// Pointers are to what the caller keeps alive.
+struct DecoderLayer {
+    NormWeights attention_norm, mlp_norm;
+    NormWeights query_norm, key_norm;             // of heads, of one kind
+    const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated
+    u64 num_heads, num_kv_heads, head_size, value_size;
+    float scale;
+    u64 window;          // see PrefillAttention
+    float softcap;       // see PagedAttention
+    const float* sinks;  // see PagedAttention
+    u64 cache;           // index of the layer's keys and values
+
+    u64 size() const { return output->outputs; }  // of a hidden state
+    u64 attended_size() const { return num_heads * value_size; }
+    u64 query_size() const { return num_heads * head_size; }
+};
+
+// The tokens of a step, and where in the KV cache their keys and values lie.
+struct AttentionStep {
+    struct Cache {
+        u16 *keys, *values;  // of a layer
+    };
+    struct Chunk {  // tokens of one sequence, its last ones
+        u64 first, tokens, seq_len;
+        const i32* blocks;
+    };
+
+    std::vector<Cache> caches;
+    u64 block_size, tokens;
+    const i64* places;  // of each token
+    // The first tokens are of sequences that compute one token each.
+    u64 num_seqs, table_width;
+    const i32* block_tables;  // [num_seqs][table_width]
+    const i64* seq_lens;
+    std::vector<i64> zeros;  // first positions without a window
+    std::vector<Chunk> chunks;
+};
+
+// Computes the hidden states of all tokens: `x` [tokens] with a stride becomes `out` [tokens][size]. `final_norm` is
+// applied to the result. `cos` and `sin`: [tokens][head_size]. Nothing is checked.
+void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const u16* x,
+                    u64 x_stride, const u16* cos, const u16* sin, const NormWeights& final_norm, u16* out, u64 threads);
+
+}  // namespace penstock::engine
