@@ -8,6 +8,7 @@ the native code does. A decoder is treated alike.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -157,28 +158,43 @@ def find_decoder(decoder: Any) -> CpuDecoder | None:
         return None
     if not isinstance(norm, nn.Module) or not isinstance(norm.forward, RmsNorm) or norm.weight.dtype != torch.bfloat16:
         return None
-    calls: list[Any] = []
-
-    def function_of(number: int) -> Callable[..., Tensor]:
-        def forward(hidden_states: Tensor, *, position_embeddings: Any, **_: Any) -> Tensor:
-            calls.extend(position_embeddings)
-            return hidden_states * 0.5 + number
-
-        return forward
-
-    functions = [function_of(number) for number in range(len(layers))]
     ids = torch.arange(3)[None]
-    embedded = expected = decoder.get_input_embeddings()(ids)
-    embeddings = rotary(embedded, ids)
-    for function in functions:
-        expected = function(expected, position_embeddings=embeddings)
-    for inputs in ({"input_ids": ids}, {"inputs_embeds": embedded}):
+    embeds: Tensor = decoder.get_input_embeddings()(ids)
+    embeddings = rotary(embeds, ids)
+    trial = Trial(len(layers), embeds.shape[-1])
+    states = trial.states_of(embeds)
+    expected = [tensor for state in states[:-1] for tensor in (state, *embeddings)]
+    for inputs in ({"input_ids": ids}, {"inputs_embeds": embeds}):
         options = {"position_ids": ids, "use_cache": False, "paged": object(), "return_dict": True}
-        found = with_functions(modules, functions, lambda: decoder(**inputs, **options))  # noqa: B023
-        if found is None or not torch.equal(found.last_hidden_state, norm(expected)):
+        trial.calls.clear()
+        found = with_functions(modules, trial.functions, lambda: decoder(**inputs, **options))  # noqa: B023
+        if found is None or not torch.equal(found.last_hidden_state, norm(states[-1])):
             return None
-    is_alike = all(torch.equal(call, embeddings[number % 2]) for number, call in enumerate(calls))
-    return CpuDecoder(decoder, layers) if is_alike else None
+        if len(trial.calls) != len(expected) or not all(map(torch.equal, trial.calls, expected)):
+            return None
+    return CpuDecoder(decoder, layers)
+
+
+class Trial:
+    """Functions in place of layers. Each changes signs and order of the elements, so no sequence of them is another."""
+
+    def __init__(self, layers: int, size: int) -> None:
+        self.calls: list[Tensor] = []  # hidden states, and embeddings of positions
+        drawn = torch.Generator().manual_seed(0)
+        self.functions = [
+            partial(self._compute, torch.randint(2, (size,), generator=drawn) * 2 - 1) for _ in range(layers)
+        ]
+
+    def _compute(self, signs: Tensor, hidden_states: Tensor, *, position_embeddings: Any, **_: Any) -> Tensor:
+        self.calls += [hidden_states, *position_embeddings]
+        return hidden_states.roll(1, -1) * signs
+
+    def states_of(self, embeds: Tensor) -> list[Tensor]:
+        """Returns what each function is called with, and the result of the last one."""
+        states = [embeds]
+        for function in self.functions:
+            states.append(function(states[-1], position_embeddings=()))
+        return states
 
 
 def with_functions(

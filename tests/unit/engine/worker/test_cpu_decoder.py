@@ -1,0 +1,160 @@
+"""Decoder layers by one native call beside the modules of transformers, and which layers and decoders stay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
+
+from torch import nn  # noqa: E402
+from transformers import Gemma2Config, Gemma2Model, LlamaConfig, LlamaModel, Qwen3Config, Qwen3Model  # noqa: E402
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: E402
+
+from penstock.engine import _native  # noqa: E402
+from penstock.engine.worker.cpu_attention import replace_attentions  # noqa: E402
+from penstock.engine.worker.cpu_decoder import CpuLayer, find_decoder, replace_layers  # noqa: E402
+from penstock.engine.worker.cpu_linear import pack_linears  # noqa: E402
+from penstock.engine.worker.cpu_norm import replace_norms  # noqa: E402
+from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
+from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402
+
+SIZES = {
+    "vocab_size": 100,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 32,
+}
+WINDOWS = {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1}
+MODELS = {
+    "llama": (LlamaModel, LlamaConfig, {}),
+    "biases": (LlamaModel, LlamaConfig, {"attention_bias": True}),
+    "qwen3": (Qwen3Model, Qwen3Config, {}),
+    "windows": (Qwen3Model, Qwen3Config, WINDOWS),
+}
+ROWS = {
+    "decode": [(5, 1), (30, 1), (17, 1)],
+    "mixed": [(5, 1), (30, 1), (200, 150), (12, 12), (3, 2)],
+}
+BLOCKS = 100
+
+
+class ScaledLayer(LlamaDecoderLayer):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        return super().forward(*arguments, **options) * 2
+
+
+class ScaledLlama(LlamaModel):
+    def forward(self, input_ids: Any, **options: Any) -> Any:
+        return super().forward(inputs_embeds=self.embed_tokens(input_ids) * 2, **options)
+
+
+class ReversedLlama(LlamaModel):
+    def forward(self, *arguments: Any, **options: Any) -> Any:
+        layers = self.layers
+        self.layers = nn.ModuleList(reversed(layers))
+        try:
+            return super().forward(*arguments, **options)
+        finally:
+            self.layers = layers
+
+
+def built(kind: Any, config_kind: Any, more: dict[str, Any], dtype: torch.dtype = torch.bfloat16) -> Any:
+    torch.manual_seed(0)
+    config = config_kind(**SIZES, **more)
+    config._attn_implementation = NAME
+    model = kind(config).eval().requires_grad_(False)
+    for parameter in model.parameters():
+        parameter.data = torch.randn_like(parameter) / 8
+    return model.to(torch.bfloat16).to(dtype)
+
+
+def replaced(model: Any) -> Any:
+    for replace in (pack_linears, replace_norms, replace_attentions, replace_layers):
+        replace(model)
+    return model
+
+
+def layers_of(model: Any) -> list[bool]:
+    return [isinstance(layer.forward, CpuLayer) for layer in model.layers]
+
+
+def step_of(rows: list[tuple[int, int]], dtype: torch.dtype) -> tuple[PagedAttention, Any, Any]:
+    """Returns the attention of a step, the ids and the positions of its tokens."""
+    torch.manual_seed(1)
+    shapes = dict.fromkeys(range(SIZES["num_hidden_layers"]), KVCacheShape(2, 32, 32))
+    memory = KVCache(shapes, BLOCKS, BLOCK_SIZE, dtype, torch.device("cpu"))
+    for tensors in memory.layers.values():
+        for tensor in tensors:
+            tensor.copy_(torch.randn(tensor.shape).to(torch.bfloat16))
+    input_batch = batch_of_rows(rows, BLOCKS)
+    positions = torch.from_numpy(input_batch.positions)
+    return PagedAttention(memory, input_batch, torch.device("cpu")), torch.arange(len(positions))[None] % 100, positions[None]
+
+
+def hidden(model: Any, rows: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> Any:
+    paged, ids, positions = step_of(rows, dtype)
+    return model(input_ids=ids, position_ids=positions, use_cache=False, paged=paged).last_hidden_state
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("rows", ROWS)
+def test_decoder_computes_what_transformers_does(name: str, rows: str) -> None:
+    stock = hidden(built(*MODELS[name]), ROWS[rows])
+    exact = hidden(built(*MODELS[name], torch.float32), ROWS[rows], torch.float32)
+    model = replaced(built(*MODELS[name]))
+    decoder = find_decoder(model)
+    assert layers_of(model) == [True] * 3 and decoder is not None
+    paged, ids, positions = step_of(ROWS[rows], torch.bfloat16)
+    actual = decoder.hidden(model.embed_tokens(ids), positions, paged)
+    if actual is None:
+        assert rows == "mixed" and paged.native_step is None  # torch computes chunks where no product is fast enough
+        actual = hidden(model, ROWS[rows])
+    assert torch.equal(actual, hidden(model, ROWS[rows]))  # layer by layer
+    assert (actual - exact).abs().mean() <= (stock - exact).abs().mean() * 1.05
+
+
+@torch.inference_mode()
+def test_layers_that_compute_something_else_stay() -> None:
+    model = built(*MODELS["llama"])
+    scaled = ScaledLayer(model.config, 1).to(torch.bfloat16)
+    scaled.load_state_dict(model.layers[1].state_dict())
+    model.layers[1] = scaled
+    model.layers[2].self_attn.o_proj.register_forward_hook(lambda _module, _inputs, out: out + 1)
+    stock = hidden(model, ROWS["decode"])
+    replaced(model)
+    assert layers_of(model) == [True, False, False] and find_decoder(model) is None
+    torch.testing.assert_close(hidden(model, ROWS["decode"]), stock, rtol=0.05, atol=0.1)
+    assert layers_of(replaced(built(Gemma2Model, Gemma2Config, {}))) == [False] * 3
+    assert layers_of(replaced(built(*MODELS["llama"], torch.float32))) == [False] * 3
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("kind", [ScaledLlama, ReversedLlama])
+def test_decoder_that_connects_layers_otherwise_stays(kind: Any) -> None:
+    model = replaced(built(kind, LlamaConfig, {}))
+    assert layers_of(model) == [True] * 3 and find_decoder(model) is None
+
+
+def test_step_refuses_what_is_not_there() -> None:
+    numpy = pytest.importorskip("numpy")
+    caches, table = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.int32)
+    one = numpy.ones(1, numpy.int64)
+    _native.AttentionStep(caches, 4, 8, one, table, one, [])
+    for places, tables, lengths, chunks in (
+        (one * 32, table, one, []),
+        (one * -1, table, one, []),
+        (one, table + 4, one, []),
+        (one, table, one * 17, []),
+        (one, table[:0], one[:0], [(0, 2, 2, table[0])]),
+        (one, table[:0], one[:0], [(0, 1, 17, table[0])]),
+        (one, table[:0], one[:0], [(0, 1, 1, table[0] - 1)]),
+    ):
+        with pytest.raises(ValueError, match="expected|sequence 0"):
+            _native.AttentionStep(caches, 4, 8, places, tables, lengths, chunks)
