@@ -1,7 +1,5 @@
 // bindings_decoder_layer.cpp: layers of a decoder, and the attention of a step, for tensors of torch, which are given
 // by their addresses.
-#include "decoder_layer.h"
-
 #include <nanobind/stl/array.h>
 #include <nanobind/stl/optional.h>
 #include <nanobind/stl/pair.h>
@@ -12,6 +10,7 @@
 #include <stdexcept>
 
 #include "bindings_packed_linear.h"
+#include "decoder_layer.h"
 #include "rotary.h"
 
 namespace penstock::engine {
@@ -154,8 +153,7 @@ void bind_decoder_layer(nb::module_& m) {
              "the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys "
              "and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of "
              "a value. The rest is as in `prefill_attention`. The caller checks the addresses.")
-        .def_prop_ro(
-            "size", [](const BoundLayer& bound) { return bound.layer.size(); }, "Elements of a hidden state.");
+        .def_prop_ro("size", [](const BoundLayer& bound) { return bound.layer.size(); }, "Elements of a hidden state.");
     nb::class_<BoundStep>(m, "AttentionStep",
                           "The tokens of a step, and where in the KV cache their keys and values lie.")
         .def(nb::init<const Array<i64, nb::ndim<2>>&, u64, u64, Int64Array, Array<i32, nb::ndim<2>>, Int64Array,

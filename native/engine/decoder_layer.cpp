@@ -12,11 +12,11 @@ namespace penstock::engine {
 namespace {
 
 struct Buffers {
-    u16 *delta;    // [tokens][size]: what a half of a layer adds
-    u16 *normed;   // [tokens][size]
-    u16 *wide;     // queries, keys and values as projected; or the products of the gate
-    u16 *queries;  // rotated
-    u16 *attended;
+    u16* delta;    // [tokens][size]: what a half of a layer adds
+    u16* normed;   // [tokens][size]
+    u16* wide;     // queries, keys and values as projected; or the products of the gate
+    u16* queries;  // rotated
+    u16* attended;
 };
 
 // Each buffer begins at a cache line.
@@ -27,8 +27,7 @@ Buffers buffers_of(const std::vector<const DecoderLayer*>& layers, u64 tokens) {
         return PackedLinear::divide_up(size * tokens, PackedLinear::TILE_INPUTS) * PackedLinear::TILE_INPUTS;
     };
     u64 size = most([](const DecoderLayer& layer) { return layer.size(); });
-    u64 wide =
-        most([](const DecoderLayer& layer) { return std::max(layer.qkv->results(), layer.gate_up->results()); });
+    u64 wide = most([](const DecoderLayer& layer) { return std::max(layer.qkv->results(), layer.gate_up->results()); });
     u64 queries = most([](const DecoderLayer& layer) { return layer.query_size(); });
     u64 attended = most([](const DecoderLayer& layer) { return layer.attended_size(); });
     u16* memory = scratch<DecoderLayer, u16>(2 * size + wide + queries + attended);
@@ -69,32 +68,33 @@ void attend(const DecoderLayer& layer, const AttentionStep& step, const Buffers&
                 own[seq] = std::max<i64>(step.seq_lens[seq] - static_cast<i64>(layer.window), 0);
             firsts = own;
         }
-        attend_rows({DType::bfloat16,     buffers.queries,    token,            head,
-                     cache.keys,          cache.values,       buffers.attended, step.block_tables,
-                     firsts,              step.seq_lens,      step.num_seqs,    layer.num_heads,
-                     layer.num_kv_heads,  layer.head_size,    layer.value_size, step.block_size,
-                     step.table_width,    layer.scale,        layer.softcap,    layer.sinks},
+        attend_rows({DType::bfloat16,
+                     buffers.queries,
+                     token,
+                     head,
+                     cache.keys,
+                     cache.values,
+                     buffers.attended,
+                     step.block_tables,
+                     firsts,
+                     step.seq_lens,
+                     step.num_seqs,
+                     layer.num_heads,
+                     layer.num_kv_heads,
+                     layer.head_size,
+                     layer.value_size,
+                     step.block_size,
+                     step.table_width,
+                     layer.scale,
+                     layer.softcap,
+                     layer.sinks},
                     threads);
     }
     for (const AttentionStep::Chunk& chunk : step.chunks)
-        attend_chunk({buffers.queries + chunk.first * layer.query_size(),
-                      token,
-                      head,
-                      cache.keys,
-                      cache.values,
-                      buffers.attended + chunk.first * layer.attended_size(),
-                      chunk.blocks,
-                      step.block_size,
-                      chunk.tokens,
-                      chunk.seq_len,
-                      layer.num_heads,
-                      layer.num_kv_heads,
-                      layer.head_size,
-                      layer.value_size,
-                      layer.window,
-                      layer.scale,
-                      layer.softcap,
-                      layer.sinks},
+        attend_chunk({buffers.queries + chunk.first * layer.query_size(), token, head, cache.keys, cache.values,
+                      buffers.attended + chunk.first * layer.attended_size(), chunk.blocks, step.block_size,
+                      chunk.tokens, chunk.seq_len, layer.num_heads, layer.num_kv_heads, layer.head_size,
+                      layer.value_size, layer.window, layer.scale, layer.softcap, layer.sinks},
                      threads);
 }
 

@@ -20,7 +20,7 @@ struct NormWeights {
 // Pointers are to what the caller keeps alive.
 struct DecoderLayer {
     NormWeights attention_norm, mlp_norm;
-    NormWeights query_norm, key_norm;             // of heads, of one kind
+    NormWeights query_norm, key_norm;                   // of heads, of one kind
     const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated
     u64 num_heads, num_kv_heads, head_size, value_size;
     float scale;

@@ -121,8 +121,7 @@ void compute_linear(const PackedLinear& linear, const u16* x, u64 x_stride, u64 
     });
     u64 block = linear.block_rows(rows), blocks = PackedLinear::divide_up(rows, block);
     u64 panels = PackedLinear::MAX_PANELS * (rows > MAX_SMALL ? 4 : 1);
-    while (panels > PackedLinear::MAX_PANELS &&
-           blocks * PackedLinear::divide_up(linear.panels(), panels) < 2 * threads)
+    while (panels > PackedLinear::MAX_PANELS && blocks * PackedLinear::divide_up(linear.panels(), panels) < 2 * threads)
         panels /= 2;
     u64 chunks = PackedLinear::divide_up(linear.panels(), panels);
     LinearKernel* kernel = linear_kernel().kernel;

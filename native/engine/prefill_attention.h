@@ -69,7 +69,7 @@ extern const PrefillKernel prefill_attention_avx2;
 extern const PrefillKernel prefill_attention_avx512;
 extern const PrefillKernel prefill_attention_avx512_bf16;
 #endif
-const PrefillKernel& prefill_kernel();  // that of this processor
+const PrefillKernel& prefill_kernel();                            // that of this processor
 void attend_chunk(const PrefillAttention& problem, u64 threads);  // all groups of all heads
 
 }  // namespace penstock::engine

@@ -14,7 +14,7 @@ struct RmsNorm {
     u64 rows, size;
     i64 x_stride;
     float epsilon;
-    bool adds_one;      // Gemma's way: the factor is 1 + w, and nothing is rounded before it. Otherwise x is, as in Llama's
+    bool adds_one;  // Gemma's way: the factor is 1 + w, and nothing is rounded before it. Otherwise x is, as in Llama's
     const void* added;  // [rows][size], a layer's result: the norm is that of x + added. nullptr: of x
     void* sum;          // [rows][size]: x + added. May be x, or `added`
 };

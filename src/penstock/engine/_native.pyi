@@ -168,6 +168,35 @@ def linear_kernels() -> list[str]:
 def choose_linear_kernel(name: str) -> None:
     """Chooses the kernel of this process. Raises ValueError."""
 
+class DecoderLayer:
+    """
+    A layer in bfloat16: attention and a gated MLP, a norm before each, and residuals.
+    """
+
+    def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear], heads: Sequence[int], scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None) -> None:
+        """
+        `cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of a value. The rest is as in `prefill_attention`. The caller checks the addresses.
+        """
+
+    @property
+    def size(self) -> int:
+        """Elements of a hidden state."""
+
+class AttentionStep:
+    """
+    The tokens of a step, and where in the KV cache their keys and values lie.
+    """
+
+    def __init__(self, caches: numpy.typing.NDArray[numpy.int64], num_blocks: int, block_size: int, places: numpy.typing.NDArray[numpy.int64], block_tables: numpy.typing.NDArray[numpy.int32], seq_lens: numpy.typing.NDArray[numpy.int64], chunks: Sequence[tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]]) -> None:
+        """
+        `caches` [layers, 2]: addresses of all keys and of all values. `places`: of each token. The first tokens are of sequences with one token each, of `block_tables` and `seq_lens`. `chunks`: first token, number of tokens, length and blocks of each other sequence. Raises ValueError for places and blocks that are not there.
+        """
+
+def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sin: tuple[int, int], final_norm: tuple[int, float, bool], out_address: int, threads: int) -> None:
+    """
+    Computes hidden states [tokens, size] in bfloat16. `x`: address and stride between tokens in elements. `cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The caller checks the addresses.
+    """
+
 def rms_norm(x_address: int, x_stride: int, rows: int, size: int, weight_address: int, out_address: int, epsilon: float, adds_one: bool, is_bfloat16: bool, threads: int) -> None:
     """
     Computes x / sqrt(mean(x^2) + epsilon) * w of each row, in float32 or bfloat16. `adds_one`: the factor is 1 + w. The caller checks the addresses; the stride is in elements.

@@ -124,9 +124,7 @@ def find_layer(layer: Any) -> CpuLayer | None:
 
 def has_hooks(layer: nn.Module) -> bool:
     """Whether hooks change what the parts of a layer compute, as in tensor parallelism."""
-    return any(
-        module._forward_hooks or module._forward_pre_hooks for module in layer.modules() if module is not layer
-    )
+    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules() if module is not layer)
 
 
 def connects_parts(layer: Any) -> bool:
@@ -141,11 +139,11 @@ def connects_parts(layer: Any) -> bool:
     norm, _, mlp_norm, mlp = functions
     x = torch.arange(24.0).view(1, 3, 8)
     middle = x + attend(norm(x))[0]
-    given = {"position_embeddings": (x, x), "paged": object()}
-    found = with_functions([getattr(layer, name) for name in PARTS], functions, lambda: layer(x, **given))
-    if not isinstance(found, Tensor) or not torch.equal(found, middle + mlp(mlp_norm(middle))):
+    passed = {"position_embeddings": (x, x), "paged": object()}
+    result = with_functions([getattr(layer, name) for name in PARTS], functions, lambda: layer(x, **passed))
+    if not isinstance(result, Tensor) or not torch.equal(result, middle + mlp(mlp_norm(middle))):
         return False
-    return len(calls) == 2 and all(calls[1].get(name) is value for name, value in given.items())
+    return len(calls) == 2 and all(calls[1].get(name) is value for name, value in passed.items())
 
 
 @torch.inference_mode()
@@ -167,8 +165,8 @@ def find_decoder(decoder: Any) -> CpuDecoder | None:
     for inputs in ({"input_ids": ids}, {"inputs_embeds": embeds}):
         options = {"position_ids": ids, "use_cache": False, "paged": object(), "return_dict": True}
         trial.calls.clear()
-        found = with_functions(modules, trial.functions, lambda: decoder(**inputs, **options))  # noqa: B023
-        if found is None or not torch.equal(found.last_hidden_state, norm(states[-1])):
+        result = with_functions(modules, trial.functions, lambda: decoder(**inputs, **options))  # noqa: B023
+        if result is None or not torch.equal(result.last_hidden_state, norm(states[-1])):
             return None
         if len(trial.calls) != len(expected) or not all(map(torch.equal, trial.calls, expected)):
             return None
@@ -201,7 +199,7 @@ def with_functions(
     modules: Sequence[Any], functions: Sequence[Callable[..., Any]], trial: Callable[[], Any]
 ) -> Any | None:
     """Returns the result of a trial with functions in place of what modules compute; None: the trial fails."""
-    kept = [module.forward for module in modules]
+    forwards = [module.forward for module in modules]
     try:
         for module, function in zip(modules, functions, strict=True):
             module.forward = function
@@ -209,5 +207,5 @@ def with_functions(
     except (TypeError, ValueError, IndexError, AttributeError, RuntimeError, KeyError):
         return None  # a module with other arguments, or other results
     finally:
-        for module, forward in zip(modules, kept, strict=True):
+        for module, forward in zip(modules, forwards, strict=True):
             module.forward = forward

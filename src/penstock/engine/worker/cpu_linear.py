@@ -238,13 +238,13 @@ class SharedProduct:
 
     @staticmethod
     def of(layers: Sequence[nn.Module]) -> Product | None:
-        """Returns the product that has all results of these layers, in this order, and no others; None: there is none."""
-        slices = [layer.forward for layer in layers]
-        if not all(isinstance(each, SharedSlice) for each in slices):
+        """Returns the product with all results of these layers in this order, and no more; None: there is none."""
+        slices = [layer.forward for layer in layers if isinstance(layer.forward, SharedSlice)]
+        if len(slices) < len(layers) or len({part.shared for part in slices}) != 1:
             return None
-        ends = [each.end for each in slices]
-        is_whole = [0, *ends] == [*(each.begin for each in slices), slices[0].shared._product.packed.results]
-        return slices[0].shared._product if is_whole and len({each.shared for each in slices}) == 1 else None
+        product = slices[0].shared._product
+        ends = [part.end for part in slices]
+        return product if [0, *ends] == [*(part.begin for part in slices), product.packed.results] else None
 
     def take(self, x: Tensor, begin: int, end: int) -> Tensor:
         if x is not self._x or self._out is None:

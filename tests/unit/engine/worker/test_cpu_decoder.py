@@ -94,7 +94,11 @@ def step_of(rows: list[tuple[int, int]], dtype: torch.dtype) -> tuple[PagedAtten
             tensor.copy_(torch.randn(tensor.shape).to(torch.bfloat16))
     input_batch = batch_of_rows(rows, BLOCKS)
     positions = torch.from_numpy(input_batch.positions)
-    return PagedAttention(memory, input_batch, torch.device("cpu")), torch.arange(len(positions))[None] % 100, positions[None]
+    return (
+        PagedAttention(memory, input_batch, torch.device("cpu")),
+        torch.arange(len(positions))[None] % 100,
+        positions[None],
+    )
 
 
 def hidden(model: Any, rows: list[tuple[int, int]], dtype: torch.dtype = torch.bfloat16) -> Any:
@@ -142,19 +146,19 @@ def test_decoder_that_connects_layers_otherwise_stays(kind: Any) -> None:
     assert layers_of(model) == [True] * 3 and find_decoder(model) is None
 
 
-def test_step_refuses_what_is_not_there() -> None:
+def test_step_refuses_missing_blocks() -> None:
     numpy = pytest.importorskip("numpy")
     caches, table = numpy.zeros((1, 2), numpy.int64), numpy.zeros((1, 2), numpy.int32)
-    one = numpy.ones(1, numpy.int64)
-    _native.AttentionStep(caches, 4, 8, one, table, one, [])
+    ones = numpy.ones(1, numpy.int64)
+    _native.AttentionStep(caches, 4, 8, ones, table, ones, [])
     for places, tables, lengths, chunks in (
-        (one * 32, table, one, []),
-        (one * -1, table, one, []),
-        (one, table + 4, one, []),
-        (one, table, one * 17, []),
-        (one, table[:0], one[:0], [(0, 2, 2, table[0])]),
-        (one, table[:0], one[:0], [(0, 1, 17, table[0])]),
-        (one, table[:0], one[:0], [(0, 1, 1, table[0] - 1)]),
+        (ones * 32, table, ones, []),
+        (ones * -1, table, ones, []),
+        (ones, table + 4, ones, []),
+        (ones, table, ones * 17, []),
+        (ones, table[:0], ones[:0], [(0, 2, 2, table[0])]),
+        (ones, table[:0], ones[:0], [(0, 1, 17, table[0])]),
+        (ones, table[:0], ones[:0], [(0, 1, 1, table[0] - 1)]),
     ):
-        with pytest.raises(ValueError, match="expected|sequence 0"):
+        with pytest.raises(ValueError, match=r"expected|sequence 0"):
             _native.AttentionStep(caches, 4, 8, places, tables, lengths, chunks)
