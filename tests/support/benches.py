@@ -15,7 +15,7 @@ def quick_run(
 ) -> tuple[list[dict[str, Any]], str]:
     """Returns the records and the tables of a quick run, of which no case has failed. peer: an interpreter with vLLM.
 
-    A target may be missed: that says nothing here.
+    A target may be missed.
     """
     environment = {key: value for key, value in os.environ.items() if key != "PENSTOCK_PEER_PYTHON"}
     if peer is not None:

@@ -1,4 +1,4 @@
-"""Tests that are coroutines. What waits for ever is ended by the watchdog of every test."""
+"""Tests that are coroutines. The watchdog of every test ends a coroutine that waits for ever."""
 
 import asyncio
 import functools

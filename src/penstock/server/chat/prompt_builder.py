@@ -26,9 +26,9 @@ from penstock.server.errors import ApiError, Limit, context_length_exceeded
 
 T = TypeVar("T")
 
-LONG = 4096  # characters: about 1 ms of tokenising; longer ones are done by a thread, and the loop goes on
+LONG = 4096  # characters: about 1 ms of tokenising; a thread tokenizes longer texts, and the loop goes on
 MANY = 128  # parts of messages: about 0.5 ms of a template
-THREADS = 2  # for both. The tokenizer lets the interpreter go
+THREADS = 2  # of long texts and many parts. The tokenizer releases the interpreter
 # Parameters of the rendering function, refused in a request: a template of the client would run in this process.
 RESERVED = {
     *("conversations", "tools", "documents", "chat_template", "return_assistant_tokens_mask"),
