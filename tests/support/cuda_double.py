@@ -90,13 +90,16 @@ class OnDevice(torch.Tensor):
             strides=numbers.stride(),
             storage_offset=numbers.storage_offset(),
             dtype=numbers.dtype,
-            device=CUDA,
+            device=CudaDouble.current.device,
         )
         wrapper.numbers = numbers
         return wrapper
 
     def __init__(self, numbers: torch.Tensor) -> None:
         CudaDouble.current.hold(self)
+
+    def data_ptr(self) -> int:
+        return self.numbers.data_ptr()
 
     def tolist(self) -> Any:
         double = CudaDouble.current
@@ -125,9 +128,12 @@ class CudaDouble(TorchDispatchMode):
     """A device with `total_nbytes` of memory. `fail_at`: the number of the allocation that fails, from 1 on."""
 
     current: ClassVar[CudaDouble]
+    Stream: ClassVar[type]
+    Event: ClassVar[type]
 
     def __init__(self, total_nbytes: int = 1 << 30) -> None:
         super().__init__()
+        self.device = CUDA
         self.total_nbytes = total_nbytes
         self.held_nbytes = self.peak_nbytes = self.allocated = 0
         self.pool_nbytes = 0  # kept for all graphs: as much as the largest has needed
@@ -147,8 +153,9 @@ class CudaDouble(TorchDispatchMode):
     def __enter__(self) -> CudaDouble:
         load_guard()
         CudaDouble.current = self
+        self.default_stream = self.stream = self.Stream()
         self._undo = contextlib.ExitStack()
-        _replace_torch(self, self._undo)
+        self.replace_torch(self._undo)
         super().__enter__()
         return self
 
@@ -156,6 +163,11 @@ class CudaDouble(TorchDispatchMode):
         super().__exit__(*error)
         assert self._undo is not None
         self._undo.close()
+
+    def replace_torch(self, undo: contextlib.ExitStack) -> None:
+        """Until `undo` is closed."""
+        replace(undo, torch, _torch_of(self))
+        replace(undo, torch.cuda, _torch_cuda_of(self))
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Report]:
@@ -281,17 +293,21 @@ class CudaDouble(TorchDispatchMode):
             kwargs.pop(option, None)
         if name == "histc" and not args[0].is_floating_point():
             func = _Widened(func)
-        numbers = func(*_numbers_of(args), **_numbers_of(kwargs))
+        numbers = self.compute(func, _numbers_of(args), _numbers_of(kwargs))
         known = {id(tensor.numbers): tensor for tensor in ours}
         result = tree_map_only(
             torch.Tensor, lambda tensor: known[id(tensor)] if id(tensor) in known else OnDevice(tensor), numbers
         )
-        if not _is_view(func):
+        if not is_view(func):
             if not name.startswith(SILENT):
                 self.report.launches[line_of_call()] += 1
             if self.tape is not None:
                 self.tape.append(_Operation(func, _numbers_of(args), _numbers_of(kwargs), numbers))
         return result
+
+    def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Returns the result of an operation on the numbers of tensors."""
+        return func(*args, **kwargs)
 
     # ── copies ──
     def _pageable(self, what: str) -> None:
@@ -301,7 +317,7 @@ class CudaDouble(TorchDispatchMode):
 
     def _upload(self, func: Any, source: torch.Tensor, kwargs: Any) -> OnDevice:
         is_queued = kwargs.pop("non_blocking", False)
-        numbers = func(source, **{**kwargs, "device": torch.device("cpu")})
+        numbers = self.compute(func, (source,), {**kwargs, "device": torch.device("cpu")})
         if numbers.untyped_storage().data_ptr() == source.untyped_storage().data_ptr():
             numbers = numbers.clone()
         on_device = OnDevice(numbers)
@@ -319,19 +335,18 @@ class CudaDouble(TorchDispatchMode):
 
     def _copy_back(self, func: Any, source: OnDevice, kwargs: Any) -> torch.Tensor:
         is_queued = kwargs.pop("non_blocking", False)
-        target: torch.Tensor = func(source.numbers, **kwargs)
-        if target.untyped_storage().data_ptr() == source.numbers.untyped_storage().data_ptr():
-            target = target.clone()
         self.report.copies_back += 1
         if not is_queued:
             self.wait("a copy to the host that is not queued")
-            return target
+        target: torch.Tensor = func(source.numbers, **kwargs)
+        if target.untyped_storage().data_ptr() == source.numbers.untyped_storage().data_ptr():
+            target = target.clone()
         # As torch does, into pinned memory.
-        return self._queue_back(target.clone(), self.pin(target))
+        return self.queue_back(source.numbers, self.pin(target)) if is_queued else target
 
     def _copy_over(self, target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False) -> torch.Tensor:
         if isinstance(target, OnDevice):
-            numbers = target.numbers.copy_(source)
+            numbers = self.compute(torch.ops.aten.copy_.default, (target.numbers, source), {})
             if source.dim():
                 self._note_upload(source, numbers, non_blocking)
             return target
@@ -340,10 +355,11 @@ class CudaDouble(TorchDispatchMode):
         if not non_blocking or not self.is_pinned(target):
             self.wait("a copy to the host that is not queued, or into pageable memory")
             return target.copy_(source.numbers)
-        return self._queue_back(source.numbers.to(target.dtype).expand_as(target).clone(), target)
+        return self.queue_back(source.numbers, target)
 
-    def _queue_back(self, result: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
-        _poison(target)
+    def queue_back(self, source: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+        result = source.to(target.dtype).expand_as(target).clone()
+        poison(target)
         self._queue(result, None, target)
         return target
 
@@ -394,7 +410,7 @@ class _Graph:
             for result in tree_flatten(operation.results)[0]:
                 is_argument = any(result is value for value in tree_flatten((operation.args, operation.kwargs))[0])
                 if isinstance(result, torch.Tensor) and not is_argument:
-                    _poison(result)
+                    poison(result)
 
 
 class _Widened:
@@ -441,23 +457,23 @@ class _Stream:
         CudaDouble.current.wait("Stream.synchronize")
 
 
-def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
-    """Until `undo` is closed."""
-    default = now = _Stream()
+CudaDouble.Event, CudaDouble.Stream = _Event, _Stream
+
+
+def _torch_cuda_of(double: CudaDouble) -> dict[str, Any]:
+    """Returns what stands for names of `torch.cuda`."""
 
     @contextlib.contextmanager
-    def stream(entered: _Stream) -> Iterator[None]:
-        nonlocal now
-        before, now = now, entered
+    def stream(entered: Any) -> Iterator[None]:
+        before, double.stream = double.stream, entered
         try:
             yield
         finally:
-            now = before
+            double.stream = before
 
     @contextlib.contextmanager
-    def graph(recorded: _Graph, *, stream: _Stream, **_: Any) -> Iterator[None]:
-        nonlocal now
-        before, now, double.tape = now, stream, recorded.operations
+    def graph(recorded: _Graph, *, stream: Any, **_: Any) -> Iterator[None]:
+        before, double.stream, double.tape = double.stream, stream, recorded.operations
         peak, held = double.peak_nbytes, double.held_nbytes
         double.peak_nbytes = held
         try:
@@ -468,7 +484,7 @@ def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
             double.tape = None
             double.pool_nbytes = max(double.pool_nbytes, double.peak_nbytes - held)
             double.peak_nbytes = max(peak, double.peak_nbytes)
-        now = before
+        double.stream = before
 
     def set_sync_mode(mode: int | str) -> None:
         double.sync_mode = {"default": 0, "warn": 1, "error": 2}.get(mode, mode)
@@ -476,17 +492,7 @@ def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
     def reset_peak(*_: Any) -> None:
         double.peak_nbytes = double.held_nbytes
 
-    plain = torch.tensor  # it copies to the device below the dispatch
-
-    def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
-        on_host = plain(data, *args, **kwargs)
-        if device is None or torch.device(device).type == "cpu":
-            return on_host
-        if torch.device(device).type != "cuda":
-            return on_host.to(device)
-        return on_host.to(CUDA)
-
-    replaced: dict[str, Any] = {
+    return {
         "_lazy_init": lambda: None,
         "is_available": lambda: True,
         "device_count": lambda: 1,
@@ -498,10 +504,10 @@ def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
         "max_memory_allocated": lambda *_: double.peak_nbytes + double.pool_nbytes,
         "reset_peak_memory_stats": reset_peak,
         "synchronize": lambda *_: double.wait("torch.cuda.synchronize"),
-        "Event": _Event,
-        "Stream": _Stream,
-        "current_stream": lambda *_: now,
-        "default_stream": lambda *_: default,
+        "Event": double.Event,
+        "Stream": double.Stream,
+        "current_stream": lambda *_: double.stream,
+        "default_stream": lambda *_: double.default_stream,
         "stream": stream,
         "CUDAGraph": _Graph,
         "graph": graph,
@@ -509,11 +515,27 @@ def _replace_torch(double: CudaDouble, undo: contextlib.ExitStack) -> None:
         "get_sync_debug_mode": lambda: double.sync_mode,
         "set_sync_debug_mode": set_sync_mode,
     }
-    for name, value in replaced.items():
-        undo.callback(setattr, torch.cuda, name, getattr(torch.cuda, name))
-        setattr(torch.cuda, name, value)
-    undo.callback(setattr, torch, "tensor", plain)
-    torch.tensor = tensor
+
+
+def _torch_of(double: CudaDouble) -> dict[str, Any]:
+    plain = torch.tensor  # it copies to the device below the dispatch
+
+    def tensor(data: Any, *args: Any, device: Any = None, **kwargs: Any) -> torch.Tensor:
+        on_host = plain(data, *args, **kwargs)
+        if device is None or torch.device(device).type == "cpu":
+            return on_host
+        if torch.device(device).type != "cuda":
+            return on_host.to(device)
+        return on_host.to(double.device)
+
+    return {"tensor": tensor}
+
+
+def replace(undo: contextlib.ExitStack, module: Any, names: dict[str, Any]) -> None:
+    """Until `undo` is closed."""
+    for name, value in names.items():
+        undo.callback(setattr, module, name, getattr(module, name))
+        setattr(module, name, value)
 
 
 def load_guard() -> None:
@@ -555,7 +577,7 @@ def _numbers_of(value: Any) -> Any:
     return tree_map_only(OnDevice, lambda tensor: tensor.numbers, value)
 
 
-def _is_view(func: Any) -> bool:
+def is_view(func: Any) -> bool:
     returns = func._schema.returns
     return bool(returns) and returns[0].alias_info is not None and not returns[0].alias_info.is_write
 
@@ -568,7 +590,7 @@ def _bytes_of(tensor: torch.Tensor) -> torch.Tensor:
     return torch.empty(tensor.numel(), dtype=tensor.dtype).copy_(tensor.reshape(-1)).view(torch.uint8)
 
 
-def _poison(tensor: torch.Tensor) -> None:
+def poison(tensor: torch.Tensor) -> None:
     filled = torch.empty(tensor.numel(), dtype=tensor.dtype)
     filled.view(torch.uint8).fill_(POISON & 1 if tensor.dtype == torch.bool else POISON)
     tensor.copy_(filled.view(tensor.shape))
