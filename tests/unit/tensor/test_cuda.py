@@ -1,8 +1,10 @@
-"""A real device: what the fake one cannot show. And, everywhere, how the real driver asks."""
+"""Tensors of a device by torch and cuda-bindings: on a device if there is one, else on a driver without a device."""
 
+import contextlib
 import ctypes
 import gc
 import textwrap
+from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,26 +21,24 @@ from penstock.tensor.cuda import (
     CudaTensors,
     DeviceError,
     HostRef,
-    NoDevice,
     Place,
     Reference,
     Uploads,
     driver_of,
 )
-from penstock.tensor.cuda.torch_driver import TorchDriver, needed
+from penstock.tensor.cuda.torch_driver import TorchDriver
 from penstock.tensor.kinds import KINDS
 from tests.conftest import eventually
+
+# First: where torch or cuda-bindings is missing, this skips the rest.
+from tests.support.libcuda import DriverDouble, has_device, open_device
 from tests.support.processes import program
 
-try:
-    torch, _ = needed()
-    MISSING = ""
-except NoDevice as error:
-    MISSING = str(error)
-on_a_device = pytest.mark.skipif(bool(MISSING), reason=MISSING or "there is one")
-on_two_devices = pytest.mark.skipif(
-    bool(MISSING) or torch.cuda.device_count() < 2, reason=MISSING or "needs two devices"
-)
+# isort: split
+import torch
+
+IS_REAL = has_device()
+on_two_devices = pytest.mark.skipif(IS_REAL and torch.cuda.device_count() < 2, reason="needs two devices")
 
 MIB = 1 << 20
 CYCLES = 200_000_000  # of torch.cuda._sleep: about 0.1 s of a stream's time
@@ -48,8 +48,9 @@ CONSUMER = """
 import msgspec, torch
 from penstock import Store
 from penstock.tensor.cuda import CudaPool, CudaTensors, Reference
+from tests.support.libcuda import use_device
 
-torch.cuda.set_device(int(sys.argv[3]))
+use_device(int(sys.argv[3]))
 pool, host = CudaPool.attach(sys.argv[1], peer_name="consumer"), Store.attach(sys.argv[2])
 tensors = CudaTensors(pool, host)
 say(msgspec.json.encode(tensors.place).hex())
@@ -59,14 +60,30 @@ def received():
 """
 
 
-@pytest.fixture(scope="module", autouse=True)
-def warmed_up_device() -> None:
-    """What a process opens once and keeps is there before the first test counts its descriptors."""
-    if not MISSING:
+@pytest.fixture(scope="module")
+def double() -> Iterator[DriverDouble | None]:
+    """None: there is a device. What a process opens once and keeps is there before the first test counts."""
+    with contextlib.nullcontext() if IS_REAL else open_device() as double:
         with CudaPool.create(MIB) as pool:
             pool.take(1).release()
             torch.zeros(10, device="cuda").sum().item()
             pool.flush(5)
+        yield double
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_held(double: DriverDouble | None) -> Iterator[None]:
+    yield
+    if double is not None:
+        assert (double.driver.faults(), double.driver.held()) == ([], {})
+
+
+@contextlib.contextmanager
+def new_pool(nbytes: int, **options: Any) -> Iterator[CudaPool]:
+    """A pool that is freed at the end: a consumer that was killed a moment ago may still be a peer."""
+    pool = CudaPool.create(nbytes, **options)
+    yield pool
+    eventually(pool.close)
 
 
 def consumer(source: str, pool: CudaPool, host: Store, device: int = 0) -> Any:
@@ -148,9 +165,8 @@ def test_a_refusal_says_the_call_and_the_result() -> None:
 
 
 # ── one device ──
-@on_a_device
 def test_every_dtype_arrives_bit_by_bit_and_its_memory_is_opened_once() -> None:
-    with CudaPool.create(64 * MIB) as pool, Store(8 * MIB) as host:
+    with new_pool(64 * MIB) as pool, Store(8 * MIB) as host:
         tensors = CudaTensors(pool, host)
         with consumer(
             """
@@ -181,9 +197,8 @@ def test_every_dtype_arrives_bit_by_bit_and_its_memory_is_opened_once() -> None:
         tensors.close()
 
 
-@on_a_device
 def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> None:
-    with CudaPool.create(8 * MIB) as pool, Store(8 * MIB) as host:
+    with new_pool(8 * MIB) as pool, Store(8 * MIB) as host:
         tensors = CudaTensors(pool, host)
         with consumer(
             f"""
@@ -222,9 +237,8 @@ def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> Non
         tensors.close()
 
 
-@on_a_device
 def test_within_one_process_the_tensor_is_the_same_memory() -> None:
-    with CudaPool.create(8 * MIB) as pool, Store(MIB) as host:
+    with new_pool(8 * MIB) as pool, Store(MIB) as host:
         tensors = CudaTensors(pool, host)
         tensor = tensors.empty((100, 100), torch.bfloat16)
         tensor.copy_(torch.randn(100, 100))
@@ -239,7 +253,6 @@ def test_within_one_process_the_tensor_is_the_same_memory() -> None:
         tensors.close()
 
 
-@on_a_device
 def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
     with Store(MIB) as host:
         with program(
@@ -247,6 +260,9 @@ def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
             import msgspec, torch
             from penstock import Store
             from penstock.tensor.cuda import CudaPool, CudaTensors, Place
+            from tests.support.libcuda import use_device
+
+            use_device(0)
             pool = CudaPool.create(1 << 25)
             tensors = CudaTensors(pool, Store.attach(sys.argv[1]))
             say(pool.ticket)
@@ -276,9 +292,8 @@ def test_producer_death_with_mapped_memory_is_reported_and_harmless() -> None:
         pool.close()
 
 
-@on_a_device
 def test_consumer_killed_with_work_in_flight_returns_its_slices() -> None:
-    with CudaPool.create(8 * MIB) as pool, Store(MIB) as host:
+    with new_pool(8 * MIB) as pool, Store(MIB) as host:
         tensors = CudaTensors(pool, host)
         with consumer(
             f"""
@@ -302,7 +317,6 @@ def test_consumer_killed_with_work_in_flight_returns_its_slices() -> None:
 
 
 # ── host memory ──
-@on_a_device
 def test_view_is_copied_from_registered_memory_and_held_until_then() -> None:
     with Pool.create(8 * MIB) as pool, Uploads(pool) as uploads:
         with pool.take(8 * MIB) as lease:
@@ -323,7 +337,6 @@ def test_view_is_copied_from_registered_memory_and_held_until_then() -> None:
         assert bytes_of(copy) == np.arange(8 * MIB, dtype=np.uint8).tobytes()
 
 
-@on_a_device
 def test_memory_registered_elsewhere_is_copied_and_torch_accepts_it() -> None:
     driver = driver_of()
     with Pool.create(MIB) as pool:
@@ -341,8 +354,19 @@ def test_memory_registered_elsewhere_is_copied_and_torch_accepts_it() -> None:
 
 # ── two devices ──
 @on_two_devices
+def test_driver_is_of_the_device_that_is_current_now() -> None:
+    first = driver_of()
+    torch.cuda.set_device(1)
+    try:
+        assert driver_of() is driver_of(1) is driver_of(device=1)
+        assert driver_of(0) is first and first.uuid != driver_of().uuid
+    finally:
+        torch.cuda.set_device(0)
+
+
+@on_two_devices
 def test_consumer_on_another_device_gets_host_memory_without_a_context() -> None:
-    with CudaPool.create(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
+    with new_pool(64 * MIB, driver=driver_of(0)) as pool, Store(8 * MIB) as host:
         tensors = CudaTensors(pool, host)
         with consumer(
             """

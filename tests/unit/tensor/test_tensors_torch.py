@@ -1,5 +1,6 @@
 """Tensors of torch: every dtype, every kind of view, the ones that are refused, and what a stray write does."""
 
+import contextlib
 import itertools
 import signal
 from collections.abc import Callable
@@ -13,6 +14,7 @@ from penstock import Empty, Scope, Store, UnsupportedTensor
 from penstock.lowlevel import Pool
 from penstock.tensor import plan, read, views
 from penstock.tensor.kinds import KIND_OF_NAME, KINDS, kind_of, torch_dtype
+from tests.support.cuda_double import CudaDouble
 from tests.support.processes import DYING, program
 from tests.support.values import MB, blocks, through
 from tests.unit.tensor.test_tensors import Foreign
@@ -155,9 +157,13 @@ def test_what_cannot_be_sent_is_refused_and_the_error_says_what_to_do(make: Call
     assert blocks(store) == 0
 
 
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU")
+@pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="needs a CUDA device")
 def test_a_tensor_of_a_device_is_refused_with_the_name_of_what_sends_it() -> None:
-    with pytest.raises(UnsupportedTensor, match=r"lies on cuda:0, .*: penstock.tensor.cuda sends device tensors"):
+    device = contextlib.nullcontext() if torch.cuda.is_available() else CudaDouble()
+    with (
+        device,
+        pytest.raises(UnsupportedTensor, match=r"lies on cuda:0, .*: penstock.tensor.cuda sends device tensors"),
+    ):
         Store(MB).put(torch.ones(3, device="cuda:0"))
 
 

@@ -213,10 +213,14 @@ def _what(tensor: Any) -> str:
     return f"a {type(tensor).__name__}" + (f" on {where}" if where is not None else "")
 
 
-@functools.cache
 def driver_of(device: int | None = None) -> Driver:
     """Returns the driver of a device by its number in this process; None: of torch's current device.
 
     Raises NoDevice. A process has one driver for each device.
     """
-    return driver_of(int(needed()[0].cuda.current_device())) if device is None else TorchDriver(device)
+    return _driver(int(needed()[0].cuda.current_device()) if device is None else device)
+
+
+@functools.cache
+def _driver(device: int) -> Driver:
+    return TorchDriver(device)
