@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import hashlib
 import logging
+import math
 import os
 import platform
 import re
@@ -108,9 +109,13 @@ def _microseconds(threads: int, compute: Callable[[], object], ranks: TPGroup) -
     return min(spent)
 
 
-def others_ns() -> int:
-    """Returns the processor time that other processes of this machine have had, in ticks of about 10 ms."""
-    user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+def others_ns() -> float:
+    """Returns the processor time that other processes of this machine have had, in ticks of about 10 ms. NaN, which no
+    limit allows: the kernel does not say."""
+    try:
+        user, nice, system, _, _, *interrupts = map(int, Path("/proc/stat").read_text().split(maxsplit=9)[1:9])
+    except (OSError, ValueError):
+        return math.nan
     ticks = user + nice + system + sum(interrupts)
     return ticks * 1_000_000_000 // os.sysconf("SC_CLK_TCK") - time.process_time_ns()
 
@@ -170,6 +175,9 @@ class ThreadMemory:
 
 def cpu_model() -> str:
     """Returns what Linux calls the processor: on ARM its parts are numbers."""
-    text = Path("/proc/cpuinfo").read_text()
+    try:
+        text = Path("/proc/cpuinfo").read_text()
+    except OSError:
+        text = ""
     names = dict.fromkeys(re.findall(r"^(?:model name|CPU implementer|CPU part)\s*:\s*(.*)$", text, re.MULTILINE))
     return " ".join(names) or platform.machine()

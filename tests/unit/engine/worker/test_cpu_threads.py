@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -122,6 +123,17 @@ def test_other_processes_may_use_processors_that_are_idle(monkeypatch: pytest.Mo
     for processors, is_certain in [(7, True), (6, False)]:
         monkeypatch.setattr(os, "cpu_count", lambda processors=processors: processors)
         assert tune_threads(2, machine.compute, TPGroup()).is_certain == is_certain
+
+
+def test_measurements_are_not_certain_where_the_kernel_tells_nothing_of_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    others_ns = cpu_threads.others_ns
+    machine = Machine(monkeypatch, {2: [1000, 1000], 1: [1290, 1310]})
+    monkeypatch.setattr(cpu_threads, "others_ns", others_ns)
+    for read in (Mock(side_effect=PermissionError), Mock(return_value="cpu 1 2"), Mock(return_value="cpu a b c d e")):
+        monkeypatch.setattr(Path, "read_text", read)
+        assert not tune_threads(2, machine.compute, TPGroup()).is_certain
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
