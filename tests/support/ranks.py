@@ -108,19 +108,23 @@ def threads_must_answer(size: int, of: Family) -> None:
 
 
 def answers_of_threads(size: int, of: Family, requests: Sequence[Asked], **options: Any) -> list[list[list[int]]]:
+    return [told.answers for told in results_of_threads(size, of, requests, **options)]
+
+
+def results_of_threads(size: int, of: Family, requests: Sequence[Asked], **options: Any) -> list[Told]:
     """Of each rank. `options` are the device's, and the budget of a step."""
     budget = options.pop("budget", 6)
     shared, barrier = [None] * size, threading.Barrier(size, timeout=60)
     ranks = [Threads(rank, shared, barrier) for rank in range(size)]
     devices = [device(of, ranks=group, **options) for group in ranks]
 
-    def answers(rank: int) -> list[list[int]]:
+    def results(rank: int) -> Told:
         ranks[rank].is_running = True
         try:
-            return ask(devices[rank], requests, budget=budget).answers
+            return ask(devices[rank], requests, budget=budget, logprobs=0)
         except Exception:
             barrier.abort()
             raise
 
     with ThreadPoolExecutor(size) as pool:
-        return list(pool.map(answers, range(size)))
+        return list(pool.map(results, range(size)))

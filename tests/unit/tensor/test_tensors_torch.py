@@ -15,6 +15,7 @@ from penstock.lowlevel import Pool
 from penstock.tensor import plan, read, views
 from penstock.tensor.kinds import KIND_OF_NAME, KINDS, kind_of, torch_dtype
 from tests.support.cuda_double import CudaDouble
+from tests.support.libcuda import has_device
 from tests.support.processes import DYING, program
 from tests.support.values import MB, blocks, through
 from tests.unit.tensor.test_tensors import Foreign
@@ -157,9 +158,9 @@ def test_what_cannot_be_sent_is_refused_and_the_error_says_what_to_do(make: Call
     assert blocks(store) == 0
 
 
-@pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(torch.version.cuda is not None and not has_device(), reason="needs a CUDA device")
 def test_a_tensor_of_a_device_is_refused_with_the_name_of_what_sends_it() -> None:
-    device = contextlib.nullcontext() if torch.cuda.is_available() else CudaDouble()
+    device = contextlib.nullcontext() if has_device() else CudaDouble()
     with (
         device,
         pytest.raises(UnsupportedTensor, match=r"lies on cuda:0, .*: penstock.tensor.cuda sends device tensors"),

@@ -80,7 +80,10 @@ def compute(
 
 @torch.inference_mode()
 def replace_layers(model: nn.Module) -> None:
-    """Replaces the computation of each decoder layer that the native code knows. Norms and attentions come first."""
+    """Replaces the computation of each decoder layer that the native code knows. Norms and attentions come first.
+
+    The parts of a layer must have no hooks, as the parts of a layer of several ranks have.
+    """
     replaced = stock = 0
     module: Any  # its method is replaced
     for module in model.modules():
@@ -100,7 +103,7 @@ def find_layer(layer: Any) -> CpuLayer | None:
     """Returns the computation of a layer; None: the layer computes something else than the native code."""
     attention, mlp = layer.self_attn.forward, layer.mlp.forward
     norms = [layer.input_layernorm.forward, layer.post_attention_layernorm.forward]
-    if not isinstance(attention, CpuAttention) or not isinstance(mlp, GatedMlp) or has_hooks(layer):
+    if not isinstance(attention, CpuAttention) or not isinstance(mlp, GatedMlp):
         return None
     if not all(isinstance(norm, RmsNorm) and norm.weight.dtype == torch.bfloat16 for norm in norms):
         return None
@@ -120,11 +123,6 @@ def find_layer(layer: Any) -> CpuLayer | None:
         None if how.sinks is None else how.sinks.float().numpy(),
     )
     return CpuLayer(layer, attention, native)
-
-
-def has_hooks(layer: nn.Module) -> bool:
-    """Whether hooks change what the parts of a layer compute, as in tensor parallelism."""
-    return any(module._forward_hooks or module._forward_pre_hooks for module in layer.modules() if module is not layer)
 
 
 def connects_parts(layer: Any) -> bool:

@@ -143,7 +143,8 @@ def load(
         pack_linears(stock)
         replace_norms(stock)
         replace_attentions(stock)
-        replace_layers(stock)
+        if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
+            replace_layers(stock)
     return LoadedModel(stock, ranks, device)
 
 

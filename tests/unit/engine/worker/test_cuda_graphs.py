@@ -14,9 +14,9 @@ import torch
 
 from penstock.engine.worker.cuda_graphs import CudaGraphs
 from penstock.engine.worker.model_runner import TorchPendingStep
-from tests.support.libcuda import open_device
+from tests.support.libcuda import has_device, open_device
 
-NEEDS_CUDA = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device: a graph is recorded there")
+NEEDS_CUDA = pytest.mark.skipif(not has_device(), reason="needs a CUDA device: a graph is recorded there")
 
 
 @NEEDS_CUDA
@@ -29,9 +29,9 @@ def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Ca
     assert ours._decoding._is_recording or name == "qwen3_moe"
 
 
-@pytest.mark.skipif(torch.version.cuda is not None and not torch.cuda.is_available(), reason="needs a CUDA device")
+@pytest.mark.skipif(torch.version.cuda is not None and not has_device(), reason="needs a CUDA device")
 def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
-    with contextlib.nullcontext() if torch.cuda.is_available() else open_device():
+    with contextlib.nullcontext() if has_device() else open_device():
         ids = torch.arange(3, dtype=torch.int32, device="cuda")
         flight = TorchPendingStep(ids, np.arange(3), None, {})
         torch.cuda._sleep(10**10)

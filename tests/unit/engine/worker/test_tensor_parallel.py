@@ -10,7 +10,7 @@ import pytest
 from tests.support.models import Family, families
 
 # isort: split
-from tests.support.ranks import answers_of_threads, ranks_must_answer, threads_must_answer
+from tests.support.ranks import answers_of_threads, ranks_must_answer, results_of_threads, threads_must_answer
 
 EVEN: list[Any] = [(2, name, {}) for name in families()]
 WIDE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl", "qwen3_vl")
@@ -40,7 +40,13 @@ def test_ranks_answer_like_one_however_few_heads_and_columns_there_are(
 
 @pytest.mark.parametrize(("name", "changes"), [("llama", {}), ("qwen2_vl", {}), ("llama", {"hidden_size": 72})])
 def test_ranks_answer_in_bfloat16(name: str, changes: dict[str, int], family: Callable[..., Family]) -> None:
-    """Linear layers are packed then. Rounding may change answers, so ranks are compared with each other."""
+    """Linear layers are packed then. Rounding may change answers, so the first log-probabilities are compared."""
     of = family(name, **changes)
-    first, second = answers_of_threads(2, of, of.requests[:2], dtype="bfloat16")
-    assert first == second and [len(answer) for answer in first] == [request.tokens for request in of.requests[:2]]
+    requests = of.requests[:2]
+    first, second = results_of_threads(2, of, requests, dtype="bfloat16")
+    (alone,) = results_of_threads(1, of, requests, dtype="bfloat16")
+    assert first.answers == second.answers and [len(answer) for answer in first.answers] == [
+        request.tokens for request in requests
+    ]
+    for values, expected in zip(first.logprobs, alone.logprobs, strict=True):
+        assert abs(values[0] - expected[0]) < 0.1
