@@ -17,7 +17,7 @@ from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
-from tests.support.models import BLOCK_SIZE, Asked, Family, ask, device, longest, opener
+from tests.support.models import BLOCK_SIZE, Asked, Family, Told, ask, device, longest, opener
 from tests.support.tape import Eager
 
 

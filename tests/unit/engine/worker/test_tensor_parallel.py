@@ -10,7 +10,7 @@ import pytest
 from tests.support.models import Family, families
 
 # isort: split
-from tests.support.ranks import answers_of_threads, ranks_must_answer, results_of_threads, threads_must_answer
+from tests.support.ranks import ranks_must_answer, results_of_threads, threads_must_answer
 
 EVEN: list[Any] = [(2, name, {}) for name in families()]
 WIDE = ("llama", "qwen2", "qwen3", "gemma2", "gemma3_text", "mixtral", "qwen2_vl", "qwen3_vl")
