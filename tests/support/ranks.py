@@ -108,7 +108,7 @@ def threads_must_answer(size: int, of: Family) -> None:
 
 
 def answers_of_threads(size: int, of: Family, requests: Sequence[Asked], **options: Any) -> list[list[list[int]]]:
-    return [told.answers for told in results_of_threads(size, of, requests, **options)]
+    return [result.answers for result in results_of_threads(size, of, requests, **options)]
 
 
 def results_of_threads(size: int, of: Family, requests: Sequence[Asked], **options: Any) -> list[Told]:

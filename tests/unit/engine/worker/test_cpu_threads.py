@@ -125,7 +125,7 @@ def test_other_processes_may_use_processors_that_are_idle(monkeypatch: pytest.Mo
         assert tune_threads(2, machine.compute, TPGroup()).is_certain == is_certain
 
 
-def test_measurements_are_not_certain_where_the_kernel_tells_nothing_of_others(
+def test_measurement_is_not_certain_where_others_are_unknown(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     others_ns = cpu_threads.others_ns
