@@ -17,12 +17,8 @@ void rms_norm(const RmsNorm& norm, u64 first, u64 last) {
 }
 
 void compute_norm(const RmsNorm& norm, u64 threads) {
-    constexpr u64 CHUNK = 1 << 15;  // elements: several times what it takes to wake a thread
-    u64 each = CHUNK / norm.size + 1, chunks = (norm.rows + each - 1) / each;
-    ThreadTeam::get().run(threads, chunks, [&](u64 chunk) {
-        u64 first = chunk * each, last = first + each;
-        rms_norm(norm, first, last < norm.rows ? last : norm.rows);
-    });
+    ThreadTeam::get().run_rows(threads, norm.rows, norm.size,
+                               [&](u64 first, u64 last) { rms_norm(norm, first, last); });
 }
 
 }  // namespace penstock::engine

@@ -17,12 +17,9 @@ void rotary(const Rotary& problem, u64 first, u64 last) {
 }
 
 void compute_rotary(const Rotary& problem, u64 threads) {
-    constexpr u64 CHUNK = 1 << 15;  // elements: several times what it takes to wake a thread
-    u64 each = CHUNK / ((problem.queries.count + 2 * problem.keys.count) * problem.size + 1) + 1;
-    ThreadTeam::get().run(threads, (problem.tokens + each - 1) / each, [&](u64 chunk) {
-        u64 first = chunk * each, last = first + each;
-        rotary(problem, first, last < problem.tokens ? last : problem.tokens);
-    });
+    u64 row_size = (problem.queries.count + 2 * problem.keys.count) * problem.size;
+    ThreadTeam::get().run_rows(threads, problem.tokens, row_size,
+                               [&](u64 first, u64 last) { rotary(problem, first, last); });
 }
 
 }  // namespace penstock::engine

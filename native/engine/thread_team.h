@@ -38,6 +38,17 @@ class ThreadTeam {
         run(job);
     }
 
+    // Calls work(first, last) for all rows, in chunks of about 2^15 elements: several times what it takes to wake a
+    // thread.
+    template <class Work>
+    void run_rows(u64 threads, u64 rows, u64 row_size, const Work& work) {
+        u64 each = (1 << 15) / (row_size + 1) + 1;
+        run(threads, (rows + each - 1) / each, [&](u64 chunk) {
+            u64 first = chunk * each, last = first + each;
+            work(first, last < rows ? last : rows);
+        });
+    }
+
    private:
     static constexpr u64 SPIN_NS = 100'000;
     static constexpr u64 YIELD_SPINS = 128;  // pauses between two offers of the processor to other threads: about 5 us
