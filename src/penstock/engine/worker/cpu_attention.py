@@ -12,9 +12,8 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine import _native
-from penstock.engine.cluster.logs import event
 from penstock.engine.worker.cpu_norm import RmsNorm
-from penstock.engine.worker.cpu_tensors import kernel_threads, rows_of
+from penstock.engine.worker.cpu_tensors import kernel_threads, replace_forwards, rows_of
 from penstock.engine.worker.paged_attention import (
     CPU_DTYPES,
     AttentionStyle,
@@ -129,19 +128,7 @@ class CpuAttention:
 @torch.inference_mode()
 def replace_attentions(model: nn.Module) -> None:
     """Replaces the computation of each attention layer that computes what the kernel does. Norms come first."""
-    replaced = stock = 0
-    module: Any  # its method is replaced
-    for module in model.modules():
-        if not all(hasattr(module, name) for name in PROJECTIONS):
-            continue
-        attention = find_attention(module)
-        if attention is None:
-            stock += 1
-            continue
-        module.forward = attention
-        replaced += 1
-    if replaced or stock:
-        event("attention layers replaced", layers=replaced, stock=stock)
+    replace_forwards(model, PROJECTIONS, find_attention, "attention")
 
 
 def find_attention(layer: Any) -> CpuAttention | None:

@@ -15,11 +15,10 @@ import torch
 from torch import Tensor, nn
 
 from penstock.engine import _native
-from penstock.engine.cluster.logs import event
 from penstock.engine.worker.cpu_attention import CpuAttention
 from penstock.engine.worker.cpu_linear import GatedMlp, Product, SharedProduct
 from penstock.engine.worker.cpu_norm import RmsNorm
-from penstock.engine.worker.cpu_tensors import kernel_threads, rows_of
+from penstock.engine.worker.cpu_tensors import kernel_threads, replace_forwards, rows_of
 from penstock.engine.worker.paged_attention import PagedAttention
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
@@ -84,19 +83,7 @@ def replace_layers(model: nn.Module) -> None:
 
     The parts of a layer must have no hooks, as the parts of a layer of several ranks have.
     """
-    replaced = stock = 0
-    module: Any  # its method is replaced
-    for module in model.modules():
-        if not all(hasattr(module, name) for name in PARTS):
-            continue
-        layer = find_layer(module)
-        if layer is None:
-            stock += 1
-            continue
-        module.forward = layer
-        replaced += 1
-    if replaced or stock:
-        event("decoder layers replaced", layers=replaced, stock=stock)
+    replace_forwards(model, PARTS, find_layer, "decoder")
 
 
 def find_layer(layer: Any) -> CpuLayer | None:

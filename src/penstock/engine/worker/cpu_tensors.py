@@ -1,6 +1,6 @@
 """Tensors of a CPU, as native kernels read them: rows by their addresses, and memory in large pages.
 
-Also the number of the kernels' threads, which is not always torch's.
+Also replaces what modules compute by kernels, and has the number of the kernels' threads, which is not always torch's.
 """
 
 from __future__ import annotations
@@ -8,9 +8,13 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import mmap
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from penstock.engine.cluster.logs import event
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # options of glibc's malloc.h
 MAX_MMAP_THRESHOLD = 32 << 20  # glibc refuses more
@@ -39,6 +43,25 @@ def rows_of(x: Tensor, size: int, dtype: torch.dtype) -> Tensor:
         raise ValueError(f"expected a Tensor [..., {size}] of {str(dtype).removeprefix('torch.')} on cpu, got a {kind}")
     rows = x.reshape(-1, size)
     return rows if rows.stride(1) == 1 else rows.contiguous()
+
+
+def replace_forwards(
+    model: nn.Module, parts: Sequence[str], find: Callable[[Any], Callable[..., Any] | None], kind: str
+) -> None:
+    """Replaces the computation of modules with these parts by what `find` returns. None: the module keeps its own."""
+    replaced = stock = 0
+    module: Any  # its method is replaced
+    for module in model.modules():
+        if not all(hasattr(module, name) for name in parts):
+            continue
+        computation = find(module)
+        if computation is None:
+            stock += 1
+            continue
+        module.forward = computation
+        replaced += 1
+    if replaced or stock:
+        event(f"{kind} layers replaced", layers=replaced, stock=stock)
 
 
 def huge_pages(nbytes: int) -> mmap.mmap:
