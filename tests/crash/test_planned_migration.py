@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 
@@ -25,14 +26,19 @@ from tests.support.loops import in_a_loop
 PLANNED = MigrationCounters.MIGRATIONS + MIGRATION_CAUSES.index("planned")
 
 
-@pytest.mark.parametrize("groups", [pytest.param(1, marks=tiers.needs_all), 2])
-@in_a_loop
-async def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: int) -> None:
-    config = EngineConfig(simulated=simulated_device(), max_model_len=4096, data_parallel_size=groups)
-    launcher = Launcher(config)
+async def start(**options: Any) -> tuple[Launcher, asyncio.Future[Any]]:
+    """Runs an engine as a command does, with handlers of signals. Returns when it serves."""
+    launcher = Launcher(EngineConfig(simulated=simulated_device(), max_model_len=4096, **options))
     running = asyncio.ensure_future(launcher.run())
     await asyncio.sleep(0)
     await launcher.serving(START)
+    return launcher, running
+
+
+@pytest.mark.parametrize("groups", [pytest.param(1, marks=tiers.needs_all), 2])
+@in_a_loop
+async def test_groups_restart_one_after_the_other_and_every_answer_is_exact(groups: int) -> None:
+    launcher, running = await start(data_parallel_size=groups)
     engine = Running(launcher)
     async with Client(launcher.cluster, 0) as client:
         verdicts = VerdictBoard(launcher.cluster.verdicts)
@@ -60,10 +66,7 @@ async def test_groups_restart_one_after_the_other_and_every_answer_is_exact(grou
 
 @in_a_loop
 async def test_migration_waits_for_a_group_and_one_more_is_queued() -> None:
-    launcher = Launcher(EngineConfig(simulated=simulated_device(), max_model_len=4096))
-    running = asyncio.ensure_future(launcher.run())
-    await asyncio.sleep(0)
-    await launcher.serving(START)
+    launcher, running = await start()
     engine = Running(launcher)
     engine.child("worker").signal(signal.SIGKILL)
     await engine.until(lambda: not engine.number(StatusBoard.SERVING))
@@ -79,10 +82,7 @@ async def test_migration_waits_for_a_group_and_one_more_is_queued() -> None:
 
 @in_a_loop
 async def test_hangup_that_is_handled_before_a_pending_sigterm_begins_nothing() -> None:
-    launcher = Launcher(EngineConfig(simulated=simulated_device(), max_model_len=4096))
-    running = asyncio.ensure_future(launcher.run())
-    await asyncio.sleep(0)
-    await launcher.serving(START)
+    launcher, running = await start()
     signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM, signal.SIGHUP})
     os.kill(os.getpid(), signal.SIGTERM)
     os.kill(os.getpid(), signal.SIGHUP)
@@ -94,10 +94,7 @@ async def test_hangup_that_is_handled_before_a_pending_sigterm_begins_nothing() 
 
 @in_a_loop
 async def test_tree_that_ends_during_a_migration_leaves_nothing() -> None:
-    launcher = Launcher(EngineConfig(simulated=simulated_device(), max_model_len=4096))
-    running = asyncio.ensure_future(launcher.run())
-    await asyncio.sleep(0)
-    await launcher.serving(START)
+    launcher, running = await start()
     launcher.migrate()
     engine = Running(launcher)
     await engine.until(lambda: not engine.number(StatusBoard.SERVING))

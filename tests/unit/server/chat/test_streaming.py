@@ -82,19 +82,19 @@ def batch_of(*streams: OutputStream, max_open: int = 8) -> RequestStreams:
 
 
 # ── a client that goes ───────────────────────────────────────────────────────────────────────────────────────────────
+async def sleep(was_cancelled: asyncio.Event) -> None:
+    try:
+        await asyncio.sleep(60)
+    finally:
+        was_cancelled.set()
+
+
 @in_a_loop
 async def test_work_is_cancelled_when_the_client_goes_and_nobody_is_left() -> None:
     connection, was_cancelled = Connection(), asyncio.Event()
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            was_cancelled.set()
-
     asyncio.get_running_loop().call_later(0.01, connection.gone.set)
     with pytest.raises(Gone):
-        await cancel_on_disconnect(connection.receive, work())
+        await cancel_on_disconnect(connection.receive, sleep(was_cancelled))
     assert was_cancelled.is_set() and len(asyncio.all_tasks()) <= 2
 
 
@@ -118,14 +118,7 @@ async def test_task_goes_on_after_work_that_was_cancelled_in_its_last_pass() -> 
 @in_a_loop
 async def test_cancelled_task_cancels_its_work() -> None:
     connection, was_cancelled = Connection(), asyncio.Event()
-
-    async def work() -> None:
-        try:
-            await asyncio.sleep(60)
-        finally:
-            was_cancelled.set()
-
-    task = asyncio.ensure_future(cancel_on_disconnect(connection.receive, work()))
+    task = asyncio.ensure_future(cancel_on_disconnect(connection.receive, sleep(was_cancelled)))
     await asyncio.sleep(0)
     task.cancel()
     with pytest.raises(asyncio.CancelledError):
