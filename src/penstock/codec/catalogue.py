@@ -83,8 +83,11 @@ class Catalogue:
         self.structs: dict[type, Described] = {}
         self.special: dict[type, list[tuple[str, Any]]] = {}  # fields that msgspec would not look at: see _special
         for cls in messages:
-            self._add(cls, "a message")
-            msgspec.msgpack.Decoder(cls)  # what msgspec cannot tell apart is a TypeError here, and not later
+            try:
+                self._add(cls, "a message")
+                msgspec.msgpack.Decoder(cls)  # what msgspec cannot tell apart is a TypeError here, and not later
+            except RecursionError:
+                raise TypeError(f"expected type aliases that do not contain themselves in {cls.__name__}") from None
         names = [cls.__name__ for cls in self.structs]
         if len(set(names)) < len(names):
             twice = next(name for name in names if names.count(name) > 1)
@@ -104,6 +107,7 @@ class Catalogue:
     @classmethod
     def of(cls, type: Any) -> Catalogue:
         """Returns the catalogue of a union (`Step | Stop`) or of a class. Raises TypeError for any other type."""
+        type = expand_alias(type)
         is_union = typing.get_origin(type) in (typing.Union, types.UnionType)
         messages = typing.get_args(type) if is_union else (type,)
         for message in messages:
@@ -149,6 +153,7 @@ class Catalogue:
         self.special[cls] = special
 
     def _describe(self, hint: Any, where: str) -> str:
+        hint = expand_alias(hint)
         origin = typing.get_origin(hint)
         if origin is typing.Annotated:
             base, *notes = typing.get_args(hint)
@@ -211,6 +216,20 @@ def schema_differences(own: bytes, other: bytes) -> list[str]:
     return list(_differences(own_schema, other_schema)) or ["the same words, but not the same order of classes"]
 
 
+def expand_alias(hint: Any) -> Any:
+    """Returns the type behind a type alias (`type Ids = NDArray[np.int32]`), or the hint itself. NumPy 2.5 has made
+    `NDArray` an alias of this kind."""
+    alias = typing.get_origin(hint) or hint
+    if not hasattr(alias, "__value__"):  # typing.TypeAliasType is new in Python 3.12
+        return hint
+    arguments = dict(zip(alias.__type_params__, typing.get_args(hint), strict=False))
+    value = alias.__value__
+    parameters = getattr(value, "__parameters__", ())
+    if arguments and parameters:
+        value = value[tuple(arguments.get(parameter, parameter) for parameter in parameters)]
+    return expand_alias(value)
+
+
 def _special(hint: Any) -> Any:
     """Returns the dtype of an array, or Buffer: in the struct, a number stands for these. None: another type."""
     if typing.get_origin(hint) is np.ndarray:
@@ -219,11 +238,12 @@ def _special(hint: Any) -> Any:
 
 
 def _choices(hint: Any) -> tuple[Any, ...]:
-    """A field's type without notes; of a union, its members."""
+    """A type without notes and aliases; of a union, its members."""
+    hint = expand_alias(hint)
     if typing.get_origin(hint) is typing.Annotated:
-        hint = typing.get_args(hint)[0]
+        return _choices(typing.get_args(hint)[0])
     if typing.get_origin(hint) in (typing.Union, types.UnionType):
-        return typing.get_args(hint)
+        return tuple(choice for member in typing.get_args(hint) for choice in _choices(member))
     return (hint,)
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import array
 import enum
 import random
+import types
+import typing
 from typing import Annotated, Any, Literal, TypeVar
 
 import msgspec
@@ -442,6 +444,48 @@ def test_a_note_beside_a_type_changes_no_schema() -> None:
         msgspec.defstruct("Noted", [("number", kind)], array_like=True) for kind in (int, Annotated[int, "seconds"])
     )
     assert Catalogue(plain).schema.fingerprint == Catalogue(noted).schema.fingerprint
+
+
+class Alias:
+    """A type alias by its attributes, as NumPy 2.5 defines NDArray; `typing.TypeAliasType` is new in Python 3.12."""
+
+    def __init__(self, name: str, value: Any, type_params: tuple[Any, ...] = ()) -> None:
+        self.__name__, self.__value__, self.__type_params__ = name, value, type_params
+
+    def __getitem__(self, arguments: Any) -> Any:
+        return types.GenericAlias(self, arguments)  # type: ignore[arg-type]
+
+
+Item = TypeVar("Item", bound=np.generic)
+Key = TypeVar("Key")
+TypeAliasType: Any = getattr(typing, "TypeAliasType", Alias)
+Values = TypeAliasType("Values", np.ndarray[Any, np.dtype[Item]], type_params=(Item,))
+Table = TypeAliasType("Table", dict[Key, Values[Item]], type_params=(Item, Key))
+Noted = TypeAliasType("Noted", Annotated[int | None, msgspec.Meta(ge=0)])
+
+
+@pytest.mark.parametrize(
+    ("alias", "description"),
+    [
+        (Values[np.int32], "array[int32]"),
+        (list[Values[np.int32]], "list[array[int32]]"),
+        (Table[np.int32, str], "dict[str, array[int32]]"),
+        (Noted, "None | int ge=0"),
+    ],
+)
+def test_alias_is_described_as_the_type_behind_the_alias(alias: Any, description: str) -> None:
+    assert CATALOGUE._describe(alias, "M.a") == description
+
+
+def test_alias_that_contains_itself_is_refused() -> None:
+    alias = Alias("Nested", None)
+    alias.__value__ = types.GenericAlias(list, (alias,))
+    with pytest.raises(TypeError, match="expected type aliases that do not contain themselves in M"):
+        Catalogue(struct(a=types.GenericAlias(list, (alias,))))
+
+
+def test_alias_of_a_union_of_messages_is_the_union() -> None:
+    assert Catalogue.of(TypeAliasType("Message", Plain | Plain2)).messages == (Plain, Plain2)
 
 
 def test_an_error_names_the_field_inside_of_a_pair_and_of_a_dict() -> None:
