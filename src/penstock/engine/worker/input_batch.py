@@ -81,6 +81,11 @@ def build_batch(batch: BatchState) -> InputBatch:
     )
 
 
+def pinned(size: int, device: torch.device) -> Tensor:
+    """Returns int32 memory for copies to the device: pinned, so that no copy waits for the device."""
+    return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")
+
+
 def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     """Copies an array to the device; pinned memory lets the copy be queued without waiting for the device's work."""
     tensor = torch.from_numpy(array)

@@ -6,7 +6,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,7 +17,7 @@ from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_decoder import find_decoder, replace_layers
 from penstock.engine.worker.cpu_linear import is_packed, pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
-from penstock.engine.worker.paged_attention import NAME, DecodeAttention, KVCache, KVCacheShape, PagedAttention, Probe
+from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe
 from penstock.engine.worker.stock import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -30,6 +30,10 @@ from penstock.engine.worker.weight_slices import HeadSlices
 TEXT_OF = {
     "qwen3_vl": "qwen3"
 }  # these families have no plan for their text, which is sharded as that of another family
+
+
+if TYPE_CHECKING:  # it imports Triton
+    from penstock.engine.worker.cuda.decoder import CudaDecoder
 
 
 class InputEmbeds(NamedTuple):
@@ -66,15 +70,20 @@ class LoadedModel:
         if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
             raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
         self._decoder = find_decoder(stock.get_decoder())
-        self.shapes = self._probe()
+        self._cuda_decoder: CudaDecoder | None = None
+        probe = self._probe()
+        self.shapes = probe.shapes
+        self.heads = max(probe.heads.values())  # of queries, in a layer
+        if device.type == "cuda" and ranks.size == 1:
+            self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe)
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
 
-    def _probe(self) -> dict[int, KVCacheShape]:
-        """Returns the shape of the KV cache of each layer, found by running the model once."""
+    def _probe(self) -> Probe:
+        """Returns how each layer attends, found by running the model once."""
         probe = Probe()
         nothing = torch.zeros(1, dtype=torch.int64, device=self.device)
         self.hidden(probe, nothing, nothing)
-        return probe.shapes
+        return probe
 
     def memory(self, blocks: int, block_size: int) -> KVCache:
         return KVCache(self.shapes, blocks, block_size, self.dtype, self.device)
@@ -87,7 +96,7 @@ class LoadedModel:
     @torch.inference_mode()
     def hidden(
         self,
-        paged: PagedAttention | DecodeAttention | Probe,
+        paged: Attention,
         ids: Tensor,
         positions: Tensor,
         embeds: InputEmbeds | None = None,
@@ -99,6 +108,10 @@ class LoadedModel:
             native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged)
             if native is not None:
                 return native[0]
+        if self._cuda_decoder is not None and (embeds is None or not embeds.added) and positions.dim() == 1:
+            native = self._cuda_decoder.hidden(self.embeds(ids) if embeds is None else embeds.tokens, positions, paged)
+            if native is not None:
+                return native
         inputs: dict[str, Any] = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds.tokens[None]}
         if embeds is not None and embeds.is_visual is not None:
             inputs |= {"visual_pos_masks": embeds.is_visual[None], "deepstack_visual_embeds": embeds.added}
@@ -146,6 +159,14 @@ def load(
         if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
             replace_layers(stock)
     return LoadedModel(stock, ranks, device)
+
+
+def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe) -> CudaDecoder | None:
+    from penstock.engine.worker.cuda.decoder import find_decoder, log_layers
+
+    found = find_decoder(decoder, embeddings, probe.shapes, probe.styles)
+    log_layers(found, len(probe.shapes))
+    return found
 
 
 def tp_plan(stock: Any) -> dict[str, str]:

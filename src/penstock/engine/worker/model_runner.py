@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -24,16 +24,19 @@ from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import SHORT, TUNE_AFTER_S, CpuThreads, ThreadMemory, share, tune_threads
-from penstock.engine.worker.decode_graphs import DecodeGraphs, GraphRecorder
 from penstock.engine.worker.device import EncodingCounts, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
-from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, moved
+from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle
+
+if TYPE_CHECKING:  # these import Triton
+    from penstock.engine.worker.cuda.decode_graphs import GraphRecorder
+    from penstock.engine.worker.cuda.steps import CudaSteps
 
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
@@ -53,6 +56,7 @@ class ModelRunner:
         dtype: str = "auto",
         block_size: int = 16,
         blocks: int | None = None,
+        max_blocks: int | None = None,
         max_blocks_per_request: int | None = None,
         token_budget: int = 2048,
         open_handle: Open | None = None,
@@ -64,7 +68,7 @@ class ModelRunner:
         takes_embeds: bool = False,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
-        `max_blocks_per_request`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
+        `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records decode
         steps as graphs; None: they run as other steps do. `encoder`: see `encoding_exchange`. `takes_embeds`:
         prompts may be embeddings.
@@ -94,12 +98,11 @@ class ModelRunner:
         if not threads and where.type == "cpu" and max_threads > 1:
             self._recall_threads()
         self.block_size = block_size
-        spare = 0 if recorder is None else 1  # the padding block of `DecodeGraphs`
         if blocks is None:
-            room = self._room(token_budget, spare)
-            blocks = room if max_blocks_per_request is None else min(room, max_blocks_per_request)
+            room = self._room(token_budget)
+            blocks = room if max_blocks is None else min(room, max_blocks)
         self.blocks = blocks
-        self._memory = self._model.memory(self.blocks + spare, block_size)
+        self._memory = self._model.memory(self.blocks, block_size)
         self._tokens = TokenTable(slots, where)
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
@@ -114,39 +117,75 @@ class ModelRunner:
             else None
         )
         self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
-        self._decoding = None
-        if recorder is not None:
-            num_position_axes = 1 if self._images is None else self._images.num_position_axes
-            self._decoding = DecodeGraphs(self._model, self._memory, recorder, slots, num_position_axes)
-            self._decoding.prepare()
+        self._cuda: CudaSteps | None = None
+        if where.type == "cuda":
+            from penstock.engine.worker.cuda.steps import CudaSteps
+
+            axes = None  # of positions that the host brings
+            if self._images is not None or self.max_short_prompt is not None:
+                axes = 1 if self._images is None else self._images.num_position_axes
+            per_request = min(self.blocks, max_blocks_per_request or self.blocks)
+            self._cuda = CudaSteps(self._model, self._memory, recorder, slots, per_request, axes)
 
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
     def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
         self._follow(batch, step)
-        input_batch = build_batch(batch)
-        if not input_batch.slots.size:
+        if not batch.rows.size:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
+        if self._cuda is not None:
+            return self._launch_on_cuda(batch, self._cuda)
+        input_batch = build_batch(batch)
         has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
         try:
             hidden, failed = self._compute(input_batch)
-            logits = (
-                self._model.logits(hidden[moved(input_batch.last, self._device)]) if input_batch.last.size else None
-            )
+            logits = self._model.logits(hidden[torch.from_numpy(input_batch.last)]) if input_batch.last.size else None
         finally:
             set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
         if logits is None:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, failed)
         slots = batch.sampled
+        ids, chosen = self._sample(logits, slots)
+        self._tokens.write(slots, batch.computed[slots], ids)
+        return TorchPendingStep(ids, slots, chosen, failed)
+
+    def _sample(self, logits: Tensor, slots: Index) -> tuple[Tensor, SampledTokens | None]:
+        """Returns the sampled ids, and on rank 0 all of the sampler's result."""
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
-        self._tokens.write(slots, batch.computed[slots], ids)
+        return ids, chosen
+
+    def _launch_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> TorchPendingStep:
+        is_decoding, failed, positions = cuda.is_decoding(batch), {}, None
+        if not is_decoding or self._images is not None or self.max_short_prompt is not None:
+            input_batch = build_batch(batch)
+            positions = self._positions(input_batch)
+            is_decoding = is_decoding and (self._images is None or self._images.is_text(input_batch))
+        cuda.state.update(batch, is_decoding=is_decoding)
+        slots = batch.sampled
+        if is_decoding:
+            logits = cuda.decoding.logits(slots.size, positions)
+            on_device = cuda.state.rows[: slots.size]
+        else:
+            tensors = cuda.tensors(batch, input_batch, positions)
+            embeds = None
+            if self._images is not None:
+                embeds, failed = self._images.embeds(input_batch, tensors.ids)
+            hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds)
+            if not slots.size:
+                return TorchPendingStep(_NO_IDS, slots, None, failed)
+            logits = self._model.logits(hidden[tensors.last])
+            on_device = tensors.sampled
+        ids, chosen = self._sample(logits, slots)
+        cuda.state.store(ids, on_device)
         return TorchPendingStep(ids, slots, chosen, failed)
 
     def _follow(self, batch: BatchState, step: Step) -> None:
         """Applies leaves and joins to what is kept by slot."""
+        if self._cuda is not None:
+            self._cuda.state.follow(step)
         if step.left is not None:
             for slot in step.left.tolist():
                 if self._sampler is not None:
@@ -169,39 +208,36 @@ class ModelRunner:
                         sample=int(batch.samples[slot]),
                         generated=generated,
                     )
-                self._tokens.join(slot, np.concatenate((prompt, generated)))
+                tokens = self._tokens if self._cuda is None else self._cuda.state
+                tokens.join(slot, np.concatenate((prompt, generated)))
                 self._prompt_lengths[slot] = prompt.size
+
+    def _positions(self, input_batch: InputBatch) -> Index:
+        """Returns the positions of the step's tokens, as the rotary embedding takes them."""
+        positions = input_batch.positions if self._images is None else self._images.positions(input_batch)
+        if self.max_short_prompt is None:
+            return positions
+        return rope.mark_long(positions, input_batch, self._prompt_lengths[input_batch.rows], self.max_short_prompt)
 
     def _compute(self, input_batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
         """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""
-        where = moved(np.stack((input_batch.slots, input_batch.positions)), self._device)
+        where = torch.from_numpy(np.stack((input_batch.slots, input_batch.positions)))
         ids = self._tokens.read(where[0], where[1]).to(torch.int64)
-        positions, embeds = input_batch.positions, None
+        positions, embeds = torch.from_numpy(self._positions(input_batch)), None
         failed: dict[int, FinishReason] = {}
         if self._images is not None:
-            positions = self._images.positions(input_batch)
             embeds, failed = self._images.embeds(input_batch, ids)
-        if self.max_short_prompt is not None:
-            positions = rope.mark_long(
-                positions, input_batch, self._prompt_lengths[input_batch.rows], self.max_short_prompt
-            )
-        if embeds is None and self._decoding is not None:
-            hidden = self._decoding.hidden(input_batch, ids, positions)
-            if hidden is not None:
-                return hidden, failed
         paged = PagedAttention(self._memory, input_batch, self._device)
-        return self._model.hidden(paged, ids, moved(positions, self._device), embeds), failed
+        return self._model.hidden(paged, ids, positions, embeds), failed
 
-    def _room(self, token_budget: int, spare: int) -> int:
-        """Returns the number of blocks that fit into memory beside the spare one, on the rank with the least memory."""
+    def _room(self, token_budget: int) -> int:
+        """Returns the number of blocks that fit into memory, on the rank with the least memory."""
         if self._device.type == "cuda":
-            free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - self._nbytes_of_a_step(token_budget)
-            if spare:  # recorded graphs have memory of their own
-                free -= KVCache.nbytes_of_gathering(self._model.shapes, self._model.dtype)
+            free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - 2 * self._nbytes_of_a_step(token_budget)
         else:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
         each = KVCache.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
-        blocks = self._ranks.least(int(free // each) - spare)
+        blocks = self._ranks.least(int(free // each))
         if blocks < 1:
             raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
         return blocks

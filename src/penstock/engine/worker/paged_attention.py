@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -37,14 +37,25 @@ class KVCacheShape(NamedTuple):
     value_size: int
 
 
+class Attention(Protocol):
+    """Attention of one step, which the layers of a model call."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
+        """Writes keys and values [tokens, heads, size] to the cache, and attends with the queries to all tokens up to
+        their own."""
+
+
 class Probe:
-    """Replaces `PagedAttention` in a trial run: records the shape of each layer's cache, and attends to nothing."""
+    """Replaces `PagedAttention` in a trial run: records how each layer attends, and attends to nothing."""
 
     def __init__(self) -> None:
         self.shapes: dict[int, KVCacheShape] = {}
+        self.styles: dict[int, AttentionStyle] = {}
+        self.heads: dict[int, int] = {}  # of queries
 
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, _: AttentionStyle) -> Tensor:
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
         self.shapes[layer] = KVCacheShape(key.shape[1], key.shape[2], value.shape[2])
+        self.styles[layer], self.heads[layer] = how, query.shape[1]
         return query.new_zeros(*query.shape[:2], value.shape[2])
 
 
@@ -173,49 +184,6 @@ class PagedAttention:
 
     def _moved(self, *arrays: Any) -> Any:
         return tuple(moved(array, self._device) for array in arrays)
-
-
-class DecodeAttention:
-    """Attention of a step in which every row computes one token, from tensors alone: its kernels depend on their shapes
-    and on no number in them. So it can be recorded as a graph, and replayed with other numbers."""
-
-    def __init__(self, memory: KVCache, lengths: Tensor, table: Tensor) -> None:
-        """`lengths` [rows]: computed tokens of each row, this one included. `table` [rows, width]: its blocks."""
-        self._memory = memory
-        self._lengths = lengths
-        self._table = table
-        block_size, last = memory.block_size, (lengths - 1)[:, None]
-        self._own = table.gather(1, last // block_size) * block_size + last % block_size
-        self._reaches: dict[int | None, tuple[Tensor, Tensor]] = {}  # by window
-
-    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, how: AttentionStyle) -> Tensor:
-        """As `PagedAttention.attend`."""
-        keys, values = self._memory.layers[layer]
-        keys.index_copy_(0, self._own[:, 0], key.to(keys.dtype))
-        values.index_copy_(0, self._own[:, 0], value.to(values.dtype))
-        if how.window not in self._reaches:
-            self._reaches[how.window] = self._reach(how.window)
-        places, is_seen = self._reaches[how.window]
-        together = max(1, MAX_GATHERED // places.shape[1])
-        attended = [
-            attention(query[part, None], keys[places[part]], values[places[part]], is_seen[part, None], how)[:, 0]
-            for part in (slice(first, first + together) for first in range(0, places.shape[0], together))
-        ]
-        return attended[0] if len(attended) == 1 else torch.cat(attended)
-
-    def _reach(self, window: int | None) -> tuple[Tensor, Tensor]:
-        """Returns places and mask as `pieces` does, for all rows: each as wide as the table, or as the window."""
-        block_size, width = self._memory.block_size, self._table.shape[1]
-        lengths = self._lengths[:, None]
-        first = torch.zeros_like(lengths) if window is None else (lengths - window).clamp(min=0)
-        num_blocks = width if window is None else min(width, -(-window // block_size) + 1)
-        columns = first // block_size + torch.arange(num_blocks, device=lengths.device)
-        blocks = self._table.gather(1, columns.clamp(max=width - 1))
-        offsets = torch.arange(block_size, device=lengths.device)
-        places = (blocks[:, :, None] * block_size + offsets).flatten(1)
-        positions = (columns[:, :, None] * block_size + offsets).flatten(1)
-        is_seen = (positions >= first) & (positions < lengths)
-        return torch.where(is_seen, places, self._own), is_seen
 
 
 # ── decoding on a CPU ────────────────────────────────────────────────────────────────────────────────────────────────
@@ -364,7 +332,7 @@ def _attend(
     value: Tensor,
     attention_mask: None,
     *,
-    paged: PagedAttention | DecodeAttention | Probe,
+    paged: Attention,
     scaling: float | None = None,
     sliding_window: int | None = None,
     softcap: float | None = None,

@@ -206,6 +206,10 @@ class EncoderCache:
             positions[:, first : first + there.shape[1]] = there
         return positions
 
+    def is_text(self, input_batch: InputBatch) -> bool:
+        """Whether no token of the step belongs to an image, and no slot fails."""
+        return not self._broken and bool((input_batch.positions >= self._ends[input_batch.slots]).all())
+
     # ── what stands there ──
     def embeds(self, input_batch: InputBatch, ids: Tensor) -> tuple[InputEmbeds | None, dict[int, FinishReason]]:
         """Returns the embeddings of the step's tokens, with those of images in their places (None: the step has no

@@ -31,7 +31,7 @@ from penstock.engine.worker.device import Device, PendingStep, SamplerOutput
 from penstock.engine.worker.simulated_device import SimulatedRunner
 
 if TYPE_CHECKING:  # these import torch
-    from penstock.engine.worker.decode_graphs import GraphRecorder
+    from penstock.engine.worker.cuda.decode_graphs import GraphRecorder
     from penstock.engine.worker.encoding_exchange import EncoderOptions
 
 MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them
@@ -89,8 +89,8 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         dtype=config.dtype,
         block_size=config.block_size,
         blocks=config.num_gpu_blocks_override,
-        max_blocks_per_request=config.max_num_seqs
-        * config.max_blocks_per_request,  # which is what all of them can fill
+        max_blocks=config.max_num_seqs * config.max_blocks_per_request,  # which is what all requests can fill
+        max_blocks_per_request=config.max_blocks_per_request,
         token_budget=config.max_num_batched_tokens,
         open_handle=open_handle,
         threads=config.threads,
@@ -156,7 +156,7 @@ def recorder_of(config: EngineConfig) -> GraphRecorder | None:
     if config.enforce_eager:
         event("decode steps are not recorded", why="enforce_eager")
         return None
-    from penstock.engine.worker.cuda_graphs import CudaGraphs
+    from penstock.engine.worker.cuda.graphs import CudaGraphs
 
     return CudaGraphs()
 

@@ -24,7 +24,7 @@ import torch
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Step
 from penstock.engine.worker import decode_graphs
-from penstock.engine.worker.cuda_graphs import CudaGraphs
+from penstock.engine.worker.cuda.graphs import CudaGraphs
 from penstock.engine.worker.input_batch import moved
 from penstock.engine.worker.model_runner import ModelRunner, TorchPendingStep
 from tests import tiers

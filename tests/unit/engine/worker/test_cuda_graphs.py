@@ -12,7 +12,7 @@ from tests.support.models import Family, ask, device
 # isort: split
 import torch
 
-from penstock.engine.worker.cuda_graphs import CudaGraphs
+from penstock.engine.worker.cuda.graphs import CudaGraphs
 from penstock.engine.worker.model_runner import TorchPendingStep
 from tests.support.libcuda import has_device, open_device
 

@@ -1,0 +1,10 @@
+"""Launches Triton kernels. All launches go through `launch`, which test doubles replace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+def launch(kernel: Any, grid: tuple[int, ...], *arguments: Any, **options: Any) -> None:
+    """Launches a kernel of so many programs on the current stream."""
+    kernel[grid](*arguments, **options)

@@ -1,0 +1,120 @@
+"""What a CUDA device keeps of each slot: its block table, its tokens, and how many of them are computed.
+
+A step brings the changes alone, in one copy: a decode step in which no sample joins, leaves or gets a block has none.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.messages import Ints, Step
+from penstock.engine.worker.cuda import kernels
+from penstock.engine.worker.cuda.launcher import launch
+from penstock.engine.worker.input_batch import pinned
+
+TABLE, TOKENS, COMPUTED, ROWS = range(4)  # kinds of writes, as in `kernels`
+
+
+class Write(NamedTuple):
+    kind: int
+    slot: int
+    first: int
+    data: Ints
+
+
+class DeviceState:
+    def __init__(self, slots: int, max_blocks: int, block_size: int, device: torch.device) -> None:
+        """`max_blocks`: of a request."""
+
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(shape, dtype=torch.int32, device=device)
+
+        self.table = zeros(slots, max_blocks)
+        self.tokens = zeros(slots, max_blocks * block_size + 1)
+        self.computed = zeros(slots)
+        self.rows = torch.full((slots,), -1, dtype=torch.int32, device=device)  # of a decode step: slots, then -1
+        self.block_size = block_size
+        self._device = device
+        self._joined: dict[int, Ints] = {}  # tokens of slots, which the device does not have yet
+        self._block_counts = np.zeros(slots, np.intp)  # of each slot on the device
+        self._computed = np.full(slots, -1, np.int64)
+        self._rows: Index | None = None
+        self._num_rows = 0  # entries of `rows` that may differ from -1
+
+    def join(self, slot: int, ids: Ints) -> None:
+        """A sample with these tokens joins."""
+        self._joined[slot] = ids
+
+    def follow(self, step: Step) -> None:
+        """Forgets blocks that the step replaces."""
+        for news in (step.joined, step.resumed):
+            if news is not None:
+                self._block_counts[news.slots] = 0
+
+    def update(self, batch: BatchState, *, is_decoding: bool) -> None:
+        """Brings the device to what `batch`, which has just applied a step, has. `is_decoding`: each row computes one
+        token by `advance`; otherwise the step's tokens come from the host, and count as computed from now on."""
+        rows = batch.rows
+        writes = self._writes(batch, rows, is_decoding)
+        if writes:
+            self._write(writes)
+
+    def _writes(self, batch: BatchState, rows: Index, is_decoding: bool) -> list[Write]:
+        writes = [Write(TOKENS, slot, 0, ids) for slot, ids in self._joined.items()]
+        self._joined.clear()
+        counts = batch.block_counts[rows]
+        for slot in rows[counts != self._block_counts[rows]].tolist():
+            first, count = int(self._block_counts[slot]), int(batch.block_counts[slot])
+            if count > first:
+                writes.append(Write(TABLE, slot, first, batch.table[slot, first:count]))
+            self._block_counts[slot] = count
+        computed = batch.computed[rows]  # after the step
+        due = computed - 1 if is_decoding else computed
+        for slot, value in _pairs(rows, due, self._computed[rows] != due):
+            writes.append(Write(COMPUTED, slot, 0, np.array([value], np.int32)))
+        self._computed[rows] = computed
+        if is_decoding and self._rows is not rows:
+            padded = np.full(max(rows.size, self._num_rows), -1, np.int32)
+            padded[: rows.size] = rows
+            writes.append(Write(ROWS, 0, 0, padded))
+            self._rows, self._num_rows = rows, rows.size
+        return writes
+
+    def _write(self, writes: list[Write]) -> None:
+        sizes = [write.data.size for write in writes]
+        offsets = np.cumsum([0, *sizes[:-1]])
+        count = len(writes)
+        news = pinned(5 * count + sum(sizes), self._device)
+        numbers = news.numpy()
+        numbers[: 5 * count].reshape(5, count)[:] = (
+            [write.kind for write in writes],
+            [write.slot for write in writes],
+            [write.first for write in writes],
+            sizes,
+            offsets,
+        )
+        np.concatenate([write.data for write in writes], out=numbers[5 * count :], casting="same_kind")
+        on_device = news.to(self._device, non_blocking=True)
+        launch(
+            kernels.write_state, (count,),
+            on_device, count, self.table, self.tokens, self.computed, self.rows, self.table.stride(0),
+            self.tokens.stride(0), SIZE=256,
+        )  # fmt: skip
+
+    def store(self, ids: Tensor, slots: Tensor) -> None:
+        """Appends sampled ids to the tokens of their slots."""
+        count = ids.shape[0]
+        launch(
+            kernels.store_ids, (-(-count // 256),),
+            ids, slots, self.computed, self.tokens, count, self.tokens.stride(0), SIZE=256,
+        )  # fmt: skip
+
+
+def _pairs(rows: Index, values: Ints, is_selected: np.ndarray) -> list[tuple[int, int]]:
+    return list(zip(rows[is_selected].tolist(), values[is_selected].tolist(), strict=True))
