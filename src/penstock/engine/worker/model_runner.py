@@ -35,8 +35,8 @@ from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle
 
 if TYPE_CHECKING:  # these import Triton
-    from penstock.engine.worker.cuda.decode_graphs import GraphRecorder
-    from penstock.engine.worker.cuda.steps import CudaSteps
+    from penstock.engine.worker.cuda.step_graphs import GraphRecorder
+    from penstock.engine.worker.cuda.steps import CudaSteps, StepLogits
 
 CPU_SHARE = 0.3  # of the memory that is available
 CUDA_SHARE = 0.9  # of what is free when the model is there
@@ -125,7 +125,9 @@ class ModelRunner:
             if self._images is not None or self.max_short_prompt is not None:
                 axes = 1 if self._images is None else self._images.num_position_axes
             per_request = min(self.blocks, max_blocks_per_request or self.blocks)
-            self._cuda = CudaSteps(self._model, self._memory, recorder, slots, per_request, axes)
+            self._cuda = CudaSteps(
+                self._model, self._memory, recorder, slots, per_request, token_budget, axes
+            )
 
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
     def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
@@ -163,24 +165,30 @@ class ModelRunner:
             input_batch = build_batch(batch)
             positions = self._positions(input_batch)
             is_decoding = is_decoding and (self._images is None or self._images.is_text(input_batch))
-        cuda.state.update(batch, is_decoding=is_decoding)
-        slots = batch.sampled
         if is_decoding:
-            logits = cuda.decoding.logits(slots.size, positions)
-            on_device = cuda.state.rows[: slots.size]
+            result = cuda.decode(batch, positions)
         else:
-            tensors = cuda.tensors(batch, input_batch, positions)
-            embeds = None
-            if self._images is not None:
-                embeds, failed = self._images.embeds(input_batch, tensors.ids)
-            hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds)
-            if not slots.size:
-                return TorchPendingStep(_NO_IDS, slots, None, failed)
-            logits = self._model.logits(hidden[tensors.last])
-            on_device = tensors.sampled
-        ids, chosen = self._sample(logits, slots)
-        cuda.state.store(ids, on_device)
+            result, failed = self._compute_on_cuda(batch, input_batch, positions, cuda)
+        slots = batch.sampled
+        if not slots.size:
+            return TorchPendingStep(_NO_IDS, slots, None, failed)
+        ids, chosen = self._sample(result.logits, slots)
+        cuda.state.store(ids, result.slots)
         return TorchPendingStep(ids, slots, chosen, failed)
+
+    def _compute_on_cuda(
+        self, batch: BatchState, input_batch: InputBatch, positions: Index, cuda: CudaSteps
+    ) -> tuple[StepLogits, dict[int, FinishReason]]:
+        """Returns the logits of a step with chunks of prompts, and the slots that fail, with the reasons."""
+        step = cuda.input_of(batch, input_batch, positions)
+        if self._images is None or self._images.is_text(input_batch):
+            result = cuda.replay(step)
+            if result is not None:
+                return result, {}
+        tensors, embeds, failed = cuda.tensors(step), None, {}
+        if self._images is not None:
+            embeds, failed = self._images.embeds(input_batch, tensors.ids)
+        return cuda.compute(tensors, embeds), failed
 
     def _follow(self, batch: BatchState, step: Step) -> None:
         """Applies leaves and joins to what is kept by slot."""

@@ -31,7 +31,7 @@ from penstock.engine.worker.device import Device, PendingStep, SamplerOutput
 from penstock.engine.worker.simulated_device import SimulatedRunner
 
 if TYPE_CHECKING:  # these import torch
-    from penstock.engine.worker.cuda.decode_graphs import GraphRecorder
+    from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.encoding_exchange import EncoderOptions
 
 MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them

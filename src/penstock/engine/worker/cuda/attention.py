@@ -6,6 +6,7 @@ long row is shared among many programs. The items of chunks are made by the host
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
@@ -122,7 +123,7 @@ class CudaAttention:
         self._rows = rows
         self._chunks = chunks
         self._plans: dict[tuple[int, int, int], RowPlan] = {}  # by window, tile and KV heads
-        self._multiprocessors = torch.cuda.get_device_properties(places.device).multi_processor_count
+        self._multiprocessors = multiprocessors(places.device)
 
     def cache_of(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._memory.layers[layer]
@@ -146,8 +147,7 @@ class CudaAttention:
         if self._rows is not None:
             self._attend_rows(layer, query, out, self._rows, how)
         if self._chunks is not None:
-            first = 0 if self._rows is None else self._rows.slots.shape[0]
-            self._attend_chunks(layer, query[first:], out[first:], self._chunks, how)
+            self._attend_chunks(layer, query, out, self._chunks, how)
         return out
 
     def _attend_rows(self, layer: int, query: Tensor, out: Tensor, rows: RowTensors, how: AttentionStyle) -> None:
@@ -204,6 +204,11 @@ class CudaAttention:
             target = -(-programs // kv_heads)
             self._plans[key] = plan_rows(rows.lengths, window or 0, tile, target, power_of_two(self._max_rows))
         return self._plans[key]
+
+
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def query_tokens(m: int, groups: int) -> int:

@@ -57,10 +57,9 @@ class DeviceState:
             if news is not None:
                 self._block_counts[news.slots] = 0
 
-    def update(self, batch: BatchState, *, is_decoding: bool) -> None:
-        """Brings the device to what `batch`, which has just applied a step, has. `is_decoding`: each row computes one
-        token by `advance`; otherwise the step's tokens come from the host, and count as computed from now on."""
-        rows = batch.rows
+    def update(self, batch: BatchState, rows: Index, *, is_decoding: bool) -> None:
+        """Brings slots of the device to what `batch`, which has just applied a step, has. `is_decoding`: each of these
+        rows computes one token by `advance`; otherwise the step's tokens come from the host, and count as computed."""
         writes = self._writes(batch, rows, is_decoding)
         if writes:
             self._write(writes)
@@ -79,7 +78,7 @@ class DeviceState:
         for slot, value in _pairs(rows, due, self._computed[rows] != due):
             writes.append(Write(COMPUTED, slot, 0, np.array([value], np.int32)))
         self._computed[rows] = computed
-        if is_decoding and self._rows is not rows:
+        if is_decoding and (self._rows is None or not np.array_equal(self._rows, rows)):
             padded = np.full(max(rows.size, self._num_rows), -1, np.int32)
             padded[: rows.size] = rows
             writes.append(Write(ROWS, 0, 0, padded))

@@ -1,40 +1,24 @@
-"""The steps of a model on a CUDA device: decode steps by `DecodeGraphs`, steps with chunks of prompts one by one."""
+"""The steps of a model on a CUDA device: from the batch to logits."""
 
 from __future__ import annotations
 
 from typing import NamedTuple
 
-import numpy as np
-import torch
 from torch import Tensor
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
-from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.cuda.attention import (
-    ChunkTensors,
-    CudaAttention,
-    HeadSplit,
-    RowTensors,
-    chunk_items,
-    chunk_tiles,
-    query_tokens,
-)
-from penstock.engine.worker.cuda.decode_graphs import DecodeGraphs, GraphRecorder
 from penstock.engine.worker.cuda.state import DeviceState
+from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps
+from penstock.engine.worker.cuda.step_input import InputLayout, StepInput, StepTensors, chunk_queries
 from penstock.engine.worker.input_batch import InputBatch, pinned
-from penstock.engine.worker.model import LoadedModel
+from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 
 
-class StepTensors(NamedTuple):
-    """The input of a step on the device."""
-
-    ids: Tensor
-    positions: Tensor
-    last: Tensor  # tokens to sample after
-    sampled: Tensor  # their slots
-    attention: CudaAttention
+class StepLogits(NamedTuple):
+    logits: Tensor  # valid until the next step
+    slots: Tensor  # of each row
 
 
 class CudaSteps:
@@ -45,50 +29,50 @@ class CudaSteps:
         recorder: GraphRecorder | None,
         slots: int,
         max_blocks: int,
+        token_budget: int,
         num_position_axes: int | None,
     ) -> None:
         """`max_blocks`: of a request. `num_position_axes`: of positions that the host brings; None: it brings none."""
         self.state = DeviceState(slots, max_blocks, memory.block_size, model.device)
+        self._model = model
         self._memory = memory
-        self._heads = model.heads
-        self.decoding = DecodeGraphs(model, memory, self.state, recorder, num_position_axes)
-        self.decoding.prepare()
+        self._queries = chunk_queries(memory, model.heads)
+        self._decode = DecodeSteps(model, memory, self.state, recorder, num_position_axes)
+        self._mixed = MixedSteps(
+            model, memory, self.state, recorder, token_budget, self._queries, num_position_axes or 1
+        )
+        self._mixed.prepare()  # first: decode steps share its memory
+        self._decode.prepare()
 
     @staticmethod
     def is_decoding(batch: BatchState) -> bool:
-        """Whether each row of the step computes one token, and samples."""
-        return batch.sampled is batch.rows and bool((batch.counts[batch.rows] == 1).all())
+        """Whether each row of the step computes one token and samples, or waits."""
+        counts = batch.counts[batch.rows]
+        return bool(counts.max() == 1 and counts.sum() == batch.sampled.size)
 
-    def tensors(self, batch: BatchState, input_batch: InputBatch, positions: Index) -> StepTensors:
-        return build_tensors(batch, input_batch, positions, self.state, self._memory, self._heads)
+    def decode(self, batch: BatchState, positions: Index | None) -> StepLogits:
+        """Computes a decode step. `positions`: those that the host brings."""
+        self.state.update(batch, batch.sampled, is_decoding=True)
+        rows = batch.sampled.size
+        return StepLogits(self._decode.logits(rows, positions), self.state.rows[:rows])
 
+    def input_of(self, batch: BatchState, input_batch: InputBatch, positions: Index) -> StepInput:
+        self.state.update(batch, batch.rows, is_decoding=False)
+        return StepInput(input_batch, positions, batch.sampled, self._queries)
 
-def build_tensors(
-    batch: BatchState, input_batch: InputBatch, positions: Index, state: DeviceState, memory: KVCache, heads: int
-) -> StepTensors:
-    """Brings the input of a step with chunks to the device, in one copy. `heads`: of queries, in a layer."""
-    keys = next(iter(memory.layers.values()))[0]
-    tiles = chunk_tiles(heads // keys.shape[1], HeadSplit.of(keys.shape[2]), keys.dtype)
-    chunks, singles = input_batch.chunks, input_batch.lengths.size
-    first = chunks[0].first if chunks else 0
-    starts = np.array([chunk.first - first for chunk in chunks] + [input_batch.slots.size - first], np.int32)
-    lengths = np.concatenate((input_batch.lengths, np.array([chunk.length for chunk in chunks], np.int64)))
-    items = chunk_items(chunks, query_tokens(tiles.m, heads // keys.shape[1])) if chunks else np.zeros((4, 0), np.int32)
-    parts: list[Index | Ints] = [
-        input_batch.slots, input_batch.positions, positions.reshape(-1), input_batch.places, input_batch.rows, starts,
-        lengths, items.reshape(-1), input_batch.last, batch.sampled,
-    ]  # fmt: skip
-    slots, own, axes, places, rows, begins, sizes, item_numbers, last, sampled = move(parts, state.table.device)
-    row_tensors = RowTensors(rows[:singles], sizes[:singles], begins) if singles else None
-    chunk_tensors = None
-    if chunks:
-        chunk_tensors = ChunkTensors(rows[singles:], sizes[singles:], begins, item_numbers.view(4, -1))
-    attention = CudaAttention(memory, state.table, places, row_tensors, chunk_tensors, batch.slots)
-    return StepTensors(state.tokens[slots, own], axes.view(positions.shape), last, sampled, attention)
+    def replay(self, step: StepInput) -> StepLogits | None:
+        """Computes a step with chunks by a graph; None: there is none for it."""
+        result = self._mixed.logits(step)
+        return None if result is None else StepLogits(*result)
 
+    def tensors(self, step: StepInput) -> StepTensors:
+        """Brings a step to the device that is computed without a graph."""
+        layout = InputLayout(step.sizes)
+        here = pinned(layout.size, self.state.table.device)
+        layout.write(step.values, here.numpy())
+        return layout.tensors(here.to(self.state.table.device, non_blocking=True), self.state, self._memory)
 
-def move(parts: list[Index | Ints], device: torch.device) -> tuple[Tensor, ...]:
-    """Copies arrays to the device, in one copy, as int32."""
-    here = pinned(sum(part.size for part in parts), device)
-    np.concatenate(parts, out=here.numpy(), casting="same_kind")
-    return torch.split(here.to(device, non_blocking=True), [part.size for part in parts])
+    def compute(self, tensors: StepTensors, embeds: InputEmbeds | None) -> StepLogits:
+        """Computes a step without a graph. `embeds`: of its tokens, instead of those of their ids."""
+        hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds)
+        return StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)

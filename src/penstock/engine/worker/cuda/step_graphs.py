@@ -1,0 +1,211 @@
+"""Steps on a CUDA device, recorded as graphs: one for each padded size of a step, whatever the lengths of its requests.
+
+A decode step is padded to a number of rows, and begins with what the device has: without changes it needs no input.
+A step with chunks of prompts is padded to a number of tokens. Padding has slot, row or place -1, and writes nothing.
+All graphs are recorded before the first request. A `GraphRecorder` records; steps run without graphs where it cannot,
+and where they are larger than the largest graph.
+"""
+
+from __future__ import annotations
+
+import time
+from bisect import bisect_left
+from collections.abc import Callable, Mapping
+from logging import WARNING
+from typing import Protocol, TypeAlias
+
+import torch
+import torch.distributed
+from torch import Tensor
+
+from penstock.engine.cluster.logs import event
+from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.messages import Ints
+from penstock.engine.worker.cuda import kernels
+from penstock.engine.worker.cuda.attention import CudaAttention, RowTensors
+from penstock.engine.worker.cuda.launcher import launch
+from penstock.engine.worker.cuda.state import DeviceState
+from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes
+from penstock.engine.worker.input_batch import pinned
+from penstock.engine.worker.model import LoadedModel
+from penstock.engine.worker.paged_attention import KVCache
+
+MAX_TOKENS = 2048  # of a recorded step with chunks: beyond, the device computes longer than the host needs to launch
+Replay: TypeAlias = Callable[[], Tensor]
+
+
+class GraphRecorder(Protocol):
+    def record(self, compute: Callable[[], Tensor]) -> Replay:
+        """Records what `compute` does with its tensors; it may be called several times. Returns the replay, which
+        computes with the tensors' contents of that time. Its result is valid until the next replay. Raises an error
+        if `compute` cannot be recorded."""
+
+
+class Recordings:
+    """Graphs by the size of a step."""
+
+    def __init__(self, model: LoadedModel, recorder: GraphRecorder | None, sizes: list[int]) -> None:
+        self._model = model
+        self._recorder = recorder
+        self.sizes = sizes
+        self._replays: dict[int, Replay] = {}
+
+    def __len__(self) -> int:
+        return len(self._replays)
+
+    def record(
+        self, compute: Callable[[int], Tensor], kind: str, prepare: Callable[[int], None] = lambda _: None
+    ) -> None:
+        """Records steps of all sizes. The larger ones come first: the smaller ones share their memory."""
+        if self._recorder is None:
+            return
+        began = time.monotonic()
+        for size in reversed(self.sizes):
+            prepare(size)
+            failure = self._try_to_record(size, self._recorder, compute)
+            if failure:
+                event(f"{kind} steps are not recorded", WARNING, why=failure, size=size)
+                self._replays.clear()
+                return
+        event(f"{kind} steps recorded", graphs=len(self._replays), seconds=time.monotonic() - began)
+
+    def _try_to_record(self, size: int, recorder: GraphRecorder, compute: Callable[[int], Tensor]) -> str:
+        """Returns why a size cannot be recorded, or an empty string."""
+        failure, replay = "another rank cannot", None
+        try:
+            replay = recorder.record(lambda: compute(size))
+        except torch.distributed.DistError:
+            raise
+        except Exception as error:
+            cause = error.__context__ or error  # the end of a failed recording raises an error of its own
+            failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        if not self._model.ranks.least(int(replay is not None)) or replay is None:
+            return failure
+        self._replays[size] = replay
+        return ""
+
+    def padded(self, size: int) -> int | None:
+        """Returns the least recorded size from `size` up; None: there is none."""
+        index = bisect_left(self.sizes, size)
+        return self.sizes[index] if index < len(self.sizes) and self._replays else None
+
+    def replay(self, size: int) -> Tensor:
+        return self._replays[size]()
+
+
+class DecodeSteps:
+    """Computes the logits of decode steps, in which each row of `state` computes one token and samples."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory: KVCache,
+        state: DeviceState,
+        recorder: GraphRecorder | None,
+        num_position_axes: int | None,
+    ) -> None:
+        """`num_position_axes`: of positions that the host brings, see `EncoderCache.positions`; None: the positions
+        are the numbers of computed tokens. `recorder`: None if steps run without graphs."""
+        self._model = model
+        self._memory = memory
+        self._state = state
+        self._slots = slots = state.rows.shape[0]
+        self.graphs = Recordings(
+            model, recorder, sorted({*(count for count in (1, 2, 4) if count < slots), *range(8, slots, 8), slots})
+        )
+        self._host_positions = None
+        if num_position_axes is not None:
+            axes = () if num_position_axes == 1 else (num_position_axes,)
+            self._host_positions = torch.zeros((*axes, slots), dtype=torch.int32, device=model.device)
+        self._numbers = torch.zeros((4, slots), dtype=torch.int32, device=model.device)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        self.graphs.record(self._compute, "decode")
+
+    def logits(self, rows: int, positions: Index | None = None) -> Tensor:
+        """Returns the logits of the first so many rows of the state, valid until the next step. `positions`: those
+        that the host brings."""
+        if self._host_positions is not None and positions is not None:
+            here = pinned(positions.size, self._state.table.device)
+            here.numpy()[:] = positions.reshape(-1)
+            self._host_positions[..., :rows].copy_(here.view(positions.shape), non_blocking=True)
+        size = self.graphs.padded(rows)
+        return self._compute(rows) if size is None else self.graphs.replay(size)[:rows]
+
+    def _compute(self, rows: int) -> Tensor:
+        state = self._state
+        slots = state.rows[:rows]
+        ids, positions, lengths, places = (numbers[:rows] for numbers in self._numbers)
+        launch(
+            kernels.advance, (-(-rows // 64),),
+            slots, state.computed, state.table, state.tokens, ids, positions, lengths, places, rows,
+            state.table.stride(0), state.tokens.stride(0), BLOCK=self._memory.block_size, SIZE=64,
+        )  # fmt: skip
+        attention = CudaAttention(
+            self._memory, state.table, places, RowTensors(slots, lengths, lengths), None, self._slots
+        )
+        if self._host_positions is not None:
+            positions = self._host_positions[..., :rows]
+        return self._model.logits(self._model.hidden(attention, ids, positions))
+
+
+class MixedSteps:
+    """Computes the logits of steps with chunks of prompts, in which all tokens come from the host."""
+
+    def __init__(
+        self,
+        model: LoadedModel,
+        memory: KVCache,
+        state: DeviceState,
+        recorder: GraphRecorder | None,
+        token_budget: int,
+        queries: int,
+        num_position_axes: int,
+    ) -> None:
+        """`queries`: tokens of an item of chunks."""
+        self._model = model
+        self._memory = memory
+        self._state = state
+        largest = min(token_budget, MAX_TOKENS)
+        sizes = [*(size for size in padded_tokens() if size < largest), largest]
+        slots = state.rows.shape[0]
+        self.graphs = Recordings(model, recorder, sizes)
+        self._layouts = {
+            size: InputLayout(graph_sizes(size, slots, queries, num_position_axes)) for size in self.graphs.sizes
+        }
+        self._numbers = torch.empty(self._layouts[largest].size, dtype=torch.int32, device=model.device)
+
+    @torch.inference_mode()
+    def prepare(self) -> None:
+        self.graphs.record(self._compute, "mixed", lambda size: self._write(size, EMPTY))
+
+    def logits(self, step: StepInput) -> tuple[Tensor, Tensor] | None:
+        """Returns the logits of the rows that sample, and their slots, valid until the next step; None: the step is
+        larger than any graph."""
+        size = self.graphs.padded(step.sizes.tokens)
+        if size is None:
+            return None
+        self._write(size, step.values)
+        rows = step.sizes.sampled
+        return self.graphs.replay(size)[:rows], self._layouts[size].part(self._numbers, "sampled")[:rows]
+
+    def _write(self, size: int, values: Mapping[str, Index | Ints]) -> None:
+        layout = self._layouts[size]
+        here = pinned(layout.size, self._numbers.device)
+        layout.write(values, here.numpy())
+        self._numbers[: layout.size].copy_(here, non_blocking=True)
+
+    def _compute(self, size: int) -> Tensor:
+        tensors = self._layouts[size].tensors(self._numbers, self._state, self._memory)
+        hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions)
+        return self._model.logits(hidden[tensors.last])
+
+
+def padded_tokens() -> list[int]:
+    """Returns sizes that pad few tokens by more than an eighth."""
+    sizes = [16, 32, 64, 96]
+    while sizes[-1] < MAX_TOKENS:
+        power = 1 << (sizes[-1].bit_length() - 1)
+        sizes.append(sizes[-1] + max(32, power // 8))
+    return sizes
