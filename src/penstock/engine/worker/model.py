@@ -123,8 +123,11 @@ class LoadedModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [rows, vocab_size], in float32, of hidden states [rows, size]."""
-        logits: Tensor = self.stock.get_output_embeddings()(hidden).float()
+        """Returns logits [rows, vocab_size] of hidden states [rows, size], in float32; on a CUDA device, whose kernels
+        read other types, in that of the model."""
+        logits: Tensor = self.stock.get_output_embeddings()(hidden)
+        if self.device.type != "cuda" or self._softcap is not None:
+            logits = logits.float()
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
