@@ -133,7 +133,7 @@ class ModelRunner:
     def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
         self._follow(batch, step)
-        if not batch.rows.size:
+        if not batch.counts[batch.rows].any():  # no row, or all of them wait
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
         if self._cuda is not None:
             return self._launch_on_cuda(batch, self._cuda)
