@@ -2,7 +2,7 @@
 
 Needs a CUDA device, torch and cuda-bindings; says what is missing, and ends well, where one is.
 
-    scripts/bench cuda [--quick] [--json] [--device 0]
+    scripts/bench cuda [--quick] [--rehearse] [--json] [--device 0]
 
 upload: one large block of a pool, received as a view, against a private pinned tensor of the same size.
 ipc: a tensor made on the device, until another process has it and has said so, over one pipe: by a reference to a
@@ -16,9 +16,10 @@ import multiprocessing
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 from multiprocessing.connection import Connection
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -30,16 +31,26 @@ from penstock.lowlevel import Pool
 from penstock.tensor import Store
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, NoDevice, Place, Reference, Uploads, driver_of
 
-UPLOAD_NBYTES = 256 << 20
-IPC_MB = (1, 8, 64, 512)
-REUSE_NBYTES, REUSE_COUNT = 8 << 20, 200
 UPLOAD_TARGET, IPC_TARGET = 0.95, 0.2
-BEHIND_PRODUCTS = 3  # of matrices, that the consumer's stream has before each copy: about 1 ms
+BEHIND_PRODUCTS = 3  # of matrices, that the consumer's stream has before each copy
 WAIT = 60.0  # seconds for anything at all
 
 Ends = tuple[Connection, CudaTensors, Place]  # our end of the pipe, the producer's tensors, the consumer's place
 
 now = time.perf_counter_ns
+
+
+class Sizes(NamedTuple):
+    rounds: int
+    upload_nbytes: int = 256 << 20
+    ipc_mb: tuple[int, ...] = (1, 8, 64, 512)
+    reuse_nbytes: int = 8 << 20
+    reuse_count: int = 200
+    matrix: int = 2048  # BEHIND_PRODUCTS of them take about 1 ms
+
+
+FULL, QUICK = Sizes(rounds=30), Sizes(rounds=5, reuse_count=50)
+REHEARSAL = Sizes(rounds=1, upload_nbytes=1 << 20, ipc_mb=(1,), reuse_nbytes=1 << 16, reuse_count=5, matrix=32)
 
 
 def heard(talk: Connection) -> bytes:
@@ -49,7 +60,7 @@ def heard(talk: Connection) -> bytes:
 
 
 # ── the other process ──
-def consume(talk: Connection, ticket: str, host_ticket: str, device: int) -> None:
+def consume(talk: Connection, ticket: str, host_ticket: str, device: int, matrix: int) -> None:
     import torch
     import torch.multiprocessing  # so that the pipe knows how to receive a tensor
 
@@ -60,7 +71,7 @@ def consume(talk: Connection, ticket: str, host_ticket: str, device: int) -> Non
     decoder: msgspec.msgpack.Decoder[Reference] = msgspec.msgpack.Decoder(Reference)
     stream = torch.cuda.Stream()
     wrong = torch.zeros((), dtype=torch.int64, device="cuda")
-    factor = torch.zeros((2048, 2048), device="cuda")
+    factor = torch.zeros((matrix, matrix), device="cuda")
     product = torch.zeros_like(factor)
     torch.cuda.synchronize()
 
@@ -98,17 +109,17 @@ def seconds(torch: Any, work: Callable[[], object]) -> float:
     return (now() - begin) / 1e9
 
 
-def upload(torch: Any, output: Output, rounds: int) -> float:
-    pool = Pool.create(UPLOAD_NBYTES)
-    with pool.take(UPLOAD_NBYTES) as lease:
+def upload(torch: Any, output: Output, sizes: Sizes) -> float:
+    pool = Pool.create(sizes.upload_nbytes)
+    with pool.take(sizes.upload_nbytes) as lease:
         np.frombuffer(lease, np.uint8)[:] = 7
         ref = pool.share(lease, [pool.peer])
     view = np.frombuffer(pool.open(ref), np.uint8)
-    pinned = torch.full((UPLOAD_NBYTES,), 7, dtype=torch.uint8).pin_memory()
+    pinned = torch.full((sizes.upload_nbytes,), 7, dtype=torch.uint8).pin_memory()
     result: dict[str, list[float]] = {"segment": [], "pinned": []}
     with Uploads(pool) as uploads:
         register = seconds(torch, lambda: uploads.copy_to_device(view))
-        for number in range(rounds + 1):
+        for number in range(sizes.rounds + 1):
             for name, work in (
                 ("segment", lambda: uploads.copy_to_device(view)),
                 ("pinned", lambda: pinned.to("cuda", non_blocking=True)),
@@ -118,10 +129,10 @@ def upload(torch: Any, output: Output, rounds: int) -> float:
                     result[name].append(took)
         if uploads.stats.pageable:
             output.say(f"  not registered: {'; '.join(uploads.refusals())}")
-    rates = {name: UPLOAD_NBYTES / median(times) / 1e9 for name, times in result.items()}
-    output.record("upload", "penstock", nbytes=UPLOAD_NBYTES, gb_per_s=rates["segment"], first_s=register)
-    output.record("upload", "torch pinned", nbytes=UPLOAD_NBYTES, gb_per_s=rates["pinned"])
-    output.say(f"upload of {short_nbytes(UPLOAD_NBYTES)}: {rates['segment']:.1f} GB/s, "
+    rates = {name: sizes.upload_nbytes / median(times) / 1e9 for name, times in result.items()}
+    output.record("upload", "penstock", nbytes=sizes.upload_nbytes, gb_per_s=rates["segment"], first_s=register)
+    output.record("upload", "torch pinned", nbytes=sizes.upload_nbytes, gb_per_s=rates["pinned"])
+    output.say(f"upload of {short_nbytes(sizes.upload_nbytes)}: {rates['segment']:.1f} GB/s, "
                f"pinned {rates['pinned']:.1f} GB/s; the first, which registers: {register * 1e3:.0f} ms")  # fmt: skip
     return rates["segment"] / rates["pinned"]
 
@@ -156,13 +167,15 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
     return median(result["penstock"]) / median(result["torch.multiprocessing"])
 
 
-def reuse(torch: Any, output: Output, ends: Ends, count: int) -> int:
+def reuse(torch: Any, output: Output, ends: Ends, sizes: Sizes) -> int:
     """Returns how many tensors were not what was put when the consumer's stream came to them."""
     talk, tensors, place = ends
     begin = now()
-    for number in range(count):
+    for number in range(sizes.reuse_count):
         value = number % 251
-        ref = tensors.put(torch.full((REUSE_NBYTES,), value, dtype=torch.uint8, device="cuda"), [place], timeout=WAIT)
+        ref = tensors.put(
+            torch.full((sizes.reuse_nbytes,), value, dtype=torch.uint8, device="cuda"), [place], timeout=WAIT
+        )
         talk.send_bytes(b"reuse")
         talk.send_bytes(msgspec.msgpack.encode(ref))
         talk.send_bytes(value.to_bytes(1, "little"))
@@ -171,18 +184,20 @@ def reuse(torch: Any, output: Output, ends: Ends, count: int) -> int:
             raise RuntimeError("a tensor went by host memory although the pool's slices come back")
     talk.send_bytes(b"sum")
     wrong = int.from_bytes(heard(talk), "little")
-    per_s = count / ((now() - begin) / 1e9)
-    output.record("reuse", "penstock", nbytes=REUSE_NBYTES, count=count, wrong=wrong, per_s=per_s)
-    output.say(f"reuse: {count} tensors of {short_nbytes(REUSE_NBYTES)}, {per_s:.0f}/s, {wrong} wrong")
+    per_s = sizes.reuse_count / ((now() - begin) / 1e9)
+    output.record("reuse", "penstock", nbytes=sizes.reuse_nbytes, count=sizes.reuse_count, wrong=wrong, per_s=per_s)
+    output.say(
+        f"reuse: {sizes.reuse_count} tensors of {short_nbytes(sizes.reuse_nbytes)}, {per_s:.0f}/s, {wrong} wrong"
+    )
     return wrong
 
 
-def with_consumer(nbytes: int, device: int, work: Callable[[Ends], Any]) -> Any:
+def with_consumer(nbytes: int, device: int, matrix: int, work: Callable[[Ends], Any]) -> Any:
     context = multiprocessing.get_context("spawn")
     ours, remote = context.Pipe()
     pool, host = CudaPool.create(nbytes), Store(16 << 20)
     tensors = CudaTensors(pool, host)
-    child = context.Process(target=consume, args=(remote, str(pool.ticket), str(host.ticket), device))
+    child = context.Process(target=consume, args=(remote, str(pool.ticket), str(host.ticket), device, matrix))
     child.start()
     remote.close()
     try:
@@ -198,21 +213,21 @@ def with_consumer(nbytes: int, device: int, work: Callable[[Ends], Any]) -> Any:
         pool.close()
 
 
-def targets(torch: Any, run: Run) -> Iterator[Target]:
-    output, device, rounds = run.output, run.options.device, 5 if run.is_quick else 30
+def targets(torch: Any, output: Output, device: int, sizes: Sizes) -> Iterator[Target]:
     case = "upload from a segment, bandwidth over private pinned memory"
-    yield Target(case, UPLOAD_TARGET, "x", upload(torch, output, rounds), is_least=True)
-    for mb in IPC_MB:
-        ratio = with_consumer(4 * mb * 1_000_000, device, lambda ends, mb=mb: ipc(torch, output, ends, mb, rounds))
+    yield Target(case, UPLOAD_TARGET, "x", upload(torch, output, sizes), is_least=True)
+    for mb in sizes.ipc_mb:
+        work = partial(ipc, torch, output, mb=mb, rounds=sizes.rounds)
+        ratio = with_consumer(4 * mb * 1_000_000, device, sizes.matrix, work)
         yield Target(f"{mb} MB to another process, time over torch.multiprocessing", IPC_TARGET, "x", ratio)
-    count = REUSE_COUNT // 4 if run.is_quick else REUSE_COUNT
-    wrong = with_consumer(3 * REUSE_NBYTES, device, lambda ends: reuse(torch, output, ends, count))
+    wrong = with_consumer(3 * sizes.reuse_nbytes, device, sizes.matrix, lambda ends: reuse(torch, output, ends, sizes))
     yield Target("tensors that were overwritten before they were read", 0, "", wrong)
 
 
 def main(arguments: Sequence[str]) -> int:
     parser = command_line("cuda", __doc__, quick="fewer rounds")
     parser.add_argument("--device", type=int, default=0)
+    parser.add_argument("--rehearse", action="store_true", help="sizes for a double of a device: does it run?")
     options = parser.parse_args(arguments)
     with Run("cuda", options) as run:
         try:
@@ -227,7 +242,8 @@ def main(arguments: Sequence[str]) -> int:
 
         torch.cuda.set_device(options.device)
         run.output.record("device", "-", device=torch.cuda.get_device_name(), torch=torch.__version__)
-        return run.conclude("penstock", targets(torch, run))
+        sizes = REHEARSAL if options.rehearse else QUICK if options.quick else FULL
+        return run.conclude("penstock", targets(torch, run.output, options.device, sizes))
 
 
 if __name__ == "__main__":

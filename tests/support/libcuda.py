@@ -205,6 +205,7 @@ class DriverDouble(CudaDouble):
             torch.cuda,
             {
                 "device_count": lambda: 2,
+                "get_device_name": lambda _=None: "a double of a device",
                 "current_device": lambda: self.device.index,
                 "set_device": self._set_device,
                 "_sleep": lambda cycles: self.driver.library.double_sleep(self.stream.cuda_stream, cycles),
