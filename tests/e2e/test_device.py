@@ -1,18 +1,34 @@
-"""scripts/device, where there is no device: what it does where there is one, only such a machine can show."""
+"""scripts/device, where there is no device: each row by itself is in tests/unit/test_device_script.py."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).resolve().parent.parent.parent
+from tests import tiers
+from tests.support.documents import ROOT
+
+
+def run(*arguments: object, timeout: float = 100) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "scripts/device", *map(str, arguments)]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=timeout)
 
 
 @pytest.mark.skipif(Path("/dev/nvidiactl").exists(), reason="there is a CUDA device")
 def test_device_script_says_so_and_succeeds_when_there_is_no_device(tmp_path: Path) -> None:
-    done = subprocess.run(
-        [sys.executable, "scripts/device", "--out", tmp_path], cwd=ROOT, capture_output=True, text=True, timeout=100
-    )
+    done = run("--out", tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert "there is no CUDA device" in done.stdout
+
+
+@tiers.needs_all  # compiles the core
+@pytest.mark.timeout(900)
+def test_each_row_passes_in_a_rehearsal(tmp_path: Path) -> None:
+    done = run("--rehearse", "--out", tmp_path, "--minutes", 14, timeout=880)
+    assert (done.returncode, done.stderr) == (0, ""), done.stdout + (tmp_path / "device.log").read_text()
+    rows = json.loads((tmp_path / "device.json").read_text())["rows"]
+    assert {row["result"] for row in rows} == {"passed"}
+    for row in rows:
+        assert f"── {row['name']} (at most" in done.stdout
