@@ -14,7 +14,8 @@ DIFFERENCES = {
     "--dtype": "`auto` is the type that `config.json` names, also where that is float32",
     "--max-model-len": "at most 4,096 unless it is given; `auto` and -1 are refused",
     "--generation-config": "`auto` or `vllm`, no path",
-    "--enforce-eager": "has an effect on a CUDA device only, and Penstock has never run on one",
+    "--enforce-eager": "has an effect on a CUDA device only",
+    "--gpu-memory-utilization": "of the whole memory of a CUDA device, as in vLLM; no effect on a CPU",
     "--tensor-parallel-size": "N need not divide the number of attention heads; above `num_key_value_heads` it must be "
     "a multiple of it. Only `--tensor-parallel-over-nodes` spreads it over nodes",
     "--data-parallel-size": "of all nodes, equally many on each; one on each node unless it is given. "
@@ -75,8 +76,8 @@ ALWAYS_ON = (
 )
 UNSUPPORTED = (
     Absent(
-        "--gpu-memory-utilization --kv-cache-memory-bytes",
-        "`--num-gpu-blocks-override`; without it the cache takes a fixed share of the free memory",
+        "--kv-cache-memory-bytes",
+        "`--num-gpu-blocks-override`, or `--gpu-memory-utilization` on a CUDA device",
     ),
     Absent("--max-logprobs --logprobs-mode", "20 log-probabilities of a token at most, and none before sampling"),
     Absent("--seed", "the field `seed` of a request"),

@@ -49,7 +49,7 @@ def test_misspelled_word_is_answered_with_the_nearest_in_one_line(
 @pytest.mark.parametrize(
     ("words", "answer"),
     [
-        (["--gpu-memory-utilization", "0.9"], "--num-gpu-blocks-override"),
+        (["--kv-cache-memory-bytes", "1"], "--num-gpu-blocks-override"),
         (["--seed=1"], "the field `seed` of a request"),
         (["--mm-tensor-ipc", "torch_shm"], "--tensor-transport"),
         (["--enable-lora"], "not supported"),

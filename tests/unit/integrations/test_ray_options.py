@@ -43,7 +43,7 @@ def test_new_requests_wait_one_second_in_a_replica_unless_told_otherwise(value: 
     ("options", "reason"),
     [
         ({"tensor_paralel_size": 2}, "did you mean tensor_parallel_size"),
-        ({"gpu_memory_utilization": 0.9}, "--gpu-memory-utilization is an option of vLLM .*num-gpu-blocks-override"),
+        ({"kv_cache_memory_bytes": 1}, "--kv-cache-memory-bytes is an option of vLLM .*num-gpu-blocks-override"),
         ({"port": 8000}, "port is an option of Ray Serve"),
         ({"nnodes": 2}, "a replica is on one"),
         ({"tensor_parallel_size": "two"}, "invalid int value"),

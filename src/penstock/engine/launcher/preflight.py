@@ -114,3 +114,8 @@ def require_cuda(config: EngineConfig) -> None:
         workers = f"{ranks} workers need {ranks}" if config.device == "cuda" else f"it is the device number {needed}"
         text = "no CUDA device can be used" if devices.number == 0 else workers
         raise ValueError(f"--device {config.device}: {text}: {devices.reason}; --device cpu does without")
+    if importlib.util.find_spec("triton") is None:
+        raise ValueError(
+            f"--device {config.device}: Triton is not installed, which compiles the kernels: torch for CUDA brings it; "
+            "pip install triton, or --device cpu does without"
+        )

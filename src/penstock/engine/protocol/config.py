@@ -150,9 +150,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     generation_config: Annotated[str, Option("model", choices=("auto", "vllm"))] = "auto"
     """Source of sampling defaults: auto reads generation_config.json of the model, vllm uses OpenAI's"""
     enforce_eager: Annotated[bool, Option("model")] = False
-    """Run every step eagerly on a CUDA device; decode steps are not replayed from CUDA graphs"""
+    """Run every step eagerly on a CUDA device; steps are not replayed from CUDA graphs"""
     device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"
-    """Device that computes: cpu, or cuda, which has never run on a device"""
+    """Device that computes: cpu, cuda (one device for each worker), or cuda:N"""
 
     tensor_parallel_size: Annotated[int, Option("parallelism", short="-tp", ge=1, le=16)] = 1
     """Number of workers that share the model of each engine"""
@@ -186,6 +186,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     block_size: Annotated[int, Option("cache", ge=1, le=4096)] = 16
     """Number of tokens in a block of the KV cache"""
+    gpu_memory_utilization: Annotated[float, Option("cache", ge=0.01, le=1)] = 0.9
+    """Share of a CUDA device's memory that a worker uses for weights, steps and KV cache; what other processes hold of
+    the device counts as used"""
     num_gpu_blocks_override: Annotated[
         int | None,
         Option("cache", ge=1, le=MAX_INT, if_absent="as many as can be filled and the device has room for"),

@@ -167,9 +167,9 @@ def load(
 def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe) -> CudaDecoder | None:
     from penstock.engine.worker.cuda.decoder import find_decoder, log_layers
 
-    found = find_decoder(decoder, embeddings, probe.shapes, probe.styles)
-    log_layers(found, len(probe.shapes))
-    return found
+    computation = find_decoder(decoder, embeddings, probe.shapes, probe.styles)
+    log_layers(computation, len(probe.shapes))
+    return computation
 
 
 def tp_plan(stock: Any) -> dict[str, str]:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,6 +16,7 @@ from torch import Tensor
 
 import penstock
 from penstock._native import memory_available
+from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
@@ -39,7 +41,6 @@ if TYPE_CHECKING:  # these import Triton
     from penstock.engine.worker.cuda.steps import CudaSteps, StepLogits
 
 CPU_SHARE = 0.3  # of the memory that is available
-CUDA_SHARE = 0.9  # of what is free when the model is there
 _NO_IDS = torch.zeros(0, dtype=torch.int32)
 
 
@@ -59,6 +60,7 @@ class ModelRunner:
         max_blocks: int | None = None,
         max_blocks_per_request: int | None = None,
         token_budget: int = 2048,
+        memory_utilization: float = 0.9,
         open_handle: Open | None = None,
         threads: int | None = None,
         processes: int = 1,
@@ -99,7 +101,7 @@ class ModelRunner:
             self._recall_threads()
         self.block_size = block_size
         if blocks is None:
-            room = self._room(token_budget)
+            room = self._room(token_budget, slots, memory_utilization)
             blocks = room if max_blocks is None else min(room, max_blocks)
         self.blocks = blocks
         self._memory = self._model.memory(self.blocks, block_size)
@@ -118,6 +120,7 @@ class ModelRunner:
         )
         self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._cuda: CudaSteps | None = None
+        self._has_failed = False  # the last step, as memory was short
         if where.type == "cuda":
             from penstock.engine.worker.cuda.steps import CudaSteps
 
@@ -125,9 +128,7 @@ class ModelRunner:
             if self._images is not None or self.max_short_prompt is not None:
                 axes = 1 if self._images is None else self._images.num_position_axes
             per_request = min(self.blocks, max_blocks_per_request or self.blocks)
-            self._cuda = CudaSteps(
-                self._model, self._memory, recorder, slots, per_request, token_budget, axes
-            )
+            self._cuda = CudaSteps(self._model, self._memory, recorder, slots, per_request, token_budget, axes)
 
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
     def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
@@ -160,15 +161,22 @@ class ModelRunner:
         return ids, chosen
 
     def _launch_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> TorchPendingStep:
-        is_decoding, failed, positions = cuda.is_decoding(batch), {}, None
-        if not is_decoding or self._images is not None or self.max_short_prompt is not None:
-            input_batch = build_batch(batch)
-            positions = self._positions(input_batch)
-            is_decoding = is_decoding and (self._images is None or self._images.is_text(input_batch))
-        if is_decoding:
-            result = cuda.decode(batch, positions)
-        else:
-            result, failed = self._compute_on_cuda(batch, input_batch, positions, cuda)
+        try:
+            pending = self._compute_on_cuda(batch, cuda)
+        except torch.OutOfMemoryError as error:
+            if self._has_failed or self._ranks.size > 1:  # other ranks would wait for this one
+                raise MemoryError(f"{error}; lower --gpu-memory-utilization or --max-num-batched-tokens") from error
+            self._has_failed = True
+            cuda.state.forget()
+            torch.cuda.empty_cache()
+            event("out of memory", WARNING, requests=batch.rows.size, why=str(error).partition("\n")[0])
+            ids = torch.zeros(batch.sampled.size, dtype=torch.int32, device=self._device)
+            return TorchPendingStep(ids, batch.sampled, None, dict.fromkeys(batch.rows.tolist(), FinishReason.ERROR))
+        self._has_failed = False
+        return pending
+
+    def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> TorchPendingStep:
+        result, failed = self._logits_on_cuda(batch, cuda)
         slots = batch.sampled
         if not slots.size:
             return TorchPendingStep(_NO_IDS, slots, None, failed)
@@ -176,18 +184,25 @@ class ModelRunner:
         cuda.state.store(ids, result.slots)
         return TorchPendingStep(ids, slots, chosen, failed)
 
-    def _compute_on_cuda(
-        self, batch: BatchState, input_batch: InputBatch, positions: Index, cuda: CudaSteps
-    ) -> tuple[StepLogits, dict[int, FinishReason]]:
-        """Returns the logits of a step with chunks of prompts, and the slots that fail, with the reasons."""
+    def _logits_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> tuple[StepLogits, dict[int, FinishReason]]:
+        """Returns the logits of a step, and the slots that fail, with the reasons."""
+        is_decoding = cuda.is_decoding(batch)
+        if is_decoding and self._images is None and self.max_short_prompt is None:
+            return cuda.decode(batch, None), {}
+        input_batch = build_batch(batch)
+        positions = self._positions(input_batch)
+        is_text = self._images is None or self._images.is_text(input_batch)
+        if is_decoding and is_text:
+            return cuda.decode(batch, positions), {}
         step = cuda.input_of(batch, input_batch, positions)
-        if self._images is None or self._images.is_text(input_batch):
+        if is_text:
             result = cuda.replay(step)
             if result is not None:
                 return result, {}
-        tensors, embeds, failed = cuda.tensors(step), None, {}
-        if self._images is not None:
-            embeds, failed = self._images.embeds(input_batch, tensors.ids)
+        tensors = cuda.tensors(step)
+        if self._images is None:
+            return cuda.compute(tensors, None), {}
+        embeds, failed = self._images.embeds(input_batch, tensors.ids)
         return cuda.compute(tensors, embeds), failed
 
     def _follow(self, batch: BatchState, step: Step) -> None:
@@ -238,16 +253,24 @@ class ModelRunner:
         paged = PagedAttention(self._memory, input_batch, self._device)
         return self._model.hidden(paged, ids, positions, embeds), failed
 
-    def _room(self, token_budget: int) -> int:
+    def _room(self, token_budget: int, slots: int, memory_utilization: float) -> int:
         """Returns the number of blocks that fit into memory, on the rank with the least memory."""
         if self._device.type == "cuda":
-            free = CUDA_SHARE * torch.cuda.mem_get_info(self._device)[0] - 2 * self._nbytes_of_a_step(token_budget)
+            # Twice a step: graphs keep the memory of the largest recorded step.
+            step = 2 * self._nbytes_of_a_step(token_budget, slots)
+            torch.cuda.empty_cache()
+            unused, total = torch.cuda.mem_get_info(self._device)
+            free = memory_utilization * total - (total - unused) - step
         else:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
         each = KVCache.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)
         blocks = self._ranks.least(int(free // each))
         if blocks < 1:
-            raise ValueError(f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes")
+            hint = "; raise --gpu-memory-utilization or lower --max-num-batched-tokens"
+            raise ValueError(
+                f"no room for keys and values: {free / 2**20:.1f} MiB left, a block has {each} bytes"
+                f"{hint if self._device.type == 'cuda' else ''}"
+            )
         return blocks
 
     def _recall_threads(self) -> None:
@@ -275,12 +298,14 @@ class ModelRunner:
         elif self._ranks.size == 1:  # several ranks would have to begin together
             self.tune_after = TUNE_AFTER_S if self.tune_after is None else 2 * self.tune_after
 
-    def _nbytes_of_a_step(self, token_budget: int) -> int:
-        """Returns the bytes that the largest step allocates for a while, beside weights and cache."""
+    def _nbytes_of_a_step(self, token_budget: int, slots: int) -> int:
+        """Returns the bytes that the largest step allocates for a while, beside weights and cache: layers and logits,
+        in float32 where penalties or biases change them, and log-probabilities."""
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         tokens = torch.zeros(token_budget, dtype=torch.int64, device=self._device)
-        self._model.hidden(Probe(), tokens, tokens)
+        logits = self._model.logits(self._model.hidden(Probe(), tokens, tokens)[:slots])
+        torch.log_softmax(logits.float(), dim=-1)
         return torch.cuda.max_memory_allocated(self._device) - before
 
 

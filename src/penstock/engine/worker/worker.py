@@ -92,6 +92,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         max_blocks=config.max_num_seqs * config.max_blocks_per_request,  # which is what all requests can fill
         max_blocks_per_request=config.max_blocks_per_request,
         token_budget=config.max_num_batched_tokens,
+        memory_utilization=config.gpu_memory_utilization,
         open_handle=open_handle,
         threads=config.threads,
         processes=len(config.ranks) * config.data_parallel_size,
@@ -149,12 +150,12 @@ def encoder_options_of(cluster: Cluster) -> EncoderOptions:
 
 
 def recorder_of(config: EngineConfig) -> GraphRecorder | None:
-    """Returns the recorder of decode graphs for this process's device; None: the device is no CUDA device, or
+    """Returns the recorder of graphs for this process's device; None: the device is no CUDA device, or
     `enforce_eager` is set."""
     if not config.device.startswith("cuda"):
         return None
     if config.enforce_eager:
-        event("decode steps are not recorded", why="enforce_eager")
+        event("steps are not recorded", why="enforce_eager")
         return None
     from penstock.engine.worker.cuda.graphs import CudaGraphs
 

@@ -1,12 +1,14 @@
 """What is refused before a process starts: each mistake in files, options or devices, by its subject."""
 
 import errno
+import importlib.util
 import json
 import socket
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any
 
@@ -252,7 +254,14 @@ def test_present_or_uncountable_devices_are_left_to_the_worker(
     model: Path, number: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
+    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
     require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
+
+
+def test_cuda_without_triton_is_refused_before_weights_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
+    monkeypatch.setitem(sys.modules, "triton", None)
+    assert "Triton is not installed" in refusal(model, device="cuda")
 
 
 def driver(answer: str) -> Callable[..., Any]:

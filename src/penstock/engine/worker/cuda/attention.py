@@ -23,6 +23,7 @@ from penstock.engine.worker.paged_attention import AttentionStyle, KVCache
 LEAST_TILES = 2  # of an item of rows: shorter items cost more in `merge` than they gain
 PROGRAMS = 4  # of rows, for each multiprocessor of the device
 FEW_ROWS = 4  # a step with so few rows has half as many programs: each has little to do
+SMALLEST_DOT = 16  # of a size of a product, in Triton
 MERGED = 4  # parts that `merge` loads at a time
 
 
@@ -66,7 +67,7 @@ class HeadSplit(NamedTuple):
 
     @classmethod
     def of(cls, size: int) -> HeadSplit:
-        low = 1 << (size.bit_length() - 1)
+        low = max(SMALLEST_DOT, 1 << (size.bit_length() - 1))
         rest = max(32, power_of_two(size - low)) if size > low else 0
         return cls(low, rest) if rest < low else cls(2 * low, 0)
 

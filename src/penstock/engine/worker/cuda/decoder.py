@@ -40,7 +40,7 @@ class Linear(NamedTuple):
 
 
 class CudaLayer(NamedTuple):
-    index: int  # of its KV cache
+    layer: int  # of its KV cache
     how: AttentionStyle
     heads: int
     input_norm: Norm
@@ -55,25 +55,26 @@ class CudaLayer(NamedTuple):
         """Returns what is to be added to the residual. `x`: what the layer before has returned."""
         qkv = self.qkv(add_norm(x, residual, self.input_norm))
         queries = self._rotate_write(qkv, cos, sin, attention)
-        attended = attention.attend_written(self.index, queries, self.how)
+        attended = attention.attend_written(self.layer, queries, self.how)
         middle = add_norm(self.output(attended.flatten(1)), residual, self.mlp_norm)
         return self.down(gated(self.gate_up(middle)))
 
     def head_size(self, memory: KVCache) -> int:
-        return memory.layers[self.index][0].shape[2]
+        return memory.layers[self.layer][0].shape[2]
 
     def _rotate_write(self, qkv: Tensor, cos: Tensor, sin: Tensor, attention: CudaAttention) -> Tensor:
-        keys, values = attention.cache_of(self.index)
+        keys, values = attention.cache_of(self.layer)
         size, kv_heads = keys.shape[2], keys.shape[1]
         queries = qkv.new_empty((qkv.shape[0], self.heads, size))
         query_norm, key_norm = self.head_norms or (self.input_norm, self.input_norm)  # unused without norms of heads
+        heads = power_of_two(self.heads + kv_heads)
         launch(
             kernels.rotate_write, (qkv.shape[0],),
             qkv, queries, keys, values, cos, sin, attention.places, query_norm.weight, key_norm.weight, qkv.stride(0),
             keys.stride(0), values.stride(0), query_norm.epsilon,
-            HEADS=self.heads, KV_HEADS=kv_heads, P=power_of_two(self.heads + kv_heads), K=size, HALF=size // 2,
+            HEADS=self.heads, KV_HEADS=kv_heads, P=heads, K=size, HALF=size // 2,
             V=values.shape[2], VP=power_of_two(values.stride(0)), HAS_NORM=self.head_norms is not None,
-            ADDS_ONE=query_norm.adds_one,
+            ADDS_ONE=query_norm.adds_one, num_warps=4 if heads * size <= 8192 else 8,
         )  # fmt: skip
         return queries
 
@@ -145,11 +146,11 @@ def find_decoder(
         layers.append(layer)
     if not layers or norm is None or not hasattr(decoder, "rotary_emb"):
         return None
-    found = CudaDecoder(decoder, layers, norm)
-    return found if is_alike(decoder, found, embeddings, shapes) else None
+    computation = CudaDecoder(decoder, layers, norm)
+    return computation if is_alike(decoder, computation, embeddings, shapes) else None
 
 
-def is_alike(decoder: Any, found: CudaDecoder, embeddings: Any, shapes: dict[int, KVCacheShape]) -> bool:
+def is_alike(decoder: Any, computation: CudaDecoder, embeddings: Any, shapes: dict[int, KVCacheShape]) -> bool:
     """Whether kernels and modules compute the same, found by trials of each layer and of all."""
     weight = embeddings.weight
     device, dtype = weight.device, weight.dtype
@@ -157,7 +158,7 @@ def is_alike(decoder: Any, found: CudaDecoder, embeddings: Any, shapes: dict[int
     numbers = torch.arange(TRIAL_TOKENS, dtype=torch.int32, device=device)
     table = torch.zeros(1, 1, dtype=torch.int32, device=device)
     ends = torch.tensor([[0, TRIAL_TOKENS], [TRIAL_TOKENS, 0]], dtype=torch.int32, device=device)
-    groups = max(layer.heads // shapes[layer.index].heads for layer in found.layers)
+    groups = max(layer.heads // shapes[layer.layer].heads for layer in computation.layers)
     chunk = PrefillChunk(0, TRIAL_TOKENS, TRIAL_TOKENS, np.zeros(1, np.int32))
     items = torch.from_numpy(chunk_items([chunk], max(1, 16 // groups))).to(device)
     chunks = ChunkTensors(table[0], ends[1, :1], ends[0], items)
@@ -166,9 +167,9 @@ def is_alike(decoder: Any, found: CudaDecoder, embeddings: Any, shapes: dict[int
     x = torch.randn(embeds.shape, device=device).to(dtype)
     try:
         cos, sin = decoder.rotary_emb(x[None], numbers[None])
-        if cos.shape[-1] != found.layers[0].head_size(memory):
+        if cos.shape[-1] != computation.layers[0].head_size(memory):
             return False
-        for module, layer in zip(decoder.layers, found.layers, strict=True):
+        for module, layer in zip(decoder.layers, computation.layers, strict=True):
             stock = module(x[None], position_embeddings=(cos, sin), paged=attention)
             residual = x.clone()
             residual = residual + layer.hidden(None, residual, cos[0], sin[0], attention)
@@ -179,7 +180,7 @@ def is_alike(decoder: Any, found: CudaDecoder, embeddings: Any, shapes: dict[int
         stock = decoder(input_ids=numbers[None], **options).last_hidden_state[0]
     except (TypeError, ValueError, IndexError, AttributeError, RuntimeError, KeyError):
         return False  # modules with other arguments, or other results
-    result = found.hidden(embeds.clone(), numbers, attention)
+    result = computation.hidden(embeds.clone(), numbers, attention)
     return result is not None and error(result, stock) <= WHOLE * TOLERANCES[dtype]
 
 
@@ -188,7 +189,8 @@ def error(result: Tensor, expected: Tensor) -> float:
 
 
 def layer_of(module: Any, styles: dict[int, AttentionStyle]) -> CudaLayer | None:
-    attention, mlp = getattr(module, "self_attn", None), getattr(module, "mlp", None)
+    attention: Any = getattr(module, "self_attn", None)
+    mlp: Any = getattr(module, "mlp", None)
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
     mlp_names = ("gate_proj", "up_proj", "down_proj")
     if not has_linears(attention, names) or not has_linears(mlp, mlp_names):
@@ -233,10 +235,10 @@ def norm_of(module: Any) -> Norm | None:
 def join(layers: list[nn.Linear]) -> Linear:
     """Returns one linear layer with the results of several of the same input. Their weights become views of its own."""
     if len(layers) == 1:
-        bias = layers[0].bias
-        return Linear(layers[0].weight.detach(), None if bias is None else bias.detach())
+        return Linear(layers[0].weight.detach(), layers[0].bias)
     weight = torch.cat([layer.weight for layer in layers])
-    bias = None if layers[0].bias is None else torch.cat([layer.bias for layer in layers])
+    biases: list[Any] = [layer.bias for layer in layers]
+    bias = None if biases[0] is None else torch.cat(biases)
     first = 0
     for layer in layers:
         size = layer.weight.shape[0]

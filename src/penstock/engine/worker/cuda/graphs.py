@@ -1,7 +1,6 @@
 """CUDA graphs: all kernels of a step are recorded once, and then launched by one call.
 
-This module has all code that only a CUDA device can test; it has never run on one. `decode_graphs` decides what is
-recorded.
+`step_graphs` decides what is recorded.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ class CudaGraphs:
     next replay of any graph."""
 
     def __init__(self) -> None:
-        self._stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
+        self._stream = torch.cuda.Stream()
         self._pool = torch.cuda.graph_pool_handle()
 
     def record(self, compute: Callable[[], Tensor]) -> Callable[[], Tensor]:

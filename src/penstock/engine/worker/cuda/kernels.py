@@ -339,7 +339,9 @@ def write_cache(
     if place < 0:
         return
     d, e = tl.arange(0, KP), tl.arange(0, VP)
-    tl.store(keys + place * key_stride + d, tl.load(key + token * key_token_stride + d, d < KEY_SIZE, 0.0), d < KEY_SIZE)
+    tl.store(
+        keys + place * key_stride + d, tl.load(key + token * key_token_stride + d, d < KEY_SIZE, 0.0), d < KEY_SIZE
+    )
     own = tl.load(value + token * value_token_stride + e, e < VALUE_SIZE, 0.0)
     tl.store(values + place * value_stride + e, own, e < VALUE_SIZE)
 

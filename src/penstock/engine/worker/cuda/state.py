@@ -57,6 +57,12 @@ class DeviceState:
             if news is not None:
                 self._block_counts[news.slots] = 0
 
+    def forget(self) -> None:
+        """Forgets what the device has of all slots but their tokens: a step has failed in the middle."""
+        self._block_counts[:] = 0
+        self._computed[:] = -1
+        self._rows = None
+
     def update(self, batch: BatchState, rows: Index, *, is_decoding: bool) -> None:
         """Brings slots of the device to what `batch`, which has just applied a step, has. `is_decoding`: each of these
         rows computes one token by `advance`; otherwise the step's tokens come from the host, and count as computed."""

@@ -60,7 +60,20 @@ class InputLayout:
     def __init__(self, sizes: InputSizes) -> None:
         self.sizes = sizes
         tokens, rows, chunks, items, sampled, axes = sizes
-        parts = [tokens, tokens, axes * tokens, tokens, rows, rows, chunks, chunks, chunks + 1, 4 * items, sampled, sampled]
+        parts = [
+            tokens,
+            tokens,
+            axes * tokens,
+            tokens,
+            rows,
+            rows,
+            chunks,
+            chunks,
+            chunks + 1,
+            4 * items,
+            sampled,
+            sampled,
+        ]
         ends = list(accumulate(parts))
         self._ranges = {name: (end - part, end) for name, part, end in zip(NAMES, parts, ends, strict=True)}
         self.size = ends[-1]
