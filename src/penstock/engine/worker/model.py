@@ -123,8 +123,8 @@ class LoadedModel:
 
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
-        """Returns logits [rows, vocab_size] of hidden states [rows, size], in float32; on a CUDA device, whose kernels
-        read other types, in that of the model."""
+        """Returns logits [rows, vocab_size] of hidden states [rows, size], in float32; on a CUDA device, where kernels
+        read other types, in the type of the model."""
         logits: Tensor = self.stock.get_output_embeddings()(hidden)
         if self.device.type != "cuda" or self._softcap is not None:
             logits = logits.float()

@@ -116,7 +116,7 @@ class CudaAttention:
         chunks: ChunkTensors | None,
         max_rows: int = 1,
     ) -> None:
-        """`table`: the block table of all slots. `places` [tokens]: of rows, then of chunks. `max_rows`: of any step."""
+        """`table`: block tables of all slots. `places` [tokens]: of rows, then of chunks. `max_rows`: of any step."""
         self._max_rows = max_rows
         self._memory = memory
         self._table = table
@@ -143,7 +143,7 @@ class CudaAttention:
         return self.attend_written(layer, query.contiguous(), how)
 
     def attend_written(self, layer: int, query: Tensor, how: AttentionStyle) -> Tensor:
-        """Attends with queries [tokens, heads, size], contiguous, whose keys and values have been written."""
+        """Attends with contiguous queries [tokens, heads, size]. Their keys and values have been written."""
         out = query.new_empty(*query.shape[:2], self._memory.layers[layer][1].shape[2])
         if self._rows is not None:
             self._attend_rows(layer, query, out, self._rows, how)

@@ -127,7 +127,7 @@ class StepInput:
     """The input of one step on the host."""
 
     def __init__(self, input_batch: InputBatch, positions: Index, sampled: Index, queries: int) -> None:
-        """`positions` [tokens] or [axes, tokens], as the rotary embedding takes them. `queries`: see `chunk_queries`."""
+        """`positions` [tokens] or [axes, tokens]: of the rotary embedding. `queries`: see `chunk_queries`."""
         chunks, singles = input_batch.chunks, input_batch.lengths.size
         ends = [chunk.first + chunk.tokens for chunk in chunks]
         items = chunk_items(chunks, queries) if chunks else np.zeros((4, 0), np.int32)
