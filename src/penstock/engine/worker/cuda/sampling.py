@@ -1,0 +1,379 @@
+"""Sampling by two kernels, for all rows of a step: greedy and random rows, with and without cuts.
+
+`scan` reads the logits once and leaves, for each group of GROUP ids, the largest logit and the sum of the weights.
+`finish` has one program a row and reads only the groups that can hold the answer. The weight of an id is
+`exp((logit - largest) / temperature)`. A cut is the least logit that `top_k` and `top_p` keep. The kernels search it in
+the order-preserving integers of the logits (`_key`), between a bound that follows from the groups and the largest logit.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from penstock.engine.worker.cuda import launcher
+
+GROUP: tl.constexpr = tl.constexpr(128)  # ids
+LISTED: tl.constexpr = tl.constexpr(32)  # groups that a program reads at a time
+MAX_KEPT: tl.constexpr = tl.constexpr(8192)  # logits that a program holds in registers to search a cut
+BOUNDS: tl.constexpr = tl.constexpr(8)  # that a pass over a row tries at a time
+PASS: tl.constexpr = tl.constexpr(2048)  # ids of a step of such a pass
+GREEDY: tl.constexpr = tl.constexpr(1e-5)
+LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # the key of -inf
+SLACK: tl.constexpr = tl.constexpr(4e-6)  # of a row's sum of weights: more than rounding can add to a bound
+
+
+# ── logits, their keys and their weights ─────────────────────────────────────────────────────────────────────────────
+@triton.jit
+def _read(at, is_there):
+    """Reads logits as float32. NaN becomes infinity, which fails the row as well."""
+    x = tl.load(at, is_there, float("-inf")).to(tl.float32)
+    return tl.where(x != x, float("inf"), x)
+
+
+@triton.jit
+def _key(x, SHIFT: tl.constexpr):
+    """Returns integers in the order of `x`. SHIFT: trailing bits of a float32 that the type of the logits lacks."""
+    bits = tl.where(x == 0, 0.0, x).to(tl.int32, bitcast=True)  # -0.0 equals 0.0
+    return (bits ^ ((bits >> 31) & 0x7FFFFFFF)) >> SHIFT
+
+
+@triton.jit
+def _value(key, SHIFT: tl.constexpr):
+    key = key << SHIFT
+    return (((key ^ ((key >> 31) & 0x7FFFFFFF)) >> SHIFT) << SHIFT).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _weight(x, largest, scale):
+    return tl.exp2((x - largest) * scale)
+
+
+@triton.jit
+def _middle(low, high):
+    return (low >> 1) + (high >> 1) + (low & high & 1)
+
+
+# ── lower bounds of a cut, from the groups alone ─────────────────────────────────────────────────────────────────────
+@triton.jit
+def _bound_of_top_k(keys, k, low, high, SHIFT: tl.constexpr):
+    """Returns a key with at least `k` groups above: so many ids are above, too."""
+    while high.to(tl.int64) - low > (1023 >> SHIFT) + 1:
+        middle = _middle(low, high)
+        is_below = tl.sum((keys > middle).to(tl.int32), 0) >= k
+        low = tl.where(is_below, middle, low)
+        high = tl.where(is_below, high, middle)
+    return low
+
+
+@triton.jit
+def _bound_of_top_p(keys, sums, parts, rest, largest, scale, low, high, SHIFT: tl.constexpr):
+    """Returns a key such that the ids up to it weigh less than `rest`. `parts`: the weights of the largest ids."""
+    others = tl.maximum(sums - parts, 0.0)
+    while high.to(tl.int64) - low > (1023 >> SHIFT) + 1:
+        middle = _middle(low, high)
+        weight = _weight(_value(middle, SHIFT), largest, scale)
+        most = tl.where(keys > middle, tl.minimum(others, (GROUP - 1) * weight), sums)
+        is_below = tl.sum(most, 0) <= rest
+        low = tl.where(is_below, middle, low)
+        high = tl.where(is_below, high, middle)
+    return low
+
+
+# ── passes over a row ────────────────────────────────────────────────────────────────────────────────────────────────
+@triton.jit
+def _list(listed, keys, low, GROUPS: tl.constexpr):
+    """Lists the groups with an id above `low`, in their order, and returns how many there are."""
+    is_listed = (keys > low).to(tl.int32)
+    tl.debug_barrier()  # the list before has been read
+    tl.store(listed + tl.cumsum(is_listed, 0) - 1, tl.arange(0, GROUPS).to(tl.float32), is_listed != 0)
+    tl.debug_barrier()
+    return tl.sum(is_listed, 0)
+
+
+@triton.jit
+def _listed_logits(logits, listed, at, size, n):
+    place = at + tl.arange(0, LISTED)
+    group = tl.load(listed + place, place < size, 0.0).to(tl.int32)
+    v = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    return group, _read(logits + v, (place < size)[:, None] & (v < n))
+
+
+@triton.jit
+def _weigh(logits, listed, sums, keys, largest, scale, low, least, n, GROUPS: tl.constexpr, SHIFT: tl.constexpr):
+    """Stores the weight of each group's ids above `low` that weigh `least`. Returns the number and weight of all."""
+    size = _list(listed, keys, low, GROUPS)
+    count, whole, at = tl.zeros([], tl.int32), tl.zeros([], tl.float64), tl.zeros([], tl.int32)
+    while at < size:
+        group, x = _listed_logits(logits, listed, at, size, n)
+        weight = _weight(x, largest, scale)
+        is_kept = (_key(x, SHIFT) > low) & (weight >= least)
+        weight = tl.where(is_kept, weight, 0.0)
+        part = tl.sum(weight, 1)
+        tl.store(sums + group, part, at + tl.arange(0, LISTED) < size)
+        count += tl.sum(tl.sum(is_kept.to(tl.int32), 1), 0)
+        whole += tl.sum(part.to(tl.float64), 0)
+        at += LISTED
+    tl.debug_barrier()
+    return count, whole
+
+
+@triton.jit
+def _gather(logits, listed, kept, keys, low, high, n, GROUPS: tl.constexpr, SHIFT: tl.constexpr):
+    """Stores the logits above `low`, up to `high`. Returns how many there are; more than MAX_KEPT: at least so many."""
+    listed_groups = _list(listed, keys, low, GROUPS)
+    size, at = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    while (at < listed_groups) & (size <= MAX_KEPT):
+        group, x = _listed_logits(logits, listed, at, listed_groups, n)
+        x = tl.reshape(x, [LISTED * GROUP])
+        key = _key(x, SHIFT)
+        is_kept = ((key > low) & (key <= high)).to(tl.int32)
+        place = size + tl.cumsum(is_kept, 0) - 1
+        tl.store(kept + place, x, (is_kept != 0) & (place < MAX_KEPT))
+        size += tl.sum(is_kept, 0)
+        at += LISTED
+    tl.debug_barrier()
+    return size
+
+
+@triton.jit
+def _narrow(logits, largest, scale, low, high, above, limit, is_linear, n, MASS: tl.constexpr, SHIFT: tl.constexpr):
+    """Tries BOUNDS keys between `low` and `high` in one pass over the row. Returns the closer `low`, `high`, `above`."""
+    step = tl.arange(0, BOUNDS) + 1
+    first, last = tl.maximum(_value(low, SHIFT), -3e38), _value(high, SHIFT)
+    linear = _key(first + (last - first) * (step.to(tl.float32) / (BOUNDS + 1)), SHIFT)
+    width = high.to(tl.int64) - low
+    even = (low + width * step // (BOUNDS + 1)).to(tl.int32)
+    bounds = tl.where(is_linear, tl.minimum(tl.maximum(linear, low), high), even)
+    total = tl.zeros([PASS, BOUNDS], tl.float32)
+    v = tl.arange(0, PASS)
+    for at in range(0, n, PASS):
+        x = _read(logits + at + v, at + v < n)
+        measure = _weight(x, largest, scale) if MASS else tl.full([PASS], 1.0, tl.float32)
+        total += tl.where(_key(x, SHIFT)[:, None] > bounds[None, :], measure[:, None], 0.0)
+    sums = tl.sum(total, 0)
+    is_less = sums < limit
+    above = tl.max(tl.where(is_less & (bounds < high), sums, above), 0)
+    return tl.max(tl.where(is_less, low, bounds), 0), tl.min(tl.where(is_less, bounds, high), 0), above
+
+
+@triton.jit
+def _cut(
+    logits, listed, kept, keys, largest, scale, low, high, limit, n,
+    MASS: tl.constexpr, GROUPS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Returns the least key above `low` that has less than `limit` above: ids, or (MASS) weight."""
+    above = tl.zeros([], tl.float32)  # what is above `high`
+    is_linear = True
+    size = _gather(logits, listed, kept, keys, low, high, n, GROUPS, SHIFT)
+    while (size > MAX_KEPT) & (_middle(low, high) > low):
+        low, high, above = _narrow(logits, largest, scale, low, high, above, limit, is_linear, n, MASS, SHIFT)
+        size = _gather(logits, listed, kept, keys, low, high, n, GROUPS, SHIFT)
+        is_linear = is_linear == False  # noqa: E712  (the compiler has no `not` of a tensor)
+    place = tl.arange(0, MAX_KEPT)
+    x = tl.load(kept + place, place < tl.minimum(size, MAX_KEPT), float("-inf"))
+    key = tl.where(place < size, _key(x, SHIFT), LOWEST >> SHIFT)
+    measure = _weight(x, largest, scale) if MASS else tl.full([MAX_KEPT], 1.0, tl.float32)
+    while _middle(low, high) > low:
+        middle = _middle(low, high)
+        is_less = above + tl.sum(tl.where(key > middle, measure, 0.0), 0) < limit
+        high = tl.where(is_less, middle, high)
+        low = tl.where(is_less, low, middle)
+    return high
+
+
+# ── a row's draw ─────────────────────────────────────────────────────────────────────────────────────────────────────
+@triton.jit
+def _uniform(seed, count):
+    """Returns the number that the sampler's `_uniforms` returns: 23 bits of splitmix64."""
+    mixed = seed.to(tl.uint64, bitcast=True) + (count.to(tl.uint64) + 1) * 0x9E3779B97F4A7C15
+    mixed = (mixed ^ (mixed >> 30)) * 0xBF58476D1CE4E5B9
+    mixed = (mixed ^ (mixed >> 27)) * 0x94D049BB133111EB
+    mixed = mixed ^ (mixed >> 31)
+    return (mixed >> 41).to(tl.int64).to(tl.float32) * (1.0 / 8388608.0)
+
+
+@triton.jit
+def _lowest_kept(
+    logits, listed, kept, sums, keys, weights, largest, scale, k, p, least, n,
+    GROUPS: tl.constexpr, SHIFT: tl.constexpr,
+):  # fmt: skip
+    """Returns a key: the ids above are kept, by `top_k` and `top_p`, and (nearly) by `min_p`."""
+    high = tl.max(keys, 0)
+    low = tl.full([], LOWEST >> SHIFT, tl.int32)
+    if least > 0:
+        low = tl.maximum(low, _key(largest + (tl.log2(least) - 0.01) / scale, SHIFT) - 1)
+    cut = low
+    whole = tl.sum(weights.to(tl.float64), 0)
+    if k < n:
+        bound = _bound_of_top_k(keys, k, tl.full([], LOWEST >> SHIFT, tl.int32), high, SHIFT)
+        last = _cut(logits, listed, kept, keys, largest, scale, bound, high, k, n, False, GROUPS, SHIFT)
+        cut = tl.maximum(cut, last - 1)
+        if p < 1:
+            count, above = _weigh(logits, listed, sums, keys, largest, scale, last, 0.0, n, GROUPS, SHIFT)
+            whole = above + (_weight(_value(last, SHIFT), largest, scale) * (k - count)).to(tl.float64)
+    if p < 1:
+        all_weigh = tl.sum(weights, 0)
+        rest = (1.0 - p - SLACK) * all_weigh
+        bound = tl.full([], LOWEST >> SHIFT, tl.int32)
+        if rest > 0:
+            bound = tl.maximum(bound, _key(largest + (tl.log2(rest / n) - 0.01) / scale, SHIFT))
+            parts = _weight(tl.where(keys > bound, _value(keys, SHIFT), float("-inf")), largest, scale)
+            bound = _bound_of_top_p(keys, weights, parts, rest, largest, scale, bound, high, SHIFT)
+        bound = tl.maximum(bound, cut)
+        if bound < high:
+            limit = p * whole.to(tl.float32)
+            last = _cut(logits, listed, kept, keys, largest, scale, bound, high, limit, n, True, GROUPS, SHIFT)
+            cut = tl.maximum(cut, last - 1)
+    return cut
+
+
+@triton.jit
+def _draw(
+    logits, temperature, k, p, least, uniform, scratch, maxima, largest, n,
+    GROUPS: tl.constexpr, SHIFT: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    scale = LOG2E / temperature
+    g, v = tl.arange(0, GROUPS), tl.arange(0, GROUP)
+    sums = scratch + GROUPS
+    weights = tl.load(sums + g, maxima > float("-inf"), 0.0) * _weight(maxima, largest, scale)
+    low = tl.full([], LOWEST >> SHIFT, tl.int32)
+    if CUT:
+        if (k < n) | (p < 1) | (least > 0):
+            keys = _key(maxima, SHIFT)
+            listed, kept = sums + GROUPS, sums + 2 * GROUPS
+            low = _lowest_kept(
+                logits, listed, kept, sums, keys, weights, largest, scale, k, p, least, n, GROUPS, SHIFT
+            )
+            _weigh(logits, listed, sums, keys, largest, scale, low, least, n, GROUPS, SHIFT)
+            weights = tl.load(sums + g, keys > low, 0.0)
+    exact = weights.to(tl.float64)
+    target = uniform * tl.sum(exact, 0).to(tl.float32)
+    group = tl.sum((tl.cumsum(exact, 0).to(tl.float32) <= target).to(tl.int32), 0)
+    group = tl.minimum(group, tl.max(tl.where(weights > 0, g, 0), 0))
+    before = tl.sum(tl.where(g < group, exact, 0.0), 0)
+    x = _read(logits + group * GROUP + v, group * GROUP + v < n)
+    weight = _weight(x, largest, scale)
+    if CUT:
+        weight = tl.where((_key(x, SHIFT) > low) & (weight >= least), weight, 0.0)
+    passed = tl.sum(((before + tl.cumsum(weight.to(tl.float64), 0)).to(tl.float32) <= target).to(tl.int32), 0)
+    first, last = tl.min(tl.where(weight > 0, v, GROUP), 0), tl.max(tl.where(weight > 0, v, 0), 0)
+    return group * GROUP + tl.minimum(tl.maximum(passed, first), last)  # never an id that weighs nothing
+
+
+# ── the two kernels ──────────────────────────────────────────────────────────────────────────────────────────────────
+@triton.jit
+def scan(logits, temperatures, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
+         RANDOM: tl.constexpr):  # fmt: skip
+    """Stores the largest logit of each of S groups, and how much the ids of the group weigh beside that."""
+    row = tl.program_id(1).to(tl.int64)
+    group = tl.program_id(0) * S + tl.arange(0, S)
+    v = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
+    x = _read(logits + row * stride + v, v < n)
+    largest = tl.max(x, 1)
+    scratch += row * WIDTH
+    tl.store(scratch + group, largest, group < GROUPS)
+    if RANDOM:
+        temperature = tl.load(temperatures + row)
+        if temperature >= GREEDY:
+            base = tl.where(largest == float("-inf"), 0.0, largest)
+            weights = tl.sum(_weight(x, base[:, None], LOG2E / temperature), 1)
+            tl.store(scratch + GROUPS + group, weights, group < GROUPS)
+
+
+@triton.jit
+def finish(
+    logits, temperatures, top_ks, top_ps, min_ps, draws, counts, scratch, ids, is_failed, n, stride,
+    GROUPS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, RANDOM: tl.constexpr, CUT: tl.constexpr,
+):  # fmt: skip
+    """Chooses the id of a row. A row of `scratch`: of GROUPS groups the largest logits, the weights and a list of
+    numbers, then MAX_KEPT logits. With `counts`, `draws` are seeds."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    scratch += row * WIDTH
+    g, v = tl.arange(0, GROUPS), tl.arange(0, GROUP)
+    maxima = tl.load(scratch + g, g < (n + GROUP - 1) // GROUP, float("-inf"))
+    largest = tl.max(maxima, 0)
+    fails = tl.abs(largest) == float("inf")
+    is_greedy = True
+    if RANDOM:
+        temperature = tl.load(temperatures + row)
+        is_greedy = temperature < GREEDY
+    if fails:
+        best = tl.zeros([], tl.int32)
+    elif is_greedy:
+        group = tl.min(tl.where(maxima == largest, g, GROUPS), 0)
+        x = _read(logits + group * GROUP + v, group * GROUP + v < n)
+        best = group * GROUP + tl.min(tl.where(x == largest, v, GROUP), 0)
+    else:
+        best = tl.zeros([], tl.int32)
+        if RANDOM:
+            uniform = tl.load(draws + row) if counts is None else _uniform(tl.load(draws + row), tl.load(counts + row))
+            k, p, least = n, 1.0, 0.0
+            if CUT:
+                k, p, least = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+            best = _draw(
+                logits, temperature, k, p, least, uniform, scratch, maxima, largest, n, GROUPS, SHIFT, CUT
+            )
+    tl.store(ids + row, best)
+    tl.store(is_failed + row, fails)
+
+
+# ── their use ────────────────────────────────────────────────────────────────────────────────────────────────────────
+SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
+
+
+class RowParams(NamedTuple):
+    """The sampling parameters of a step's rows, on the device. The host knows whether a row is random, or has a cut."""
+
+    temperatures: torch.Tensor  # float32
+    top_ks: torch.Tensor  # int32
+    top_ps: torch.Tensor  # float32
+    min_ps: torch.Tensor  # float32
+    is_random: bool
+    is_cut: bool
+
+
+class TokenChooser:
+    """Chooses ids by the kernels. One step at a time: the steps share scratch memory."""
+
+    def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
+        self._vocabulary = vocabulary
+        self._groups = triton.next_power_of_2(triton.cdiv(vocabulary, GROUP.value))
+        self._width = 3 * self._groups + MAX_KEPT.value
+        self._scratch = torch.empty((rows, self._width), dtype=torch.float32, device=device)
+
+    def choose(
+        self,
+        logits: torch.Tensor,
+        params: RowParams,
+        draws: torch.Tensor | None = None,
+        counts: torch.Tensor | None = None,
+        out: tuple[torch.Tensor, torch.Tensor] | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Returns an id for each row (int32), and whether the row has failed (bool).
+
+        `draws` is one number of [0, 1) for each row. With `counts`, `draws` has the rows' seeds (int64).
+        """
+        rows = logits.shape[0]
+        if out is None:
+            ids = torch.empty(rows, dtype=torch.int32, device=logits.device)
+            is_failed = torch.empty(rows, dtype=torch.bool, device=logits.device)
+        else:
+            ids, is_failed = out
+        sizes = {"GROUPS": self._groups, "WIDTH": self._width, "RANDOM": params.is_random}
+        n, stride = self._vocabulary, logits.stride(0)
+        groups_of_program, warps = (8, 4) if rows <= 8 else (64, 8)
+        grid = triton.cdiv(triton.cdiv(n, GROUP.value), groups_of_program), rows
+        launcher.launch(
+            scan, grid, logits, params.temperatures, self._scratch, n, stride, S=groups_of_program, num_warps=warps, **sizes
+        )
+        launcher.launch(
+            finish, (rows,), logits, *params[:4], draws, counts, self._scratch, ids, is_failed, n, stride,
+            SHIFT=SHIFTS[logits.dtype], CUT=params.is_cut, num_warps=16 if params.is_cut else 8, **sizes,
+        )  # fmt: skip
+        return ids, is_failed
