@@ -7,8 +7,9 @@ preemption changes it. `stop_conditions` decides which samples have ended, and t
 from __future__ import annotations
 
 import hashlib
+import importlib.util
 from collections.abc import Collection
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +19,13 @@ from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
 from penstock.engine.worker.input_batch import moved
 
+if TYPE_CHECKING:
+    from penstock.engine.worker.cuda.sampling import RowParams, TokenChooser
+
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
 Pairs = tuple[torch.Tensor, torch.Tensor]  # rows of the batch, and ids
+Chosen = tuple[torch.Tensor, torch.Tensor]  # an id for each row (int32), and whether its logits are not finite
 
 
 class TopLogprobs(NamedTuple):
@@ -31,6 +36,15 @@ class TopLogprobs(NamedTuple):
     ranks: torch.Tensor
     rows: Index
     counts: Ints
+
+
+def build_chooser(slots: int, vocabulary: int, device: torch.device) -> TokenChooser | None:
+    """Returns the kernels of a CUDA device. None: operations of torch choose."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return None
+    from penstock.engine.worker.cuda.sampling import TokenChooser
+
+    return TokenChooser(slots, vocabulary, device)
 
 
 class SampledTokens:
@@ -82,6 +96,7 @@ class Sampler:
         self._vocabulary = vocabulary
         self._eos_ids = tuple(eos_ids)
         self._device = torch.device(device)
+        self._chooser = build_chooser(slots, vocabulary, self._device)
         self._temperatures = np.zeros(slots, np.float32)
         self._top_ps = np.ones(slots, np.float32)
         self._top_ks = np.full(slots, vocabulary, np.int64)
@@ -178,32 +193,48 @@ class Sampler:
         batch = self._batch
         if batch is None or batch.slots is not slots:
             batch = self._batch = _Batch(self, slots)
-        raw = logits
-        maxima, ids = logits.max(dim=-1)
-        is_failed = ~torch.isfinite(maxima)
+        raw, is_failed_before = logits, None
         generated = self._generated[slots]
         is_early = generated < self._least[slots] if batch.has_least else None
         if batch.has_penalties or batch.has_ids or (is_early is not None and is_early.any()):
-            logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
-            if batch.has_penalties:
-                batch.penalize(logits, self._counts, self._is_in_prompt)
-            if batch.has_ids:
-                batch.restrict(logits)
-            if is_early is not None and is_early.any():
-                rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
-                logits[rows, ends] = -torch.inf
-            maxima, ids = logits.max(dim=-1)
-            is_failed |= ~torch.isfinite(maxima)
-        if batch.random.size:
-            rows = batch.random_rows
-            draws = moved(_uniforms(self._seeds[slots[batch.random]], generated[batch.random]), self._device)
-            ids[rows] = batch.draw(logits[rows].float(), maxima[rows].float(), draws)
-        ids = ids.masked_fill(is_failed, 0).to(torch.int32)
+            is_failed_before = ~torch.isfinite(logits.max(dim=-1).values)
+            logits = self._adjusted(batch, logits, is_early)
+        draws = moved(_uniforms(self._seeds[slots], generated), self._device) if batch.is_random else None
+        ids, is_failed = batch.choose(logits, draws)
+        if is_failed_before is not None:
+            is_failed |= is_failed_before
+            ids = ids.masked_fill(is_failed, 0)
         self._generated[slots] = generated + 1
         if batch.has_penalties:
             unit = torch.ones((), dtype=torch.int32, device=self._device)
             self._counts.index_put_((batch.places, ids[batch.penalized].long()), unit, accumulate=True)
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
+
+    def _adjusted(
+        self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None
+    ) -> torch.Tensor:
+        """Returns float32 logits with penalties, biases, allowed ids and, before `min_tokens`, without ends."""
+        logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
+        if batch.has_penalties:
+            batch.penalize(logits, self._counts, self._is_in_prompt)
+        if batch.has_ids:
+            batch.restrict(logits)
+        if is_early is not None and is_early.any():
+            slots = batch.slots
+            rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
+            logits[rows, ends] = -torch.inf
+        return logits
+
+    def _row_params(self, slots: Index) -> RowParams:
+        from penstock.engine.worker.cuda.sampling import RowParams
+
+        temperatures, top_ks, top_ps, min_ps = (
+            column[slots] for column in (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
+        )
+        is_random = temperatures >= GREEDY
+        is_cut = is_random & ((top_ks < self._vocabulary) | (top_ps < 1) | (min_ps > 0))
+        values = np.stack([temperatures, top_ks.astype(np.float32), top_ps, min_ps])
+        return RowParams(moved(values, self._device), bool(is_random.any()), bool(is_cut.any()))
 
     def _pairs(self, slots: Index, ids: list[Ints], is_selected: npt.NDArray[np.bool_]) -> Pairs:
         """Returns the indices (rows, ids) into the logits for the ids of the selected rows."""
@@ -229,18 +260,10 @@ class _Batch:
         self.asking = np.flatnonzero(s._logprobs[slots])
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
-        # ── rows that draw at random, and from which ids ──
-        self.random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
-        self.random_rows = sampler._ids(self.random)
-        random_slots = slots[self.random]
-        self.temperatures = column(s._temperatures, self.random)
-        self.min_ps = column(s._min_ps, self.random)
-        self.has_min_p = bool((s._min_ps[random_slots] > 0).any())
-        is_cut = (s._top_ks[random_slots] < s._vocabulary) | (s._top_ps[random_slots] < 1)
-        cut = self.random[is_cut]
-        self.cut = sampler._ids(np.flatnonzero(is_cut))  # in `random`
-        self.top_ks, self.top_ps = column(s._top_ks, cut), column(s._top_ps, cut)
-        self.most_k = int(s._top_ks[slots[cut]].max(initial=0))
+        self.is_random = bool((s._temperatures[slots] >= GREEDY).any())
+        self._chooser = s._chooser
+        self._params = None if s._chooser is None else s._row_params(slots)
+        self._rows = _RandomRows(s, slots) if s._chooser is None else None
         # ── penalties ──
         penalized = np.flatnonzero(s._is_penalized[slots])
         self.has_penalties = bool(penalized.size)
@@ -276,32 +299,11 @@ class _Batch:
         logits[self.limited] = -torch.inf
         logits[self.allowed] = allowed_logits
 
-    def draw(self, logits: torch.Tensor, maxima: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
-        """Returns an id for each row, drawn from the likeliest `top_k`, of these from as many as make up `top_p`, of
-        these from ids at least `min_p` times as likely as the likeliest, and from ids as likely as the last of them."""
-        weights = torch.exp((logits - maxima[:, None]) / self.temperatures)  # 1 for the likeliest
-        if self.most_k:
-            cut = weights[self.cut]
-            weights[self.cut] = cut.masked_fill(cut < self._least_weights(cut), 0)
-        if self.has_min_p:
-            weights = weights.masked_fill(weights < self.min_ps, 0)
-        # In the order of the ids, however the candidates were found: a draw means the same in any batch.
-        sums = weights.cumsum(-1)
-        chosen = torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True)
-        return chosen[:, 0].clamp_(max=sums.shape[1] - 1)  # a failed row's sum is no number
-
-    def _least_weights(self, weights: torch.Tensor) -> torch.Tensor:
-        """Returns, for each row with `top_k` or `top_p`, the weight of the last id that is kept."""
-        if self.most_k < weights.shape[1] // 4:
-            best = torch.topk(weights, self.most_k).values
-        else:
-            best = torch.sort(weights, dim=-1, descending=True).values
-        ranks = torch.arange(best.shape[1], device=weights.device)
-        best = best.masked_fill(ranks >= self.top_ks, 0)
-        sums = best.cumsum(-1)
-        is_left = (ranks < self.top_ks) & (sums - best < self.top_ps * sums[:, -1:])
-        last = is_left.sum(-1, keepdim=True).clamp_(min=1) - 1
-        return best.gather(1, last)
+    def choose(self, logits: torch.Tensor, draws: torch.Tensor | None) -> Chosen:
+        if self._rows is not None:
+            return self._rows.choose(logits, draws)
+        assert self._chooser is not None and self._params is not None
+        return self._chooser.choose(logits, self._params, draws)
 
     def likely(self, logits: torch.Tensor, ids: torch.Tensor) -> TopLogprobs:
         logprobs = torch.log_softmax(logits[self.asking_rows].float(), dim=-1)
@@ -311,6 +313,61 @@ class _Batch:
         best, best_ids = torch.topk(logprobs, int(self.due.max()) - 1, dim=-1)
         together = torch.cat([sampled, best_ids], 1).to(torch.int32)
         return TopLogprobs(together, torch.cat([values, best], 1), ranks.to(torch.int32), self.asking, self.due)
+
+
+class _RandomRows:
+    """Chooses ids by operations of torch, with tensors of the rows that draw at random."""
+
+    def __init__(self, s: Sampler, slots: Index) -> None:
+        def column(of: npt.NDArray[np.generic], rows: Index) -> torch.Tensor:
+            return moved(of[slots[rows]], s._device)[:, None]
+
+        random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
+        self._rows = s._ids(random)
+        random_slots = slots[random]
+        self._temperatures = column(s._temperatures, random)
+        self._min_ps = column(s._min_ps, random)
+        self._has_min_p = bool((s._min_ps[random_slots] > 0).any())
+        is_cut = (s._top_ks[random_slots] < s._vocabulary) | (s._top_ps[random_slots] < 1)
+        cut = random[is_cut]
+        self._cut = s._ids(np.flatnonzero(is_cut))  # in `random`
+        self._top_ks, self._top_ps = column(s._top_ks, cut), column(s._top_ps, cut)
+        self._max_k = int(s._top_ks[slots[cut]].max(initial=0))
+
+    def choose(self, logits: torch.Tensor, draws: torch.Tensor | None) -> Chosen:
+        maxima, ids = logits.max(dim=-1)
+        is_failed = ~torch.isfinite(maxima)
+        if draws is not None:
+            rows = self._rows
+            ids[rows] = self._draw(logits[rows].float(), maxima[rows].float(), draws[rows])
+        return ids.masked_fill(is_failed, 0).to(torch.int32), is_failed
+
+    def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:
+        """Returns an id for each row, drawn from the likeliest `top_k`, of these from as many as make up `top_p`, of
+        these from ids at least `min_p` times as likely as the likeliest, and from ids as likely as the last of them."""
+        weights = torch.exp((logits - maxima[:, None]) / self._temperatures)  # 1 for the likeliest
+        if self._max_k:
+            cut = weights[self._cut]
+            weights[self._cut] = cut.masked_fill(cut < self._least_weights(cut), 0)
+        if self._has_min_p:
+            weights = weights.masked_fill(weights < self._min_ps, 0)
+        # In the order of the ids, however the candidates were found: a draw means the same in any batch.
+        sums = weights.cumsum(-1)
+        chosen = torch.searchsorted(sums, draws[:, None] * sums[:, -1:], right=True)
+        return chosen[:, 0].clamp_(max=sums.shape[1] - 1)  # a failed row's sum is no number
+
+    def _least_weights(self, weights: torch.Tensor) -> torch.Tensor:
+        """Returns, for each row with `top_k` or `top_p`, the weight of the last id that is kept."""
+        if self._max_k < weights.shape[1] // 4:
+            best = torch.topk(weights, self._max_k).values
+        else:
+            best = torch.sort(weights, dim=-1, descending=True).values
+        ranks = torch.arange(best.shape[1], device=weights.device)
+        best = best.masked_fill(ranks >= self._top_ks, 0)
+        sums = best.cumsum(-1)
+        is_left = (ranks < self._top_ks) & (sums - best < self._top_ps * sums[:, -1:])
+        last = is_left.sum(-1, keepdim=True).clamp_(min=1) - 1
+        return best.gather(1, last)
 
 
 # ── randomness ───────────────────────────────────────────────────────────────────────────────────────────────────────

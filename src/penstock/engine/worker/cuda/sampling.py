@@ -20,7 +20,7 @@ GROUP: tl.constexpr = tl.constexpr(128)  # ids
 LISTED: tl.constexpr = tl.constexpr(32)  # groups that a program reads at a time
 MAX_KEPT: tl.constexpr = tl.constexpr(8192)  # logits that a program holds in registers to search a cut
 BOUNDS: tl.constexpr = tl.constexpr(8)  # that a pass over a row tries at a time
-PASS: tl.constexpr = tl.constexpr(2048)  # ids of a step of such a pass
+PASS: tl.constexpr = tl.constexpr(1024)  # ids of a step of such a pass
 GREEDY: tl.constexpr = tl.constexpr(1e-5)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # the key of -inf
@@ -267,7 +267,7 @@ def _draw(
 
 # ── the two kernels ──────────────────────────────────────────────────────────────────────────────────────────────────
 @triton.jit
-def scan(logits, temperatures, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
+def scan(logits, params, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
          RANDOM: tl.constexpr):  # fmt: skip
     """Stores the largest logit of each of S groups, and how much the ids of the group weigh beside that."""
     row = tl.program_id(1).to(tl.int64)
@@ -278,7 +278,7 @@ def scan(logits, temperatures, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: 
     scratch += row * WIDTH
     tl.store(scratch + group, largest, group < GROUPS)
     if RANDOM:
-        temperature = tl.load(temperatures + row)
+        temperature = tl.load(params + row)
         if temperature >= GREEDY:
             base = tl.where(largest == float("-inf"), 0.0, largest)
             weights = tl.sum(_weight(x, base[:, None], LOG2E / temperature), 1)
@@ -287,7 +287,7 @@ def scan(logits, temperatures, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: 
 
 @triton.jit
 def finish(
-    logits, temperatures, top_ks, top_ps, min_ps, draws, counts, scratch, ids, is_failed, n, stride,
+    logits, params, draws, counts, scratch, ids, is_failed, n, stride, params_stride,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, RANDOM: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Chooses the id of a row. A row of `scratch`: of GROUPS groups the largest logits, the weights and a list of
@@ -301,7 +301,7 @@ def finish(
     fails = tl.abs(largest) == float("inf")
     is_greedy = True
     if RANDOM:
-        temperature = tl.load(temperatures + row)
+        temperature = tl.load(params + row)
         is_greedy = temperature < GREEDY
     if fails:
         best = tl.zeros([], tl.int32)
@@ -315,7 +315,9 @@ def finish(
             uniform = tl.load(draws + row) if counts is None else _uniform(tl.load(draws + row), tl.load(counts + row))
             k, p, least = n, 1.0, 0.0
             if CUT:
-                k, p, least = tl.load(top_ks + row), tl.load(top_ps + row), tl.load(min_ps + row)
+                param = params + row + params_stride
+                k = tl.load(param).to(tl.int32)
+                p, least = tl.load(param + params_stride), tl.load(param + 2 * params_stride)
             best = _draw(
                 logits, temperature, k, p, least, uniform, scratch, maxima, largest, n, GROUPS, SHIFT, CUT
             )
@@ -328,14 +330,12 @@ SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
 class RowParams(NamedTuple):
-    """The sampling parameters of a step's rows, on the device. The host knows whether a row is random, or has a cut."""
+    """The sampling parameters of a step's rows. `values` (float32, on the device) has a row for each parameter: the
+    temperatures, `top_k` (the size of the vocabulary: all ids), `top_p` and `min_p`."""
 
-    temperatures: torch.Tensor  # float32
-    top_ks: torch.Tensor  # int32
-    top_ps: torch.Tensor  # float32
-    min_ps: torch.Tensor  # float32
-    is_random: bool
-    is_cut: bool
+    values: torch.Tensor
+    is_random: bool  # at least one row
+    is_cut: bool  # by `top_k`, `top_p` or `min_p`, at least one random row
 
 
 class TokenChooser:
@@ -370,10 +370,10 @@ class TokenChooser:
         groups_of_program, warps = (8, 4) if rows <= 8 else (64, 8)
         grid = triton.cdiv(triton.cdiv(n, GROUP.value), groups_of_program), rows
         launcher.launch(
-            scan, grid, logits, params.temperatures, self._scratch, n, stride, S=groups_of_program, num_warps=warps, **sizes
+            scan, grid, logits, params.values, self._scratch, n, stride, S=groups_of_program, num_warps=warps, **sizes
         )
         launcher.launch(
-            finish, (rows,), logits, *params[:4], draws, counts, self._scratch, ids, is_failed, n, stride,
-            SHIFT=SHIFTS[logits.dtype], CUT=params.is_cut, num_warps=16 if params.is_cut else 8, **sizes,
+            finish, (rows,), logits, params.values, draws, counts, self._scratch, ids, is_failed, n, stride,
+            params.values.stride(0), SHIFT=SHIFTS[logits.dtype], CUT=params.is_cut, num_warps=16 if params.is_cut else 8, **sizes,
         )  # fmt: skip
         return ids, is_failed
