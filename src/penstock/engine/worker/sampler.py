@@ -210,9 +210,7 @@ class Sampler:
             self._counts.index_put_((batch.places, ids[batch.penalized].long()), unit, accumulate=True)
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
 
-    def _adjusted(
-        self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None
-    ) -> torch.Tensor:
+    def _adjusted(self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None) -> torch.Tensor:
         """Returns float32 logits with penalties, biases, allowed ids and, before `min_tokens`, without ends."""
         logits = logits.float() if logits.dtype != torch.float32 else logits.clone()
         if batch.has_penalties:

@@ -2,8 +2,8 @@
 
 `scan` reads the logits once and leaves, for each group of GROUP ids, the largest logit and the sum of the weights.
 `finish` has one program a row and reads only the groups that can hold the answer. The weight of an id is
-`exp((logit - largest) / temperature)`. A cut is the least logit that `top_k` and `top_p` keep. The kernels search it in
-the order-preserving integers of the logits (`_key`), between a bound that follows from the groups and the largest logit.
+`exp((logit - largest) / temperature)`. A cut is the least logit that `top_k` and `top_p` keep. The kernels search
+the cut in the order-preserving integers of the logits (`_key`), from a bound that follows from the groups.
 """
 
 from __future__ import annotations
@@ -123,17 +123,17 @@ def _weigh(logits, listed, sums, keys, largest, scale, low, least, n, GROUPS: tl
 
 
 @triton.jit
-def _gather(logits, listed, kept, keys, low, high, n, GROUPS: tl.constexpr, SHIFT: tl.constexpr):
+def _gather(logits, listed, candidates, keys, low, high, n, GROUPS: tl.constexpr, SHIFT: tl.constexpr):
     """Stores the logits above `low`, up to `high`. Returns how many there are; more than MAX_KEPT: at least so many."""
     listed_groups = _list(listed, keys, low, GROUPS)
     size, at = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     while (at < listed_groups) & (size <= MAX_KEPT):
-        group, x = _listed_logits(logits, listed, at, listed_groups, n)
+        _, x = _listed_logits(logits, listed, at, listed_groups, n)
         x = tl.reshape(x, [LISTED * GROUP])
         key = _key(x, SHIFT)
         is_kept = ((key > low) & (key <= high)).to(tl.int32)
         place = size + tl.cumsum(is_kept, 0) - 1
-        tl.store(kept + place, x, (is_kept != 0) & (place < MAX_KEPT))
+        tl.store(candidates + place, x, (is_kept != 0) & (place < MAX_KEPT))
         size += tl.sum(is_kept, 0)
         at += LISTED
     tl.debug_barrier()
@@ -142,7 +142,7 @@ def _gather(logits, listed, kept, keys, low, high, n, GROUPS: tl.constexpr, SHIF
 
 @triton.jit
 def _narrow(logits, largest, scale, low, high, above, limit, is_linear, n, MASS: tl.constexpr, SHIFT: tl.constexpr):
-    """Tries BOUNDS keys between `low` and `high` in one pass over the row. Returns the closer `low`, `high`, `above`."""
+    """Tries BOUNDS keys between `low` and `high` in a pass over the row. Returns closer `low`, `high` and `above`."""
     step = tl.arange(0, BOUNDS) + 1
     first, last = tl.maximum(_value(low, SHIFT), -3e38), _value(high, SHIFT)
     linear = _key(first + (last - first) * (step.to(tl.float32) / (BOUNDS + 1)), SHIFT)
@@ -163,19 +163,19 @@ def _narrow(logits, largest, scale, low, high, above, limit, is_linear, n, MASS:
 
 @triton.jit
 def _cut(
-    logits, listed, kept, keys, largest, scale, low, high, limit, n,
+    logits, listed, candidates, keys, largest, scale, low, high, limit, n,
     MASS: tl.constexpr, GROUPS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Returns the least key above `low` that has less than `limit` above: ids, or (MASS) weight."""
     above = tl.zeros([], tl.float32)  # what is above `high`
     is_linear = True
-    size = _gather(logits, listed, kept, keys, low, high, n, GROUPS, SHIFT)
+    size = _gather(logits, listed, candidates, keys, low, high, n, GROUPS, SHIFT)
     while (size > MAX_KEPT) & (_middle(low, high) > low):
         low, high, above = _narrow(logits, largest, scale, low, high, above, limit, is_linear, n, MASS, SHIFT)
-        size = _gather(logits, listed, kept, keys, low, high, n, GROUPS, SHIFT)
+        size = _gather(logits, listed, candidates, keys, low, high, n, GROUPS, SHIFT)
         is_linear = is_linear == False  # noqa: E712  (the compiler has no `not` of a tensor)
     place = tl.arange(0, MAX_KEPT)
-    x = tl.load(kept + place, place < tl.minimum(size, MAX_KEPT), float("-inf"))
+    x = tl.load(candidates + place, place < tl.minimum(size, MAX_KEPT), float("-inf"))
     key = tl.where(place < size, _key(x, SHIFT), LOWEST >> SHIFT)
     measure = _weight(x, largest, scale) if MASS else tl.full([MAX_KEPT], 1.0, tl.float32)
     while _middle(low, high) > low:
@@ -199,10 +199,10 @@ def _uniform(seed, count):
 
 @triton.jit
 def _lowest_kept(
-    logits, listed, kept, sums, keys, weights, largest, scale, k, p, least, n,
+    logits, listed, candidates, sums, keys, weights, largest, scale, k, p, least, n,
     GROUPS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
-    """Returns a key: the ids above are kept, by `top_k` and `top_p`, and (nearly) by `min_p`."""
+    """Returns a key: the ids above are candidates, by `top_k` and `top_p`, and (nearly) by `min_p`."""
     high = tl.max(keys, 0)
     low = tl.full([], LOWEST >> SHIFT, tl.int32)
     if least > 0:
@@ -211,7 +211,7 @@ def _lowest_kept(
     whole = tl.sum(weights.to(tl.float64), 0)
     if k < n:
         bound = _bound_of_top_k(keys, k, tl.full([], LOWEST >> SHIFT, tl.int32), high, SHIFT)
-        last = _cut(logits, listed, kept, keys, largest, scale, bound, high, k, n, False, GROUPS, SHIFT)
+        last = _cut(logits, listed, candidates, keys, largest, scale, bound, high, k, n, False, GROUPS, SHIFT)
         cut = tl.maximum(cut, last - 1)
         if p < 1:
             count, above = _weigh(logits, listed, sums, keys, largest, scale, last, 0.0, n, GROUPS, SHIFT)
@@ -227,7 +227,7 @@ def _lowest_kept(
         bound = tl.maximum(bound, cut)
         if bound < high:
             limit = p * whole.to(tl.float32)
-            last = _cut(logits, listed, kept, keys, largest, scale, bound, high, limit, n, True, GROUPS, SHIFT)
+            last = _cut(logits, listed, candidates, keys, largest, scale, bound, high, limit, n, True, GROUPS, SHIFT)
             cut = tl.maximum(cut, last - 1)
     return cut
 
@@ -245,9 +245,9 @@ def _draw(
     if CUT:
         if (k < n) | (p < 1) | (least > 0):
             keys = _key(maxima, SHIFT)
-            listed, kept = sums + GROUPS, sums + 2 * GROUPS
+            listed, candidates = sums + GROUPS, sums + 2 * GROUPS
             low = _lowest_kept(
-                logits, listed, kept, sums, keys, weights, largest, scale, k, p, least, n, GROUPS, SHIFT
+                logits, listed, candidates, sums, keys, weights, largest, scale, k, p, least, n, GROUPS, SHIFT
             )
             _weigh(logits, listed, sums, keys, largest, scale, low, least, n, GROUPS, SHIFT)
             weights = tl.load(sums + g, keys > low, 0.0)
@@ -318,9 +318,7 @@ def finish(
                 param = params + row + params_stride
                 k = tl.load(param).to(tl.int32)
                 p, least = tl.load(param + params_stride), tl.load(param + 2 * params_stride)
-            best = _draw(
-                logits, temperature, k, p, least, uniform, scratch, maxima, largest, n, GROUPS, SHIFT, CUT
-            )
+            best = _draw(logits, temperature, k, p, least, uniform, scratch, maxima, largest, n, GROUPS, SHIFT, CUT)
     tl.store(ids + row, best)
     tl.store(is_failed + row, fails)
 
@@ -374,6 +372,7 @@ class TokenChooser:
         )
         launcher.launch(
             finish, (rows,), logits, params.values, draws, counts, self._scratch, ids, is_failed, n, stride,
-            params.values.stride(0), SHIFT=SHIFTS[logits.dtype], CUT=params.is_cut, num_warps=16 if params.is_cut else 8, **sizes,
+            params.values.stride(0), SHIFT=SHIFTS[logits.dtype], CUT=params.is_cut,
+            num_warps=16 if params.is_cut else 8, **sizes,
         )  # fmt: skip
         return ids, is_failed
