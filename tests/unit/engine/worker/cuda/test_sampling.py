@@ -159,9 +159,11 @@ def test_adjusted_logits_are_sampled_as_on_the_cpu(monkeypatch: pytest.MonkeyPat
         logits[3, 7] = 50.0
         expected, result = pair.sample(logits)
         assert torch.equal(result.ids, expected.ids)
-        ours, theirs = result.logprobs(), expected.logprobs()
-        assert ours is not None and theirs is not None
-        assert np.array_equal(ours.ids, theirs.ids) and np.array_equal(ours.ranks, theirs.ranks)
+        result_logprobs, expected_logprobs = result.logprobs(), expected.logprobs()
+        assert result_logprobs is not None and expected_logprobs is not None
+        assert np.array_equal(result_logprobs.ids, expected_logprobs.ids) and np.array_equal(
+            result_logprobs.ranks, expected_logprobs.ranks
+        )
     logits[0, 3] = torch.nan
     assert pair.assert_equal(logits)[0] == 0
 
