@@ -267,7 +267,7 @@ def _draw(
 
 # ── the two kernels ──────────────────────────────────────────────────────────────────────────────────────────────────
 @triton.jit
-def scan(logits, params, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
+def scan(logits, row_params, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: tl.constexpr, S: tl.constexpr,
          RANDOM: tl.constexpr):  # fmt: skip
     """Stores the largest logit of each of S groups, and how much the ids of the group weigh beside that."""
     row = tl.program_id(1).to(tl.int64)
@@ -278,16 +278,16 @@ def scan(logits, params, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: tl.con
     scratch += row * WIDTH
     tl.store(scratch + group, largest, group < GROUPS)
     if RANDOM:
-        temperature = tl.load(params + row)
+        temperature = tl.load(row_params + row)
         if temperature >= GREEDY:
             base = tl.where(largest == float("-inf"), 0.0, largest)
             weights = tl.sum(_weight(x, base[:, None], LOG2E / temperature), 1)
             tl.store(scratch + GROUPS + group, weights, group < GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["params_stride"])  # the number of rows
 def finish(
-    logits, params, draws, counts, scratch, ids, is_failed, n, stride, params_stride,
+    logits, row_params, draws, counts, scratch, ids, is_failed, n, stride, params_stride,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, RANDOM: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Chooses the id of a row. A row of `scratch`: of GROUPS groups the largest logits, the weights and a list of
@@ -301,7 +301,7 @@ def finish(
     fails = tl.abs(largest) == float("inf")
     is_greedy = True
     if RANDOM:
-        temperature = tl.load(params + row)
+        temperature = tl.load(row_params + row)
         is_greedy = temperature < GREEDY
     if fails:
         best = tl.zeros([], tl.int32)
@@ -315,7 +315,7 @@ def finish(
             uniform = tl.load(draws + row) if counts is None else _uniform(tl.load(draws + row), tl.load(counts + row))
             k, p, least = n, 1.0, 0.0
             if CUT:
-                param = params + row + params_stride
+                param = row_params + row + params_stride
                 k = tl.load(param).to(tl.int32)
                 p, least = tl.load(param + params_stride), tl.load(param + 2 * params_stride)
             best = _draw(logits, temperature, k, p, least, uniform, scratch, maxima, largest, n, GROUPS, SHIFT, CUT)
