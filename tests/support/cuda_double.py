@@ -14,7 +14,8 @@ The double computes at once. What a device does later, it does late where the ho
   POISON then, as graphs share one pool of memory.
 
 A report counts launches, copies and allocations, and names the line of each operation that makes the host wait for the
-device or copies memory that is not pinned. Kernels of our own need a launcher that passes `OnDevice.numbers`.
+device or copies memory that is not pinned. With TRITON_INTERPRET=1, Triton's interpreter runs kernels of our own;
+without, operations of torch are computed in their stead.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
+import os
 import shutil
 import subprocess
 import sys
@@ -36,6 +38,9 @@ from typing import Any, ClassVar, NamedTuple
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
+
+from penstock.engine.worker import sampler
+from penstock.engine.worker.cuda import launcher
 
 CUDA = torch.device("cuda", 0)
 POISON = 0x5B  # each byte of memory that holds no result yet, or no longer
@@ -168,6 +173,9 @@ class CudaDouble(TorchDispatchMode):
         """Until `undo` is closed."""
         replace(undo, torch, _torch_of(self))
         replace(undo, torch.cuda, _torch_cuda_of(self))
+        replace(undo, launcher, {"launch": self.launch_kernel})
+        if os.environ.get("TRITON_INTERPRET") != "1":
+            replace(undo, sampler, {"build_chooser": lambda *_: None})
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Report]:
@@ -308,6 +316,17 @@ class CudaDouble(TorchDispatchMode):
     def compute(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Returns the result of an operation on the numbers of tensors."""
         return func(*args, **kwargs)
+
+    def launch_kernel(self, kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        def run(*args: Any, **options: Any) -> None:
+            with torch.utils._python_dispatch._disable_current_modes():
+                kernel[grid](*args, **options)
+
+        args, options = _numbers_of(args), _numbers_of(options)
+        run(*args, **options)
+        self.report.launches[line_of_call()] += 1
+        if self.tape is not None:
+            self.tape.append(_Operation(run, args, options, None))
 
     # ── copies ──
     def _pageable(self, what: str) -> None:

@@ -30,8 +30,8 @@ def require_compiler() -> None:
 
 
 @contextmanager
-def exact_bfloat16() -> Iterator[None]:
-    """Until the block ends, bfloat16 is rounded and multiplied as a device does."""
+def device_arithmetic() -> Iterator[None]:
+    """Until the block ends, bfloat16 is rounded and multiplied as on a device, and infinities are no warnings."""
     import triton.language as tl
     from triton.runtime import interpreter
 
@@ -48,6 +48,7 @@ def exact_bfloat16() -> Iterator[None]:
         return dot(builder, *wide, *options)
 
     with (
+        np.errstate(all="ignore"),
         mock.patch.object(interpreter, "_convert_float", converted),
         mock.patch.object(interpreter.InterpreterBuilder, "create_dot", multiplied),
     ):

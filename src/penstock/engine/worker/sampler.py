@@ -199,7 +199,9 @@ class Sampler:
         if batch.has_penalties or batch.has_ids or (is_early is not None and is_early.any()):
             is_failed_before = ~torch.isfinite(logits.max(dim=-1).values)
             logits = self._adjusted(batch, logits, is_early)
-        draws = moved(_uniforms(self._seeds[slots], generated), self._device) if batch.is_random else None
+        draws = None
+        if batch.drawing.size:
+            draws = moved(_uniforms(self._seeds[slots[batch.drawing]], generated[batch.drawing]), self._device)
         ids, is_failed = batch.choose(logits, draws)
         if is_failed_before is not None:
             is_failed |= is_failed_before
@@ -258,10 +260,14 @@ class _Batch:
         self.asking = np.flatnonzero(s._logprobs[slots])
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
-        self.is_random = bool((s._temperatures[slots] >= GREEDY).any())
-        self._chooser = s._chooser
-        self._params = None if s._chooser is None else s._row_params(slots)
-        self._rows = _RandomRows(s, slots) if s._chooser is None else None
+        random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
+        self._chooser, self._params, self._random_rows = s._chooser, None, None
+        if s._chooser is None:
+            self.drawing = random  # rows that need a draw
+            self._random_rows = _RandomRows(s, slots, random)
+        else:
+            self.drawing = np.arange(slots.size if random.size else 0)  # the kernels number draws as rows
+            self._params = s._row_params(slots)
         # ── penalties ──
         penalized = np.flatnonzero(s._is_penalized[slots])
         self.has_penalties = bool(penalized.size)
@@ -298,8 +304,8 @@ class _Batch:
         logits[self.allowed] = allowed_logits
 
     def choose(self, logits: torch.Tensor, draws: torch.Tensor | None) -> Chosen:
-        if self._rows is not None:
-            return self._rows.choose(logits, draws)
+        if self._random_rows is not None:
+            return self._random_rows.choose(logits, draws)
         assert self._chooser is not None and self._params is not None
         return self._chooser.choose(logits, self._params, draws)
 
@@ -316,11 +322,10 @@ class _Batch:
 class _RandomRows:
     """Chooses ids by operations of torch, with tensors of the rows that draw at random."""
 
-    def __init__(self, s: Sampler, slots: Index) -> None:
+    def __init__(self, s: Sampler, slots: Index, random: Index) -> None:
         def column(of: npt.NDArray[np.generic], rows: Index) -> torch.Tensor:
             return moved(of[slots[rows]], s._device)[:, None]
 
-        random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
         self._rows = s._ids(random)
         random_slots = slots[random]
         self._temperatures = column(s._temperatures, random)
@@ -337,7 +342,7 @@ class _RandomRows:
         is_failed = ~torch.isfinite(maxima)
         if draws is not None:
             rows = self._rows
-            ids[rows] = self._draw(logits[rows].float(), maxima[rows].float(), draws[rows])
+            ids[rows] = self._draw(logits[rows].float(), maxima[rows].float(), draws)
         return ids.masked_fill(is_failed, 0).to(torch.int32), is_failed
 
     def _draw(self, logits: torch.Tensor, maxima: torch.Tensor, draws: torch.Tensor) -> torch.Tensor:

@@ -17,7 +17,7 @@ import triton.language as tl
 from penstock.engine.worker.cuda import launcher
 
 GROUP: tl.constexpr = tl.constexpr(128)  # ids
-LISTED: tl.constexpr = tl.constexpr(32)  # groups that a program reads at a time
+LISTED: tl.constexpr = tl.constexpr(16)  # groups that a program reads at a time
 MAX_KEPT: tl.constexpr = tl.constexpr(8192)  # logits that a program holds in registers to search a cut
 BOUNDS: tl.constexpr = tl.constexpr(8)  # that a pass over a row tries at a time
 PASS: tl.constexpr = tl.constexpr(1024)  # ids of a step of such a pass
@@ -285,7 +285,7 @@ def scan(logits, row_params, scratch, n, stride, GROUPS: tl.constexpr, WIDTH: tl
             tl.store(scratch + GROUPS + group, weights, group < GROUPS)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["params_stride"])  # the number of rows
 def finish(
     logits, row_params, draws, counts, scratch, ids, is_failed, n, stride, params_stride,
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, RANDOM: tl.constexpr, CUT: tl.constexpr,
