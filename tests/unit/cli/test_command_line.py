@@ -161,7 +161,8 @@ def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monke
 VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
     "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype --enable-prefix-caching "
-    "--enable-prompt-embeds --enforce-eager --generation-config --headless --host --limit-mm-per-prompt --master-addr "
+    "--enable-prompt-embeds --enforce-eager --generation-config --gpu-memory-utilization --headless --host "
+    "--limit-mm-per-prompt --master-addr "
     "--master-port --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
     "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
     "--port --served-model-name --shutdown-timeout --stream-interval --tensor-parallel-size"
