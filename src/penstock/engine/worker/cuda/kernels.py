@@ -110,6 +110,71 @@ def load_blocks(table, at, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
     return blocks.to(tl.int64)
 
 
+@triton.jit
+def attend_tiles(
+    begin, end, limit, query0, query1, maximum, total, sum0, sum1, keys, values, own_table, kv_head, position, is_query,
+    scale, softcap, key_stride, value_stride,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
+    V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attends to the positions from `begin` to `end`, and continues the sums. Without MASKED every query attends to all
+    of these positions, which are whole tiles. `limit`: the end of the item."""
+    d0, e0 = tl.arange(0, K0), tl.arange(0, V0)
+    if K1:
+        d1 = K0 + tl.arange(0, K1)
+    if V1:
+        e1 = V0 + tl.arange(0, V1)
+    next_block = load_blocks(own_table, begin, limit, BLOCK, TILE)
+    for at in range(begin, end, TILE):
+        key_position = at + tl.arange(0, TILE)
+        block = next_block  # loaded one turn earlier: otherwise the pipeline of the compiler has one buffer less
+        next_block = load_blocks(own_table, at + TILE, limit, BLOCK, TILE)
+        place = block * BLOCK + key_position % BLOCK
+        key_at = keys + place * key_stride + kv_head * K
+        value_at = values + place * value_stride + kv_head * V
+        is_key = key_position < limit
+        if MASKED:
+            key0 = tl.load(key_at[None, :] + d0[:, None], is_key[None, :] & (d0 < K)[:, None], 0.0)
+        elif K0 > K:
+            key0 = tl.load(key_at[None, :] + d0[:, None], (d0 < K)[:, None], 0.0)
+        else:
+            key0 = tl.load(key_at[None, :] + d0[:, None])
+        score = tl.dot(query0, key0, input_precision="ieee")
+        if K1:
+            key1 = tl.load(key_at[None, :] + d1[:, None], is_key[None, :] & (d1 < K)[:, None], 0.0)
+            score = tl.dot(query1, key1, score, input_precision="ieee")
+        if SOFTCAP:  # tanh(x) as 1 - 2 / (exp(2x) + 1), which saturates
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale * 2.0 * LOG2E / softcap)) + 1.0)) * LOG2E
+        else:
+            score *= scale * LOG2E
+        if MASKED:
+            attends = is_query[:, None] & is_key[None, :] & (key_position[None, :] <= position[:, None])
+            if WINDOW:
+                attends = attends & (key_position[None, :] > position[:, None] - WINDOW)
+            score = tl.where(attends, score, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(score, 1))
+        base = new_maximum
+        if MASKED:
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2(score - base[:, None])
+        factor = tl.exp2(maximum - base)
+        total = total * factor + tl.sum(weight, 1)
+        maximum = new_maximum
+        if MASKED:
+            value0 = tl.load(value_at[:, None] + e0[None, :], is_key[:, None] & (e0 < V)[None, :], 0.0)
+        elif V0 > V:
+            value0 = tl.load(value_at[:, None] + e0[None, :], (e0 < V)[None, :], 0.0)
+        else:
+            value0 = tl.load(value_at[:, None] + e0[None, :])
+        weight = weight.to(value0.dtype)
+        sum0 = tl.dot(weight, value0, sum0 * factor[:, None], input_precision="ieee")
+        if V1:
+            value1 = tl.load(value_at[:, None] + e1[None, :], is_key[:, None] & (e1 < V)[None, :], 0.0)
+            sum1 = tl.dot(weight, value1, sum1 * factor[:, None], input_precision="ieee")
+    return maximum, total, sum0, sum1
+
+
 @triton.jit(do_not_specialize=["num_items"])
 def attend(
     queries, keys, values, out, parts, stats, sinks, items, first_queries, slots, starts, lengths, table, num_items,
@@ -136,17 +201,21 @@ def attend(
     if IS_ROWS:
         token = row.to(tl.int64) + m * 0
         is_query = m < GROUPS
-        position = length - 1 + m * 0
+        first_position = length - 1
+        position = first_position + m * 0
     else:
         start = tl.load(starts + row)
         num_tokens = tl.load(starts + row + 1) - start
-        query = tl.load(first_queries + item) + m // GROUPS
+        first_query = tl.load(first_queries + item)
+        query = first_query + m // GROUPS
         token = (start + query).to(tl.int64)
         is_query = (m < M // GROUPS * GROUPS) & (query < num_tokens)
+        first_position = length - num_tokens + first_query
         position = length - num_tokens + query
     d0, e0 = tl.arange(0, K0), tl.arange(0, V0)
     query_at = queries + token[:, None] * query_stride + head[:, None] * K
     query0 = tl.load(query_at + d0[None, :], is_query[:, None] & (d0 < K)[None, :], 0.0)
+    query1 = query0
     if K1:
         d1 = K0 + tl.arange(0, K1)
         query1 = tl.load(query_at + d1[None, :], is_query[:, None] & (d1 < K)[None, :], 0.0)
@@ -160,43 +229,23 @@ def attend(
             maximum = tl.load(sinks + head, is_query, 0.0).to(tl.float32) * LOG2E
             total += 1.0
     sum0 = tl.zeros([M, V0], tl.float32)
+    sum1 = sum0
     if V1:
         e1 = V0 + tl.arange(0, V1)
         sum1 = tl.zeros([M, V1], tl.float32)
     own_table = table + slot * table_stride
-    next_block = load_blocks(own_table, begin, end, BLOCK, TILE)
-    for at in range(begin, end, TILE):
-        key_position = at + tl.arange(0, TILE)
-        is_key = key_position < end
-        block = next_block  # loaded one turn earlier: otherwise the pipeline of the compiler has one buffer less
-        next_block = load_blocks(own_table, at + TILE, end, BLOCK, TILE)
-        place = block * BLOCK + key_position % BLOCK
-        key_at = keys + place * key_stride + kv_head * K
-        value_at = values + place * value_stride + kv_head * V
-        key0 = tl.load(key_at[None, :] + d0[:, None], is_key[None, :] & (d0 < K)[:, None], 0.0)
-        score = tl.dot(query0, key0, input_precision="ieee")
-        if K1:
-            key1 = tl.load(key_at[None, :] + d1[:, None], is_key[None, :] & (d1 < K)[:, None], 0.0)
-            score = tl.dot(query1, key1, score, input_precision="ieee")
-        score *= scale
-        if SOFTCAP:  # tanh(x) as 1 - 2 / (exp(2x) + 1), which saturates
-            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (2.0 * LOG2E / softcap)) + 1.0))
-        attends = is_query[:, None] & is_key[None, :] & (key_position[None, :] <= position[:, None])
-        if WINDOW:
-            attends = attends & (key_position[None, :] > position[:, None] - WINDOW)
-        score = tl.where(attends, score * LOG2E, float("-inf"))
-        new_maximum = tl.maximum(maximum, tl.max(score, 1))
-        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
-        weight = tl.exp2(score - base[:, None])
-        factor = tl.exp2(maximum - base)
-        total = total * factor + tl.sum(weight, 1)
-        maximum = new_maximum
-        value0 = tl.load(value_at[:, None] + e0[None, :], is_key[:, None] & (e0 < V)[None, :], 0.0)
-        weight = weight.to(value0.dtype)
-        sum0 = tl.dot(weight, value0, sum0 * factor[:, None], input_precision="ieee")
-        if V1:
-            value1 = tl.load(value_at[:, None] + e1[None, :], is_key[:, None] & (e1 < V)[None, :], 0.0)
-            sum1 = tl.dot(weight, value1, sum1 * factor[:, None], input_precision="ieee")
+    masked_begin = begin
+    if not WINDOW:  # whole tiles up to the first query are attended to by all queries
+        masked_begin = begin + tl.maximum(tl.minimum(first_position + 1, end) - begin, 0) // TILE * TILE
+        maximum, total, sum0, sum1 = attend_tiles(
+            begin, masked_begin, end, query0, query1, maximum, total, sum0, sum1, keys, values, own_table, kv_head,
+            position, is_query, scale, softcap, key_stride, value_stride, BLOCK, TILE, K, K0, K1, V, V0, V1, WINDOW,
+            SOFTCAP, False,
+        )  # fmt: skip
+    maximum, total, sum0, sum1 = attend_tiles(
+        masked_begin, end, end, query0, query1, maximum, total, sum0, sum1, keys, values, own_table, kv_head, position,
+        is_query, scale, softcap, key_stride, value_stride, BLOCK, TILE, K, K0, K1, V, V0, V1, WINDOW, SOFTCAP, True,
+    )  # fmt: skip
     if IS_ROWS:
         if tl.load(items + 3 * num_items + item) > 1:
             part = item.to(tl.int64) * HEADS + head
