@@ -1,4 +1,4 @@
-"""Kernels in this folder are interpreted on the CPU, or compiled without a device: see `tests/support/interpreter.py`."""
+"""Kernels are interpreted on the CPU, or compiled without a device: see `tests/support/interpreter.py`."""
 
 from __future__ import annotations
 
