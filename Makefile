@@ -16,7 +16,7 @@ BUILT_FROM := pyproject.toml constraints.txt CMakeLists.txt $(wildcard native/*.
     $(sort $(dir $(wildcard src/penstock/*.py src/penstock/*/*.py src/penstock/*/*/*.py)))
 
 .DEFAULT_GOAL := help
-.PHONY: help serve demo test test-all bench check docs clean
+.PHONY: help serve demo test test-all kernels bench check docs clean
 
 help:
 	@echo "make serve    install what the server needs, and serve the model that ships; ARGS='DIRECTORY' another"
@@ -24,6 +24,7 @@ help:
 	@echo "make check    formatting, lint, types"
 	@echo "make test     what a change must pass before a push, within 12 minutes on 2 cores; scripts/test KIND runs one kind"
 	@echo "make test-all everything, whole: also sanitizers, other architectures, wheels, every seed; before a release"
+	@echo "make kernels  Triton's kernels, interpreted and compiled without a device, within 6 minutes on 2 cores; installs Triton"
 	@echo "make bench    measure; NAME=channels says what, ARGS='…' how"
 	@echo "make docs     build the documentation into build/docs; scripts/docs serve shows it while it is written"
 	@echo "make clean    remove what was built and installed here"
@@ -40,6 +41,9 @@ test: $(VENV)/stamp-dev
 
 test-all: $(VENV)/stamp-dev
 	@scripts/test all $(ARGS)
+
+kernels: $(VENV)/stamp-dev
+	@PENSTOCK_INSTALL=1 scripts/test kernels $(ARGS)
 
 bench:
 	@scripts/bench $(NAME) $(ARGS)

@@ -32,10 +32,11 @@ import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, ClassVar, NamedTuple
 
 import torch
+from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
@@ -44,6 +45,7 @@ from penstock.engine.worker.cuda import launcher
 
 CUDA = torch.device("cuda", 0)
 POISON = 0x5B  # each byte of memory that holds no result yet, or no longer
+MULTIPROCESSORS = 2
 GRANULE = 512  # bytes: the allocator of torch rounds up to a multiple
 # Operations of several that one kernel or library call computes on a device.
 FUSED = ("scaled_dot_product_attention", "linear", "matmul", "layer_norm", "rms_norm")
@@ -111,6 +113,9 @@ class OnDevice(torch.Tensor):
         double.wait("tolist")
         return self.numbers.tolist()
 
+    def __deepcopy__(self, memo: dict[int, Any]) -> OnDevice:
+        return memo.setdefault(id(self), OnDevice(self.numbers.clone()))
+
     def __repr__(self, **_: Any) -> str:
         return f"OnDevice({tuple(self.shape)}, {self.dtype})"
 
@@ -171,6 +176,7 @@ class CudaDouble(TorchDispatchMode):
 
     def replace_torch(self, undo: contextlib.ExitStack) -> None:
         """Until `undo` is closed."""
+        _device_constructors()  # is cached at its first call, and must have torch's own functions
         replace(undo, torch, _torch_of(self))
         replace(undo, torch.cuda, _torch_cuda_of(self))
         replace(undo, launcher, {"launch": self.launch_kernel})
@@ -518,6 +524,7 @@ def _torch_cuda_of(double: CudaDouble) -> dict[str, Any]:
         "current_device": lambda: 0,
         "set_device": lambda _: None,
         "get_device_capability": lambda *_: (9, 0),
+        "get_device_properties": lambda *_: SimpleNamespace(multi_processor_count=MULTIPROCESSORS),
         "mem_get_info": lambda *_: (double.total_nbytes - double.held_nbytes - double.pool_nbytes, double.total_nbytes),
         "memory_allocated": lambda *_: double.held_nbytes + double.pool_nbytes,
         "max_memory_allocated": lambda *_: double.peak_nbytes + double.pool_nbytes,

@@ -18,12 +18,9 @@ from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
 from tests.support.models import BLOCK_SIZE, Asked, Family, Told, ask, device, longest, opener
-from tests.support.tape import Eager
 
 
-def ranks_must_answer(
-    size: int, families: Sequence[Family], folder: Path, some: slice, is_recording: bool = False
-) -> None:
+def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some: slice) -> None:
     """As transformers did, each of them, to some of the requests: they wait for each other, which takes its time."""
     work = {}
     for of in families:
@@ -35,7 +32,7 @@ def ranks_must_answer(
         work[str(of.path)] = requests
     (folder / "work").write_text(json.dumps(work))
     with contextlib.ExitStack() as stack:
-        arguments = (size, str(folder), is_recording)
+        arguments = (size, str(folder))
         rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open()))
         ranks = [
             stack.enter_context(spawn(_one_of_them, rank, rendezvous.of_rank(rank), *arguments, within=110))
@@ -49,7 +46,7 @@ def ranks_must_answer(
         assert json.loads((folder / str(rank)).read_text()) == expected, f"rank {rank}"
 
 
-def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, is_recording: bool) -> None:
+def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str) -> None:
     """Answers, and writes down what."""
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous)
@@ -64,7 +61,6 @@ def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, is_r
             blocks=-(-longest(requests) // BLOCK_SIZE),
             open_handle=opener(torch.load(Path(path) / "images.pt")),
             threads=1,
-            recorder=Eager() if is_recording else None,
         )
         answers[path] = ask(ours, requests, budget=10).answers
     Path(folder, str(rank)).write_text(json.dumps(answers))

@@ -1,34 +1,23 @@
-"""The double of a CUDA device: what it finds, and what the engine's path to a device does on it.
+"""The double of a CUDA device finds each of the faults that are planted here, one a line, at its line.
 
-Faults are planted here, one a line, and each must be found at its line.
+`cuda/test_engine_on_double.py` runs the engine on it.
 """
 
 from __future__ import annotations
 
 import gc
 import inspect
-import itertools
-import statistics
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 import pytest
 
-# First: where torch is missing, this skips the rest.
-from tests.support.models import Family, ask, device, families
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 
-# isort: split
-import torch
-
-from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.messages import Step
-from penstock.engine.worker import decode_graphs
-from penstock.engine.worker.cuda.graphs import CudaGraphs
-from penstock.engine.worker.input_batch import moved
-from penstock.engine.worker.model_runner import ModelRunner, TorchPendingStep
-from tests import tiers
-from tests.support.cuda_double import CUDA, CudaDouble, Fault, Report
+from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
+from penstock.engine.worker.input_batch import moved  # noqa: E402
+from tests.support.cuda_double import CUDA, CudaDouble  # noqa: E402
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
 
@@ -244,96 +233,3 @@ def test_graph_that_cannot_be_recorded_leaves_the_device_as_it_was(
         assert len(compute.calls) == calls and double.tape is None
         assert torch.cuda.current_stream() is torch.cuda.default_stream() and torch.cuda.get_sync_debug_mode() == 0
         assert graphs.record(Recorded(double))().tolist() == [3, 3]
-
-
-# ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
-TEXT = ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3_text", "mixtral", "qwen2_moe", "qwen3_moe"]
-# Lines of image encoders that make the host wait, or copy pageable memory, for each image. The list shrinks.
-ENCODER_LINES = ("image_encoder.py", "vision_utils.py", "masking_utils.py", "modeling_")
-
-
-class Watcher:
-    """Watches the steps that a model runner launches."""
-
-    def __init__(self, double: CudaDouble, monkeypatch: pytest.MonkeyPatch) -> None:
-        self._double = double
-        self._steps: list[tuple[Report, bool]] = []  # and whether all rows go on, each by one token
-        launch = ModelRunner.launch
-
-        def watched(runner: ModelRunner, batch: BatchState, step: Step) -> TorchPendingStep:
-            with double.watched() as report:
-                pending = launch(runner, batch, step)
-            self._note(report, batch, step)
-            return pending
-
-        monkeypatch.setattr(ModelRunner, "launch", watched)
-
-    def _note(self, report: Report, batch: BatchState, step: Step) -> None:
-        news = (step.left, step.preempted, step.joined, step.resumed, step.advances)
-        self._steps.append((report, all(change is None for change in news)))
-
-    def faults(self, *, is_quiet: bool | None = None) -> set[Fault]:
-        """Returns the faults of all steps, or of the quiet ones, with those of copies that were launched in them."""
-        self._double.pass_copies(self._double.launched)
-        return {fault for report, quiet in self._steps if is_quiet in (None, quiet) for fault in report.faults}
-
-    def usual(self, count: str) -> float:
-        """Returns the median of the quiet steps. The step after a change has the change, too: the sampler's columns are
-        written again."""
-        return statistics.median(report.counts()[count] for report, quiet in self._steps if quiet)
-
-
-@pytest.mark.parametrize(
-    ("name", "has_graphs"),
-    [("llama", False), ("gemma2", True)] if tiers.TIER == "push" else itertools.product(TEXT, [False, True]),
-)
-def test_text_is_answered_as_on_the_cpu(
-    name: str, has_graphs: bool, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Chunks, preemptions and prefixes of others are in between. No step waits for the device."""
-    of, seed = family(name), 3 if has_graphs else None
-    expected = ask(device(of), of.requests, seed=seed)
-    with CudaDouble() as double:
-        watcher = Watcher(double, monkeypatch)
-        runner = device(of, device="cuda", recorder=CudaGraphs() if has_graphs else None)
-        result = ask(runner, of.requests, seed=seed)
-        assert not watcher.faults()
-    assert result.answers == expected.answers and result.preemptions == expected.preemptions
-    if has_graphs:
-        assert watcher.usual("launches") <= 28 and watcher.usual("copies_up") <= 8 and watcher.usual("copies_back") == 3
-
-
-def test_ring_that_is_written_too_early_is_found_in_the_engine(
-    family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Planted in a decode step: one pinned memory for the inputs of all steps."""
-    of, empty = family("llama"), torch.empty
-    with CudaDouble() as double:
-        watcher = Watcher(double, monkeypatch)
-        runner = device(of, device="cuda", recorder=CudaGraphs())
-        rings: dict[Any, torch.Tensor] = {}
-
-        def reused(shape: Any, **options: Any) -> torch.Tensor:
-            memory = empty(shape, **options)
-            return rings.setdefault(memory.shape, memory) if options.get("pin_memory") else memory
-
-        monkeypatch.setattr(decode_graphs.torch, "empty", reused)
-        ask(runner, of.requests)
-        monkeypatch.undo()
-        faults = watcher.faults()
-    assert {fault.what for fault in faults} == {"pinned memory was written before its copy was done"}
-    assert all(fault.line.startswith("decode_graphs.py:") for fault in faults)
-
-
-@pytest.mark.parametrize("name", families("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"))
-def test_images_are_answered_as_on_the_cpu(
-    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Today encoders wait for the device: the lines are known. No other line waits, and no decode step."""
-    of = family(name)
-    with CudaDouble() as double:
-        watcher = Watcher(double, monkeypatch)
-        runner = device(of, device="cuda", recorder=CudaGraphs())
-        assert ask(runner, of.requests).answers == of.answers
-        assert not watcher.faults(is_quiet=True) and watcher.usual("launches") <= 28
-        assert watcher.faults() and all(fault.line.startswith(ENCODER_LINES) for fault in watcher.faults())

@@ -1,6 +1,7 @@
 """Graphs on a CUDA device, where there is one. `test_cuda_double` records them on a double."""
 
 import contextlib
+import logging
 from collections.abc import Callable
 
 import numpy as np
@@ -12,8 +13,12 @@ from tests.support.models import Family, ask, device
 # isort: split
 import torch
 
+from penstock.cli import parser
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.worker.cuda import graphs
 from penstock.engine.worker.cuda.graphs import CudaGraphs
 from penstock.engine.worker.model_runner import TorchPendingStep
+from penstock.engine.worker.worker import recorder_of
 from tests.support.libcuda import has_device, open_device
 
 NEEDS_CUDA = pytest.mark.skipif(not has_device(), reason="needs a CUDA device: a graph is recorded there")
@@ -26,7 +31,7 @@ def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Ca
     of = family(name)
     ours = device(of, device="cuda", recorder=CudaGraphs())
     assert ask(ours, of.requests).answers == ask(device(of, device="cuda"), of.requests).answers
-    assert ours._decoding._is_recording or name == "qwen3_moe"
+    assert ours._cuda is not None and (len(ours._cuda._decode.graphs) or name == "qwen3_moe")
 
 
 @pytest.mark.skipif(torch.version.cuda is not None and not has_device(), reason="needs a CUDA device")
@@ -41,11 +46,34 @@ def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
 
 @NEEDS_CUDA
 def test_whoever_waits_while_it_is_recorded_is_told_and_goes_on() -> None:
-    graphs, number = CudaGraphs(), torch.ones(3, device="cuda")
+    recorder, number = CudaGraphs(), torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="synchronizing"):
-        graphs.record(lambda: number * number.sum().item())
-    replay = graphs.record(lambda: number * 2)
+        recorder.record(lambda: number * number.sum().item())
+    replay = recorder.record(lambda: number * 2)
     number.fill_(4)
     assert replay().tolist() == [8, 8, 8]
     assert torch.cuda.current_stream() == torch.cuda.default_stream()
     assert torch.cuda.get_sync_debug_mode() == 0
+
+
+def test_only_cuda_steps_are_recorded_and_a_refusal_is_logged(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(graphs, "CudaGraphs", object)
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        assert recorder_of(EngineConfig(model="m", device="cpu")) is None
+        assert recorder_of(EngineConfig(model="m", device="cuda")) is not None
+        assert not caplog.records
+        assert recorder_of(EngineConfig(model="m", device="cuda", enforce_eager=True)) is None
+    assert [record.message for record in caplog.records] == ["decode steps are not recorded"]
+
+
+@pytest.mark.parametrize("command", ["generate", "serve"])
+def test_the_command_line_says_whether_steps_are_recorded(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    configs: list[EngineConfig] = []
+    monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: configs.append(config))
+    monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: configs.append(config))
+    for options in ([], ["--enforce-eager"], ["--no-enforce-eager"]):
+        parsed = parser().parse_args([command, "--device-model", "simulated", *options])
+        parsed.run(parsed)
+    assert [config.enforce_eager for config in configs] == [False, True, False]

@@ -201,9 +201,7 @@ def test_the_cache_has_its_share_of_the_memory(llama: Path, monkeypatch: pytest.
     each = 4 * 2 * 2 * (16 + 16) * 4  # tokens, layers, heads, key and value, bytes
     ours = ModelRunner(llama, slots=1, block_size=4, threads=1)
     assert ours.blocks == math.floor(CPU_SHARE * 10_000_000 / each)
-    assert (
-        ModelRunner(llama, slots=1, block_size=4, threads=1, max_blocks_per_request=7).blocks == 7
-    )  # if no more can be filled
+    assert ModelRunner(llama, slots=1, block_size=4, threads=1, max_blocks=7).blocks == 7  # if no more can be filled
     monkeypatch.setattr("penstock.engine.worker.model_runner.memory_available", lambda: (1, "this test"))
     with pytest.raises(ValueError, match="no room for keys and values"):
         ModelRunner(llama, slots=1, block_size=4, threads=1)

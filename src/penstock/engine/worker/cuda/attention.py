@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.cuda import kernels
-from penstock.engine.worker.cuda.launcher import launch
+from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.input_batch import PrefillChunk
 from penstock.engine.worker.paged_attention import AttentionStyle, KVCache
 
@@ -135,7 +134,7 @@ class CudaAttention:
         keys, values = self._memory.layers[layer]
         key, value = key.to(keys.dtype).contiguous(), value.to(values.dtype).contiguous()
         key_size, value_size = keys.stride(0), values.stride(0)
-        launch(
+        launcher.launch(
             kernels.write_cache, (key.shape[0],),
             key, value, keys, values, self.places, key.stride(0), value.stride(0), key_size, value_size,
             KEY_SIZE=key_size, KP=power_of_two(key_size), VALUE_SIZE=value_size, VP=power_of_two(value_size),
@@ -160,7 +159,7 @@ class CudaAttention:
         stats = query.new_empty((num_items, heads, 2), dtype=torch.float32)
         self._launch(layer, query, out, parts, stats, plan.items, plan.items, rows, how, tiles, is_rows=True)
         value_size = values.shape[2]
-        launch(
+        launcher.launch(
             kernels.merge, (rows.slots.shape[0], heads),
             out, parts, stats, plan.firsts, plan.counts, out.stride(0),
             V=value_size, VP=power_of_two(value_size), SIZE=MERGED,
@@ -183,7 +182,7 @@ class CudaAttention:
         kv_heads, key_size, value_size = keys.shape[1], keys.shape[2], values.shape[2]
         (k0, k1), (v0, v1) = HeadSplit.of(key_size), HeadSplit.of(value_size)
         sinks = query if how.sinks is None else how.sinks
-        launch(
+        launcher.launch(
             kernels.attend, (items.shape[1], kv_heads),
             query, keys, values, out, parts, stats, sinks, items, first_queries, tokens.slots, tokens.starts,
             tokens.lengths, self._table, items.shape[1], how.scale, how.softcap or 0.0, query.stride(0), out.stride(0),
@@ -223,7 +222,7 @@ def plan_rows(lengths: Tensor, window: int, tile: int, target: int, max_rows: in
     num_items = num_rows + target
     items = lengths.new_empty((5, num_items))
     plan = RowPlan(items, torch.empty_like(lengths), torch.empty_like(lengths))
-    launch(
+    launcher.launch(
         kernels.plan_rows, (-(-num_items // 16),),
         plan.items, plan.firsts, plan.counts, lengths, num_rows, num_items,
         ROWS=max_rows, SIZE=16, TARGET=target, LEAST=LEAST_TILES, TILE=tile, WINDOW=window,

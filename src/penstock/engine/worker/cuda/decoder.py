@@ -15,9 +15,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from penstock.engine.cluster.logs import event
-from penstock.engine.worker.cuda import kernels
+from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.cuda.attention import ChunkTensors, CudaAttention, chunk_items, power_of_two
-from penstock.engine.worker.cuda.launcher import launch
 from penstock.engine.worker.input_batch import PrefillChunk
 from penstock.engine.worker.paged_attention import Attention, AttentionStyle, KVCache, KVCacheShape
 from penstock.engine.worker.stock import SiLUActivation
@@ -68,7 +67,7 @@ class CudaLayer(NamedTuple):
         queries = qkv.new_empty((qkv.shape[0], self.heads, size))
         query_norm, key_norm = self.head_norms or (self.input_norm, self.input_norm)  # unused without norms of heads
         heads = power_of_two(self.heads + kv_heads)
-        launch(
+        launcher.launch(
             kernels.rotate_write, (qkv.shape[0],),
             qkv, queries, keys, values, cos, sin, attention.places, query_norm.weight, key_norm.weight, qkv.stride(0),
             keys.stride(0), values.stride(0), query_norm.epsilon,
@@ -84,7 +83,7 @@ def add_norm(x: Tensor | None, residual: Tensor, norm: Norm) -> Tensor:
     out = torch.empty_like(residual)
     size = residual.shape[1]
     added = residual if x is None else x
-    launch(
+    launcher.launch(
         kernels.add_norm, (residual.shape[0],),
         added, residual, norm.weight, out, added.stride(0), norm.epsilon,
         SIZE=size, POWER=power_of_two(size), ADDS_ONE=norm.adds_one, HAS_X=x is not None,
@@ -97,7 +96,7 @@ def gated(x: Tensor) -> Tensor:
     """Returns silu(gate) * up of [tokens, gate and up]."""
     size = x.shape[1] // 2
     out = x.new_empty((x.shape[0], size))
-    launch(
+    launcher.launch(
         kernels.gate, (x.shape[0], -(-size // 1024)),
         x, out, x.stride(0), SIZE=size, TILE=1024,
     )  # fmt: skip

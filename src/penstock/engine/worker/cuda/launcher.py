@@ -1,4 +1,4 @@
-"""Launches Triton kernels. All launches go through `launch`, which test doubles replace."""
+"""Launches Triton kernels. Callers name the module, `launcher.launch`: doubles of a device replace the function."""
 
 from __future__ import annotations
 

@@ -14,8 +14,7 @@ from torch import Tensor
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints, Step
-from penstock.engine.worker.cuda import kernels
-from penstock.engine.worker.cuda.launcher import launch
+from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.input_batch import pinned
 
 TABLE, TOKENS, COMPUTED, ROWS = range(4)  # kinds of writes, as in `kernels`
@@ -106,7 +105,7 @@ class DeviceState:
         )
         np.concatenate([write.data for write in writes], out=numbers[5 * count :], casting="same_kind")
         on_device = news.to(self._device, non_blocking=True)
-        launch(
+        launcher.launch(
             kernels.write_state, (count,),
             on_device, count, self.table, self.tokens, self.computed, self.rows, self.table.stride(0),
             self.tokens.stride(0), SIZE=256,
@@ -115,7 +114,7 @@ class DeviceState:
     def store(self, ids: Tensor, slots: Tensor) -> None:
         """Appends sampled ids to the tokens of their slots."""
         count = ids.shape[0]
-        launch(
+        launcher.launch(
             kernels.store_ids, (-(-count // 256),),
             ids, slots, self.computed, self.tokens, count, self.tokens.stride(0), SIZE=256,
         )  # fmt: skip

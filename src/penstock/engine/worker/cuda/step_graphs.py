@@ -21,9 +21,8 @@ from torch import Tensor
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.cuda import kernels
+from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.cuda.attention import CudaAttention, RowTensors
-from penstock.engine.worker.cuda.launcher import launch
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes
 from penstock.engine.worker.input_batch import pinned
@@ -137,7 +136,7 @@ class DecodeSteps:
         state = self._state
         slots = state.rows[:rows]
         ids, positions, lengths, places = (numbers[:rows] for numbers in self._numbers)
-        launch(
+        launcher.launch(
             kernels.advance, (-(-rows // 64),),
             slots, state.computed, state.table, state.tokens, ids, positions, lengths, places, rows,
             state.table.stride(0), state.tokens.stride(0), BLOCK=self._memory.block_size, SIZE=64,

@@ -1,0 +1,391 @@
+"""The model runner on the double of a CUDA device, whose kernels are run by Triton's interpreter.
+
+Each family answers as `transformers` does, with graphs and without, and no step waits for the device.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+# First: where torch is missing, this skips the rest.
+from tests.support.models import (
+    BLOCK_SIZE,
+    TEXT,
+    VISION,
+    WORDS,
+    Asked,
+    Family,
+    Told,
+    ask,
+    build_family,
+    device,
+    must_be_greedy,
+)
+
+# isort: split
+import torch
+
+from tests.support.interpreter import require_interpreter
+
+require_interpreter()
+
+from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
+from penstock.engine.protocol.messages import Step  # noqa: E402
+from penstock.engine.worker import input_batch, model_runner  # noqa: E402
+from penstock.engine.worker.cuda import step_graphs  # noqa: E402
+from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
+from penstock.engine.worker.input_batch import build_batch  # noqa: E402
+from penstock.engine.worker.model_runner import ModelRunner, TorchPendingStep  # noqa: E402
+from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
+from tests import tiers  # noqa: E402
+from tests.support.cuda_double import CudaDouble, Fault, Report  # noqa: E402
+from tests.unit.engine.worker.test_long_answers import random_requests  # noqa: E402
+from tests.unit.engine.worker.test_odd_shapes import MODELS, odd  # noqa: E402
+from tests.unit.engine.worker.test_prompt_embeds_of_models import embedded  # noqa: E402
+from tests.unit.engine.worker.test_rope import changes  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+
+BUDGET = 16  # tokens of the largest step: the only size of steps with chunks that is recorded
+# Lines of image encoders that make the host wait, or copy pageable memory, for each image. The list shrinks.
+ENCODER_LINES = ("image_encoder.py", "vision_utils.py", "masking_utils.py", "modeling_")
+PUSHED = ("gemma2", "qwen2_vl")
+
+
+def chosen(*names: str) -> list[str]:
+    return [name for name in names if tiers.TIER != "push" or name in PUSHED]
+
+
+class Watcher:
+    """Watches the steps that a model runner launches."""
+
+    def __init__(self, double: CudaDouble, monkeypatch: pytest.MonkeyPatch) -> None:
+        self._double = double
+        self._steps: list[tuple[Report, bool, bool]] = []  # and whether it has no news, and no chunk
+        launch, follows_decoding = ModelRunner.launch, False
+
+        def watched(runner: ModelRunner, batch: BatchState, step: Step) -> TorchPendingStep:
+            nonlocal follows_decoding
+            with double.watched() as report:
+                pending = launch(runner, batch, step)
+            news = (step.left, step.preempted, step.joined, step.resumed, step.appended)
+            is_quiet = follows_decoding and all(change is None for change in news)
+            follows_decoding = step.advances is None
+            self._steps.append((report, is_quiet, follows_decoding))
+            return pending
+
+        monkeypatch.setattr(ModelRunner, "launch", watched)
+
+    def faults(self) -> set[Fault]:
+        """Returns the faults of all steps, with those of copies that were launched in them."""
+        self._double.pass_copies(self._double.launched)
+        return {fault for report, _, _ in self._steps for fault in report.faults}
+
+    def decode_counts(self, *, is_quiet: bool) -> list[dict[str, int]]:
+        return [report.counts() for report, quiet, decodes in self._steps if decodes and quiet == is_quiet]
+
+
+class OnDouble:
+    """A model runner on a double, and the watcher of its steps."""
+
+    def __init__(self, of: Family, monkeypatch: pytest.MonkeyPatch, *, has_graphs: bool = True, **options: Any) -> None:
+        self.double = CudaDouble()
+        with self.double:
+            self.watcher = Watcher(self.double, monkeypatch)
+            recorder = CudaGraphs() if has_graphs else None
+            self.runner = device(of, **{"device": "cuda", "token_budget": BUDGET, "recorder": recorder} | options)
+            assert self.runner._cuda is not None
+            self.graphs = self.runner._cuda._decode.graphs, self.runner._cuda._mixed.graphs
+
+    def ask(self, requests: Sequence[Asked], **options: Any) -> Told:
+        with self.double:
+            return ask(self.runner, requests, **{"budget": BUDGET} | options)
+
+    def faults(self) -> set[Fault]:
+        with self.double:
+            return self.watcher.faults()
+
+
+@pytest.fixture
+def on_double(monkeypatch: pytest.MonkeyPatch) -> Callable[..., OnDouble]:
+    return lambda of, **options: OnDouble(of, monkeypatch, **options)
+
+
+# ── answers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize("name", chosen(*TEXT))
+def test_text_by_graphs_is_answered_as_by_transformers(
+    name: str, family: Callable[[str], Family], on_double: Callable[..., OnDouble]
+) -> None:
+    """Chunks, preemptions and prefixes of others are in between. No step waits for the device."""
+    of = family(name)
+    runner = on_double(of)
+    result = runner.ask(of.requests)
+    assert result.answers == of.answers and result.preemptions > 0 and result.cached_tokens > 0
+    assert not runner.faults()
+    if not name.endswith("moe") and name != "mixtral":  # experts are computed in turn
+        assert [len(graphs) for graphs in runner.graphs] == [3, 1]
+
+
+@pytest.mark.parametrize("name", chosen(*TEXT))
+def test_random_text_without_graphs_is_answered_as_on_the_cpu(
+    name: str, family: Callable[[str], Family], on_double: Callable[..., OnDouble]
+) -> None:
+    of = family(name)
+    options: dict[str, Any] = {"seed": 3, "logprobs": 2, "budget": 6}
+    expected = ask(device(of), of.requests[2:6], **options)
+    runner = on_double(of, has_graphs=False)
+    result = runner.ask(of.requests[2:6], **options)
+    assert result.answers == expected.answers and result.preemptions == expected.preemptions
+    for values, reference in zip(result.logprobs, expected.logprobs, strict=True):
+        assert values == pytest.approx(reference, abs=1e-3)
+    assert not runner.faults()
+
+
+@pytest.mark.parametrize("name", chosen(*VISION))
+@pytest.mark.parametrize("budget", [6, BUDGET])
+def test_images_are_answered_as_by_transformers(
+    name: str, budget: int, family: Callable[[str], Family], on_double: Callable[..., OnDouble]
+) -> None:
+    """Encoders wait for the device, in lines that are known. No other line waits."""
+    of = family(name)
+    runner = on_double(of, has_graphs=budget == BUDGET)
+    assert runner.ask(of.requests, budget=budget).answers == of.answers
+    assert all(fault.line.startswith(ENCODER_LINES) for fault in runner.faults())
+
+
+@pytest.mark.parametrize("name", chosen("llama", "gemma2", "qwen2_vl", "qwen3_vl"))
+def test_embeds_of_ids_are_answered_as_the_ids_are(
+    name: str, family: Callable[[str], Family], on_double: Callable[..., OnDouble]
+) -> None:
+    of = embedded(family(name))
+    assert on_double(of, takes_embeds=True).ask(of.requests).answers == of.answers
+
+
+@pytest.mark.parametrize("name", chosen("llama", "gemma2", "qwen2_vl"))
+def test_resumed_answers_go_on(name: str, family: Callable[[str], Family], on_double: Callable[..., OnDouble]) -> None:
+    of = family(name)
+    resumed = [answer[: number % 11] for number, answer in enumerate(of.answers)]
+    result = on_double(of).ask(of.requests, resumed=resumed)
+    assert [[*before, *after] for before, after in zip(resumed, result.answers, strict=True)] == of.answers
+
+
+@pytest.mark.parametrize("kind", ["longrope", pytest.param("dynamic", marks=tiers.needs_all)])
+def test_rotary_frequencies_depend_on_each_row(kind: str, tmp_path: Path, on_double: Callable[..., OnDouble]) -> None:
+    of = build_family("llama", tmp_path, **changes("llama", kind))
+    assert on_double(of).ask(of.requests[2:6]).answers == of.answers[2:6]
+
+
+@tiers.needs_all
+@pytest.mark.parametrize("number", range(0, MODELS, 2))
+def test_model_of_any_shape_is_answered_as_by_transformers(
+    number: int, tmp_path: Path, on_double: Callable[..., OnDouble]
+) -> None:
+    of = odd(number, tmp_path)
+    runner = on_double(of)
+    assert runner.ask(of.requests[:4]).answers == of.answers[:4] and not runner.faults()
+
+
+@tiers.needs_all
+def test_random_lengths_are_answered_as_by_transformers(
+    family: Callable[..., Family], on_double: Callable[..., OnDouble], seed: int
+) -> None:
+    """Joins, preemptions and prefix hits are in between, and rows of several parts."""
+    of = family("llama", max_position_embeddings=160)
+    requests = [Asked([WORDS[0]] * 130, [], 20), *random_requests(seed, 150)[:3]]
+    result = on_double(of, blocks=150 // BLOCK_SIZE + 8, token_budget=100).ask(requests, budget=100)
+    must_be_greedy(of.path, requests, result.answers)
+
+
+def test_bfloat16_is_answered_nearly_as_on_the_cpu(
+    family: Callable[..., Family], on_double: Callable[..., OnDouble]
+) -> None:
+    """Most tokens agree: kernels round as the modules do, but add up in another order."""
+    of = family("llama", dtype=torch.bfloat16)
+    answers = on_double(of, dtype="bfloat16").ask(of.requests[1:4]).answers
+    pairs = [pair for own, other in zip(answers, of.answers[1:4], strict=True) for pair in zip(own, other, strict=True)]
+    assert sum(own == other for own, other in pairs) >= len(pairs) / 2
+
+
+# ── what a step costs ────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.parametrize(("seed", "copies_up"), [(None, 0), (3, 1)], ids=["greedy", "random"])
+def test_decode_step_without_news_copies_at_most_draws_up(
+    seed: int | None, copies_up: int, family: Callable[[str], Family], on_double: Callable[..., OnDouble]
+) -> None:
+    """A replay, two kernels that sample, and one that appends the ids."""
+    runner = on_double(family("llama"), blocks=64)
+    runner.ask([request._replace(tokens=6) for request in family("llama").requests[:3]], seed=seed)
+    counts = runner.watcher.decode_counts(is_quiet=True)
+    assert counts
+    for step in counts:
+        assert step["launches"] == 4 and step["copies_up"] == copies_up and step["copies_back"] == 3, step
+        assert step["allocations"] <= 2 + copies_up and step["pinned"] == 3 + copies_up, step
+
+
+def test_decode_step_with_news_launches_one_kernel_more(
+    family: Callable[[str], Family], on_double: Callable[..., OnDouble]
+) -> None:
+    """The device gets what is new of its state by one copy. The sampler writes its columns anew, by twelve."""
+    runner = on_double(family("llama"), blocks=64)
+    runner.ask([request._replace(tokens=6) for request in family("llama").requests[:3]])
+    counts = runner.watcher.decode_counts(is_quiet=False)
+    assert counts
+    for step in counts:
+        assert step["launches"] <= 5 and step["copies_up"] <= 14 and step["copies_back"] <= 3, step
+    assert max(step["copies_up"] for step in counts) > 10
+
+
+def test_steps_write_the_places_of_their_tokens_alone(
+    family: Callable[[str], Family], on_double: Callable[..., OnDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three rows are padded to four, and chunks to 16 tokens."""
+    of = family("llama")
+    runner = on_double(of, blocks=64)
+    caches = [cache.numbers for layer in runner.runner._memory.layers.values() for cache in layer]
+    launch = ModelRunner.launch
+
+    def compared(own: ModelRunner, batch: BatchState, step: Step) -> TorchPendingStep:
+        before = [cache.clone() for cache in caches]
+        pending = launch(own, batch, step)
+        places = set(build_batch(batch).places.tolist())
+        for cache, old in zip(caches, before, strict=True):
+            changed = (cache != old).flatten(1).any(1).nonzero()[:, 0].tolist()
+            assert set(changed) == places
+        return pending
+
+    monkeypatch.setattr(ModelRunner, "launch", compared)
+    assert runner.ask(of.requests[1:4]).answers == of.answers[1:4]
+
+
+def test_ring_that_is_written_too_early_is_found_in_the_engine(
+    family: Callable[[str], Family], on_double: Callable[..., OnDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Planted: one pinned memory for the inputs of all steps."""
+    empty, rings = torch.empty, dict[Any, torch.Tensor]()
+
+    def reused(*shape: Any, **options: Any) -> torch.Tensor:
+        memory = empty(*shape, **options)
+        return rings.setdefault(memory.shape, memory) if options.get("pin_memory") else memory
+
+    runner = on_double(family("llama"))
+    monkeypatch.setattr(input_batch.torch, "empty", reused)
+    runner.ask(family("llama").requests[:4])
+    faults = runner.faults()
+    assert {fault.what for fault in faults} == {"pinned memory was written before its copy was done"}
+    assert {fault.line.partition(":")[0] for fault in faults} <= {"state.py", "step_graphs.py"}
+
+
+# ── what is recorded ─────────────────────────────────────────────────────────────────────────────────────────────────
+class Recorder(CudaGraphs):
+    """`fails_at`: the number of the recording that fails, from 1 on."""
+
+    def __init__(self, fails_at: int = 0) -> None:
+        super().__init__()
+        self._fails_at = fails_at
+        self.calls = 0
+
+    def record(self, compute: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+        self.calls += 1
+        if self.calls == self._fails_at:
+            raise torch.OutOfMemoryError("no memory for that")
+        return super().record(compute)
+
+
+class OtherRankFails(TPGroup):
+    """Ranks of which another cannot record, from the second recording on."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        super().__init__()
+        self._recorder = recorder
+
+    def least(self, number: int) -> int:
+        return 0 if self._recorder.calls == 2 else number
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> dict[str, str]:
+    return {
+        record.message: record.fields["why"]
+        for record in caplog.records
+        if hasattr(record, "fields") and "why" in record.fields
+    }
+
+
+def test_all_sizes_are_recorded_before_the_first_request(
+    family: Callable[[str], Family], on_double: Callable[..., OnDouble]
+) -> None:
+    with CudaDouble():
+        recorder = Recorder()
+    of = family("llama")
+    runner = on_double(of, recorder=recorder, slots=9, token_budget=40)
+    assert [graphs.sizes for graphs in runner.graphs] == [[1, 2, 4, 8, 9], [16, 32, 40]]
+    assert recorder.calls == 8 == sum(len(graphs) for graphs in runner.graphs)
+    assert runner.ask(of.requests[:2]).answers == of.answers[:2]
+    assert recorder.calls == 8
+
+
+@pytest.mark.parametrize("fails_at", [1, 3])
+def test_recording_that_fails_ends_the_graphs_of_one_kind(
+    fails_at: int,
+    family: Callable[[str], Family],
+    on_double: Callable[..., OnDouble],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Recording 1 is of steps with chunks, 3 the second of decode steps."""
+    with CudaDouble():
+        recorder = Recorder(fails_at)
+    of = family("llama")
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        runner = on_double(of, recorder=recorder)
+    kind = "mixed" if fails_at == 1 else "decode"
+    assert reasons(caplog) == {f"{kind} steps are not recorded": "OutOfMemoryError: no memory for that"}
+    assert [len(graphs) for graphs in runner.graphs] == ([3, 0] if fails_at == 1 else [0, 1])
+    assert runner.ask(of.requests[1:4]).answers == of.answers[1:4]
+
+
+def test_what_another_rank_cannot_record_no_rank_replays(
+    family: Callable[[str], Family], on_double: Callable[..., OnDouble], caplog: pytest.LogCaptureFixture
+) -> None:
+    with CudaDouble():
+        recorder = Recorder()
+    of = family("llama")
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        runner = on_double(of, recorder=recorder, ranks=OtherRankFails(recorder))
+    assert reasons(caplog) == {"decode steps are not recorded": "another rank cannot"}
+    assert [len(graphs) for graphs in runner.graphs] == [0, 1]
+    assert runner.ask(of.requests[1:3]).answers == of.answers[1:3]
+
+
+def test_model_that_waits_for_the_device_is_answered_without_graphs(
+    family: Callable[[str], Family],
+    on_double: Callable[..., OnDouble],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A mixture that runs the experts of a token in turn."""
+    of, load = family("qwen3_moe"), model_runner.models.load
+
+    def load_with_eager_experts(*arguments: Any, **options: Any) -> Any:
+        model = load(*arguments, **options)
+        model.stock.set_experts_implementation("eager")
+        return model
+
+    monkeypatch.setattr(model_runner.models, "load", load_with_eager_experts)
+    with caplog.at_level(logging.INFO, "penstock.engine"):
+        runner = on_double(of)
+    assert [len(graphs) for graphs in runner.graphs] == [0, 0]
+    assert "called a synchronizing CUDA operation: nonzero" in reasons(caplog)["decode steps are not recorded"]
+    assert runner.ask(of.requests[1:3]).answers == of.answers[1:3]
+
+
+def test_step_larger_than_the_largest_graph_is_computed_without(
+    family: Callable[[str], Family], on_double: Callable[..., OnDouble], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(step_graphs, "MAX_TOKENS", 8)
+    of = family("gemma2")
+    runner = on_double(of)
+    assert runner.graphs[1].sizes == [8]
+    assert runner.ask(of.requests[2:5]).answers == of.answers[2:5]
