@@ -17,7 +17,7 @@ from tests.support.interpreter import device_arithmetic, require_interpreter
 
 require_interpreter()
 
-from penstock.engine.worker.cuda.sampling import GROUP, MAX_KEPT, RowParams, TokenChooser  # noqa: E402
+from penstock.engine.worker.cuda.sampling import GROUP, MAX_CANDIDATES, RowParams, TokenChooser  # noqa: E402
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,15 +98,15 @@ def test_flat_row_has_more_candidates_than_a_program_holds(dtype: torch.dtype, m
     """The search narrows its bounds by passes over the row."""
     params = (
         SamplingParams(top_p=0.9),
-        SamplingParams(top_k=MAX_KEPT.value + 1000),
-        SamplingParams(top_k=MAX_KEPT.value + 9000, top_p=0.95, temperature=2),
+        SamplingParams(top_k=MAX_CANDIDATES.value + 1000),
+        SamplingParams(top_k=MAX_CANDIDATES.value + 9000, top_p=0.95, temperature=2),
     )
-    Pair(4 * MAX_KEPT.value + 5, params, monkeypatch).assert_equal(
-        normal(3, 4 * MAX_KEPT.value + 5, 0.3, seed=1).to(dtype)
+    Pair(4 * MAX_CANDIDATES.value + 5, params, monkeypatch).assert_equal(
+        normal(3, 4 * MAX_CANDIDATES.value + 5, 0.3, seed=1).to(dtype)
     )
 
 
-@pytest.mark.parametrize("vocabulary", [300, 2 * MAX_KEPT.value])
+@pytest.mark.parametrize("vocabulary", [300, 2 * MAX_CANDIDATES.value])
 def test_ids_as_likely_as_the_last_are_kept(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = (
         SamplingParams(top_k=3),
