@@ -119,6 +119,12 @@ class Sampler:
         self._is_in_prompt = torch.zeros((0, vocabulary), dtype=torch.bool, device=self._device)
         self._batch: _Batch | None = None
 
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compiles kernels for logits of a type, and for adjusted logits, before the first step."""
+        if self._chooser is not None:
+            for logits_dtype in {dtype, torch.float32}:
+                self._chooser.compile(logits_dtype)
+
     def join(
         self,
         slot: int,

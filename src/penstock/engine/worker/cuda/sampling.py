@@ -387,6 +387,7 @@ def finish(
 
 
 # ── their use ────────────────────────────────────────────────────────────────────────────────────────────────────────
+FEW_ROWS = 8  # whose ids are divided among more programs
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
@@ -408,6 +409,15 @@ class TokenChooser:
         self._width = 3 * self._groups + MAX_CANDIDATES.value
         self._scratch = torch.empty((rows, self._width), dtype=torch.float32, device=device)
 
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compiles the kernels for logits of a type: no step waits for the compiler, which takes seconds."""
+        for rows in {1, min(FEW_ROWS + 1, self._scratch.shape[0])}:
+            logits = self._scratch.new_zeros((rows, self._vocabulary), dtype=dtype)
+            values = self._scratch.new_zeros((4, rows))
+            for is_random, is_cut in ((False, False), (True, False), (True, True)):
+                draws = values[0] if is_random else None
+                self.choose(logits, RowParams(values, is_random, is_cut), draws)
+
     def choose(
         self,
         logits: torch.Tensor,
@@ -428,7 +438,7 @@ class TokenChooser:
             ids, is_failed = out
         sizes = {"GROUPS": self._groups, "WIDTH": self._width, "RANDOM": params.is_random}
         n, stride = self._vocabulary, logits.stride(0)
-        groups_of_program, warps = (8, 4) if rows <= 8 else (64, 8)
+        groups_of_program, warps = (8, 4) if rows <= FEW_ROWS else (64, 8)
         grid = triton.cdiv(triton.cdiv(n, GROUP.value), groups_of_program), rows
         launcher.launch(
             scan, grid, logits, params.values, self._scratch, n, stride, S=groups_of_program, num_warps=warps, **sizes
