@@ -21,7 +21,8 @@ require_interpreter()
 import triton.language as tl  # noqa: E402
 
 from penstock.engine.worker.cuda import launcher, sampling  # noqa: E402
-from penstock.engine.worker.cuda.sampling import GROUP, MAX_CANDIDATES, RowParams, TokenChooser  # noqa: E402
+from penstock.engine.worker.cuda.sampling import GROUP, MAX_CANDIDATES  # noqa: E402
+from penstock.engine.worker.cuda.token_chooser import RowParams, TokenChooser  # noqa: E402
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
