@@ -122,7 +122,7 @@ def _weigh(logits, listed, sums, keys, largest, scale, low, least, n, GROUPS: tl
 
 @triton.jit
 def _gather(logits, listed, size, candidates, low, high, n, SHIFT: tl.constexpr):
-    """Stores logits above `low`, up to `high`, of `size` groups. Returns their number, and stops above MAX_CANDIDATES."""
+    """Stores logits above `low`, up to `high`, of `size` groups. Returns their number; stops above MAX_CANDIDATES."""
     count, at = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
     _, x = _listed_logits(logits, listed, at, size, n)
     while (at < size) & (count <= MAX_CANDIDATES):
