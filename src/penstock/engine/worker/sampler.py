@@ -20,7 +20,7 @@ from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Sl
 from penstock.engine.worker.input_batch import moved
 
 if TYPE_CHECKING:
-    from penstock.engine.worker.cuda.sampling import RowParams, TokenChooser
+    from penstock.engine.worker.cuda.token_chooser import RowParams, TokenChooser
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
@@ -42,7 +42,7 @@ def build_chooser(slots: int, vocabulary: int, device: torch.device) -> TokenCho
     """Returns the kernels of a CUDA device. None: operations of torch choose."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return None
-    from penstock.engine.worker.cuda.sampling import TokenChooser
+    from penstock.engine.worker.cuda.token_chooser import TokenChooser
 
     return TokenChooser(slots, vocabulary, device)
 
@@ -118,6 +118,12 @@ class Sampler:
         self._counts = torch.zeros((0, vocabulary), dtype=torch.int32, device=self._device)  # of generated ids
         self._is_in_prompt = torch.zeros((0, vocabulary), dtype=torch.bool, device=self._device)
         self._batch: _Batch | None = None
+
+    def compile(self, dtype: torch.dtype) -> None:
+        """Compiles kernels for logits of a type, and for adjusted logits, before the first step."""
+        if self._chooser is not None:
+            for logits_dtype in {dtype, torch.float32}:
+                self._chooser.compile(logits_dtype)
 
     def join(
         self,
@@ -226,7 +232,7 @@ class Sampler:
         return logits
 
     def _row_params(self, slots: Index) -> RowParams:
-        from penstock.engine.worker.cuda.sampling import RowParams
+        from penstock.engine.worker.cuda.token_chooser import RowParams
 
         temperatures, top_ks, top_ps, min_ps = (
             column[slots] for column in (self._temperatures, self._top_ks, self._top_ps, self._min_ps)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import random
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,7 +18,11 @@ from tests.support.interpreter import device_arithmetic, require_interpreter
 
 require_interpreter()
 
-from penstock.engine.worker.cuda.sampling import GROUP, MAX_KEPT, RowParams, TokenChooser  # noqa: E402
+import triton.language as tl  # noqa: E402
+
+from penstock.engine.worker.cuda import launcher, sampling  # noqa: E402
+from penstock.engine.worker.cuda.sampling import GROUP, MAX_CANDIDATES  # noqa: E402
+from penstock.engine.worker.cuda.token_chooser import RowParams, TokenChooser  # noqa: E402
 
 CPU = torch.device("cpu")
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -98,15 +103,56 @@ def test_flat_row_has_more_candidates_than_a_program_holds(dtype: torch.dtype, m
     """The search narrows its bounds by passes over the row."""
     params = (
         SamplingParams(top_p=0.9),
-        SamplingParams(top_k=MAX_KEPT.value + 1000),
-        SamplingParams(top_k=MAX_KEPT.value + 9000, top_p=0.95, temperature=2),
+        SamplingParams(top_k=MAX_CANDIDATES.value + 1000),
+        SamplingParams(top_k=MAX_CANDIDATES.value + 9000, top_p=0.95, temperature=2),
     )
-    Pair(4 * MAX_KEPT.value + 5, params, monkeypatch).assert_equal(
-        normal(3, 4 * MAX_KEPT.value + 5, 0.3, seed=1).to(dtype)
+    Pair(4 * MAX_CANDIDATES.value + 5, params, monkeypatch).assert_equal(
+        normal(3, 4 * MAX_CANDIDATES.value + 5, 0.3, seed=1).to(dtype)
     )
 
 
-@pytest.mark.parametrize("vocabulary", [300, 2 * MAX_KEPT.value])
+@pytest.mark.parametrize("seed", range(4))
+def test_odd_rows_get_the_ids_of_the_cpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Programs hold 32 candidates: most searches need passes over the row."""
+    monkeypatch.setattr(sampling, "MAX_CANDIDATES", tl.constexpr(32))
+    chance = random.Random(seed)
+    params = tuple(
+        SamplingParams(
+            temperature=chance.choice([0.0, 1e-4, 0.1, 1.0, 5.0, 100.0]),
+            top_k=chance.choice([0, 1, 20, 64, 1000, 1999]),
+            top_p=chance.choice([1.0, 0.999999, 0.95, 0.5, 1e-6]),
+            min_p=chance.choice([0.0, 0.1, 1.0]),
+        )
+        for _ in range(8)
+    )
+    logits = normal(8, 2000, seed=seed)
+    logits[1] *= 1e30
+    logits[2] = (logits[2] * 2).round() / 2
+    logits[3, :3] += 20.0
+    logits[4, 100:1900] = -torch.inf
+    logits[5] *= normal(1, 2000, seed=seed)[0].exp()
+    logits[6] *= 0.01
+    Pair(2000, params, monkeypatch).assert_equal(logits.to(TYPES[seed % 3]))
+
+
+def test_kernels_are_launched_for_all_batches_before_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[tuple[str, str]] = []
+
+    def launch(kernel: Any, grid: tuple[int, ...], *args: Any, **options: Any) -> None:
+        launched.append((kernel.__name__, str(sorted(options.items()))))
+
+    monkeypatch.setattr(launcher, "launch", launch)
+    monkeypatch.setattr(sampler_module, "build_chooser", TokenChooser)
+    Sampler(64, 100).compile(torch.bfloat16)
+    before, launched[:] = set(launched), []
+    chooser = TokenChooser(64, 100, CPU)
+    for rows, dtype, kind in itertools.product((1, 8, 9, 64), TYPES[:2], ((False, False), (True, False), (True, True))):
+        values = torch.zeros(4, rows)
+        chooser.choose(torch.zeros(rows, 100, dtype=dtype), RowParams(values, *kind), values[0])
+    assert set(launched) == before
+
+
+@pytest.mark.parametrize("vocabulary", [300, 2 * MAX_CANDIDATES.value])
 def test_ids_as_likely_as_the_last_are_kept(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = (
         SamplingParams(top_k=3),
