@@ -4,7 +4,7 @@
 
 families: tiny models in float32, and bfloat16: random weights of Qwen3-0.6B's shape, against transformers.
 throughput: nano-vllm's load, 256 sequences of 100 to 1,024 tokens in and out, by `penstock generate`.
-latency: 1 to 1,024 streams over HTTP. kill: 64 streams whose worker is killed. idle: the device's idle time by torch's
+latency: 1 to 1,024 streams over HTTP. kill: the worker of 64 streams is killed. idle: the device's idle time by torch's
 profiler. steps: a few steps without graphs, for compute-sanitizer.
 """
 
@@ -39,7 +39,13 @@ def throughput(device: Device) -> None:
         answers, rate = device.generate(requests)
         if list(map(len, answers)) != tokens:
             raise Failed("an answer has another number of tokens than was asked for")
-        device.record("throughput", f"{rate:,.0f} tokens/s (goal {GOAL_TOKENS_PER_S:,.0f})", sequences=count, tokens=sum(tokens), tokens_per_s=rate)
+        device.record(
+            "throughput",
+            f"{rate:,.0f} tokens/s (goal {GOAL_TOKENS_PER_S:,.0f})",
+            sequences=count,
+            tokens=sum(tokens),
+            tokens_per_s=rate,
+        )
         rates.append(rate)
     target = "nano-vllm's load, the slower of two runs"
     device.targets.append(Target(target, TOKENS_PER_S, "tokens/s", min(rates), is_least=True))

@@ -124,17 +124,21 @@ class Device:
 
     def generate(self, requests: Sequence[dict[str, Any]]) -> tuple[list[list[int]], float]:
         """Returns the answers of `penstock generate`, and its tokens per second. Raises Failed."""
-        asked, answered = self.run.scratch / "asked.jsonl", self.run.scratch / "answered.jsonl"
-        asked.write_text("".join(json.dumps(request) + "\n" for request in requests))
+        requests_file, answers_file = self.run.scratch / "requests.jsonl", self.run.scratch / "answers.jsonl"
+        requests_file.write_text("".join(json.dumps(request) + "\n" for request in requests))
         command = [sys.executable, "-m", "penstock", "generate", str(self.model()), *self.options]
-        command += ["--dtype=bfloat16", f"--max-model-len={self.scale.max_model_len}", f"--max-concurrency={self.scale.slots}"]
-        command += [f"--prompts={asked}", f"--output={answered}"]
+        command += [
+            "--dtype=bfloat16",
+            f"--max-model-len={self.scale.max_model_len}",
+            f"--max-concurrency={self.scale.slots}",
+        ]
+        command += [f"--prompts={requests_file}", f"--output={answers_file}"]
         done = subprocess.run(command, capture_output=True, text=True, timeout=ANSWERED, check=False)
         self.run.output.say(done.stderr)
         match = GENERATED.search(done.stderr)
         if done.returncode or match is None or match[2] != "0":
             raise Failed(f"penstock generate ended with {done.returncode}: {done.stderr.strip()[-400:]}")
-        answers = [json.loads(line)["ids"] for line in answered.read_text().splitlines()]
+        answers = [json.loads(line)["ids"] for line in answers_file.read_text().splitlines()]
         return answers, float(match[4])
 
     @contextmanager

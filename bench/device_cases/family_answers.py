@@ -45,7 +45,7 @@ def one_family(device: Device, name: str, *, budgets: tuple[int, ...], is_record
         wrong = 0
         for budget in budgets:
             answers = models.ask(runner, family.requests, budget=budget).answers
-            wrong += sum(ours != theirs for ours, theirs in zip(answers, family.answers, strict=True))
+            wrong += sum(ours != stock for ours, stock in zip(answers, family.answers, strict=True))
     device.record("family", name=name, requests=len(family.requests), budgets=budgets, wrong=wrong)
     device.targets.append(Target(f"{name}: answers unlike transformers'", 0, "", wrong))
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from bench.device_cases.device_run import Device
@@ -68,7 +67,7 @@ def idle(device: Device) -> None:
     with profiled(kinds):
         for _ in range(steps):
             next(step)
-    with profiled([*kinds, kind.CPU]):
+    with profiled(list({*kinds, kind.CPU})):
         for _ in range(WARM_UP):
             next(step)
     step.close()

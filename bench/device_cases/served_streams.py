@@ -1,4 +1,4 @@
-"""Streams of a server on a device: their latency, and a worker that is killed under them."""
+"""Streams of a server on a device: their latency, and a killed worker."""
 
 from __future__ import annotations
 
@@ -77,7 +77,9 @@ def kill(device: Device) -> None:
         deadline = time.monotonic() + 10
         while abs(lost := (free - (free_memory(device) or 0)) / 2**20) > MAX_MEMORY_MIB and time.monotonic() < deadline:
             time.sleep(0.5)
-        device.targets.append(Target("memory of the device that is not back after the end", MAX_MEMORY_MIB, "MiB", lost))
+        device.targets.append(
+            Target("memory of the device that is not back after the end", MAX_MEMORY_MIB, "MiB", lost)
+        )
 
 
 async def killed_streams(device: Device, server: Ours) -> list[Target]:
@@ -98,6 +100,7 @@ async def killed_streams(device: Device, server: Ours) -> list[Target]:
     answered = time.monotonic()
     server.request("POST", "/v1/completions", {"model": "model", "prompt": "hello", "max_tokens": 1})
 
+    log = server.log.read_text(errors="replace")
     pairs = list(zip(streams, undisturbed, strict=True))
     cut = sum(stream.tokens != tokens for pair in pairs for stream in pair)
     equal = sum(ours.text == other.text for ours, other in pairs) / count
@@ -105,7 +108,7 @@ async def killed_streams(device: Device, server: Ours) -> list[Target]:
     device.record(
         "kill", streams=count, tokens=tokens, undisturbed_s=seconds, restart_s=restart, equal=equal,
         pause_p50_s=pauses[count // 2], pause_max_s=pauses[-1], first_answer_ms=(time.monotonic() - answered) * 1e3,
-        blocks=[int(text) for text in re.findall(r'"worker ready" blocks=(\d+)', server.log.read_text(errors="replace"))],
+        blocks=[int(text) for text in re.findall(r'"worker ready" blocks=(\d+)', log)],
     )  # fmt: skip
     targets = [
         Target("streams of a killed worker without all their tokens", 0, "", cut),
