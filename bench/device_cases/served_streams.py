@@ -69,20 +69,16 @@ class TextStream(Stream):
 
 
 def kill(device: Device) -> None:
+    device.model()
     free = free_memory(device)
     with device.serving("float32") as server:
-        targets = asyncio.run(killed_streams(device, server))
-    device.targets += targets
-    if free is not None:
-        deadline = time.monotonic() + 10
-        while abs(lost := (free - (free_memory(device) or 0)) / 2**20) > MAX_MEMORY_MIB and time.monotonic() < deadline:
-            time.sleep(0.5)
-        device.targets.append(
-            Target("memory of the device that is not back after the end", MAX_MEMORY_MIB, "MiB", lost)
-        )
+        asyncio.run(killed_streams(device, server))
+        if not device.is_rehearsal:
+            device.run.attempt("contexts", lambda: contexts_beside_workers(device, server))
+    memory_must_be_back(device, free)
 
 
-async def killed_streams(device: Device, server: Ours) -> list[Target]:
+async def killed_streams(device: Device, server: Ours) -> None:
     count, tokens = device.scale.killed_streams, device.scale.killed_tokens
     undisturbed = [TextStream(server, number, tokens) for number in range(count)]
     began = time.monotonic()
@@ -110,18 +106,14 @@ async def killed_streams(device: Device, server: Ours) -> list[Target]:
         pause_p50_s=pauses[count // 2], pause_max_s=pauses[-1], first_answer_ms=(time.monotonic() - answered) * 1e3,
         blocks=[int(text) for text in re.findall(r'"worker ready" blocks=(\d+)', log)],
     )  # fmt: skip
-    targets = [
+    device.targets += [
         Target("streams of a killed worker without all their tokens", 0, "", cut),
-        Target("their share with the text of a run without a kill", LEAST_EQUAL, "", equal, is_least=True),
+        Target("share with the text of a run without a kill", LEAST_EQUAL, "", equal, is_least=True),
         Target("from the kill until the next core serves", RESTART_S, "s", restart),
     ]
-    if not device.is_rehearsal:
-        strangers = contexts_beside_workers(device, server)
-        targets.append(Target("processes beside workers with a context of the device", 0, "", strangers))
-    return targets
 
 
-def contexts_beside_workers(device: Device, server: Ours) -> int:
+def contexts_beside_workers(device: Device, server: Ours) -> None:
     """By nvidia-smi where that names the worker, else by open files."""
     roles = {process.pid: role for role, process in server.processes()}
     try:
@@ -136,7 +128,8 @@ def contexts_beside_workers(device: Device, server: Ours) -> int:
     device.record("contexts", way=way, roles=sorted(roles[pid] for pid in holders))
     if "worker" not in {roles[pid] for pid in holders}:
         raise Failed(f"{way} do not show that a worker uses the device")
-    return sum(roles[pid] != "worker" for pid in holders)
+    others = sum(roles[pid] != "worker" for pid in holders)
+    device.targets.append(Target("processes beside workers with a context of the device", 0, "", others))
 
 
 def has_device_open(pid: int) -> bool:
@@ -147,10 +140,15 @@ def has_device_open(pid: int) -> bool:
         return False
 
 
-def free_memory(device: Device) -> int | None:
-    """Asked by a process of its own, which ends: None in a rehearsal."""
-    if device.is_rehearsal:
-        return None
-    device.model()
-    done = subprocess.run([sys.executable, "-c", FREE_MEMORY], capture_output=True, text=True, timeout=60, check=True)
+def free_memory(device: Device) -> int:
+    """Asks in another process: this one has no context."""
+    program = "print(0)" if device.is_rehearsal else FREE_MEMORY
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
     return int(done.stdout)
+
+
+def memory_must_be_back(device: Device, before: int) -> None:
+    deadline = time.monotonic() + 10  # the driver frees it after the end of a process
+    while (lost := (before - free_memory(device)) / 2**20) > MAX_MEMORY_MIB and time.monotonic() < deadline:
+        time.sleep(0.5)
+    device.targets.append(Target("memory of the device that is not back after the end", MAX_MEMORY_MIB, "MiB", lost))
