@@ -32,6 +32,7 @@ from penstock.tensor import Store
 from penstock.tensor.cuda import CudaPool, CudaRef, CudaTensors, NoDevice, Place, Reference, Uploads, driver_of
 
 UPLOAD_TARGET, IPC_TARGET = 0.95, 0.2
+VIEW_TARGET_US = 60
 BEHIND_PRODUCTS = 3  # of matrices, that the consumer's stream has before each copy
 WAIT = 60.0  # seconds for anything at all
 
@@ -85,7 +86,8 @@ def consume(talk: Connection, ticket: str, host_ticket: str, device: int, matrix
             stream.synchronize()
             talk.send_bytes(int(wrong.item()).to_bytes(4, "little"))
             continue
-        observed = talk.recv() if word == b"torch" else tensors.view(decoder.decode(heard(talk)))
+        observed = talk.recv() if word == b"torch" else tensors.view(decoder.decode(talk.recv_bytes()))
+        received_at = now()
         if word == b"reuse":
             value = heard(talk)[0]
             with torch.cuda.stream(stream):
@@ -95,7 +97,7 @@ def consume(talk: Connection, ticket: str, host_ticket: str, device: int, matrix
                 del observed
         else:
             del observed
-        talk.send_bytes(b"gone")
+        talk.send_bytes(received_at.to_bytes(8, "little"))
     tensors.close()
     pool.close()
 
@@ -137,16 +139,18 @@ def upload(torch: Any, output: Output, sizes: Sizes) -> float:
     return rates["segment"] / rates["pinned"]
 
 
-def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
+def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> tuple[float, float]:
+    """Returns our time over torch's, and the microseconds from share() until the other process has its view."""
     talk, tensors, place = ends
     nbytes = mb * 1_000_000
 
     def by_reference() -> None:
         created = tensors.empty((nbytes,), "uint8", timeout=WAIT)
+        shared_at = now()
         ref = tensors.share(created, [place])
         talk.send_bytes(b"ref")
         talk.send_bytes(msgspec.msgpack.encode(ref))
-        heard(talk)
+        views.append(int.from_bytes(heard(talk), "little") - shared_at)
 
     def by_torch() -> None:
         tensor = torch.empty((nbytes,), dtype=torch.uint8, device="cuda")
@@ -154,6 +158,7 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
         talk.send(tensor)
         heard(talk)
 
+    views: list[int] = []
     result: dict[str, list[int]] = {"penstock": [], "torch.multiprocessing": []}
     for number in range(rounds + 3):
         for name, work in (("penstock", by_reference), ("torch.multiprocessing", by_torch)):
@@ -164,7 +169,10 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> float:
     for name, times in result.items():
         output.say(f"ipc of {mb} MB by {name}: {median(times) / 1e3:.0f} us")
         output.record("ipc", name, nbytes=nbytes, p50_us=median(times) / 1e3)
-    return median(result["penstock"]) / median(result["torch.multiprocessing"])
+    view_us = median(views[3:]) / 1e3
+    output.record("view", "penstock", nbytes=nbytes, p50_us=view_us)
+    output.say(f"from share() until the other process has its view: {view_us:.0f} us")
+    return median(result["penstock"]) / median(result["torch.multiprocessing"]), view_us
 
 
 def reuse(torch: Any, output: Output, ends: Ends, sizes: Sizes) -> int:
@@ -218,8 +226,10 @@ def targets(torch: Any, output: Output, device: int, sizes: Sizes) -> Iterator[T
     yield Target(case, UPLOAD_TARGET, "x", upload(torch, output, sizes), is_least=True)
     for mb in sizes.ipc_mb:
         work = partial(ipc, torch, output, mb=mb, rounds=sizes.rounds)
-        ratio = with_consumer(4 * mb * 1_000_000, device, sizes.matrix, work)
+        ratio, view_us = with_consumer(4 * mb * 1_000_000, device, sizes.matrix, work)
         yield Target(f"{mb} MB to another process, time over torch.multiprocessing", IPC_TARGET, "x", ratio)
+        if mb == sizes.ipc_mb[0]:
+            yield Target(f"{mb} MB, from share() until the other process has its view", VIEW_TARGET_US, "us", view_us)
     wrong = with_consumer(3 * sizes.reuse_nbytes, device, sizes.matrix, lambda ends: reuse(torch, output, ends, sizes))
     yield Target("tensors that were overwritten before they were read", 0, "", wrong)
 

@@ -41,10 +41,11 @@ SPECIAL = ("<pad>", "<s>", "</s>")
 TEMPLATE = "{{ bos_token }}{% for one in messages %}{{ one['content'] }} {% endfor %}"
 
 
-def make(directory: Path, shape: str = SMALL, seed: int = 0) -> None:
-    """Saves random weights and a tokenizer: 10 MB of float32, or 1.2 GB of bfloat16."""
+def make(directory: Path, shape: str = SMALL, seed: int = 0, device: str = "cpu") -> None:
+    """Saves random weights and a tokenizer: 10 MB of float32, or 1.2 GB of bfloat16, which `device` draws."""
     import torch
     import transformers
+    from safetensors.torch import save_file
 
     transformers.logging.disable_progress_bar()
     torch.manual_seed(seed)
@@ -52,7 +53,18 @@ def make(directory: Path, shape: str = SMALL, seed: int = 0) -> None:
     if shape == REAL:
         make_tokenizer(directory, REAL_IDS)
         large = transformers.Qwen3Config(vocab_size=REAL_IDS, **REAL_SHAPE, **numbers, dtype="bfloat16")
-        transformers.Qwen3ForCausalLM(large).to(torch.bfloat16).save_pretrained(directory)
+        large.architectures = ["Qwen3ForCausalLM"]
+        large.save_pretrained(directory)
+        with torch.device("meta"):  # names and shapes
+            stock = transformers.Qwen3ForCausalLM(large).state_dict()
+        del stock["lm_head.weight"]  # tied to the embedding
+        weights = {
+            name: torch.ones(tensor.shape, dtype=torch.bfloat16)
+            if "norm" in name
+            else torch.randn(tensor.shape, device=device).mul_(large.initializer_range).to(torch.bfloat16).cpu()
+            for name, tensor in stock.items()
+        }
+        save_file(weights, directory / "model.safetensors", metadata={"format": "pt"})
         return
     make_tokenizer(directory, IDS)
     small = transformers.LlamaConfig(vocab_size=IDS, **SHAPE, **numbers, tie_word_embeddings=False)

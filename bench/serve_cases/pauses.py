@@ -11,6 +11,7 @@ import statistics
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from bench.harness.figures import Figures, median_figures
 from bench.harness.output import short
@@ -31,9 +32,9 @@ KEPT_TOKENS = 4000
 class Stream:
     """One streamed completion, with the times of its events."""
 
-    def __init__(self, server: Ours, number: int, tokens: int) -> None:
+    def __init__(self, server: Ours, number: int, tokens: int, **params: Any) -> None:
         self._server = server
-        self._body = {"model": NAME, "prompt": f"stream {number}", "max_tokens": tokens, "ignore_eos": True}
+        self._body = {"model": NAME, "prompt": f"stream {number}", "max_tokens": tokens, "ignore_eos": True, **params}
         self.events: list[float] = []
 
     async def run(self, keeps_times: bool = True) -> None:
@@ -47,8 +48,12 @@ class Stream:
                     raise Failed(f"{self._server.name}: a stream ended with {line[:200]!r}")
                 if line.startswith(b"data: "):
                     self.events.append(time.monotonic() if keeps_times else 0.0)
+                    self.on_event(line[len(b"data: ") :])
         finally:
             writer.transport.abort()
+
+    def on_event(self, data: bytes) -> None:
+        """Takes the JSON of an event."""
 
     def pause(self, killed: float) -> float:
         """Returns the seconds between the last event before the kill and the first one after it, if it is longer than

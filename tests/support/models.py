@@ -25,6 +25,7 @@ from penstock.engine.core.scheduler_config import SchedulerConfig  # noqa: E402
 from penstock.engine.core.step_builder import StepBuilder  # noqa: E402
 from penstock.engine.protocol.batch_state import BatchState  # noqa: E402
 from penstock.engine.protocol.columns import LogprobRows  # noqa: E402
+from penstock.engine.protocol.config import SHIPPED  # noqa: E402
 from penstock.engine.protocol.messages import FinishReason, Inputs, Progress, SamplingParams, Submit  # noqa: E402
 from penstock.engine.worker.input_batch import InputBatch, build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner  # noqa: E402
@@ -159,7 +160,7 @@ def build_family(
     stock = stock_of(name, **changes)
     stock.save_pretrained(path)
     if dtype != torch.float32:  # not stock.to(dtype), by which frequencies would be rounded, too
-        stock = type(stock).from_pretrained(path, dtype=dtype).eval()
+        stock = type(stock).from_pretrained(path, dtype=dtype, **attention_of(name)).eval()
     chance = random.Random(7)
     images: dict[bytes, dict[str, Any]] = {}
     if requests:
@@ -173,6 +174,12 @@ def build_family(
         requests = [Asked(_words(chance, length), []) for length in (1, 2, 5, 23)]
         requests += [Asked(same + _words(chance, length), []) for length in (1, 4, 9)]
     return Family(name, path, requests, images, [_answer(stock, request, images) for request in requests])
+
+
+def shipped_family(requests: Sequence[Asked]) -> Family:
+    """The bundled model, and the answers of transformers to requests."""
+    stock = transformers.AutoModelForImageTextToText.from_pretrained(SHIPPED, dtype=torch.float32).eval()
+    return Family("shipped", Path(SHIPPED), list(requests), {}, [_answer(stock, request, {}) for request in requests])
 
 
 def batch_of_rows(rows: list[tuple[int, int]], blocks: int = 64, seed: int = 1) -> InputBatch:
@@ -209,7 +216,7 @@ def stock_of(name: str, **changes: Any) -> Any:
         options["text_config"] = {**options["text_config"], **changes}
     else:
         kind, options = transformers.AutoModelForCausalLM, {**SHAPE, **TEXT[name], **changes}
-    stock = kind.from_config(transformers.AutoConfig.for_model(name, **options)).eval()
+    stock = kind.from_config(transformers.AutoConfig.for_model(name, **options), **attention_of(name)).eval()
     if TEXT.get(name, {}).get("tie_word_embeddings") or name.startswith(
         "gemma"
     ):  # or it would say the same word again and again
@@ -220,6 +227,11 @@ def stock_of(name: str, **changes: Any) -> Any:
             if own.endswith("_proj.bias"):  # or they would be zeros
                 parameter.normal_(0, 0.3)
     return stock
+
+
+def attention_of(name: str) -> dict[str, str]:
+    """Returns options of transformers: by sdpa, 5.17 leaves the softcap of Gemma 2 out."""
+    return {"attn_implementation": "eager"} if name == "gemma2" else {}
 
 
 def _words(chance: random.Random, count: int) -> list[int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import os
 import sys
 import zipfile
 from importlib.machinery import SourceFileLoader
@@ -154,6 +155,39 @@ def test_row_of_a_benchmark_that_raises_has_its_last_line(script: Any, tmp_path:
     (tmp_path / "bench" / "copies.py").write_text("raise ValueError('no device')")
     outcome = script.benchmark("copies")(run_of(script))
     assert (outcome.is_passed, outcome.figure) == (False, "ValueError: no device")
+
+
+def test_row_of_a_benchmark_fails_if_a_case_fails(script: Any, tmp_path: Path) -> None:
+    (tmp_path / "bench").mkdir()
+    failed = 'print(json.dumps(dict(case="failed", impl="kill", reason="no worker")), file=file)'
+    headline = 'print(json.dumps(dict(case="streams", headline="3 streams")), file=file)'
+    text = BENCHMARK.format(bandwidth=0.98, wrong=0) + f"    {failed}\n    {headline}\n"
+    (tmp_path / "bench" / "copies.py").write_text(text)
+    outcome = script.benchmark("copies")(run_of(script))
+    assert not outcome.is_passed
+    assert outcome.figure == "kill: no worker; bandwidth: 0.98 (0.95); wrong tensors: 0 (0); 3 streams"
+
+
+@pytest.mark.parametrize(
+    ("output", "status", "is_passed", "figure"),
+    [
+        ("ERROR SUMMARY: 0 errors", 0, True, "0 errors in a few steps of a tiny model"),
+        ("ERROR SUMMARY: 2 errors", 1, False, "2 errors in a few steps of a tiny model"),
+        ("no such device", 1, True, "not run: it ended with 1: no such device"),
+        (None, 0, True, "not run: there is no compute-sanitizer"),
+    ],
+)
+def test_memcheck_passes_unless_the_sanitizer_counts_errors(
+    script: Any, tmp_path: Path, monkeypatch: Any, output: str | None, status: int, is_passed: bool, figure: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    script.SANITIZERS = ()
+    if output is not None:
+        tool = tmp_path / "compute-sanitizer"
+        tool.write_text(f"#!/bin/sh\necho {output}\nexit {status}\n")
+        tool.chmod(0o755)
+    outcome = script.memcheck(run_of(script))
+    assert (outcome.is_passed, outcome.figure) == (is_passed, figure)
 
 
 # ── wheels ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -27,6 +27,16 @@ class Marker(Protocol):
         """Whether all that was on the stream before it is done."""
 
 
+class Passed:
+    """A marker on a stream without work, for which a driver makes no event."""
+
+    def query(self) -> bool:
+        return True
+
+
+PASSED = Passed()
+
+
 class Never:
     """A marker that is never passed, for memory with unknown work. It is given back with the end of the process."""
 
