@@ -19,6 +19,7 @@ void bind_decoder_layer(nb::module_& m);
 void bind_fatal_signals(nb::module_& m);
 void bind_packed_linear(nb::module_& m);
 void bind_paged_attention(nb::module_& m);
+void bind_pixels(nb::module_& m);
 void bind_rms_norm(nb::module_& m);
 void bind_rotary(nb::module_& m);
 

@@ -1,5 +1,5 @@
 """
-The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, records of fatal signals.
+The engine's native code: KV-cache blocks and their prefix hashes, layers of a model on CPUs, the pixels of videos, records of fatal signals.
 """
 
 from collections.abc import Sequence
@@ -195,6 +195,16 @@ class AttentionStep:
 def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sin: tuple[int, int], final_norm: tuple[int, float, bool], out_address: int, threads: int) -> None:
     """
     Computes hidden states [tokens, size] in bfloat16. `x`: address and stride between tokens in elements. `cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The caller checks the addresses.
+    """
+
+def resize(frames: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], weights: Annotated[NDArray[numpy.int16], dict(shape=(None, None), order='C', device='cpu', writable=False)], shift: int, is_along_width: bool, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu')]) -> None:
+    """
+    Resizes frames [count, height, width, 3] along one axis. Each result is a sum of pixels from `first` on times `weights`, divided by 1 << shift.
+    """
+
+def write_patches(frames: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu', writable=False)], numbers: Annotated[NDArray[numpy.float32], dict(shape=(3, 256), order='C', device='cpu', writable=False)], patch: tuple[int, int], merge: int, group: int, out: Annotated[NDArray[numpy.float32], dict(shape=(None, None), order='C', device='cpu')]) -> None:
+    """
+    Writes the patches of frames [count, height, width, 3], as Qwen-VL orders them: the number of each colour and byte, from `numbers` [3, 256]. `patch`: height and width. The last frame fills its group.
     """
 
 def rms_norm(x_address: int, x_stride: int, rows: int, size: int, weight_address: int, out_address: int, epsilon: float, adds_one: bool, is_bfloat16: bool, threads: int) -> None:

@@ -35,7 +35,7 @@ from penstock.tensor.tree import read_to_fill
 PR_SET_PDEATHSIG = 1
 ROOM_TIMEOUT = 0.1  # seconds to wait for room in the store: as of a Scope
 RGB = 3  # bytes of a pixel
-COPIES = 3  # of the frames that are processed at a time: as they are decoded, as they are resized, and one more
+COPIES = 3  # of the frames that are processed at a time: as they are decoded, and resized along one side and both
 OOM_SCORE = "500"  # a decoder is killed before a server or a worker where memory lacks
 
 

@@ -115,11 +115,14 @@ class VideoFile:
         return VideoFrames(shape, self._pictures(indices))
 
     def _pictures(self, indices: Sequence[int]) -> Iterator[Picture]:
+        from av.video.reformatter import VideoReformatter
+
+        reformatter = VideoReformatter()  # of all frames: it is set up at the first frame
         remaining = iter(indices)
         index = next(remaining, None)
         for number, frame in enumerate(self._decode()):
             if number == index:
-                yield self._picture(frame, number)
+                yield self._picture(reformatter.reformat(frame, format="rgb24", threads=1), number)
                 index = next(remaining, None)
                 if index is None:
                     return
@@ -127,7 +130,7 @@ class VideoFile:
         raise _unreadable(reason)
 
     def _picture(self, frame: Any, index: int) -> Picture:
-        picture: Picture = np.rot90(frame.to_ndarray(format="rgb24"), self._quarters)
+        picture: Picture = np.rot90(frame.to_ndarray(), self._quarters)
         if picture.shape[:2] != (self.info.height, self.info.width):
             size = f"{picture.shape[1]} x {picture.shape[0]}"
             raise _unreadable(f"frame {index} is {size}, and the first one {self.info.width} x {self.info.height}")
@@ -143,7 +146,6 @@ class VideoFile:
             "codec_whitelist": ",".join(DECODERS),
             "protocol_whitelist": "none",
             "max_pixels": str(self._limits.pixels),
-            "threads": "1",
         }
         return av.open(self._file, format=self._format.partition(",")[0], options=options)
 
@@ -223,6 +225,7 @@ def _video_stream(container: Any) -> Any:
     name = None if stream.codec_context is None else stream.codec_context.name
     if name not in DECODERS:
         raise MediaRefused(400, f"expected a video of {NAMES}, got {name or 'a codec that is not known'}")
+    stream.codec_context.thread_count = 1  # PyAV's default is one for each processor
     return stream
 
 

@@ -5,8 +5,9 @@
     value = videos.process(frames, plan)                the frames of plan.indices
     video = ProcessedVideo.of(scope.put(value, key=key), value)
 
-Frames are resized by the function of torch that torchvision calls, so their numbers are those of transformers, bit by
-bit. Some frames at a time are resized and written to where they stay: the work needs little memory beside its result.
+Native code resizes as torch does and looks numbers up, so tensors are those of transformers, bit by bit, and a decoder
+needs no torch. Some frames at a time are resized and written to where they stay: the work needs little memory beside
+its result.
 """
 
 from __future__ import annotations
@@ -18,13 +19,15 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock import Empty
+from penstock.engine import _native
 from penstock.engine.media.media_kind import MediaRefused
+from penstock.engine.media.resize import Frames, resize
 from penstock.engine.media.video_settings import SMOLVLM, VideoInfo, VideoPlan, VideoSettings
 from penstock.tensor import Handle
 
-Frames = npt.NDArray[np.uint8]  # [frames, height, width, 3]: RGB
 PIXELS, GRID, SECONDS = "pixel_values_videos", "video_grid_thw", "second_per_grid_ts"  # names that transformers has
-CHUNK_NBYTES = 16 << 20  # of frames and of numbers that are in work at a time, or those of one group
+CHUNK_NBYTES = 2 << 20  # of frames that are in work at a time, or those of one group: caches hold them
+LEVELS = 256  # of a colour
 
 
 class ProcessedVideo(NamedTuple):
@@ -46,6 +49,7 @@ class VideoProcessor:
 
     def __init__(self, settings: VideoSettings) -> None:
         self.settings = settings
+        self._numbers = _numbers(settings)
 
     def plan(self, info: VideoInfo) -> VideoPlan:
         """Returns which frames of a video to decode, and their size. Raises MediaRefused."""
@@ -69,8 +73,8 @@ class VideoProcessor:
     def frames_at_once(self, plan: VideoPlan, height: int, width: int) -> int:
         """Returns how many frames of this size `process` reads at a time: its work needs memory for so many."""
         group = self.settings.temporal_patch_size
-        numbers_nbytes, frame_nbytes = 4 * 3 * plan.height * plan.width, 3 * height * width
-        return group * max(1, CHUNK_NBYTES // (max(numbers_nbytes, frame_nbytes) * group))
+        frame_nbytes = 3 * max(plan.height * plan.width, height * width)
+        return group * max(1, CHUNK_NBYTES // (frame_nbytes * group))
 
     def process(self, frames: Frames, plan: VideoPlan, out: dict[str, Any] | None = None) -> dict[str, Any]:
         """Returns the value of a video.
@@ -89,15 +93,26 @@ class VideoProcessor:
         group = self.settings.temporal_patch_size
         step = self.frames_at_once(plan, *frames.shape[1:3]) // group
         for begin in range(0, plan.groups, step):
-            chunk = frames[begin * group : (begin + step) * group]
-            if self.settings.family == SMOLVLM:
-                _write_frames(self.settings, chunk, plan, value["pixel_values"][0, begin : begin + len(chunk)])
-            else:
-                _write_patches(self.settings, chunk, plan, begin, value[PIXELS])
+            self._write(frames[begin * group : (begin + step) * group], plan, begin, value)
         if GRID in value:
             patch = self.settings.patch_size
             value[GRID][:] = plan.groups, plan.height // patch, plan.width // patch
         return value
+
+    def _write(self, frames: Frames, plan: VideoPlan, begin: int, value: dict[str, Any]) -> None:
+        """Writes the patches of some groups of frames, of which `begin` is the first."""
+        settings = self.settings
+        is_tiled = settings.family == SMOLVLM  # a frame is one patch
+        if settings.mode:
+            if is_tiled:
+                frames = resize(frames, settings.first_size(*frames.shape[1:3]), settings.mode)
+            frames = resize(frames, (plan.height, plan.width), settings.mode)
+        patch, group = settings.patch_size, settings.temporal_patch_size
+        sides = (plan.height, plan.width) if is_tiled else (patch, patch)
+        out = value["pixel_values"][0].reshape(len(plan.indices), -1) if is_tiled else value[PIXELS]
+        each = (plan.height // sides[0]) * (plan.width // sides[1])
+        there = out[begin * each : (begin - (-len(frames) // group)) * each]
+        _native.write_patches(np.ascontiguousarray(frames), self._numbers, sides, settings.merge_size, group, there)
 
 
 def _empty(tree: dict[str, Any]) -> dict[str, Any]:
@@ -106,65 +121,12 @@ def _empty(tree: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _write_frames(settings: VideoSettings, frames: Frames, plan: VideoPlan, out: npt.NDArray[np.float32]) -> None:
-    import torch
-
-    torch.from_numpy(out).copy_(_numbers(settings, frames, plan))
-
-
-def _write_patches(
-    settings: VideoSettings, frames: Frames, plan: VideoPlan, begin: int, out: npt.NDArray[np.float32]
-) -> None:
-    """Writes the patches of some groups of frames. The last group is filled up with its last frame."""
-    import torch
-
-    patch, merge, group = settings.patch_size, settings.merge_size, settings.temporal_patch_size
-    numbers = _numbers(settings, frames, plan)
-    missing = -len(frames) % group
-    if missing:
-        numbers = torch.cat((numbers, numbers[-1:].expand(missing, -1, -1, -1)))
-    groups, rows, columns = len(numbers) // group, plan.height // patch, plan.width // patch
-    blocks = numbers.view(groups, group, 3, rows // merge, merge, patch, columns // merge, merge, patch)
-    blocks = blocks.permute(0, 3, 6, 4, 7, 2, 1, 5, 8)
-    first = begin * rows * columns
-    place = torch.from_numpy(out[first : first + groups * rows * columns])
-    place.view(blocks.shape).copy_(blocks)
-
-
-def _numbers(settings: VideoSettings, frames: Frames, plan: VideoPlan) -> Any:
-    """Returns frames resized and normalized: a float32 tensor [frames, 3, height, width]."""
-    import torch
-
-    pixels = torch.from_numpy(np.array(frames.transpose(0, 3, 1, 2), order="C"))  # a copy: `frames` may be read-only
-    if settings.mode:
-        if settings.family == SMOLVLM:
-            pixels = _resized(pixels, settings.first_size(*pixels.shape[-2:]), settings.mode)
-        pixels = _resized(pixels, (plan.height, plan.width), settings.mode)
-    numbers = pixels.to(torch.float32)
+def _numbers(settings: VideoSettings) -> npt.NDArray[np.float32]:
+    """Returns the number of each colour and byte, [3, LEVELS], by the operations of transformers in float32."""
+    levels = np.broadcast_to(np.arange(LEVELS, dtype=np.float32), (3, LEVELS))
     if settings.mean is None or settings.std is None:
-        return numbers * settings.scale if settings.scale != 1 else numbers
-    unit = 1.0 / settings.scale
-    mean, std = (torch.tensor(values)[:, None, None] * unit for values in (settings.mean, settings.std))
-    return numbers.sub_(mean).div_(std)
-
-
-def _resized(pixels: Any, size: tuple[int, int], mode: str) -> Any:
-    """Returns uint8 pixels [frames, 3, height, width] of another size."""
-    import torch
-    import torch.nn.functional as F
-
-    if tuple(pixels.shape[-2:]) == size:
-        return pixels
-    if mode == "bilinear" and not _has_bytes_kernel():
-        floats = F.interpolate(pixels.float(), size, mode=mode, align_corners=False, antialias=True)
-        return floats.round_().to(torch.uint8)
-    return F.interpolate(pixels, size, mode=mode, align_corners=False, antialias=True)
-
-
-def _has_bytes_kernel() -> bool:
-    """Returns whether torch resizes bytes by `bilinear` without detour on this processor, as torchvision decides it."""
-    import platform
-
-    import torch
-
-    return torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512") or platform.machine() in ("aarch64", "arm64")
+        return levels * np.float32(settings.scale)
+    unit = np.float32(1.0 / settings.scale)
+    mean, std = (np.array(values, np.float32)[:, None] * unit for values in (settings.mean, settings.std))
+    numbers: npt.NDArray[np.float32] = (levels - mean) / std
+    return numbers

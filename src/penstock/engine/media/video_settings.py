@@ -18,6 +18,7 @@ from typing import Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
+import numpy.typing as npt
 
 from penstock.engine.media.media_kind import MediaRefused
 from penstock.engine.model_dir import VIDEO, expected, read_config
@@ -259,8 +260,6 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
             count = min(self.num_frames or count, info.frames)
             spread: list[int] = np.linspace(0, info.frames - 1, count).round().astype(int).tolist()
             return spread
-        import torch
-
         group = self.temporal_patch_size
         if self.num_frames:
             count = round(self.num_frames / group) * group
@@ -270,9 +269,8 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
             count = math.floor(frames / group) * group
         if not 0 < count <= info.frames:
             raise MediaRefused(400, f"the model samples {count} frames, the video has {info.frames}")
-        # In numbers of 32 bits, as transformers does: the last one may be rounded up to the end.
-        indices = torch.arange(0, info.frames, info.frames / count).int()
-        return [index for index in indices.tolist() if index < info.frames]
+        indices: list[int] = float_steps(info.frames, info.frames / count).astype(np.int32).tolist()
+        return [index for index in indices if index < info.frames]
 
     def _sample_smolvlm(self, info: VideoInfo) -> list[int]:
         """Returns frames between the first and the last second of a video that is long."""
@@ -333,6 +331,17 @@ class VideoSettings(msgspec.Struct, frozen=True, kw_only=True):
             return max(other + other % 2, 1), side
         other = int(side * (width / height))
         return side, max(other + other % 2, 1)
+
+
+def float_steps(end: int, step: float) -> npt.NDArray[np.float32]:
+    """Returns the multiples of `step` below `end` as `torch.arange` does, bit by bit: a float of 32 bits for each eight
+    steps, to which further steps are added, and one for each of the last 15 steps or fewer. The last multiple may be
+    rounded up to `end`."""
+    count = math.ceil(end / step)
+    numbers = np.arange(count)
+    added = np.where(numbers < count // 16 * 16, numbers % 8, 0)
+    begins = ((numbers - added) * step).astype(np.float32)
+    return (begins.astype(np.float64) + added * step).astype(np.float32)
 
 
 def fit_pixels(

@@ -1,6 +1,7 @@
 """A video file as its decoder reads it: what is counted, which frames come, and what is refused."""
 
 import io
+import os
 import random
 import struct
 from typing import Any
@@ -63,6 +64,16 @@ def test_frames_are_decoded_as_slices_are_read_and_only_once() -> None:
     with pytest.raises(IndexError, match="expected frames from 10 on"):
         frames[0:2]
     assert len(frames[10:12]) == 0
+
+
+def test_video_is_decoded_by_one_thread() -> None:
+    def threads() -> set[str]:
+        return set(os.listdir("/proc/self/task"))
+
+    before = threads()
+    frames = opened(video(FRAMES, SIZE)).frames([0, 9])
+    frames[0:1]
+    assert threads() <= before, "while the container is open"
 
 
 def test_a_video_of_a_phone_is_upright() -> None:

@@ -16,14 +16,17 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock import Store  # noqa: E402
+from penstock.engine import _native  # noqa: E402
 from penstock.engine.media import video_processor  # noqa: E402
 from penstock.engine.media.image_processor import MediaRefused  # noqa: E402
+from penstock.engine.media.resize import FILTERS, resize  # noqa: E402
 from penstock.engine.media.video_processor import ProcessedVideo, VideoProcessor  # noqa: E402
-from penstock.engine.media.video_settings import VideoInfo, VideoSettings  # noqa: E402
+from penstock.engine.media.video_settings import VideoInfo, VideoSettings, float_steps  # noqa: E402
 from penstock.tensor import Scope  # noqa: E402
 from tests.support.video_references import CASES, FILE, LENGTHS, Case, model_in  # noqa: E402
 
 NUMBERS = range(len(CASES))
+HAS_BYTES_KERNEL = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")  # torch's results elsewhere differ
 TENSORS = {"pixels": ("pixel_values", "pixel_values_videos"), "grid": ("video_grid_thw",)}
 
 
@@ -39,7 +42,6 @@ def processed(case: Case, folder: Path) -> dict[str, Any]:
 
 @pytest.mark.parametrize("number", NUMBERS)
 def test_a_video_becomes_what_transformers_makes_of_it(number: int, tmp_path: Path) -> None:
-    """Bit by bit where torch resizes with the same instructions; a level apart elsewhere."""
     case, reference = CASES[number], np.load(FILE)
     videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
     plan = videos.plan(info_of(case))
@@ -48,9 +50,7 @@ def test_a_video_becomes_what_transformers_makes_of_it(number: int, tmp_path: Pa
     (pixels,) = [value[name] for name in TENSORS["pixels"] if name in value]
     expected = reference[f"{number} pixels"]
     assert pixels.dtype == expected.dtype == np.float32 and pixels.shape == expected.shape
-    is_same_kernel = torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512")
-    level = max(videos.settings.scale / min(videos.settings.std or (1.0,)), 1e-6)
-    assert np.abs(pixels - expected).max() <= (0 if is_same_kernel else 2.01 * level)
+    assert np.array_equal(pixels, expected)
     if f"{number} grid" in reference:
         assert value["video_grid_thw"].tolist() == reference[f"{number} grid"].tolist()
         assert plan.tokens == value["tokens"] == reference[f"{number} grid"].prod() // 4
@@ -230,21 +230,42 @@ def test_a_model_without_videos_is_refused(tmp_path: Path) -> None:
         VideoSettings.from_model(tmp_path)
 
 
-def test_decoding_process_imports_neither_torch_nor_transformers() -> None:
+def test_decoding_process_imports_neither_torch_nor_transformers(tmp_path: Path) -> None:
+    settings = msgspec.json.encode(VideoSettings.from_model(model_in(tmp_path, CASES[0])))
     code = (
-        "import sys, penstock.engine.media.video_processor; "
+        "import sys, msgspec, numpy; from penstock.engine.media import decoder_host, video_processor, video_settings; "
+        f"settings = msgspec.json.decode({settings!r}, type=video_settings.VideoSettings); "
+        "videos = video_processor.VideoProcessor(settings); "
+        "plan = videos.plan(video_settings.VideoInfo(20, 10.0, 64, 48)); "
+        "videos.process(numpy.zeros((len(plan.indices), 48, 64, 3), numpy.uint8), plan); "
         "assert not {'torch', 'transformers', 'PIL'} & set(sys.modules)"
     )
     subprocess.run([sys.executable, "-c", code], check=True, timeout=60)
 
 
-def test_bytes_are_resized_as_floats_where_torch_has_no_kernel_for_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    pixels = torch.from_numpy(np.random.default_rng(0).integers(0, 256, (2, 3, 40, 60), np.uint8))
-    by_bytes = video_processor._resized(pixels, (20, 30), "bilinear")
-    monkeypatch.setattr(video_processor, "_has_bytes_kernel", lambda: False)
-    by_floats = video_processor._resized(pixels, (20, 30), "bilinear")
-    assert by_floats.dtype == torch.uint8 and by_floats.shape == by_bytes.shape
-    assert (by_floats.int() - by_bytes.int()).abs().max() <= 1
+@pytest.mark.parametrize("mode", FILTERS)
+def test_frames_are_resized_as_torch_resizes_bytes(mode: str, seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    for _ in range(40):
+        frames, height, width = (int(chance.integers(1, most)) for most in (4, 120, 300))
+        size = int(chance.integers(1, 200)), int(chance.integers(1, 200))
+        pixels = chance.integers(0, 256, (frames, height, width, 3), np.uint8)
+        if chance.random() < 0.5:
+            pixels = (pixels // 128 * 255).astype(np.uint8)  # edges, beyond which filters overshoot
+        planar = torch.from_numpy(pixels.transpose(0, 3, 1, 2).copy())
+        expected = torch.nn.functional.interpolate(planar, size, mode=mode, align_corners=False, antialias=True)
+        resized = resize(pixels, size, mode)
+        differs = np.abs(resized.astype(int) - expected.permute(0, 2, 3, 1).numpy().astype(int)).max()
+        assert differs <= (0 if mode != "bilinear" or HAS_BYTES_KERNEL else 1), (pixels.shape, size)
+
+
+@pytest.mark.skipif(torch.backends.cpu.get_cpu_capability() not in ("AVX2", "AVX512"), reason="of its vectors of 8")
+def test_float_steps_are_those_of_torch(seed: int) -> None:
+    chance = np.random.default_rng(seed)
+    for _ in range(2000):
+        end = int(10 ** chance.uniform(0, 6))
+        step = end / int(chance.integers(1, min(end, 768) + 1))
+        assert float_steps(end, step).tolist() == torch.arange(0, end, step).tolist(), (end, step)
 
 
 def test_a_video_with_fewer_frames_than_the_model_samples_is_refused(tmp_path: Path) -> None:
@@ -259,3 +280,56 @@ def test_frames_that_are_not_resized_must_have_sides_of_whole_tokens(tmp_path: P
     assert settings.plan(VideoInfo(8, 1.0, 3 * factor, 2 * factor)).width == 3 * factor
     with pytest.raises(MediaRefused, match=f"the sides of a frame are multiples of {factor}"):
         settings.plan(VideoInfo(8, 1.0, 3 * factor + 1, 2 * factor))
+
+
+RESIZE = {
+    "first": [0, 1],
+    "weights": [[1, 1], [1, 1]],
+    "shift": 1,
+    "is_along_width": True,
+    "width": 3,
+    "out": (1, 2, 2),
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "text"),
+    [
+        ({}, ""),
+        ({"first": [0, 2]}, "expected weights for pixels of the frames only"),
+        ({"first": [-1, 0]}, "expected weights for pixels of the frames only"),
+        ({"weights": [[1, 1]]}, "expected a first pixel and weights for each pixel of the resized axis"),
+        ({"shift": 0}, "expected weights with 1 to 22 binary places"),
+        ({"shift": 23}, "expected weights with 1 to 22 binary places"),
+        ({"out": (1, 2, 3)}, "expected a first pixel and weights for each pixel of the resized axis"),
+        ({"out": (1, 3, 2)}, "expected frames to write of the shape of the frames but for the resized axis"),
+        ({"is_along_width": False}, "expected frames to write of the shape of the frames but for the resized axis"),
+    ],
+)
+def test_native_resize_refuses_what_does_not_fit(changes: dict[str, Any], text: str) -> None:
+    case = {**RESIZE, **changes}
+    frames, out = np.zeros((1, 2, case["width"], 3), np.uint8), np.zeros((*case["out"], 3), np.uint8)
+    first, weights = np.array(case["first"], np.int32), np.array(case["weights"], np.int16)
+    arguments = (frames, first, weights, case["shift"], case["is_along_width"], out)
+    if not text:
+        return _native.resize(*arguments)
+    with pytest.raises(ValueError, match=text):
+        _native.resize(*arguments)
+
+
+@pytest.mark.parametrize(
+    ("patch", "rows", "text"),
+    [
+        ((2, 2), 4, ""),
+        ((2, 0), 4, "expected patches of at least one pixel and frame"),
+        ((2, 3), 4, "expected frames of whole tokens"),
+        ((2, 2), 3, "expected room for all patches of the frames, and no more"),
+    ],
+)
+def test_native_patches_refuse_what_does_not_fit(patch: tuple[int, int], rows: int, text: str) -> None:
+    frames, numbers = np.zeros((1, 4, 4, 3), np.uint8), np.zeros((3, 256), np.float32)
+    out = np.ones((rows, 3 * 2 * patch[0] * patch[1]), np.float32)
+    if not text:
+        return _native.write_patches(frames, numbers, patch, 1, 2, out)
+    with pytest.raises(ValueError, match=text):
+        _native.write_patches(frames, numbers, patch, 1, 2, out)

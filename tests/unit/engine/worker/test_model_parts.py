@@ -20,7 +20,7 @@ import transformers
 from penstock.engine.model_dir import FAMILIES
 from penstock.engine.worker import paged_attention, tensor_parallel
 from penstock.engine.worker.input_batch import TokenTable
-from penstock.engine.worker.model import TEXT_OF, load
+from penstock.engine.worker.model import TEXT_OF, load, replace_patch_convolutions
 from penstock.engine.worker.model_runner import CPU_SHARE, ModelRunner
 from penstock.engine.worker.paged_attention import AttentionStyle, KVCache, KVCacheShape, PagedAttention
 from penstock.engine.worker.tensor_parallel import TPGroup, shard
@@ -205,3 +205,19 @@ def test_the_cache_has_its_share_of_the_memory(llama: Path, monkeypatch: pytest.
     monkeypatch.setattr("penstock.engine.worker.model_runner.memory_available", lambda: (1, "this test"))
     with pytest.raises(ValueError, match="no room for keys and values"):
         ModelRunner(llama, slots=1, block_size=4, threads=1)
+
+
+# ── patches ──────────────────────────────────────────────────────────────────────────────────────────────────────────
+def test_patch_convolution_is_computed_as_a_product() -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.Conv3d(3, 10, (2, 4, 4), stride=(2, 4, 4))
+    overlapping = torch.nn.Conv3d(3, 10, (2, 4, 4), stride=(2, 2, 2))
+    patches = torch.randn(6, 3, 2, 4, 4)
+    expected = layer(patches)
+    replace_patch_convolutions(torch.nn.Sequential(layer, overlapping))
+    computed = layer(patches)
+    assert computed.shape == expected.shape
+    torch.testing.assert_close(computed, expected)
+    assert "forward" not in vars(overlapping)
+    with pytest.raises(ValueError, match=r"expected patches \[3, 2, 4, 4\], got \[3, 2, 4, 8\]"):
+        layer(torch.randn(6, 3, 2, 4, 8))
