@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.cuda import kernels, launcher
+from penstock.engine.worker.cuda import attention_kernels, kernels, launcher
 from penstock.engine.worker.input_batch import PrefillChunk
 from penstock.engine.worker.paged_attention import AttentionStyle, KVCache
 
@@ -160,7 +160,7 @@ class CudaAttention:
         self._launch(layer, query, out, parts, stats, plan.items, plan.items, rows, how, tiles, is_rows=True)
         value_size = values.shape[2]
         launcher.launch(
-            kernels.merge, (rows.slots.shape[0], heads),
+            attention_kernels.merge, (rows.slots.shape[0], heads),
             out, parts, stats, plan.firsts, plan.counts, out.stride(0),
             V=value_size, VP=power_of_two(value_size), SIZE=MERGED,
         )  # fmt: skip
@@ -183,7 +183,7 @@ class CudaAttention:
         (k0, k1), (v0, v1) = HeadSplit.of(key_size), HeadSplit.of(value_size)
         sinks = query if how.sinks is None else how.sinks
         launcher.launch(
-            kernels.attend, (items.shape[1], kv_heads),
+            attention_kernels.attend, (items.shape[1], kv_heads),
             query, keys, values, out, parts, stats, sinks, items, first_queries, tokens.slots, tokens.starts,
             tokens.lengths, self._table, items.shape[1], how.scale, how.softcap or 0.0, query.stride(0), out.stride(0),
             keys.stride(0), values.stride(0), self._table.stride(0),
@@ -223,7 +223,7 @@ def plan_rows(lengths: Tensor, window: int, tile: int, target: int, max_rows: in
     items = lengths.new_empty((5, num_items))
     plan = RowPlan(items, torch.empty_like(lengths), torch.empty_like(lengths))
     launcher.launch(
-        kernels.plan_rows, (-(-num_items // 16),),
+        attention_kernels.plan_rows, (-(-num_items // 16),),
         plan.items, plan.firsts, plan.counts, lengths, num_rows, num_items,
         ROWS=max_rows, SIZE=16, TARGET=target, LEAST=LEAST_TILES, TILE=tile, WINDOW=window,
     )  # fmt: skip
