@@ -108,6 +108,8 @@ class ModelRunner:
         self._tokens = TokenTable(slots, where)
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
+        if self._sampler is not None:
+            self._sampler.compile(self._model.dtype)
         self._images = (
             EncoderCache(
                 self._model,

@@ -13,9 +13,9 @@ import triton.language as tl
 
 GROUP: tl.constexpr = tl.constexpr(128)  # ids
 LISTED: tl.constexpr = tl.constexpr(16)  # groups that a program reads at a time
-MAX_CANDIDATES: tl.constexpr = tl.constexpr(4096)  # logits that a program holds in registers to search a cut
-DEVIATIONS: tl.constexpr = tl.constexpr(5.0)  # of a sample's estimate, in which the cut is looked for
-PASS: tl.constexpr = tl.constexpr(2048)  # ids that a program reads at a time
+MAX_KEPT: tl.constexpr = tl.constexpr(8192)  # logits that a program holds in registers to search a cut
+BOUNDS: tl.constexpr = tl.constexpr(8)  # that a pass over a row tries at a time
+PASS: tl.constexpr = tl.constexpr(1024)  # ids of a step of such a pass
 GREEDY: tl.constexpr = tl.constexpr(1e-5)
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 LOWEST: tl.constexpr = tl.constexpr(-2139095041)  # the key of -inf
@@ -92,7 +92,6 @@ def _list(listed, keys, low, GROUPS: tl.constexpr):
 
 @triton.jit
 def _listed_logits(logits, listed, at, size, n):
-    """Returns the numbers and logits of LISTED groups of the list, from `at` on."""
     place = at + tl.arange(0, LISTED)
     group = tl.load(listed + place, place < size, 0.0).to(tl.int32)
     v = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
@@ -104,9 +103,8 @@ def _weigh(logits, listed, sums, keys, largest, scale, low, least, n, GROUPS: tl
     """Stores the weight of each group's ids above `low` that weigh `least`. Returns the number and weight of all."""
     size = _list(listed, keys, low, GROUPS)
     count, whole, at = tl.zeros([], tl.int32), tl.zeros([], tl.float64), tl.zeros([], tl.int32)
-    group, x = _listed_logits(logits, listed, at, size, n)
     while at < size:
-        next_group, next_x = _listed_logits(logits, listed, at + LISTED, size, n)
+        group, x = _listed_logits(logits, listed, at, size, n)
         weight = _weight(x, largest, scale)
         is_kept = (_key(x, SHIFT) > low) & (weight >= least)
         weight = tl.where(is_kept, weight, 0.0)
@@ -114,123 +112,67 @@ def _weigh(logits, listed, sums, keys, largest, scale, low, least, n, GROUPS: tl
         tl.store(sums + group, part, at + tl.arange(0, LISTED) < size)
         count += tl.sum(tl.sum(is_kept.to(tl.int32), 1), 0)
         whole += tl.sum(part.to(tl.float64), 0)
-        group, x = next_group, next_x
         at += LISTED
     tl.debug_barrier()
     return count, whole
 
 
 @triton.jit
-def _gather(logits, listed, size, candidates, low, high, n, SHIFT: tl.constexpr):
-    """Stores logits above `low`, up to `high`, of `size` groups. Returns their number; stops above MAX_CANDIDATES."""
-    count, at = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
-    _, x = _listed_logits(logits, listed, at, size, n)
-    while (at < size) & (count <= MAX_CANDIDATES):
-        _, next_x = _listed_logits(logits, listed, at + LISTED, size, n)
+def _gather(logits, listed, candidates, keys, low, high, n, GROUPS: tl.constexpr, SHIFT: tl.constexpr):
+    """Stores the logits above `low`, up to `high`. Returns how many there are; more than MAX_KEPT: at least so many."""
+    listed_groups = _list(listed, keys, low, GROUPS)
+    size, at = tl.zeros([], tl.int32), tl.zeros([], tl.int32)
+    while (at < listed_groups) & (size <= MAX_KEPT):
+        _, x = _listed_logits(logits, listed, at, listed_groups, n)
+        x = tl.reshape(x, [LISTED * GROUP])
         key = _key(x, SHIFT)
         is_kept = ((key > low) & (key <= high)).to(tl.int32)
-        counts = tl.sum(is_kept, 1)
-        first = count + tl.cumsum(counts, 0) - counts
-        place = first[:, None] + tl.cumsum(is_kept, 1) - 1
-        tl.store(candidates + place, x, (is_kept != 0) & (place < MAX_CANDIDATES))
-        count += tl.sum(counts, 0)
-        x = next_x
+        place = size + tl.cumsum(is_kept, 0) - 1
+        tl.store(candidates + place, x, (is_kept != 0) & (place < MAX_KEPT))
+        size += tl.sum(is_kept, 0)
         at += LISTED
     tl.debug_barrier()
-    return count
-
-
-# ── the search of a cut ──────────────────────────────────────────────────────────────────────────────────────────────
-@triton.jit
-def _level(key, measure, part, low, high):
-    """Returns the largest key from `low` to `high` up to which the sample measures at most `part`."""
-    while _middle(low, high) > low:
-        middle = _middle(low, high)
-        is_below = tl.sum(tl.sum(tl.where(key <= middle, measure, 0.0), 1), 0) <= part
-        low = tl.where(is_below, middle, low)
-        high = tl.where(is_below, high, middle)
-    return low
+    return size
 
 
 @triton.jit
-def _estimate(logits, listed, size, largest, scale, low, high, rest, n, MASS: tl.constexpr, SHIFT: tl.constexpr):
-    """Returns two keys that probably enclose the cut, by a sample of the listed groups. `rest`: what they measure up to
-    the cut."""
-    group = tl.load(listed + tl.arange(0, LISTED) * size // LISTED).to(tl.int32)
-    v = group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
-    x = _read(logits + v, v < n)
-    key = _key(x, SHIFT)
-    measure = _weight(x, largest, scale) if MASS else tl.full([LISTED, GROUP], 1.0, tl.float32)
-    part = tl.maximum(rest, 0.0) * LISTED / size
-    unit = tl.full([], 1.0, tl.float32)
-    if MASS:
-        unit = _weight(_value(_level(key, measure, part, low, high), SHIFT), largest, scale)
-    error = DEVIATIONS * (tl.sqrt(part * unit) + unit)
-    return _level(key, measure, part - error, low, high), _level(key, measure, part + error, low, high) + 1
-
-
-@triton.jit
-def _closer(bound, total, low, high, above, limit):
-    is_less = total < limit
-    above = tl.where(is_less & (bound < high), total, above)
-    return tl.where(is_less, low, tl.maximum(low, bound)), tl.where(is_less, tl.minimum(high, bound), high), above
-
-
-@triton.jit
-def _narrow(
-    logits, largest, scale, low, high, above, limit, first, last, n, MASS: tl.constexpr, SHIFT: tl.constexpr
-):  # fmt: skip
-    """Tries keys from `first` to `last` in a pass over the row. Returns closer `low`, `high` and `above`."""
-    lowest, highest = tl.maximum(_value(first, SHIFT), -3e38), _value(last, SHIFT)
-    bound0 = tl.minimum(tl.maximum(first, low + 1), high)
-    bound1 = tl.minimum(tl.maximum(_key(lowest + (highest - lowest) * 0.33, SHIFT), bound0), high)
-    bound2 = tl.minimum(tl.maximum(_key(lowest + (highest - lowest) * 0.5, SHIFT), bound0), high)
-    bound3 = tl.minimum(tl.maximum(_key(lowest + (highest - lowest) * 0.67, SHIFT), bound0), high)
-    bound4 = tl.minimum(tl.maximum(last, bound0), high)
+def _narrow(logits, largest, scale, low, high, above, limit, is_linear, n, MASS: tl.constexpr, SHIFT: tl.constexpr):
+    """Tries BOUNDS keys between `low` and `high` in a pass over the row. Returns closer `low`, `high` and `above`."""
+    step = tl.arange(0, BOUNDS) + 1
+    first, last = tl.maximum(_value(low, SHIFT), -3e38), _value(high, SHIFT)
+    linear = _key(first + (last - first) * (step.to(tl.float32) / (BOUNDS + 1)), SHIFT)
+    width = high.to(tl.int64) - low
+    even = (low + width * step // (BOUNDS + 1)).to(tl.int32)
+    bounds = tl.where(is_linear, tl.minimum(tl.maximum(linear, low), high), even)
+    total = tl.zeros([PASS, BOUNDS], tl.float32)
     v = tl.arange(0, PASS)
-    total0, total1, total2 = tl.zeros([PASS], tl.float32), tl.zeros([PASS], tl.float32), tl.zeros([PASS], tl.float32)
-    total3, total4 = tl.zeros([PASS], tl.float32), tl.zeros([PASS], tl.float32)
-    x = _read(logits + v, v < n)
     for at in range(0, n, PASS):
-        next_x = _read(logits + at + PASS + v, at + PASS + v < n)
-        key = _key(x, SHIFT)
+        x = _read(logits + at + v, at + v < n)
         measure = _weight(x, largest, scale) if MASS else tl.full([PASS], 1.0, tl.float32)
-        total0 += tl.where(key > bound0, measure, 0.0)
-        total1 += tl.where(key > bound1, measure, 0.0)
-        total2 += tl.where(key > bound2, measure, 0.0)
-        total3 += tl.where(key > bound3, measure, 0.0)
-        total4 += tl.where(key > bound4, measure, 0.0)
-        x = next_x
-    low, high, above = _closer(bound0, tl.sum(total0, 0), low, high, above, limit)
-    low, high, above = _closer(bound1, tl.sum(total1, 0), low, high, above, limit)
-    low, high, above = _closer(bound2, tl.sum(total2, 0), low, high, above, limit)
-    low, high, above = _closer(bound3, tl.sum(total3, 0), low, high, above, limit)
-    return _closer(bound4, tl.sum(total4, 0), low, high, above, limit)
+        total += tl.where(_key(x, SHIFT)[:, None] > bounds[None, :], measure[:, None], 0.0)
+    sums = tl.sum(total, 0)
+    is_less = sums < limit
+    above = tl.max(tl.where(is_less & (bounds < high), sums, above), 0)
+    return tl.max(tl.where(is_less, low, bounds), 0), tl.min(tl.where(is_less, bounds, high), 0), above
 
 
 @triton.jit
 def _cut(
-    logits, listed, candidates, keys, weights, largest, scale, low, high, limit, n,
+    logits, listed, candidates, keys, largest, scale, low, high, limit, n,
     MASS: tl.constexpr, GROUPS: tl.constexpr, SHIFT: tl.constexpr,
 ):  # fmt: skip
     """Returns the least key above `low` that has less than `limit` above: ids, or (MASS) weight."""
-    above, passes = tl.zeros([], tl.float32), tl.zeros([], tl.int32)  # `above`: what is above `high`
-    size, count = tl.zeros([], tl.int32), tl.full([], MAX_CANDIDATES + 1, tl.int32)
-    while (count > MAX_CANDIDATES) & (_middle(low, high) > low):
-        if passes > 0:
-            first = (low + (high.to(tl.int64) - low) // 3).to(tl.int32)
-            last = (high - (high.to(tl.int64) - low) // 3).to(tl.int32)
-            if passes % 2 == 1:
-                rest = (tl.sum(tl.where(keys > low, weights, 0.0), 0) if MASS else 1.0 * size * GROUP) - limit
-                first, last = _estimate(logits, listed, size, largest, scale, low, high, rest, n, MASS, SHIFT)
-            low, high, above = _narrow(logits, largest, scale, low, high, above, limit, first, last, n, MASS, SHIFT)
-        size = _list(listed, keys, low, GROUPS)
-        count = _gather(logits, listed, size, candidates, low, high, n, SHIFT)
-        passes += 1
-    place = tl.arange(0, MAX_CANDIDATES)
-    x = tl.load(candidates + place, place < count, float("-inf"))
-    key = _key(x, SHIFT)
-    measure = _weight(x, largest, scale) if MASS else tl.full([MAX_CANDIDATES], 1.0, tl.float32)
+    above = tl.zeros([], tl.float32)  # what is above `high`
+    is_linear = True
+    size = _gather(logits, listed, candidates, keys, low, high, n, GROUPS, SHIFT)
+    while (size > MAX_KEPT) & (_middle(low, high) > low):
+        low, high, above = _narrow(logits, largest, scale, low, high, above, limit, is_linear, n, MASS, SHIFT)
+        size = _gather(logits, listed, candidates, keys, low, high, n, GROUPS, SHIFT)
+        is_linear = is_linear == False  # noqa: E712  (the compiler has no `not` of a tensor)
+    place = tl.arange(0, MAX_KEPT)
+    x = tl.load(candidates + place, place < tl.minimum(size, MAX_KEPT), float("-inf"))
+    key = tl.where(place < size, _key(x, SHIFT), LOWEST >> SHIFT)
+    measure = _weight(x, largest, scale) if MASS else tl.full([MAX_KEPT], 1.0, tl.float32)
     while _middle(low, high) > low:
         middle = _middle(low, high)
         is_less = above + tl.sum(tl.where(key > middle, measure, 0.0), 0) < limit
@@ -264,10 +206,7 @@ def _lowest_kept(
     whole = tl.sum(weights.to(tl.float64), 0)
     if k < n:
         bound = _bound_of_top_k(keys, k, tl.full([], LOWEST >> SHIFT, tl.int32), high, SHIFT)
-        limit = k.to(tl.float32)
-        last = _cut(
-            logits, listed, candidates, keys, weights, largest, scale, bound, high, limit, n, False, GROUPS, SHIFT
-        )
+        last = _cut(logits, listed, candidates, keys, largest, scale, bound, high, k, n, False, GROUPS, SHIFT)
         cut = tl.maximum(cut, last - 1)
         if p < 1:
             count, above = _weigh(logits, listed, sums, keys, largest, scale, last, 0.0, n, GROUPS, SHIFT)
@@ -283,9 +222,7 @@ def _lowest_kept(
         bound = tl.maximum(bound, cut)
         if bound < high:
             limit = p * whole.to(tl.float32)
-            last = _cut(
-                logits, listed, candidates, keys, weights, largest, scale, bound, high, limit, n, True, GROUPS, SHIFT
-            )
+            last = _cut(logits, listed, candidates, keys, largest, scale, bound, high, limit, n, True, GROUPS, SHIFT)
             cut = tl.maximum(cut, last - 1)
     return cut
 
@@ -349,7 +286,7 @@ def finish(
     GROUPS: tl.constexpr, WIDTH: tl.constexpr, SHIFT: tl.constexpr, RANDOM: tl.constexpr, CUT: tl.constexpr,
 ):  # fmt: skip
     """Chooses the id of a row. A row of `scratch`: of GROUPS groups the largest logits, the weights and a list of
-    numbers, then MAX_CANDIDATES logits. With `counts`, `draws` are seeds."""
+    numbers, then MAX_KEPT logits. With `counts`, `draws` are seeds."""
     row = tl.program_id(0).to(tl.int64)
     logits += row * stride
     scratch += row * WIDTH

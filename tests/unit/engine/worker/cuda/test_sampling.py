@@ -21,7 +21,7 @@ require_interpreter()
 import triton.language as tl  # noqa: E402
 
 from penstock.engine.worker.cuda import launcher, sampling  # noqa: E402
-from penstock.engine.worker.cuda.sampling import GROUP, MAX_CANDIDATES  # noqa: E402
+from penstock.engine.worker.cuda.sampling import GROUP, MAX_KEPT  # noqa: E402
 from penstock.engine.worker.cuda.token_chooser import RowParams, TokenChooser  # noqa: E402
 
 CPU = torch.device("cpu")
@@ -103,18 +103,18 @@ def test_flat_row_has_more_candidates_than_a_program_holds(dtype: torch.dtype, m
     """The search narrows its bounds by passes over the row."""
     params = (
         SamplingParams(top_p=0.9),
-        SamplingParams(top_k=MAX_CANDIDATES.value + 1000),
-        SamplingParams(top_k=MAX_CANDIDATES.value + 9000, top_p=0.95, temperature=2),
+        SamplingParams(top_k=MAX_KEPT.value + 1000),
+        SamplingParams(top_k=MAX_KEPT.value + 9000, top_p=0.95, temperature=2),
     )
-    Pair(4 * MAX_CANDIDATES.value + 5, params, monkeypatch).assert_equal(
-        normal(3, 4 * MAX_CANDIDATES.value + 5, 0.3, seed=1).to(dtype)
+    Pair(4 * MAX_KEPT.value + 5, params, monkeypatch).assert_equal(
+        normal(3, 4 * MAX_KEPT.value + 5, 0.3, seed=1).to(dtype)
     )
 
 
 @pytest.mark.parametrize("seed", range(4))
 def test_odd_rows_get_the_ids_of_the_cpu(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Programs hold 32 candidates: most searches need passes over the row."""
-    monkeypatch.setattr(sampling, "MAX_CANDIDATES", tl.constexpr(32))
+    monkeypatch.setattr(sampling, "MAX_KEPT", tl.constexpr(32))
     chance = random.Random(seed)
     params = tuple(
         SamplingParams(
@@ -152,7 +152,7 @@ def test_kernels_are_launched_for_all_batches_before_the_first(monkeypatch: pyte
     assert set(launched) == before
 
 
-@pytest.mark.parametrize("vocabulary", [300, 2 * MAX_CANDIDATES.value])
+@pytest.mark.parametrize("vocabulary", [300, 2 * MAX_KEPT.value])
 def test_ids_as_likely_as_the_last_are_kept(vocabulary: int, monkeypatch: pytest.MonkeyPatch) -> None:
     params = (
         SamplingParams(top_k=3),

@@ -12,7 +12,7 @@ from penstock.engine.worker.cuda import sampling  # noqa: E402
 from tests.support.compiled_kernels import compile_kernel  # noqa: E402
 
 GROUPS = 2048  # of 151,936 ids
-SIZES = {"GROUPS": GROUPS, "WIDTH": 3 * GROUPS + sampling.MAX_CANDIDATES.value}
+SIZES = {"GROUPS": GROUPS, "WIDTH": 3 * GROUPS + sampling.MAX_KEPT.value}
 POINTERS = {"row_params": "fp32", "draws": "fp32", "scratch": "fp32", "ids": "i32", "is_failed": "i1"}
 TYPES = {"fp32": 0, "bf16": 16, "fp16": 13}  # and their shifts
 
