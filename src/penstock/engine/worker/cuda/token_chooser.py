@@ -8,7 +8,7 @@ import torch
 import triton
 
 from penstock.engine.worker.cuda import launcher
-from penstock.engine.worker.cuda.sampling import GROUP, MAX_CANDIDATES, finish, scan
+from penstock.engine.worker.cuda.sampling import GROUP, MAX_KEPT, finish, scan
 
 FEW_ROWS = 8  # up to here, more programs share a row
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -29,7 +29,7 @@ class TokenChooser:
     def __init__(self, rows: int, vocabulary: int, device: torch.device) -> None:
         self._vocabulary = vocabulary
         self._groups = triton.next_power_of_2(triton.cdiv(vocabulary, GROUP.value))
-        self._width = 3 * self._groups + MAX_CANDIDATES.value
+        self._width = 3 * self._groups + MAX_KEPT.value
         self._scratch = torch.empty((rows, self._width), dtype=torch.float32, device=device)
 
     def compile(self, dtype: torch.dtype) -> None:
