@@ -81,8 +81,9 @@ def idle(device: Device) -> None:
     counts: Counter[str] = Counter()
     for event in profiles[1].key_averages():
         counts.update({call: event.count for call in CALLS if call in event.key})
+    headline = "a step has " + ", ".join(f"{count / WARM_UP:g} {call}" for call, count in sorted(counts.items()))
     device.record(
-        "idle", rows=slots, steps=steps, idle_share=share, waiting_share=waiting, window_ms=window / 1e3,
+        "idle", headline, rows=slots, steps=steps, idle_share=share, waiting_share=waiting, window_ms=window / 1e3,
         kernels=len(intervals) / steps, allocations=allocated,
         **{call.replace(" ", "_"): count / WARM_UP for call, count in counts.items()},
     )  # fmt: skip
