@@ -174,9 +174,7 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> tuple[f
         output.record("ipc", name, nbytes=nbytes, p50_us=median(times) / 1e3)
     empty_us, share_us, view_us = (median(times) / 1e3 for times in zip(*parts[3:], strict=True))
     output.record("view", "penstock", nbytes=nbytes, empty_us=empty_us, share_us=share_us, share_to_view_us=view_us)
-    output.say(
-        f"empty() {empty_us:.0f} us, share() {share_us:.0f} us, share() until the other process has its view {view_us:.0f} us"
-    )
+    output.say(f"empty() {empty_us:.0f} us, share() {share_us:.0f} us, share() until the view {view_us:.0f} us")
     return median(result["penstock"]) / median(result["torch.multiprocessing"]), view_us
 
 
