@@ -145,12 +145,15 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> tuple[f
     nbytes = mb * 1_000_000
 
     def by_reference() -> None:
+        begin = now()
         created = tensors.empty((nbytes,), "uint8", timeout=WAIT)
-        shared_at = now()
+        created_at = now()
         ref = tensors.share(created, [place])
+        shared_at = now()
         talk.send_bytes(b"ref")
         talk.send_bytes(msgspec.msgpack.encode(ref))
-        views.append(int.from_bytes(heard(talk), "little") - shared_at)
+        received_at = int.from_bytes(heard(talk), "little")
+        parts.append((created_at - begin, shared_at - created_at, received_at - created_at))
 
     def by_torch() -> None:
         tensor = torch.empty((nbytes,), dtype=torch.uint8, device="cuda")
@@ -158,7 +161,7 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> tuple[f
         talk.send(tensor)
         heard(talk)
 
-    views: list[int] = []
+    parts: list[tuple[int, int, int]] = []
     result: dict[str, list[int]] = {"penstock": [], "torch.multiprocessing": []}
     for number in range(rounds + 3):
         for name, work in (("penstock", by_reference), ("torch.multiprocessing", by_torch)):
@@ -169,9 +172,9 @@ def ipc(torch: Any, output: Output, ends: Ends, mb: int, rounds: int) -> tuple[f
     for name, times in result.items():
         output.say(f"ipc of {mb} MB by {name}: {median(times) / 1e3:.0f} us")
         output.record("ipc", name, nbytes=nbytes, p50_us=median(times) / 1e3)
-    view_us = median(views[3:]) / 1e3
-    output.record("view", "penstock", nbytes=nbytes, p50_us=view_us)
-    output.say(f"from share() until the other process has its view: {view_us:.0f} us")
+    empty_us, share_us, view_us = (median(times) / 1e3 for times in zip(*parts[3:], strict=True))
+    output.record("view", "penstock", nbytes=nbytes, empty_us=empty_us, share_us=share_us, share_to_view_us=view_us)
+    output.say(f"empty() {empty_us:.0f} us, share() {share_us:.0f} us, share() until the view {view_us:.0f} us")
     return median(result["penstock"]) / median(result["torch.multiprocessing"]), view_us
 
 

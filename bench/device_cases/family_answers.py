@@ -59,15 +59,8 @@ def bfloat16(device: Device) -> None:
     answers, _ = device.generate([{"ids": prompt, **params} for prompt in prompts])
 
     import torch
-    import transformers
 
-    def stock(dtype: torch.dtype) -> Any:
-        model = transformers.AutoModelForCausalLM.from_pretrained(
-            device.model(), dtype=dtype, attn_implementation="sdpa"
-        )
-        return model.to(scale.device).eval()
-
-    rounded, precise = stock(torch.bfloat16), stock(torch.float32)
+    rounded, precise = stock_model(device, torch.bfloat16), stock_model(device, torch.float32)
     same = near = ids = 0
     worst = 0.0
     for prompt, answer in zip(prompts, answers, strict=True):
@@ -90,3 +83,11 @@ def bfloat16(device: Device) -> None:
     )  # fmt: skip
     name = f"bfloat16: prompts with {scale.near_tokens} tokens as near to the best as transformers'"
     device.targets.append(Target(name, LEAST_NEAR, "", near / count, is_least=True))
+
+
+def stock_model(device: Device, dtype: Any) -> Any:
+    import transformers
+
+    kind = transformers.AutoModelForCausalLM
+    model = kind.from_pretrained(device.model(), dtype=dtype, attn_implementation="sdpa")
+    return model.to(device.scale.device).eval()

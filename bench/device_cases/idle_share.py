@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter, deque
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -17,6 +16,7 @@ from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import SamplingParams, Submit
+from penstock.engine.worker.worker import build_result
 
 IDLE = 0.03  # of the time of a decode step
 LONG_US = 5.0  # of a gap between kernels: the device waits for the host; within a graph, gaps are shorter
@@ -28,66 +28,70 @@ CALLS = ("GraphLaunch", "LaunchKernel", "MemcpyAsync", "Synchronize", "Malloc", 
 def idle(device: Device) -> None:
     import torch
 
-    from penstock.engine.worker.model_runner import ModelRunner
-
-    is_cuda, slots, steps = device.scale.device == "cuda", device.scale.slots, device.scale.idle_steps
+    is_cuda, steps = device.scale.device == "cuda", device.scale.idle_steps
     tokens = 2 * steps + 4 * WARM_UP
-    per_request = -(-(PROMPT + tokens) // BLOCK_SIZE)
-    more: dict[str, Any] = {}
-    if is_cuda:
-        from penstock.engine.worker.cuda.graphs import CudaGraphs
-
-        more = {"recorder": CudaGraphs(), "max_blocks_per_request": per_request}
-    runner = ModelRunner(
-        device.model(), slots=slots, device=device.scale.device, dtype="bfloat16", block_size=BLOCK_SIZE,
-        max_blocks=slots * per_request, token_budget=8192, **more,
-    )  # fmt: skip
-    kind = torch.profiler.ProfilerActivity
-    kinds = [kind.CUDA] if is_cuda else [kind.CPU]
-    profiles = []
-
-    @contextmanager
-    def profiled(activities: Sequence[Any]) -> Iterator[None]:
-        with torch.profiler.profile(activities=activities) as profile:
-            yield
-            if is_cuda:
-                torch.cuda.synchronize()
-        profiles.append(profile)
+    step = decode(build_runner(device, tokens), device.scale.slots, tokens)
 
     def allocations() -> int:
         return torch.cuda.memory_stats()["allocation.all.allocated"] if is_cuda else 0
 
-    step = decode(runner, slots, tokens)
+    def profile(count: int, kinds: Iterable[Any]) -> Any:
+        with torch.profiler.profile(activities=list(kinds)) as result:
+            for _ in range(count):
+                next(step)
+            if is_cuda:
+                torch.cuda.synchronize()
+        return result
+
     for _ in range(WARM_UP):
         next(step)
     before = allocations()
     for _ in range(steps):
         next(step)
     allocated = (allocations() - before) / steps
-    with profiled(kinds):
-        for _ in range(steps):
-            next(step)
-    with profiled(list({*kinds, kind.CPU})):
-        for _ in range(WARM_UP):
-            next(step)
+    host = torch.profiler.ProfilerActivity.CPU
+    kinds = {torch.profiler.ProfilerActivity.CUDA if is_cuda else host}
+    of_kernels, of_calls = profile(steps, kinds), profile(WARM_UP, kinds | {host})
     step.close()
-    on_device = torch.autograd.DeviceType.CUDA if is_cuda else torch.autograd.DeviceType.CPU
-    intervals = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in profiles[0].events()
-        if event.device_type == on_device
-    )
-    share, waiting, window = idle_of(intervals)
+    report(device, of_kernels, of_calls, allocated)
+
+
+def build_runner(device: Device, tokens: int) -> Any:
+    from penstock.engine.worker.model_runner import ModelRunner
+
+    slots, per_request = device.scale.slots, -(-(PROMPT + tokens) // BLOCK_SIZE)
+    more: dict[str, Any] = {}
+    if device.scale.device == "cuda":
+        from penstock.engine.worker.cuda.graphs import CudaGraphs
+
+        more = {"recorder": CudaGraphs(), "max_blocks_per_request": per_request}
+    return ModelRunner(
+        device.model(), slots=slots, device=device.scale.device, dtype="bfloat16", block_size=BLOCK_SIZE,
+        max_blocks=slots * per_request, token_budget=8192, **more,
+    )  # fmt: skip
+
+
+def report(device: Device, of_kernels: Any, of_calls: Any, allocations: float) -> None:
+    """`of_kernels`: a profile of the device alone; `of_calls`: one of WARM_UP steps, and of the host."""
+    import torch
+
+    slots, steps = device.scale.slots, device.scale.idle_steps
+    kind = torch.autograd.DeviceType.CUDA if device.scale.device == "cuda" else torch.autograd.DeviceType.CPU
+    events = [event.time_range for event in of_kernels.events() if event.device_type == kind]
+    share, waiting, window = idle_of(sorted((event.start, event.end) for event in events))
     counts: Counter[str] = Counter()
-    for event in profiles[1].key_averages():
+    for event in of_calls.key_averages():
         counts.update({call: event.count for call in CALLS if call in event.key})
+    headline = "a step has " + ", ".join(f"{count / WARM_UP:g} {call}" for call, count in sorted(counts.items()))
     device.record(
-        "idle", rows=slots, steps=steps, idle_share=share, waiting_share=waiting, window_ms=window / 1e3,
-        kernels=len(intervals) / steps, allocations=allocated,
+        "idle", headline, rows=slots, steps=steps, idle_share=share, waiting_share=waiting, window_ms=window / 1e3,
+        kernels=len(events) / steps, allocations=allocations,
         **{call.replace(" ", "_"): count / WARM_UP for call, count in counts.items()},
     )  # fmt: skip
     device.targets.append(Target(f"share of time without a kernel, {slots} rows", IDLE, "", share))
     device.targets.append(Target(f"the same, gaps longer than {LONG_US:g} us alone", IDLE, "", waiting))
+    order = f"{device.scale.device}_time_total"
+    device.run.output.say(of_kernels.key_averages().table(sort_by=order, row_limit=15, max_name_column_width=60))
 
 
 def idle_of(intervals: Sequence[tuple[float, float]]) -> tuple[float, float, float]:
@@ -115,8 +119,6 @@ def decode(runner: Any, rows: int, tokens: int) -> Iterator[None]:
         prompt = np.arange(number + 3, number + 3 + PROMPT, dtype=np.int32)
         scheduler.submit(Submit(0, number, prompt, params))
     flights: deque[Any] = deque()
-    from penstock.engine.worker.worker import build_result
-
     while scheduler.open_requests or flights:
         while len(flights) < 2 and scheduler.schedule(builder):
             step = builder.build(1, next(numbers))
