@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 from unittest import mock
 
@@ -111,8 +112,7 @@ class Scene:
             torch.tensor([*(chunk.first for chunk in chunks), first], dtype=torch.int32),
             torch.from_numpy(items),
         )
-        multiprocessors = programs * KV_HEADS // attention.PROGRAMS
-        with mock.patch.object(attention, "multiprocessors", lambda _: multiprocessors):
+        with multiprocessors(programs * KV_HEADS // attention.PROGRAMS):
             kernels = CudaAttention(self.memory, self.table, nothing, of_rows, of_chunks, max_rows=8)
         return kernels.attend_written(0, self.query, self.how)
 
@@ -132,6 +132,10 @@ class Scene:
             results.append(plain_attention(query[None], keys[None], values[None], is_seen[None], how)[0])
             first += count
         return torch.cat(results)
+
+
+def multiprocessors(count: int) -> AbstractContextManager[object]:
+    return mock.patch.object(attention, "multiprocessors", lambda _: count)
 
 
 def error(result: Tensor, expected: Tensor, dtype: torch.dtype) -> float:
