@@ -84,7 +84,9 @@ class StateDevice:
         self._check_slots(batch, rows)
         expected = build_batch(batch)
         order = np.argsort(expected.rows)[np.argsort(np.argsort(rows))]
-        tokens = [self._words[slot][position] for slot, position in zip(expected.slots, expected.positions, strict=True)]
+        tokens = [
+            self._words[slot][position] for slot, position in zip(expected.slots, expected.positions, strict=True)
+        ]
         columns = [np.array(tokens), expected.positions, expected.lengths, expected.places]
         for own, column, padding in zip(self._inputs, columns, (0, 0, 0, -1), strict=True):
             assert own[: rows.size].tolist() == column[order].tolist()
