@@ -135,7 +135,8 @@ class Scene:
 
 
 def multiprocessors(count: int) -> AbstractContextManager[object]:
-    return mock.patch.object(attention, "multiprocessors", lambda _: count)
+    """Until the block ends, a CPU has what a device has."""
+    return mock.patch.multiple(attention, multiprocessors=lambda _: count, has_group_mma=lambda _: True)
 
 
 def error(result: Tensor, expected: Tensor, dtype: torch.dtype) -> float:

@@ -44,7 +44,11 @@ def compile_attention(
     """Returns the kernel, and the positions of a tile."""
     key_size, value_size = sizes
     split, (v0, v1) = HeadSplit.of(key_size), HeadSplit.of(value_size)
-    tiles = row_tiles(GROUPS, split, dtype, block) if kind == "rows" else chunk_tiles(GROUPS, split, dtype)
+    tiles = (
+        row_tiles(GROUPS, split, dtype, block)
+        if kind == "rows"
+        else chunk_tiles(GROUPS, split, dtype, has_group_mma=architecture != 80)
+    )
     pointers = dict.fromkeys(("queries", "keys", "values", "out", "sinks"), NAMES[dtype])
     pointers |= dict.fromkeys(("parts", "stats"), "fp32")
     pointers |= dict.fromkeys(("items", "first_queries", "slots", "starts", "lengths", "table"), "i32")
