@@ -1,4 +1,4 @@
-"""A device that keeps its state by kernels, and computes no model: its state is compared with the core's in each step."""
+"""A device that keeps its state by kernels, and computes no model. Each step compares the state with the core's."""
 
 from __future__ import annotations
 
@@ -114,13 +114,13 @@ class StateDevice:
 def check_state(seed: int, requests: int = 14) -> StateDevice:
     chance = random.Random(seed)
     beginning = chance.choices(WORDS, k=30)
-    asked = []
+    drawn = []
     for _ in range(requests):
         prompt = beginning[: chance.randint(0, 20)] + chance.choices(WORDS, k=chance.randint(1, 20))
-        asked.append(Asked(prompt, [], chance.randint(1, 25)))
+        drawn.append(Asked(prompt, [], chance.randint(1, 25)))
     device: Any = StateDevice(seed)
-    result = ask(device, asked, slots=SLOTS, budget=9)
-    assert [len(answer) for answer in result.answers] == [request.tokens for request in asked]
+    result = ask(device, drawn, slots=SLOTS, budget=9)
+    assert [len(answer) for answer in result.answers] == [request.tokens for request in drawn]
     device.preemptions, device.cached_tokens = result.preemptions, result.cached_tokens
     return device
 

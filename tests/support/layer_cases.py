@@ -20,7 +20,7 @@ GUARD = 16  # places in front of the cache: a kernel that writes to place -1 wri
 
 
 def exact(*shape: int) -> Tensor:
-    """Returns numbers whose squares add up exactly, in any order."""
+    """Returns numbers with squares that add up exactly, in any order."""
     return torch.randint(-32, 33, shape) / 8
 
 

@@ -24,7 +24,7 @@ CASES = [case for dtype in TYPES for case in cases(dtype)]
 
 @pytest.mark.parametrize("case", CASES if tiers.TIER != "push" else CASES[::9], ids=str)
 def test_rows_and_chunks_attend_as_in_float64(case: Case) -> None:
-    """Unwritten cache is NaN, slots and blocks are shuffled, one row has many parts, and chunks have cached prefixes."""
+    """Unwritten cache is NaN, slots and blocks are shuffled, one row has many parts, chunks have cached prefixes."""
     check_attention(case)
 
 

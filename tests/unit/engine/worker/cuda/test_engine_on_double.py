@@ -1,4 +1,4 @@
-"""The model runner on the double of a CUDA device, whose kernels are run by Triton's interpreter.
+"""The model runner on the double of a CUDA device. Triton's interpreter runs the kernels.
 
 Each family answers as `transformers` does, with graphs and without, and no step waits for the device.
 """
