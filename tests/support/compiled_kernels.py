@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,10 +20,17 @@ class CompiledKernel(NamedTuple):
 
 
 def compile_kernel(
-    kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int, *, architecture: int = 90
+    kernel: Any,
+    pointers: dict[str, str],
+    constants: dict[str, Any],
+    warps: int,
+    *,
+    floats: Collection[str] = (),
+    stages: int = 3,
+    architecture: int = 90,
 ) -> CompiledKernel:
-    """`pointers`: types by the names of arguments. All other arguments are constants or integers. Pointers and integers
-    are multiples of 16."""
+    """`pointers`: types by the names of arguments. All other arguments are constants, floats or integers. Pointers and
+    integers are multiples of 16."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -32,10 +40,12 @@ def compile_kernel(
         if name in constants:
             signature[name] = "constexpr"
             continue
-        signature[name] = f"*{pointers[name]}" if name in pointers else "i32"
+        signature[name] = f"*{pointers[name]}" if name in pointers else "fp32" if name in floats else "i32"
+        if name in floats:
+            continue
         attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     usage, ptx = _usage(compiled.asm["cubin"]), compiled.asm["ptx"]
     loads = re.findall(r"ld\.global\S*", ptx)

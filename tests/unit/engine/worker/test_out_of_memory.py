@@ -18,7 +18,7 @@ from penstock.engine.worker.model_runner import ModelRunner
 
 @pytest.fixture
 def runner(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
-    """A runner with the control flow of a CUDA device. The CPU computes its steps."""
+    """A runner with the control flow of a CUDA device. The CPU computes the steps."""
     runner = device(family("llama"))
     state = SimpleNamespace(join=runner._tokens.join, follow=lambda step: None, forgotten=0)
 

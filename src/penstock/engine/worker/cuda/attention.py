@@ -85,11 +85,13 @@ def row_tiles(groups: int, split: HeadSplit, dtype: torch.dtype, block_size: int
     return Tiles(m, 64 if block_size % 64 == 0 else 32, 4, 3)
 
 
-def chunk_tiles(groups: int, split: HeadSplit, dtype: torch.dtype) -> Tiles:
+def chunk_tiles(groups: int, split: HeadSplit, dtype: torch.dtype, *, has_group_mma: bool = True) -> Tiles:
     m = max(64, power_of_two(groups))
     if dtype == torch.float32:
         return Tiles(max(16, power_of_two(groups)), 16, 8, 2)
-    return Tiles(m, 32, 8, 2) if split.low + split.rest > 128 else Tiles(m, 64, 4, 3)
+    if split.low + split.rest > 128:
+        return Tiles(m, 32, 8, 2)
+    return Tiles(m, 64, 4 if has_group_mma else 8, 3)  # products of one warp each spill in 4 warps
 
 
 def chunk_items(chunks: Sequence[PrefillChunk], queries: int) -> Ints:
@@ -124,6 +126,7 @@ class CudaAttention:
         self._chunks = chunks
         self._plans: dict[tuple[int, int, int], RowPlan] = {}  # by window, tile and KV heads
         self._multiprocessors = multiprocessors(places.device)
+        self._has_group_mma = has_group_mma(places.device)
 
     def cache_of(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._memory.layers[layer]
@@ -167,10 +170,11 @@ class CudaAttention:
 
     def _attend_chunks(self, layer: int, query: Tensor, out: Tensor, chunks: ChunkTensors, how: AttentionStyle) -> None:
         keys = self._memory.layers[layer][0]
-        tiles = chunk_tiles(query.shape[1] // keys.shape[1], HeadSplit.of(keys.shape[2]), keys.dtype)
+        groups, split = query.shape[1] // keys.shape[1], HeadSplit.of(keys.shape[2])
+        tiles = chunk_tiles(groups, split, keys.dtype, has_group_mma=self._has_group_mma)
         items = chunks.items
         if how.window is not None:
-            begin = (items[2] - query_tokens(tiles.m, query.shape[1] // keys.shape[1]) - how.window).clamp(min=0)
+            begin = (items[2] - query_tokens(tiles.m, groups) - how.window).clamp(min=0)
             items = torch.stack((items[0], begin // tiles.tile * tiles.tile, items[2], items[3]))
         self._launch(layer, query, out, query, query, items, items[3], chunks, how, tiles, is_rows=False)
 
@@ -209,6 +213,11 @@ class CudaAttention:
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@functools.cache
+def has_group_mma(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device)[0] in (9, 10)  # products of four warps together
 
 
 def query_tokens(m: int, groups: int) -> int:

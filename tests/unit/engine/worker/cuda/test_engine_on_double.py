@@ -1,4 +1,4 @@
-"""The model runner on the double of a CUDA device, kernels run by Triton's interpreter.
+"""The model runner on the double of a CUDA device. Triton's interpreter runs the kernels.
 
 Each family answers as `transformers` does, with graphs and without, and no step waits for the device.
 """
@@ -137,9 +137,9 @@ def test_random_text_without_graphs_is_answered_as_on_the_cpu(
 ) -> None:
     of = family(name)
     options: dict[str, Any] = {"seed": 3, "logprobs": 2, "budget": 6}
-    expected = ask(device(of), of.requests[2:6], **options)
+    expected = ask(device(of), of.requests[3:6], **options)
     runner = on_double(of, has_graphs=False)
-    result = runner.ask(of.requests[2:6], **options)
+    result = runner.ask(of.requests[3:6], **options)
     assert result.answers == expected.answers and result.preemptions == expected.preemptions
     for values, reference in zip(result.logprobs, expected.logprobs, strict=True):
         assert values == pytest.approx(reference, abs=1e-3)
@@ -153,12 +153,13 @@ def test_images_are_answered_as_by_transformers(
 ) -> None:
     """Encoders wait for the device, in lines that are known. No other line waits."""
     of = family(name)
+    some = slice(0, None if budget == BUDGET else 3)
     runner = on_double(of, has_graphs=budget == BUDGET)
-    assert runner.ask(of.requests, budget=budget).answers == of.answers
+    assert runner.ask(of.requests[some], budget=budget).answers == of.answers[some]
     assert all(fault.line.startswith(ENCODER_LINES) for fault in runner.faults())
 
 
-@pytest.mark.parametrize("name", chosen("llama", "gemma2", "qwen2_vl", "qwen3_vl"))
+@pytest.mark.parametrize("name", chosen("gemma2", "qwen2_vl", "qwen3_vl"))
 def test_embeds_of_ids_are_answered_as_the_ids_are(
     name: str, family: Callable[[str], Family], on_double: Callable[..., OnDouble]
 ) -> None:
@@ -166,7 +167,7 @@ def test_embeds_of_ids_are_answered_as_the_ids_are(
     assert on_double(of, takes_embeds=True).ask(of.requests).answers == of.answers
 
 
-@pytest.mark.parametrize("name", chosen("llama", "gemma2", "qwen2_vl"))
+@pytest.mark.parametrize("name", chosen("gemma2", "qwen2_vl"))
 def test_resumed_answers_go_on(name: str, family: Callable[[str], Family], on_double: Callable[..., OnDouble]) -> None:
     of = family(name)
     resumed = [answer[: number % 11] for number, answer in enumerate(of.answers)]
@@ -181,13 +182,13 @@ def test_rotary_frequencies_depend_on_each_row(kind: str, tmp_path: Path, on_dou
 
 
 @tiers.needs_all
-@pytest.mark.parametrize("number", range(0, MODELS, 2))
+@pytest.mark.parametrize("number", range(0, MODELS, 6))
 def test_model_of_any_shape_is_answered_as_by_transformers(
     number: int, tmp_path: Path, on_double: Callable[..., OnDouble]
 ) -> None:
     of = odd(number, tmp_path)
     runner = on_double(of)
-    assert runner.ask(of.requests[:4]).answers == of.answers[:4] and not runner.faults()
+    assert runner.ask(of.requests[:3]).answers == of.answers[:3] and not runner.faults()
 
 
 @tiers.needs_all
