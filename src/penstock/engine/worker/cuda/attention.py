@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine.protocol.messages import Ints
-from penstock.engine.worker.cuda import attention_kernels, kernels, launcher
+from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.input_batch import PrefillChunk
 from penstock.engine.worker.paged_attention import AttentionStyle, KVCache
 
@@ -163,7 +163,7 @@ class CudaAttention:
         self._launch(layer, query, out, parts, stats, plan.items, plan.items, rows, how, tiles, is_rows=True)
         value_size = values.shape[2]
         launcher.launch(
-            attention_kernels.merge, (rows.slots.shape[0], heads),
+            kernels.merge, (rows.slots.shape[0], heads),
             out, parts, stats, plan.firsts, plan.counts, out.stride(0),
             V=value_size, VP=power_of_two(value_size), SIZE=MERGED,
         )  # fmt: skip
@@ -187,7 +187,7 @@ class CudaAttention:
         (k0, k1), (v0, v1) = HeadSplit.of(key_size), HeadSplit.of(value_size)
         sinks = query if how.sinks is None else how.sinks
         launcher.launch(
-            attention_kernels.attend, (items.shape[1], kv_heads),
+            kernels.attend, (items.shape[1], kv_heads),
             query, keys, values, out, parts, stats, sinks, items, first_queries, tokens.slots, tokens.starts,
             tokens.lengths, self._table, items.shape[1], how.scale, how.softcap or 0.0, query.stride(0), out.stride(0),
             keys.stride(0), values.stride(0), self._table.stride(0),
@@ -232,7 +232,7 @@ def plan_rows(lengths: Tensor, window: int, tile: int, target: int, max_rows: in
     items = lengths.new_empty((5, num_items))
     plan = RowPlan(items, torch.empty_like(lengths), torch.empty_like(lengths))
     launcher.launch(
-        attention_kernels.plan_rows, (-(-num_items // 16),),
+        kernels.plan_rows, (-(-num_items // 16),),
         plan.items, plan.firsts, plan.counts, lengths, num_rows, num_items,
         ROWS=max_rows, SIZE=16, TARGET=target, LEAST=LEAST_TILES, TILE=tile, WINDOW=window,
     )  # fmt: skip

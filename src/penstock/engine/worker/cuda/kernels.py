@@ -10,6 +10,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
+LOG2E: Any = tl.constexpr(1.4426950408889634)
 TABLE: Any = tl.constexpr(0)  # kinds of writes of `write_state`
 TOKENS: Any = tl.constexpr(1)
 COMPUTED: Any = tl.constexpr(2)
@@ -63,6 +64,228 @@ def store_ids(ids, slots, computed, tokens, num_rows, tokens_stride, SIZE: tl.co
     slot = tl.load(slots + row, row < num_rows, -1).to(tl.int64)
     position = tl.load(computed + slot, slot >= 0, 0)
     tl.store(tokens + slot * tokens_stride + position, tl.load(ids + row, slot >= 0, 0), slot >= 0)
+
+
+# ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────────
+@triton.jit(do_not_specialize=["num_rows", "num_items"])
+def plan_rows(
+    items, firsts, counts, lengths, num_rows, num_items,
+    ROWS: tl.constexpr, SIZE: tl.constexpr, TARGET: tl.constexpr, LEAST: tl.constexpr, TILE: tl.constexpr,
+    WINDOW: tl.constexpr,
+):  # fmt: skip
+    """Cuts the positions that all rows attend to into about TARGET items of one size, so that rows + TARGET items hold
+    any lengths. Writes `items` as columns (row, begin, end, items of the row, begin of the row)."""
+    row = tl.arange(0, ROWS)
+    length = tl.load(lengths + row, row < num_rows, 0)
+    begin = length * 0
+    if WINDOW:
+        begin = tl.maximum(length - WINDOW, 0) // TILE * TILE
+    tiles = (length - begin + TILE - 1) // TILE
+    size = tl.maximum((tl.sum(tiles, 0) + TARGET - 1) // TARGET, LEAST)
+    count = (tiles + size - 1) // size
+    last = tl.cumsum(count, 0)
+    first = last - count
+    item = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
+    is_own = (item[:, None] >= first[None, :]) & (item[:, None] < last[None, :])
+    item_begin = begin[None, :] + (item[:, None] - first[None, :]) * size * TILE
+    item_end = tl.minimum(item_begin + size * TILE, length[None, :])
+    is_item = item < num_items
+    tl.store(items + item, tl.sum(tl.where(is_own, row[None, :] + 1, 0), 1) - 1, is_item)
+    tl.store(items + num_items + item, tl.sum(tl.where(is_own, item_begin, 0), 1), is_item)
+    tl.store(items + 2 * num_items + item, tl.sum(tl.where(is_own, item_end, 0), 1), is_item)
+    tl.store(items + 3 * num_items + item, tl.sum(tl.where(is_own, count[None, :], 0), 1), is_item)
+    tl.store(items + 4 * num_items + item, tl.sum(tl.where(is_own, begin[None, :], 0), 1), is_item)
+    if tl.program_id(0) == 0:
+        tl.store(firsts + row, first, row < num_rows)
+        tl.store(counts + row, count, row < num_rows)
+
+
+@triton.jit
+def load_blocks(table, at, end, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    if BLOCK % TILE == 0:  # a tile lies in one block
+        blocks = tl.load(table + at // BLOCK, at < end, 0)
+    else:
+        position = at + tl.arange(0, TILE)
+        blocks = tl.load(table + position // BLOCK, position < end, 0)
+    return blocks.to(tl.int64)
+
+
+@triton.jit
+def attend_tiles(
+    begin, end, limit, query0, query1, maximum, total, sum0, sum1, keys, values, own_table, kv_head, position, is_query,
+    scale, softcap, key_stride, value_stride,
+    BLOCK: tl.constexpr, TILE: tl.constexpr, K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr,
+    V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr, WINDOW: tl.constexpr, SOFTCAP: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    """Attends to the positions from `begin` to `end`, and continues the sums. Without MASKED every query attends to all
+    of these positions, which are whole tiles. `limit`: the end of the item."""
+    d0, e0 = tl.arange(0, K0), tl.arange(0, V0)
+    if K1:
+        d1 = K0 + tl.arange(0, K1)
+    if V1:
+        e1 = V0 + tl.arange(0, V1)
+    next_block = load_blocks(own_table, begin, limit, BLOCK, TILE)
+    for at in range(begin, end, TILE):
+        key_position = at + tl.arange(0, TILE)
+        block = next_block  # loaded one turn earlier: otherwise the pipeline of the compiler has one buffer less
+        next_block = load_blocks(own_table, at + TILE, limit, BLOCK, TILE)
+        place = block * BLOCK + key_position % BLOCK
+        key_at = keys + place * key_stride + kv_head * K
+        value_at = values + place * value_stride + kv_head * V
+        is_key = key_position < limit
+        if MASKED:
+            key0 = tl.load(key_at[None, :] + d0[:, None], is_key[None, :] & (d0 < K)[:, None], 0.0)
+        elif K0 > K:
+            key0 = tl.load(key_at[None, :] + d0[:, None], (d0 < K)[:, None], 0.0)
+        else:
+            key0 = tl.load(key_at[None, :] + d0[:, None])
+        score = tl.dot(query0, key0, input_precision="ieee")
+        if K1:
+            key1 = tl.load(key_at[None, :] + d1[:, None], is_key[None, :] & (d1 < K)[:, None], 0.0)
+            score = tl.dot(query1, key1, score, input_precision="ieee")
+        if SOFTCAP:  # tanh(x) as 1 - 2 / (exp(2x) + 1), which saturates
+            score = softcap * (1.0 - 2.0 / (tl.exp2(score * (scale * 2.0 * LOG2E / softcap)) + 1.0)) * LOG2E
+        else:
+            score *= scale * LOG2E
+        if MASKED:
+            attends = is_query[:, None] & is_key[None, :] & (key_position[None, :] <= position[:, None])
+            if WINDOW:
+                attends = attends & (key_position[None, :] > position[:, None] - WINDOW)
+            score = tl.where(attends, score, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(score, 1))
+        base = new_maximum
+        if MASKED:
+            base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        weight = tl.exp2(score - base[:, None])
+        factor = tl.exp2(maximum - base)
+        total = total * factor + tl.sum(weight, 1)
+        maximum = new_maximum
+        if MASKED:
+            value0 = tl.load(value_at[:, None] + e0[None, :], is_key[:, None] & (e0 < V)[None, :], 0.0)
+        elif V0 > V:
+            value0 = tl.load(value_at[:, None] + e0[None, :], (e0 < V)[None, :], 0.0)
+        else:
+            value0 = tl.load(value_at[:, None] + e0[None, :])
+        weight = weight.to(value0.dtype)
+        sum0 = tl.dot(weight, value0, sum0 * factor[:, None], input_precision="ieee")
+        if V1:
+            value1 = tl.load(value_at[:, None] + e1[None, :], is_key[:, None] & (e1 < V)[None, :], 0.0)
+            sum1 = tl.dot(weight, value1, sum1 * factor[:, None], input_precision="ieee")
+    return maximum, total, sum0, sum1
+
+
+@triton.jit(do_not_specialize=["num_items"])
+def attend(
+    queries, keys, values, out, parts, stats, sinks, items, first_queries, slots, starts, lengths, table, num_items,
+    scale, softcap, query_stride, out_stride, key_stride, value_stride, table_stride,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr, M: tl.constexpr,
+    K: tl.constexpr, K0: tl.constexpr, K1: tl.constexpr, V: tl.constexpr, V0: tl.constexpr, V1: tl.constexpr,
+    WINDOW: tl.constexpr, SOFTCAP: tl.constexpr, SINKS: tl.constexpr, IS_ROWS: tl.constexpr,
+):  # fmt: skip
+    """Attends with the queries of one item and one KV head. Strides are those of tokens: heads are contiguous.
+
+    With IS_ROWS each row has one query, and items of a row with several items write parts for `merge`. Otherwise an
+    item is (row, begin, end) and `first_queries`, and its row has all of its keys in this item. K = K0 + K1 at most,
+    where both are powers of two, and so V.
+    """
+    item, kv_head = tl.program_id(0), tl.program_id(1)
+    row = tl.load(items + item)
+    if row < 0:
+        return
+    begin, end = tl.load(items + num_items + item), tl.load(items + 2 * num_items + item)
+    slot = tl.load(slots + row).to(tl.int64)
+    length = tl.load(lengths + row)
+    m = tl.arange(0, M)
+    head = kv_head * GROUPS + m % GROUPS
+    if IS_ROWS:
+        token = row.to(tl.int64) + m * 0
+        is_query = m < GROUPS
+        first_position = length - 1
+        position = first_position + m * 0
+    else:
+        start = tl.load(starts + row)
+        num_tokens = tl.load(starts + row + 1) - start
+        first_query = tl.load(first_queries + item)
+        query = first_query + m // GROUPS
+        token = (start + query).to(tl.int64)
+        is_query = (m < M // GROUPS * GROUPS) & (query < num_tokens)
+        first_position = length - num_tokens + first_query
+        position = length - num_tokens + query
+    d0, e0 = tl.arange(0, K0), tl.arange(0, V0)
+    query_at = queries + token[:, None] * query_stride + head[:, None] * K
+    query0 = tl.load(query_at + d0[None, :], is_query[:, None] & (d0 < K)[None, :], 0.0)
+    query1 = query0
+    if K1:
+        d1 = K0 + tl.arange(0, K1)
+        query1 = tl.load(query_at + d1[None, :], is_query[:, None] & (d1 < K)[None, :], 0.0)
+    maximum = tl.full([M], float("-inf"), tl.float32)
+    total = tl.zeros([M], tl.float32)
+    if SINKS:
+        is_first = True
+        if IS_ROWS:
+            is_first = begin == tl.load(items + 4 * num_items + item)
+        if is_first:
+            maximum = tl.load(sinks + head, is_query, 0.0).to(tl.float32) * LOG2E
+            total += 1.0
+    sum0 = tl.zeros([M, V0], tl.float32)
+    sum1 = sum0
+    if V1:
+        e1 = V0 + tl.arange(0, V1)
+        sum1 = tl.zeros([M, V1], tl.float32)
+    own_table = table + slot * table_stride
+    masked_begin = begin
+    if not WINDOW:  # whole tiles up to the first query are attended to by all queries
+        masked_begin = begin + tl.maximum(tl.minimum(first_position + 1, end) - begin, 0) // TILE * TILE
+        maximum, total, sum0, sum1 = attend_tiles(
+            begin, masked_begin, end, query0, query1, maximum, total, sum0, sum1, keys, values, own_table, kv_head,
+            position, is_query, scale, softcap, key_stride, value_stride, BLOCK, TILE, K, K0, K1, V, V0, V1, WINDOW,
+            SOFTCAP, False,
+        )  # fmt: skip
+    maximum, total, sum0, sum1 = attend_tiles(
+        masked_begin, end, end, query0, query1, maximum, total, sum0, sum1, keys, values, own_table, kv_head, position,
+        is_query, scale, softcap, key_stride, value_stride, BLOCK, TILE, K, K0, K1, V, V0, V1, WINDOW, SOFTCAP, True,
+    )  # fmt: skip
+    if IS_ROWS:
+        if tl.load(items + 3 * num_items + item) > 1:
+            part = item.to(tl.int64) * HEADS + head
+            tl.store(stats + 2 * part, maximum, is_query)
+            tl.store(stats + 2 * part + 1, total, is_query)
+            part_at = parts + part[:, None] * V
+            tl.store(part_at + e0[None, :], sum0, is_query[:, None] & (e0 < V)[None, :])
+            if V1:
+                tl.store(part_at + e1[None, :], sum1, is_query[:, None] & (e1 < V)[None, :])
+            return
+    share = tl.where(total > 0, 1.0 / total, 0.0)[:, None]
+    out_at = out + token[:, None] * out_stride + head[:, None] * V
+    tl.store(out_at + e0[None, :], (sum0 * share).to(out.dtype.element_ty), is_query[:, None] & (e0 < V)[None, :])
+    if V1:
+        tl.store(out_at + e1[None, :], (sum1 * share).to(out.dtype.element_ty), is_query[:, None] & (e1 < V)[None, :])
+
+
+@triton.jit
+def merge(out, parts, stats, firsts, counts, out_stride, V: tl.constexpr, VP: tl.constexpr, SIZE: tl.constexpr):
+    """Adds up the parts of a row and a head. Rows of one item have written their result themselves."""
+    row, head, heads = tl.program_id(0), tl.program_id(1), tl.num_programs(1)
+    count = tl.load(counts + row)
+    if count <= 1:
+        return
+    first = tl.load(firsts + row).to(tl.int64)
+    e, p = tl.arange(0, VP), tl.arange(0, SIZE)
+    maximum, total, result = float("-inf"), 0.0, tl.zeros([VP], tl.float32)
+    for at in range(0, count, SIZE):
+        is_part = at + p < count
+        part = (first + at + p) * heads + head
+        part_maximum = tl.load(stats + 2 * part, is_part, float("-inf"))
+        new_maximum = tl.maximum(maximum, tl.max(part_maximum, 0))
+        base = tl.where(new_maximum == float("-inf"), 0.0, new_maximum)
+        factor, old_factor = tl.exp2(part_maximum - base), tl.exp2(maximum - base)
+        total = total * old_factor + tl.sum(tl.load(stats + 2 * part + 1, is_part, 0.0) * factor, 0)
+        is_value = is_part[:, None] & (e < V)[None, :]
+        part_sum = tl.load(parts + part[:, None] * V + e[None, :], is_value, 0.0)
+        result = result * old_factor + tl.sum(part_sum * factor[:, None], 0)
+        maximum = new_maximum
+    tl.store(out + row.to(tl.int64) * out_stride + head * V + e, (result / total).to(out.dtype.element_ty), e < V)
 
 
 # ── parts of a layer ─────────────────────────────────────────────────────────────────────────────────────────────────
