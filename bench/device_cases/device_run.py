@@ -54,7 +54,7 @@ DEVICE = Scale(
     streams=((8, 1), (96, 32), (512, 256), (1024, 1024)),
     stream_tokens=(512, 128),
     killed_streams=64,
-    killed_tokens=768,
+    killed_tokens=384,
     idle_steps=50,
 )
 REHEARSAL = Scale(
