@@ -148,6 +148,7 @@ class Device:
         options = [*self.options, f"--max-open-requests={open_requests}"]
         server = Ours.of_model(self.model(), log, longest=self.scale.max_model_len, dtype=dtype, options=options)
         try:
+            server.wait_until_ready()  # silent: a refused prompt leaves a line in the log
             self.record("start", dtype=dtype, seconds=server.wait_for_an_answer())
             yield server
         finally:
