@@ -54,7 +54,7 @@ DEVICE = Scale(
     streams=((8, 1), (96, 32), (512, 256), (1024, 1024)),
     stream_tokens=(512, 128),
     killed_streams=64,
-    killed_tokens=768,
+    killed_tokens=384,
     idle_steps=50,
 )
 REHEARSAL = Scale(
@@ -148,6 +148,7 @@ class Device:
         options = [*self.options, f"--max-open-requests={open_requests}"]
         server = Ours.of_model(self.model(), log, longest=self.scale.max_model_len, dtype=dtype, options=options)
         try:
+            server.wait_until_ready()  # silent: a refused prompt leaves a line in the log
             self.record("start", dtype=dtype, seconds=server.wait_for_an_answer())
             yield server
         finally:
