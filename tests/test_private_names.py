@@ -208,6 +208,8 @@ def test_no_class_of_ours_shares_a_private_name_with_its_foreign_base() -> None:
         trees = [node for node in ast.parse(path.read_text()).body if isinstance(node, ast.ClassDef) and node.bases]
         if not trees or "integrations" in path.parts:
             continue
+        if path.parent.parts[-2:] == ("worker", "cuda") and importlib.util.find_spec("triton") is None:
+            continue  # a lane of its own has Triton
         module = importlib.import_module(name_of(path))
         for tree in trees:
             broken += names_shared_with_foreign_bases(getattr(module, tree.name), tree)
