@@ -8,6 +8,7 @@ such a name, also in `getattr(…, "_x")`. Found in the classes are names that o
 import ast
 import functools
 import importlib
+import importlib.util
 import inspect
 import logging
 import textwrap
