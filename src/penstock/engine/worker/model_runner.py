@@ -194,6 +194,8 @@ class ModelRunner:
         input_batch = build_batch(batch)
         positions = self._positions(input_batch)
         is_text = self._images is None or self._images.is_text(input_batch)
+        if is_text and self._images is not None:
+            self._images.begin_step()
         if is_decoding and is_text:
             return cuda.decode(batch, positions), {}
         step = cuda.input_of(batch, input_batch, positions)

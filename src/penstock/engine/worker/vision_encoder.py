@@ -206,6 +206,11 @@ class EncoderCache:
             positions[:, first : first + there.shape[1]] = there
         return positions
 
+    def begin_step(self) -> None:
+        """Releases encodings that only the step before has needed. A step without images needs nothing else."""
+        self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
+        self._unfinished = set()
+
     def is_text(self, input_batch: InputBatch) -> bool:
         """Whether no token of the step belongs to an image, and no slot fails."""
         return not self._broken and bool((input_batch.positions >= self._ends[input_batch.slots]).all())
@@ -215,7 +220,7 @@ class EncoderCache:
         """Returns the embeddings of the step's tokens, with those of images in their places (None: the step has no
         image tokens); and the slots that fail, as an image is missing or has another length than its placeholder."""
         failed = {slot: self._broken[slot] for slot in self._broken.keys() & set(input_batch.rows.tolist())}
-        self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
+        self.begin_step()
         chunks = list(self._chunks(input_batch))
         self._unfinished = {_name(chunk.image) for chunk in chunks if not chunk.is_last}
         self._encode(chunks, failed)

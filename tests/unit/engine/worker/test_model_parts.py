@@ -4,6 +4,7 @@ import json
 import math
 import resource
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 
 # First: where torch is missing, this skips the rest.
-from tests.support.models import batch_of_rows, build_family
+from tests.support.models import Family, batch_of_rows, build_family, device
 
 # isort: split
 import torch
@@ -221,3 +222,15 @@ def test_patch_convolution_is_computed_as_a_product() -> None:
     assert "forward" not in vars(overlapping)
     with pytest.raises(ValueError, match=r"expected patches \[3, 2, 4, 4\], got \[3, 2, 4, 8\]"):
         layer(torch.randn(6, 3, 2, 4, 8))
+
+
+def test_step_without_images_releases_encodings_of_whole_images(family: Callable[[str], Family]) -> None:
+    """The encoding of an image with tokens left is held for one more step."""
+    images = device(family("llava"))._images
+    assert images is not None
+    images._shared = {b"whole": torch.zeros(1), b"begun": torch.zeros(1)}
+    images._unfinished = {b"begun"}
+    images.begin_step()
+    assert list(images._shared) == [b"begun"]
+    images.begin_step()
+    assert not images._shared
