@@ -84,6 +84,7 @@ AVX512 = ("-mavx512f", "-mavx512bw", "-mavx512dq", "-mavx512vl", "-mfma")
 AVX512_BF16 = (*AVX512, "-mavx512bf16")
 KERNELS = {
     "paged_attention_avx2": ("-mavx2", "-mfma"),
+    "resize_avx2": ("-mavx2", "-mfma"),
     "paged_attention_avx512": AVX512,
     "rms_norm_avx2": ("-mavx2", "-mfma"),
     "rms_norm_avx512_bf16": AVX512_BF16,
