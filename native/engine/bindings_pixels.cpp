@@ -32,6 +32,7 @@ void resize(const Frames& frames, const Int32Array& first, const Weights& weight
     require(weights.shape(0) == size && out.shape(is_along_width ? 2 : 1) == size,
             "expected a first pixel and weights for each pixel of the resized axis");
     require(shift >= 1 && shift <= 22, "expected weights with 1 to 22 binary places");
+    require(taps >= 1, "expected at least one weight for each pixel");
     for (u64 i = 0; i < size; ++i)
         require(first.data()[i] >= 0 && static_cast<u64>(first.data()[i]) + taps <= from,
                 "expected weights for pixels of the frames only");

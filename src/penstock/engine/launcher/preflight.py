@@ -7,6 +7,8 @@ here is no error here: the process that meets it reports it.
 from __future__ import annotations
 
 import importlib.util
+import os
+import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import HeadSlices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
+MAX_CUDA_SEQS = 4096  # for which kernels plan attention
 OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
 
 
@@ -118,4 +121,14 @@ def require_cuda(config: EngineConfig) -> None:
         raise ValueError(
             f"--device {config.device}: Triton is not installed, which compiles the kernels: torch for CUDA brings it; "
             "pip install triton, or --device cpu does without"
+        )
+    compilers = (os.environ.get("CC") or "cc", "gcc", "clang")
+    if not any(map(shutil.which, compilers)):
+        raise ValueError(
+            f"--device {config.device}: no C compiler is found ({', '.join(compilers)}), with which Triton builds its "
+            "launchers: apt-get install gcc, or set CC"
+        )
+    if config.max_num_seqs > MAX_CUDA_SEQS:
+        raise ValueError(
+            f"--max-num-seqs {config.max_num_seqs}: a CUDA device computes at most {MAX_CUDA_SEQS} sequences in a step"
         )

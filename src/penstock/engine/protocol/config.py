@@ -152,7 +152,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[bool, Option("model")] = False
     """Run every step eagerly on a CUDA device; steps are not replayed from CUDA graphs"""
     device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"
-    """Device that computes: cpu, cuda (one device for each worker), or cuda:N"""
+    """Device that computes: cpu, cuda:N, or cuda: one device for each worker, and several have not been tried"""
 
     tensor_parallel_size: Annotated[int, Option("parallelism", short="-tp", ge=1, le=16)] = 1
     """Number of workers that share the model of each engine"""

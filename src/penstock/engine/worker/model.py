@@ -74,7 +74,12 @@ class LoadedModel:
         self._cuda_decoder: CudaDecoder | None = None
         probe = self._probe()
         self.shapes = probe.shapes
+        groups = {probe.heads[layer] // shape.heads for layer, shape in probe.shapes.items()}
         self.heads = max(probe.heads.values())  # of queries, in a layer
+        if device.type == "cuda" and len(groups) > 1:  # items of chunks are the same for all layers
+            raise ValueError(
+                f"layers with different numbers of query heads for each KV head ({groups}) are not supported"
+            )
         if device.type == "cuda" and ranks.size == 1:
             self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe)
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
@@ -132,11 +137,8 @@ class LoadedModel:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
-def load(
-    path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None, *, is_recorded: bool = False
-) -> LoadedModel:
-    """Loads this rank's shard of a model. `dtype`: None for that of config.json. `is_recorded`: steps will be recorded
-    as graphs, which see operations of torch only, so no module is replaced by a native kernel.
+def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
+    """Loads this rank's shard of a model. `dtype`: None for that of config.json.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
@@ -157,7 +159,7 @@ def load(
         weight_loader.rebuild_buffers(stock, device)
     weight_loader.load(stock, path, slices, device)
     replace_patch_convolutions(stock)
-    if device.type == "cpu" and not is_recorded:
+    if device.type == "cpu":
         pack_linears(stock)
         replace_norms(stock)
         replace_attentions(stock)

@@ -41,6 +41,7 @@ if TYPE_CHECKING:  # these import Triton
     from penstock.engine.worker.cuda.steps import CudaSteps, StepLogits
 
 CPU_SHARE = 0.3  # of the memory that is available
+KEPT_NBYTES = 256 << 20  # of a CUDA device, for what graphs have beside their memory
 _NO_IDS = torch.zeros(0, dtype=torch.int32)
 
 
@@ -71,8 +72,8 @@ class ModelRunner:
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
-        `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records decode
-        steps as graphs; None: they run as other steps do. `encoder`: see `encoding_exchange`. `takes_embeds`:
+        `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
+        of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
         prompts may be embeddings.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
@@ -86,7 +87,7 @@ class ModelRunner:
         if where.type == "cpu":
             keep_freed_memory()
         files = ModelFiles(Path(path))
-        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype), is_recorded=recorder is not None)
+        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
@@ -100,16 +101,21 @@ class ModelRunner:
         if not threads and where.type == "cpu" and max_threads > 1:
             self._recall_threads()
         self.block_size = block_size
-        if blocks is None:
-            room = self._room(token_budget, slots, memory_utilization)
-            blocks = room if max_blocks is None else min(room, max_blocks)
-        self.blocks = blocks
-        self._memory = self._model.memory(self.blocks, block_size)
-        self._tokens = TokenTable(slots, where)
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         if self._sampler is not None:
             self._sampler.compile(self._model.dtype)
+        if blocks is None:
+            has_images = takes_embeds or self._model.image_id is not None
+            reserved = KEPT_NBYTES + (max_blocks_per_request or 0) * (block_size + 1) * slots * 4  # see `DeviceState`
+            reserved += (encoder or EncoderOptions()).cache_nbytes if has_images else 0
+            room = self._room(token_budget, slots, memory_utilization, reserved)
+            blocks = room if max_blocks is None else min(room, max_blocks)
+        self.blocks = blocks
+        self._memory = self._model.memory(self.blocks, block_size)
+        self._tokens = TokenTable(
+            slots if where.type == "cpu" else 0, where
+        )  # `DeviceState` has those of other devices
         self._images = (
             EncoderCache(
                 self._model,
@@ -122,7 +128,7 @@ class ModelRunner:
         )
         self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._cuda: CudaSteps | None = None
-        self._has_failed = False  # the last step, as memory was short
+        self._num_failed = 0  # steps in a row, as memory was short
         if where.type == "cuda":
             from penstock.engine.worker.cuda.steps import CudaSteps
 
@@ -135,11 +141,11 @@ class ModelRunner:
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
     def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
+        if self._cuda is not None:
+            return self._launch_on_cuda(batch, step, self._cuda)
         self._follow(batch, step)
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
-        if self._cuda is not None:
-            return self._launch_on_cuda(batch, self._cuda)
         input_batch = build_batch(batch)
         has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
@@ -162,26 +168,34 @@ class ModelRunner:
         self._ranks.broadcast(ids)
         return ids, chosen
 
-    def _launch_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> TorchPendingStep:
+    def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> TorchPendingStep:
         try:
+            self._follow(batch, step)
             pending = self._compute_on_cuda(batch, cuda)
         except torch.OutOfMemoryError as error:
-            if self._has_failed or self._ranks.size > 1:  # other ranks would wait for this one
+            # The step after a failed one is on its way, and has the failed requests. Other ranks would wait for this.
+            if self._num_failed > 1 or self._ranks.size > 1:
                 raise MemoryError(f"{error}; lower --gpu-memory-utilization or --max-num-batched-tokens") from error
-            self._has_failed = True
+            self._num_failed += 1
             cuda.state.forget()
+            if self._images is not None:
+                self._images.forget_encodings()
             torch.cuda.empty_cache()
-            event("out of memory", WARNING, requests=batch.rows.size, why=str(error).partition("\n")[0])
+            rows = batch.rows[batch.counts[batch.rows] > 0]
+            event("out of memory", WARNING, requests=rows.size, why=str(error).partition("\n")[0])
             ids = torch.zeros(batch.sampled.size, dtype=torch.int32, device=self._device)
-            return TorchPendingStep(ids, batch.sampled, None, dict.fromkeys(batch.rows.tolist(), FinishReason.ERROR))
-        self._has_failed = False
+            return TorchPendingStep(ids, batch.sampled, None, dict.fromkeys(rows.tolist(), FinishReason.ERROR))
+        self._num_failed = 0
         return pending
 
     def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> TorchPendingStep:
-        result, failed = self._logits_on_cuda(batch, cuda)
         slots = batch.sampled
+        if not batch.counts[batch.rows].any():  # no row, or all of them wait
+            return TorchPendingStep(_NO_IDS, slots, None, {})
+        result, failed = self._logits_on_cuda(batch, cuda)
         if not slots.size:
-            return TorchPendingStep(_NO_IDS, slots, None, failed)
+            ids = torch.empty(0, dtype=torch.int32, device=self._device)  # its copy ends with the step
+            return TorchPendingStep(ids, slots, None, failed)
         ids, chosen = self._sample(result.logits, slots)
         cuda.state.store(ids, result.slots)
         return TorchPendingStep(ids, slots, chosen, failed)
@@ -257,14 +271,15 @@ class ModelRunner:
         paged = PagedAttention(self._memory, input_batch, self._device)
         return self._model.hidden(paged, ids, positions, embeds), failed
 
-    def _room(self, token_budget: int, slots: int, memory_utilization: float) -> int:
-        """Returns the number of blocks that fit into memory, on the rank with the least memory."""
+    def _room(self, token_budget: int, slots: int, memory_utilization: float, reserved: int) -> int:
+        """Returns the number of blocks that fit into memory, on the rank with the least memory. `reserved`: bytes of a
+        CUDA device that are allocated later, and stay."""
         if self._device.type == "cuda":
             # Twice a step: graphs keep the memory of the largest recorded step.
             step = 2 * self._nbytes_of_a_step(token_budget, slots)
             torch.cuda.empty_cache()
             unused, total = torch.cuda.mem_get_info(self._device)
-            free = memory_utilization * total - (total - unused) - step
+            free = memory_utilization * total - (total - unused) - step - reserved
         else:
             free = CPU_SHARE * memory_available()[0] / self._ranks.size
         each = KVCache.nbytes_of_block(self._model.shapes, self.block_size, self._model.dtype)

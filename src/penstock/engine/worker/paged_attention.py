@@ -79,13 +79,6 @@ class KVCache:
             self.on_cpu = CpuKVCache(self.layers, blocks, block_size)
 
     @staticmethod
-    def nbytes_of_gathering(shapes: dict[int, KVCacheShape], dtype: torch.dtype) -> int:
-        """Returns the most bytes that one layer gathers at a time."""
-        return max(shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values()) * (
-            MAX_GATHERED * dtype.itemsize
-        )
-
-    @staticmethod
     def nbytes_of_block(shapes: dict[int, KVCacheShape], block_size: int, dtype: torch.dtype) -> int:
         sizes = (shape.heads * (shape.key_size + shape.value_size) for shape in shapes.values())
         return sum(sizes) * block_size * dtype.itemsize

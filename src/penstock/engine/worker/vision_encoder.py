@@ -206,6 +206,11 @@ class EncoderCache:
             positions[:, first : first + there.shape[1]] = there
         return positions
 
+    def forget_encodings(self) -> None:
+        """Frees the encodings of this process: those that are needed again are computed again."""
+        self._encoded.clear()
+        self._nbytes = 0
+
     def begin_step(self) -> None:
         """Releases encodings that only the step before has needed. A step without images needs nothing else."""
         self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}

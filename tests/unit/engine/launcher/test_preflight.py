@@ -258,6 +258,26 @@ def test_present_or_uncountable_devices_are_left_to_the_worker(
     require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
 
 
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({}, "no C compiler is found"),
+        (
+            {"max_num_seqs": 5000, "max_num_batched_tokens": 8192},
+            "--max-num-seqs 5000: a CUDA device computes at most 4096",
+        ),
+    ],
+)
+def test_cuda_without_what_kernels_need_is_refused(
+    model: Path, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
+    monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
+    if not options:
+        monkeypatch.setattr(preflight.shutil, "which", lambda name: None)
+    assert text in refusal(model, device="cuda", **options)
+
+
 def test_cuda_without_triton_is_refused_before_weights_are_read(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
     monkeypatch.setitem(sys.modules, "triton", None)

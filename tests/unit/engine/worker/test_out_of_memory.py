@@ -61,10 +61,19 @@ def test_requests_of_a_step_without_memory_fail_and_others_are_answered(
     assert [result.answers[number] for number in answered] == [expected[number] for number in answered]
 
 
-def test_second_step_in_a_row_without_memory_ends_the_worker(
+def test_step_that_was_on_its_way_may_be_without_memory_too(
     runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, {4, 5}))
+    result = ask(runner, family("llama").requests)
+    assert runner._cuda is not None and runner._cuda.state.forgotten == 2  # type: ignore[attr-defined]
+    assert result.failed
+
+
+def test_third_step_in_a_row_without_memory_ends_the_worker(
+    runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, {4, 5, 6}))
     with pytest.raises(MemoryError, match="--gpu-memory-utilization"):
         ask(runner, family("llama").requests)
 

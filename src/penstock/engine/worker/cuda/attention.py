@@ -23,6 +23,7 @@ LEAST_TILES = 2  # of an item of rows: shorter items cost more in `merge` than t
 PROGRAMS = 4  # of rows, for each multiprocessor of the device
 FEW_ROWS = 4  # a step with so few rows has half as many programs: each has little to do
 SMALLEST_DOT = 16  # of a size of a product, in Triton
+PLANNED = 4096  # elements that a program of `plan_rows` compares
 MERGED = 4  # parts that `merge` loads at a time
 
 
@@ -229,11 +230,12 @@ def plan_rows(lengths: Tensor, window: int, tile: int, target: int, max_rows: in
     """Returns about `target` items, and one more for each row at most. `max_rows`: a power of two."""
     num_rows = lengths.shape[0]
     num_items = num_rows + target
+    size = max(1, min(16, PLANNED // max_rows))
     items = lengths.new_empty((5, num_items))
     plan = RowPlan(items, torch.empty_like(lengths), torch.empty_like(lengths))
     launcher.launch(
-        kernels.plan_rows, (-(-num_items // 16),),
+        kernels.plan_rows, (-(-num_items // size),),
         plan.items, plan.firsts, plan.counts, lengths, num_rows, num_items,
-        ROWS=max_rows, SIZE=16, TARGET=target, LEAST=LEAST_TILES, TILE=tile, WINDOW=window,
+        ROWS=max_rows, SIZE=size, TARGET=target, LEAST=LEAST_TILES, TILE=tile, WINDOW=window,
     )  # fmt: skip
     return plan

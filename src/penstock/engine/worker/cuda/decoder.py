@@ -163,9 +163,10 @@ def is_alike(decoder: Any, computation: CudaDecoder, embeddings: Any, shapes: di
     chunks = ChunkTensors(table[0], ends[1, :1], ends[0], items)
     attention = CudaAttention(memory, table, numbers, None, chunks)
     embeds = embeddings(numbers)
-    x = torch.randn(embeds.shape, device=device).to(dtype)
+    x = torch.randn(embeds.shape, generator=torch.Generator().manual_seed(0)).to(device, dtype)
+    positions = numbers * 37  # not those of the cache
     try:
-        cos, sin = decoder.rotary_emb(x[None], numbers[None])
+        cos, sin = decoder.rotary_emb(x[None], positions[None])
         if cos.shape[-1] != computation.layers[0].head_size(memory):
             return False
         for module, layer in zip(decoder.layers, computation.layers, strict=True):
@@ -175,11 +176,13 @@ def is_alike(decoder: Any, computation: CudaDecoder, embeddings: Any, shapes: di
             stock = stock[0] if isinstance(stock, tuple) else stock
             if error(residual, stock.view_as(residual)) > TOLERANCES[dtype]:
                 return False
-        options = {"position_ids": numbers[None], "use_cache": False, "paged": attention, "return_dict": True}
+        options = {"position_ids": positions[None], "use_cache": False, "paged": attention, "return_dict": True}
         stock = decoder(input_ids=numbers[None], **options).last_hidden_state[0]
+    except torch.OutOfMemoryError:
+        raise
     except (TypeError, ValueError, IndexError, AttributeError, RuntimeError, KeyError):
         return False  # modules with other arguments, or other results
-    result = computation.hidden(embeds.clone(), numbers, attention)
+    result = computation.hidden(embeds.clone(), positions, attention)
     return result is not None and error(result, stock) <= WHOLE * TOLERANCES[dtype]
 
 
@@ -203,7 +206,8 @@ def layer_of(module: Any, styles: dict[int, AttentionStyle]) -> CudaLayer | None
         return None
     if head_norms[0] is not None and len(head_norms[0].weight) != size:
         return None
-    if size & (size - 1):
+    projections = [getattr(attention, name) for name in names[:3]]
+    if size & (size - 1) or not has_like_biases(projections) or not has_like_biases([mlp.gate_proj, mlp.up_proj]):
         return None
     return CudaLayer(
         attention.layer_idx,
@@ -221,6 +225,10 @@ def layer_of(module: Any, styles: dict[int, AttentionStyle]) -> CudaLayer | None
 
 def has_linears(module: Any, names: tuple[str, ...]) -> bool:
     return all(type(getattr(module, name, None)) is nn.Linear for name in names)
+
+
+def has_like_biases(layers: list[Any]) -> bool:
+    return len({layer.bias is None for layer in layers}) == 1
 
 
 def norm_of(module: Any) -> Norm | None:

@@ -46,6 +46,11 @@ class DeviceState:
         self._rows: Index | None = None
         self._num_rows = 0  # entries of `rows` that may differ from -1
 
+    def compile(self) -> None:
+        """Compiles the kernels that write: no step waits for the compiler."""
+        self._write([Write(ROWS, 0, 0, np.full(1, -1, np.int32))])
+        self.store(self.computed[:1], self.rows[:1])
+
     def join(self, slot: int, ids: Ints) -> None:
         """A sample with these tokens joins."""
         self._joined[slot] = ids

@@ -109,9 +109,7 @@ class DecodeSteps:
         self._memory = memory
         self._state = state
         self._slots = slots = state.rows.shape[0]
-        self.graphs = Recordings(
-            model, recorder, sorted({*(count for count in (1, 2, 4) if count < slots), *range(8, slots, 8), slots})
-        )
+        self.graphs = Recordings(model, recorder, [*(rows for rows in padded_rows(slots) if rows < slots), slots])
         self._host_positions = None
         if num_position_axes is not None:
             axes = () if num_position_axes == 1 else (num_position_axes,)
@@ -199,6 +197,14 @@ class MixedSteps:
         tensors = self._layouts[size].tensors(self._numbers, self._state, self._memory)
         hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions)
         return self._model.logits(hidden[tensors.last])
+
+
+def padded_rows(slots: int) -> list[int]:
+    """Returns sizes from 1 to `slots` and above: every 8th, and beyond 256 sizes that pad by at most a sixteenth."""
+    sizes = [1, 2, 4, 8]
+    while sizes[-1] < slots:
+        sizes.append(sizes[-1] + max(8, (1 << (sizes[-1].bit_length() - 1)) // 16))
+    return sizes
 
 
 def padded_tokens() -> list[int]:

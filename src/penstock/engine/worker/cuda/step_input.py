@@ -70,12 +70,14 @@ class InputLayout:
             chunks,
             chunks,
             chunks + 1,
-            4 * items,
+            4 * round_up(items),
             sampled,
             sampled,
         ]
-        ends = list(accumulate(parts))
-        self._ranges = {name: (end - part, end) for name, part, end in zip(NAMES, parts, ends, strict=True)}
+        # Each part begins at an address of 16 bytes: kernels are compiled for that.
+        ends = list(accumulate(round_up(part) for part in parts))
+        begins = [0, *ends[:-1]]
+        self._ranges = {name: (begin, begin + part) for name, begin, part in zip(NAMES, begins, parts, strict=True)}
         self.size = ends[-1]
 
     def write(self, values: Mapping[str, Index | Ints], numbers: Ints) -> None:
@@ -108,6 +110,11 @@ class InputLayout:
             positions = positions.view(self.sizes.axes, -1)
         ids = state.tokens[part["slots"], part["positions"]]
         return StepTensors(ids, positions, part["last"], part["sampled"], attention)
+
+
+def round_up(size: int) -> int:
+    """Returns the least multiple of 4 from `size` up."""
+    return -(-size // 4) * 4
 
 
 def chunk_queries(memory: KVCache, heads: int) -> int:

@@ -37,6 +37,7 @@ class CudaSteps:
         self._model = model
         self._memory = memory
         self._queries = chunk_queries(memory, model.heads)
+        self.state.compile()
         self._decode = DecodeSteps(model, memory, self.state, recorder, num_position_axes)
         self._mixed = MixedSteps(
             model, memory, self.state, recorder, token_budget, self._queries, num_position_axes or 1
