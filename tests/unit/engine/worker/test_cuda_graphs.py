@@ -65,7 +65,7 @@ def test_only_cuda_steps_are_recorded_and_a_refusal_is_logged(
         assert recorder_of(EngineConfig(model="m", device="cuda")) is not None
         assert not caplog.records
         assert recorder_of(EngineConfig(model="m", device="cuda", enforce_eager=True)) is None
-    assert [record.message for record in caplog.records] == ["decode steps are not recorded"]
+    assert [record.message for record in caplog.records] == ["steps are not recorded"]
 
 
 @pytest.mark.parametrize("command", ["generate", "serve"])
