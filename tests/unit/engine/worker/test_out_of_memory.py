@@ -61,10 +61,11 @@ def test_requests_of_a_step_without_memory_fail_and_others_are_answered(
     assert [result.answers[number] for number in answered] == [expected[number] for number in answered]
 
 
-def test_step_that_was_on_its_way_may_be_without_memory_too(
-    runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("failing", [{4, 5}, {2, 5}], ids=["the next one was on its way", "not in a row"])
+def test_two_steps_without_memory_end_no_worker(
+    failing: set[int], runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, {4, 5}))
+    monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, failing))
     result = ask(runner, family("llama").requests)
     assert runner._cuda is not None and runner._cuda.state.forgotten == 2  # type: ignore[attr-defined]
     assert result.failed
@@ -76,12 +77,3 @@ def test_third_step_in_a_row_without_memory_ends_the_worker(
     monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, {4, 5, 6}))
     with pytest.raises(MemoryError, match="--gpu-memory-utilization"):
         ask(runner, family("llama").requests)
-
-
-def test_steps_without_memory_that_are_not_in_a_row_end_no_worker(
-    runner: ModelRunner, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(runner, "_compute_on_cuda", compute_except(runner, {2, 5}))
-    result = ask(runner, family("llama").requests)
-    assert runner._cuda is not None and runner._cuda.state.forgotten == 2  # type: ignore[attr-defined]
-    assert result.failed

@@ -17,7 +17,9 @@ from penstock.engine.protocol.messages import Ints, Step
 from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.input_batch import pinned
 
-TABLE, TOKENS, COMPUTED, ROWS = range(4)  # kinds of writes, as in `kernels`
+# Kinds of writes, and the numbers of each write before its data
+TABLE, TOKENS, COMPUTED, ROWS = (kind.value for kind in (kernels.TABLE, kernels.TOKENS, kernels.COMPUTED, kernels.ROWS))
+FIELDS = kernels.WRITE_FIELDS.value
 
 
 class Write(NamedTuple):
@@ -99,16 +101,16 @@ class DeviceState:
         sizes = [write.data.size for write in writes]
         offsets = np.cumsum([0, *sizes[:-1]])
         count = len(writes)
-        news = pinned(5 * count + sum(sizes), self._device)
+        news = pinned(FIELDS * count + sum(sizes), self._device)
         numbers = news.numpy()
-        numbers[: 5 * count].reshape(5, count)[:] = (
+        numbers[: FIELDS * count].reshape(FIELDS, count)[:] = (
             [write.kind for write in writes],
             [write.slot for write in writes],
             [write.first for write in writes],
             sizes,
             offsets,
         )
-        np.concatenate([write.data for write in writes], out=numbers[5 * count :], casting="same_kind")
+        np.concatenate([write.data for write in writes], out=numbers[FIELDS * count :], casting="same_kind")
         on_device = news.to(self._device, non_blocking=True)
         launcher.launch(
             kernels.write_state, (count,),
