@@ -133,6 +133,37 @@ void trade(const std::shared_ptr<Attachment>& by, u64 seed, u64 operations, Tall
     while (!held.empty()) let_go();
 }
 
+// However a fill ends, the peer that waits for it goes on: no fill that others end would do that for it here.
+void each_end_of_a_fill_ends_a_wait() {
+    auto segment = create(store_shape(1), "store");
+    auto writing = Attachment::join(segment, "writer"), waiting = Attachment::join(map_again(*segment), "waiter");
+    Store writer(*writing), waiter(*waiting);
+    const std::function<void(const Extent&)> ends[] = {
+        [&](const Extent& extent) { writer.commit(extent), writer.pool().release(extent.block, extent.generation); },
+        [&](const Extent& extent) { writer.abandon(extent), writer.pool().release(extent.block, extent.generation); },
+        [&](const Extent& extent) { writer.give_up(extent); },
+        [&](const Extent& extent) { writer.remove(nullptr), writer.pool().release(extent.block, extent.generation); },
+    };
+    u64 name = 0;
+    for (const auto& end : ends) {
+        Extent ours, theirs;
+        u32 fills_before = 0;
+        Key key = key_of(++name);
+        REQUIRE(writer.begin(key, 4096, ours, fills_before) == Store::Begun::fill, "key %" PRIu64 " was there", name);
+        REQUIRE(waiter.begin(key, 4096, theirs, fills_before) == Store::Begun::wait, "key %" PRIu64 " is free", name);
+        Woken woken = Woken::interrupted;
+        std::thread wait([&] {
+            Spinner spinner(Latency::eco);
+            Waits waits{};
+            u64 deadline = now_ns() + 5'000'000'000;
+            while (woken == Woken::interrupted) woken = waiter.wait_for_fill(fills_before, deadline, spinner, waits);
+        });
+        end(ours);
+        wait.join();
+        REQUIRE(woken == Woken::ready, "end %" PRIu64 " of a fill was not announced", name);
+    }
+}
+
 // No key twice, and everything that is kept can be found.
 void require_sound(Attachment& by) {
     REQUIRE(Granules(by.segment()).are_claimed(0, by.segment().geometry().shape.pool_nbytes), "it has never been full");
@@ -262,6 +293,7 @@ int main(int argc, char** argv) {
     std::fflush(stdout);
     bool is_threads_only = WATCHES_THREADS || !knows_others_start();
     u64 operations = (arguments.is_quick ? WATCHES_THREADS ? 15'000 : 60'000 : 500'000) * arguments.scale;
+    each_end_of_a_fill_ends_a_wait();
     for (u32 buckets : {1u, 256u}) {
         if (!is_threads_only) at_three_times_the_capacity(arguments, operations, false, buckets);
         at_three_times_the_capacity(arguments, is_threads_only ? operations : operations / 4, true, buckets);
