@@ -121,7 +121,7 @@ class CounterView(msgspec.Struct, frozen=True):
             key, kind = counter.spec.key, counter.spec.kind
             if kind == "histogram":
                 view.counters[f"{key}_count"] = sum(counter.counts(*rows))
-                view.counters[f"{key}_sum"] = counter.seconds(*rows)
+                view.counters[f"{key}_sum"] = counter.sum_of(*rows)
             elif kind != "state":
                 numbers = view.counters if kind == "counter" else view.gauges
                 samples = dict(counter.samples(*rows))

@@ -143,7 +143,7 @@ def test_resumed_sample_counts_neither_as_cache_query_nor_as_queued() -> None:
     engine_core = core()
     engine_core.submit(submit(1, 5))
     engine_core.begin()
-    assert engine_core.scheduler.prefix_queries == 0 and engine_core.scheduler.admitted_ns == []
+    assert engine_core.scheduler.prefix_queries == 0 and engine_core.scheduler.admitted == []
     engine_core.finish()
     finish(engine_core)
 
