@@ -24,7 +24,7 @@ from penstock.server.options import ServerOptions
 from penstock.server.placed_nodes import PlacedNodes
 from penstock.server.server_process import ServerArgs, listen, serve
 from penstock.server.status.counters import ProcessCounters, ServerCounters
-from penstock.server.status.history import EventRecorder, History
+from penstock.server.status.history import EventRecorder, ServerHistory
 from penstock.server.status.history_recorder import HistoryRecorder
 from penstock.server.status.server_info import ServerInfo, served_name
 
@@ -100,8 +100,8 @@ class ServerLauncher(Launcher):
         self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
         servers = config.api_server_count
-        self._history_page = History.create(servers)
-        self._history = History(self._history_page, servers, writable=True)
+        self._history_page = ServerHistory.create(servers)
+        self._history = ServerHistory(self._history_page, servers, writable=True)
         self._recording: asyncio.Task[None] | None = None
         self._log = contextlib.ExitStack()
         shared = ServerArgs(options, listener, self.tally, self.server_info, self._history_page)

@@ -34,7 +34,7 @@ from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
-from penstock.server.status.history import EventRecorder, History
+from penstock.server.status.history import EventRecorder, ServerHistory
 
 BACKLOG = 1024  # connections that no process has accepted yet
 CONNECTIONS = 4  # for each request that may be open
@@ -52,7 +52,7 @@ class ServerArgs:
     listener: socket.socket
     tally: lowlevel.Segment
     server_info: lowlevel.Segment  # kept open, as `penstock top` finds the server by it
-    history: lowlevel.Segment
+    history_segment: lowlevel.Segment
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -123,7 +123,7 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
     budget = MediaBudget(shared.options.media_nbytes_in_flight, row.set_media)
     for number, stage in enumerate(STAGES):
         row[ProcessCounters.MEDIA_LIMITS + number] = getattr(budget, stage).nbytes
-    history = History(shared.history, cluster.config.api_server_count, writable=True)
+    history = ServerHistory(shared.history_segment, cluster.config.api_server_count, writable=True)
     with starting():
         words = build_tokenizer(cluster.config)
         media = build_media_prompts(cluster.config, shared.options, cluster.store, words.tokenizer, budget, row)

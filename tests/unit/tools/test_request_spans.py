@@ -57,9 +57,9 @@ def delta(*requests: int, finished: tuple[int, ...] = ()) -> Delta:
     return Delta(count, columns, b"", finished=Finished(rows, reasons) if finished else None)
 
 
-def read(*messages: tuple[int, str, Any], wanted: str | None = None) -> list[TracedRequest]:
+def read(*messages: tuple[int, str, Any], watched: str | None = None) -> list[TracedRequest]:
     """Reads messages channel by channel, as a tracer does: not in order of time."""
-    reader = RequestReader(wanted)
+    reader = RequestReader(watched)
     for ns, channel, message in sorted(messages, key=lambda entry: entry[1]):
         codec = CODECS[channel.split()[0]]
         encoded = codec.encode(message)
@@ -131,7 +131,7 @@ def test_request_that_is_aborted_ends() -> None:
     assert spans(request) == [("queue", 10, 60), ("aborted", 60, 60)] and request.end_ns == 60
 
 
-def test_wanted_request_has_ended_with_all_of_its_prompts() -> None:
+def test_watched_request_has_ended_with_all_of_its_prompts() -> None:
     """By the id of its answer, too. A message that is no message is passed over."""
     reader = RequestReader("chatcmpl-a")
     messages = [

@@ -76,7 +76,7 @@ class Loss:
 
 
 @dataclass
-class Outcome:
+class LossOutcome:
     """What has become of the requests of one incarnation of a group."""
 
     pauses: dict[str, float] = field(default_factory=dict)  # of requests that go on, by id
@@ -106,7 +106,7 @@ class Migration:
         self._blame = blame
         self._waiting: dict[OutputStream, Loss] = {}
         self._task: asyncio.Task[None] | None = None
-        self._outcomes: dict[tuple[int, int], Outcome] = {}  # of losses, until no request of them waits
+        self._outcomes: dict[tuple[int, int], LossOutcome] = {}  # of losses, until no request of them waits
         self.resuming: dict[int, Loss] = {}  # by request: submitted again, and no chunk has come since
 
     def __len__(self) -> int:
@@ -151,7 +151,7 @@ class Migration:
         now = time.monotonic()
         since = now if before is None else before.since
         loss = Loss(stream.group, stream.place.incarnation, why, since, now + self._timeout, submitted.request_id)
-        self._outcomes.setdefault(loss.lives, Outcome())
+        self._outcomes.setdefault(loss.lives, LossOutcome())
         self._wait(stream, loss)
         if before is not None:
             self._report_if_last(before.lives)
@@ -189,7 +189,7 @@ class Migration:
         """Reports the outcome of a loss when none of its requests waits any more."""
         if any(loss.lives == lives for loss in chain(self._waiting.values(), self.resuming.values())):
             return
-        outcome = self._outcomes.pop(lives, Outcome())
+        outcome = self._outcomes.pop(lives, LossOutcome())
         if outcome.pauses or outcome.given_up:
             pauses = sorted(outcome.pauses.values()) or [0.0]
             event(

@@ -52,7 +52,7 @@ class Point(NamedTuple):
 POINT = struct.Struct(f"<{len(Point._fields)}d")
 
 
-class Event(msgspec.Struct, frozen=True, array_like=True):
+class ServerEvent(msgspec.Struct, frozen=True, array_like=True):
     time: float  # seconds since 1970
     kind: str  # of RECORDED
     process: str  # the writer
@@ -65,7 +65,7 @@ class HistoryView(msgspec.Struct, frozen=True):
 
     fields: tuple[str, ...]
     points: list[list[float]]
-    events: list[Event]
+    events: list[ServerEvent]
 
 
 class Records:
@@ -99,7 +99,7 @@ def _checksum(number: int, body: bytes) -> int:
     return zlib.crc32(body, number & 0xFFFFFFFF)
 
 
-class History:
+class ServerHistory:
     """Points of the launcher, and events of each writer: the launcher is writer 0, server i is writer i + 1."""
 
     def __init__(self, page: lowlevel.Segment, servers: int, *, writable: bool = False) -> None:
@@ -131,7 +131,7 @@ class History:
 
 
 EVENT_NBYTES = 1 << 9
-DECODER = msgspec.msgpack.Decoder(Event)
+DECODER = msgspec.msgpack.Decoder(ServerEvent)
 
 
 class Recorded(NamedTuple):
@@ -183,7 +183,9 @@ class EventRecorder(logging.Handler):
             return
         text = recorded.text.format_map(Fields(getattr(record, "fields", {})))
         cut = printable(text).encode()[:MAX_TEXT].decode(errors="ignore")
-        self._records.write(msgspec.msgpack.encode(Event(record.created, recorded.kind, self._process, name, cut)))
+        self._records.write(
+            msgspec.msgpack.encode(ServerEvent(record.created, recorded.kind, self._process, name, cut))
+        )
 
     def __enter__(self) -> EventRecorder:
         LOGGER.addHandler(self)

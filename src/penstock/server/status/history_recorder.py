@@ -17,7 +17,7 @@ from penstock.engine.cluster.counter import Bounds
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
-from penstock.server.status.history import History, Point
+from penstock.server.status.history import Point, ServerHistory
 
 POINT_S = 1.0
 WATCH_S = 0.25  # seconds between two reads of the engines' incarnations
@@ -107,7 +107,7 @@ class PointBuilder:
 class HistoryRecorder:
     """Records until it is cancelled."""
 
-    def __init__(self, history: History, board: StatusBoard, tally: ServerCounters) -> None:
+    def __init__(self, history: ServerHistory, board: StatusBoard, tally: ServerCounters) -> None:
         self._history = history
         self._board = board
         self._points = PointBuilder(board, tally)

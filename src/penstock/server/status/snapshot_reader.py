@@ -16,7 +16,7 @@ from penstock.engine.cluster.migration_counters import MigrationCounters, QueueC
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import ProcessId
 from penstock.server.status.counters import PARTS, ProcessCounters, ServerCounters, counter_rows
-from penstock.server.status.history import History, HistoryView
+from penstock.server.status.history import HistoryView, ServerHistory
 from penstock.server.status.server_info import NAME, ServerInfo
 from penstock.server.status.snapshot import (
     ChannelView,
@@ -99,7 +99,7 @@ class SnapshotReader:
     def history(self, since: float = 0.0) -> HistoryView:
         """Returns the history after a time, in seconds since 1970. Raises NoServer if the server has ended."""
         (page,) = self._open_pages("history")
-        return History(page, _servers_of(self.info())).view(since)
+        return ServerHistory(page, _servers_of(self.info())).view(since)
 
     def waiting_requests(self) -> int:
         """Returns the number of requests, new or lost by a group, that wait for a group in the server processes. Raises

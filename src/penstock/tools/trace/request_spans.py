@@ -88,14 +88,14 @@ class TracedRequest:
 
 
 class RequestReader:
-    """Collects the messages of channels about requests. `wanted`: the id of the request to watch for."""
+    """Collects the messages of channels about requests. `watched`: the id of the request to watch for."""
 
-    def __init__(self, wanted: str | None = None) -> None:
-        self.wanted = None if wanted is None else bare_id(wanted)
-        self.has_ended = False  # all samples of the wanted request have
+    def __init__(self, watched: str | None = None) -> None:
+        self.watched = None if watched is None else bare_id(watched)
+        self.has_ended = False  # all samples of the watched request have
         self._notes: list[Note] = []
-        self._open: dict[Key, int] = {}  # samples of the wanted request, by server and `arrived_ns` of each prompt
-        self._arrivals: dict[Key, Key] = {}  # of the wanted request, by its numbers
+        self._open: dict[Key, int] = {}  # samples of the watched request, by server and `arrived_ns` of each prompt
+        self._arrivals: dict[Key, Key] = {}  # of the watched request, by its numbers
         self._codecs: dict[bytes, MessageCodec] = {}
         try:  # the data plane may be installed without the engine
             from penstock.engine.protocol import messages
@@ -115,12 +115,12 @@ class RequestReader:
         except (DecodeError, ValueError):
             return
         self._notes.append(note)
-        if self.wanted is not None:
+        if self.watched is not None:
             self._watch(note)
 
     def _watch(self, note: Note) -> None:
         message = note.message
-        if type(message).__name__ == "Submit" and message.request_id == self.wanted:
+        if type(message).__name__ == "Submit" and message.request_id == self.watched:
             arrival = self._arrivals[message.server, message.request] = message.server, message.arrived_ns
             self._open[arrival] = open_samples(message)
         elif type(message).__name__ == "Delta" and self._open and message.finished is not None:
@@ -131,11 +131,11 @@ class RequestReader:
             self.has_ended = not any(self._open.values())
 
     def requests(self, ended_ns: int) -> list[TracedRequest]:
-        """Returns all requests, or the wanted one, in the order of their first message. `ended_ns`: of the trace."""
+        """Returns all requests, or the watched one, in the order of their first message. `ended_ns`: of the trace."""
         requests = RequestSpans(sorted(self._notes, key=lambda note: note.ns)).requests
         for request in requests:
             request.close(request.end_ns or ended_ns)
-        return [request for request in requests if self.wanted in (None, request.id)]
+        return [request for request in requests if self.watched in (None, request.id)]
 
 
 class RequestSpans:

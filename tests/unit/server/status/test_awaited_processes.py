@@ -40,6 +40,8 @@ def test_awaited_process_is_none_without_requests() -> None:
     channels = engine(worker=9.0, output=9.0, server=9.0)
     channels[0] = channel("inbox", {SERVER: 0.0, LAUNCHER: 0.0}, {CORE: 9.0})
     assert awaited_processes(channels, frozenset({CORE, WORKER, OUTPUT})) == ()
+    channels = [channel("inbox", {SERVER: 0.0, LAUNCHER: 0.0}, {CORE: 9.0})]
+    assert awaited_processes(channels, NOTHING_IDLE) == (), "a core without a step waits for requests"
 
 
 def test_awaited_process_is_the_receiver_that_a_sender_waits_for() -> None:

@@ -14,16 +14,16 @@ from penstock.engine.cluster.counter import FIRST_TOKEN_SECONDS
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status import history as subject
 from penstock.server.status.counters import Served, ServerCounters
-from penstock.server.status.history import EventRecorder, History, Point
+from penstock.server.status.history import EventRecorder, Point, ServerHistory
 from penstock.server.status.history_recorder import WINDOW, HistoryRecorder, PointBuilder, quantile
 
 SERVERS = 2
 
 
-def histories() -> tuple[History, History]:
+def histories() -> tuple[ServerHistory, ServerHistory]:
     """Returns the history of a writer, and that of a reader."""
-    segment = History.create(SERVERS)
-    return History(segment, SERVERS, writable=True), History(segment, SERVERS)
+    segment = ServerHistory.create(SERVERS)
+    return ServerHistory(segment, SERVERS, writable=True), ServerHistory(segment, SERVERS)
 
 
 @pytest.fixture
@@ -50,7 +50,7 @@ def test_history_keeps_the_last_points_in_their_order() -> None:
 
 def test_history_takes_less_than_a_mebibyte_for_any_number_of_servers() -> None:
     for servers in (1, 3, 8, 64, 500):
-        assert History.create(servers).nbytes < 1 << 20
+        assert ServerHistory.create(servers).nbytes < 1 << 20
 
 
 def test_history_passes_over_a_record_that_is_being_written() -> None:
@@ -62,10 +62,10 @@ def test_history_passes_over_a_record_that_is_being_written() -> None:
 
 
 def test_history_of_a_writer_goes_on_in_its_next_life() -> None:
-    segment = History.create(SERVERS)
-    writer, reader = (History(segment, SERVERS, writable=writable) for writable in (True, False))
+    segment = ServerHistory.create(SERVERS)
+    writer, reader = (ServerHistory(segment, SERVERS, writable=writable) for writable in (True, False))
     writer.add(point(1.0))
-    History(segment, SERVERS, writable=True).add(point(2.0))
+    ServerHistory(segment, SERVERS, writable=True).add(point(2.0))
     assert [row[0] for row in reader.view().points] == [1, 2]
 
 
