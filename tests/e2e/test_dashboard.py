@@ -139,6 +139,10 @@ def the_key_is_in_no_address(page: Browser) -> None:
     assert "sesame" not in page.evaluate("document.documentElement.outerHTML")
 
 
+def worker_of(launcher: int) -> int:
+    return next(process.pid for process in SnapshotReader(launcher).take().processes if process.role == "worker")
+
+
 LOADED = ("--device-model", "simulated", "--step-ms", "5", "--shutdown-timeout", "0.1", "--max-model-len", "20000")
 
 
@@ -147,8 +151,7 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
     if Browser.find() is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
     with serving(*LOADED) as (server, port), streaming(port, 3, "ask-{}"):
-        processes = SnapshotReader(server.pid).take().processes
-        worker = next(process.pid for process in processes if process.role == "worker")
+        worker = worker_of(server.pid)
         os.kill(worker, signal.SIGKILL)
         with Browser(tmp_path / "profile") as page:
             page.go(f"http://127.0.0.1:{port}/dashboard")
@@ -164,4 +167,18 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
             assert re.search(r"restarts 1, \d+ s ago.*resumed 3, \d+ s ago", quiet) and "none refused" in quiet
             page.until("document.getElementById('health').innerText.startsWith('healthy')")
             page.until("document.querySelectorAll('#charts .mark').length > 0")
+            the_process_that_is_stuck_is_marked(page, server.pid)
             assert page.complaints == []
+
+
+def the_process_that_is_stuck_is_marked(page: Browser, launcher: int) -> None:
+    worker = worker_of(launcher)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        page.until("document.getElementById('health').innerText.includes('engine 0: worker 0.0 stopped')")
+        page.until("/3 processes wait for worker 0.0, for [\\d.]+ s/.test(document.getElementById('health').innerText)")
+        marked = page.evaluate("document.querySelectorAll('#picture .box.bad').length")
+        assert marked == 1 and "core 0.0" in page.evaluate("document.getElementById('picture').textContent")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    page.until("document.getElementById('health').innerText.startsWith('healthy')")
