@@ -62,7 +62,7 @@ async def require_exact(engine: Running, started: list[Reader]) -> None:
 
 def mean_pause(client: Client, group: int = 0) -> float:
     words = client.counters[group].words
-    return MigrationCounters.PAUSE.seconds(words) / sum(MigrationCounters.PAUSE.counts(words))
+    return MigrationCounters.PAUSE.sum_of(words) / sum(MigrationCounters.PAUSE.counts(words))
 
 
 def counted(client: Client, word: int) -> int:

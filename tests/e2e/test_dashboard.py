@@ -2,7 +2,9 @@
 
 import contextlib
 import http.client
+import os
 import re
+import signal
 import threading
 import urllib.request
 from collections.abc import Iterator
@@ -12,12 +14,14 @@ import pytest
 
 pytest.importorskip("httptools")
 
+from penstock.server.status.snapshot_reader import SnapshotReader
 from tests.support.browser import Browser
 from tests.support.command import serving
 
 KEY = "sesame & <more>"
 NAME = "<img src=x onerror=\"document.title='run'\"><b id=bold>x</b>"
 NUMBER = "[...document.querySelectorAll('.tile')].find(one => one.innerText.includes('{}')).firstChild.innerText"
+TEXT = NUMBER.replace("firstChild.innerText", "innerText")
 OPEN = NUMBER.format("requests open")
 SERVER = (
     *("--device-model", "simulated", "--api-key", KEY, "--served-model-name", NAME),
@@ -26,15 +30,18 @@ SERVER = (
 
 
 @contextlib.contextmanager
-def streaming(port: int, many: int) -> Iterator[None]:
-    """Requests that are open meanwhile, and being answered."""
+def streaming(port: int, many: int, request_id: str = "") -> Iterator[None]:
+    """Requests that are open meanwhile, and being answered. `request_id`: with a place for their number."""
     body = b'{"prompt": "hello", "max_tokens": 15000, "stream": true}'
     headers = {"Authorization": f"Bearer {KEY}", "Content-Type": "application/json"}
     url = f"http://127.0.0.1:{port}/v1/completions"
+    ids = [{"X-Request-Id": request_id.format(number)} if request_id else {} for number in range(many)]
     with contextlib.ExitStack() as open_ones:
         answers = [
-            open_ones.enter_context(urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=60))
-            for _ in range(many)
+            open_ones.enter_context(
+                urllib.request.urlopen(urllib.request.Request(url, body, headers | name), timeout=60)
+            )
+            for name in ids
         ]
         is_over = threading.Event()
         readers = [threading.Thread(target=read_on, args=(answer, is_over)) for answer in answers]
@@ -88,18 +95,24 @@ def the_key_is_asked_for_and_a_wrong_one_is_told(page: Browser) -> None:
 
 def what_is_shown_is_what_is_asked(page: Browser) -> None:
     page.until(f"{OPEN} === '3'")
-    page.until(f"{NUMBER.format('running')} === '3'")
+    page.until(f"{TEXT.format('requests open')}.includes('3 running of ')")
     page.until(f"parseFloat({NUMBER.format('tokens generated/s')}.replace(',', '')) > 0")
     page.until("document.querySelectorAll('#charts svg path').length === 7")
     page.until("document.querySelector('#charts path').getAttribute('d').includes('L')")  # two points at least
+    page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
+    page.until("document.querySelector('#processes td') !== null && document.querySelector('#channels td') !== null")
     rows = page.evaluate("[...document.querySelectorAll('#processes tbody tr')].map(one => one.innerText)")
     roles = ["launcher", "core 0.0", "worker 0.0", "output 0.0", "server 0"]
     assert [row.split("\t")[0] for row in rows] == ["shared", *roles]
     assert all("serves" in row for row in rows[1:]), rows
     channels = page.evaluate("document.getElementById('channels').innerText")
     assert "steps 0\tbroadcast" in channels and "deltas 0\tinbox" in channels
-    assert page.evaluate(NUMBER.format("restarts")) == "0"
-    assert page.evaluate(NUMBER.format("prefix hits")).endswith("%")
+    assert re.search(r"none .*restarts", page.evaluate("document.getElementById('quiet').innerText"))
+    assert re.search(r"prefix hits \d+ %", page.evaluate(TEXT.format("KV blocks")))
+    assert page.evaluate("document.querySelectorAll('#engines tbody tr').length") == 1
+    boxes = page.evaluate("[...document.querySelectorAll('#picture text.ink')].map(each => each.textContent)")
+    assert {"server 0", "core 0.0", "worker 0.0", "output 0.0", "inbox 0", "steps 0", "results 0"} <= set(boxes)
+    page.until("[...document.querySelectorAll('#picture text')].some(each => each.textContent.includes('awaited by'))")
     assert page.evaluate("document.getElementById('with-items').hidden")
     assert page.evaluate("document.querySelector('footer a').getAttribute('href')") == "/dashboard/grafana.json"
 
@@ -124,3 +137,48 @@ def the_key_is_in_no_address(page: Browser) -> None:
     addresses = page.evaluate("performance.getEntries().map(one => one.name).concat(location.href)")
     assert len(addresses) > 3 and not any("sesame" in address or "?" in address for address in addresses), addresses
     assert "sesame" not in page.evaluate("document.documentElement.outerHTML")
+
+
+def worker_of(launcher: int) -> int:
+    return next(process.pid for process in SnapshotReader(launcher).take().processes if process.role == "worker")
+
+
+LOADED = ("--device-model", "simulated", "--step-ms", "5", "--shutdown-timeout", "0.1", "--max-model-len", "20000")
+
+
+def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -> None:
+    """What happened, to which requests, and how long: all from the text of the page, which opens after it."""
+    if Browser.find() is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    with serving(*LOADED) as (server, port), streaming(port, 3, "ask-{}"):
+        worker = worker_of(server.pid)
+        os.kill(worker, signal.SIGKILL)
+        with Browser(tmp_path / "profile") as page:
+            page.go(f"http://127.0.0.1:{port}/dashboard")
+            page.until("document.getElementById('events')?.innerText.includes('requests go on')")
+            events = page.evaluate("document.getElementById('events').innerText")
+            assert f"worker 0.0 #1 (pid {worker}) killed by SIGKILL" in events
+            assert "group 0 #1, by cause: outside" in events
+            assert re.search(r"3 of group 0 #1, cause died: .*ask-0", events)
+            assert re.search(r"3 of group 0 #1, paused for [\d.]+ s \(median\), [\d.]+ s at most; given up: 0", events)
+            assert all(f"ask-{number}" in events for number in range(3))
+            assert re.search(r"engine 0 #2, away for [\d.]+ s", events)
+            quiet = page.evaluate("document.getElementById('quiet').innerText")
+            assert re.search(r"restarts 1, \d+ s ago.*resumed 3, \d+ s ago", quiet) and "none refused" in quiet
+            page.until("document.getElementById('health').innerText.startsWith('healthy')")
+            page.until("document.querySelectorAll('#charts .mark').length > 0")
+            the_process_that_is_stuck_is_marked(page, server.pid)
+            assert page.complaints == []
+
+
+def the_process_that_is_stuck_is_marked(page: Browser, launcher: int) -> None:
+    worker = worker_of(launcher)
+    os.kill(worker, signal.SIGSTOP)
+    try:
+        page.until("document.getElementById('health').innerText.includes('engine 0: worker 0.0 stopped')")
+        page.until("/3 processes wait for worker 0.0, for [\\d.]+ s/.test(document.getElementById('health').innerText)")
+        marked = page.evaluate("document.querySelectorAll('#picture .box.bad').length")
+        assert marked == 1 and "core 0.0" in page.evaluate("document.getElementById('picture').textContent")
+    finally:
+        os.kill(worker, signal.SIGCONT)
+    page.until("document.getElementById('health').innerText.startsWith('healthy')")

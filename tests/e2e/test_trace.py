@@ -5,6 +5,7 @@ import itertools
 import json
 import re
 import threading
+import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,9 +22,9 @@ from tests.support.documents import ROOT, fences, normalized
 PAGE = ROOT / "docs" / "operations" / "trace.md"
 
 
-def complete(port: int, tokens: int) -> None:
+def complete(port: int, tokens: int, request_id: str = "load") -> None:
     body = json.dumps({"prompt": "hello", "max_tokens": tokens}).encode()
-    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+    request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body, {"X-Request-Id": request_id})
     with urllib.request.urlopen(request, timeout=60) as response:
         assert response.status == 200
 
@@ -59,6 +60,23 @@ def test_a_live_server_is_traced_with_its_steps(tmp_path: Path, capsys: pytest.C
     assert steps["by_cause"]["device"] > 0 and steps["by_cause"]["core 0.0 #1"] > 0
     assert steps["by_cause"]["wait for records of inbox 'inbox 0', for server 0.0 #1"] > 0
     check(json.loads(path.read_text())["traceEvents"], steps["steps"])
+
+
+def test_trace_of_a_request_tells_where_its_time_went(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "trace.json"
+    with serving("--device-model", "simulated", "--step-ms", "5") as (launcher, port), load(port):
+        thread = threading.Timer(0.5, complete, (port, 40, "why-slow"))
+        thread.start()
+        began = time.monotonic()
+        command = ["trace", str(launcher.pid), "--seconds", "30", "--request", "cmpl-why-slow", "-o", str(path)]
+        assert cli.main(command) == 0 and time.monotonic() - began < 20, "it ends with the request"
+        thread.join()
+        assert cli.main(["trace", str(launcher.pid), "--seconds", "0.1", "--request", "no", "-o", str(path)]) == 2
+    printed, error = capsys.readouterr()
+    assert re.search(r"^request why-slow of server 0: \d.* prompt of \d+ tokens$", printed, re.MULTILINE)
+    for phase in ("queue", "prefill", r"decode  40 tokens, longest gap .*"):
+        assert re.search(rf"^ +[\d.]+ (µs|ms|s)  {phase}$", printed, re.MULTILINE), printed
+    assert "request 'no' was not submitted within 0.1 s" in error
 
 
 CAUSES = {"device", *(f"{begin}{name} 0.0 #1" for begin in ("", "wake-up of ") for name in ("core", "worker"))}

@@ -104,13 +104,14 @@ def test_every_metric_is_explained() -> None:
     pytest.importorskip("prometheus_client")
     from penstock import Ring, Store
     from penstock.engine.cluster.status_board import StatusBoard
+    from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
     from penstock.server.http.metrics import Metrics
     from penstock.server.http.segment_metrics import SegmentMetrics
     from penstock.server.status.counters import ServerCounters
 
     board = StatusBoard(StatusBoard.create(1))
     with Store(1 << 20) as store, Ring(bytes) as ring, ring.open_sender():
-        segments = SegmentMetrics([ring], store)
+        segments = SegmentMetrics([ring], store, EngineConfig(simulated=SimulatedDevice()))
         text = Metrics(ServerCounters(ServerCounters.create(1), 1), board, "m", segments).text().decode()
     board.close()
     names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))

@@ -32,6 +32,12 @@ def add_parser(commands: Commands) -> None:
         help="File for the timeline, in Chrome's trace format (default: %(default)s)",
     )
     parser.add_argument("--channel", metavar="NAME", help="Name of the channels to trace (default: all)")
+    parser.add_argument(
+        "--request",
+        metavar="ID",
+        help="Id of a request, as in X-Request-Id: trace until it has ended, and print where its time went "
+        "(default: all requests, for the file)",
+    )
     parser.add_argument("--json", action="store_true", help="Print the summary as a JSON document (default: off)")
     parser.set_defaults(run=run)
 
@@ -46,5 +52,6 @@ def run(options: argparse.Namespace) -> int:
             seconds=options.seconds,
             channel=options.channel,
             is_json=options.json,
+            request=options.request,
         )
     )

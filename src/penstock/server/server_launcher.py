@@ -24,6 +24,8 @@ from penstock.server.options import ServerOptions
 from penstock.server.placed_nodes import PlacedNodes
 from penstock.server.server_process import ServerArgs, listen, serve
 from penstock.server.status.counters import ProcessCounters, ServerCounters
+from penstock.server.status.history import EventRecorder, ServerHistory
+from penstock.server.status.history_recorder import HistoryRecorder
 from penstock.server.status.server_info import ServerInfo, served_name
 
 
@@ -97,7 +99,20 @@ class ServerLauncher(Launcher):
         self.server_info = ServerInfo.publish(config, options, _address(listener))
         self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
-        super().__init__(config, functools.partial(serve, ServerArgs(options, listener, self.tally, self.server_info)))
+        servers = config.api_server_count
+        self._history_page = ServerHistory.create(servers)
+        self._history = ServerHistory(self._history_page, servers, writable=True)
+        self._recording: asyncio.Task[None] | None = None
+        self._log = contextlib.ExitStack()
+        shared = ServerArgs(options, listener, self.tally, self.server_info, self._history_page)
+        super().__init__(config, functools.partial(serve, shared))
+
+    def start(self) -> None:
+        """Starts all processes, and records the history of the server."""
+        self._log.enter_context(EventRecorder(self._history.events[0], "launcher"))
+        super().start()
+        tally = ServerCounters(self.tally, self.cluster.config.api_server_count)
+        self._recording = asyncio.ensure_future(HistoryRecorder(self._history, self.board, tally).run())
 
     def reap(self, member: ProcessId) -> None:
         """Marks a server that has ended as not serving."""
@@ -116,7 +131,13 @@ class ServerLauncher(Launcher):
     async def stop(self, shutdown_timeout: float = 0.0) -> list[str]:
         """Closes the launcher's listening socket, and stops. Connections are refused when all servers have, too."""
         self._listener.close()
-        return await super().stop(shutdown_timeout)
+        if self._recording is not None:
+            self._recording.cancel()
+            await asyncio.gather(self._recording, return_exceptions=True)
+        try:
+            return await super().stop(shutdown_timeout)
+        finally:
+            self._log.close()
 
 
 async def _log_when_serving(launcher: Launcher, name: str, url: str) -> None:

@@ -34,6 +34,7 @@ from penstock.server.http.loop_errors import LoopErrors
 from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
+from penstock.server.status.history import EventRecorder, ServerHistory
 
 BACKLOG = 1024  # connections that no process has accepted yet
 CONNECTIONS = 4  # for each request that may be open
@@ -51,6 +52,7 @@ class ServerArgs:
     listener: socket.socket
     tally: lowlevel.Segment
     server_info: lowlevel.Segment  # kept open, as `penstock top` finds the server by it
+    history_segment: lowlevel.Segment
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -121,15 +123,17 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
     budget = MediaBudget(shared.options.media_nbytes_in_flight, row.set_media)
     for number, stage in enumerate(STAGES):
         row[ProcessCounters.MEDIA_LIMITS + number] = getattr(budget, stage).nbytes
+    history = ServerHistory(shared.history_segment, cluster.config.api_server_count, writable=True)
     with starting():
         words = build_tokenizer(cluster.config)
         media = build_media_prompts(cluster.config, shared.options, cluster.store, words.tokenizer, budget, row)
         embeds = None
         if cluster.config.enable_prompt_embeds:
             embeds = EmbedsPrompts(cluster.config, cluster.store, words.encode(WORD, False)[-1], row.count_items)
-    with contextlib.closing(PromptBuilder(cluster.config, words, media, embeds)) as reader:
+    log = EventRecorder(history.events[me.index + 1], f"server {me.index}")
+    with contextlib.closing(PromptBuilder(cluster.config, words, media, embeds)) as reader, log:
         async with Client(cluster, me, [served.migration for served in row.engines], row.queue) as client:
-            segments = SegmentMetrics(cluster.channels, cluster.store)
+            segments = SegmentMetrics(cluster.channels, cluster.store, cluster.config)
             api = ApiServer(cluster.config, shared.options, client, reader, tally, board, me.index, segments, budget)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()

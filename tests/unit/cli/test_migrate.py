@@ -14,6 +14,7 @@ from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.server.options import ServerOptions
 from penstock.server.status import planned_migration
 from penstock.server.status.counters import ServerCounters
+from penstock.server.status.history import ServerHistory
 from penstock.server.status.server_info import ServerInfo
 
 CONFIG = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=2)
@@ -25,6 +26,7 @@ class Launcher:
     def __init__(self) -> None:
         self.notice = ServerInfo.publish(CONFIG, ServerOptions(), "http://127.0.0.1:1")
         self.tally = ServerCounters.create(1, 2)
+        self.history = ServerHistory.create(1)
         self.page = StatusBoard.create(2, 7)
         self.board = StatusBoard(self.page, writable=True)
         for group in range(2):

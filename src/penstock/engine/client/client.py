@@ -183,6 +183,7 @@ class Client:
                 # The core checks the seed of a request.
                 params.seed % (1 << 64) if isinstance(params.seed, int) else secrets.randbits(SEED_BITS),
                 time.monotonic_ns(),
+                request_id=request_id,
             )
             submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len, account)
             self._blame.require_no_quarantine(submitted)

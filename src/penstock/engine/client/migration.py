@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from itertools import chain
 from typing import Protocol
 
 from penstock.engine.client.blame import CONVICTION, OVER_BUDGET, Blame
@@ -24,6 +25,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Failed, Resume
 
 BOARD_POLL_S = 0.01  # seconds between two reads of the boards, while requests wait
+SHOWN_IDS = 8  # of the requests of a loss, in the log
 NO_VERDICT = Verdict(Cause.UNKNOWN, frozenset(), False)
 
 
@@ -64,7 +66,21 @@ class Loss:
     why: str
     since: float  # the first loss since the last chunk, on the monotonic clock
     deadline: float
+    request_id: str
     is_judged: bool = False  # the cause is known, and the request may be submitted again
+
+    @property
+    def lives(self) -> tuple[int, int]:
+        """Returns the group and its incarnation."""
+        return self.group, self.incarnation
+
+
+@dataclass
+class LossOutcome:
+    """What has become of the requests of one incarnation of a group."""
+
+    pauses: dict[str, float] = field(default_factory=dict)  # of requests that go on, by id
+    given_up: int = 0
 
 
 class Migration:
@@ -90,6 +106,7 @@ class Migration:
         self._blame = blame
         self._waiting: dict[OutputStream, Loss] = {}
         self._task: asyncio.Task[None] | None = None
+        self._outcomes: dict[tuple[int, int], LossOutcome] = {}  # of losses, until no request of them waits
         self.resuming: dict[int, Loss] = {}  # by request: submitted again, and no chunk has come since
 
     def __len__(self) -> int:
@@ -133,8 +150,11 @@ class Migration:
         submitted.clear_if_advanced(self._limit)
         now = time.monotonic()
         since = now if before is None else before.since
-        loss = Loss(stream.group, stream.place.incarnation, why, since, now + self._timeout)
+        loss = Loss(stream.group, stream.place.incarnation, why, since, now + self._timeout, submitted.request_id)
+        self._outcomes.setdefault(loss.lives, LossOutcome())
         self._wait(stream, loss)
+        if before is not None:
+            self._report_if_last(before.lives)
         return loss
 
     def _wait(self, stream: OutputStream, loss: Loss) -> None:
@@ -145,16 +165,43 @@ class Migration:
 
     def discard(self, stream: OutputStream) -> bool:
         """Forgets a stream. Returns whether its request was waiting, and so is known to no core."""
-        self.resuming.pop(stream.request, None)
+        resuming, loss = self.resuming.pop(stream.request, None), self._stop_waiting(stream)
+        for ended in (resuming, loss):
+            if ended is not None:
+                self._report_if_last(ended.lives)
+        return loss is not None
+
+    def _stop_waiting(self, stream: OutputStream) -> Loss | None:
         loss = self._waiting.pop(stream, None)
         if loss is not None:
             self._counters[loss.group][MigrationCounters.WAITING] -= 1
-        return loss is not None
+        return loss
 
     def on_chunk(self, request: int) -> None:
         """Counts the pause of a request that goes on."""
         loss = self.resuming.pop(request)
-        MigrationCounters.PAUSE.observe(self._counters[loss.group].words, time.monotonic() - loss.since)
+        pause = time.monotonic() - loss.since
+        MigrationCounters.PAUSE.observe(self._counters[loss.group].words, pause)
+        self._outcomes[loss.lives].pauses[loss.request_id] = pause
+        self._report_if_last(loss.lives)
+
+    def _report_if_last(self, lives: tuple[int, int]) -> None:
+        """Reports the outcome of a loss when none of its requests waits any more."""
+        if any(loss.lives == lives for loss in chain(self._waiting.values(), self.resuming.values())):
+            return
+        outcome = self._outcomes.pop(lives, LossOutcome())
+        if outcome.pauses or outcome.given_up:
+            pauses = sorted(outcome.pauses.values()) or [0.0]
+            event(
+                "requests go on",
+                group=lives[0],
+                incarnation=lives[1],
+                requests=len(outcome.pauses),
+                pause=pauses[len(pauses) // 2],
+                longest=pauses[-1],
+                given_up=outcome.given_up,
+                ids=_shown(outcome.pauses),
+            )
 
     def fail_all(self, error: EngineError) -> None:
         """Ends all waiting requests with an error."""
@@ -167,6 +214,9 @@ class Migration:
             await asyncio.wait([self._task])
 
     def _give_up(self, stream: OutputStream, why: str, status: int = 503) -> None:
+        loss = self._waiting.get(stream)
+        if loss is not None:
+            self._outcomes[loss.lives].given_up += 1
         self.discard(stream)
         self._counters[stream.group][MigrationCounters.GIVEN_UP] += 1
         stream.fail(EngineError(status, why))
@@ -208,7 +258,7 @@ class Migration:
             if not self._submitter.groups_for(submitted):  # the group for trials is coming back
                 continue
             submitted.may_be_tried = self._blame.has_budget(submitted)
-            self.discard(stream)
+            self._stop_waiting(stream)
             try:
                 self._submitter.place_again(stream, submitted)
                 self.resuming[stream.request] = loss
@@ -221,6 +271,7 @@ class Migration:
                 event("request waits for a group", logging.WARNING, request=stream.request, reason=error.reason)
                 if not stream.is_over and stream not in self._waiting:
                     self._wait(stream, loss)
+                self._report_if_last(loss.lives)
                 return
             await asyncio.sleep(0)
 
@@ -243,6 +294,7 @@ class Migration:
                     cause=CAUSES[verdict.cause],
                     requests=len(streams),
                     in_flight=len(verdict.in_flight),
+                    ids=_shown(_submitted(stream).request_id for stream in streams),
                 )
                 for stream in streams:
                     self._judge(stream, verdict)
@@ -298,6 +350,12 @@ class Migration:
             return
         loss.is_judged = True
         self._counters[loss.group][MigrationCounters.MIGRATIONS.at[cause]] += 1
+
+
+def _shown(request_ids: Iterable[str]) -> str:
+    """Returns the first ids, and the number of the rest."""
+    ids = list(request_ids)
+    return ", ".join(ids[:SHOWN_IDS]) + (f" and {len(ids) - SHOWN_IDS} more" if len(ids) > SHOWN_IDS else "")
 
 
 def _submitted(stream: OutputStream) -> SubmittedRequest:

@@ -37,6 +37,8 @@ REQUEST_SECONDS: Bounds = (
     *(0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0),
     *(1920.0, 7680.0),
 )
+LENGTHS: Bounds = (*(float(digit * 10**power) for power in range(6) for digit in (1, 2, 5)), 1e6)  # in tokens
+STEP_TOKENS: Bounds = tuple(float(1 << power) for power in (0, *range(3, 15)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -49,7 +51,7 @@ class CounterSpec:
     kind: Kind = "counter"
     owner: str = ""  # the process that writes it, where several write a row
     labels: Mapping[str, Sequence[str]] = field(default_factory=dict)  # a word for each combination of their values
-    bounds: Bounds = ()  # of a histogram of seconds
+    bounds: Bounds = ()  # of a histogram
     unit: float = 1.0  # what is counted, in the unit of the metric: 1e9 for nanoseconds of seconds
     is_total: bool = False  # one number of all engines
     is_kept: bool = False  # a gauge that outlives the process
@@ -73,13 +75,13 @@ class CounterSpec:
     def words(self) -> int:
         if self.value is not None:
             return 0
-        if self.kind == "histogram":  # a word for each bound, one for larger values, and the sum in ns
+        if self.kind == "histogram":  # a word for each bound, one for larger values, and the sum
             return len(self.bounds) + 2
         return math.prod(map(len, self.labels.values()))
 
 
 class Observe(Protocol):
-    def __call__(self, row: Row, seconds: float, times: int = 1) -> None: ...
+    def __call__(self, row: Row, value: float, times: int = 1) -> None: ...
 
 
 class Counter(int):
@@ -97,7 +99,7 @@ class Counter(int):
         self.spec = spec
         combinations = product(*spec.labels.values())
         self.at = {values[0] if len(values) == 1 else values: word for word, values in enumerate(combinations, index)}
-        self.observe = _observer(index, spec.bounds)
+        self.observe = _observer(index, spec.bounds, spec.unit)
         return self
 
     # ── reports: the numbers of several rows add up ──
@@ -116,18 +118,18 @@ class Counter(int):
         """Returns a count for each bound, of values up to it and above the one before; and one of values above all."""
         return [sum(row[word] for row in rows) for word in range(self, self + len(self.spec.bounds) + 1)]
 
-    def seconds(self, *rows: Row) -> float:
+    def sum_of(self, *rows: Row) -> float:
         """Returns the sum of the values of a histogram."""
-        return sum(row[self + len(self.spec.bounds) + 1] for row in rows) / 1e9
+        return sum(row[self + len(self.spec.bounds) + 1] for row in rows) / self.spec.unit
 
 
-def _observer(first: int, bounds: Bounds) -> Observe:
+def _observer(first: int, bounds: Bounds, unit: float) -> Observe:
     """Returns a closure: a step of the hot path costs no look-up of attributes of an int."""
     sum_at = first + len(bounds) + 1
 
-    def observe(row: Row, seconds: float, times: int = 1) -> None:
-        row[first + bisect_left(bounds, seconds)] += times
-        row[sum_at] += int(seconds * 1e9) * times
+    def observe(row: Row, value: float, times: int = 1) -> None:
+        row[first + bisect_left(bounds, value)] += times
+        row[sum_at] += int(value * unit) * times
 
     return observe
 
@@ -141,8 +143,9 @@ def gauge(name: str, text: str, look: str = "", **spec: Any) -> Counter:
     return Counter(0, CounterSpec(name, text, look, "gauge", **spec))
 
 
-def histogram(name: str, text: str, look: str = "", **spec: Any) -> Counter:
-    return Counter(0, CounterSpec(name, text, look, "histogram", **spec))
+def histogram(name: str, text: str, look: str = "", *, unit: float = 1e9, **spec: Any) -> Counter:
+    """Declares a histogram of seconds with a sum in nanoseconds; or of numbers, with `unit` 1."""
+    return Counter(0, CounterSpec(name, text, look, "histogram", unit=unit, **spec))
 
 
 def state(**spec: Any) -> Counter:

@@ -30,12 +30,14 @@ def tensor_event(name: str, item: Handle) -> None:
 
 
 def configure(process: str, log_format: str, level: str = "info") -> None:
-    """Sends the events of this process, of this level and above, to its standard error."""
+    """Sends the events of this process, of this level and above, to its standard error. Further handlers get those of
+    level info, too."""
     lines = LogHandler(sys.stderr)
+    lines.setLevel(level.upper())
     lines.setFormatter((JsonFormatter if log_format == "json" else TextFormatter)(process))
     LOGGER.handlers[:] = [lines]
     LOGGER.propagate = False
-    LOGGER.setLevel(level.upper())
+    LOGGER.setLevel(min(lines.level, logging.INFO))
 
 
 class LogHandler(logging.StreamHandler[TextIO]):

@@ -17,6 +17,7 @@ from penstock.engine._native import record_fatal_signals
 from penstock.engine.cluster.counter import (
     LINE_WORDS,
     REQUEST_SECONDS,
+    STEP_TOKENS,
     WORD_NBYTES,
     CounterSet,
     Row,
@@ -134,6 +135,26 @@ class StatusBoard(CounterSet, scope="engine"):
         owner=CORE,
         bounds=REQUEST_SECONDS,
     )
+    PREFILL_TIMES = histogram(
+        "vllm:request_prefill_time_seconds",
+        "from the first place in a batch to the first token, of sequences that have ended; "
+        "those that were resumed, or aborted, do not count, here and in the next two",
+        "grows with prompts; and with preemptions",
+        owner=CORE,
+        bounds=REQUEST_SECONDS,
+    )
+    DECODE_TIMES = histogram(
+        "vllm:request_decode_time_seconds",
+        "from the first token to the last",
+        owner=CORE,
+        bounds=REQUEST_SECONDS,
+    )
+    INFERENCE_TIMES = histogram(
+        "vllm:request_inference_time_seconds",
+        "from the first place in a batch to the last token",
+        owner=CORE,
+        bounds=REQUEST_SECONDS,
+    )
     BUSY_NS = counter(
         "penstock_engine_busy_seconds",
         "seconds in which the device ran a step, as rank 0 sees it; a simulated device reports it exactly",
@@ -146,6 +167,14 @@ class StatusBoard(CounterSet, scope="engine"):
         "it grows with open requests: the overhead around the device",
         owner=RANK_0,
         unit=1e9,
+    )
+    STEP_TOKENS = histogram(
+        "vllm:iteration_tokens_total",
+        "tokens of prompts and answers that each step computes",
+        "often at `--max-num-batched-tokens`: long prompts delay the answers of others",
+        owner=RANK_0,
+        bounds=STEP_TOKENS,
+        unit=1,
     )
     COMPUTED = counter("computed_tokens", "tokens of prompts that were computed", owner=RANK_0)
     SAMPLED = counter("sampled_tokens", "tokens of answers", owner=RANK_0)

@@ -169,15 +169,29 @@ class EngineCore:
         self._sequence.send(step, self._config.step_timeout)
         self._batch.apply(step)
         self._outputs.queue(scheduler.on_sent(step), scheduler.closed)
-        if scheduler.admitted_ns:
+        if scheduler.admitted:
             self._count_queue_times()
         self._publish()
 
     def _count_queue_times(self) -> None:
         now = time.monotonic_ns()
-        for queued_ns in self._scheduler.admitted_ns:
-            StatusBoard.QUEUE_TIMES.observe(self._row, (now - queued_ns) / 1e9)
-        self._scheduler.admitted_ns.clear()
+        for sample in self._scheduler.admitted:
+            sample.admitted_ns = now
+            StatusBoard.QUEUE_TIMES.observe(self._row, (now - sample.request.queued_ns) / 1e9)
+        self._scheduler.admitted.clear()
+
+    def _count_times(self) -> None:
+        """Counts what the samples that have ended took, and notes when others had their first token."""
+        now, row, scheduler = time.monotonic_ns(), self._row, self._scheduler
+        for sample in scheduler.answered:
+            sample.first_ns = now
+        for sample in scheduler.ended:
+            if sample.first_ns:  # else it was resumed
+                StatusBoard.PREFILL_TIMES.observe(row, (sample.first_ns - sample.admitted_ns) / 1e9)
+                StatusBoard.DECODE_TIMES.observe(row, (now - sample.first_ns) / 1e9)
+                StatusBoard.INFERENCE_TIMES.observe(row, (now - sample.admitted_ns) / 1e9)
+        scheduler.answered.clear()
+        scheduler.ended.clear()
 
     def _receive_requests(self) -> None:
         """Handles the messages in the inbox, up to MAX_RECEIVED of them."""
@@ -300,6 +314,8 @@ class EngineCore:
         self._in_flight_requests.on_result()
         self._outputs.queue(scheduler.on_result(done), scheduler.closed)
         self._gate.count_result(done.ids.size)
+        if scheduler.answered or scheduler.ended:
+            self._count_times()
         if scheduler.in_flight:  # else the device waits, and the next step goes first
             self._send_tokens()
 

@@ -146,6 +146,8 @@ class InFlight:
         self._max_known = np.full(slots, NO_MAX)  # known tokens once the last one is being sampled
         self._before_last = 0  # steps, at least, until any sample's last token is being sampled
         self._steps: deque[InFlightStep] = deque()
+        self._unanswered: set[int] = set()  # slots of samples without a token
+        self.answered: list[Sample] = []  # that have their first token; the caller clears the list
 
     @property
     def in_flight(self) -> int:
@@ -182,6 +184,8 @@ class InFlight:
         request, size, ids = sample.request, self._size, sample.ids
         full = ids.size // size
         self._samples[slot] = sample
+        if not sample.generated.size:
+            self._unanswered.add(slot)
         self._hasher.add_sequence(slot, sample.chain, ids[full * size :], request.items_of(full))
         self._stop_conditions.join(slot, request.params, request.prompt.size, sample.generated.size)
         limit = int(self._stop_conditions.limits[slot])
@@ -201,6 +205,7 @@ class InFlight:
     def leave(self, slot: int) -> None:
         self._stop_conditions.leave(slot)
         self._samples[slot] = None
+        self._unanswered.discard(slot)
 
     # ── steps ──
     def sent(self, step: Step, new_slots: list[int]) -> None:
@@ -245,4 +250,7 @@ class InFlight:
         open_rows: Index | None = self._hasher.append(step.number, slots, ids)
         if open_rows is not None:
             slots, ids = slots[open_rows], ids[open_rows]
+        if self._unanswered and (answered := self._unanswered.intersection(slots.tolist())):
+            self._unanswered -= answered
+            self.answered += map(self.sample, answered)
         return open_rows, self._stop_conditions.check(slots, ids)

@@ -98,7 +98,10 @@ class Request:
 class Sample:
     """One of the `n` samples of a request."""
 
-    __slots__ = ("_chain", "generated", "index", "is_aside", "is_ended", "request", "served", "slot", "sort_key")
+    __slots__ = (
+        *("_chain", "admitted_ns", "first_ns", "generated", "index", "is_aside", "is_ended", "request", "served"),
+        *("slot", "sort_key"),
+    )
 
     def __init__(self, request: Request, index: int, generated: Ints | None = NOTHING) -> None:
         """`generated`: the ids before the sample was resumed; None: it is over."""
@@ -108,6 +111,9 @@ class Sample:
         self.sort_key: SortKey = (request.priority, request.arrival, index)  # no sample is preempted for a larger key
         self.slot: int | None = None
         self.is_ended = generated is None
+        self.admitted_ns = self.first_ns = (
+            0  # when it came into a batch and had its first token, as the core's loop notes
+        )
         self.is_aside = False  # its request has begun; it has no blocks, and waits for some
         self.served = self.num_tokens  # tokens for which its client has been charged, or pays otherwise
         self._chain: bytes | None = None

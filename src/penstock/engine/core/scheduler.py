@@ -75,10 +75,10 @@ class Scheduler:
         self._removed_slots: set[int] = set()  # rows that do not run in that step any more
         self._awaiting_result: set[int] = set()  # rows that compute nothing: all of their tokens are sampled
         self.open_samples = 0  # that have not ended
-        self.preemptions = 0
-        self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
+        self.preemptions = self.prefix_queries = self.prefix_hits = 0  # two in tokens; a preempted sample counts once
         self.closed: list[tuple[int, int]] = []  # servers and numbers of requests that have ended; the caller clears it
-        self.admitted_ns: list[int] = []  # arrivals of the samples that have got a slot; the caller clears it
+        # Samples that have got a slot, a first token, or an end here; the caller clears the lists.
+        self.admitted, self.answered, self.ended = list[Sample](), self._in_flight.answered, list[Sample]()
 
     # ── from outside ──
     def submit(self, submit: Submit, queued_ns: int = 0) -> None:
@@ -330,17 +330,17 @@ class Scheduler:
             )
             self._take_slot(sample, slot)
             if not sample.generated.size:  # else the lost group did all of the above
-                self._count_admitted(request, computed)
+                self._count_admitted(sample, computed)
         self._priorities[slot] = sample.sort_key[0]
         self._in_flight.begin(slot, computed // self._size)
         self._prefilling.add(slot)
         self._newly_scheduled.append(slot)
 
-    def _count_admitted(self, request: Request, computed: int) -> None:
-        self._queue.charge(request.client, request.prompt.size - computed)
-        self.admitted_ns.append(request.queued_ns)
+    def _count_admitted(self, sample: Sample, computed: int) -> None:
+        self._queue.charge(sample.request.client, sample.request.prompt.size - computed)
+        self.admitted.append(sample)
         if self._config.has_prefix_cache:
-            self.prefix_queries += request.prompt.size
+            self.prefix_queries += sample.request.prompt.size
             self.prefix_hits += computed
 
     def _take_slot(self, sample: Sample, slot: int) -> None:
@@ -372,6 +372,7 @@ class Scheduler:
             self._end(in_flight.sample(end.slot))  # before its blocks are published
         in_flight.publish(step)
         rows, ended = in_flight.receive(step, done.ids)
+        self.ended += [in_flight.sample(end.slot) for end in ended]
         for end in ended:
             self._end(in_flight.sample(end.slot))
         for slot, request in self._queue.forking:

@@ -100,6 +100,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     progress: Progress | None = None  # None: the request begins
     failures: Natural = 0  # deaths by itself of a process, while the request was in a step in flight
     may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
+    request_id: str = ""  # as clients and logs name the request; for observers
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""

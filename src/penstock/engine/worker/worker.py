@@ -273,6 +273,8 @@ class DeviceStats:
         joined = 0 if step.joined is None else step.joined.slots.size
         joined += 0 if step.resumed is None else step.resumed.slots.size
         tokens = rows if step.advances is None else int(batch.counts.sum())
+        if tokens:
+            StatusBoard.STEP_TOKENS.observe(self._row, tokens)
         # A row that samples computes one token of its answer, and all other tokens of the step are of prompts. But a
         # row that has joined samples for the first time with the last token of its prompt.
         self._row[StatusBoard.COMPUTED] += tokens - batch.sampled.size + joined

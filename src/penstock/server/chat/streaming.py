@@ -86,14 +86,14 @@ async def _until_gone(receive: Receive) -> None:
 
 
 class _Times:
-    """Times of one sequence: of its first and its last token, and the number of tokens after the first chunk."""
+    """Times of one sequence: of its first and its last token, and numbers of tokens: of the first chunk, and later."""
 
-    __slots__ = ("engine", "first", "last", "later_tokens")
+    __slots__ = ("engine", "first", "first_tokens", "last", "later_tokens")
 
-    def __init__(self, engine: Served, now: float) -> None:
+    def __init__(self, engine: Served, now: float, tokens: int) -> None:
         self.engine = engine
         self.first = self.last = now
-        self.later_tokens = 0
+        self.first_tokens, self.later_tokens = tokens, 0
 
     @property
     def mean(self) -> float:
@@ -112,6 +112,7 @@ class LatencyRecorder:
         self._began = began
         self._times: dict[tuple[OutputStream, int], _Times] = {}  # by sample of a stream
         self._ended: Counter[OutputStream] = Counter()  # samples of each stream
+        self._longest: Counter[OutputStream] = Counter()  # tokens of a sample of each stream
 
     def chunk(self, stream: OutputStream, chunk: OutputChunk) -> None:
         now, many = time.monotonic(), len(chunk.ids)
@@ -124,16 +125,25 @@ class LatencyRecorder:
             times.later_tokens += many
         elif many:
             engine = self._row.engines[stream.group]
-            times = self._times[key] = _Times(engine, now)
+            times = self._times[key] = _Times(engine, now, many)
             engine.words[Served.GENERATION_TOKENS] += many
             Served.FIRST_TOKEN.observe(engine.words, now - self._began)
             engine[Served.PROMPT_TOKENS] += stream.prompt_tokens
+            engine[Served.PROMPT_TOKENS_CACHED] += stream.cached_tokens
         if chunk.reason is not None:
             engine = self._row.engines[stream.group]
             self._ended[stream] += 1
             Served.REQUEST.observe(engine.words, now - self._began)
             Served.PER_OUTPUT_TOKEN.observe(engine.words, times.mean if times is not None else 0.0)
+            self._count_lengths(stream, engine, 0 if times is None else times.first_tokens + times.later_tokens)
             engine.finish(chunk.reason.name.lower())
+
+    def _count_lengths(self, stream: OutputStream, engine: Served, tokens: int) -> None:
+        longest = self._longest[stream] = max(self._longest[stream], tokens)
+        Served.PROMPT_LENGTHS.observe(engine.words, stream.prompt_tokens)
+        Served.GENERATED_LENGTHS.observe(engine.words, tokens)
+        if self._ended[stream] == stream.samples:
+            Served.LONGEST_LENGTHS.observe(engine.words, longest)
 
     @contextlib.contextmanager
     def watching(self, batch: RequestStreams) -> Iterator[None]:

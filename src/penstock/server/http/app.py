@@ -124,7 +124,10 @@ class ApiServer:
             Route("/", self._show_start, methods=["GET"]),
             Route("/dashboard", self._dashboard.page),
             Route("/dashboard/grafana.json", self._dashboard.grafana),
-            Route("/dashboard/data", Endpoint(self._admission, "dashboard", self._dashboard.data), methods=["GET"]),
+            *(
+                Route(f"/dashboard/{name}", Endpoint(self._admission, "dashboard", answer), methods=["GET"])
+                for name, answer in (("data", self._dashboard.data), ("history", self._dashboard.history))
+            ),
             openapi.route(bool(self._options.api_keys)),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),

@@ -12,6 +12,7 @@ import hashlib
 import os
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -20,6 +21,7 @@ from starlette.responses import Response
 
 from penstock.server.errors import ApiError
 from penstock.server.http import grafana
+from penstock.server.status.history import HistoryView
 from penstock.server.status.snapshot import ServerSnapshot
 from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
@@ -27,7 +29,14 @@ from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 PAGE = Path(__file__).with_name("dashboard.html")
 FRESH = 0.95  # seconds for which a snapshot is reused: pages request data each second
 LONGEST = 10.0  # most seconds between two snapshots with rates
+RECENT_S = 10.0  # of the history in each answer: a page that was away for longer reads all of it again
 HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Referrer-Policy": "no-referrer"}
+
+
+class DashboardData(View, frozen=True):
+    """A snapshot with its rates, and the end of the history."""
+
+    recent: HistoryView
 
 
 class Dashboard:
@@ -50,24 +59,37 @@ class Dashboard:
         return Response(grafana.encoded(), media_type="application/json", headers=HEADERS)
 
     async def data(self, request: Request) -> Response:
-        """Returns the last snapshot with its rates. Raises ApiError if none can be read."""
+        """Returns the last snapshot with its rates, and recent history. Raises ApiError if none can be read."""
         async with self._looking:
             if time.monotonic() - self._at >= FRESH:
-                try:
-                    self._encoded = await asyncio.to_thread(self._look)
-                except NoServer as error:
-                    self._watch = None  # the next request opens the segments again
-                    raise ApiError(503, str(error)) from None
+                self._encoded = await self._read(self._look)
                 self._at = time.monotonic()
         return Response(self._encoded, media_type="application/json", headers=HEADERS)
 
-    def _look(self) -> bytes:
+    async def history(self, request: Request) -> Response:
+        """Returns all points and events. Raises ApiError if none can be read."""
+        async with self._looking:
+            encoded = await self._read(lambda: msgspec.json.encode(self._reader().history()))
+        return Response(encoded, media_type="application/json", headers=HEADERS)
+
+    async def _read(self, read: Callable[[], bytes]) -> bytes:
+        try:
+            return await asyncio.to_thread(read)
+        except NoServer as error:
+            self._watch = None  # the next request opens the segments again
+            raise ApiError(503, str(error)) from None
+
+    def _reader(self) -> SnapshotReader:
         if self._watch is None:
             self._watch = SnapshotReader(os.getpid())
-        moment = self._watch.take()
+        return self._watch
+
+    def _look(self) -> bytes:
+        reader = self._reader()
+        moment = reader.take()
         view = View.after(self._before, moment, LONGEST)
         self._before = moment
-        return msgspec.json.encode(view)
+        return msgspec.json.encode(DashboardData(moment, view.rates, reader.history(moment.time - RECENT_S)))
 
 
 def _policy(page: str) -> str:

@@ -59,15 +59,14 @@ class Metrics(Collector):
         for labels, rows in labeled:
             bounds = [*map(str, spec.bounds), "+Inf"]
             buckets = list(zip(bounds, accumulate(counter.counts(*rows)), strict=True))
-            family.add_metric(labels, buckets, counter.seconds(*rows))
+            family.add_metric(labels, buckets, counter.sum_of(*rows))
         return family
 
 
 def labels_of(spec: CounterSpec, scope: str) -> tuple[str, ...]:
     """Returns the labels of a metric that say where it was counted."""
-    if spec.is_total:
-        return ()
-    return ENGINE_LABELS if spec.name.startswith("vllm:") else (scope,)
+    labels = ENGINE_LABELS if spec.name.startswith("vllm:") else (scope,)
+    return labels[: len(labels) - 1] if spec.is_total else labels
 
 
 def family_of(spec: CounterSpec, labels: Sequence[str], samples: Iterable[tuple[Sequence[str], float]]) -> Family:

@@ -18,7 +18,8 @@ import penstock
 from penstock.server.chat import request_fields, response_schema
 from penstock.server.chat.request_schema import DECODERS, ChatRequest, CompletionRequest, TokenizeRequest
 from penstock.server.errors import RETRIED
-from penstock.server.status.snapshot_rates import View
+from penstock.server.http.dashboard import DashboardData
+from penstock.server.status.history import HistoryView
 
 PATH = "/openapi.json"
 SCHEMAS = "#/components/schemas/"
@@ -52,7 +53,7 @@ def route(has_keys: bool) -> Route:
 
 
 def documented(has_keys: bool) -> dict[str, Any]:
-    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, View, *response_schema.ALL)
+    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DashboardData, HistoryView, *response_schema.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     for kind in DECODERS:
         schemas[kind.__name__]["properties"] = request_fields.properties() | schemas[kind.__name__]["properties"]
@@ -115,7 +116,8 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/": {"get": {"summary": "Leads to the dashboard", "security": [], "responses": {"307": TO_THE_DASHBOARD}}},
         "/dashboard/grafana.json": {"get": get("A dashboard for Grafana to import", JSON, is_open=True)},
         "/dashboard": {"get": get("A page that shows what the server does", PAGE, is_open=True)},
-        "/dashboard/data": {"get": get("What that page shows", View, *OF_A_QUESTION, 503)},
+        "/dashboard/data": {"get": get("What that page shows now", DashboardData, *OF_A_QUESTION, 503)},
+        "/dashboard/history": {"get": get("The last 15 minutes: points and events", HistoryView, *OF_A_QUESTION, 503)},
         "/health": {"get": health("How every process is", response_schema.HealthResponse)},
         "/health/live": {"get": get("Whether this process lives", response_schema.Live, is_open=True)},
         "/health/ready": {"get": health("Whether a request would be answered now", response_schema.Readiness)},

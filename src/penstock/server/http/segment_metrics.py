@@ -1,4 +1,4 @@
-"""Metrics of channels and of the store, read from the segments for each request of `/metrics`.
+"""Metrics of channels and of the store, read from the segments for each request of `/metrics`; and the cache's options.
 
 The ends of channels and the store count in shared memory, each in separate words, so reports add no cost to a message
 or a value.
@@ -13,6 +13,7 @@ from prometheus_client.registry import Collector
 
 from penstock.channel import Channel
 from penstock.engine.cluster.counter import CounterSpec
+from penstock.engine.protocol.config import EngineConfig
 from penstock.server.http.metrics import Family, family_of, labels_of
 from penstock.server.status.counters import PARTS
 from penstock.tensor import Store
@@ -86,6 +87,13 @@ CHANNEL_COUNTERS = (
         "exhaustions",
     ),
 )
+CACHE_OPTIONS = ("block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override")
+CACHE_CONFIG = CounterSpec(
+    "vllm:cache_config_info",
+    "1, with the options of the KV cache as labels",
+    kind="gauge",
+    labels={"engine": (), **dict.fromkeys(CACHE_OPTIONS, ())},
+)
 STORE_BYTES = CounterSpec(
     "penstock_store_bytes",
     "bytes of the store for images, by `kind`: `size`, `claimed` (memory), `taken` (by values)",
@@ -120,16 +128,19 @@ def declared_metrics() -> dict[CounterSpec, tuple[str, ...]]:
         if counter.spec.is_metric
     }
     of_store = (STORE_BYTES, STORE_VALUES, STORE_LEASES, *STORE_COUNTERS.values())
-    of_segments = (*(counter.spec for counter in CHANNEL_COUNTERS), *of_store)
+    of_segments = (CACHE_CONFIG, *(counter.spec for counter in CHANNEL_COUNTERS), *of_store)
     return {**counted, **{spec: tuple(spec.labels) for spec in of_segments}}
 
 
 class SegmentMetrics(Collector):
-    def __init__(self, channels: Sequence[Channel[Any]], store: Store | None) -> None:
+    def __init__(self, channels: Sequence[Channel[Any]], store: Store | None, config: EngineConfig) -> None:
         self._channels = channels
         self._store = store
+        options = [str(getattr(config, name)) for name in CACHE_OPTIONS]
+        self._engines = [[str(engine), *options] for engine in range(config.all_groups)]
 
     def collect(self) -> Iterator[Family]:
+        yield family_of(CACHE_CONFIG, (), ((labels, 1) for labels in self._engines))
         yield from _of_channels([channel.snapshot() for channel in self._channels])
         if self._store is not None:
             yield from _of_store(self._store)

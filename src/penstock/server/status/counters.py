@@ -8,6 +8,7 @@ from __future__ import annotations
 from penstock import lowlevel
 from penstock.engine.cluster.counter import (
     FIRST_TOKEN_SECONDS,
+    LENGTHS,
     REQUEST_SECONDS,
     TOKEN_SECONDS,
     WORD_NBYTES,
@@ -43,6 +44,11 @@ class Served(CounterRow, scope="engine"):
     PROMPT_TOKENS = counter(
         "vllm:prompt_tokens", "prompt tokens of sequences that have their first token, cached ones included", "load"
     )
+    PROMPT_TOKENS_CACHED = counter(
+        "vllm:prompt_tokens_cached",
+        "tokens of them that the prefix cache had",
+        "divided by `vllm:prompt_tokens_total`: the share that is not computed",
+    )
     GENERATION_TOKENS = counter("vllm:generation_tokens", "generated tokens", "its rate is the throughput")
     FINISHED = counter(
         "vllm:request_success",
@@ -72,6 +78,25 @@ class Served(CounterRow, scope="engine"):
         "vllm:e2e_request_latency_seconds",
         "from a request's arrival in the server to its last token",
         bounds=REQUEST_SECONDS,
+    )
+
+    PROMPT_LENGTHS = histogram(
+        "vllm:request_prompt_tokens",
+        "tokens in the prompt of each sequence that has ended",
+        bounds=LENGTHS,
+        unit=1,
+    )
+    GENERATED_LENGTHS = histogram(
+        "vllm:request_generation_tokens",
+        "tokens of each answer that has ended",
+        bounds=LENGTHS,
+        unit=1,
+    )
+    LONGEST_LENGTHS = histogram(
+        "vllm:request_max_num_generation_tokens",
+        "tokens of the longest of the `n` answers of each prompt, when all have ended",
+        bounds=LENGTHS,
+        unit=1,
     )
 
     def __init__(self, words: Row) -> None:
@@ -109,6 +134,19 @@ class ProcessCounters(CounterRow, scope="server"):
         "`inline_small`, `inline_without_store`, `inline_full` (no room in time), `inline_too_large`",
         "`inline_full` grows: more `--mm-processor-cache-gb`",
         labels={"how": tuple(ITEM_FIELDS)},
+    )
+    MM_QUERIES = counter(
+        "vllm:mm_cache_queries",
+        "images, videos and embeddings that were looked up in the store",
+        is_total=True,
+        value=lambda row: sum(row[word] for word in ProcessCounters.ITEMS.at.values()),
+    )
+    MM_HITS = counter(
+        "vllm:mm_cache_hits",
+        "those that the store had",
+        "divided by `vllm:mm_cache_queries_total`: the hit rate",
+        is_total=True,
+        value=lambda row: row[ProcessCounters.ITEMS.at["hit"]],
     )
     MEDIA_NBYTES = gauge(
         "penstock_media_bytes",

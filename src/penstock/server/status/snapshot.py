@@ -48,6 +48,23 @@ class ProcessView(msgspec.Struct, frozen=True):
         return self.role + place.get(self.role, f" {self.group}.{self.index}")
 
 
+class EndView(msgspec.Struct, frozen=True, array_like=True):
+    """A live end of a channel."""
+
+    process: str  # its title
+    is_sender: bool
+    waits: float  # seconds of the present wait: of a sender for room, of a receiver for records; 0: none
+    behind: int  # records that a receiver has not released
+
+
+class AwaitedView(msgspec.Struct, frozen=True):
+    """A process for which processes wait, and that waits for none itself."""
+
+    process: str
+    waiters: tuple[str, ...]  # those that wait for a waiter included
+    seconds: float  # of the longest wait
+
+
 class ChannelView(msgspec.Struct, frozen=True):
     name: str
     kind: str  # ring, broadcast, inbox
@@ -61,6 +78,8 @@ class ChannelView(msgspec.Struct, frozen=True):
     longest_blocked: float  # of the longest wait ever
     spills: int = 0  # records too long for the ring, which went by the pool
     exhaustions: int = 0  # times the pool had no room for a record
+    fill: float = 0.0  # share of a lane that the slowest receiver holds
+    ends: tuple[EndView, ...] = ()
 
 
 class HolderView(msgspec.Struct, frozen=True):
@@ -102,7 +121,7 @@ class CounterView(msgspec.Struct, frozen=True):
             key, kind = counter.spec.key, counter.spec.kind
             if kind == "histogram":
                 view.counters[f"{key}_count"] = sum(counter.counts(*rows))
-                view.counters[f"{key}_sum"] = counter.seconds(*rows)
+                view.counters[f"{key}_sum"] = counter.sum_of(*rows)
             elif kind != "state":
                 numbers = view.counters if kind == "counter" else view.gauges
                 samples = dict(counter.samples(*rows))
@@ -134,6 +153,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
     engines: tuple[CounterView, ...]
     served: tuple[CounterView, ...]  # what all servers count of each engine
     servers: tuple[CounterView, ...]
+    awaited: tuple[AwaitedView, ...] = ()
 
     def __post_init__(self) -> None:
         for part, zero in ZERO.items():
@@ -182,3 +202,34 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
             for group, engine in enumerate(self.engines)
             if engine["engine_incarnation"] == 0 and (waiting[group] or group in restarted)
         }
+
+
+def awaited_processes(channels: Iterable[ChannelView], idle: frozenset[str]) -> tuple[AwaitedView, ...]:
+    """Returns the processes at the end of each chain of waits. `idle`: processes without an open request, which wait
+    for work. A core that waits for its inbox has no work, too."""
+    waits: dict[str, dict[str, float]] = {}  # by process: seconds of the wait of each process that waits for it
+    waiting: set[str] = set()
+    for channel in channels:
+        senders, receivers = ([end for end in channel.ends if end.is_sender is side] for side in (True, False))
+        slowest = sorted(receivers, key=lambda end: -end.behind)[:1]
+        blocked = [(end, slowest) for end in senders if end.waits]
+        if not any(end.process.startswith("core") for end in receivers) or channel.kind != "inbox":
+            blocked += [(end, senders) for end in receivers if end.waits and not end.behind]
+        for end, targets in blocked:
+            if end.process not in idle:
+                waiting.add(end.process)
+                for target in targets:
+                    waits.setdefault(target.process, {})[end.process] = end.waits
+    return tuple(
+        AwaitedView(process, tuple(sorted(_waiters_of(process, waits))), max(waits[process].values()))
+        for process in sorted(waits.keys() - waiting - idle)
+        if not process.startswith("launcher")
+    )
+
+
+def _waiters_of(process: str, waits: dict[str, dict[str, float]]) -> set[str]:
+    waiters, new = set[str](), [process]
+    while new:
+        new = [waiter for each in new for waiter in waits.get(each, ()) if waiter not in waiters]
+        waiters.update(new)
+    return waiters

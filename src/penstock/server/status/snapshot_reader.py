@@ -11,24 +11,27 @@ from collections.abc import Iterator
 
 import msgspec
 
-from penstock import PenstockError
+from penstock import PenstockError, lowlevel
 from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import ProcessId
 from penstock.server.status.counters import PARTS, ProcessCounters, ServerCounters, counter_rows
+from penstock.server.status.history import HistoryView, ServerHistory
 from penstock.server.status.server_info import NAME, ServerInfo
 from penstock.server.status.snapshot import (
     ChannelView,
     CounterView,
+    EndView,
     HolderView,
     ProcessView,
     ServerSnapshot,
     StoreView,
+    awaited_processes,
 )
 from penstock.tools.inspect import Json, private_nbytes_of, process_of
 from penstock.tools.inspect.segments import Place, descriptors_of, page_at, snapshot_of
 
-PAGES = (NAME, "board", "tally")
+PAGES = (NAME, "board", "tally", "history")
 RAW = "segment"  # the kind of pages; all segments of a different kind are channels and pools
 HOLDERS = 8  # listed holders of a store, by most bytes
 
@@ -79,29 +82,33 @@ class SnapshotReader:
         except (msgspec.DecodeError, IndexError) as error:
             raise NoServer(f"process {self._pid} is of another version of penstock: {error}") from None
 
-    def board(self) -> StatusBoard:
-        """Opens the status board. Raises NoServer if the server has ended."""
+    def _open_pages(self, *names: str) -> list[lowlevel.Segment]:
+        """Raises NoServer if the server has ended."""
         if _start_of(self._pid) != self._start:
             raise NoServer(f"process {self._pid} has ended")
         try:
-            return StatusBoard(page_at(self._pid, *self._pages["board"]))
+            return [page_at(self._pid, *self._pages[name]) for name in names]
         except (OSError, PenstockError) as error:
             raise NoServer(f"process {self._pid} is ending: {error}") from None
+
+    def board(self) -> StatusBoard:
+        """Opens the status board. Raises NoServer if the server has ended."""
+        (page,) = self._open_pages("board")
+        return StatusBoard(page)
+
+    def history(self, since: float = 0.0) -> HistoryView:
+        """Returns the history after a time, in seconds since 1970. Raises NoServer if the server has ended."""
+        (page,) = self._open_pages("history")
+        return ServerHistory(page, _servers_of(self.info())).view(since)
 
     def waiting_requests(self) -> int:
         """Returns the number of requests, new or lost by a group, that wait for a group in the server processes. Raises
         NoServer if the server has ended."""
-        if _start_of(self._pid) != self._start:
-            raise NoServer(f"process {self._pid} has ended")
-        try:
-            info, tally = (page_at(self._pid, *self._pages[name]) for name in (NAME, "tally"))
-        except (OSError, PenstockError) as error:
-            raise NoServer(f"process {self._pid} is ending: {error}") from None
-        servers = sum(process.kind == "server" for process in ServerInfo.read(info).processes)
+        info, tally = self._open_pages(NAME, "tally")
         return sum(
             row.queue[QueueCounters.WAITING]
             + sum(served.migration[MigrationCounters.WAITING] for served in row.engines)
-            for row in ServerCounters(tally, servers).rows
+            for row in ServerCounters(tally, _servers_of(ServerInfo.read(info))).rows
         )
 
     def info(self) -> ServerInfo:
@@ -112,22 +119,29 @@ class SnapshotReader:
             raise NoServer(f"process {self._pid} cannot be looked into: {error}") from None
 
     def _moment(self) -> ServerSnapshot:
-        server_info_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES)
+        server_info_page, board_page, tally_page = (page_at(self._pid, *self._pages[name]) for name in PAGES[:3])
         server_info = ServerInfo.read(server_info_page)
-        servers = sum(member.kind == "server" for member in server_info.processes)
-        board, tally = StatusBoard(board_page), ServerCounters(tally_page, servers)
+        board, tally = StatusBoard(board_page), ServerCounters(tally_page, _servers_of(server_info))
         segments = [snapshot_of(self._pid, number, place) for number, place in self._others]
+        processes = tuple(_processes(server_info, board, tally))
+        titles = {process.pid: process.title for process in processes if process.pid}
+        channels = tuple(_channel(segment, titles) for segment in segments if "senders" in segment)
         return ServerSnapshot(
             at=time.monotonic(),
             time=time.time(),
             server_info=server_info,
             is_draining=board.is_draining,
             shared_nbytes=self._raw_nbytes + sum(segment["claimed_nbytes"] for segment in segments),
-            processes=tuple(_processes(server_info, board, tally)),
-            channels=tuple(_channel(segment) for segment in segments if "senders" in segment),
+            processes=processes,
+            channels=channels,
+            awaited=awaited_processes(channels, _idle(processes, board)),
             stores=tuple(_store(segment) for segment in segments if "store" in segment),
             **_counters(board, tally),
         )
+
+
+def _servers_of(server_info: ServerInfo) -> int:
+    return sum(member.kind == "server" for member in server_info.processes)
 
 
 def _start_of(pid: int) -> int:
@@ -155,6 +169,12 @@ def _processes(server_info: ServerInfo, board: StatusBoard, tally: ServerCounter
         yield _process(member, node, life, "draining" if is_draining else "serves" if serves else "starting")
 
 
+def _idle(processes: tuple[ProcessView, ...], board: StatusBoard) -> frozenset[str]:
+    """Returns the titles of the processes of groups without an open request."""
+    idle = {group for group, row in enumerate(board.rows) if not row[StatusBoard.OPEN]}
+    return frozenset(process.title for process in processes if process.is_of_group and process.group in idle)
+
+
 def _process(member: ProcessId, node: int, life: ProcessEntry, otherwise: str) -> ProcessView:
     """Returns the view of a process. `node`: behind a bridge; `otherwise`: the state of a living process that is not
     stopped."""
@@ -169,7 +189,8 @@ def _process(member: ProcessId, node: int, life: ProcessEntry, otherwise: str) -
 
 
 # ── segments ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def _channel(segment: Json) -> ChannelView:
+def _channel(segment: Json, titles: dict[int, str]) -> ChannelView:
+    """Returns the view of a channel. `titles`: of the processes, by pid."""
     senders, receivers = segment["senders"], segment["receivers"]
     live = [receiver for receiver in receivers if receiver["state"] == "live"]
     slowest = max(live, key=lambda receiver: (receiver["records_behind"], receiver["nbytes_behind"]), default=None)
@@ -187,6 +208,13 @@ def _channel(segment: Json) -> ChannelView:
         longest_blocked=max((sender["longest_wait_ns"] for sender in senders), default=0) / 1e9,
         spills=sum(sender["spills"] for sender in senders),
         exhaustions=sum(sender["exhaustions"] for sender in senders),
+        fill=0.0 if slowest is None else slowest["nbytes_behind"] / segment["lane_nbytes"],
+        ends=tuple(
+            EndView(titles.get(end["pid"], end["name"]), side, end["waiting_ns"] / 1e9, end.get("records_behind", 0))
+            for side, ends in ((True, senders), (False, receivers))
+            for end in ends
+            if end["state"] == "live"
+        ),
     )
 
 

@@ -16,6 +16,7 @@ from penstock.tools.capture.live_capture import attached_channels
 from penstock.tools.capture.measure_error import MeasureError
 from penstock.tools.format import counted, in_seconds, in_units
 from penstock.tools.trace.live_trace import MAX_EVENTS, TracedChannel, TracedTime, process_names, trace
+from penstock.tools.trace.request_spans import RequestReader, rows_of
 from penstock.tools.trace.step_gaps import GapFinder, StepSummary, summary_of
 from penstock.tools.trace.step_series import find_series
 from penstock.tools.trace.timeline import Timeline, build_timeline
@@ -29,6 +30,7 @@ class TraceOptions:
     seconds: float
     channel: str | None = None
     is_json: bool = False
+    request: str | None = None  # the id of the request to trace; None: all
 
 
 def run(options: TraceOptions) -> int:
@@ -36,11 +38,16 @@ def run(options: TraceOptions) -> int:
         with options.output.open("ab"):  # before anything is traced: it can be written
             pass
         attached, reasons = attached_channels(options.target, options.channel)
-        channels = [TracedChannel(channel) for channel in attached]
+        requests = RequestReader(options.request)
+        channels = [TracedChannel(channel, requests) for channel in attached]
         commands = process_names()
         with interruptible() as is_interrupted:
-            time = trace(channels, options.seconds, is_interrupted)
-        report(options, build_timeline(channels, commands, time.ended_ns), time, reasons)
+            time = trace(channels, options.seconds, lambda: requests.has_ended or is_interrupted())
+        timeline = build_timeline(channels, commands, time.ended_ns)
+        timeline.requests = requests.requests(time.ended_ns)
+        report(options, timeline, time, reasons)
+        if options.request is not None and not timeline.requests:
+            raise MeasureError(f"request {options.request!r} was not submitted within {options.seconds:g} s")
     except (MeasureError, PenstockError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise
@@ -61,6 +68,10 @@ def report(options: TraceOptions, timeline: Timeline, time: TracedTime, not_atta
     if options.is_json:
         print(json.dumps(row_of(timeline, about, summaries)), flush=True)
         return
+    if options.request is not None:
+        for request in timeline.requests:
+            print("\n".join(request.lines()))
+        return
     pids = {wait.pid for wait in timeline.waits} | {record.pid for record in timeline.records.values()}
     processes = f"{len(pids)} process{'es' * (len(pids) != 1)}"
     print(
@@ -79,6 +90,7 @@ def row_of(timeline: Timeline, about: dict[str, Any], summaries: list[StepSummar
         "waits": len(timeline.waits),
         "channels": len(timeline.channels),
         "steps": [asdict(summary) for summary in summaries],
+        "requests": rows_of(timeline.requests),
     }
 
 
@@ -104,7 +116,7 @@ def losses_of(timeline: Timeline, time: TracedTime) -> Iterator[str]:
             yield f"{title}: {counted(channel.corrupt, 'event')} were no events: a process wrote where it must not"
         if channel.missed_numbers:
             numbers = f"the numbers of {counted(channel.missed_numbers, 'record')}"
-            yield f"{title}: {numbers} were overwritten before they were read, and steps of them lack"
+            yield f"{title}: {numbers} were overwritten before they were read: steps and requests of them lack"
         if channel.lapses:
             yield f"{title}: was not traced for a while, {counted(channel.lapses, 'time')}: this process was too slow"
         if lacking := channel.records_without_events():

@@ -18,6 +18,7 @@ from penstock.errors import DecodeError, LayoutMismatch
 from penstock.tools import inspect
 from penstock.tools.capture.live_capture import AttachedChannel, LiveChannel, is_alive
 from penstock.tools.inspect.segments import Json, harmless
+from penstock.tools.trace.request_spans import RequestReader
 
 # native/layout.h, TraceEvent and TraceKind
 EVENT = np.dtype(
@@ -78,23 +79,29 @@ class SequenceReader:
 
 
 class TracedChannel:
-    """A channel that is traced: its events so far, and the numbers of its messages. Raises OSError, PenstockError."""
+    """A channel that is traced: its events so far, and the numbers of its messages. Raises OSError, PenstockError.
 
-    def __init__(self, attached: AttachedChannel) -> None:
+    `requests` gets the messages about requests.
+    """
+
+    def __init__(self, attached: AttachedChannel, requests: RequestReader | None = None) -> None:
         self.name, self.kind = attached.segment.name, attached.kind
         self.pids = attached.pids
         self.before: Json = attached.view
         self.after: Json = attached.view
         self.lanes = len(self.before["senders"])
-        self.is_plain = not bytes(attached.segment.schema)
+        self._schema = bytes(attached.segment.schema)
+        self.is_plain = not self._schema
+        self._requests = requests if requests is not None and requests.has_requests(self._schema) else None
         self.steps: dict[tuple[int, int], StepNumber] = {}  # by lane and sequence
         self.missed_numbers = 0  # records that were overwritten before their numbers were read
         self.lapses = 0  # times at which tracing had ended by itself, as this process was too slow
         self._segment = attached.segment
         self._reader = _native.TraceReader(attached.segment)
         self._events: list[list[bytes]] = [[] for _ in range(self.lanes + len(self.before["receivers"]))]
-        self._sequences = SequenceReader(bytes(attached.segment.schema))
-        self._tap = LiveChannel(attached) if self._sequences.has_numbers() else None
+        self._sequences = SequenceReader(self._schema)
+        has_messages = self._sequences.has_numbers() or self._requests is not None
+        self._tap = LiveChannel(attached) if has_messages else None
 
     def begin(self) -> None:
         """Begins to trace. The counters of its ends are read after that, so what they count has events."""
@@ -116,8 +123,12 @@ class TracedChannel:
                 entries = self._tap.read(0)
                 for entry in entries:
                     self.missed_numbers += entry.missed
-                    if entry.frame is not None and (step := self._sequences.read(entry.frame)) is not None:
+                    if entry.frame is None:
+                        continue
+                    if (step := self._sequences.read(entry.frame)) is not None:
                         self.steps[entry.lane, entry.sequence] = step
+                    if self._requests is not None:
+                        self._requests.read(self._schema, self.name, entry.committed_ns, entry.frame)
                 if not entries:
                     break
         return nbytes // EVENT.itemsize

@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 from penstock.tools.inspect import Json
 from penstock.tools.trace.live_trace import CLOSED, OPENED, SENT, TAKEN, WAITED, StepNumber, TracedChannel
+from penstock.tools.trace.request_spans import TracedRequest
 
 SLEPT, TIMED_OUT, FOR_MEMORY = 1, 2, 4  # native/layout.h, WAIT_...
 NO_INDEX = 0xFF
@@ -86,6 +87,7 @@ class Timeline:
     records: dict[RecordId, TracedRecord] = field(default_factory=dict)
     waits: list[EndWait] = field(default_factory=list)
     changes: list[EndChange] = field(default_factory=list)
+    requests: list[TracedRequest] = field(default_factory=list)
 
     def name(self, pid: int | None) -> str:
         return "any of several" if pid is None else self.names.get(pid, f"pid {pid}")

@@ -6,6 +6,7 @@ each receiver that took the record. A leader has one more track for each worker,
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -14,9 +15,10 @@ import msgspec
 
 import penstock
 from penstock.tools.trace.live_trace import TracedTime
+from penstock.tools.trace.request_spans import Span
 from penstock.tools.trace.step_gaps import GapFinder, StepPart
 from penstock.tools.trace.step_series import StepSeries
-from penstock.tools.trace.timeline import EndChange, EndId, EndWait, Timeline, TracedRecord
+from penstock.tools.trace.timeline import UNKNOWN, EndChange, EndId, EndWait, Timeline, TracedRecord
 
 LEAST_NS = 1  # of a slice; an arrow must begin and end within one
 AT_ONCE = 10_000  # events that are encoded together
@@ -44,6 +46,7 @@ class TraceEvents:
             yield self._change(change)
         for steps, parts in series:
             yield from self._steps(steps, parts)
+        yield from self._requests()
         yield from self._track_names()
 
     # ── processes and tracks ──
@@ -148,6 +151,25 @@ class TraceEvents:
             category = "device" if part.cause == "device" else "gap"
             track = f"steps of {worker}"
             yield self._slice(category, part.cause, series.leader, track, part.begin_ns, part.end_ns, step=part.number)
+
+    def _requests(self) -> Iterator[Event]:
+        """Yields the spans of requests, on tracks of their server: a request takes the first track that is free."""
+        free_at: dict[int, list[int]] = defaultdict(list)  # by server: the end of the last request on each track
+        for request in self._timeline.requests:
+            end_ns = max((span.end_ns for span in request.spans), default=request.begin_ns)
+            ends = free_at[request.server]
+            track = next((index for index, free_ns in enumerate(ends) if free_ns < request.begin_ns), len(ends))
+            ends[track : track + 1] = [end_ns]
+            pid, name = self._server_pid(request.server), f"requests {track}"
+            spans = sorted(request.spans, key=lambda span: (span.begin_ns, -span.end_ns))
+            for span in (Span(request.id, request.begin_ns, end_ns), *spans):
+                about = {"id": request.id, "prompt": request.prompt, "tokens": request.tokens}
+                yield self._slice("request", span.name, pid, name, span.begin_ns, span.end_ns, request=about)
+
+    def _server_pid(self, server: int) -> int:
+        """Returns the process that receives the answers of a server, or `UNKNOWN`."""
+        views = [channel.after for channel in self._timeline.channels if channel.name == f"deltas {server}"]
+        return next((view["receivers"][0]["pid"] for view in views), UNKNOWN)
 
 
 def write_trace(path: Path, events: Iterable[Event], about: dict[str, Any]) -> int:

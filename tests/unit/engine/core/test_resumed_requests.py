@@ -143,9 +143,20 @@ def test_resumed_sample_counts_neither_as_cache_query_nor_as_queued() -> None:
     engine_core = core()
     engine_core.submit(submit(1, 5))
     engine_core.begin()
-    assert engine_core.scheduler.prefix_queries == 0 and engine_core.scheduler.admitted_ns == []
+    assert engine_core.scheduler.prefix_queries == 0 and engine_core.scheduler.admitted == []
     engine_core.finish()
     finish(engine_core)
+
+
+def test_resumed_sample_is_not_timed_in_the_slot_of_an_aborted_one() -> None:
+    engine_core = core(slots=1)
+    engine_core.submit(submit(1))
+    engine_core.begin()
+    engine_core.abort(0, 1)
+    engine_core.drain()
+    engine_core.submit(submit(2, 5))
+    engine_core.drain()
+    assert engine_core.scheduler.answered == []
 
 
 def test_resumed_request_can_be_aborted_while_waiting_and_running() -> None:

@@ -216,13 +216,26 @@ def test_each_sample_that_gets_a_slot_says_when_its_request_came() -> None:
     engine_core = core(slots=2, blocks=15)
     engine_core.scheduler.submit(patient(1, 16), 70)
     engine_core.scheduler.submit(patient(2, 16, n=2), 80)
-    assert (engine_core.scheduler.open_samples, engine_core.schedule.rows.size, engine_core.scheduler.admitted_ns) == (
+    assert (engine_core.scheduler.open_samples, engine_core.schedule.rows.size, engine_core.scheduler.admitted) == (
         3,
         0,
         [],
     )
     assert engine_core.scheduler.schedule(engine_core.plan)
-    assert engine_core.scheduler.admitted_ns == [70, 80]
+    assert [sample.request.queued_ns for sample in engine_core.scheduler.admitted] == [70, 80]
+
+
+def test_samples_are_answered_once_and_end_once() -> None:
+    """The core's loop times them. A sample that was aborted before its first token is neither."""
+    engine_core = core(slots=2, blocks=40)
+    scheduler = engine_core.scheduler
+    for number, length in ((1, 16), (2, 16), (3, 16)):
+        engine_core.submit(submit(number, length, 3))
+    engine_core.begin()
+    engine_core.abort(0, 2)
+    engine_core.drain()
+    for samples in (scheduler.answered, scheduler.ended):
+        assert [sample.request.number for sample in samples] == [1, 3]
 
 
 # ── n ────────────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -319,7 +319,7 @@ def test_log_probabilities_are_told_in_both_ways() -> None:
 
 # ── what is counted ──────────────────────────────────────────────────────────────────────────────────────────────────
 def total(histogram: Counter, engine: Served) -> tuple[int, float]:
-    return sum(histogram.counts(engine.words)), histogram.seconds(engine.words)
+    return sum(histogram.counts(engine.words)), histogram.sum_of(engine.words)
 
 
 def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
@@ -353,6 +353,9 @@ def test_times_are_counted_for_each_sequence() -> None:
     assert total(Served.REQUEST, engine) == (2, 3.25)
     assert (engine[Served.PROMPT_TOKENS], engine[Served.GENERATION_TOKENS]) == (10, 6)
     assert [engine[Served.FINISHED + index] for index in range(4)] == [1, 1, 0, 0]
+    assert total(Served.PROMPT_LENGTHS, engine) == (2, 10.0)
+    assert total(Served.GENERATED_LENGTHS, engine) == (2, 6.0)
+    assert total(Served.LONGEST_LENGTHS, engine) == (1, 5.0)
 
 
 @pytest.mark.parametrize(

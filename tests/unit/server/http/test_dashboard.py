@@ -13,7 +13,8 @@ pytest.importorskip("starlette")
 
 from penstock.server.errors import ApiError
 from penstock.server.http import dashboard
-from penstock.server.http.dashboard import FRESH, PAGE, Dashboard
+from penstock.server.http.dashboard import FRESH, PAGE, RECENT_S, Dashboard
+from penstock.server.status.history import HistoryView
 from penstock.server.status.snapshot_reader import NoServer
 from tests.support.loops import in_a_loop
 from tests.unit.server.status.test_snapshot_rates import moment
@@ -27,6 +28,7 @@ class Server:
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.looks = self.finds = 0
+        self.since = 0.0
         self.is_gone = False
         self.now = 100.0
         monkeypatch.setattr(dashboard, "SnapshotReader", self.find)
@@ -41,6 +43,10 @@ class Server:
             raise NoServer("process 7 has ended")
         self.looks += 1
         return moment(self.now)
+
+    def history(self, since: float = 0.0) -> HistoryView:
+        self.since = since
+        return HistoryView(("time",), [[self.now]], [])
 
 
 async def answers(page: Dashboard, many: int = 1) -> list[Any]:
@@ -58,6 +64,10 @@ async def test_many_that_ask_at_once_cost_one_look_and_are_told_the_same(monkeyp
     server.now += 0.02
     (later,) = await answers(page)
     assert server.looks == 2 and later["moment"]["at"] == server.now
+    assert later["recent"] == {"fields": ["time"], "points": [[server.now]], "events": []}
+    assert server.since == -RECENT_S, "the moment's time is 0"
+    history = json.loads(bytes((await page.history(ASKED)).body))
+    assert history["points"] == [[server.now]] and server.since == 0.0
 
 
 @in_a_loop
@@ -107,5 +117,5 @@ def test_dashboard_fetches_nothing_external_and_escapes_its_data() -> None:
 
 def test_the_key_goes_into_a_header_and_not_into_an_address() -> None:
     assert "Authorization: `Bearer ${tried}`" in SOURCE
-    (request,) = re.findall(r"fetch\(([^,]+),", SOURCE)
-    assert request == '"/dashboard/data"' and "location" not in SOURCE
+    assert re.findall(r"fetch\(([^,]+),", SOURCE) == ["address"] and "location" not in SOURCE
+    assert set(re.findall(r"await read\((.+?)\)", SOURCE)) == {'"/dashboard/data"', '"/dashboard/history"'}

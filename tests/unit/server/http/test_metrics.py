@@ -15,6 +15,7 @@ from penstock import Inbox, Missing, Ring, Scope, Store, content_key
 from penstock.engine.cluster.counter import CounterRow, histogram
 from penstock.engine.cluster.migration_counters import MIGRATION_CAUSES, MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.server.http import grafana
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
@@ -26,6 +27,10 @@ LABELS = {"model_name", "engine"}
 FIRST = "0.001 0.005 0.01 0.02 0.04 0.06 0.08 0.1 0.25 0.5 0.75 1 2.5 5 7.5 10 20 40 80 160 640 2560 inf"
 TOKEN = "0.01 0.025 0.05 0.075 0.1 0.15 0.2 0.3 0.4 0.5 0.75 1 2.5 5 7.5 10 20 40 80 inf"
 REQUEST = "0.3 0.5 0.8 1 1.5 2 2.5 5 10 15 20 30 40 50 60 120 240 480 960 1920 7680 inf"
+STEP = "1 8 16 32 64 128 256 512 1024 2048 4096 8192 16384 inf"
+LENGTHS = (  # vLLM has those up to the length of the model
+    "1 2 5 10 20 50 100 200 500 1000 2000 5000 10000 20000 50000 100000 200000 500000 1000000 inf"
+)
 # What vLLM has, by its source (v1/metrics/loggers.py): name, type, and of a histogram its buckets.
 VLLM = (
     ("num_requests_running", "gauge", ""),
@@ -42,7 +47,18 @@ VLLM = (
     ("request_time_per_output_token_seconds", "histogram", TOKEN),
     ("e2e_request_latency_seconds", "histogram", REQUEST),
     ("request_queue_time_seconds", "histogram", REQUEST),
+    ("request_prefill_time_seconds", "histogram", REQUEST),
+    ("request_decode_time_seconds", "histogram", REQUEST),
+    ("request_inference_time_seconds", "histogram", REQUEST),
+    ("iteration_tokens_total", "histogram", STEP),
+    ("prompt_tokens_cached", "counter", ""),
+    ("request_prompt_tokens", "histogram", LENGTHS),
+    ("request_generation_tokens", "histogram", LENGTHS),
+    ("request_max_num_generation_tokens", "histogram", LENGTHS),
+    ("mm_cache_queries", "counter", ""),
+    ("mm_cache_hits", "counter", ""),
 )
+OF_ALL_ENGINES = {"mm_cache_queries", "mm_cache_hits"}  # images are looked up before a request has an engine
 BLAME = ("penstock_trials", "penstock_trials_refused", "penstock_convictions", "penstock_quarantined_requests")
 # Name, type and labels of each other metric. Dashboards of users have them: none may change.
 OURS = {
@@ -78,7 +94,10 @@ OURS = {
     "penstock_videos_decoding": ("gauge", {"server"}),
     "penstock_videos_waiting": ("gauge", {"server"}),
 }
+CONFIG = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=ENGINES)
+CACHE_OPTIONS = {"block_size", "enable_prefix_caching", "gpu_memory_utilization", "num_gpu_blocks_override"}
 OF_SEGMENTS = {
+    "vllm:cache_config_info": ("gauge", {"engine"} | CACHE_OPTIONS),
     "penstock_channel_behind_records": ("gauge", {"channel", "end"}),
     "penstock_channel_bytes": ("counter", {"channel", "end"}),
     "penstock_channel_exhaustions": ("counter", {"channel", "end"}),
@@ -138,6 +157,7 @@ def shape_of(family: Metric) -> tuple[str, set[str], list[float]]:
 @pytest.mark.parametrize(("name", "kind", "buckets"), VLLM, ids=[name for name, *_ in VLLM])
 def test_a_metric_of_vllm_has_its_type_labels_and_buckets(pages: Pages, name: str, kind: str, buckets: str) -> None:
     labels = LABELS | {"finished_reason"} if name == "request_success" else LABELS
+    labels = labels - {"engine"} if name in OF_ALL_ENGINES else labels
     assert shape_of(pages.families()[f"vllm:{name}"]) == (kind, labels, [float(word) for word in buckets.split()])
 
 
@@ -156,7 +176,7 @@ def test_reasons_are_those_of_vllm(pages: Pages) -> None:
 
 def families_of_segments() -> dict[str, Metric]:
     with Store(1 << 20) as store, Ring(bytes) as ring, ring.open_sender(), ring.open_receiver():
-        return {family.name: family for family in SegmentMetrics([ring], store).collect()}
+        return {family.name: family for family in SegmentMetrics([ring], store, CONFIG).collect()}
 
 
 def test_metrics_of_segments_have_their_types_and_labels() -> None:
@@ -228,6 +248,23 @@ def test_what_cores_write_is_shown_for_each_engine(pages: Pages) -> None:
         assert pages.number(f"vllm:{name}", engine=0) == 0, name
     assert pages.number("penstock_engine_core_seconds_total", engine=1) == 1.5
     assert pages.number("penstock_engine_incarnation", engine=1) == 2
+
+
+def test_lengths_are_counted_in_tokens(pages: Pages) -> None:
+    """A sum in nanoseconds would overflow 64 bits within weeks."""
+    words = pages.tally.rows[2].engines[0].words
+    Served.PROMPT_LENGTHS.observe(words, 10**12, 10**3)
+    Served.PROMPT_LENGTHS.observe(words, 7)
+    name, where = "vllm:request_prompt_tokens", {"model_name": NAME, "engine": 0}
+    assert pages.number(f"{name}_sum", **where) == pytest.approx(1e15 + 7, abs=1)
+    assert [pages.number(f"{name}_bucket", le=le, **where) for le in ("5.0", "10.0", "+Inf")] == [0, 1, 1001]
+
+
+def test_media_look_ups_are_all_items_and_hits_those_found(pages: Pages) -> None:
+    for row in pages.tally.rows:
+        row.count_items(ScopeStats(hits=2, puts=3, inline_small=1))
+    assert pages.number("vllm:mm_cache_queries_total", model_name=NAME) == 18
+    assert pages.number("vllm:mm_cache_hits_total", model_name=NAME) == 6
 
 
 def test_answers_are_counted_by_server_route_and_status(pages: Pages) -> None:
@@ -305,7 +342,7 @@ def test_a_histogram_counts_what_is_more_than_its_last_bound() -> None:
     row = Waits(memoryview(bytearray(8 * 6)).cast("Q")[1:5])
     for seconds in (0.0, 1.0, 1.5, 2.5, 9.0):
         Waits.WAITS.observe(row.words, seconds)
-    assert Waits.WORDS == 4 and Waits.WAITS.counts(row.words) == [2, 1, 2] and Waits.WAITS.seconds(row.words) == 14.0
+    assert Waits.WORDS == 4 and Waits.WAITS.counts(row.words) == [2, 1, 2] and Waits.WAITS.sum_of(row.words) == 14.0
 
 
 # ── channels and store ───────────────────────────────────────────────────────────────────────────────────────────────
@@ -321,7 +358,7 @@ def test_channels_and_store_are_reported_as_their_segments_count() -> None:
                 sender.send(record)
             receiver.receive()
             registry = CollectorRegistry()
-            registry.register(SegmentMetrics([ring], store))
+            registry.register(SegmentMetrics([ring], store, CONFIG))
             numbers = {
                 (sample.name, *sample.labels.values()): sample.value
                 for family in registry.collect()
@@ -346,8 +383,9 @@ def test_channels_and_store_are_reported_as_their_segments_count() -> None:
 def test_an_end_that_no_process_has_taken_is_not_reported() -> None:
     with Inbox(bytes, senders=3, name="inbox 0") as inbox, inbox.open_sender(1):
         registry = CollectorRegistry()
-        registry.register(SegmentMetrics([inbox], None))
-        ends = {sample.labels["end"] for family in registry.collect() for sample in family.samples}
+        registry.register(SegmentMetrics([inbox], None, CONFIG))
+        samples = [sample for family in registry.collect() for sample in family.samples]
+        ends = {sample.labels["end"] for sample in samples if "end" in sample.labels}
     assert ends == {"sender 1"}
 
 

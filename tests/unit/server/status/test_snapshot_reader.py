@@ -17,6 +17,7 @@ from penstock.engine.protocol.messages import Stop
 from penstock.lowlevel import Pool
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
+from penstock.server.status.history import ServerHistory
 from penstock.server.status.server_info import ServerInfo
 from penstock.server.status.snapshot import ProcessView
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
@@ -33,6 +34,7 @@ class Laid:
     def __init__(self, **options: object) -> None:
         config = EngineConfig(simulated=SimulatedDevice(), store_nbytes=1 << 20, **options)  # type: ignore[arg-type]
         self.cluster = Cluster.open(config)
+        self.history_page = ServerHistory.create(config.api_server_count)
         self.tally_page = ServerCounters.create(config.api_server_count, 2)
         self.server_info_page = ServerInfo.publish(config, ServerOptions(served_model_name=("a\x1b[31mb",)), URL)
         self.board = StatusBoard(self.cluster.board, writable=True)

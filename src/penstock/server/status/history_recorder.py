@@ -1,0 +1,150 @@
+"""Records the history of a server in its launcher: a point each second, the return of engines, refusals.
+
+Reads the status board and the counters of the servers. `history` has the page.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from collections import Counter as Tally
+from collections import deque
+from collections.abc import Sequence
+from itertools import accumulate
+
+from penstock.engine.cluster.counter import Bounds
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
+from penstock.server.status.history import Point, ServerHistory
+
+POINT_S = 1.0
+WATCH_S = 0.25  # seconds between two reads of the engines' incarnations
+WINDOW = 60  # points that a quantile covers
+REFUSALS_S = 10.0  # seconds of refusals that are one event, after the first refusal
+QUANTILES = (0.5, 0.95, 0.99)
+REFUSED = ("429", "500", "503", "504")  # statuses: the server or an engine did not answer
+GROWING = (  # counters of an engine; an engine that was started again counts from 0
+    *(StatusBoard.SAMPLED, StatusBoard.COMPUTED, StatusBoard.PREEMPTIONS, StatusBoard.STEPS),
+    *(StatusBoard.BUSY_NS, StatusBoard.IDLE_NS, StatusBoard.OWN_NS),
+)
+LATENCIES = (Served.FIRST_TOKEN, Served.INTER_TOKEN)
+
+
+def quantile(bounds: Bounds, counts: Sequence[int], share: float) -> float:
+    """Returns a quantile of a histogram, interpolated within its bucket; NaN without values. Values above all bounds
+    count as the last bound."""
+    total = sum(counts)
+    if total <= 0:
+        return math.nan
+    rank = share * total
+    for index, up_to in enumerate(accumulate(counts[:-1])):
+        if up_to >= rank and counts[index]:
+            low = bounds[index - 1] if index else 0.0
+            return low + (bounds[index] - low) * (rank - up_to + counts[index]) / counts[index]
+    return bounds[-1]
+
+
+class PointBuilder:
+    """Makes points of the growth of counters."""
+
+    def __init__(self, board: StatusBoard, tally: ServerCounters) -> None:
+        self._board = board
+        self._servers = tally.rows
+        self._at = 0.0
+        self._engines: list[list[int]] = []
+        self._answers: Tally[str] = Tally()
+        self._latencies: deque[list[list[int]]] = deque(maxlen=WINDOW + 1)
+
+    def build(self, now: float, refusals: Tally[str]) -> Point:
+        """Returns the point of the time since the last one, and adds its refusals by status to `refusals`."""
+        rows, seconds = self._board.rows, max(now - self._at, 1e-3)
+        before, self._engines = self._engines, [[row[counter] for counter in GROWING] for row in rows]
+        grown = [
+            sum(new[index] - (old[index] if new[index] >= old[index] else 0) for old, new in zip(before, self._engines))
+            for index in range(len(GROWING))
+        ]
+        answers, self._answers = self._answers, self._count_answers()
+        recent = self._answers - answers if self._at else Tally()
+        refusals.update({status: recent[status] for status in REFUSED if recent[status]})
+        self._at = now
+        generated, prompts, preempted, steps, *step_ns = grown
+        blocks = sum(row[StatusBoard.BLOCKS] for row in rows)
+        return Point(
+            now,
+            sum(row[ProcessCounters.OPEN] for row in self._servers),
+            sum(row[StatusBoard.RUNNING] for row in rows),
+            sum(row[StatusBoard.WAITING] for row in rows),
+            1 - sum(row[StatusBoard.FREE_BLOCKS] for row in rows) / blocks if blocks else 0.0,
+            generated / seconds,
+            prompts / seconds,
+            recent.total() / seconds,
+            sum(recent[status] for status in REFUSED) / seconds,
+            preempted / seconds,
+            *self._quantiles(),
+            *(ns / steps / 1e9 if steps else math.nan for ns in step_ns),
+        )
+
+    def _count_answers(self) -> Tally[str]:
+        answers: Tally[str] = Tally()
+        for row in self._servers:
+            for route_and_status, word in ProcessCounters.ANSWERED.at.items():
+                answers[route_and_status[1]] += row[word]
+        return answers
+
+    def _quantiles(self) -> list[float]:
+        served = [engine.words for row in self._servers for engine in row.engines]
+        self._latencies.append([histogram.counts(*served) for histogram in LATENCIES])
+        oldest, newest = self._latencies[0], self._latencies[-1]
+        return [
+            quantile(histogram.spec.bounds, [b - a for a, b in zip(old, new, strict=True)], share)
+            for histogram, old, new in zip(LATENCIES, oldest, newest, strict=True)
+            for share in QUANTILES
+        ]
+
+
+class HistoryRecorder:
+    """Records until it is cancelled."""
+
+    def __init__(self, history: ServerHistory, board: StatusBoard, tally: ServerCounters) -> None:
+        self._history = history
+        self._board = board
+        self._points = PointBuilder(board, tally)
+        self._lost_at: dict[int, float] = {}  # engines that have served, and do not
+        self._incarnations: Tally[int] = Tally()  # the last that served, by engine
+        self._refusals: Tally[str] = Tally()
+        self._reported_at = 0.0
+
+    async def run(self) -> None:
+        due = 0.0
+        while True:
+            now = time.time()
+            self.watch_engines(now)
+            if now >= due or now < due - 2 * POINT_S:  # the second: the clock was set back
+                self._history.add(self._points.build(now, self._refusals))
+                self.report_refusals(now)
+                due = now + POINT_S - now % POINT_S
+            await asyncio.sleep(WATCH_S)
+
+    def watch_engines(self, now: float) -> None:
+        for engine, row in enumerate(self._board.rows):
+            incarnation, last = row[StatusBoard.SERVING], self._incarnations[engine]
+            if incarnation == last:
+                continue
+            if incarnation and last:
+                away = now - self._lost_at.pop(engine, now)
+                event("engine serves again", engine=engine, incarnation=incarnation, away=away)
+            if incarnation:
+                self._incarnations[engine] = incarnation
+            else:
+                self._lost_at.setdefault(engine, now)
+
+    def report_refusals(self, now: float) -> None:
+        """Reports the first refusal at once, and those that follow every REFUSALS_S."""
+        if not self._refusals or now - self._reported_at < REFUSALS_S:
+            return
+        statuses = ", ".join(f"{number} x {status}" for status, number in sorted(self._refusals.items()))
+        event("requests refused", statuses=statuses, seconds=min(now - self._reported_at, REFUSALS_S))
+        self._refusals.clear()
+        self._reported_at = now
