@@ -167,16 +167,6 @@ async def test_only_the_request_that_kills_another_process_gets_an_error(kind: s
         await engine.must_be_whole()
 
 
-@tiers.needs_all
-@pytest.mark.timeout(240)
-@in_a_loop
-async def test_request_that_kills_its_worker_while_alone_gets_500() -> None:
-    async with with_lives(segfaults_late) as engine:
-        (answer,) = await ask_all(engine, [poison_over_client()], "", Progress())
-        assert answer.status == 500, answer
-        await engine.must_be_whole()
-
-
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["worker", pytest.param("core", marks=tiers.needs_all)])
 @in_a_loop
