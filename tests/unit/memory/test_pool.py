@@ -48,6 +48,24 @@ def test_a_block_is_written_by_its_taker_and_read_by_all() -> None:
             assert bytes(other) == b"bytes"
 
 
+@pytest.mark.parametrize(
+    "nbytes", [0, 1, 63, 64, 65, 4095, 4096, 4097, (1 << 16) - 65, (1 << 16) - 64, (1 << 16) - 1, 1 << 16]
+)
+def test_every_size_from_nothing_to_the_whole_pool_can_be_taken(nbytes: int) -> None:
+    pool = Pool.create(1 << 16)
+    data = random.Random(nbytes).randbytes(nbytes)
+    for _ in range(3):
+        with pool.take(nbytes) as lease:
+            assert len(lease) == nbytes
+            memoryview(lease)[:] = data
+            with pool.open(pool.share(lease)) as other:
+                assert bytes(other) == data
+            extent = max(ALIGNMENT, -(-nbytes // ALIGNMENT) * ALIGNMENT)
+            stats = pool.stats()
+            assert (stats.blocks, stats.taken_nbytes, stats.free_nbytes) == (1, extent, (1 << 16) - extent)
+    assert pool.stats().largest_free_nbytes == 1 << 16
+
+
 @pytest.mark.parametrize("nbytes", [1, 63, 100, 4095, 4097, 100_001])
 def test_a_pool_of_any_size_can_be_taken_whole(nbytes: int) -> None:
     pool = Pool.create(nbytes)
