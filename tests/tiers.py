@@ -84,7 +84,6 @@ BIT_FLIPS               = choose(20,      1_000,   10_000)     # test_bit_flips:
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor
 STORE_OPERATIONS        = choose(8_000,   20_000,  100_000)    # test_kept
-STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: their waits are shown
 # test_server_soak: requests before the first measurement and after it, and bytes that each of the latter may leave
 SOAK_REQUESTS           = choose((1_500, 1_500, 2_000), (10_000, 90_000, 10), (10_000, 990_000, 10))
 PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience

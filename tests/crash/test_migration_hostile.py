@@ -65,10 +65,10 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open()
 
 
-def with_workers(life: Callable[..., None], groups: tuple[int, ...] = (0,)) -> Callable[[ServerLauncher], None]:
+def with_workers(life: Callable[..., None]) -> Callable[[ServerLauncher], None]:
     def prepare(launcher: ServerLauncher) -> None:
         for unit in launcher.units:
-            if unit.is_group and unit._group in groups:
+            if unit.is_group:
                 unit._parts = [(kind, index, life if kind == "worker" else run) for kind, index, run in unit._parts]
 
     return prepare
@@ -91,11 +91,10 @@ def over_client(tokens: int = LONG, **more: Any) -> ClientRequest:
     return ClientRequest(list(range(20)), SamplingParams(max_tokens=tokens, ignore_eos=True), images=images, **more)
 
 
-async def kill_group(engine: Migrating, group: int = 0) -> None:
+async def kill_group(engine: Migrating) -> None:
     """Returns when it does not serve any more."""
-    victims = [child for child in engine.children() if (child.member.kind, child.member.group) == ("worker", group)]
-    victims[0].signal(signal.SIGKILL)
-    await engine.until(lambda: engine.serving(group) == 0)
+    engine.child("worker").signal(signal.SIGKILL)
+    await engine.until(lambda: engine.serving(0) == 0)
 
 
 async def begun(engine: Migrating, *requests: AnyRequest) -> tuple[asyncio.Task[list[Answer]], Progress]:
@@ -278,48 +277,4 @@ def outputs(engine: Migrating) -> set[int]:
     return {child.pid for child in engine.children() if child.member.kind == "output"}
 
 
-@tiers.needs_all
-@pytest.mark.timeout(120)
-@pytest.mark.parametrize("kinds", [("core", "output"), ("worker", "worker")], ids=" ".join)
-@in_a_loop
-async def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
-    async with migrating(simulated=SIMULATED, data_parallel_size=2) as engine:
-        requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
-        for group, kind in enumerate(kinds):
-            places = {(child.member.kind, child.member.group): child for child in engine.children()}
-            places[kind, group].signal(signal.SIGKILL)
-        require_equal(requests, expected, await asyncio.wait_for(asking, START))
-        await engine.must_be_whole()
-
-
-@tiers.needs_all
-@pytest.mark.timeout(180)
-@in_a_loop
-async def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> None:
-    async with migrating(simulated=simulated_device(step_seconds=0.01, vocabulary=1000)) as engine:
-        requests = [
-            HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
-            for number in range(200)
-        ]
-        expected = await ask_all(engine, requests, "undisturbed", Progress())
-        asking, _ = await begun(engine, *requests)
-        assert engine.number(StatusBoard.OPEN) == 200
-        await kill_group(engine)
-        require_equal(requests, expected, await asyncio.wait_for(asking, START))
-        await engine.must_be_whole()
-
-
 # ── cached tokens ────────────────────────────────────────────────────────────────────────────────────────────────────
-@tiers.needs_all
-@pytest.mark.timeout(120)
-@in_a_loop
-async def test_cached_tokens_are_those_of_the_first_run() -> None:
-    """The group that takes the request over has none of its blocks."""
-    async with migrating(simulated=SIMULATED) as engine:
-        body = {**over_http(300).body, "prompt": "a long prompt " * 20}
-        await ask_all(engine, [HttpRequest("/v1/completions", {**body, "max_tokens": 1})], "", Progress())
-        asking, _ = await begun(engine, HttpRequest("/v1/completions", body))
-        await kill_group(engine)
-        (answer,) = await asyncio.wait_for(asking, START)
-        assert not answer.error, answer
-        assert answer.usage["prompt_tokens_details"]["cached_tokens"] > 200
