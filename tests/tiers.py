@@ -47,7 +47,6 @@ TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of 
 MESSAGES_DEATHS         = choose(20,      60,      1_000)      # test_messages
 HANDLE_DEATHS           = choose(4,       8,       400)        # test_handles: of servers, cores and workers …
 HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requests
-STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served cluster
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: requests, while processes are killed
 BLAME_SIGNALS           = choose(3,       200,     2_000)      # test_blame_campaign: SIGSEGV and SIGABRT from outside
