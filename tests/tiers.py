@@ -1,4 +1,4 @@
-"""How much of each seeded test runs in which tier. PENSTOCK_TIER names it; CONTRIBUTING says what each guards.
+"""How much of each seeded test runs in each tier. PENSTOCK_TIER names the tier; CONTRIBUTING has the guards of each.
 
 push    `make test`: before a push, on 2 cores, within 12 minutes. The default
 all     `make test-all`: before a release. Every test, every family, every seed
@@ -22,7 +22,7 @@ needs_soak = pytest.mark.skipif(TIER != "soak", reason="in a soak (PENSTOCK_TIER
 
 
 def only_in_all(*parameters: object) -> list[Any]:
-    """Returns parameters of a test that `make test` leaves out, as others of that test stand for them."""
+    """Returns parameters for `make test-all` alone: the other parameters of a test stand for these."""
     return [
         pytest.param(*(parameter if isinstance(parameter, tuple) else (parameter,)), marks=needs_all)
         for parameter in parameters
