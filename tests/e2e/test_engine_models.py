@@ -20,6 +20,7 @@ from tests.support.models import BLOCK_SIZE, COUNT, Asked, build_family  # noqa:
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
+@tiers.needs_all  # in push: test_rope, without processes
 @in_a_loop
 async def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) -> None:
     """What the workers say of longrope reaches the scheduler: one long prompt begins as a short one before it."""

@@ -17,6 +17,7 @@ import pytest
 
 from penstock.engine.protocol.config import SHIPPED, SimulatedDevice
 from penstock.engine.worker.simulated_device import TokenRule
+from tests import tiers
 
 COMMAND = [sys.executable, "-m", "penstock", "generate"]
 
@@ -108,6 +109,7 @@ def test_ctrl_c_leaves_the_answers_so_far_and_no_process(tmp_path: Path) -> None
         assert not Path(f"/proc/{core}").exists()
 
 
+@tiers.needs_all  # in push: test_model_dir and test_request_schema, without processes
 def test_sampling_defaults_of_the_model_are_used_and_said_once(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     model = tmp_path / "model"

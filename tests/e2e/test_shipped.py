@@ -132,13 +132,7 @@ async def is_sure_of_it(asking: Asking, content: Any, right: str) -> None:
     assert sum(entry.logprob for entry in entries) > -2.0
 
 
-SCENES = (
-    streams_what_it_says_whole,
-    is_sure_of_it,
-)
-
-
-def test_shipped_model_chats_and_answers_every_endpoint() -> None:
+def test_shipped_model_chats_streams_and_is_sure_of_its_answers(shipped_on_two_ranks: tuple[Any, int]) -> None:
     rng = np.random.default_rng(SEED)
     shown = scene(rng, 2)
     content = [pictured(shown, 300, rng), {"type": "text", "text": CAPTION[0]}]
@@ -148,7 +142,7 @@ def test_shipped_model_chats_and_answers_every_endpoint() -> None:
             asking = Asking(client)
             right = await asking.say(content)
             assert right == caption(shown)
-            for part in SCENES:
+            for part in (streams_what_it_says_whole, is_sure_of_it):
                 print(part.__name__, flush=True)
                 await asyncio.wait_for(part(asking, content, right), 60)
             chats = [(words, answer) for all_words, answer in CHAT for words in all_words]
@@ -158,8 +152,7 @@ def test_shipped_model_chats_and_answers_every_endpoint() -> None:
             ]
             assert len(wrong) <= 0.05 * len(chats), wrong
 
-    with serving() as (_, port):
-        asyncio.run(all_scenes(port))
+    asyncio.run(all_scenes(shipped_on_two_ranks[1]))
 
 
 @tiers.needs_all
