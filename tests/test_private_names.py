@@ -21,13 +21,7 @@ from tests.test_architecture import ROOT
 
 FOLDERS = ("src/penstock", "docs/making", "scripts", "bench", "examples", "training")
 OURS = {"penstock", "bench", "examples", "training", "tests"}
-DOCUMENTED = {
-    "os._exit",
-    "_replace",
-    "_asdict",
-    "_fields",
-    "_make",
-}  # of namedtuples: no field begins with an underscore
+DOCUMENTED = {*"os._exit _replace _asdict _fields _make".split()}  # of namedtuples: no field begins with an underscore
 # Where no public name does it: file and name, and why.
 EXCEPTIONS = {
     ("bench/impls/tensors_vllm.py", "_shm_cache"): "vLLM's cache, which is measured, has no public name for its buffer",

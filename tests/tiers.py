@@ -1,4 +1,4 @@
-"""How much of each seeded test runs in which tier. PENSTOCK_TIER names it; CONTRIBUTING says what each guards.
+"""How much of each seeded test runs in each tier. PENSTOCK_TIER names the tier; CONTRIBUTING has the guards of each.
 
 push    `make test`: before a push, on 2 cores, within 12 minutes. The default
 all     `make test-all`: before a release. Every test, every family, every seed
@@ -22,7 +22,7 @@ needs_soak = pytest.mark.skipif(TIER != "soak", reason="in a soak (PENSTOCK_TIER
 
 
 def only_in_all(*parameters: object) -> list[Any]:
-    """Returns parameters of a test that `make test` leaves out, as others of that test stand for them."""
+    """Returns parameters for `make test-all` alone: the other parameters of a test stand for these."""
     return [
         pytest.param(*(parameter if isinstance(parameter, tuple) else (parameter,)), marks=needs_all)
         for parameter in parameters
@@ -47,7 +47,6 @@ TREE_DEATHS             = choose(15,      100,     100)        # test_trees: of 
 MESSAGES_DEATHS         = choose(20,      60,      1_000)      # test_messages
 HANDLE_DEATHS           = choose(4,       8,       400)        # test_handles: of servers, cores and workers …
 HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requests
-STORM_SECONDS           = choose(3.0,     5.0,     60.0)       # test_engine_storm: blows to an engine of two groups
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served cluster
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: requests, while processes are killed
 BLAME_SIGNALS           = choose(3,       200,     2_000)      # test_blame_campaign: SIGSEGV and SIGABRT from outside
@@ -84,7 +83,6 @@ BIT_FLIPS               = choose(20,      1_000,   10_000)     # test_bit_flips:
 # stress
 ABORTS                  = choose(300,     1_000,   10_000)     # test_aborts: with and without an output processor
 STORE_OPERATIONS        = choose(8_000,   20_000,  100_000)    # test_kept
-STORE_WAITS             = choose(4_000,   8_000,   100_000)    # test_store: their waits are shown
 # test_server_soak: requests before the first measurement and after it, and bytes that each of the latter may leave
 SOAK_REQUESTS           = choose((1_500, 1_500, 2_000), (10_000, 90_000, 10), (10_000, 990_000, 10))
 PATIENCE_BURSTS         = choose(12,      12,      1_000)      # test_patience

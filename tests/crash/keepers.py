@@ -13,17 +13,7 @@ from penstock import _native, lowlevel
 from tests.crash import actors
 
 # Named points that only users of a store pass.
-POINTS = {
-    "store.locked",
-    "store.taken",
-    "store.keyed",
-    "store.filled",
-    "store.committed",
-    "store.opened",
-    "store.chosen",
-    "store.unlinked",
-    "store.half",
-}
+POINTS = {f"store.{name}" for name in "locked taken keyed filled committed opened chosen unlinked half".split()}
 KEYS = 60
 NBYTES = 1 << 20
 SHAPE = {"kind": 2, "max_peers": 16, "max_blocks": 64, "has_grants": 1, "pool_nbytes": NBYTES, "buckets": 16}

@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
-import signal
 from collections.abc import AsyncIterator, Callable
 from typing import Any
 
@@ -43,7 +42,7 @@ from tests.crash.poisoned import (
     segfaults_late,
 )
 from tests.crash.request_mix import Mix, Shape
-from tests.support.engine import START, simulated_device
+from tests.support.engine import simulated_device
 from tests.support.loops import in_a_loop
 
 BESIDE = tiers.choose(32, 64, 64)  # requests
@@ -164,34 +163,4 @@ async def test_only_the_request_that_kills_another_process_gets_an_error(kind: s
     async with with_lives(life, kind) as engine:
         (answer,) = await must_blame(engine, [poison_over_client(1)], seed)
         assert answer.status == 500, answer
-        await engine.must_be_whole()
-
-
-@tiers.needs_all
-@pytest.mark.timeout(240)
-@in_a_loop
-async def test_request_that_kills_its_worker_while_alone_gets_500() -> None:
-    async with with_lives(segfaults_late) as engine:
-        (answer,) = await ask_all(engine, [poison_over_client()], "", Progress())
-        assert answer.status == 500, answer
-        await engine.must_be_whole()
-
-
-@pytest.mark.timeout(240)
-@pytest.mark.parametrize("kind", ["worker", pytest.param("core", marks=tiers.needs_all)])
-@in_a_loop
-async def test_three_kills_from_outside_convict_no_request(kind: str, seed: int) -> None:
-    """The only request in all steps in flight is answered."""
-    async with migrating(simulated=simulated_device(step_seconds=0.003, vocabulary=1000)) as engine:
-        request = ClientRequest([1, 2, 3], SamplingParams(max_tokens=500, n=2, ignore_eos=True))
-        (expected,) = await ask_all(engine, [request], "undisturbed", Progress())
-        progress = Progress()
-        asking = asyncio.ensure_future(ask_all(engine, [request], "disturbed", progress))
-        for incarnation in range(1, 4):
-            await engine.until(lambda incarnation=incarnation: engine.serving(0) == incarnation, START)
-            before = progress.deliveries
-            await engine.until(lambda before=before: progress.deliveries > before)
-            engine.child(kind).signal(signal.SIGKILL)
-        (actual,) = await asking
-        require_equal([request], [expected], [actual])
         await engine.must_be_whole()

@@ -27,7 +27,7 @@ from penstock.engine.text.detokenizer import load_vocabulary
 from penstock.engine.worker import worker
 from penstock.engine.worker.worker import Worker, device_of
 from tests import tiers
-from tests.crash.test_engine_deaths import load, must_be_told, must_serve_again
+from tests.crash.test_engine_deaths import must_serve_again
 from tests.support.engine import START, Running, answered, prompt, simulated_device
 from tests.support.loops import in_a_loop
 
@@ -103,17 +103,6 @@ async def tree_with(kind: str, life: Life, **options: Any) -> AsyncIterator[Runn
 
 
 FAILURES = [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", dies_between_result_and_answer)]
-
-
-@pytest.mark.parametrize(("kind", "life"), [FAILURES[0], *tiers.only_in_all(*FAILURES[1:])])
-@in_a_loop
-async def test_failure_within_a_step_costs_only_the_open_requests(kind: str, life: Life) -> None:
-    """Where requests are not resumed."""
-    async with tree_with(kind, life, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
-        began = asyncio.get_running_loop().time() + (STEP_TIMEOUT if life is misses_a_step else 0)
-        await must_be_told(await load(client, 4000), began, life.__name__)
-        await must_serve_again(engine, client)
-        assert engine.number(StatusBoard.SERVING) == (1 if kind == "output" else 2)
 
 
 @pytest.mark.parametrize(("kind", "life"), FAILURES)

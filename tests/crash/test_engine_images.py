@@ -1,7 +1,4 @@
-"""Servers, cores and workers of the engine die while images are on their way, and the others hold none of them.
-
-Also what becomes of images for which there is no room, or no store, or which have gone.
-"""
+"""Servers of the engine die while they put and hold images, and no process holds these images afterwards."""
 
 import asyncio
 import contextlib
@@ -9,16 +6,14 @@ import os
 import signal
 
 import numpy as np
-import pytest
 
-from penstock import Scope, Store
+from penstock import Store
 from penstock.engine.client.client import Client, ImageInput
 from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.protocol.messages import SamplingParams
-from tests import tiers
 from tests.support.engine import PATIENCE, SHAPE, START, Running, prompt, running
 from tests.support.loops import in_a_loop
 
@@ -44,11 +39,6 @@ async def ask(client: Client, number: int, tokens: int) -> tuple[list[int], list
         return ids, [token async for piece in stream for token in piece.ids]
 
 
-async def must_answer(engine: Running, client: Client, number: int) -> None:
-    ids, actual = await ask(client, number, 20)
-    assert actual == engine.rule.answer(ids, 20)
-
-
 async def must_be_held_by_nobody(engine: Running) -> None:
     """Now, or as soon as the dead have been reaped; and all memory is there for the next processes."""
     store = engine.launcher.cluster.store
@@ -64,32 +54,6 @@ def held(store: Store) -> list[object]:
     items = stats.items
     strays = stats.pool.blocks - len(items)  # without a key
     return [item for item in items if item.holders or item.is_being_written] + ([strays] if strays else [])
-
-
-async def fate(client: Client, number: int) -> EngineError | None:
-    try:
-        await ask(client, number, 2000)
-    except EngineError as error:
-        return error
-    return None
-
-
-@pytest.mark.parametrize(("kind", "index"), [pytest.param("core", 0, marks=tiers.needs_all), ("worker", 1)])
-@in_a_loop
-async def test_one_of_a_group_dies_while_images_are_on_their_way(kind: str, index: int) -> None:
-    async with running(**WITH_STORE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
-        requests = [asyncio.ensure_future(fate(client, number % 4)) for number in range(12)]
-        await engine.until(lambda: client.open_requests > 6)  # some are running, some are being put
-        os.kill(engine.child(kind, index).pid, signal.SIGKILL)
-        for error in await asyncio.gather(*requests):
-            assert error is not None and error.status == 503, error
-        store = engine.launcher.cluster.store
-        assert store is not None
-        holders = {holder.peer for holder in store.stats().pool.holders}
-        assert store.pool.peer.index not in holders, "a scope is open"
-        await engine.serving_again(client)
-        await must_answer(engine, client, 1)
-        await must_be_held_by_nobody(engine)
 
 
 def servers(engine: Running) -> list[ChildProcess]:
@@ -133,41 +97,4 @@ async def test_servers_die_while_they_put_and_hold_images() -> None:
         engine.launcher.is_stopping = True  # and the launcher restarts no server
         await engine.until(lambda: not servers(engine))
         await engine.until(lambda: engine.number(StatusBoard.OPEN) == 0)
-        await must_be_held_by_nobody(engine)
-
-
-@pytest.mark.parametrize("nbytes", [0, NBYTES], ids=["no store", "no room"])
-@in_a_loop
-async def test_images_for_which_there_is_no_room_travel_inline(nbytes: int) -> None:
-    async with (
-        running(**{**WITH_STORE, "store_nbytes": nbytes}) as engine,
-        Client(engine.launcher.cluster, 0) as client,
-    ):
-        store = engine.launcher.cluster.store
-        with contextlib.nullcontext() if store is None else store.pool.take(NBYTES):
-            await asyncio.gather(*(must_answer(engine, client, number) for number in range(6)))
-            assert store is None or store.stats().pool.takes == 1  # our own: so all 12 travelled inline
-        await must_answer(engine, client, 1)
-        assert store is None or store.stats().pool.takes == 3
-        await engine.must_be_empty()
-
-
-@in_a_loop
-async def test_who_asks_with_an_image_that_has_gone_is_told_to_ask_again() -> None:
-    async with running(**WITH_STORE) as engine, Client(engine.launcher.cluster, 0) as client:
-        store = engine.launcher.cluster.store
-        assert store is not None
-        with Scope(store) as scope:
-            gone = [(scope.put(image.value, key=image.key), image.position, image.length) for image in images(1)]
-        store.clear()
-        others = [must_answer(engine, client, number) for number in range(2, 5)]
-        params = SamplingParams(n=3)
-        stream = await client.submit(prompt(24), params, items=tuple(gone))
-        await asyncio.gather(*others)
-        with pytest.raises(EngineError, match=r"no longer in the store when .*: send the request again") as caught:
-            async for _ in stream:
-                pass
-        assert caught.value.status == 503
-        await must_answer(engine, client, 1)
-        await engine.must_be_empty()
         await must_be_held_by_nobody(engine)

@@ -92,7 +92,7 @@ class Store:
             child.close()
 
 
-@pytest.mark.parametrize("countdown", [1, 9])
+@pytest.mark.parametrize("countdown", [*tiers.only_in_all(1), 9])
 @pytest.mark.parametrize("point", POINTS)
 def test_whoever_dies_at_a_point_leaves_the_store_whole(zygote: Zygote, point: str, countdown: int) -> None:
     with Store(zygote) as scene:

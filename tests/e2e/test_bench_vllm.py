@@ -76,6 +76,7 @@ def test_a_guard_has_the_status_of_its_command() -> None:
         assert subprocess.run([sys.executable, GUARD, sys.executable, "-c", program], timeout=30).returncode == status
 
 
+@tiers.needs_all
 def test_a_server_that_cannot_start_leaves_the_other_cases_to_be_measured(tmp_path: Path) -> None:
     peer = tmp_path / "python"
     peer.write_text(textwrap.dedent("""\

@@ -1,7 +1,6 @@
 """The whole engine on a tiny real model: what `transformers` itself generates, token for token."""
 
 import asyncio
-import time
 from pathlib import Path
 
 import pytest
@@ -11,70 +10,17 @@ pytest.importorskip("transformers")
 
 from penstock import Scope  # noqa: E402
 from penstock.engine.client.client import Client, ImageInput  # noqa: E402
-from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.launcher.launcher import Launcher  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.engine import START, launched  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
-from tests.support.models import BLOCK_SIZE, COUNT, ENGINE_SIZES, Asked, build_family, must_be_greedy  # noqa: E402
+from tests.support.models import BLOCK_SIZE, COUNT, Asked, build_family  # noqa: E402
 from tests.unit.engine.worker.test_rope import changes  # noqa: E402
 
 
-@tiers.needs_all  # test_engine_ways has these answers, too
-@pytest.mark.parametrize("ranks", [1, 2])
-@in_a_loop
-async def test_greedy_answers_are_those_of_transformers(ranks: int, tmp_path: Path) -> None:
-    family = build_family("llama", tmp_path)
-    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, **ENGINE_SIZES)
-
-    async def answer(client: Client, prompt: object, tokens: int) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True, detokenize=False)
-        async with await client.submit(prompt, params, timeout=START) as stream:
-            return [token async for piece in stream for token in piece.ids]
-
-    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
-        pairs, began = list(zip(family.requests, family.answers, strict=True)), time.monotonic_ns()
-        results = await asyncio.gather(*(answer(client, request.prompt, len(expected)) for request, expected in pairs))
-        assert results == [list(expected) for _, expected in pairs]
-        row = engine.launcher.board.row(0)
-        while row[StatusBoard.SAMPLED] < sum(map(len, results)):  # it is written when the result has been sent
-            await asyncio.sleep(0.01)
-        assert row[StatusBoard.SAMPLED] == sum(map(len, results))
-        assert (
-            0 < row[StatusBoard.COMPUTED] <= sum(len(request.prompt) for request, _ in pairs)
-        )  # the cache has had the rest
-        assert (
-            0
-            < row[StatusBoard.BUSY_NS]
-            <= row[StatusBoard.BUSY_NS] + row[StatusBoard.IDLE_NS]
-            < time.monotonic_ns() - began
-        )
-
-
-@tiers.needs_all  # test_long_answers has it without the processes
-@pytest.mark.parametrize("ranks", [1, 2])
-@in_a_loop
-async def test_requests_join_while_answers_grow_past_every_table(ranks: int, tmp_path: Path) -> None:
-    """One request after the other, and then all at once, with room for two of the longest."""
-    family = build_family("llama", tmp_path)
-    requests = [Asked([5] * 200, [], 100), Asked([6, 7], [], 5), Asked([8] * 200, [], 312), Asked([9] * 5, [], 258)]
-    sizes = {"num_gpu_blocks_override": 64, "max_model_len": 512, "max_num_seqs": 4, "max_num_batched_tokens": 64}
-    config = EngineConfig(model=str(tmp_path), tensor_parallel_size=ranks, dtype="float32", **sizes)
-
-    async def answer(client: Client, request: Asked) -> list[int]:
-        params = SamplingParams(temperature=0, max_tokens=request.tokens, ignore_eos=True, detokenize=False)
-        async with await client.submit(request.prompt, params, timeout=START) as stream:
-            return [token async for piece in stream for token in piece.ids]
-
-    async with launched(config, within=2 * START) as engine, Client(engine.launcher.cluster, 0) as client:
-        alone = [await answer(client, request) for request in requests]
-        together = await asyncio.gather(*(answer(client, request) for request in requests))
-        must_be_greedy(family.path, requests, alone)
-        must_be_greedy(family.path, requests, together)
-
-
+@tiers.needs_all  # in push: test_rope, without processes
 @in_a_loop
 async def test_prompts_of_another_kind_of_positions_share_no_blocks(tmp_path: Path) -> None:
     """What the workers say of longrope reaches the scheduler: one long prompt begins as a short one before it."""

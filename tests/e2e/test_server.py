@@ -26,7 +26,6 @@ from penstock.engine.worker.simulated_device import TokenRule  # noqa: E402
 from penstock.server.options import ServerOptions  # noqa: E402
 from penstock.server.server_launcher import ServerLauncher  # noqa: E402
 from penstock.server.server_process import listen  # noqa: E402
-from tests.support.command import serving  # noqa: E402
 from tests.support.engine import START, Running, simulated_device  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 
@@ -167,24 +166,6 @@ async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(served
     assert caught.value.param == "prompt"
 
 
-async def ids_are_a_prompt_too(served: Served) -> None:
-    done = await served.client.completions.create(model="simulated", prompt=[*b"hello"], max_tokens=3)
-    assert done.choices[0].text == served.answer("hello", 3)
-
-
-async def a_stop_string_across_tokens_is_not_shown(served: Served) -> None:
-    whole = served.answer("stop me", 40)
-    words = whole.split()
-    stop = f"{words[9][-1]} {words[10][0]}"
-    shown = whole[: whole.index(stop)]
-    body = {"model": "simulated", "prompt": "stop me", "max_tokens": 40, "stop": ["never", stop]}
-    done = await served.client.completions.create(**body)
-    assert (done.choices[0].text, done.choices[0].finish_reason) == (shown, "stop")
-    events = [event async for event in await served.client.completions.create(**body, stream=True)]
-    assert "".join(event.choices[0].text for event in events) == shown
-    assert events[-1].choices[0].finish_reason == "stop"
-
-
 async def a_truncated_prompt_is_its_end_or_its_beginning(served: Served) -> None:
     prompt = "hello world"
     for options, expected in (
@@ -281,14 +262,6 @@ async def a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_fo
     assert "maximum context length is 4096 tokens" in caught.value.message and caught.value.param == "messages"
 
 
-async def an_image_is_refused_by_a_device_that_sees_nothing(served: Served) -> None:
-    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
-    messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
-    with refused("BadRequestError") as caught:
-        await served.client.chat.completions.create(model="simulated", messages=messages)
-    assert caught.value.param == "messages[0].content[1]"
-
-
 async def another_model_another_key_and_too_much_are_refused(served: Served) -> None:
     with refused("NotFoundError") as caught:
         await served.client.completions.create(model="other", prompt="x")
@@ -318,19 +291,6 @@ async def more_than_may_be_open_are_told_to_come_again(served: Served) -> None:
 
 
 # ── clients that go, or do not read ──────────────────────────────────────────────────────────────────────────────────
-async def a_client_that_goes_takes_its_request_with_it(served: Served) -> None:
-    for stream in (True, False):
-        body = {"prompt": "x", "max_tokens": 4000, "stream": stream}
-        reader, writer = await served.connect("/v1/completions", body)
-        await served.until(lambda: served.number(StatusBoard.OPEN) == 1)
-        if stream:
-            await reader.readuntil(b"data: ")
-        loop = asyncio.get_running_loop()
-        began = loop.time()
-        writer.transport.abort()
-        await served.until(lambda: served.number(StatusBoard.OPEN) == 0, within=2.0)
-        print(f"gone after {(loop.time() - began) * 1e3:.1f} ms")
-    await served.must_be_empty()
 
 
 async def a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer(served: Served) -> None:
@@ -419,17 +379,13 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     a_chat_is_streamed_with_its_role_first,
     samples_and_prompts_have_choices_of_their_own,
     several_prompts_are_streamed_with_the_indices_of_a_whole_answer,
-    ids_are_a_prompt_too,
-    a_stop_string_across_tokens_is_not_shown,
     a_truncated_prompt_is_its_end_or_its_beginning,
     prompts_share_a_cache_only_with_those_of_the_same_salt,
     what_makes_no_sense_is_refused_with_its_field,
     fields_that_change_the_answer_are_refused_and_unknown_ones_are_named,
     a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for,
-    an_image_is_refused_by_a_device_that_sees_nothing,
     another_model_another_key_and_too_much_are_refused,
     more_than_may_be_open_are_told_to_come_again,
-    a_client_that_goes_takes_its_request_with_it,
     a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer,
     tokens_of_a_text_and_of_messages,
     health_and_metrics_tell_of_all_processes,
@@ -461,22 +417,6 @@ def test_a_served_tree_whose_core_makes_text(shared: Any, scene: Callable[[Serve
 async def test_a_server_that_dies_comes_again_and_the_other_one_answers() -> None:
     async with run_server() as served:
         await asyncio.wait_for(a_server_that_dies_comes_again_and_the_other_one_answers(served), 60)
-
-
-def test_sigterm_ends_the_command_when_what_is_open_is_answered() -> None:
-    with serving("--device-model", "simulated", "--step-ms", "5") as (process, port):
-        request = {"prompt": "x", "max_tokens": 200, "stream": True}
-        with socket.create_connection(("127.0.0.1", port), 30) as client:
-            client.sendall(posted("/v1/completions", request))
-            message = client.recv(65536)
-            assert b"200 OK" in message
-            process.send_signal(signal.SIGTERM)
-            while b"[DONE]" not in message:
-                more = client.recv(65536)
-                assert more, "the answer has been cut off"
-                message += more
-        assert message.count(b"data: {") == 200
-        process.wait(20)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

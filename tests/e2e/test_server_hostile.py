@@ -206,7 +206,11 @@ async def pipelined_requests_are_answered_in_their_order(served: Served) -> None
 
 async def a_client_that_goes_takes_all_its_requests_with_it(served: Served) -> None:
     long = posted("/v1/completions", {"prompt": "x", "max_tokens": 4000})
-    for at_once, later in ((long + long + MODELS, b""), (long, long + MODELS), (long, HEAD + b"content-le")):
+    streamed = posted("/v1/completions", {"prompt": "x", "max_tokens": 4000, "stream": True})
+    for at_once, later in (
+        *((long + long + MODELS, b""), (long, long + MODELS), (long, HEAD + b"content-le")),
+        (streamed, b""),
+    ):
         _, writer = await asyncio.open_connection("127.0.0.1", served.port)
         writer.write(at_once)
         await served.until(lambda: served.number(StatusBoard.OPEN) == 1)

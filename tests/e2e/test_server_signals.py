@@ -167,6 +167,7 @@ def test_repeated_signal_within_a_second_lets_the_drain_go_on(send: Callable[...
         assert process.wait(START) == 0
 
 
+@tiers.needs_all  # in push: test_repeated_signal_within_a_second_lets_the_drain_go_on sends both signals itself
 @pytest.mark.skipif(shutil.which("timeout") is None, reason="needs timeout(1)")
 def test_signal_that_timeout_forwards_twice_drains() -> None:
     with starting("timeout", "600") as process:

@@ -47,10 +47,19 @@ def load(port: int) -> Iterator[None]:
         thread.join()
 
 
-def test_a_live_server_is_traced_with_its_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.fixture(scope="module")
+def server(warmed_up: None) -> Iterator[tuple[int, int]]:
+    """The process of a server, and its port."""
+    with serving("--device-model", "simulated") as (launcher, port):
+        yield launcher.pid, port
+
+
+def test_a_live_server_is_traced_with_its_steps(
+    server: tuple[int, int], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "trace.json"
-    with serving("--device-model", "simulated") as (launcher, port), load(port):
-        assert cli.main(["trace", str(launcher.pid), "--seconds", "1.5", "-o", str(path), "--json"]) == 0
+    with load(server[1]):
+        assert cli.main(["trace", str(server[0]), "--seconds", "1.5", "-o", str(path), "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["lacking"] == []
     (steps,) = summary["steps"]
@@ -83,12 +92,12 @@ CAUSES = {"device", *(f"{begin}{name} 0.0 #1" for begin in ("", "wake-up of ") f
 
 
 def test_the_page_about_traces_shows_what_the_command_prints(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    server: tuple[int, int], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Causes that a step need not have, such as a wait for requests, may be on the page, or in the output, alone."""
     monkeypatch.chdir(tmp_path)
-    with serving("--device-model", "simulated") as (launcher, port), load(port):
-        assert cli.main(["trace", str(launcher.pid), "--seconds", "1.5", "-o", "trace.json"]) == 0
+    with load(server[1]):
+        assert cli.main(["trace", str(server[0]), "--seconds", "1.5", "-o", "trace.json"]) == 0
     (shown,) = (fence.text for fence in fences(PAGE) if fence.printed_by == "penstock trace")
     printed = capsys.readouterr().out
     assert normalized(head_of(printed)) == normalized(head_of(shown))

@@ -18,16 +18,7 @@ import pytest
 from tests import tiers
 from tests.support.documents import ROOT
 
-TOP = {
-    "CHANGELOG.md",
-    "CMakeLists.txt",
-    "CONTRIBUTING.md",
-    "DESIGN.md",
-    "LICENSE",
-    "PKG-INFO",
-    "README.md",
-    "pyproject.toml",
-}
+TOP = {*"CHANGELOG.md CMakeLists.txt CONTRIBUTING.md DESIGN.md LICENSE PKG-INFO README.md pyproject.toml".split()}
 FOLDERS = {"examples", "native", "src"}
 MAX_NBYTES = 16 << 20  # of any file: the weights that ship are half of that
 pytestmark = pytest.mark.timeout(900)  # the whole core is compiled, perhaps beside others

@@ -17,7 +17,7 @@ from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.messages import SamplingParams
 from tests import tiers
-from tests.crash.test_engine_migration import Reader, counted
+from tests.crash.test_engine_migration import Reader, counted, migrations
 from tests.support.engine import PATIENCE, START, prompt
 from tests.support.loops import in_a_loop
 from tests.support.nodes import REMOTE, TwoNodes, has_namespaces, two_nodes
@@ -107,7 +107,7 @@ async def test_streams_stay_exact_whatever_happens_to_a_node(seed: int) -> None:
             await asyncio.sleep(campaign.chance.uniform(0.0, 0.3))
         campaign.is_over = True
         await asyncio.wait_for(asyncio.gather(*streams), START + PATIENCE)
-        assert counted(client, MigrationCounters.GIVEN_UP) == 0
+        assert counted(client, MigrationCounters.GIVEN_UP) == 0 and set(migrations(client)) <= {"died"}
         for group in range(2):
             await engine.must_be_empty(group)
         print(f"{campaign.answered} answers, all exact")

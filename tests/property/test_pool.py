@@ -103,7 +103,8 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data(), peer=st.integers(0, PEERS - 1))
     def open_what_is_gone(self, data: st.DataObject, peer: int) -> None:
         ref = data.draw(st.sampled_from(self.gone))
-        for use in (self.peers[peer].open, lambda ref: self.peers[peer].grant(ref, 0)):
+        pool = self.peers[peer]
+        for use in (pool.open, lambda ref: pool.grant(ref, 0), lambda ref: pool.revoke(ref, 0)):
             with contextlib.suppress(StaleRef):
                 use(ref)
                 raise AssertionError(f"{ref} is gone")

@@ -26,15 +26,7 @@ NAMES = {
 }
 ERRORS = {
     *("PenstockError", "PeerDied", "ClosedError", "EndOfChannel", "Timeout", "WouldBlock"),
-    *(
-        "Missing",
-        "DecodeError",
-        "MemoryExhausted",
-        "ChannelError",
-        "CorruptRecord",
-        "LayoutMismatch",
-        "UnsupportedTensor",
-    ),
+    *"Missing DecodeError MemoryExhausted ChannelError CorruptRecord LayoutMismatch UnsupportedTensor".split(),
 }
 MAX_LOWLEVEL = 2  # names of it that the engine, the examples and the pages need
 

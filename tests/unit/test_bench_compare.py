@@ -240,15 +240,7 @@ def test_codec_prints_a_line_of_json_for_every_format_and_draws_a_chart(
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["bench"] for row in rows} == {"codec"}
     assert {row["requests"] for row in rows if row["case"] == "step_steady"} == {2, 3}
-    cases = {
-        "step_steady",
-        "step_blocks",
-        "worker_output",
-        "api_outputs",
-        "long_prompt",
-        "sampling_params",
-        "broadcast",
-    }
+    cases = "step_steady step_blocks worker_output api_outputs long_prompt sampling_params broadcast".split()
     assert {row["case"] for row in rows} == {"machine", "target", "load", *cases}
     assert "3 requests" in (tmp_path / "x.svg").read_text()
 

@@ -40,16 +40,8 @@ EXCEPTIONS = {
     **dict.fromkeys(("NumPy", "PyAV", "vLLM"), "names of products"),
     **dict.fromkeys(("config.json", "video_preprocessor_config.json"), "files of a model"),
     **dict.fromkeys(
-        (
-            "max_position_embeddings",
-            "model_type",
-            "num_attention_heads",
-            "num_key_value_heads",
-            "original_max_position_embeddings",
-            "quantization_config",
-            "rope_type",
-            "weight_map",
-        ),
+        "max_position_embeddings model_type num_attention_heads num_key_value_heads rope_type weight_map "
+        "original_max_position_embeddings quantization_config".split(),
         "settings in files of a model",
     ),
     "CUDA_VISIBLE_DEVICES": "an environment variable of CUDA",

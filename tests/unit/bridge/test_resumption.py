@@ -5,7 +5,6 @@ import errno
 import functools
 import random
 import socket
-import statistics
 import threading
 import time
 from collections.abc import Iterator
@@ -209,22 +208,6 @@ def test_link_goes_on_after_each_of_many_resets_in_a_row(monkeypatch: pytest.Mon
         eventually(lambda: min(count_resumptions(home, away)) >= tiers.LINK_RESETS)
         must_have_resumed(home, away, times=tiers.LINK_RESETS)
         print(f"{home.link.stats().resumptions} resumptions, {first} frames")
-
-
-def test_record_that_is_sent_after_a_reset_arrives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(resumption, "LOSSES_S", 0.0)
-    traffic, pauses = Traffic(), []
-    with resumable(*traffic.specs) as (home, away, between):
-        with traffic.there.open_sender() as sender, traffic.here.open_receiver() as receiver:
-            for number in range(tiers.LINK_RESETS // 2):
-                between.reset()
-                reset_at = time.monotonic()
-                sender.send(frame(number))
-                assert receiver.receive(10) == frame(number)
-                pauses.append(time.monotonic() - reset_at)
-                eventually(lambda number=number: min(count_resumptions(home, away)) > number)
-        median, longest = statistics.median(pauses) * 1e3, max(pauses) * 1e3
-        print(f"a record arrives {median:.1f} ms after a reset, at most {longest:.1f} ms, of {len(pauses)}")
 
 
 @pytest.mark.parametrize("direction", [TO_LISTENER, TO_CONNECTOR], ids=["to the listener", "to the connector"])

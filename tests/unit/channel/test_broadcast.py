@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 
 import penstock
-from penstock import EndOfChannel, LongRecords, Timeout, WouldBlock
+from penstock import LongRecords, Timeout, WouldBlock
 from penstock.lowlevel import ByteReceiver, ByteSender
 from tests.conftest import eventually
 from tests.support.processes import program, thread
@@ -21,19 +21,6 @@ def broadcast(count: int, **options: object) -> Iterator[tuple[ByteSender, list[
     with contextlib.ExitStack() as ends:
         sender = ends.enter_context(channel.open_sender())
         yield sender, [ends.enter_context(channel.open_receiver(name=f"worker {rank}")) for rank in range(count)]
-
-
-@pytest.mark.parametrize("count", [1, 2, 3, 64])
-def test_every_receiver_gets_every_record_in_order(count: int) -> None:
-    with broadcast(count) as (sender, receivers):
-        assert [receiver.index for receiver in receivers] == list(range(count))
-        for number in range(60):
-            sender.send(b"%d" % number * 40)
-            for receiver in receivers:
-                assert receiver.receive(timeout=5) == b"%d" % number * 40
-        sender.close()
-        for receiver in receivers:
-            assert list(receiver) == []
 
 
 def test_sixty_four_receivers_share_one_copy_of_a_long_record() -> None:
@@ -71,42 +58,6 @@ def test_the_slowest_receiver_is_the_one_that_is_named() -> None:
         sender.send(b"y" * 960, timeout=1)
 
 
-def test_others_read_what_is_there_while_one_holds_the_sender_up() -> None:
-    with broadcast(2) as (sender, (reading, stuck)):
-        sent = 0
-        with contextlib.suppress(WouldBlock):
-            while True:
-                sender.send_nowait(b"%d" % sent)
-                sent += 1
-        assert [reading.receive(timeout=1) for _ in range(sent)] == [b"%d" % number for number in range(sent)]
-        with pytest.raises(WouldBlock):
-            sender.send_nowait(b"more")
-        assert stuck.receive(timeout=1) == b"0"
-        sender.send_nowait(b"more")
-        assert reading.receive(timeout=1) == b"more"
-
-
-def test_a_receiver_that_closes_is_not_waited_for() -> None:
-    with broadcast(2) as (sender, (reading, leaving)):
-        with contextlib.suppress(WouldBlock):
-            while True:
-                sender.send_nowait(b"x" * 100)
-                reading.receive(timeout=1)
-        leaving.close()
-        for number in range(200):
-            sender.send(b"%d" % number, timeout=1)
-            assert reading.receive(timeout=1) == b"%d" % number
-
-
-def test_sender_sees_the_end_when_the_last_receiver_closes() -> None:
-    with broadcast(3) as (sender, receivers):
-        for receiver in receivers:
-            sender.send(b"x")
-            receiver.close()
-        with pytest.raises(EndOfChannel, match="no receiver left"):
-            sender.send(b"x")
-
-
 def test_an_expected_receiver_that_is_absent_has_its_records_kept() -> None:
     channel = penstock.Broadcast(receivers=2, capacity=4096)
     with channel.open_sender() as sender, channel.open_receiver() as first:
@@ -130,21 +81,6 @@ def test_places_are_given_by_number_or_first_come() -> None:
         receiver.close()
         with channel.open_receiver() as again:
             assert again.index == 1
-
-
-def test_a_receiver_that_comes_late_gets_what_is_sent_from_then_on() -> None:
-    with penstock.Broadcast(receivers=2) as channel, channel.open_sender() as sender, channel.open_receiver() as stays:
-        with channel.open_receiver() as leaves:
-            sender.send(b"1")
-            assert leaves.receive(timeout=1) == b"1"
-        sender.send(b"2")
-        with channel.open_receiver(1) as late:
-            assert late.try_receive() is None
-            sender.send(b"3")
-            sender.send(b"s" * 100_000)
-            assert late.receive(timeout=1) == b"3"
-            assert late.receive(timeout=1) == b"s" * 100_000
-        assert [stays.receive(timeout=1) for _ in range(4)] == [b"1", b"2", b"3", b"s" * 100_000]
 
 
 # ── waiting for the receivers ────────────────────────────────────────────────────────────────────────────────────────

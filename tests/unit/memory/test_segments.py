@@ -124,15 +124,6 @@ segment.view(writable=True)[:5] = b"there"
 """
 
 
-def test_an_unrelated_process_attaches_by_ticket() -> None:
-    segment = Segment.create(5000, name="given")
-    write(segment, b"hello")
-    with program(READ, segment.ticket) as other:
-        assert other.hear() == "hello given 5000"
-        assert other.end() == 0
-    assert bytes(segment.view()[:5]) == b"there"
-
-
 def test_a_process_that_a_shell_started_attaches_by_ticket() -> None:
     segment = Segment.create(5000)
     write(segment, b"hello")

@@ -64,13 +64,6 @@ def test_a_head_nested_too_deep_is_no_recording(tmp_path: Path) -> None:
         CaptureFile(path)
 
 
-def test_another_version_is_refused_with_both_named(tmp_path: Path) -> None:
-    whole = recorded(tmp_path / "x")
-    (tmp_path / "y").write_bytes(whole.replace(b"penstock recording 1\n", b"penstock recording 12\n", 1))
-    with pytest.raises(NotACaptureFile, match=r"of version '12'; penstock .* reads version 1"):
-        CaptureFile(tmp_path / "y")
-
-
 def test_something_else_is_no_recording(tmp_path: Path) -> None:
     for text in (b"", b"\x7fELF" + bytes(1000), b"penstock recording 1\n[]\n", b"penstock recording 1\n{}\n",
                  b'penstock recording 1\n{"channels": [{"name": "x", "kind": "ring", "schema": "?"}]}\n'):  # fmt: skip

@@ -44,6 +44,11 @@ from tests.support.loads import (
 GOOD: Script = [HEAD, text(), text(), text(), ending(3)]
 
 
+def run(url: str, *options: str) -> int:
+    """Runs the command in this process. Returns its status."""
+    return cli.main(["bench", "serve", "--base-url", url, *" ".join(options).split()])
+
+
 def answering(script: Script) -> Any:
     return faked_in_a_thread(lambda index, body: script)
 
@@ -150,17 +155,9 @@ def test_prompts_have_the_requested_number_of_tokens(tmp_path: Path) -> None:
 
     for seed in (1, 1, 2):
         with faked_in_a_thread(script) as (fake, url):
-            options = ("--backend", "openai-chat", "--input-len", "47-87", "--output-len", "5-9", "--seed", str(seed))
-            more = (
-                "--num-prompts",
-                "20",
-                "--num-warmups",
-                "3",
-                "--result-filename",
-                str(tmp_path / "x"),
-                "--ignore-eos",
-            )
-            assert cli.main(["bench", "serve", "--base-url", f"{url}/v1", "--api-key", "sesame", *options, *more]) == 0
+            options = f"--api-key sesame --backend openai-chat --input-len 47-87 --output-len 5-9 --seed {seed}"
+            more = f"--num-prompts 20 --num-warmups 3 --result-filename {tmp_path}/x --ignore-eos"
+            assert run(f"{url}/v1", options, more) == 0
         assert fake.requests[0] == ("/v1/models", {}) and "authorization: Bearer sesame" in fake.heads[-1]
         assert len(fake.requests) == 1 + 2 + 3 + 20
         bodies = [body for _, body in fake.requests[6:]]
@@ -183,8 +180,7 @@ def test_images_are_png_files_of_the_size_asked_for(tmp_path: Path) -> None:
     import io
 
     with answering(GOOD) as (fake, url):
-        options = ("--images", "2", "--image-size", "50x33", "--num-prompts", "2", "--model", "m")
-        assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
+        assert run(url, "--images 2 --image-size 50x33 --num-prompts 2 --model m") == 0
     parts = [body["messages"][0]["content"] for _, body in fake.requests[2:]]
     assert [[part["type"] for part in entry] for entry in parts] == [["image_url", "image_url", "text"]] * 2
     urls = [part["image_url"]["url"] for entry in parts for part in entry[:2]]
@@ -201,19 +197,8 @@ def test_videos_are_mp4_files_of_the_size_and_duration_asked_for() -> None:
     import io
 
     with answering(GOOD) as (fake, url):
-        options = (
-            "--videos",
-            "1",
-            "--images",
-            "1",
-            "--video-size",
-            "48x32",
-            "--video-fps",
-            "5",
-            "--video-seconds",
-            "1-3",
-        )
-        assert cli.main(["bench", "serve", "--base-url", url, *options, "--num-prompts", "3", "--model", "m"]) == 0
+        options = "--videos 1 --images 1 --video-size 48x32 --video-fps 5 --video-seconds 1-3 --num-prompts 3 --model m"
+        assert run(url, options) == 0
     parts = [body["messages"][0]["content"] for _, body in fake.requests[2:]]
     assert [[part["type"] for part in entry] for entry in parts] == [["image_url", "video_url", "text"]] * 3
     urls = [entry[1]["video_url"]["url"] for entry in parts]
@@ -229,17 +214,7 @@ def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: P
     lines = ('"one"', "", "[1, 2]", '{"prompt": "three", "max_tokens": 9, "temperature": 1.5}')
     (tmp_path / "lines").write_text("\n".join(lines))
     with answering(GOOD) as (fake, url):
-        options = (
-            "--dataset-path",
-            str(tmp_path / "lines"),
-            "--num-prompts",
-            "4",
-            "--max-concurrency",
-            "1",
-            "--model",
-            "m",
-        )
-        assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
+        assert run(url, f"--dataset-path {tmp_path}/lines --num-prompts 4 --max-concurrency 1 --model m") == 0
     request = [(body["prompt"], body["max_tokens"], body["temperature"]) for _, body in fake.requests]
     assert request == [("one", 128, 0), ([1, 2], 128, 0), ("three", 9, 1.5), ("one", 128, 0)]
 
@@ -250,17 +225,7 @@ def test_prompts_may_come_through_a_pipe() -> None:
         os.write(own, b'"one"\n"two"\n')
         os.close(own)
         with answering(GOOD) as (fake, url):
-            options = (
-                "--dataset-path",
-                f"/dev/fd/{ours}",
-                "--num-prompts",
-                "3",
-                "--max-concurrency",
-                "1",
-                "--model",
-                "m",
-            )
-            assert cli.main(["bench", "serve", "--base-url", url, *options]) == 0
+            assert run(url, f"--dataset-path /dev/fd/{ours} --num-prompts 3 --max-concurrency 1 --model m") == 0
     finally:
         os.close(ours)
     assert [body["prompt"] for _, body in fake.requests] == ["one", "two", "one"]
@@ -400,16 +365,9 @@ def test_load_stops_without_a_model_or_when_the_first_prompt_fails(
 def test_signal_prints_a_partial_table(numbers: list[signal.Signals], tmp_path: Path) -> None:
     (tmp_path / "prompts").write_text('"x"\n')
     with faked_in_a_thread(lambda index, body: GOOD if index < 5 else [HEAD, text(), 60.0]) as (fake, url):
-        command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", url, "--model", "m"]
-        more = [
-            "--dataset-path",
-            str(tmp_path / "prompts"),
-            "--result-filename",
-            str(tmp_path / "x"),
-            "--max-concurrency",
-            "2",
-        ]
-        with subprocess.Popen([*command, *more], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        options = f"--model m --dataset-path {tmp_path}/prompts --result-filename {tmp_path}/x --max-concurrency 2"
+        command = [sys.executable, "-m", "penstock", "bench", "serve", "--base-url", url, *options.split()]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
             try:
                 eventually(lambda: len(fake.requests) == 7, within=30)
                 time.sleep(0.1)

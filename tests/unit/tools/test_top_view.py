@@ -199,11 +199,4 @@ def test_a_curve_ends_with_now_and_only_nothing_is_blank() -> None:
 
 
 def test_amounts_have_three_figures() -> None:
-    assert [amount(item) for item in (None, 0, 0.04, 3.14159, 99.96, 1234.5)] == [
-        "–",
-        "0",
-        "0.0",
-        "3.1",
-        "100",
-        "1,234",
-    ]
+    assert [amount(item) for item in (None, 0, 0.04, 3.14159, 99.96, 1234.5)] == "– 0 0.0 3.1 100 1,234".split()

@@ -344,18 +344,8 @@ def test_a_process_is_traced_and_does_not_notice(tmp_path: Path, capsys: pytest.
 def test_a_tracer_that_is_killed_leaves_the_ends_untraced_after_its_time(tmp_path: Path) -> None:
     with in_use() as (ring, pid):
         word = traced_until(ring)
-        command = [
-            sys.executable,
-            "-m",
-            "penstock",
-            "trace",
-            str(pid),
-            "--seconds",
-            "60",
-            "-o",
-            str(tmp_path / "x.json"),
-        ]
-        with subprocess.Popen(command) as tracer:
+        options = f"-m penstock trace {pid} --seconds 60 -o {tmp_path}/x.json"
+        with subprocess.Popen([sys.executable, *options.split()]) as tracer:
             eventually(lambda: word() > time.monotonic_ns(), within=20)
             tracer.send_signal(signal.SIGKILL)
         killed = time.monotonic()

@@ -91,16 +91,6 @@ def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
     assert find_ends(conditions, [0], [5]) == [(0, LENGTH, None)]
 
 
-def test_a_stop_id_is_its_own_slots_alone() -> None:
-    conditions = endings()
-    conditions.join(0, SamplingParams(stop_token_ids=(9,)), 10)
-    conditions.join(2, SamplingParams(stop_token_ids=(9, 10)), 10)
-    conditions.join(3, SamplingParams(), 10)
-    assert find_ends(conditions, [0, 2, 3], [10, 10, 10]) == [(1, STOP, 10)]
-    conditions.leave(2)
-    assert find_ends(conditions, [0, 3], [9, 9]) == [(0, STOP, 9)]
-
-
 @pytest.mark.parametrize("stop", [9 + BUCKETS, -1, 1 << 40])
 def test_stop_ids_with_equal_low_bits_differ_and_impossible_ids_are_safe(stop: int) -> None:
     assert when(SamplingParams(stop_token_ids=(stop,)), [9, BUCKETS - 1, 0]) is None
