@@ -210,6 +210,18 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_tensor_ipc"),
         Signature(f"{CONFIG}.multimodal:MultiModalConfig.get_mm_processor_device_type", ("self",)),
     ),
+    # With the queue: the way of a death to vLLM's clients.
+    "deaths": (
+        Signature("vllm.v1.executor.multiproc_executor:MultiprocExecutor.shutdown", ("self",)),
+        Signature(
+            "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback", ("self", "callback")
+        ),
+        Exists("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
+        Signature("vllm.v1.engine.utils:CoreEngineProcManager.shutdown", ("self", "timeout")),
+        Signature("vllm.v1.engine.core_client:BackgroundResources.validate_alive", ("self", "frames")),
+        Exists("vllm.v1.engine.core:EngineCoreProc.ENGINE_CORE_DEAD"),
+        Exists("vllm.v1.engine.exceptions:EngineDeadError"),
+    ),
     # Fields without a name here are sent unchanged.
     "steps": (
         HasFields(
