@@ -1,4 +1,5 @@
-// end_group.h: ends of one process that share a fate: the first death in a channel of any of them ends the waits of all.
+// end_group.h: ends of one process that share a fate: the first death in a channel of any of them ends the waits of
+// all.
 #pragma once
 #include <mutex>
 #include <optional>

@@ -168,7 +168,7 @@ def test_a_ringer_that_is_stopped_anywhere_leaves_the_bits_to_the_next(model: st
 
 # ── a group of ends: its watcher says that it is broken, and rings the bells of all members ──────────────────────────
 def grouped(*, wakes: bool = True, breaks_first: bool = True) -> Scene:
-    """A waiter for a record that never comes, in a channel whose peers live, and the watcher of its process."""
+    """A waiter for a record that never comes, in a channel with living peers, and the watcher of the process."""
 
     def is_over() -> Step:
         published = yield load("published", orders.publish.acquire)
@@ -196,7 +196,7 @@ def test_broken_group_leaves_no_member_asleep(model: str) -> None:
     grouped().holds(10, model)
 
 
-def test_group_whose_watcher_rings_no_bell_leaves_a_member_asleep() -> None:
+def test_group_without_a_bell_leaves_a_member_asleep() -> None:
     grouped(wakes=False).fails(ASLEEP)
 
 

@@ -1,9 +1,9 @@
 """The way of a death to the clients of vLLM: which process died, and how, in the exception, the log and each answer.
 
-    queue.py        ends each wait with ProcessDied, whichever process of the executor has died
-    the executor    calls its failure callback before it waits for its other workers to end, instead of after
-    the engine core sends ENGINE_CORE_DEAD with the cause behind it
-    the API server  puts the cause into each EngineDeadError, and so into its answers
+queue.py           ends each wait with ProcessDied, whichever process of the executor has died
+the executor       calls its failure callback before it waits for its other workers to end, instead of after
+each process       writes the death that it sees into the board; the first line is the cause of all others
+the API servers    put the first line into each EngineDeadError, and so into their answers
 """
 
 from __future__ import annotations
@@ -12,16 +12,16 @@ import functools
 import os
 import re
 from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
 from typing import Any
 
+from penstock.environment import VLLM_DEATHS
 from penstock.errors import DeathCause, PeerDied
 from penstock.integrations.vllm.settings import LOGGER
 
-DEAD = b"ENGINE_CORE_DEAD"
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
-
-_first_deaths: dict[int, str] = {}  # by pid of the process that learned of it: a fork inherits none
-_listeners: list[Callable[[str], None]] = []  # of the first death
+REAPED_S = 0.2  # from the end of a process until it can be reaped
 
 
 class ProcessDied(RuntimeError):
@@ -41,13 +41,28 @@ class ProcessDied(RuntimeError):
         return error
 
 
+# ── the board: a file without a name, which the first process of the server holds ──
+def open_board() -> None:
+    """Makes the board, unless this process has the board of the process that has started it."""
+    if not VLLM_DEATHS.read():
+        board = os.memfd_create("penstock vllm deaths")
+        os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
+
+
+def first_death() -> str:
+    """Returns the text of the first death in the server; empty: none is known."""
+    with suppress(OSError), open(VLLM_DEATHS.read(), encoding="utf-8") as board:
+        return board.readline().rstrip()
+    return ""
+
+
 def note(death: ProcessDied) -> ProcessDied:
-    """Logs the first death that this process learns of, and keeps it for the clients: later deaths follow from it."""
-    if os.getpid() not in _first_deaths:
-        _first_deaths[os.getpid()] = str(death)
-        LOGGER.error("%s", death)
-        for listener in _listeners:
-            listener(str(death))
+    """Logs a death, unless it is on the board, and writes it there."""
+    with suppress(OSError), open(VLLM_DEATHS.read(), "r+b", buffering=0) as board:
+        if f"{death}\n".encode() in board.readlines():
+            return death
+        board.write(f"{death}\n".encode())
+    LOGGER.error("%s", death)
     return death
 
 
@@ -56,57 +71,55 @@ def process_died(death: PeerDied) -> ProcessDied:
     return note(ProcessDied.of(death.name, death.pid, death.cause))
 
 
-class DeadMessage(bytes):
-    """ENGINE_CORE_DEAD with a cause behind it: equal to each other one, and to vLLM's, with which vLLM compares it."""
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, bytes) and other.startswith(DEAD)
-
-    __hash__ = bytes.__hash__
-
-
 def note_failed(processes: Sequence[Any]) -> ProcessDied | None:
     """Notes the first of the processes of `multiprocessing` that has ended with an error; None: none has."""
-    for process in processes:
+    by_sentinel = {process.sentinel: process for process in processes}
+    for sentinel in wait(list(by_sentinel), timeout=0):
+        process = by_sentinel[sentinel]
+        process.join(REAPED_S)
         if process.exitcode:
             return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(process.exitcode)))
     return None
 
 
-def before(cls: type, name: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
+# ── in vLLM's classes ──
+def before(cls: type, name: str) -> Callable[[Callable[..., None]], None]:
     """Runs the decorated step before the method of vLLM's class, with the same arguments."""
     original = getattr(cls, name)
 
-    def put(step: Callable[..., None]) -> Callable[..., None]:
+    def put(step: Callable[..., None]) -> None:
         @functools.wraps(original)
         def method(*arguments: Any, **keywords: Any) -> Any:
             step(*arguments, **keywords)
             return original(*arguments, **keywords)
 
         setattr(cls, name, method)
-        return step
 
     return put
 
 
 def replace() -> None:
     """Puts the steps into vLLM's classes."""
-    if _listeners:
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if hasattr(EngineDeadError.__init__, "__wrapped__"):
         return  # vLLM loads its plugins more than once
-    replace_in_engine()
-    replace_in_clients()
+    open_board()
+    replace_in_executor()
+    replace_in_servers()
+    create = EngineDeadError.__init__
+
+    @functools.wraps(create)
+    def with_cause(self: EngineDeadError, *arguments: Any, **keywords: Any) -> None:
+        create(self, *arguments, **keywords)
+        if cause := first_death():
+            self.args = (f"{self.args[0]} {cause}", *self.args[1:])
+
+    EngineDeadError.__init__ = with_cause
 
 
-def replace_in_engine() -> None:
-    from vllm.v1.engine.core import EngineCoreProc
-    from vllm.v1.engine.utils import CoreEngineProcManager
+def replace_in_executor() -> None:
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
-
-    def extend_message(death: str) -> None:
-        if os.environ.get("VLLM_USE_RUST_FRONTEND", "0") == "0":  # that frontend compares the whole message
-            EngineCoreProc.ENGINE_CORE_DEAD = DeadMessage(DEAD + b": " + death.encode())
-
-    _listeners.append(extend_message)
 
     @before(MultiprocExecutor, "shutdown")
     def call_back(executor: Any) -> None:
@@ -123,31 +136,21 @@ def replace_in_engine() -> None:
         if executor.is_failed and (death := note_failed([worker.proc for worker in executor.workers])):
             raise death
 
-    @before(CoreEngineProcManager, "shutdown")
-    def note_core(manager: Any, timeout: float | None = None) -> None:
+
+def replace_in_servers() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.utils import APIServerProcessManager
+
+    def note_process(manager: Any, timeout: float | None = None) -> None:
         note_failed(manager.processes)
 
+    before(CoreEngineProcManager, "shutdown")(note_process)
+    before(APIServerProcessManager, "shutdown")(note_process)
 
-def replace_in_clients() -> None:
-    from vllm.v1.engine.core_client import BackgroundResources
-    from vllm.v1.engine.exceptions import EngineDeadError
-
-    @before(BackgroundResources, "validate_alive")
-    def receive_cause(resources: Any, frames: Sequence[Any]) -> None:
-        if len(frames) != 1 or not (message := frames[0].buffer)[: len(DEAD)] == DEAD:
-            return
-        cause = bytes(message[len(DEAD) :]).decode().removeprefix(": ")
-        if cause:
-            _first_deaths.setdefault(os.getpid(), cause)
-        resources.engine_dead = True
-        raise EngineDeadError()
-
-    create = EngineDeadError.__init__
-
-    @functools.wraps(create)
-    def with_cause(self: EngineDeadError, *arguments: Any, **keywords: Any) -> None:
-        create(self, *arguments, **keywords)
-        if cause := _first_deaths.get(os.getpid()):
-            self.args = (f"{self.args[0]} {cause}", *self.args[1:])
-
-    EngineDeadError.__init__ = with_cause
+    @before(AsyncLLM, "shutdown")
+    def answer_open_requests(llm: Any, timeout: float | None = None) -> None:
+        """An API server that ends for another process's death would leave its clients without an answer."""
+        if first_death():
+            llm.output_processor.propagate_error(EngineDeadError())

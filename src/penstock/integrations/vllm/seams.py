@@ -218,8 +218,9 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         ),
         Exists("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
         Signature("vllm.v1.engine.utils:CoreEngineProcManager.shutdown", ("self", "timeout")),
-        Signature("vllm.v1.engine.core_client:BackgroundResources.validate_alive", ("self", "frames")),
-        Exists("vllm.v1.engine.core:EngineCoreProc.ENGINE_CORE_DEAD"),
+        Signature("vllm.v1.utils:APIServerProcessManager.shutdown", ("self", "timeout")),
+        Signature("vllm.v1.engine.async_llm:AsyncLLM.shutdown", ("self", "timeout")),
+        Signature("vllm.v1.engine.output_processor:OutputProcessor.propagate_error", ("self", "e")),
         Exists("vllm.v1.engine.exceptions:EngineDeadError"),
     ),
     # Fields without a name here are sent unchanged.
