@@ -296,11 +296,34 @@ void bind_memory(nb::module_& m) {
             },
             "to"_a);
 
+    nb::class_<EndGroup>(
+        m, "EndGroup",
+        "Ends of this process that share a fate. The first death in a channel of one of them ends the waits of all: "
+        "each raises PeerDied with that death, a receiver after the last record that is there. A death is final for "
+        "the group; one that a channel ignores, or that came before its end was opened, breaks no group.\n\n"
+        "Examples:\n"
+        "    >>> steps, replies = Broadcast(receivers=2), [Ring() for rank in range(2)]\n"
+        "    >>> group = EndGroup()\n"
+        "    >>> sender = steps.open_sender(group=group)\n"
+        "    >>> receivers = [ring.open_receiver(group=group) for ring in replies]\n"
+        "    >>> steps.open_receiver(1, name='worker 1').fail(RuntimeError('no such layer'))\n"
+        "    >>> receivers[0].receive()\n"
+        "    Traceback (most recent call last):\n"
+        "        ...\n"
+        "    penstock.errors.PeerDied: receiver 1 of 'broadcast', 'worker 1' ...\n")
+        .def(nb::init<>())
+        .def(
+            "__repr__",
+            [](const EndGroup& group) {
+                std::optional<Error> death = group.death();
+                return text_of(death ? "EndGroup(broken: " + death->text + ")" : std::string("EndGroup()"));
+            },
+            nb::sig("def __repr__(self) -> str"));
+
     nb::class_<Attachment>(m, "Attachment", "This process in a segment, as one of its peers.")
-        .def(nb::new_([](const std::shared_ptr<Segment>& segment, const std::string& name) {
-                 return Attachment::join(segment, name);
-             }),
-             "segment"_a, "name"_a = "")
+        .def(nb::new_([](const std::shared_ptr<Segment>& segment, const std::string& name,
+                         const std::shared_ptr<EndGroup>& group) { return Attachment::join(segment, name, group); }),
+             "segment"_a, "name"_a = "", "group"_a.none() = nb::none())
         .def_prop_ro("slot", &Attachment::slot)
         .def_prop_ro("epoch", &Attachment::epoch)
         .def_prop_ro("is_ours", &Attachment::is_ours)

@@ -127,7 +127,8 @@ class Channel {
     }
     // describe.h:
     std::string describe(End end) const;
-    Error died(const char* role, u32 index, End end) const;  // waits up to COUNT_NS for what it held
+    // may_wait: for up to COUNT_NS, until what it held has been counted.
+    Error died(const char* role, u32 index, End end, bool may_wait = true) const;
     void await_count(End end, bool is_garbage) const;
     // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free, and
     // neither is a receiver that has failed and is kept.

@@ -110,13 +110,13 @@ inline void Channel::await_count(End end, bool is_garbage) const {
         if (peer.reaped_ns.load(RELAXED) == 0 && look_at(identity).liveness != Liveness::gone) return;
     }
 }
-inline Error Channel::died(const char* role, u32 index, End end) const {
+inline Error Channel::died(const char* role, u32 index, End end, bool may_wait) const {
     std::string name = "?", how = "how is not known", held = "what it held was given back";
     i64 pid = 0;
     bool is_sender = std::strcmp(role, "sender") == 0;
     std::string failure = read_failure(is_sender ? lane(index).failure : receiver(index).failure, end.epoch);
     bool is_garbage = failure == GARBAGE;
-    await_count(end, is_garbage);
+    if (may_wait) await_count(end, is_garbage);
     if (is_known(end)) {
         PeerSlot& peer = by->peer(end.slot);
         u64 identity = peer.identity.load(order::identity.acquire);
@@ -143,6 +143,35 @@ inline Error Channel::died(const char* role, u32 index, End end) const {
         .with("pid", pid)
         .with("how", how)
         .with("held", held);
+}
+inline void Attachment::set_group(std::shared_ptr<EndGroup> group) {
+    const Geometry& g = segment_->geometry();
+    if (group == nullptr || g.channel == 0) return;
+    auto know = [&](const Shared<u64>& word) {
+        End end = end_of(word.load(order::end.acquire));
+        known_epochs_.push_back(has_died(end.state) || end.epoch == 0 ? end.epoch : end.epoch - 1);
+    };
+    for (u32 i = 0; i < g.shape.lanes; ++i) know(segment_->at<Lane>(g.lanes)[i].word);
+    for (u32 r = 0; r < g.shape.receivers; ++r) know(segment_->at<ReceiverSlot>(g.receivers)[r].word);
+    group_ = std::move(group);
+}
+// The death of an end of the channel since this peer joined, unless the channel ignores such a death. For the watcher,
+// so it waits for nothing.
+inline std::optional<Error> find_death(Attachment& by) {
+    Channel channel(std::shared_ptr<Attachment>(std::shared_ptr<Attachment>(), &by));  // does not own it
+    const Shape& shape = by.shape();
+    auto find = [&](const char* role, u32 index, size_t end_index, const auto& slot) -> std::optional<Error> {
+        for (const Shared<u64>* word : {&slot.word, &slot.ended})
+            if (End end = end_of(word->load(order::end.acquire)); by.has_died_since(end_index, end))
+                return channel.died(role, index, end, false);
+        return {};
+    };
+    std::optional<Error> death;
+    for (u32 i = 0; i < shape.lanes && shape.sender_death == 0 && !death; ++i)
+        death = find("sender", i, i, channel.lane(i));
+    for (u32 r = 0; r < shape.receivers && shape.receiver_death == 0 && !death; ++r)
+        death = find("receiver", r, shape.lanes + r, channel.receiver(r));
+    return death;
 }
 inline Error Sender::timeout(u64 waited_ns) {
     require_open();

@@ -7,6 +7,7 @@
 #include <mutex>
 #include <vector>
 
+#include "end_group.h"
 #include "segment.h"
 #include "wait.h"
 
@@ -16,6 +17,7 @@ class Attachment;
 void reap_holdings(Attachment& by, u32 slot, u64 identity, EndState ends_become);  // reap.h
 u64 mark_ends(Attachment& by, u32 slot, u64 identity, EndState ends_become);       // reap.h
 void wake_everybody(Attachment& by);                                               // reap.h
+std::optional<Error> find_death(Attachment& by);                                   // describe.h
 
 // What others need to know of this process's watcher (watcher.h).
 struct WatcherNumbers {
@@ -27,12 +29,15 @@ struct WatcherNumbers {
 // This process in a segment: a slot in its table. Everything that touches shared state goes through one.
 class Attachment : public std::enable_shared_from_this<Attachment> {
    public:
-    static std::shared_ptr<Attachment> join(std::shared_ptr<Segment> segment, const std::string& name) {
+    // group: of the end that is to be opened; null: the end is in none.
+    static std::shared_ptr<Attachment> join(std::shared_ptr<Segment> segment, const std::string& name,
+                                            std::shared_ptr<EndGroup> group = nullptr) {
         segment->require_writable();
         std::shared_ptr<Attachment> self(new Attachment(std::move(segment)), retire);
         self->identity_ = own_identity();
         self->require_watchable(look_at(pid_of(self->identity_), start_of(self->identity_)).why());
         self->claim(name);
+        self->set_group(std::move(group));
         self->require_watchable(self->resync());  // if not, the place is given back
         self->announce();
         return self;
@@ -68,6 +73,19 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         return slot < shape().max_peers &&
                state_of(peer(slot).identity.load(order::identity.acquire)) == PeerState::live;
     }
+
+    // ── the group that shares its fate ──
+    EndGroup* group() const { return group_.get(); }
+    bool is_group_broken() const { return group_ != nullptr && group_->is_broken(); }
+    void require_group() const {
+        if (group_ != nullptr) group_->require_whole();
+    }
+    // Whether this end died after this peer had joined: a death before that is no news of its group.
+    bool has_died_since(size_t end_index, End end) const {
+        return has_died(end.state) && end.epoch > known_epochs_[end_index];
+    }
+    // An end of this process has failed while the process lives: no pidfd tells the watchers, which break the groups.
+    void announce_failure();
 
     // Cheap: has anybody come or gone since this process last looked? If so, look.
     bool is_stale() const { return segment_->header().peers_version.load(RELAXED) != seen_version_.load(RELAXED); }
@@ -305,6 +323,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     // All peers learn that there is one more to watch: their watchers through a pipe, those that wait by their
     // bell.
     void announce() {
+        poke_watchers();
+        wake_everybody(*this);
+    }
+    void poke_watchers() {
         for (u32 slot = 0; slot < shape().max_peers; ++slot) {
             u64 identity = peer(slot).identity.load(order::identity.acquire);
             u64 ino = peer(slot).watch_ino.load(order::watch_pipe.acquire);
@@ -314,8 +336,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
             poke(fd);
             ::close(fd);
         }
-        wake_everybody(*this);
     }
+    void set_group(std::shared_ptr<EndGroup> group);
     // A pipe of another process of ours, or -1. It is looked at before it is opened and after. Opened for reading too:
     // so its last reader cannot die under our write, which would be a SIGPIPE for us.
     static int open_pipe(u64 identity, u32 number, u64 ino) {
@@ -404,6 +426,8 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     u32 slot_ = 0;
     u32 epoch_ = 0;
     u64 identity_ = 0;
+    std::shared_ptr<EndGroup> group_;
+    std::vector<u32> known_epochs_;  // of the lanes, then of the receivers, as this peer joined; empty: it has no group
     Atomic<u32> seen_version_{0};
     std::mutex bells_mutex_;
     std::vector<OtherBell> bells_;

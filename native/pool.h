@@ -146,7 +146,7 @@ class Pool {
     Woken wait_for_return(u32 returns, u64 deadline, Spinner& spinner, Waits& waits, const Atomic<bool>& is_closing) {
         return wait<false>(head_.memory, 1ull << (attachment_.slot() % 64), deadline, spinner, waits, nullptr, [&] {
             return head_.returns.load(order::returns.acquire) != returns || attachment_.is_stale() ||
-                   is_closing.load(RELAXED);
+                   attachment_.is_group_broken() || is_closing.load(RELAXED);
         });
     }
     // Has [offset, offset + nbytes) its pages? Within bounds; not to be relied on for what is not held.

@@ -112,6 +112,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
                     channel_.head.ready.fetch_or(1ull << i, order::ready.release);
             }
         }
+        channel_.by->require_group();  // after the last record
         look_at_ends();
         return false;
     }
@@ -400,7 +401,9 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         throw channel_.died("sender", 0, end);
     }
     bool is_awaited() {
-        if (is_closing_.load(RELAXED) || channel_.by->is_stale() || channel_.changes() != seen_changes_) return true;
+        if (is_closing_.load(RELAXED) || channel_.by->is_stale() || channel_.by->is_group_broken() ||
+            channel_.changes() != seen_changes_)
+            return true;
         if (channel_.is_inbox()) return (channel_.head.ready.load(order::ready.acquire) & lanes_mask()) != 0;
         if (lanes_[0].is_counted) return channel_.lane(0).committed.load(order::publish.acquire) != lanes_[0].position;
         return mode_of(channel_.cursor(0, index_).mode.load(order::mode.acquire)) == CursorMode::counted;
@@ -432,6 +435,7 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         slot_->word.compare_exchange_strong(expected, word(EndState::failed), order::end.acq_rel);
         channel_.changed();
         ring_rooms();
+        channel_.by->announce_failure();
     }
     void ring_rooms() {
         for (u32 i = 0; i < channel_.g.shape.lanes; ++i)

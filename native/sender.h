@@ -86,6 +86,7 @@ class Sender {
         obstacle_.clear();
         if (is_reserved_) throw Error(Fault::value, "a reservation is open: commit or abort it first");
         channel_.by->refresh();
+        channel_.by->require_group();
         if (__builtin_expect(channel_.changes() != seen_changes_, 0)) look_at_ends();
         if (__builtin_expect(lane_->joining.load(order::joining.acquire) != 0, 0)) admit();
         if (!has_receivers_) refuse_without_receivers();
@@ -219,7 +220,8 @@ class Sender {
             channel_.pool.header().memory.parked_async.fetch_or(1ull << (channel_.by->slot() % 64),
                                                                 order::bell.seq_cst);
             fence(order::bell.seq_cst);
-            return channel_.pool.returns() != returns_seen_ || channel_.by->is_stale() || is_closing_.load(RELAXED);
+            return channel_.pool.returns() != returns_seen_ || channel_.by->is_stale() || is_closing_.load(RELAXED) ||
+                   channel_.by->is_group_broken();
         }
         lane_->room.wake_position.store(reservation_.position + reservation_.need - channel_.g.shape.lane_nbytes,
                                         RELAXED);
@@ -263,6 +265,7 @@ class Sender {
         if (channel_.is_inbox()) channel_.head.ready.fetch_or(1ull << index_, order::ready.release);
         channel_.changed();
         channel_.wake_receivers(ring_all(channel_.head.bell));
+        if (failure != nullptr) channel_.by->announce_failure();
         if (!is_reserved_) channel_.let_go();  // else with the last view: its block is ours until then
     }
 
@@ -392,7 +395,7 @@ class Sender {
     }
     bool is_awaited() {
         return is_closing_.load(RELAXED) || channel_.changes() != seen_changes_ || channel_.by->is_stale() ||
-               lane_->joining.load(RELAXED) != 0 || has_room();
+               channel_.by->is_group_broken() || lane_->joining.load(RELAXED) != 0 || has_room();
     }
     // Receivers that came while the channel runs are counted from the next record on. The sender does it, so that there
     // is no record of which it is not clear which receivers get it.

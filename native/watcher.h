@@ -73,6 +73,7 @@ class Watcher {
     std::map<u64, Watched>::iterator unwatch(std::map<u64, Watched>::iterator at);       // mutex_ is held
     void scan_all();                                                                     // mutex_ is held
     bool reap_or_retry(Attachment* attachment, u64 identity, bool only_marked = false);  // mutex_ is held
+    void break_group(Attachment* attachment);                                            // mutex_ is held
     std::mutex mutex_;
     std::set<Attachment*> all_;
     int pipe_[2] = {-1, -1};
@@ -264,6 +265,7 @@ inline int Watcher::settle_marks() {
             attachment->note_how(identity, how);
             if (is_exec) is_reaped = reap_or_retry(attachment, identity, true) && is_reaped;
             if (!is_exec && !watched.is_dying) attachment->announce_dying(identity);
+            break_group(attachment);
         }
         watched.is_dying = true;
         if (is_reaped) {
@@ -327,6 +329,7 @@ inline void Watcher::scan_all() {
         std::vector<u64> gone;
         scan(attachment, gone);
         for (u64 identity : gone) reap_or_retry(attachment, identity);
+        break_group(attachment);
         if (!attachment->finish_put_off()) must_retry_.store(true, RELAXED);
     }
     std::erase_if(leaving_, [](auto& attachment) { return attachment->leave(); });
@@ -357,6 +360,10 @@ inline std::string Watcher::watch(Attachment* attachment) {
         if (!why.empty()) poke(pipe_[1]);  // so that the watcher sleeps no longer than RETRY_MS
     }
     for (u64 identity : gone) attachment->reap(identity);
+    if (attachment->group() != nullptr) {
+        std::lock_guard guard(mutex_);
+        break_group(attachment);
+    }
     return why;
 }
 
@@ -395,6 +402,17 @@ inline bool Watcher::reap_or_retry(Attachment* attachment, u64 identity, bool on
     }
 }
 
+// An end of the group's has died, of a process or alone: every wait in the group ends.
+inline void Watcher::break_group(Attachment* attachment) {
+    EndGroup* group = attachment->group();
+    if (group == nullptr || group->is_broken()) return;
+    std::optional<Error> death = find_death(*attachment);
+    if (!death) return;
+    group->break_by(*death);
+    for (Attachment* member : all_)
+        if (member->group() == group) wake_everybody(*member);
+}
+
 inline void Watcher::loop() {
     robust_.list.next = &robust_.list;
     robust_.futex_offset = ROBUST_DISTANCE;
@@ -420,6 +438,7 @@ inline void Watcher::loop() {
             for (Attachment* attachment : watch->second.attachments) {
                 attachment->note_how(watch->first, how);
                 reap_or_retry(attachment, watch->first);
+                break_group(attachment);
             }
             unwatch(watch);
         }
@@ -433,6 +452,10 @@ inline void Watcher::loop() {
 inline std::string Attachment::resync() {
     seen_version_.store(segment_->header().peers_version.load(order::members.acquire), RELAXED);
     return Watcher::instance().watch(this);
+}
+inline void Attachment::announce_failure() {
+    poke_watchers();
+    Watcher::instance().retry();
 }
 inline void Attachment::put_off(Work work) {
     {

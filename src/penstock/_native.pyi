@@ -222,10 +222,30 @@ class BlockLease:
 
     def grant(self, to: int) -> None: ...
 
+class EndGroup:
+    """
+    Ends of this process that share a fate. The first death in a channel of one of them ends the waits of all: each raises PeerDied with that death, a receiver after the last record that is there. A death is final for the group; one that a channel ignores, or that came before its end was opened, breaks no group.
+
+    Examples:
+        >>> steps, replies = Broadcast(receivers=2), [Ring() for rank in range(2)]
+        >>> group = EndGroup()
+        >>> sender = steps.open_sender(group=group)
+        >>> receivers = [ring.open_receiver(group=group) for ring in replies]
+        >>> steps.open_receiver(1, name='worker 1').fail(RuntimeError('no such layer'))
+        >>> receivers[0].receive()
+        Traceback (most recent call last):
+            ...
+        penstock.errors.PeerDied: receiver 1 of 'broadcast', 'worker 1' ...
+    """
+
+    def __init__(self) -> None: ...
+
+    def __repr__(self) -> str: ...
+
 class Attachment:
     """This process in a segment, as one of its peers."""
 
-    def __init__(self, segment: Segment, name: str = '') -> None: ...
+    def __init__(self, segment: Segment, name: str = '', group: EndGroup | None = None) -> None: ...
 
     @property
     def slot(self) -> int: ...

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any, TypeVar, overload
 
 from penstock import _native
 from penstock._native import Lease
-from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, Inbox, LongRecords, Receiver, Ring, Sender
+from penstock.channel import AsyncReceiver, AsyncSender, Broadcast, EndGroup, Inbox, LongRecords, Receiver, Ring, Sender
 from penstock.channel import Channel as _Channel
 from penstock.channel.channels import channel_of as _channel_of
 from penstock.codec import Buffer
@@ -90,6 +90,7 @@ __all__ = [
     "DeathCause",
     "DecodeError",
     "Empty",
+    "EndGroup",
     "EndOfChannel",
     "Handle",
     "Inbox",

@@ -166,6 +166,44 @@ def test_a_ringer_that_is_stopped_anywhere_leaves_the_bits_to_the_next(model: st
     two_ringers().holds(10_000, model)
 
 
+# ── a group of ends: its watcher says that it is broken, and rings the bells of all members ──────────────────────────
+def grouped(*, wakes: bool = True, breaks_first: bool = True) -> Scene:
+    """A waiter for a record that never comes, in a channel with living peers, and the watcher of the process."""
+
+    def is_over() -> Step:
+        published = yield load("published", orders.publish.acquire)
+        is_broken = yield load("broken", RELAXED)
+        return published > 0 or is_broken != 0
+
+    def member() -> Step:
+        while not (yield from is_over()):
+            yield from wait(1, is_over)
+        return "told of a death"
+
+    def watcher() -> Step:  # Watcher::break_group
+        if breaks_first:
+            yield store("broken", 1, RELAXED)
+        if wakes:
+            yield from ring_all()
+        if not breaks_first:
+            yield store("broken", 1, RELAXED)
+
+    return Scene(MEMORY | {"broken": 0}, [Process("member", member), Process("watcher", watcher)])
+
+
+@pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
+def test_broken_group_leaves_no_member_asleep(model: str) -> None:
+    grouped().holds(10, model)
+
+
+def test_group_without_a_bell_leaves_a_member_asleep() -> None:
+    grouped(wakes=False).fails(ASLEEP)
+
+
+def test_group_that_is_broken_after_the_bell_leaves_a_member_asleep() -> None:
+    grouped(breaks_first=False).fails(ASLEEP)
+
+
 # ── what each part is there for ──────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("model", ["tso", "weak"])
 def test_without_the_fence_of_the_ringer_a_wake_up_is_lost(model: str) -> None:

@@ -10,6 +10,7 @@ import re
 import signal
 import socket
 import subprocess
+import threading
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -20,6 +21,39 @@ from tests.support import peer
 START = 400.0  # seconds until it answers, on a machine that has other work
 END = 60.0
 NAME = "tiny"
+
+
+class OpenStream(threading.Thread):
+    """A client with an answer of many tokens open: each line with the time when the client had the line."""
+
+    def __init__(self, port: int) -> None:
+        super().__init__(daemon=True)
+        self._port = port
+        self.lines: list[tuple[float, str]] = []
+        self.ended_at = 0.0
+        self.start()
+
+    def run(self) -> None:
+        body = {"model": NAME, "prompt": "hello", "max_tokens": 480, "temperature": 0, "ignore_eos": True}
+        connection = http.client.HTTPConnection("127.0.0.1", self._port, timeout=START)
+        with contextlib.closing(connection), contextlib.suppress(OSError):
+            connection.request(
+                "POST", "/v1/completions", json.dumps({**body, "stream": True}), {"content-type": "application/json"}
+            )
+            response = connection.getresponse()
+            while line := response.readline():
+                self.lines.append((time.monotonic(), line.decode().strip()))
+        self.ended_at = time.monotonic()
+
+    def has_error(self) -> bool:
+        return any('"error"' in line for _, line in self.lines)
+
+    def error(self) -> tuple[float, str]:
+        """Waits for the end. Returns when the error event came, and its message."""
+        self.join(START)
+        events = [(at, line.removeprefix("data: ")) for at, line in self.lines if '"error"' in line]
+        assert events, f"the stream ended without an error: {self.lines[-2:]}"
+        return events[0][0], json.loads(events[0][1])["error"]["message"]
 
 
 class VllmServer:
@@ -39,6 +73,34 @@ class VllmServer:
         assert response.status == 200, text
         answer: str = json.loads(text)["choices"][0]["text"]
         return answer
+
+    def streams(self, count: int) -> list[OpenStream]:
+        """Opens streams, each of which has received some tokens."""
+        streams = [OpenStream(self.port) for _ in range(count)]
+        deadline = time.monotonic() + START
+        while not all(len(stream.lines) > 20 for stream in streams):
+            assert time.monotonic() < deadline, [stream.lines[-2:] for stream in streams]
+            time.sleep(0.005)
+        return streams
+
+    def unhealthy_at(self, limit: float = 60.0) -> float:
+        """Returns when /health first answered anything but 200."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=limit)
+            with contextlib.closing(connection):
+                try:
+                    connection.request("GET", "/health")
+                    status = connection.getresponse().status
+                except (OSError, http.client.HTTPException):
+                    status = 0
+            if status != 200:
+                return time.monotonic()
+            time.sleep(0.01)
+        raise AssertionError(f"/health answers 200 for {limit:.0f} s")
+
+    def core(self) -> int:
+        return self._pids_of("EngineCore")[0]
 
     def pids(self) -> list[int]:
         """All its processes: it began a session of its own."""

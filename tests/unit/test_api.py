@@ -19,7 +19,7 @@ from tests.support.documents import EXAMPLES, PAGES, ROOT
 pytestmark = pytest.mark.unit
 
 NAMES = {
-    *("Ring", "Broadcast", "Inbox", "attach", "Ticket"),
+    *("Ring", "Broadcast", "Inbox", "EndGroup", "attach", "Ticket"),
     *("Sender", "Receiver", "AsyncSender", "AsyncReceiver"),
     *("Store", "Scope", "Lease", "Loan", "Handle", "Empty", "content_key"),
     *("Buffer", "DeathCause", "LongRecords", "MemoryOptions"),
@@ -41,9 +41,9 @@ GLOBALS = {
 }
 
 
-def test_the_package_has_20_names_and_13_errors() -> None:
+def test_the_package_has_21_names_and_13_errors() -> None:
     assert set(penstock.__all__) == NAMES | ERRORS | {"__version__"}
-    assert len(NAMES) == 20 and len(ERRORS) == 13
+    assert len(NAMES) == 21 and len(ERRORS) == 13
     for name in ERRORS:
         assert issubclass(getattr(penstock, name), penstock.PenstockError)
 

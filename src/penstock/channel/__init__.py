@@ -3,6 +3,7 @@
 ring 1→1, broadcast 1→N, inbox N→1. Leaves to the codec what a record means.
 """
 
+from penstock._native import EndGroup as EndGroup
 from penstock._native import Receiver as ByteReceiver
 from penstock._native import Reservation
 from penstock._native import Sender as ByteSender
@@ -20,6 +21,7 @@ __all__ = [
     "ByteReceiver",
     "ByteSender",
     "Channel",
+    "EndGroup",
     "FrameReceiver",
     "FrameSender",
     "Inbox",

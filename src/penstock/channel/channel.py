@@ -84,10 +84,10 @@ class Channel(Shareable, Generic[T]):
         """The description of the channel's messages, as it lies in its segment; empty: it carries bytes."""
         return bytes(self._segment.schema)
 
-    def _join(self, name: str) -> _native.Attachment:
+    def _join(self, name: str, group: _native.EndGroup | None = None) -> _native.Attachment:
         if self._is_closed:
             raise ClosedError(f"channel '{self.name}' is closed")
-        return _native.Attachment(self._segment, short(name))
+        return _native.Attachment(self._segment, short(name), group)
 
     def _sender(self, index: int | None, attachment: _native.Attachment) -> _native.Sender:
         if index is not None and not 0 <= index < self.senders:
@@ -99,7 +99,9 @@ class Channel(Shareable, Generic[T]):
             raise ValueError(f"expected a receiver of '{self.name}' from 0 to {self.receivers - 1}, got {index}")
         return _native.Receiver(attachment, -1 if index is None else index)
 
-    def open_sender(self, index: int | None = None, *, name: str = "") -> Sender[T]:
+    def open_sender(
+        self, index: int | None = None, *, name: str = "", group: _native.EndGroup | None = None
+    ) -> Sender[T]:
         """Makes this process a sender of the channel.
 
         Waits up to 2 seconds while the memory of a dead predecessor is being released.
@@ -107,6 +109,7 @@ class Channel(Shareable, Generic[T]):
         Args:
             index: which of the channel's senders; None for the first that is free.
             name: of this process, in errors and in `penstock inspect`.
+            group: a death in a channel of one of the group's ends ends the waits of all of them.
 
         Raises:
             ValueError: the channel has no such sender, or a living process has it. In a ring or broadcast, a sender
@@ -118,10 +121,12 @@ class Channel(Shareable, Generic[T]):
             >>> with ring.open_sender(name="scheduler") as sender:
             ...     sender.send(b"step")
         """
-        end = self._sender(index, self._join(name))
+        end = self._sender(index, self._join(name, group))
         return cast("Sender[T]", end) if self._carries_bytes else Sender(end, self._codec)
 
-    def open_receiver(self, index: int | None = None, *, name: str = "") -> Receiver[T]:
+    def open_receiver(
+        self, index: int | None = None, *, name: str = "", group: _native.EndGroup | None = None
+    ) -> Receiver[T]:
         """Makes this process a receiver of the channel.
 
         The channel keeps messages for its first receivers until they open. A receiver in the place of a closed or
@@ -131,6 +136,7 @@ class Channel(Shareable, Generic[T]):
         Args:
             index: which of the channel's receivers; None for the first that is free.
             name: of this process, in errors and in `penstock inspect`.
+            group: a death in a channel of one of the group's ends ends the waits of all of them.
 
         Raises:
             ValueError: the channel has no such receiver, or a living process has it.
@@ -142,10 +148,12 @@ class Channel(Shareable, Generic[T]):
             >>> ring.open_receiver(name="worker").receive()
             b'before the receiver'
         """
-        end = self._receiver(index, self._join(name))
+        end = self._receiver(index, self._join(name, group))
         return cast("Receiver[T]", end) if self._carries_bytes else Receiver(end, self._codec)
 
-    def open_async_sender(self, index: int | None = None, *, name: str = "") -> AsyncSender[T]:
+    def open_async_sender(
+        self, index: int | None = None, *, name: str = "", group: _native.EndGroup | None = None
+    ) -> AsyncSender[T]:
         """Makes this process a sender of the channel, for asyncio. Args and Raises are those of `open_sender`.
 
         Examples:
@@ -154,11 +162,13 @@ class Channel(Shareable, Generic[T]):
             ...         await sender.send(b"step")
             >>> asyncio.run(main(Ring()))
         """
-        attachment = self._join(name)
+        attachment = self._join(name, group)
         attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
         return AsyncSender(self._sender(index, attachment), self._codec, attachment)
 
-    def open_async_receiver(self, index: int | None = None, *, name: str = "") -> AsyncReceiver[T]:
+    def open_async_receiver(
+        self, index: int | None = None, *, name: str = "", group: _native.EndGroup | None = None
+    ) -> AsyncReceiver[T]:
         """Makes this process a receiver of the channel, for asyncio. Args and Raises are those of `open_receiver`.
 
         Examples:
@@ -169,7 +179,7 @@ class Channel(Shareable, Generic[T]):
             >>> asyncio.run(main(Ring()))
             b'step'
         """
-        attachment = self._join(name)
+        attachment = self._join(name, group)
         attachment.bell_fd()  # before the end is claimed, which could not be opened a second time
         return AsyncReceiver(self._receiver(index, attachment), self._codec, attachment)
 

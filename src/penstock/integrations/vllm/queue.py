@@ -7,7 +7,9 @@ handle. Leaves to records.py the bytes of a message, and to steps.py the changes
 from __future__ import annotations
 
 import importlib
+import itertools
 import multiprocessing
+import os
 import sys
 import time
 import weakref
@@ -23,7 +25,7 @@ import penstock
 from penstock.channel import Latency
 from penstock.environment import VLLM
 from penstock.errors import ClosedError, EndOfChannel, PeerDied, PenstockError, Timeout
-from penstock.integrations.vllm import records
+from penstock.integrations.vllm import deaths, records, seams
 from penstock.integrations.vllm.settings import LOGGER, Settings, fall_back
 from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 
@@ -33,12 +35,17 @@ VllmHandle: Any = shm_broadcast.Handle
 STEPS = "penstock.integrations.vllm.steps"
 LONG_RECORDS = 1024  # in a queue's pool; readers that hold more than a fair share get copies
 
+_numbers = itertools.count()  # of the groups that this process began
+_groups: dict[tuple[int, str], penstock.EndGroup] = {}  # by pid, as a fork is another process, and by name
+_joined: dict[int, str] = {}  # by pid: the group of the executor that this process works for
+
 
 @dataclass
 class Handle(VllmHandle):  # type: ignore[misc]
     """vLLM's handle, with the channel's ticket and the rule for views in place, for local readers."""
 
     ticket: str = ""
+    group: str = ""  # of the executor's queues: a death in one of them ends the waits of all
     views: records.Views = "readonly"
     has_steps: bool = False
 
@@ -51,7 +58,6 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
     # vLLM's create_from_handle makes instances without calling __init__.
     _sender: ByteSender | None = None
     _receiver: ByteReceiver | None = None
-    _death = ""
     _steps: Any = None
     _shown: list[weakref.ref[Any]]  # records with views of a reader
     _max_views: int  # such records, before a reader gets copies
@@ -84,12 +90,14 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         # For remote readers: a queue of vLLM's without local readers.
         self._remote = VllmQueue(self.n_remote_reader, 0, connect_ip=connect_ip) if self.n_remote_reader else None
         self._channel = channel
-        self._sender = channel.open_sender(name=_process_name())
+        group = _joined.get(os.getpid()) or f"{os.getpid()}.{next(_numbers)}"
+        self._sender = channel.open_sender(name=_process_name(), group=_group(group))
         LOGGER.info("penstock carries a queue of vLLM to %d local readers, as '%s'", n_local_reader, channel.name)
         self._reducers = records.tensor_reducers()
         self.handle = Handle(
             local_reader_ranks=ranks,
             ticket=str(channel.ticket),
+            group=group,
             views=_views(self._settings.views, enable_shm_tensor_arena),
             has_steps="steps" in self._settings.parts and not self.n_remote_reader,
         )
@@ -138,7 +146,11 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
                 f" and one pid namespace can; where there are others, run vLLM with {VLLM.name}=0"
             ) from error
         queue._channel = channel
-        queue._receiver = channel.open_receiver(queue.local_reader_rank, name=_process_name())
+        if not handle.group.startswith(f"{os.getpid()}."):
+            _joined[os.getpid()] = handle.group
+        queue._receiver = channel.open_receiver(
+            queue.local_reader_rank, name=_process_name(), group=_group(handle.group)
+        )
         queue._max_views = max(1, LONG_RECORDS // 2 // queue.n_local_reader)
         queue._shown = []
         if handle.has_steps:
@@ -245,11 +257,9 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
 
         Raises:
             TimeoutError: from the call.
-            RuntimeError: a process at the remote end died, or an end was closed. A death is final: later messages would
-                reach only a part of the readers.
+            RuntimeError: a process of the queue's group died, or an end was closed. A death is final: later messages
+                would reach only a part of the readers.
         """
-        if self._death:
-            raise RuntimeError(self._death)
         deadline = None if timeout is None else time.monotonic() + timeout
         left = timeout
         while True:
@@ -268,8 +278,7 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
 
     def _raise_end(self, end: PenstockError) -> NoReturn:
         if isinstance(end, PeerDied):
-            self._death = str(end)
-            raise RuntimeError(self._death) from end
+            raise deaths.process_died(end) from end
         raise RuntimeError(f"cancelled: {end}") from end
 
 
@@ -283,9 +292,17 @@ def _process_name() -> str:
     return multiprocessing.current_process().name
 
 
+def _group(name: str) -> penstock.EndGroup:
+    return _groups.setdefault((os.getpid(), name), penstock.EndGroup())
+
+
 def replace(settings: Settings) -> None:
     """Replaces vLLM's MessageQueue, also in modules that have imported the class by name."""
     MessageQueue._settings = settings
     for name, module in list(sys.modules.items()):
         if name.startswith("vllm.") and vars(module).get("MessageQueue") is VllmQueue:
             module.MessageQueue = MessageQueue  # type: ignore[attr-defined]
+    if (sentence := seams.misfit("deaths")) is None:
+        deaths.replace()
+    else:
+        fall_back("deaths", sentence)

@@ -210,6 +210,19 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Exists(f"{CONFIG}.multimodal:MultiModalConfig.mm_tensor_ipc"),
         Signature(f"{CONFIG}.multimodal:MultiModalConfig.get_mm_processor_device_type", ("self",)),
     ),
+    # With the queue: the way of a death to vLLM's clients.
+    "deaths": (
+        Signature("vllm.v1.executor.multiproc_executor:MultiprocExecutor.shutdown", ("self",)),
+        Signature(
+            "vllm.v1.executor.multiproc_executor:MultiprocExecutor.register_failure_callback", ("self", "callback")
+        ),
+        Exists("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
+        Signature("vllm.v1.engine.utils:CoreEngineProcManager.shutdown", ("self", "timeout")),
+        Signature("vllm.v1.utils:APIServerProcessManager.shutdown", ("self", "timeout")),
+        Signature("vllm.v1.engine.async_llm:AsyncLLM.shutdown", ("self", "timeout")),
+        Signature("vllm.v1.engine.output_processor:OutputProcessor.propagate_error", ("self", "e")),
+        Exists("vllm.v1.engine.exceptions:EngineDeadError"),
+    ),
     # Fields without a name here are sent unchanged.
     "steps": (
         HasFields(

@@ -1,0 +1,156 @@
+"""The way of a death to the clients of vLLM: which process died, and how, in the exception, the log and each answer.
+
+queue.py           ends each wait with ProcessDied, whichever process of the executor has died
+the executor       calls its failure callback before it waits for its other workers to end, instead of after
+each process       writes the death that it sees into the board; the first line is the cause of all others
+the API servers    put the first line into each EngineDeadError, and so into their answers
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from multiprocessing.connection import wait
+from typing import Any
+
+from penstock.environment import VLLM_DEATHS
+from penstock.errors import DeathCause, PeerDied
+from penstock.integrations.vllm.settings import LOGGER
+
+RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
+REAPED_S = 0.2  # from the end of a process until it can be reaped
+
+
+class ProcessDied(RuntimeError):
+    """A process of vLLM has died: "VllmWorker-1 (rank 1, pid 4711) died: killed by SIGKILL"."""
+
+    name: str
+    pid: int
+    rank: int | None  # of a worker
+    cause: DeathCause
+
+    @classmethod
+    def of(cls, name: str, pid: int, cause: DeathCause) -> ProcessDied:
+        match = RANK.fullmatch(name)
+        rank = None if match is None else int(match[1])
+        error = cls(f"{name} ({'' if rank is None else f'rank {rank}, '}pid {pid}) died: {cause}")
+        error.name, error.pid, error.rank, error.cause = name, pid, rank, cause
+        return error
+
+
+# ── the board: a file without a name, which the first process of the server holds ──
+def open_board() -> None:
+    """Makes the board, unless this process has the board of the process that has started it."""
+    if not VLLM_DEATHS.read():
+        board = os.memfd_create("penstock vllm deaths")
+        os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
+
+
+def first_death() -> str:
+    """Returns the text of the first death in the server; empty: none is known."""
+    with suppress(OSError), open(VLLM_DEATHS.read(), encoding="utf-8") as board:
+        return board.readline().rstrip()
+    return ""
+
+
+def note(death: ProcessDied) -> ProcessDied:
+    """Logs a death, unless it is on the board, and writes it there."""
+    with suppress(OSError), open(VLLM_DEATHS.read(), "r+b", buffering=0) as board:
+        if f"{death}\n".encode() in board.readlines():
+            return death
+        board.write(f"{death}\n".encode())
+    LOGGER.error("%s", death)
+    return death
+
+
+def process_died(death: PeerDied) -> ProcessDied:
+    """Returns the exception that ends a wait of a queue."""
+    return note(ProcessDied.of(death.name, death.pid, death.cause))
+
+
+def note_failed(processes: Sequence[Any]) -> ProcessDied | None:
+    """Notes the first of the processes of `multiprocessing` that has ended with an error; None: none has."""
+    by_sentinel = {process.sentinel: process for process in processes}
+    for sentinel in wait(list(by_sentinel), timeout=0):
+        process = by_sentinel[sentinel]
+        process.join(REAPED_S)
+        if process.exitcode:
+            return note(ProcessDied.of(process.name, process.pid, DeathCause.of_exit_code(process.exitcode)))
+    return None
+
+
+# ── in vLLM's classes ──
+def before(cls: type, name: str) -> Callable[[Callable[..., None]], None]:
+    """Runs the decorated step before the method of vLLM's class, with the same arguments."""
+    original = getattr(cls, name)
+
+    def put(step: Callable[..., None]) -> None:
+        @functools.wraps(original)
+        def method(*arguments: Any, **keywords: Any) -> Any:
+            step(*arguments, **keywords)
+            return original(*arguments, **keywords)
+
+        setattr(cls, name, method)
+
+    return put
+
+
+def replace() -> None:
+    """Puts the steps into vLLM's classes."""
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if hasattr(EngineDeadError.__init__, "__wrapped__"):
+        return  # vLLM loads its plugins more than once
+    open_board()
+    replace_in_executor()
+    replace_in_servers()
+    create = EngineDeadError.__init__
+
+    @functools.wraps(create)
+    def with_cause(self: EngineDeadError, *arguments: Any, **keywords: Any) -> None:
+        create(self, *arguments, **keywords)
+        if cause := first_death():
+            self.args = (f"{self.args[0]} {cause}", *self.args[1:])
+
+    EngineDeadError.__init__ = with_cause
+
+
+def replace_in_executor() -> None:
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    @before(MultiprocExecutor, "shutdown")
+    def call_back(executor: Any) -> None:
+        """Its monitor has seen a worker end. The engine's requests need not wait until the other workers have ended."""
+        callback = getattr(executor, "failure_callback", None)
+        if getattr(executor, "is_failed", False) and callback is not None:
+            executor.failure_callback = None
+            note_failed([worker.proc for worker in executor.workers])
+            callback()
+
+    @before(MultiprocExecutor, "collective_rpc")
+    def require_workers(executor: Any, *_: Any, **__: Any) -> None:
+        """Its monitor was first: vLLM's own error has no cause."""
+        if executor.is_failed and (death := note_failed([worker.proc for worker in executor.workers])):
+            raise death
+
+
+def replace_in_servers() -> None:
+    from vllm.v1.engine.async_llm import AsyncLLM
+    from vllm.v1.engine.exceptions import EngineDeadError
+    from vllm.v1.engine.utils import CoreEngineProcManager
+    from vllm.v1.utils import APIServerProcessManager
+
+    def note_process(manager: Any, timeout: float | None = None) -> None:
+        note_failed(manager.processes)
+
+    before(CoreEngineProcManager, "shutdown")(note_process)
+    before(APIServerProcessManager, "shutdown")(note_process)
+
+    @before(AsyncLLM, "shutdown")
+    def answer_open_requests(llm: Any, timeout: float | None = None) -> None:
+        """An API server that ends for another process's death would leave its clients without an answer."""
+        if first_death():
+            llm.output_processor.propagate_error(EngineDeadError())

@@ -1,0 +1,128 @@
+"""Kills workers of vLLM's executor, which have no model: COUNT SEED MODEL WORKERS.
+
+Prints as JSON, for each scene, the seconds from each kill until the failure callback was called and until the waiting
+call raised, the errors that are not as promised, and what was left behind.
+"""
+
+import gc
+import json
+import multiprocessing
+import os
+import random
+import sys
+import tempfile
+import threading
+import time
+from pathlib import Path
+
+from penstock.integrations.vllm import register
+
+LIMIT = 5.0
+SCENES = ("busy", "collective", "first", "idle")
+
+
+def config_of(model, workers):
+    from vllm.engine.arg_utils import EngineArgs
+
+    arguments = EngineArgs(
+        model=model,
+        tensor_parallel_size=workers,
+        distributed_executor_backend="mp",
+        worker_cls="stub_worker.StubWorker",
+        max_model_len=64,
+        dtype="float32",
+        enforce_eager=True,
+    )
+    return arguments.create_engine_config()
+
+
+class Call(threading.Thread):
+    """The engine core: calls workers until a call raises."""
+
+    def __init__(self, executor, scene, fifo):
+        super().__init__(daemon=True)
+        self.executor, self.scene, self.fifo = executor, scene, fifo
+        self.error, self.ended_at = None, None
+
+    def run(self):
+        try:
+            if self.scene == "collective":
+                self.executor.collective_rpc("collective", args=(self.fifo,), unique_reply_rank=0)
+            for number in range(10_000_000):
+                assert self.executor.collective_rpc("step", args=(number,), unique_reply_rank=0) == number
+        except Exception as error:
+            self.error, self.ended_at = error, time.monotonic()
+
+
+def scene_of(executor, scene, chance, fifo):
+    """Kills a worker in the scene. Returns seconds until the callback, and until the call; and what is wrong."""
+    called_at = []
+    executor.register_failure_callback(lambda: called_at.append(time.monotonic()))
+    call = Call(executor, scene, fifo)
+    # In a collective the first rank waits for the others.
+    victim = executor.workers[chance.randrange(1 if scene == "collective" else 0, len(executor.workers))]
+    if scene != "idle":
+        call.start()
+    if scene != "first":
+        time.sleep(0.02 + chance.random() * 0.05)
+    killed_at = time.monotonic()
+    victim.proc.kill()
+    if scene != "idle":
+        call.join(LIMIT)
+    while not called_at and time.monotonic() < killed_at + LIMIT:
+        time.sleep(0.001)
+    took = [called_at[0] - killed_at if called_at else None]
+    if scene == "idle":
+        return took, None
+    took.append(call.ended_at - killed_at if call.ended_at else None)
+    error = call.error
+    promised = (f"VllmWorker-{victim.rank}", victim.rank, victim.proc.pid, 9)
+    actual = tuple(getattr(error, name, None) for name in ("name", "rank", "pid"))
+    if (*actual, getattr(getattr(error, "cause", None), "signal", None)) != promised:
+        return took, f"{scene}: {type(error).__name__}: {error}"
+    return took, None
+
+
+def belongings():
+    """What would show that something was left: files of shared memory, segments, children."""
+    names = [path for name in os.listdir("/proc/self/fd") if os.path.exists(path := f"/proc/self/fd/{name}")]
+    segments = [path for path in map(os.readlink, names) if "memfd:penstock" in path]
+    return len(os.listdir("/dev/shm")), len(segments), len(multiprocessing.active_children())
+
+
+def kill_one_of(config, scene, chance, fifo):
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    executor = MultiprocExecutor(config)
+    workers = executor.workers
+    try:
+        return scene_of(executor, scene, chance, fifo)
+    finally:
+        for worker in workers:
+            worker.proc.kill()
+            worker.proc.join()
+        executor.shutdown()
+
+
+def main(count, seed, model, workers):
+    sys.path.insert(0, str(Path(__file__).parent))
+    register()
+    config = config_of(model, workers)
+    chance = random.Random(seed)
+    took, wrong, before = {scene: [] for scene in SCENES}, [], belongings()
+    with tempfile.TemporaryDirectory() as folder:
+        fifo = os.path.join(folder, "fifo")
+        os.mkfifo(fifo)
+        for index in range(count):
+            scene = SCENES[index % len(SCENES)]
+            durations, error = kill_one_of(config, scene, chance, fifo)
+            took[scene].append(durations)
+            if error is not None:
+                wrong.append(error)
+    gc.collect()  # the executor, its calls and its threads know each other
+    left = [now - then for now, then in zip(belongings(), before)]
+    print("DEATHS " + json.dumps({"took": took, "wrong": wrong, "left": left}))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), int(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
