@@ -6,7 +6,6 @@ ring 1→1, broadcast 1→N, inbox N→1. Leaves to the codec what a record mean
 from penstock._native import Receiver as ByteReceiver
 from penstock._native import Reservation
 from penstock._native import Sender as ByteSender
-from penstock.channel import unhandled_exception as unhandled_exception
 from penstock.channel.aio import AsyncReceiver, AsyncSender
 from penstock.channel.channel import Channel, Latency, LongRecords, OnDeath
 from penstock.channel.channels import Broadcast, Inbox, Ring
