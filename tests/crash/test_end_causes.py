@@ -157,14 +157,14 @@ def cases(forms: dict[str, str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("style", "form", "way"), cases(SENDERS))
-def test_receiver_is_told_how_a_sender_ended(style: str, form: str, way: str) -> None:
+def test_receiver_gets_the_cause_of_a_senders_end(style: str, form: str, way: str) -> None:
     with CHANNELS[style]() as channel, channel.open_receiver() as receiver, ending(SENDERS[form], way, channel):
         assert receiver.receive(timeout=20) == b"x"
         assert cause_of(lambda: receiver.receive(timeout=20)) in causes(form, way)
 
 
 @pytest.mark.parametrize(("style", "form", "way"), cases(RECEIVERS))
-def test_sender_is_told_how_a_receiver_ended(style: str, form: str, way: str) -> None:
+def test_sender_gets_the_cause_of_a_receivers_end(style: str, form: str, way: str) -> None:
     with CHANNELS[style]() as channel, channel.open_sender() as sender, ending(RECEIVERS[form], way, channel):
         sender.send(b"x")
 
@@ -350,7 +350,7 @@ def test_end_fails_by_an_exception_only(error: Any) -> None:
         sender.send(b"open")
 
 
-def test_error_whose_text_cannot_be_had_is_named() -> None:
+def test_error_without_a_text_is_reported_by_its_class() -> None:
     class Odd(Exception):
         def __str__(self) -> str:
             raise RuntimeError

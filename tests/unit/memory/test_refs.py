@@ -139,7 +139,7 @@ def test_random_references_are_stale_or_good_and_nothing_breaks(seed: int) -> No
 
 
 # ── grants ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_grant_keeps_the_block_for_the_one_who_will_open_it() -> None:
+def test_grant_keeps_the_block_until_its_peer_opens_it() -> None:
     pool = new_pool()
     other = peer_of(pool, "other")
     lease = pool.take(5)
@@ -222,7 +222,7 @@ def test_only_ones_own_grants_can_be_revoked() -> None:
     other.open(ref).release()
 
 
-def test_a_grant_is_passed_on_without_opening_it() -> None:
+def test_unopened_grant_can_be_granted_to_a_third_peer() -> None:
     pool = new_pool()
     other, third = peer_of(pool, "other"), peer_of(pool, "third")
     lease = pool.take(5)
@@ -260,7 +260,7 @@ def test_a_grant_to_oneself_is_a_grant() -> None:
 
 
 @pytest.mark.parametrize("to", [17, 31, 32, 1000, 2**31, 2**32, 2**40, -1])
-def test_a_grant_to_nobody_is_refused(to: int) -> None:
+def test_grant_to_a_peer_that_does_not_exist_is_refused(to: int) -> None:
     pool = new_pool()
     with pool.take(5) as lease:
         with pytest.raises(PeerDied, match=r"no grant to|expected a peer of 'refs'"):
