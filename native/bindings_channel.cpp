@@ -56,8 +56,11 @@ std::string failure_of(nb::handle error) {
     try {
         if (PyErr_GivenExceptionMatches(error.ptr(), PyExc_SystemExit) != 0) {
             nb::object code = error.attr("code");
-            int status = code.is_none() ? 0 : nb::isinstance<nb::int_>(code) ? nb::cast<int>(code) & 0xff : 1;
-            return how_in_words(1u + (static_cast<u32>(status) << 8)) + (status == 0 ? " without closing" : "");
+            // As the interpreter reads it: -1 where it does not fit.
+            long number = code.is_none() ? 0 : nb::isinstance<nb::int_>(code) ? PyLong_AsLong(code.ptr()) : 1;
+            PyErr_Clear();
+            u32 status = static_cast<u32>(number) & 0xff;
+            return how_in_words(1u + (status << 8)) + (status == 0 ? " without closing" : "");
         }
         std::string name =
             nb::cast<std::string>(nb::handle(reinterpret_cast<PyObject*>(Py_TYPE(error.ptr()))).attr("__qualname__"));
@@ -66,7 +69,7 @@ std::string failure_of(nb::handle error) {
             text = nb::cast<std::string>(nb::str(error));
         } catch (const std::exception&) {  // its __str__ fails, or gives what is no UTF-8: the name must do
         }
-        std::replace(text.begin(), text.end(), '\n', ' ');
+        std::replace_if(text.begin(), text.end(), [](char c) { return static_cast<u8>(c) < ' ' || c == 0x7f; }, ' ');
         return truncated(text.empty() ? name : name + ": " + text, FAILURE_NBYTES);
     } catch (const std::exception&) {
         return "an exception";
@@ -82,7 +85,8 @@ Abandonment abandoned() {
     bool is_ending = !Py_IsInitialized() || _Py_IsFinalizing();
 #endif
     if (is_ending) return {Abandoned::leave_open, ""};
-    if (!PyGILState_Check() || PyErr_Occurred() == nullptr) return {Abandoned::fail, GARBAGE};
+    if (!PyGILState_Check()) return {Abandoned::fail, GARBAGE};
+    if (PyErr_Occurred() == nullptr) return {Abandoned::fail, PyEval_GetFrame() == nullptr ? GARBAGE_AT_END : GARBAGE};
     nb::python_error raised;  // takes it
     Abandonment abandonment{Abandoned::fail, failure_of(raised.value())};
     raised.restore();
@@ -90,6 +94,10 @@ Abandonment abandoned() {
 }
 template <class End>
 void fail(End& end, nb::handle error) {
+    if (!PyExceptionInstance_Check(error.ptr())) {
+        PyErr_Format(PyExc_TypeError, "expected an exception, got %R", error.ptr());
+        throw nb::python_error();
+    }
     std::string failure = failure_of(error);
     end.begin_close();
     GilRelease released;
@@ -119,6 +127,16 @@ std::shared_ptr<End> open_end(const std::shared_ptr<Attachment>& by, int index) 
     std::erase_if(ends, [](const std::weak_ptr<End>& other) { return other.expired(); });
     ends.push_back(end);
     return end;
+}
+// Open while Python has a reference to it. Records that are viewed keep it in memory, but not open.
+nb::object open_receiver(const std::shared_ptr<Attachment>& by, int index) {
+    std::shared_ptr<Receiver> end = open_end<Receiver>(by, index);
+    nb::object object = nb::cast(end);
+    nb::keep_alive_cb(object, new std::shared_ptr<Receiver>(end), [](void* payload) noexcept {
+        auto* held = static_cast<std::shared_ptr<Receiver>*>(payload);
+        if ((*held)->abandon()) delete held;
+    });
+    return object;
 }
 template <class End>
 void fail_all(nb::handle error) {
@@ -605,7 +623,7 @@ void bind_channel(nb::module_& m) {
         "    >>> with ring.open_receiver().receive_view() as lease:\n"
         "    ...     bytes(lease)\n"
         "    b'step'\n")
-        .def(nb::new_(&open_end<Receiver>), "attachment"_a, "index"_a = -1)
+        .def(nb::new_(&open_receiver), "attachment"_a, "index"_a = -1)
         .def(
             "receive",
             [](const std::shared_ptr<Receiver>& r, nb::handle timeout) { return receive(r, timeout, true, As::copy); },

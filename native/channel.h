@@ -53,6 +53,12 @@ struct Abandonment {
 };
 inline Abandonment (*on_abandoned)() = nullptr;
 inline constexpr const char* GARBAGE = "garbage collected without closing";
+// No Python function runs any more: the program is over, and drops what its last exception held, as SystemExit.
+inline constexpr const char* GARBAGE_AT_END = "garbage collected without closing at the end of the program";
+// How long a peer is kept after its end failed with this text: other peers may see its process end, and learn more.
+inline u64 stay_of(const std::string& failure) {
+    return failure == GARBAGE ? 50'000'000 : failure == GARBAGE_AT_END ? 1'000'000'000 : 0;
+}
 
 class Channel {
    public:
@@ -87,14 +93,15 @@ class Channel {
     void let_go() { by.reset(); }
     // The process is ending: the end stays open, so that peers see its death. The kernel takes the memory.
     void leave_open() { (void)new std::shared_ptr<Attachment>(std::move(by)); }
-    // The destructor of a Sender or a Receiver: `on_abandoned` decides about an end that is still open.
+    // The last reference to an end goes: `on_abandoned` decides about an end that is still open. False: it must stay
+    // so.
     template <class End>
-    void abandon(End& end) {
+    bool abandon(End& end) {
         Abandonment abandonment = on_abandoned == nullptr || end.is_closed() ? Abandonment{} : on_abandoned();
-        if (abandonment.what == Abandoned::leave_open)
-            leave_open();
-        else
-            end.close(abandonment.what == Abandoned::fail ? &abandonment.failure : nullptr);
+        if (abandonment.what == Abandoned::leave_open) return false;
+        if (by) by->stay(stay_of(abandonment.failure));
+        end.close(abandonment.what == Abandoned::fail ? &abandonment.failure : nullptr);
+        return true;
     }
 
     Lane& lane(u32 index) const { return segment->at<Lane>(g.lanes)[index]; }
@@ -127,9 +134,9 @@ class Channel {
     }
     // describe.h:
     std::string describe(End end) const;
-    // may_wait: for up to COUNT_NS, until what it held has been counted.
+    // may_wait: for up to COUNT_NS, until what it held has been counted, or stay_of().
     Error died(const char* role, u32 index, End end, bool may_wait = true) const;
-    void await_count(End end, bool is_garbage) const;
+    void await_count(End end, u64 stay_ns) const;
     // An end is claimed by one compare-and-swap of its word; an end of a peer that is being reaped is not yet free, and
     // neither is a receiver that has failed and is kept.
     bool claim(Shared<u64>& word, bool may_follow_closed, u64& before, u32& epoch, Shared<u64>* keeper = nullptr) {

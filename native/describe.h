@@ -100,12 +100,12 @@ inline std::string Channel::describe(End end) const {
 }
 // While a peer is being reaped: its ends are marked first, its blocks are counted after (60,000 in 25 to 50 ms). A
 // dying peer of a process that is gone is about to be reaped.
-// is_garbage: the process may be ending, and then tells more than its end did.
-inline void Channel::await_count(End end, bool is_garbage) const {
-    for (u64 until = now_ns() + COUNT_NS; is_known(end) && now_ns() < until; ::usleep(200)) {
+inline void Channel::await_count(End end, u64 stay_ns) const {
+    for (u64 began = now_ns(); is_known(end); ::usleep(200)) {
         PeerSlot& peer = by->peer(end.slot);
-        u64 identity = peer.identity.load(order::identity.acquire);
-        if (is_garbage && state_of(identity) == PeerState::live) continue;
+        u64 identity = peer.identity.load(order::identity.acquire), waited = now_ns() - began;
+        if (state_of(identity) == PeerState::live && identity != own_identity() && waited < stay_ns) continue;
+        if (waited >= std::max(COUNT_NS, stay_ns)) return;
         if (state_of(identity) != PeerState::dying) return;
         if (peer.reaped_ns.load(RELAXED) == 0 && look_at(identity).liveness != Liveness::gone) return;
     }
@@ -115,8 +115,8 @@ inline Error Channel::died(const char* role, u32 index, End end, bool may_wait) 
     i64 pid = 0;
     bool is_sender = std::strcmp(role, "sender") == 0;
     std::string failure = read_failure(is_sender ? lane(index).failure : receiver(index).failure, end.epoch);
-    bool is_garbage = failure == GARBAGE;
-    if (may_wait) await_count(end, is_garbage);
+    u64 stay_ns = stay_of(failure);
+    if (may_wait) await_count(end, stay_ns);
     if (is_known(end)) {
         PeerSlot& peer = by->peer(end.slot);
         u64 identity = peer.identity.load(order::identity.acquire);
@@ -126,7 +126,7 @@ inline Error Channel::died(const char* role, u32 index, End end, bool may_wait) 
         bool is_ending = state_of(identity) == PeerState::dying && peer.reaped_ns.load(RELAXED) == 0;
         how = ended_with == 0 && is_ending ? "the kernel is still ending it" : how_in_words(ended_with);
         if (ended_with == 1) how += " without closing";  // with status 0
-        if (is_garbage && ended_with != 0) failure.clear();
+        if (stay_ns != 0 && ended_with != 0) failure.clear();
         held = state_of(identity) == PeerState::dead
                    ? format("%s (%s), given back", counted(peer.reaped_blocks.value(), "block").c_str(),
                             in_units(peer.reaped_nbytes.value()).c_str())

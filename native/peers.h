@@ -36,6 +36,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         std::shared_ptr<Attachment> self(new Attachment(std::move(segment)), retire);
         self->identity_ = own_identity();
         self->require_watchable(look_at(pid_of(self->identity_), start_of(self->identity_)).why());
+        end_stays();
         self->claim(name);
         self->set_group(std::move(group));
         self->require_watchable(self->resync());  // if not, the place is given back
@@ -53,6 +54,10 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
         if (bell_pipe_[0] >= 0) ::close(bell_pipe_[0]);
         if (bell_pipe_[1] >= 0) ::close(bell_pipe_[1]);
     }
+
+    // After its last reference, this peer stays one for so long, or until the process joins a segment: it goes on.
+    void stay(u64 ns) { stays_until_ns_ = now_ns() + ns; }
+    bool is_staying() const { return now_ns() < stays_until_ns_; }
 
     bool is_ours() const { return forks_ == fork_generation(); }
     void require_ours() const {
@@ -306,6 +311,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
 
    private:
     static void retire(Attachment* attachment);  // the last reference is gone
+    static void end_stays();
     static WatcherNumbers watcher_numbers();
     explicit Attachment(std::shared_ptr<Segment> segment) : segment_(std::move(segment)), forks_(fork_generation()) {}
 
@@ -423,6 +429,7 @@ class Attachment : public std::enable_shared_from_this<Attachment> {
     std::shared_ptr<Segment> segment_;
     u64 forks_;
     bool is_observer_ = false, is_joined_ = false;
+    u64 stays_until_ns_ = 0;
     u32 slot_ = 0;
     u32 epoch_ = 0;
     u64 identity_ = 0;

@@ -79,7 +79,10 @@ class Receiver : public std::enable_shared_from_this<Receiver> {
         channel_.changed();
         for (u32 i = 0; i < channel_.g.shape.lanes; ++i) channel_.ring_room(i, nullptr);
     }
-    ~Receiver() { channel_.abandon(*this); }
+    ~Receiver() {
+        if (!abandon()) channel_.leave_open();
+    }
+    bool abandon() { return channel_.abandon(*this); }
 
     const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }

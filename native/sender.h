@@ -70,7 +70,9 @@ class Sender {
             told_.push_back(has_died(end.state) || end.epoch == 0 ? end.epoch : end.epoch - 1);
         }
     }
-    ~Sender() { channel_.abandon(*this); }
+    ~Sender() {
+        if (!channel_.abandon(*this)) channel_.leave_open();
+    }
 
     const char* name() const { return channel_.name(); }
     u32 index() const { return index_; }

@@ -36,6 +36,7 @@ class Watcher {
     void forget(Attachment* attachment);
     void retry();  // there is work that a stopped peer's lock has put off
     void leave_later(std::unique_ptr<Attachment> attachment);
+    void end_stays();
 
    private:
     // What is read of a peer in shared memory is copied, and compared with /proc, while it lives: what is written there
@@ -332,7 +333,7 @@ inline void Watcher::scan_all() {
         break_group(attachment);
         if (!attachment->finish_put_off()) must_retry_.store(true, RELAXED);
     }
-    std::erase_if(leaving_, [](auto& attachment) { return attachment->leave(); });
+    std::erase_if(leaving_, [](auto& attachment) { return !attachment->is_staying() && attachment->leave(); });
     if (!leaving_.empty()) must_retry_.store(true, RELAXED);
 }
 
@@ -347,6 +348,11 @@ inline void Watcher::leave_later(std::unique_ptr<Attachment> attachment) {
         leaving_.push_back(std::move(attachment));
     }
     retry();
+}
+
+inline void Watcher::end_stays() {
+    std::lock_guard guard(mutex_);
+    std::erase_if(leaving_, [](auto& attachment) { return attachment->is_staying() && attachment->leave(); });
 }
 
 inline std::string Watcher::watch(Attachment* attachment) {
@@ -469,8 +475,9 @@ inline void Attachment::retire(Attachment* attachment) {
     std::unique_ptr<Attachment> self(attachment);
     if (!self->is_ours() || !self->is_joined_) return;
     Watcher::instance().forget(attachment);
-    if (!self->leave()) Watcher::instance().leave_later(std::move(self));
+    if (self->is_staying() || !self->leave()) Watcher::instance().leave_later(std::move(self));
 }
+inline void Attachment::end_stays() { Watcher::instance().end_stays(); }
 inline WatcherNumbers Attachment::watcher_numbers() { return Watcher::instance().numbers(); }
 
 }  // namespace penstock

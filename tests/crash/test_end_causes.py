@@ -51,6 +51,13 @@ def main():
     {}
 main()
 """,
+    "local": """
+def main():
+    end = channel.open_sender()
+    end.send(b"x")
+    {}
+main()
+""",
     "async with": """
 async def main():
     async with channel.open_async_sender() as end:
@@ -114,8 +121,8 @@ def causes(form: str, way: str) -> set[str]:
     cause = WAYS[way][1]
     if way == "return" and form in ("with", "async with"):
         return {CLEAN}
-    if way == "return" and form in ("for", "async for"):
-        return {GARBAGE, NOT_CLOSED}  # the end goes with the loop, a moment before the process does
+    if way == "return" and form in ("local", "for", "async for"):
+        return {GARBAGE, NOT_CLOSED}  # the end goes with the function, a moment before the process does
     if way == "interrupt" and form in ("async with", "async for"):
         return {"CancelledError", "KeyboardInterrupt"}  # the latter before Python 3.11
     return {cause}
@@ -153,14 +160,14 @@ def cases(forms: dict[str, str]) -> list[Any]:
 
 
 @pytest.mark.parametrize(("style", "form", "way"), cases(SENDERS))
-def test_receiver_is_told_how_a_sender_ended(style: str, form: str, way: str) -> None:
+def test_receiver_gets_the_cause_of_a_senders_end(style: str, form: str, way: str) -> None:
     with CHANNELS[style]() as channel, channel.open_receiver() as receiver, ending(SENDERS[form], way, channel):
         assert receiver.receive(timeout=20) == b"x"
         assert cause_of(lambda: receiver.receive(timeout=20)) in causes(form, way)
 
 
 @pytest.mark.parametrize(("style", "form", "way"), cases(RECEIVERS))
-def test_sender_is_told_how_a_receiver_ended(style: str, form: str, way: str) -> None:
+def test_sender_gets_the_cause_of_a_receivers_end(style: str, form: str, way: str) -> None:
     with CHANNELS[style]() as channel, channel.open_sender() as sender, ending(RECEIVERS[form], way, channel):
         sender.send(b"x")
 
@@ -237,6 +244,63 @@ def test_records_of_a_failed_receiver_keep_their_room_while_viewed() -> None:
             assert bytes(second.receive(timeout=5)) == b"next"
 
 
+@pytest.mark.parametrize("nbytes", [4, 100_000], ids=["in the ring", "in the pool"])
+def test_receiver_that_raises_is_reported_while_its_record_is_viewed(nbytes: int) -> None:
+    views = []
+
+    def receive(ring: Any) -> None:
+        for record in ring.open_receiver():
+            views.append(record.view)
+            raise RuntimeError("no such layer")
+
+    with penstock.Ring(penstock.Buffer) as ring, ring.open_sender() as sender:
+        sender.send(b"x" * nbytes)
+        with contextlib.suppress(RuntimeError):
+            receive(ring)
+        with pytest.raises(PeerDied, match="RuntimeError: no such layer"):
+            sender.send(b"y", timeout=5)
+        assert bytes(views.pop()) == b"x" * nbytes
+
+
+def test_receiver_without_a_reference_is_dead_while_its_record_is_viewed() -> None:
+    with penstock.Ring(penstock.Buffer) as ring, ring.open_sender() as sender:
+        sender.send(b"view")
+        record = ring.open_receiver().receive(timeout=5)
+        with pytest.raises(PeerDied, match=GARBAGE):
+            sender.send(b"y", timeout=5)
+        assert bytes(record.view) == b"view"
+
+
+def test_ends_that_are_garbage_leave_their_places_to_the_next_ends() -> None:
+    with penstock.Inbox(senders=1, max_peers=3) as inbox, inbox.open_receiver() as receiver:
+        for number in range(20):
+            inbox.open_sender().send(b"%d" % number)
+            assert receiver.receive(timeout=5) == b"%d" % number
+            with pytest.raises(PeerDied, match=GARBAGE):
+                receiver.receive(timeout=5)
+
+
+def test_exception_is_reported_before_children_are_awaited() -> None:
+    """multiprocessing joins its children when the interpreter ends, and this child waits for the end of its parent."""
+    source = """
+        import multiprocessing
+        ring = penstock.attach(sys.argv[1])
+        def child():
+            with ring.open_receiver() as receiver:
+                receiver.receive()
+                try:
+                    receiver.receive()
+                except penstock.PeerDied as death:
+                    say(death.how)
+        sender = ring.open_sender()
+        multiprocessing.get_context("fork").Process(target=child).start()
+        sender.send(b"x")
+        raise RuntimeError("no such layer")
+    """
+    with penstock.Ring() as ring, program(source, ring.ticket) as parent:
+        assert parent.hear() == "RuntimeError: no such layer"
+
+
 def test_iterator_that_is_exhausted_has_closed_its_end_and_break_has_not() -> None:
     with penstock.Ring() as ring:
         with ring.open_sender() as sender:
@@ -263,9 +327,10 @@ async def test_exhausted_async_iterator_has_closed_its_end() -> None:
         (GeneratorExit, (), "GeneratorExit"),
         (KeyboardInterrupt, (), "KeyboardInterrupt"),
         (ValueError, ("ä" * 300,), "ValueError: " + "ä" * 94),  # 12 bytes, and 94 characters of 2
-        (ValueError, ("two\nlines",), "ValueError: two lines"),
+        (ValueError, ("two\nlines\0\x1b[2J",), "ValueError: two lines  [2J"),
         (PenstockError, (), "PenstockError"),
         (SystemExit, (258,), "exit status 2"),
+        (SystemExit, (1 << 70,), "exit status 255"),
         (SystemExit, (None,), NOT_CLOSED),
     ],
 )
@@ -280,7 +345,15 @@ def test_text_of_an_error_has_one_line_and_at_most_200_bytes(
         assert death.value.how == text and len(text.encode()) <= 200
 
 
-def test_error_whose_text_cannot_be_had_is_named() -> None:
+@pytest.mark.parametrize("error", ["no such layer", RuntimeError, None])
+def test_end_fails_by_an_exception_only(error: Any) -> None:
+    with penstock.Ring() as ring, ring.open_sender() as sender:
+        with pytest.raises(TypeError):
+            sender.fail(error)
+        sender.send(b"open")
+
+
+def test_error_without_a_text_is_reported_by_its_class() -> None:
     class Odd(Exception):
         def __str__(self) -> str:
             raise RuntimeError

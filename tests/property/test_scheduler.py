@@ -141,7 +141,7 @@ def test_small_client_gets_a_slot_at_once_beside_large_clients(seed: int) -> Non
 
 
 @pytest.mark.parametrize("client", ["", "only"])
-def test_all_slots_are_used_but_those_that_are_kept_from_a_large_client(client: str) -> None:
+def test_large_client_gets_all_slots_but_the_reserved(client: str) -> None:
     chance = random.Random(1)
     core = Core(random.Random(1), 1000, SLOTS, max_num_batched_tokens=400)
     for number in range(2 * SLOTS):

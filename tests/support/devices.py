@@ -162,7 +162,7 @@ class FakeDriver:
         kind = kind_of_numpy(tensor.dtype)
         return DeviceTensor(kind, tensor.shape, tensor.nbytes, tensor.ctypes.data, tensor.flags.c_contiguous)
 
-    def made(self, array: Any) -> Any:
+    def copy_of(self, array: Any) -> Any:
         """The array, as one of this device."""
         view = array.view(DeviceArray)
         view.uuid = self.uuid
@@ -174,10 +174,10 @@ class FakeDriver:
             return self.empty(kind, shape)
         exported = (ctypes.c_char * nbytes).from_address(address)
         exported.holder = holder  # type: ignore[attr-defined]
-        return self.made(np.frombuffer(exported, kind.numpy or kind.bits).reshape(shape))
+        return self.copy_of(np.frombuffer(exported, kind.numpy or kind.bits).reshape(shape))
 
     def empty(self, kind: Kind, shape: tuple[int, ...]) -> Any:
-        return self.made(np.empty(shape, kind.numpy or kind.bits))
+        return self.copy_of(np.empty(shape, kind.numpy or kind.bits))
 
     def copy(self, to: Any, source: Any) -> None:
         target, values = self._bare(to), self._bare(source)

@@ -7,7 +7,6 @@ from penstock._native import EndGroup as EndGroup
 from penstock._native import Receiver as ByteReceiver
 from penstock._native import Reservation
 from penstock._native import Sender as ByteSender
-from penstock.channel import unhandled_exception as unhandled_exception
 from penstock.channel.aio import AsyncReceiver, AsyncSender
 from penstock.channel.channel import Channel, Latency, LongRecords, OnDeath
 from penstock.channel.channels import Broadcast, Inbox, Ring

@@ -5,8 +5,11 @@ Leaves to the native core: everything that happens after an end is open. Leaves 
 
 from __future__ import annotations
 
+import atexit
+import importlib
 import os
 import resource
+import sys
 import time
 from typing import TYPE_CHECKING, Any, ClassVar, Generic, Literal, cast
 
@@ -87,6 +90,11 @@ class Channel(Shareable, Generic[T]):
     def _join(self, name: str, group: _native.EndGroup | None = None) -> _native.Attachment:
         if self._is_closed:
             raise ClosedError(f"channel '{self.name}' is closed")
+        # What is registered last runs first: before multiprocessing awaits the children, which may wait for this end.
+        if "multiprocessing" in sys.modules:
+            importlib.import_module("multiprocessing.util")  # registers that
+        atexit.unregister(_fail_open_ends)
+        atexit.register(_fail_open_ends)
         return _native.Attachment(self._segment, short(name), group)
 
     def _sender(self, index: int | None, attachment: _native.Attachment) -> _native.Sender:
@@ -234,6 +242,14 @@ class Channel(Shareable, Generic[T]):
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def _fail_open_ends() -> None:
+    """Tells the other side of each open end which exception ends this process: the interpreter has noted an unhandled
+    exception before. In an interactive session, any exception."""
+    error = getattr(sys, "last_exc", None) or getattr(sys, "last_value", None)
+    if error is not None and not hasattr(sys, "ps1"):
+        _native.fail_open_ends(error)
 
 
 class LongRecords(msgspec.Struct, frozen=True, kw_only=True):

@@ -680,7 +680,7 @@ async def test_end_that_is_dropped_in_a_running_loop_has_died(end: str, has_wait
     gc.collect()
     await asyncio.sleep(0.01)
     assert ring.snapshot()[end][0]["failure"] == "garbage collected without closing"
-    assert [peer.state for peer in ring.peers()] == ["left"]
+    eventually(lambda: [peer.state for peer in ring.peers()] == ["left"])  # stays for 50 ms: its process may be ending
 
 
 @in_a_loop

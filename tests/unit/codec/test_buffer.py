@@ -223,7 +223,7 @@ def in_loop(work: Any, **options: Any) -> None:
     asyncio.run(main())
 
 
-def test_event_loops_take_and_give_buffers() -> None:
+def test_async_ends_send_and_receive_buffers() -> None:
     async def work(channel: penstock.Ring[Any], sender: AsyncSender[Any], receiver: AsyncReceiver[Any]) -> None:
         with pytest.raises(WouldBlock):
             receiver.receive_nowait()

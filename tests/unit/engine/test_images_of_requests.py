@@ -102,7 +102,7 @@ async def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int
     """No core serves: what is submitted stays in the inbox until it is aborted, or the client closes."""
     chance = random.Random(seed)
 
-    async def one(client: Client, number: int) -> None:
+    async def send_request(client: Client, number: int) -> None:
         values = [ImageInput(pixels(number), 2, LENGTH, key(number % 20) if number % 3 else None)]
         submitting = asyncio.ensure_future(client.submit(range(20), values=values))
         for _ in range(chance.choice([0, 1, 3, 30])):
@@ -128,7 +128,7 @@ async def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int
         async with Client(cluster, 0) as client:
             reader = asyncio.ensure_future(drain(cluster))
             for begin in range(0, 1000, 20):
-                await asyncio.gather(*(one(client, number) for number in range(begin, begin + 20)))
+                await asyncio.gather(*(send_request(client, number) for number in range(begin, begin + 20)))
             assert client.open_requests > 0, "some are left open until the client closes"
         reader.cancel()
         stats = cluster.store.stats()

@@ -227,7 +227,7 @@ def test_output_goes_whole_when_its_index_is_not_the_order_of_requests() -> None
 
 
 @pytest.mark.parametrize("error", [TimeoutError("full"), RuntimeError("a reader died"), KeyboardInterrupt()])
-def test_a_step_goes_whole_after_an_exception_and_the_reader_follows(error: BaseException) -> None:
+def test_step_after_an_exception_is_sent_whole(error: BaseException) -> None:
     line = Line()
     line.through(step("ab", 10))
     line.error = error

@@ -147,7 +147,7 @@ def test_a_slice_for_which_no_stream_can_be_had_is_given_back(monkeypatch: pytes
 def test_a_slice_is_reused_only_when_the_work_on_it_is_done() -> None:
     pool, driver = new_pool(KIB)
     part = filled(pool, KIB, 1)
-    copied = driver.made(np.zeros(KIB, np.uint8))
+    copied = driver.copy_of(np.zeros(KIB, np.uint8))
     driver.current.stop()
     driver.copy(copied, array_of(pool, part))
     part.release()
@@ -273,7 +273,7 @@ def test_whatever_streams_do_nobody_reads_bytes_that_are_not_theirs(seed: int) -
             continue
         array = array_of(pool, part)
         array[:] = value  # by the host, at once: if a reader still had it, it would see this
-        into = driver.made(np.zeros(part.nbytes, np.uint8))
+        into = driver.copy_of(np.zeros(part.nbytes, np.uint8))
         with driver.on(stream):
             driver.copy(into, array)
             if chance.random() < 0.5:

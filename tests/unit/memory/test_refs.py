@@ -183,7 +183,7 @@ def test_who_holds_nothing_has_nothing_to_pass_on() -> None:
 
 
 @pytest.mark.parametrize("to", [17, 31, 32, 1000, 2**31, 2**32, 2**40, -1])
-def test_a_grant_to_nobody_is_refused(to: int) -> None:
+def test_grant_to_a_peer_that_does_not_exist_is_refused(to: int) -> None:
     pool = new_pool()
     with pool.take(5) as lease:
         with pytest.raises(PeerDied, match=r"no grant to|expected a peer of 'refs'"):

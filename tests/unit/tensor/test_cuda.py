@@ -105,7 +105,7 @@ def bytes_of(tensor: Any) -> bytes:
 
 # ── how the real driver asks ──
 class Asked:
-    """Stands for the driver's interface, and remembers what it was asked."""
+    """Stands for the driver's interface, and remembers what it was calls."""
 
     class CUipcMemHandle:
         def __init__(self) -> None:
@@ -118,11 +118,11 @@ class Asked:
 
     def __init__(self, **answers: tuple[Any, ...]) -> None:
         self.answers = answers
-        self.asked: list[str] = []
+        self.calls: list[str] = []
 
     def __getattr__(self, name: str) -> Any:
         def ask(*arguments: Any) -> tuple[Any, ...]:
-            self.asked.append(name)
+            self.calls.append(name)
             return self.answers.get(name, (0,))
 
         return ask
@@ -141,19 +141,19 @@ def asking(cuda: Asked) -> TorchDriver:
 def test_driver_calls_run_in_the_context_of_the_device() -> None:
     cuda = Asked(cuMemAlloc=(0, 4096))
     assert asking(cuda).allocate(100) == 4096
-    assert cuda.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuCtxPopCurrent"]
+    assert cuda.calls == ["cuCtxPushCurrent", "cuMemAlloc", "cuCtxPopCurrent"]
     cuda = Asked(cuMemAlloc=(Result(2), None), cuMemGetInfo=(0, 10, 80))
     with pytest.raises(MemoryExhausted, match="10 of its 80 bytes are free") as caught:
         asking(cuda).allocate(100)
     assert (caught.value.requested, caught.value.free) == (100, 10)
-    assert cuda.asked == ["cuCtxPushCurrent", "cuMemAlloc", "cuMemGetInfo", "cuCtxPopCurrent"]
+    assert cuda.calls == ["cuCtxPushCurrent", "cuMemAlloc", "cuMemGetInfo", "cuCtxPopCurrent"]
 
 
 def test_a_handle_that_leads_to_less_memory_than_was_said_is_closed_again() -> None:
     cuda = Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 511))
     with pytest.raises(DeviceError, match="of 512 bytes, got 511"):
         asking(cuda).open(bytes(64), 512)
-    assert cuda.asked[-2:] == ["cuIpcCloseMemHandle", "cuCtxPopCurrent"]
+    assert cuda.calls[-2:] == ["cuIpcCloseMemHandle", "cuCtxPopCurrent"]
     assert asking(Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 512))).open(bytes(64), 512) == 4096
     with pytest.raises(DeviceError, match="64 bytes"):
         asking(Asked()).open(b"short", 512)

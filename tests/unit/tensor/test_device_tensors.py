@@ -32,9 +32,9 @@ class Ends:
         self.pool = CudaPool.create(nbytes, driver=self.device)
         self.host = Store(MB, name="host")
         self.producer = CudaTensors(self.pool, self.host, driver=self.device, inline_nbytes=64)
-        self.theirs = CudaPool.attach(self.pool.ticket, driver=self.other)
+        self.consumer_pool = CudaPool.attach(self.pool.ticket, driver=self.other)
         self.their_host = Store.attach(self.host.ticket)
-        self.consumer = CudaTensors(self.theirs, self.their_host, driver=self.other)
+        self.consumer = CudaTensors(self.consumer_pool, self.their_host, driver=self.other)
 
     def blocks(self) -> tuple[int, int]:
         """On the device, and in host memory."""
@@ -47,7 +47,7 @@ class Ends:
         assert self.blocks() == (0, 0)
         for tensors in (self.producer, self.consumer):
             assert tensors.close()
-        self.theirs.close()
+        self.consumer_pool.close()
         assert self.pool.close()
         for store in (self.their_host, self.host):
             store.close()
@@ -55,7 +55,7 @@ class Ends:
 
 
 def on_device(driver: FakeDriver, array: Any) -> Any:
-    return driver.made(np.array(array))
+    return driver.copy_of(np.array(array))
 
 
 # ── to the same device ──

@@ -109,7 +109,7 @@ def test_what_is_neither_process_nor_ticket_nor_file_is_refused(capsys: pytest.C
     assert "neither a process number, nor a ticket" in capsys.readouterr().err
 
 
-def test_measure_names_its_argument_when_there_is_none(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measure_without_an_argument_names_the_argument(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         measure()
     assert ended.value.code == 2

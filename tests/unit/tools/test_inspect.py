@@ -121,7 +121,7 @@ def test_two_processes_that_only_send_are_one_deadlock() -> None:
         assert [sentence["level"] for sentence in sentences if sentence["kind"] == "wait"] == ["deadlock"]
 
 
-def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None:
+def test_stuck_process_is_shown_with_its_chain_of_waits() -> None:
     source, to = penstock.Ring(name="source"), penstock.Ring(name="to", capacity=4096)
     answers = penstock.Ring(name="answers")
     with (
@@ -135,7 +135,7 @@ def test_who_waits_for_somebody_who_waits_is_told_with_the_whole_chain() -> None
         assert "sent last" in text
 
 
-def test_a_receiver_with_nothing_to_receive_is_idle_and_nobody_is_alarmed() -> None:
+def test_receiver_of_a_quiet_sender_is_idle() -> None:
     ring = penstock.Ring(name="quiet")
     sender = ring.open_sender(name="us")
     with closing(sender), spawn(receive_until_killed, ring, "them"):
@@ -144,14 +144,14 @@ def test_a_receiver_with_nothing_to_receive_is_idle_and_nobody_is_alarmed() -> N
         assert levels() <= {"idle", "note"}
 
 
-def test_who_waits_for_a_sender_that_never_came_is_a_warning() -> None:
+def test_receiver_whose_sender_never_opened_is_a_warning() -> None:
     ring = penstock.Ring(name="early")
     with spawn(receive_until_killed, ring, "them"):
         eventually(finding("warning", "receiver 'them'", "its sender has never attached"), within=20)
         assert finding("note", "no sender of ring 'early' has ever attached")()
 
 
-def test_a_sender_that_waits_for_a_receiver_that_never_came_is_stuck() -> None:
+def test_sender_whose_receiver_never_opened_is_stuck() -> None:
     broadcast = penstock.Broadcast(receivers=2, name="early", capacity=4096)
     with spawn(send_until_killed, broadcast, "them"):
         text = eventually(finding("stuck", "sender 'them'"), within=20)
@@ -180,7 +180,7 @@ def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
         assert f"its sender 'bad' (pid {bad.pid}, stopped) sent last " in text
 
 
-def test_an_exhausted_pool_names_who_holds_the_most() -> None:
+def test_exhausted_pool_names_the_largest_holder() -> None:
     pool = lowlevel.Pool.create(1 << 20, name="full")
     with spawn(hold, pool, (1 << 20) - 64) as holder:
         text = eventually(finding("warning", "pool 'full'", "1 time"), within=20)
@@ -192,7 +192,7 @@ def take_and_wait(pool: lowlevel.Pool, name: str) -> None:
     pool.take(4096, timeout=None)
 
 
-def test_who_waits_for_memory_is_told_with_who_holds_it() -> None:
+def test_wait_for_memory_is_shown_with_the_holder_of_the_memory() -> None:
     pool = lowlevel.Pool.create(1 << 20, name="full")
     with spawn(hold, pool, (1 << 20) - 64) as holder:
         eventually(lambda: pool.stats().exhaustions == 1, within=20)
@@ -220,7 +220,7 @@ def test_a_receiver_in_an_event_loop_is_seen_to_wait_too() -> None:
         eventually(finding("idle", "receiver 'loop'", "for records of ring 'x' since"), within=20)
 
 
-def test_a_process_that_died_is_a_note_that_says_how() -> None:
+def test_dead_process_is_a_note_with_the_cause() -> None:
     ring = penstock.Ring(name="x")
     sender = ring.open_sender(name="us")
     with closing(sender), spawn(receive_until_killed, ring, "them") as them:
@@ -244,7 +244,7 @@ def snapshot(name: str, inode: int, **more: Any) -> dict[str, Any]:
     return {**created, **more}
 
 
-def test_a_lock_that_a_stopped_peer_holds_is_told() -> None:
+def test_lock_of_a_stopped_peer_is_shown() -> None:
     pool = {"nbytes": 10, "taken_nbytes": 0, "blocks": 0, "max_blocks": 5, "exhaustions": 0, "lock_holder": 3}
     peer = {"index": 3, "pid": 999999999, "name": "sleepy", "state": "stopped", "how": "", "waiting_for_memory_ns": 0}
     result = inspect.verdict_of([snapshot("p", 1, pool=[{**pool, "holders": []}], peers=[peer])])
@@ -283,7 +283,7 @@ def store_seen() -> dict[str, Any]:
     return dict(store)
 
 
-def test_a_store_tells_its_counts_and_what_it_keeps(capsys: pytest.CaptureFixture[str]) -> None:
+def test_store_is_shown_with_its_counts_and_kept_values(capsys: pytest.CaptureFixture[str]) -> None:
     with keeping_pool("images") as pool:
         put(pool, 0xAB, 3000)
         put(pool, 0x01, 1000)
@@ -326,7 +326,7 @@ def test_fill_of_a_stopped_peer_is_shown_with_name_and_time(
             assert f"by 'slow writer' (pid {writer.pid}, stopped)" in text
 
 
-def test_a_store_that_is_full_of_what_nobody_holds_alarms_nobody() -> None:
+def test_store_full_of_evictable_values_is_idle() -> None:
     with keeping_pool("images", max_blocks=4) as pool:
         for number in range(4):
             put(pool, number, 100)
@@ -339,7 +339,7 @@ def test_a_store_that_is_full_of_what_nobody_holds_alarms_nobody() -> None:
 
 
 # ── where it looks ───────────────────────────────────────────────────────────────────────────────────────────────────
-def test_looking_disturbs_nothing() -> None:
+def test_inspect_changes_nothing_in_a_segment() -> None:
     ring = penstock.Ring(name="x")
     with closing(ring.open_sender(name="a"), ring.open_receiver(name="b")):
         before = ring.snapshot()
@@ -407,7 +407,7 @@ def test_a_ticket_shows_its_own_segment_alone() -> None:
     del other
 
 
-def test_the_descendants_of_a_process_are_looked_at_too() -> None:
+def test_descendants_of_a_process_are_inspected_too() -> None:
     ring = penstock.Ring(name="mine")
     with spawn(receive_until_killed, ring, "child") as child:
 
@@ -428,7 +428,7 @@ def test_the_descendants_of_a_process_are_looked_at_too() -> None:
         (f"penstock:{os.getpid()}:1:2:3:a", "is gone: the number belongs to another one by now"),
     ],
 )
-def test_who_is_not_there_is_one_line_and_status_two(
+def test_missing_process_is_one_line_and_status_two(
     target: str, words: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert cli.main(["inspect", target]) == 2
@@ -462,7 +462,7 @@ def test_nonsense_is_refused_with_status_two() -> None:
 
 
 # ── how it is shown ──────────────────────────────────────────────────────────────────────────────────────────────────
-def test_json_is_the_whole_picture_and_the_sentences(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_segments_and_the_findings(capsys: pytest.CaptureFixture[str]) -> None:
     ring = penstock.Ring(name="x")
     with closing(ring.open_sender(name="a")):
         assert cli.main(["inspect", str(os.getpid()), "--json"]) == 0
@@ -497,7 +497,7 @@ class Stop(msgspec.Struct, array_like=True):
     reason: str
 
 
-def test_a_channel_of_messages_says_which(capsys: pytest.CaptureFixture[str]) -> None:
+def test_channel_of_messages_is_shown_with_their_classes(capsys: pytest.CaptureFixture[str]) -> None:
     ring, plain = penstock.Ring(Step | Stop, name="steps"), penstock.Ring(name="bytes")
     observed = inspect.look(os.getpid())
     assert {item["name"]: item.get("messages") for item in observed["segments"]} == {
@@ -519,7 +519,7 @@ def test_a_channel_of_messages_says_which(capsys: pytest.CaptureFixture[str]) ->
     del plain
 
 
-def test_numbers_are_written_as_people_write_them() -> None:
+def test_numbers_are_shown_in_readable_units() -> None:
     assert [in_units(n) for n in (0, 1023, 1024, 5 << 20, -1)] == ["0 B", "1023 B", "1.0 KiB", "5.0 MiB", "16384 PiB"]
     assert [in_seconds(n) for n in (0, 999, 1500, 999_900, 3.2e9, 12e9, 90e9, 7200e9)] == [
         "0 µs", "0.999 µs", "1.5 µs", "1000 µs", "3.2 s", "12 s", "1.5 min", "2.0 h",
@@ -552,7 +552,7 @@ def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pyte
         capsys.readouterr()
 
 
-def test_what_a_terminal_would_obey_is_not_passed_on_to_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_control_characters_of_names_do_not_reach_the_terminal(capsys: pytest.CaptureFixture[str]) -> None:
     ring = penstock.Ring(name="x")
     with closing(ring.open_sender(name="evil")), mmap.mmap(ring.fd, 16 << 10) as memory:
         at = memory.find(b"evil")
@@ -573,7 +573,7 @@ def test_a_segment_of_another_build_is_named_and_does_not_hide_the_others() -> N
 
 
 # ── the rest of the command ──────────────────────────────────────────────────────────────────────────────────────────
-def test_the_version_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_prints_the_version(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as ended:
         cli.main(["--version"])
     assert ended.value.code == 0

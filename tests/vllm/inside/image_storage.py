@@ -123,7 +123,7 @@ def test_a_fork_server_leaves_vllms_cache_alone(monkeypatch: pytest.MonkeyPatch)
     assert [part for part, _ in settings.fall_backs] == ["images"]
 
 
-def test_a_reader_that_cannot_attach_says_how_to_go_on() -> None:
+def test_reader_that_cannot_attach_names_the_remedy() -> None:
     os.environ[store_variable("penstock_test")] = "penstock:1:1:1:1:1/1.1.1.0.64"
     with pytest.raises(RuntimeError, match=r"vllm worker .* cannot attach .*PENSTOCK_VLLM=0"):
         shm_object_storage.SingleWriterShmRingBuffer(4 * MIB, "penstock_test")

@@ -157,7 +157,7 @@ def find_attention(layer: Any) -> CpuAttention | None:
     queries = attention.project(x, (cos, sin)).write(torch.arange(TRIAL_TOKENS), keys, values)
     result = layer.o_proj(recorder.attended.reshape(1, TRIAL_TOKENS, -1))
     pairs = ((queries, query), (keys, key), (values, value), (result, expected))
-    return attention if all(_is_near(found, stock) for found, stock in pairs) else None
+    return attention if all(_is_near(output, stock) for output, stock in pairs) else None
 
 
 def _is_alike(norms: tuple[Any, ...], size: int) -> bool:
@@ -168,8 +168,8 @@ def _is_alike(norms: tuple[Any, ...], size: int) -> bool:
     return len(kinds) == 1 and len(norms[0].weight) == size
 
 
-def _is_near(found: Tensor, expected: Tensor) -> bool:
-    if found.shape != expected.shape or found.dtype != expected.dtype:
+def _is_near(output: Tensor, expected: Tensor) -> bool:
+    if output.shape != expected.shape or output.dtype != expected.dtype:
         return False
-    tolerance = TOLERANCES[found.dtype]
-    return torch.allclose(found, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))
+    tolerance = TOLERANCES[output.dtype]
+    return torch.allclose(output, expected, rtol=tolerance, atol=tolerance * float(expected.abs().max()))

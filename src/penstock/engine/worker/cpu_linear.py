@@ -52,14 +52,14 @@ def pack_linears(model: nn.Module) -> None:
         return
     # Large pages: with small ones a decode step takes 1.1 to 1.6 times as long.
     buffer = np.frombuffer(huge_pages(2 * sum(round_up(group.size) for group in groups)), np.uint16)
-    kept = [range_of(tensor) for tensor in kept_tensors(model, groups)]
+    held = [range_of(tensor) for tensor in kept_tensors(model, groups)]
     unpacked = [[layer.weight for layer in group.layers] for group in groups]
     used = 0
     for number, group in enumerate(groups):
         end = used + group.size
         pack_group(group, buffer[used:end])
         later = [range_of(weight) for weights in unpacked[number + 1 :] for weight in weights]
-        forget(unpacked[number], [*kept, *later])
+        forget(unpacked[number], [*held, *later])
         unpacked[number] = []
         used = round_up(end)
     fused = sum(len(group.layers) > 1 for group in groups)

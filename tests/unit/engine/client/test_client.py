@@ -87,7 +87,7 @@ def test_each_row_of_a_delta_gets_its_own() -> None:
     assert last.logprobs is not None and last.logprobs.ids.tolist() == [3, 4, 5, 6, 7, 8, 9]
 
 
-def test_log_probabilities_of_equal_number_are_cut_too() -> None:
+def test_delta_with_equal_counts_of_logprobs_is_split() -> None:
     values = np.arange(6, dtype=np.float32)
     chunks = list(
         split_delta(Delta(2, ints(1, 2, 0, 0, 7, 8), b"", logprobs=Logprobs(ints(*range(6)), values, ints(4, 5))))

@@ -275,7 +275,7 @@ def test_lowest_priority_then_latest_is_preempted_without_blocks() -> None:
     assert len(engine_core.answers()) == 3
 
 
-def test_who_was_preempted_finds_again_what_nobody_needed_meanwhile() -> None:
+def test_preempted_sample_hits_the_prefix_cache_when_it_is_resumed() -> None:
     engine_core = core(blocks=15)
     engine_core.submit(patient(1, 16, most=20))
     engine_core.submit(patient(2, 16))
@@ -288,7 +288,7 @@ def test_who_was_preempted_finds_again_what_nobody_needed_meanwhile() -> None:
     engine_core.drain()
 
 
-def test_a_better_priority_is_made_way_for_and_an_equal_one_is_not() -> None:
+def test_sample_is_preempted_for_a_better_priority_not_for_an_equal() -> None:
     for priority, expected in ((0, [1]), (-1, [2])):
         engine_core = core(blocks=15)
         engine_core.submit(patient(1, 24))
@@ -470,7 +470,7 @@ def test_the_requests_of_a_server_that_died_end_and_those_of_others_do_not() -> 
     engine_core.drain()
 
 
-def test_who_failed_leaves_and_nobody_finds_what_it_computed() -> None:
+def test_blocks_of_a_failed_request_are_not_in_the_prefix_cache() -> None:
     engine_core = core()
     engine_core.failing = 1
     engine_core.submit(submit(1, 12, begin=7))
@@ -481,7 +481,7 @@ def test_who_failed_leaves_and_nobody_finds_what_it_computed() -> None:
     assert engine_core.ended[0, 1, 0] == "failed" and engine_core.cached_tokens == 0
 
 
-def test_what_can_never_run_is_refused_with_the_numbers() -> None:
+def test_request_that_can_never_run_is_refused_with_the_numbers() -> None:
     engine_core = core()
     for wrong, status, why in (
         (submit(1, MAX_MODEL_LEN), 400, f"1 to {MAX_MODEL_LEN - 1} tokens, got {MAX_MODEL_LEN}"),

@@ -39,7 +39,7 @@ def test_an_end_id_of_the_model_ends_a_sample_and_is_no_stop_of_its_own() -> Non
     assert when(SamplingParams(stop_token_ids=(EOS,)), [EOS]) == (1, STOP, None)
 
 
-def test_a_stop_id_ends_a_sample_and_is_told() -> None:
+def test_stop_id_ends_a_sample_and_is_reported() -> None:
     assert when(SamplingParams(stop_token_ids=(9, 11)), [5, 11]) == (2, STOP, 11)
 
 
@@ -48,7 +48,7 @@ def test_an_end_id_that_is_ignored_may_still_be_a_stop_id() -> None:
     assert when(SamplingParams(ignore_eos=True, stop_token_ids=(EOS,)), [EOS]) == (1, STOP, EOS)
 
 
-def test_an_id_ends_nobody_before_min_tokens_others() -> None:
+def test_stop_id_ends_no_sample_before_min_tokens_other_tokens() -> None:
     params = SamplingParams(min_tokens=2, stop_token_ids=(9,))
     assert when(params, [EOS, 9, 9]) == (3, STOP, 9)
     assert when(params, [EOS, 9, EOS]) == (3, STOP, None)
@@ -61,7 +61,7 @@ def test_a_length_ends_a_sample() -> None:
     assert when(SamplingParams(max_tokens=None), [5] * 200, prompt_length=10) == (90, LENGTH, None)
 
 
-def test_an_id_that_comes_with_the_last_length_is_the_reason() -> None:
+def test_stop_id_at_max_tokens_is_the_finish_reason() -> None:
     assert when(SamplingParams(max_tokens=2), [5, EOS]) == (2, STOP, None)
     assert when(SamplingParams(max_tokens=2, stop_token_ids=(9,)), [5, 9]) == (2, STOP, 9)
 
@@ -71,7 +71,7 @@ def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
         endings().join(0, SamplingParams(), 100)
 
 
-def test_what_is_sampled_after_the_end_or_for_nobody_ends_nothing() -> None:
+def test_ended_samples_and_free_slots_do_not_end_again() -> None:
     conditions = endings()
     conditions.join(0, SamplingParams(), 10)
     assert find_ends(conditions, [0, 3], [EOS, EOS]) == [(0, STOP, None)]
@@ -81,7 +81,7 @@ def test_what_is_sampled_after_the_end_or_for_nobody_ends_nothing() -> None:
     assert find_ends(conditions, [1], [EOS]) == []
 
 
-def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
+def test_next_sample_of_a_slot_has_none_of_the_former_conditions() -> None:
     conditions = endings()
     conditions.join(0, SamplingParams(max_tokens=3, stop_token_ids=(9,)), 10)
     assert find_ends(conditions, [0], [5]) == []
@@ -134,7 +134,7 @@ def test_many_slots_together_end_as_each_would_alone(seed: int) -> None:
         ({"allowed_token_ids": (9, 99), "stop_token_ids": (9,), "min_tokens": 1}, "that does not end the answer"),
     ],
 )
-def test_ids_of_which_none_may_come_first_are_refused(fields: dict[str, Any], why: str) -> None:
+def test_allowed_ids_that_all_end_before_min_tokens_are_refused(fields: dict[str, Any], why: str) -> None:
     with pytest.raises(ValueError, match=why):
         SamplingParams(**fields).require_choice((EOS, OTHER_EOS), 50)
 
@@ -148,5 +148,5 @@ def test_ids_of_which_none_may_come_first_are_refused(fields: dict[str, Any], wh
         {"allowed_token_ids": (9, 8), "stop_token_ids": (9,), "min_tokens": 3},
     ],
 )
-def test_ids_of_which_one_may_come_first_pass(fields: dict[str, Any]) -> None:
+def test_allowed_ids_with_a_first_token_are_accepted(fields: dict[str, Any]) -> None:
     SamplingParams(**fields).require_choice((EOS, OTHER_EOS), 50)

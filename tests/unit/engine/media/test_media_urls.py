@@ -139,7 +139,7 @@ def test_a_file_that_becomes_a_link_while_it_is_looked_at_is_not_read(
     assert "not beneath" in refusal(f"file://{inside}/out.png", inside).reason
 
 
-def test_what_is_no_file_cannot_be_read_and_holds_nobody_up(folder: Path) -> None:
+def test_path_that_is_no_regular_file_is_refused_without_waiting(folder: Path) -> None:
     inside = folder / "open"
     os.mkfifo(inside / "pipe")
     for path, reason in (
@@ -159,12 +159,12 @@ def test_a_file_that_is_too_long_is_not_read(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("url", ["file://a%20b.png", "file:a.png", "file://host/a.png", "file:///a%00b", "file://[/a"])
-def test_what_names_no_file_of_this_machine_is_refused(url: str, folder: Path) -> None:
+def test_file_url_with_a_host_or_without_a_path_is_refused(url: str, folder: Path) -> None:
     assert "expected file:///and an absolute path" in refusal(url, folder).reason
     assert "files are not open to clients here" in refusal(url).reason
 
 
-def test_a_file_has_a_size_and_a_data_url_has_none(folder: Path) -> None:
+def test_file_nbytes_is_the_size_of_a_file_and_0_of_a_data_url(folder: Path) -> None:
     file = folder / "open" / "a b.png"
     assert file_nbytes(file.as_uri(), MOST, [folder / "open"], IMAGE) == len(PNG)
     assert file_nbytes(data_url(PNG), MOST, [folder / "open"], IMAGE) == 0

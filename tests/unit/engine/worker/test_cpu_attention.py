@@ -49,7 +49,7 @@ class Given:
         assert bool((attended[4] == 7).all()), "whose row is not among them is left alone"
         return attended[:4].flatten(1)
 
-    def theirs(self, how: AttentionStyle) -> Any:
+    def stock(self, how: AttentionStyle) -> Any:
         positions = np.arange(10 * BLOCK_SIZE)
         places = torch.from_numpy(
             self.rows.table[:, positions // BLOCK_SIZE].astype(np.intp) * BLOCK_SIZE + positions % BLOCK_SIZE
@@ -71,7 +71,7 @@ def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[s
     case = Given(seed, dtype)
     how = AttentionStyle(0.25, softcap=manner.get("softcap"), sinks=case.sinks if "sinks" in manner else None)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
-    torch.testing.assert_close(case.ours(how), case.theirs(how), **near)
+    torch.testing.assert_close(case.ours(how), case.stock(how), **near)
 
 
 @pytest.mark.parametrize("window", [None, 3, 17])

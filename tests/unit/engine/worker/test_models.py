@@ -138,7 +138,7 @@ def test_what_was_encoded_makes_room_for_what_is_needed(family: Callable[[str], 
     assert ours._images is not None and len(ours._images._encoded) == 1
 
 
-def test_who_wants_an_image_that_is_not_there_fails_alone(family: Callable[[str], Family]) -> None:
+def test_missing_image_fails_only_its_own_request(family: Callable[[str], Family]) -> None:
     of = family("qwen2_vl")
     gone = of.requests[1].inputs[0][0]
 

@@ -199,7 +199,7 @@ def test_a_sample_that_is_resumed_goes_on_as_if_it_had_stayed(name: str) -> None
     assert [int(resumed.sample(row, slots(2)).ids[0]) for row in rows] == ids, "a trace of the sample before"
 
 
-def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
+def test_next_sample_of_a_slot_has_none_of_the_former_penalties() -> None:
     row = some_logits(3)
     row_sampler = sampler()
     row_sampler.join(0, EVERY["greedy and penalized"], ints(1, 2, 3), seed=0)
@@ -213,7 +213,7 @@ def test_who_takes_a_slot_has_nothing_of_who_had_it() -> None:
     assert int(row_sampler.sample(row, slots(0)).ids[0]) == int(row.argmax())
 
 
-def test_a_batch_that_stays_hears_of_who_joins_it_anew() -> None:
+def test_new_sample_in_an_unchanged_batch_has_its_own_parameters() -> None:
     row_sampler, row, there = sampler(), some_logits(3), slots(0)
     row_sampler.join(0, EVERY["greedy"], ints(), seed=0)
     assert [int(row_sampler.sample(row, there).ids[0]) for _ in range(2)] == [int(row.argmax())] * 2

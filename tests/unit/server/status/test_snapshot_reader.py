@@ -166,7 +166,7 @@ def test_memory_that_is_shared_is_counted_once_and_in_no_process(laid: Laid) -> 
     )
 
 
-def test_private_memory_is_without_what_others_may_map() -> None:
+def test_private_memory_does_not_count_shared_segments() -> None:
     most = 64 << 20
     grown = []
     while not grown or not (grown[-1][0] < most // 4 and grown[-1][1] > most * 3 // 4):
@@ -182,7 +182,7 @@ def test_private_memory_is_without_what_others_may_map() -> None:
     assert private_nbytes_of(1 << 22) is None, "there is no such process"
 
 
-def test_channels_and_the_store_tell_what_went_through_and_who_is_behind(laid: Laid) -> None:
+def test_channels_and_store_have_counts_and_the_slowest_receiver(laid: Laid) -> None:
     assert laid.cluster.store is not None
     before = {channel.name: channel for channel in SnapshotReader(os.getpid()).take().channels}
     assert set(before) == {"inbox 0", "steps 0", "results 0", "tokens 0.0", "deltas 0", "deltas 1"}
