@@ -52,7 +52,7 @@ class LinearGroup(NamedTuple):
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Packs all linear layers in bfloat16 or float32 of a model on a CPU. Their `weight` keeps its shape and loses its memory."""
+    """Packs all linear layers in bfloat16 or float32 of a model on a CPU. Their `weight` loses its memory."""
     groups = list(find_groups(model))
     if not groups:
         return
