@@ -25,7 +25,7 @@ using FloatArray = Array<float, nb::ndim<1>>;
 
 NormWeights norm_of(const NormArgument& argument) {
     auto [address, epsilon, adds_one] = argument;
-    return {reinterpret_cast<const u16*>(address), epsilon, adds_one};
+    return {reinterpret_cast<const void*>(address), epsilon, adds_one};
 }
 
 void require(bool is_right, const char* expected) {
@@ -71,6 +71,8 @@ struct BoundLayer {
         require(gate_up->get().is_gated && gate_up->inputs() == size, "expected a gate for a hidden state");
         require(!down->get().is_gated && down->inputs() == gate_up->results() && down->results() == size,
                 "expected a projection from the gate to a hidden state");
+        for (const Linear* linear : {qkv, output, gate_up, down})
+            require(linear->get().dtype == layer.dtype(), "expected linear layers of one dtype");
         require(!sinks || sinks->size() == layer.num_heads, "expected a sink for each query head, or none");
     }
 };
@@ -84,15 +86,18 @@ struct BoundStep {
     std::vector<ChunkArgument> chunks;
 
     BoundStep(const Array<i64, nb::ndim<2>>& caches, u64 num_blocks, u64 block_size, Int64Array own_places,
-              Array<i32, nb::ndim<2>> own_tables, Int64Array own_lens, std::vector<ChunkArgument> own_chunks)
+              Array<i32, nb::ndim<2>> own_tables, Int64Array own_lens, std::vector<ChunkArgument> own_chunks,
+              bool is_float32)
         : places(std::move(own_places)),
           seq_lens(std::move(own_lens)),
           block_tables(std::move(own_tables)),
           chunks(std::move(own_chunks)) {
         require(caches.shape(1) == 2, "expected addresses of the keys and of the values of each layer");
         for (u64 layer = 0; layer < caches.shape(0); ++layer)
-            step.caches.push_back({reinterpret_cast<u16*>(caches.data()[2 * layer]),
-                                   reinterpret_cast<u16*>(caches.data()[2 * layer + 1])});
+            step.caches.push_back({reinterpret_cast<void*>(caches.data()[2 * layer]),
+                                   reinterpret_cast<void*>(caches.data()[2 * layer + 1])});
+        step.dtype = is_float32 ? DType::float32 : DType::bfloat16;
+        require(!is_float32 || chunks.empty(), "expected one token of each sequence in float32");
         step.block_size = block_size, step.tokens = places.size(), step.places = places.data();
         step.num_seqs = seq_lens.size(), step.table_width = block_tables.shape(1);
         step.block_tables = block_tables.data(), step.seq_lens = seq_lens.data();
@@ -125,22 +130,24 @@ void compute(const std::vector<const BoundLayer*>& bound, const BoundStep& step,
     require(!bound.empty(), "expected at least one layer");
     std::vector<const DecoderLayer*> layers;
     for (const BoundLayer* each : bound) {
-        require(each->layer.cache < step.step.caches.size() && each->layer.size() == bound[0]->layer.size(),
-                "expected layers of one size, each with a cache");
+        require(each->layer.cache < step.step.caches.size() && each->layer.size() == bound[0]->layer.size() &&
+                    each->layer.dtype() == step.step.dtype,
+                "expected layers of one size, each with a cache, and of its dtype");
         layers.push_back(&each->layer);
     }
     if (step.step.tokens == 0) return;
     python::GilRelease released;
-    compute_layers(layers, step.step, reinterpret_cast<const u16*>(x.first), x.second,
-                   reinterpret_cast<const u16*>(cos_sin.first), reinterpret_cast<const u16*>(cos_sin.second),
-                   norm_of(final_norm), reinterpret_cast<u16*>(out_address), threads);
+    compute_layers(layers, step.step, reinterpret_cast<const void*>(x.first), x.second,
+                   reinterpret_cast<const void*>(cos_sin.first), reinterpret_cast<const void*>(cos_sin.second),
+                   norm_of(final_norm), reinterpret_cast<void*>(out_address), threads);
 }
 
 }  // namespace
 
 void bind_decoder_layer(nb::module_& m) {
-    nb::class_<BoundLayer>(m, "DecoderLayer",
-                           "A layer in bfloat16: attention and a gated MLP, a norm before each, and residuals.")
+    nb::class_<BoundLayer>(
+        m, "DecoderLayer",
+        "A layer in bfloat16 or float32: attention and a gated MLP, a norm before each, and residuals.")
         .def(nb::init<u64, const std::array<NormArgument, 4>&, const LinearArguments&, const std::array<u64, 4>&, float,
                       u64, float, std::optional<FloatArray>>(),
              "cache"_a, "norms"_a, "linears"_a, "heads"_a, "scale"_a, "window"_a = 0, "softcap"_a = 0.0f,
@@ -157,19 +164,22 @@ void bind_decoder_layer(nb::module_& m) {
     nb::class_<BoundStep>(m, "AttentionStep",
                           "The tokens of a step, and where in the KV cache their keys and values lie.")
         .def(nb::init<const Array<i64, nb::ndim<2>>&, u64, u64, Int64Array, Array<i32, nb::ndim<2>>, Int64Array,
-                      std::vector<ChunkArgument>>(),
+                      std::vector<ChunkArgument>, bool>(),
              "caches"_a, "num_blocks"_a, "block_size"_a, "places"_a, "block_tables"_a, "seq_lens"_a, "chunks"_a,
+             "is_float32"_a = false,
              nb::sig("def __init__(self, caches: numpy.typing.NDArray[numpy.int64], num_blocks: int, block_size: int, "
                      "places: numpy.typing.NDArray[numpy.int64], block_tables: numpy.typing.NDArray[numpy.int32], "
                      "seq_lens: numpy.typing.NDArray[numpy.int64], chunks: Sequence[tuple[int, int, int, "
-                     "numpy.typing.NDArray[numpy.int32]]]) -> None"),
+                     "numpy.typing.NDArray[numpy.int32]]], is_float32: bool = False) -> None"),
              "`caches` [layers, 2]: addresses of all keys and of all values. `places`: of each token. The first tokens "
              "are of sequences with one token each, of `block_tables` and `seq_lens`. `chunks`: first token, number "
-             "of tokens, length and blocks of each other sequence. Raises ValueError for places and blocks that are "
+             "of tokens, length and blocks of each other sequence, in bfloat16 only. Raises ValueError for places and "
+             "blocks that are "
              "not there.");
     m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sin"_a, "final_norm"_a, "out_address"_a,
           "threads"_a,
-          "Computes hidden states [tokens, size] in bfloat16. `x`: address and stride between tokens in elements. "
+          "Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in "
+          "elements. "
           "`cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The "
           "caller checks the addresses.");
 }

@@ -37,34 +37,38 @@ void forget_pages(u64 address, u64 nbytes) {
     if (first < last) ::madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
 }
 
-u64 packed_size(u64 inputs, u64 outputs) {
+u64 packed_size(u64 inputs, u64 outputs, bool is_float32) {
     PackedLinear linear{};
     linear.inputs = inputs, linear.outputs = outputs;
+    linear.dtype = is_float32 ? DType::float32 : DType::bfloat16;
     return linear.size();
 }
 
 }  // namespace
 
 void bind_packed_linear(nb::module_& m) {
-    nb::class_<Linear>(m, "PackedLinear",
-                       "y = x W^T + b in bfloat16, with W packed into panels of 16 outputs. Sums are float32.")
-        .def(nb::init<u64, u64, Buffer, std::optional<Bias>, bool>(), "inputs"_a, "outputs"_a, "buffer"_a,
-             "bias"_a = nb::none(), "is_gated"_a = false,
+    nb::class_<Linear>(
+        m, "PackedLinear",
+        "y = x W^T + b in bfloat16 or float32, with W packed into panels of 16 outputs. Sums are float32.")
+        .def(nb::init<u64, u64, Buffer, std::optional<Bias>, bool, bool>(), "inputs"_a, "outputs"_a, "buffer"_a,
+             "bias"_a = nb::none(), "is_gated"_a = false, "is_float32"_a = false,
              nb::sig("def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: "
-                     "numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False) -> None"),
+                     "numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False, is_float32: bool = "
+                     "False) -> None"),
              "Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. "
              "`is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.")
         .def("pack", &Linear::pack, "rows"_a, "first_panel"_a = 0, "step"_a = 1, "threads"_a = 1,
              nb::sig("def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1, "
                      "threads: int = 1) -> None"),
-             "Packs rows of W, the bits of bfloat16, into the panels `first_panel`, `first_panel + step`, …")
+             "Packs rows of W, the bits of its elements, into the panels `first_panel`, `first_panel + step`, …")
         .def("compute", &Linear::compute, "x_address"_a, "x_stride"_a, "rows"_a, "out_address"_a, "out_stride"_a,
              "threads"_a,
              "Computes rows of y. The caller checks that `x_address` has `rows` rows of `inputs` elements, and "
              "`out_address` room for as many of `results`; strides are in elements.")
         .def_prop_ro("inputs", &Linear::inputs)
         .def_prop_ro("results", &Linear::results);
-    m.def("packed_size", &packed_size, "inputs"_a, "outputs"_a, "Elements of a buffer for these packed weights.");
+    m.def("packed_size", &packed_size, "inputs"_a, "outputs"_a, "is_float32"_a = false,
+          "Elements of 2 bytes of a buffer for these packed weights.");
     m.def("forget_pages", &forget_pages, "address"_a, "nbytes"_a,
           "Unmaps the whole pages of a tensor that nothing reads any more: of a file, they are read again if need be; "
           "anonymous ones lose their contents.");

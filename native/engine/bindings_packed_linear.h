@@ -16,8 +16,10 @@ using Bias = nb::ndarray<nb::ro, float, nb::ndim<1>, nb::c_contig, nb::device::c
 
 class Linear {
    public:
-    Linear(u64 inputs, u64 outputs, Buffer buffer, std::optional<Bias> bias, bool is_gated) : buffer_(buffer) {
+    Linear(u64 inputs, u64 outputs, Buffer buffer, std::optional<Bias> bias, bool is_gated, bool is_float32)
+        : buffer_(buffer) {
         linear_.inputs = inputs, linear_.outputs = outputs, linear_.is_gated = is_gated;
+        linear_.dtype = is_float32 ? DType::float32 : DType::bfloat16;
         linear_.weights = buffer.data(), linear_.bias = nullptr;
         if (inputs == 0 || outputs == 0) throw std::invalid_argument("expected at least one input and one output");
         if (is_gated && outputs % (2 * PackedLinear::PANEL) != 0)
@@ -36,7 +38,7 @@ class Linear {
 
     void pack(const Weights& rows, u64 first_panel, u64 step, u64 threads) {
         u64 panels = PackedLinear::divide_up(rows.shape(0), PackedLinear::PANEL);
-        if (rows.shape(1) != linear_.inputs || step == 0 || panels == 0 ||
+        if (rows.shape(1) != linear_.halves() || step == 0 || panels == 0 ||
             first_panel + (panels - 1) * step >= linear_.panels())
             throw std::invalid_argument("expected rows of all inputs, for panels that are there");
         python::GilRelease released;
@@ -44,8 +46,8 @@ class Linear {
     }
 
     void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads) const {
-        const u16* x = reinterpret_cast<const u16*>(x_address);
-        u16* out = reinterpret_cast<u16*>(out_address);
+        const void* x = reinterpret_cast<const void*>(x_address);
+        void* out = reinterpret_cast<void*>(out_address);
         python::GilRelease released;
         compute_linear(linear_, x, x_stride, rows, out, out_stride, threads);
     }

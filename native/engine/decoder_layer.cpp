@@ -12,34 +12,38 @@ namespace penstock::engine {
 namespace {
 
 struct Buffers {
-    u16* delta;    // [tokens][size]: what a half of a layer adds
-    u16* normed;   // [tokens][size]
-    u16* wide;     // queries, keys and values as projected; or the products of the gate
-    u16* queries;  // rotated
-    u16* attended;
+    u8* delta;    // [tokens][size]: what a half of a layer adds
+    u8* normed;   // [tokens][size]
+    u8* wide;     // queries, keys and values as projected; or the products of the gate
+    u8* queries;  // rotated
+    u8* attended;
 };
+
+u64 nbytes_of(DType dtype) { return dtype == DType::float32 ? 4 : 2; }
 
 // Each buffer begins at a cache line.
 Buffers buffers_of(const std::vector<const DecoderLayer*>& layers, u64 tokens) {
     auto most = [&](auto size_of) {
         u64 size = 0;
         for (const DecoderLayer* layer : layers) size = std::max<u64>(size, size_of(*layer));
-        return PackedLinear::divide_up(size * tokens, PackedLinear::TILE_INPUTS) * PackedLinear::TILE_INPUTS;
+        return PackedLinear::divide_up(size * tokens * nbytes_of(layers[0]->dtype()), 64) * 64;
     };
     u64 size = most([](const DecoderLayer& layer) { return layer.size(); });
     u64 wide = most([](const DecoderLayer& layer) { return std::max(layer.qkv->results(), layer.gate_up->results()); });
     u64 queries = most([](const DecoderLayer& layer) { return layer.query_size(); });
     u64 attended = most([](const DecoderLayer& layer) { return layer.attended_size(); });
-    u16* memory = scratch<DecoderLayer, u16>(2 * size + wide + queries + attended);
+    u8* memory = scratch<DecoderLayer, u8>(2 * size + wide + queries + attended);
     return {memory, memory + size, memory + 2 * size, memory + 2 * size + wide, memory + 2 * size + wide + queries};
 }
 
-void rotate(const DecoderLayer& layer, const AttentionStep& step, const u16* cos, const u16* sin,
+void rotate(const DecoderLayer& layer, const AttentionStep& step, const void* cos, const void* sin,
             const Buffers& buffers, u64 threads) {
     i64 stride = static_cast<i64>(layer.qkv->results());
-    const u16 *keys = buffers.wide + layer.query_size(), *values = keys + layer.num_kv_heads * layer.head_size;
+    u64 nbytes = nbytes_of(layer.dtype());
+    const u8* keys = buffers.wide + layer.query_size() * nbytes;
+    const u8* values = keys + layer.num_kv_heads * layer.head_size * nbytes;
     const AttentionStep::Cache& cache = step.caches[layer.cache];
-    compute_rotary({DType::bfloat16,
+    compute_rotary({layer.dtype(),
                     {buffers.wide, stride, layer.query_norm.weight, layer.num_heads},
                     {keys, stride, layer.key_norm.weight, layer.num_kv_heads},
                     {values, stride, nullptr, layer.num_kv_heads},
@@ -68,7 +72,7 @@ void attend(const DecoderLayer& layer, const AttentionStep& step, const Buffers&
                 own[seq] = std::max<i64>(step.seq_lens[seq] - static_cast<i64>(layer.window), 0);
             firsts = own;
         }
-        attend_rows({DType::bfloat16,
+        attend_rows({layer.dtype(),
                      buffers.queries,
                      token,
                      head,
@@ -90,30 +94,32 @@ void attend(const DecoderLayer& layer, const AttentionStep& step, const Buffers&
                      layer.sinks},
                     threads);
     }
+    auto halves = [](const void* memory) { return static_cast<const u16*>(memory); };
+    u16* attended = reinterpret_cast<u16*>(buffers.attended);
     for (const AttentionStep::Chunk& chunk : step.chunks)
-        attend_chunk({buffers.queries + chunk.first * layer.query_size(), token, head, cache.keys, cache.values,
-                      buffers.attended + chunk.first * layer.attended_size(), chunk.blocks, step.block_size,
-                      chunk.tokens, chunk.seq_len, layer.num_heads, layer.num_kv_heads, layer.head_size,
-                      layer.value_size, layer.window, layer.scale, layer.softcap, layer.sinks},
+        attend_chunk({halves(buffers.queries) + chunk.first * layer.query_size(), token, head, halves(cache.keys),
+                      halves(cache.values), attended + chunk.first * layer.attended_size(), chunk.blocks,
+                      step.block_size, chunk.tokens, chunk.seq_len, layer.num_heads, layer.num_kv_heads,
+                      layer.head_size, layer.value_size, layer.window, layer.scale, layer.softcap, layer.sinks},
                      threads);
 }
 
 }  // namespace
 
-void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const u16* x,
-                    u64 x_stride, const u16* cos, const u16* sin, const NormWeights& final_norm, u16* out,
+void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
+                    u64 x_stride, const void* cos, const void* sin, const NormWeights& final_norm, void* out,
                     u64 threads) {
     u64 tokens = step.tokens, size = layers[0]->size();
     Buffers buffers = buffers_of(layers, tokens);
-    const u16* added = nullptr;  // what the half before has computed
-    auto norm = [&](const NormWeights& weights, u16* to) {
-        compute_norm({DType::bfloat16, x, weights.weight, weights.weight == nullptr ? nullptr : to, tokens, size,
+    const void* added = nullptr;  // what the half before has computed
+    auto norm = [&](const NormWeights& weights, void* to) {
+        compute_norm({layers[0]->dtype(), x, weights.weight, weights.weight == nullptr ? nullptr : to, tokens, size,
                       static_cast<i64>(x_stride), weights.epsilon, weights.adds_one, added, out},
                      threads);
         if (added != nullptr) x = out, x_stride = size;
         added = buffers.delta;
     };
-    auto multiply = [&](const PackedLinear& linear, const u16* from, u16* to) {
+    auto multiply = [&](const PackedLinear& linear, const void* from, void* to) {
         compute_linear(linear, from, linear.inputs, tokens, to, linear.results(), threads);
     };
     for (const DecoderLayer* layer : layers) {

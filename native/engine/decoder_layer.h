@@ -1,4 +1,4 @@
-// decoder_layer.h: layers of a decoder in bfloat16 on CPUs, from the kernels of the other headers:
+// decoder_layer.h: layers of a decoder in bfloat16 or float32 on CPUs, from the kernels of the other headers:
 //
 //     x += output(attention(rotary(qkv(norm(x)))))
 //     x += down(silu(gate(norm(x))) * up(norm(x)))
@@ -12,7 +12,7 @@
 namespace penstock::engine {
 
 struct NormWeights {
-    const u16* weight;  // nullptr: there is no norm
+    const void* weight;  // nullptr: there is no norm
     float epsilon;
     bool adds_one;  // see RmsNorm
 };
@@ -29,7 +29,8 @@ struct DecoderLayer {
     const float* sinks;  // see PagedAttention
     u64 cache;           // index of the layer's keys and values
 
-    u64 size() const { return output->outputs; }  // of a hidden state
+    DType dtype() const { return output->dtype; }  // of all linear layers, norms and caches
+    u64 size() const { return output->outputs; }   // of a hidden state
     u64 attended_size() const { return num_heads * value_size; }
     u64 query_size() const { return num_heads * head_size; }
 };
@@ -37,13 +38,14 @@ struct DecoderLayer {
 // The tokens of a step, and where in the KV cache their keys and values lie.
 struct AttentionStep {
     struct Cache {
-        u16 *keys, *values;  // of a layer
+        void *keys, *values;  // of a layer
     };
     struct Chunk {  // tokens of one sequence, its last ones
         u64 first, tokens, seq_len;
         const i32* blocks;
     };
 
+    DType dtype;  // of the caches
     std::vector<Cache> caches;
     u64 block_size, tokens;
     const i64* places;  // of each token
@@ -51,13 +53,14 @@ struct AttentionStep {
     u64 num_seqs, table_width;
     const i32* block_tables;  // [num_seqs][table_width]
     const i64* seq_lens;
-    std::vector<i64> zeros;  // first positions without a window
-    std::vector<Chunk> chunks;
+    std::vector<i64> zeros;     // first positions without a window
+    std::vector<Chunk> chunks;  // none in float32, for which there is no kernel
 };
 
-// Computes the hidden states of all tokens: `x` [tokens] with a stride becomes `out` [tokens][size]. `final_norm` is
-// applied to the result. `cos` and `sin`: [tokens][head_size]. Nothing is checked.
-void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const u16* x,
-                    u64 x_stride, const u16* cos, const u16* sin, const NormWeights& final_norm, u16* out, u64 threads);
+// Computes the hidden states of all tokens, all of one dtype: `x` [tokens] with a stride becomes `out` [tokens][size].
+// `final_norm` is applied to the result. `cos` and `sin`: [tokens][head_size]. Nothing is checked.
+void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
+                    u64 x_stride, const void* cos, const void* sin, const NormWeights& final_norm, void* out,
+                    u64 threads);
 
 }  // namespace penstock::engine

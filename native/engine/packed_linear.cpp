@@ -48,18 +48,18 @@ LinearKernels find_kernels() {
 
 Atomic<u64> chosen{0};  // an index into linear_kernels(); no other memory depends on its order
 
-// Writes up to 16 rows [outputs, inputs] of a weight matrix to a panel; the rest of the panel becomes zeros.
+// Writes up to 16 rows [outputs, halves] of a weight matrix to a panel; the rest of the panel becomes zeros.
 void pack_panel(const PackedLinear& linear, u16* to, const u16* rows, u64 outputs) {
-    u64 whole = outputs < PANEL ? 0 : linear.inputs / TILE_INPUTS;
+    u64 halves = linear.halves(), whole = outputs < PANEL ? 0 : halves / TILE_INPUTS;
     for (u64 tile = 0; tile < whole; ++tile)  // reads a cache line of each row, writes a whole tile
         for (u64 pair = 0; pair < TILE_INPUTS / 2; ++pair)
             for (u64 lane = 0; lane < PANEL; ++lane)
                 std::memcpy(to + tile * TILE + (pair * PANEL + lane) * 2,
-                            rows + lane * linear.inputs + tile * TILE_INPUTS + pair * 2, 2 * sizeof(u16));
+                            rows + lane * halves + tile * TILE_INPUTS + pair * 2, 2 * sizeof(u16));
     for (u64 input = whole * TILE_INPUTS; input < linear.input_tiles() * TILE_INPUTS; ++input)
         for (u64 lane = 0; lane < PANEL; ++lane)
             to[(input / 2 * PANEL + lane) * 2 + input % 2] =
-                lane < outputs && input < linear.inputs ? rows[lane * linear.inputs + input] : u16{0};
+                lane < outputs && input < halves ? rows[lane * halves + input] : u16{0};
 }
 
 }  // namespace
@@ -85,13 +85,13 @@ void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64
                   u64 threads) {
     ThreadTeam::get().run(threads, PackedLinear::divide_up(outputs, PANEL), [&](u64 panel) {
         u64 row = panel * PANEL, left = outputs - row;
-        pack_panel(linear, weights + (first + panel * step) * linear.panel_size(), rows + row * linear.inputs,
+        pack_panel(linear, weights + (first + panel * step) * linear.panel_size(), rows + row * linear.halves(),
                    left < PANEL ? left : PANEL);
     });
 }
 
-void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles) {
-    u64 whole = inputs / TILE_INPUTS, rest = inputs % TILE_INPUTS;
+void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 halves, u16* tiles) {
+    u64 whole = halves / TILE_INPUTS, rest = halves % TILE_INPUTS;
     for (u64 row = 0; row < PackedLinear::TILE_ROWS; ++row) {
         u16* to = tiles + row * TILE_INPUTS;
         if (row >= rows) {
@@ -108,16 +108,19 @@ void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles) {
     }
 }
 
-void compute_linear(const PackedLinear& linear, const u16* x, u64 x_stride, u64 rows, u16* out, u64 out_stride,
+void compute_linear(const PackedLinear& linear, const void* x, u64 x_stride, u64 rows, void* out, u64 out_stride,
                     u64 threads) {
     if (rows == 0) return;
     u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
     u16* tiles = scratch<PackedLinear, u16>(row_tiles * linear.panel_size());
+    u64 x_halves = x_stride * linear.width(), out_halves = out_stride * linear.width();
+    const u16* inputs = static_cast<const u16*>(x);
+    u16* results = static_cast<u16*>(out);
     ThreadTeam& team = ThreadTeam::get();
     team.run(row_tiles < MIN_PARALLEL_TILES ? 1 : threads, row_tiles, [&](u64 tile) {
         u64 row = tile * PackedLinear::TILE_ROWS;
         u64 count = rows - row < PackedLinear::TILE_ROWS ? rows - row : PackedLinear::TILE_ROWS;
-        pack_rows(x + row * x_stride, x_stride, count, linear.inputs, tiles + tile * linear.panel_size());
+        pack_rows(inputs + row * x_halves, x_halves, count, linear.halves(), tiles + tile * linear.panel_size());
     });
     u64 block = linear.block_rows(rows), blocks = PackedLinear::divide_up(rows, block);
     u64 panels = PackedLinear::MAX_PANELS * (rows > MAX_SMALL ? 4 : 1);
@@ -133,7 +136,7 @@ void compute_linear(const PackedLinear& linear, const u16* x, u64 x_stride, u64 
         u64 first = (is_by_rows ? number % chunks : number / blocks) * panels, last = first + panels;
         u64 count = rows - row < block ? rows - row : block;
         kernel(linear, tiles + row / PackedLinear::TILE_ROWS * linear.panel_size(), count, first,
-               last < linear.panels() ? last : linear.panels(), out + row * out_stride, out_stride);
+               last < linear.panels() ? last : linear.panels(), results + row * out_halves, out_stride);
     });
 }
 

@@ -1,10 +1,13 @@
-// packed_linear.h: y = x W^T + b in bfloat16 on CPUs, with W in the order in which the kernels read it.
+// packed_linear.h: y = x W^T + b in bfloat16 or float32 on CPUs, with W in the order in which the kernels read it.
 //
 // W is divided into panels of 16 outputs. A panel stores pairs of inputs: [inputs / 2][16 outputs][2], the operand of
 // vdpbf16ps, bfdot and TDPBF16PS alike. So one layout serves every kernel, and a decode step reads W once, in order.
 // Inputs are padded with zeros to a multiple of 32, outputs to a multiple of 16.
 //
 // x is copied into tiles of 16 rows by 32 inputs: [rows / 16][inputs / 32][16][32].
+//
+// A number of float32 takes the room of a pair. So all layouts are in halves: elements of 2 bytes, of which a row of
+// float32 has two for each input.
 //
 // Sums are float32, and each output adds its products in the order of the inputs. The kernels of one processor give the
 // same bits for a row, whatever the number of rows, of threads and of chunks.
@@ -18,9 +21,9 @@
 namespace penstock::engine {
 
 struct PackedLinear {
-    static constexpr u64 PANEL = 16;      // outputs
-    static constexpr u64 TILE_ROWS = 16;  // rows of x
-    static constexpr u64 TILE_INPUTS = 32;
+    static constexpr u64 PANEL = 16;                      // outputs
+    static constexpr u64 TILE_ROWS = 16;                  // rows of x
+    static constexpr u64 TILE_INPUTS = 32;                // halves
     static constexpr u64 TILE = TILE_ROWS * TILE_INPUTS;  // elements of a tile of x, and of a panel for its inputs
     static constexpr u64 MAX_ROWS = 512;                  // rows of x: a kernel keeps their sums
     static constexpr u64 MAX_PANELS = 4;                  // panels of these sums
@@ -31,13 +34,16 @@ struct PackedLinear {
     u64 inputs, outputs;  // of W; with a gate, `outputs` is a multiple of 32
     // W has the panels of a gate and of an up projection in turn, and y = silu(gate) * up: half as many outputs.
     bool is_gated;
+    DType dtype = DType::bfloat16;  // of W, x and y. Biases are float32
 
     [[gnu::always_inline]] static u64 divide_up(u64 number, u64 unit) { return (number + unit - 1) / unit; }
-    [[gnu::always_inline]] u64 input_tiles() const { return divide_up(inputs, TILE_INPUTS); }
+    [[gnu::always_inline]] u64 width() const { return dtype == DType::float32 ? 2 : 1; }  // halves of an element
+    [[gnu::always_inline]] u64 halves() const { return inputs * width(); }                // of a row of W
+    [[gnu::always_inline]] u64 input_tiles() const { return divide_up(halves(), TILE_INPUTS); }
     [[gnu::always_inline]] u64 panels() const { return divide_up(outputs, PANEL); }
     [[gnu::always_inline]] u64 panel_size() const { return input_tiles() * TILE; }
     [[gnu::always_inline]] u64 results() const { return is_gated ? outputs / 2 : outputs; }
-    u64 size() const { return panels() * panel_size(); }  // elements of `weights`
+    u64 size() const { return panels() * panel_size(); }  // halves of `weights`
     // Rows of x that stay in the cache while all panels are multiplied with them: the most that fit, in equal blocks.
     u64 block_rows(u64 rows) const {
         constexpr u64 UNIT = 2 * TILE_ROWS;
@@ -47,20 +53,20 @@ struct PackedLinear {
     }
 };
 
-// Writes rows [outputs, inputs] of a weight matrix to the panels `first`, `first + step`, …, in several threads.
+// Writes rows [outputs, halves] of a weight matrix to the panels `first`, `first + step`, …, in several threads.
 void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64 outputs, u64 first, u64 step,
                   u64 threads = 1);
 
 // Copies `rows` rows of x into one row of tiles; the rest of the tiles becomes zeros.
-void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 inputs, u16* tiles);
+void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 halves, u16* tiles);
 
 // Computes all of y with the kernel in use. Strides are in elements. Nothing is checked.
-void compute_linear(const PackedLinear& linear, const u16* x, u64 x_stride, u64 rows, u16* out, u64 out_stride,
+void compute_linear(const PackedLinear& linear, const void* x, u64 x_stride, u64 rows, void* out, u64 out_stride,
                     u64 threads);
 
 // Computes the panels [first, last) for all rows. `tiles`: these rows of x. Nothing is checked. With a gate, `first`
 // and `last` are even.
-using LinearKernel = void(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,
+using LinearKernel = void(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, void* out,
                           u64 out_stride);
 LinearKernel packed_linear_portable;
 #if defined(__x86_64__)

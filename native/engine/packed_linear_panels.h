@@ -1,8 +1,9 @@
 // packed_linear_panels.h: the loop over rows and panels of packed_linear.h, and what becomes of the sums.
 //
-// Included by one .cpp per instruction set after its `multiply`, a SumsKernel. PENSTOCK_KERNEL is the function's name.
-// Calls only built-in functions.
+// Included by one .cpp per instruction set after its `multiply`, a SumsKernel for bfloat16. PENSTOCK_KERNEL is the
+// function's name. Calls only built-in functions.
 #include "packed_linear.h"
+#include "packed_linear_float32.h"
 #include "vector_math.h"
 
 namespace penstock::engine {
@@ -21,17 +22,25 @@ inline Outputs gated(Outputs gate, Outputs up) {
     return silu * up;
 }
 
-inline void store(u16* out, Outputs numbers, u64 first, u64 outputs) {
-    Halves halves = to_bfloat16<Halves, OutputBits>(numbers);
+template <class Element, class Vector>
+inline void store(void* out, Vector numbers, u64 first, u64 outputs) {
+    Element* to = static_cast<Element*>(out) + first;
     u64 count = outputs - first < PackedLinear::PANEL ? outputs - first : PackedLinear::PANEL;
     if (count == PackedLinear::PANEL) {
-        __builtin_memcpy(out + first, &halves, sizeof halves);
+        __builtin_memcpy(to, &numbers, sizeof numbers);
         return;
     }
-    for (u64 lane = 0; lane < count; ++lane) out[first + lane] = halves[lane];
+    for (u64 lane = 0; lane < count; ++lane) to[lane] = numbers[lane];
 }
 
-inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 first, u64 panels, u16* out,
+inline void store(const PackedLinear& linear, void* out, Outputs numbers, u64 first) {
+    if (linear.dtype == DType::float32)
+        store<float>(out, numbers, first, linear.results());
+    else
+        store<u16>(out, to_bfloat16<Halves, OutputBits>(numbers), first, linear.results());
+}
+
+inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 first, u64 panels, void* out,
                    u64 out_stride) {
     auto sum_of = [&](u64 row, u64 panel) {
         Outputs sum, bias;
@@ -41,14 +50,14 @@ inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 
         return sum + bias;
     };
     for (u64 row = 0; row < rows; ++row) {
-        u16* to = out + row * out_stride;
+        void* to = static_cast<u16*>(out) + row * out_stride * linear.width();
         if (linear.is_gated) {
             for (u64 panel = 0; panel < panels; panel += 2)
-                store(to, gated(sum_of(row, panel), sum_of(row, panel + 1)), (first + panel) / 2 * PackedLinear::PANEL,
-                      linear.results());
+                store(linear, to, gated(sum_of(row, panel), sum_of(row, panel + 1)),
+                      (first + panel) / 2 * PackedLinear::PANEL);
         } else {
             for (u64 panel = 0; panel < panels; ++panel)
-                store(to, sum_of(row, panel), (first + panel) * PackedLinear::PANEL, linear.results());
+                store(linear, to, sum_of(row, panel), (first + panel) * PackedLinear::PANEL);
         }
     }
 }
@@ -59,18 +68,20 @@ inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 
 #define PENSTOCK_SUFFIXED(name, suffix) PENSTOCK_JOIN(name, suffix)
 void PENSTOCK_SUFFIXED(PENSTOCK_KERNEL, _sums)(const Product& product, float* sums) { multiply(product, sums); }
 
-void PENSTOCK_KERNEL(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, u16* out,
+void PENSTOCK_KERNEL(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, void* out,
                      u64 out_stride) {
     alignas(64) float sums[PackedLinear::MAX_ROWS * PackedLinear::MAX_PANELS * PackedLinear::PANEL];
     u64 input_tiles = linear.input_tiles();
     for (u64 row = 0; row < rows; row += PackedLinear::MAX_ROWS) {
         u64 count = rows - row < PackedLinear::MAX_ROWS ? rows - row : PackedLinear::MAX_ROWS;
         const u16* x = tiles + row / PackedLinear::TILE_ROWS * linear.panel_size();
+        u16* to = static_cast<u16*>(out) + row * out_stride * linear.width();
         for (u64 panel = first; panel < last; panel += PackedLinear::MAX_PANELS) {
             u64 together = last - panel < PackedLinear::MAX_PANELS ? last - panel : PackedLinear::MAX_PANELS;
             const u16* weights = linear.weights + panel * linear.panel_size();
-            multiply({x, input_tiles, count, weights, input_tiles, together, input_tiles, false}, sums);
-            finish(linear, sums, count, panel, together, out + row * out_stride, out_stride);
+            Product product{x, input_tiles, count, weights, input_tiles, together, input_tiles, false};
+            linear.dtype == DType::float32 ? multiply_float32(product, sums) : multiply(product, sums);
+            finish(linear, sums, count, panel, together, to, out_stride);
         }
     }
 }

@@ -146,6 +146,55 @@ void check_extremes() {
     }
 }
 
+// Each kernel in float32 against sums in doubles, and the bits of the last row alone.
+void check_float32(Random& random) {
+    PackedLinear linear{};
+    linear.inputs = 1 + random.below(200), linear.dtype = DType::float32, linear.is_gated = random.one_in(3);
+    linear.outputs = linear.is_gated ? 32 * (1 + random.below(4)) : 1 + random.below(150);
+    u64 rows = 1 + random.below(40), results = linear.results(), stride = results + random.below(3);
+    auto draw = [&](u64 count) {
+        std::vector<float> out(count);
+        for (float& number : out) number = static_cast<float>(random.below(2001)) / 1000.0f - 1.0f;
+        return out;
+    };
+    std::vector<float> x = draw(rows * linear.inputs), w = draw(linear.outputs * linear.inputs);
+    std::vector<u16> weights(linear.size());
+    u64 parts = linear.is_gated ? 2 : 1, outputs = linear.outputs / parts;
+    for (u64 part = 0; part < parts; ++part) {
+        std::vector<u16> halves(outputs * linear.halves());
+        std::memcpy(halves.data(), w.data() + part * outputs * linear.inputs, halves.size() * sizeof(u16));
+        pack_weights(linear, weights.data(), halves.data(), outputs, part, parts);
+    }
+    linear.weights = weights.data();
+    auto sum = [&](u64 row, u64 output) {
+        double out = 0.0;
+        for (u64 i = 0; i < linear.inputs; ++i)
+            out += double{x[row * linear.inputs + i]} * double{w[output * linear.inputs + i]};
+        return out;
+    };
+    for (u64 index = 0; index < linear_kernels().count; ++index) {
+        const char* name = linear_kernels().kernels[index].name;
+        REQUIRE(choose_linear_kernel(name), "no kernel %s", name);
+        std::vector<float> out(rows * stride + 1, 7.0f), alone(results);
+        compute_linear(linear, x.data(), linear.inputs, rows, out.data(), stride, 1 + random.below(3));
+        compute_linear(linear, x.data() + (rows - 1) * linear.inputs, linear.inputs, 1, alone.data(), results, 1);
+        REQUIRE(std::equal(alone.begin(), alone.end(), out.begin() + static_cast<i64>((rows - 1) * stride)),
+                "%s: other rows change bits", name);
+        for (u64 row = 0; row < rows; ++row) {
+            for (u64 result = 0; result < results; ++result) {
+                double gate = sum(row, result), expected = gate;
+                if (linear.is_gated) expected = gate / (1.0 + std::exp(-gate)) * sum(row, outputs + result);
+                double actual = double{out[row * stride + result]};
+                REQUIRE(std::abs(actual - expected) <= 1e-4 * (1.0 + std::abs(expected)), "%s: %g instead of %g", name,
+                        actual, expected);
+            }
+            REQUIRE(stride == results || out[row * stride + results] == 7.0f, "%s wrote beyond a row", name);
+        }
+        REQUIRE(out.back() == 7.0f, "%s wrote beyond the last result", name);
+    }
+    choose_linear_kernel(linear_kernels().kernels[0].name);
+}
+
 // The float32 of -gate overflows in the exponential.
 void check_gate_far_below_zero() {
     PackedLinear linear{};
@@ -217,6 +266,7 @@ int main(int argc, char** argv) {
     for (u64 round = 0; round < (arguments.is_quick ? 40u : 400u); ++round) {
         check_against_doubles(random);
         check_rows_alone(random);
+        check_float32(random);
     }
     check_extremes();
     check_gate_far_below_zero();

@@ -127,17 +127,17 @@ def prefill_attention(queries: numpy.typing.NDArray[numpy.uint16], keys: numpy.t
 
 class PackedLinear:
     """
-    y = x W^T + b in bfloat16, with W packed into panels of 16 outputs. Sums are float32.
+    y = x W^T + b in bfloat16 or float32, with W packed into panels of 16 outputs. Sums are float32.
     """
 
-    def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False) -> None:
+    def __init__(self, inputs: int, outputs: int, buffer: numpy.typing.NDArray[numpy.uint16], bias: numpy.typing.NDArray[numpy.float32] | None = None, is_gated: bool = False, is_float32: bool = False) -> None:
         """
         Packs into `buffer`, of at least `packed_size` elements at a multiple of 64 bytes, and keeps it alive. `is_gated`: W has panels of a gate and of an up projection in turn, and y = silu(gate) * up.
         """
 
     def pack(self, rows: numpy.typing.NDArray[numpy.uint16], first_panel: int = 0, step: int = 1, threads: int = 1) -> None:
         """
-        Packs rows of W, the bits of bfloat16, into the panels `first_panel`, `first_panel + step`, …
+        Packs rows of W, the bits of its elements, into the panels `first_panel`, `first_panel + step`, …
         """
 
     def compute(self, x_address: int, x_stride: int, rows: int, out_address: int, out_stride: int, threads: int) -> None:
@@ -151,8 +151,8 @@ class PackedLinear:
     @property
     def results(self) -> int: ...
 
-def packed_size(inputs: int, outputs: int) -> int:
-    """Elements of a buffer for these packed weights."""
+def packed_size(inputs: int, outputs: int, is_float32: bool = False) -> int:
+    """Elements of 2 bytes of a buffer for these packed weights."""
 
 def forget_pages(address: int, nbytes: int) -> None:
     """
@@ -170,7 +170,7 @@ def choose_linear_kernel(name: str) -> None:
 
 class DecoderLayer:
     """
-    A layer in bfloat16: attention and a gated MLP, a norm before each, and residuals.
+    A layer in bfloat16 or float32: attention and a gated MLP, a norm before each, and residuals.
     """
 
     def __init__(self, cache: int, norms: Sequence[tuple[int, float, bool]], linears: tuple[PackedLinear, PackedLinear, PackedLinear, PackedLinear], heads: Sequence[int], scale: float, window: int = 0, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None) -> None:
@@ -187,14 +187,14 @@ class AttentionStep:
     The tokens of a step, and where in the KV cache their keys and values lie.
     """
 
-    def __init__(self, caches: numpy.typing.NDArray[numpy.int64], num_blocks: int, block_size: int, places: numpy.typing.NDArray[numpy.int64], block_tables: numpy.typing.NDArray[numpy.int32], seq_lens: numpy.typing.NDArray[numpy.int64], chunks: Sequence[tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]]) -> None:
+    def __init__(self, caches: numpy.typing.NDArray[numpy.int64], num_blocks: int, block_size: int, places: numpy.typing.NDArray[numpy.int64], block_tables: numpy.typing.NDArray[numpy.int32], seq_lens: numpy.typing.NDArray[numpy.int64], chunks: Sequence[tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]], is_float32: bool = False) -> None:
         """
-        `caches` [layers, 2]: addresses of all keys and of all values. `places`: of each token. The first tokens are of sequences with one token each, of `block_tables` and `seq_lens`. `chunks`: first token, number of tokens, length and blocks of each other sequence. Raises ValueError for places and blocks that are not there.
+        `caches` [layers, 2]: addresses of all keys and of all values. `places`: of each token. The first tokens are of sequences with one token each, of `block_tables` and `seq_lens`. `chunks`: first token, number of tokens, length and blocks of each other sequence, in bfloat16 only. Raises ValueError for places and blocks that are not there.
         """
 
 def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sin: tuple[int, int], final_norm: tuple[int, float, bool], out_address: int, threads: int) -> None:
     """
-    Computes hidden states [tokens, size] in bfloat16. `x`: address and stride between tokens in elements. `cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The caller checks the addresses.
+    Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in elements. `cos_sin`: addresses of [tokens, size of a key]. `final_norm`: as in `DecoderLayer`, of the result. The caller checks the addresses.
     """
 
 def resize(frames: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu', writable=False)], first: Annotated[NDArray[numpy.int32], dict(shape=(None,), order='C', device='cpu', writable=False)], weights: Annotated[NDArray[numpy.int16], dict(shape=(None, None), order='C', device='cpu', writable=False)], shift: int, is_along_width: bool, out: Annotated[NDArray[numpy.uint8], dict(shape=(None, None, None, 3), order='C', device='cpu')]) -> None:

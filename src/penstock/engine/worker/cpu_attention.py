@@ -86,7 +86,7 @@ class CpuAttention:
         self._stock = layer.forward
         self.how = how
         self.norms = norms
-        self._dtype = layer.q_proj.weight.dtype
+        self.dtype = layer.q_proj.weight.dtype
 
     @property
     def heads(self) -> tuple[int, int, int, int]:
@@ -111,8 +111,8 @@ class CpuAttention:
     def project(self, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor]) -> Projected:
         layer = self._layer
         projected = [module(hidden_states)[0] for module in (layer.q_proj, layer.k_proj, layer.v_proj)]
-        rows = [rows_of(each, each.shape[1], self._dtype) for each in projected]
-        cos, sin = (rows_of(each[0], each.shape[2], self._dtype).contiguous() for each in position_embeddings)
+        rows = [rows_of(each, each.shape[1], self.dtype) for each in projected]
+        cos, sin = (rows_of(each[0], each.shape[2], self.dtype).contiguous() for each in position_embeddings)
         return Projected(rows[0], rows[1], rows[2], cos, sin, *self.norms)
 
     def can_rotate(self, hidden_states: Tensor, position_embeddings: Any) -> bool:
@@ -121,7 +121,7 @@ class CpuAttention:
             return False
         shape = (1, hidden_states.shape[1], self._layer.head_dim)
         return hidden_states.dim() == 3 and all(
-            each.shape == shape and each.dtype == self._dtype for each in position_embeddings
+            each.shape == shape and each.dtype == self.dtype for each in position_embeddings
         )
 
 

@@ -70,8 +70,8 @@ def compute(
     final_norm: tuple[int, float, bool],
 ) -> Tensor:
     cos, sin = (each.contiguous() for each in position_embeddings)
-    rows = rows_of(x, layers[0].size, torch.bfloat16)
-    out = torch.empty(x.shape, dtype=torch.bfloat16)
+    rows = rows_of(x, layers[0].size, cos.dtype)
+    out = torch.empty(x.shape, dtype=x.dtype)
     where = (rows.data_ptr(), rows.stride(0)), (cos.data_ptr(), sin.data_ptr())
     _native.compute_layers(layers, step, *where, final_norm, out.data_ptr(), kernel_threads())
     return out
@@ -92,7 +92,8 @@ def find_layer(layer: Any) -> CpuLayer | None:
     norms = [layer.input_layernorm.forward, layer.post_attention_layernorm.forward]
     if not isinstance(attention, CpuAttention) or not isinstance(mlp, GatedMlp):
         return None
-    if not all(isinstance(norm, RmsNorm) and norm.weight.dtype == torch.bfloat16 for norm in norms):
+    dtype = mlp.product.dtype
+    if not all(isinstance(norm, RmsNorm) and norm.weight.dtype == dtype for norm in norms):
         return None
     qkv = SharedProduct.of([getattr(layer.self_attn, name) for name in ("q_proj", "k_proj", "v_proj")])
     output, down = layer.self_attn.o_proj.forward, layer.mlp.down_proj.forward
@@ -139,7 +140,9 @@ def find_decoder(decoder: Any) -> CpuDecoder | None:
     norm, rotary = (getattr(decoder, name, None) for name in ("norm", "rotary_emb"))
     if not layers or not all(isinstance(layer, CpuLayer) for layer in layers) or rotary is None:
         return None
-    if not isinstance(norm, nn.Module) or not isinstance(norm.forward, RmsNorm) or norm.weight.dtype != torch.bfloat16:
+    if not isinstance(norm, nn.Module) or not isinstance(norm.forward, RmsNorm):
+        return None
+    if norm.forward.weight.dtype != layers[0].attention.dtype:
         return None
     ids = torch.arange(3)[None]
     embeds: Tensor = decoder.get_input_embeddings()(ids)

@@ -1,7 +1,7 @@
 """Linear layers of a model on a CPU, with weights packed in the order in which native kernels read them.
 
-The modules stay transformers' own. Each `nn.Linear` in bfloat16 computes by the kernel; layers that read the same input
-(queries, keys and values; gate and up) are one product.
+The modules stay transformers' own. Each `nn.Linear` in bfloat16 or float32 computes by the kernel; layers that read the
+same input (queries, keys and values; gate and up) are one product.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from penstock.engine.worker.stock import SiLUActivation
 
 PANEL = 16  # outputs of a panel of packed weights
 ALIGNED = 32  # elements: 64 bytes
+FLOAT32_KERNELS = ("amx", "avx512_bf16", "avx512", "avx2")  # with which float32 is as fast as torch's, or faster
 TOGETHER = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))  # layers of a module with the same input
 MLP = {"gate_proj": (8, 16), "up_proj": (8, 16), "down_proj": (16, 8)}  # layers of a gated MLP, their sizes in a trial
 
@@ -40,13 +41,18 @@ class LinearGroup(NamedTuple):
         return [layer.weight.shape[0] for layer in self.layers]
 
     @property
+    def dtype(self) -> torch.dtype:
+        dtype: torch.dtype = self.layers[0].weight.dtype
+        return dtype
+
+    @property
     def size(self) -> int:
-        """Elements of the packed weights."""
-        return int(_native.packed_size(self.inputs, sum(self.outputs)))
+        """Elements of 2 bytes of the packed weights."""
+        return int(_native.packed_size(self.inputs, sum(self.outputs), self.dtype == torch.float32))
 
 
 def pack_linears(model: nn.Module) -> None:
-    """Packs all linear layers in bfloat16 of a model on a CPU. Their `weight` keeps its shape and loses its memory."""
+    """Packs all linear layers in bfloat16 or float32 of a model on a CPU. Their `weight` loses its memory."""
     groups = list(find_groups(model))
     if not groups:
         return
@@ -123,18 +129,19 @@ def find_groups(model: nn.Module) -> Iterator[LinearGroup]:
 
 
 def is_packable(module: Any) -> bool:
-    """Whether a module is a linear layer in bfloat16. A subclass may compute something else."""
+    """Whether a module is a linear layer for the kernel in use. A subclass may compute something else."""
     if type(module) is not nn.Linear or "forward" in vars(module):
         return False
     weight = module.weight
-    return weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and weight.numel() > 0
+    is_fast = weight.dtype == torch.float32 and _native.linear_kernel() in FLOAT32_KERNELS
+    return (is_fast or weight.dtype == torch.bfloat16) and weight.device.type == "cpu" and weight.numel() > 0
 
 
 def can_group(layers: Sequence[Any]) -> bool:
     """Whether layers can be one product: each layer but the last one of a product fills its panels."""
     if not all(is_packable(layer) for layer in layers) or len(set(layers)) < len(layers):
         return False
-    return len({layer.weight.shape[1] for layer in layers}) == 1 and all(
+    return len({(layer.weight.shape[1], layer.weight.dtype) for layer in layers}) == 1 and all(
         layer.weight.shape[0] % PANEL == 0 for layer in layers
     )
 
@@ -169,15 +176,17 @@ def computes_gate(mlp: Any) -> bool:
 
 def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16]) -> None:
     is_gated = group.gated is not None
-    outputs = group.outputs
-    packed = _native.PackedLinear(group.inputs, sum(outputs), buffer, bias_of(group.layers), is_gated)
+    outputs, dtype = group.outputs, group.dtype
+    sizes = group.inputs, sum(outputs)
+    packed = _native.PackedLinear(*sizes, buffer, bias_of(group.layers), is_gated, dtype == torch.float32)
     first = 0
     for layer in group.layers:
         rows = layer.weight.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
         packed.pack(rows, first, 2 if is_gated else 1, kernel_threads())
         first += 1 if is_gated else -(-rows.shape[0] // PANEL)
-        layer.weight = nn.Parameter(torch.empty(rows.shape, dtype=torch.bfloat16, device="meta"), requires_grad=False)
-    product = Product(packed)
+        shape = layer.weight.shape
+        layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
+    product = Product(packed, dtype)
     if group.gated is not None:
         mlp: Any = group.gated
         mlp.forward = GatedMlp(product, mlp)
@@ -201,15 +210,16 @@ def bias_of(layers: Sequence[Any]) -> npt.NDArray[np.float32] | None:
 class Product:
     """Computes a packed layer for tensors [..., inputs]."""
 
-    def __init__(self, packed: _native.PackedLinear) -> None:
+    def __init__(self, packed: _native.PackedLinear, dtype: torch.dtype) -> None:
         self.packed = packed
+        self.dtype = dtype
         self._inputs = packed.inputs
         self._width = packed.results
 
     def __call__(self, x: Tensor) -> Tensor:
-        rows = rows_of(x, self._inputs, torch.bfloat16)
+        rows = rows_of(x, self._inputs, self.dtype)
         count = rows.shape[0]
-        out = torch.empty(*x.shape[:-1], self._width, dtype=torch.bfloat16)
+        out = torch.empty(*x.shape[:-1], self._width, dtype=self.dtype)
         if count:
             arguments = (rows.data_ptr(), rows.stride(0), count, out.data_ptr(), self._width)
             self.packed.compute(*arguments, kernel_threads())

@@ -29,7 +29,7 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.environment import cache_directory
 
 SHORT = 128  # tokens: the most of a short step. Two threads gain 0.4 to 1.24 at 128 tokens of small models, 1.4 at 192
-TRIED = (16, 256)  # tokens of the short step and of the long one that are measured
+TRIED = (16, 256)  # requests of the short step that is measured, and tokens of the chunk of the long one
 GAIN = 1.3  # minimum speed-up for which the number of threads is doubled
 TIMES = 3  # measurements that agree: others were disturbed by other processes
 NEARLY = 0.95  # the least quotient of two times that agree

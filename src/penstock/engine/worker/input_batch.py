@@ -81,6 +81,19 @@ def build_batch(batch: BatchState) -> InputBatch:
     )
 
 
+def trial_batch(tokens: int, block_size: int, *, is_chunk: bool) -> InputBatch:
+    """Returns the input of a step of so many requests with one token each, or of one chunk."""
+    numbers, ones = np.arange(tokens), np.ones(tokens, np.intp)
+    if is_chunk:
+        blocks = np.arange(-(-tokens // block_size), dtype=np.int32)
+        chunk, row, none = PrefillChunk(0, tokens, tokens, blocks), np.zeros(1, np.intp), np.zeros(0, np.intp)
+        rows = row, row, row + tokens, none, np.zeros((0, 0), np.int32)
+        return InputBatch(block_size, 0 * numbers, numbers, numbers, *rows, (chunk,), row + tokens - 1)
+    table = numbers[:, None].astype(np.int32)
+    rows = numbers, numbers, ones, ones, table
+    return InputBatch(block_size, numbers, 0 * numbers, numbers * block_size, *rows, (), numbers)
+
+
 def pinned(size: int, device: torch.device) -> Tensor:
     """Returns int32 memory for copies to the device: pinned, so that no copy waits for the device."""
     return torch.empty(size, dtype=torch.int32, pin_memory=device.type == "cuda")

@@ -25,11 +25,19 @@ from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
-from penstock.engine.worker.cpu_threads import SHORT, TUNE_AFTER_S, CpuThreads, ThreadMemory, share, tune_threads
+from penstock.engine.worker.cpu_threads import (
+    SHORT,
+    TRIED,
+    TUNE_AFTER_S,
+    CpuThreads,
+    ThreadMemory,
+    share,
+    tune_threads,
+)
 from penstock.engine.worker.device import EncodingCounts, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
-from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch
+from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
@@ -94,13 +102,13 @@ class ModelRunner:
         self.max_short_prompt = self._model.max_short_prompt
         self._prompt_lengths = np.zeros(slots, np.intp)
         self.tune_after: float | None = None
+        self.block_size = block_size
         self._max_threads = max_threads
         self._threads = CpuThreads(max_threads, max_threads)
         key = files.fingerprint.digest.hex(), self._model.dtype, self._ranks.size, max_threads
         self._thread_memory = ThreadMemory(penstock.__version__, *key)
         if not threads and where.type == "cpu" and max_threads > 1:
             self._recall_threads()
-        self.block_size = block_size
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         if self._sampler is not None:
@@ -304,11 +312,15 @@ class ModelRunner:
     def tune(self) -> None:
         """Measures the numbers of threads. A disturbed measurement is repeated by the worker after `tune_after`."""
 
+        memory = self._model.memory(max(TRIED[0], -(-TRIED[1] // self.block_size)), self.block_size)
+
         def compute(tokens: int) -> None:
             tried = CpuThreads(kernel_threads(), kernel_threads())
-            use_threads(tried, tokens, has_products=not self._model.is_packed)
-            numbers = torch.arange(tokens)
-            self._model.logits(self._model.hidden(Probe(), torch.zeros_like(numbers), numbers))
+            input_batch = trial_batch(tokens, self.block_size, is_chunk=tokens > SHORT)
+            use_threads(tried, tokens, has_products=not self._model.is_packed or bool(input_batch.chunks))
+            zeros = torch.zeros(tokens, dtype=torch.int64)
+            hidden = self._model.hidden(PagedAttention(memory, input_batch, self._device), zeros, zeros)
+            self._model.logits(hidden[torch.from_numpy(input_batch.last)])
 
         self._threads, is_certain = tune_threads(self._max_threads, compute, self._ranks)
         if is_certain:

@@ -133,7 +133,7 @@ class PagedAttention:
 
     @functools.cached_property
     def native_step(self) -> _native.AttentionStep | None:
-        """The step for native layers, which compute in bfloat16; None: torch computes some of its attention."""
+        """The step for native layers; None: torch computes some of its attention."""
         on_cpu = self._memory.on_cpu
         return None if on_cpu is None else on_cpu.step(self._input_batch)
 
@@ -208,11 +208,12 @@ class CpuKVCache:
 
     def step(self, input_batch: InputBatch) -> _native.AttentionStep | None:
         """Returns the step for native layers; None: they do not compute all of its attention."""
-        if not self._is_bfloat16 or (input_batch.chunks and not self.has_chunk_kernel):
+        if input_batch.chunks and not self.has_chunk_kernel:
             return None
         blocks, block_size = self._blocks, self._block_size
         rows = input_batch.places, input_batch.table, input_batch.lengths
-        return _native.AttentionStep(self._addresses, blocks, block_size, *rows, input_batch.chunks)
+        is_float32 = not self._is_bfloat16
+        return _native.AttentionStep(self._addresses, blocks, block_size, *rows, input_batch.chunks, is_float32)
 
     def attend(self, layer: int, query: Tensor, attended: Tensor, rows: CpuRows, how: AttentionStyle) -> None:
         """Computes attention for the first rows of `query` [tokens, heads, size], into the first rows of `attended`."""

@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer  # noqa: 
 from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker.cpu_attention import replace_attentions  # noqa: E402
 from penstock.engine.worker.cpu_decoder import CpuLayer, find_decoder, replace_layers  # noqa: E402
-from penstock.engine.worker.cpu_linear import pack_linears  # noqa: E402
+from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, pack_linears  # noqa: E402
 from penstock.engine.worker.cpu_norm import replace_norms  # noqa: E402
 from penstock.engine.worker.paged_attention import NAME, KVCache, KVCacheShape, PagedAttention  # noqa: E402
 from tests.support.models import BLOCK_SIZE, batch_of_rows  # noqa: E402
@@ -125,6 +125,35 @@ def test_decoder_computes_what_transformers_does(name: str, rows: str) -> None:
 
 
 @torch.inference_mode()
+@pytest.mark.parametrize("name", MODELS)
+def test_decoder_computes_decode_steps_in_float32(name: str) -> None:
+    stock, model = (built(*MODELS[name], torch.float32) for _ in range(2))
+    replaced(model)
+    decoder = find_decoder(model)
+    if not layers_of(model)[0]:
+        assert _native.linear_kernel() not in FLOAT32_KERNELS and decoder is None
+        return
+    assert layers_of(model) == [True] * 3 and decoder is not None
+    paged, ids, positions = step_of(ROWS["decode"], torch.float32)
+    actual = decoder.hidden(model.embed_tokens(ids), positions, paged)
+    torch.testing.assert_close(actual, hidden(stock, ROWS["decode"], torch.float32), rtol=1e-4, atol=1e-4)
+    assert torch.equal(actual, hidden(model, ROWS["decode"], torch.float32))  # layer by layer
+    paged, ids, positions = step_of(ROWS["mixed"], torch.float32)  # torch computes the chunks
+    assert decoder.hidden(model.embed_tokens(ids), positions, paged) is None
+    mixed = [hidden(each, ROWS["mixed"], torch.float32) for each in (model, stock)]
+    torch.testing.assert_close(*mixed, rtol=1e-4, atol=1e-4)
+
+
+@torch.inference_mode()
+def test_decoder_refuses_a_cache_of_another_dtype() -> None:
+    model = replaced(built(*MODELS["llama"]))
+    decoder = find_decoder(model)
+    paged, ids, positions = step_of(ROWS["decode"], torch.float32)
+    with pytest.raises(ValueError, match="expected layers of one size, each with a cache, and of its dtype"):
+        decoder.hidden(model.embed_tokens(ids), positions, paged)  # type: ignore[union-attr]
+
+
+@torch.inference_mode()
 def test_layers_that_compute_something_else_stay() -> None:
     model = built(*MODELS["llama"])
     scaled = ScaledLayer(model.config, 1).to(torch.bfloat16)
@@ -135,7 +164,7 @@ def test_layers_that_compute_something_else_stay() -> None:
     assert layers_of(model) == [True, False, True] and find_decoder(model) is None
     torch.testing.assert_close(hidden(model, ROWS["decode"]), stock, rtol=0.05, atol=0.1)
     assert layers_of(replaced(built(Gemma2Model, Gemma2Config, {}))) == [False] * 3
-    assert layers_of(replaced(built(*MODELS["llama"], torch.float32))) == [False] * 3
+    assert layers_of(replaced(built(*MODELS["llama"], torch.float16))) == [False] * 3
 
 
 @torch.inference_mode()

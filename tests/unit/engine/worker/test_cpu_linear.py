@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from penstock.engine import _native
-from penstock.engine.worker.cpu_linear import find_groups, pack_linears
+from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, find_groups, pack_linears
 from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads
 
 FASTEST = _native.linear_kernel()
@@ -194,12 +194,29 @@ def test_hooks_of_packed_layers_run() -> None:
     assert torch.equal(packed(x), expected + 1)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
-def test_layers_of_other_dtypes_stay(dtype: torch.dtype) -> None:
-    model = nn.Sequential(nn.Linear(64, 32).to(dtype))
-    weight = model[0].weight
+def test_layers_of_other_dtypes_stay(kernel: str) -> None:
+    model = nn.ModuleList([nn.Linear(64, 32).to(dtype) for dtype in (torch.float16, torch.float32)])
+    half, single = (layer.weight for layer in model)
     pack_linears(model)
-    assert model[0].weight is weight
+    assert model[0].weight is half and (model[1].weight is single) == (kernel not in FLOAT32_KERNELS)
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("rows", [1, 2, 3, 7, 16, 45, 1100])
+def test_float32_layers_compute_what_torch_does(kernel: str, rows: int) -> None:
+    """The products of queries, keys and values and of a gate are fused, too. Rows alone have the same bits."""
+    if kernel not in FLOAT32_KERNELS:
+        pytest.skip("torch computes float32 beside this kernel")
+    torch.manual_seed(rows)
+    parts = Attention(70, 32, has_bias=True), nn.Linear(134, 33), nn.Linear(33, 64), Mlp(64, 48, nn.SiLU())
+    exact = nn.Sequential(*parts).requires_grad_(False)
+    packed = copy.deepcopy(exact)
+    pack_linears(packed)
+    assert all(parameter.is_meta for name, parameter in packed.named_parameters() if name.endswith("weight"))
+    x = torch.randn(rows, 70)
+    actual = packed(x)
+    torch.testing.assert_close(actual, exact(x), rtol=1e-5, atol=1e-5)
+    assert torch.equal(packed(x[-1:]), actual[-1:])
 
 
 @torch.inference_mode()

@@ -6,8 +6,9 @@ import os
 import random
 import time
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from unittest.mock import Mock
 
 import pytest
@@ -16,11 +17,14 @@ torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[
 pytest.importorskip("transformers", reason="needs transformers: pip install 'penstock[engine]'")
 
 from penstock import Timeout  # noqa: E402
+from penstock.engine import _native  # noqa: E402
 from penstock.engine.worker import cpu_threads, model_runner  # noqa: E402
+from penstock.engine.worker.cpu_decoder import CpuDecoder  # noqa: E402
 from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads  # noqa: E402
 from penstock.engine.worker.cpu_threads import (  # noqa: E402
     LONG,
     SHORT,
+    TRIED,
     TUNE_AFTER_S,
     WORK,
     CpuThreads,
@@ -29,6 +33,7 @@ from penstock.engine.worker.cpu_threads import (  # noqa: E402
     tune_threads,
 )
 from penstock.engine.worker.model_runner import ModelRunner, use_threads  # noqa: E402
+from penstock.engine.worker.paged_attention import CHUNK_KERNELS  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from penstock.engine.worker.worker import Worker  # noqa: E402
 from penstock.environment import CACHE_DIR  # noqa: E402
@@ -190,6 +195,27 @@ def test_model_runner_remembers_measurements_and_repeats_disturbed_ones(
     assert not results
     assert {runner.tune_after for runner in (first, second)} == {None}
     assert second._threads == (1, 2)
+
+
+def test_model_runner_measures_the_native_decoder(monkeypatch: pytest.MonkeyPatch, cache: Path, tmp_path: Path) -> None:
+    steps: list[tuple[int, bool]] = []
+    compute_hidden = CpuDecoder.hidden
+
+    def hidden(decoder: CpuDecoder, embeds: Any, *rest: Any) -> Any:
+        result = compute_hidden(decoder, embeds, *rest)
+        steps.append((embeds.shape[1], result is not None))
+        return result
+
+    def tune(limit: int, compute: Callable[[int], None], _: TPGroup) -> TunedThreads:
+        for tokens in TRIED:
+            compute(tokens)
+        return TunedThreads(CpuThreads(limit, limit), True)
+
+    monkeypatch.setattr(CpuDecoder, "hidden", hidden)
+    monkeypatch.setattr(model_runner, "tune_threads", tune)
+    monkeypatch.setattr(model_runner, "share", lambda _: 2)
+    ModelRunner(build_family("llama", tmp_path).path, slots=1, blocks=4, dtype="bfloat16")
+    assert steps == [(TRIED[0], True), (TRIED[1], _native.linear_kernel() in CHUNK_KERNELS)]
 
 
 def test_worker_tunes_its_device_when_no_step_comes() -> None:
