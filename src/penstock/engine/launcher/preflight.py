@@ -24,7 +24,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import HeadSlices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
-MIN_TORCH = 2, 11  # which the kernels have run with
+MIN_TORCH = 2, 11  # the oldest release of torch for the kernels
 MAX_CUDA_SEQS = 4096  # for which kernels plan attention
 OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
 
@@ -112,15 +112,15 @@ def require_blocks(config: EngineConfig) -> None:
 
 
 def _problem_of(name: str, devices: Devices) -> str:
-    """Returns what is wrong with a device; empty: nothing that is known."""
+    """Returns why a device cannot be used; empty: no reason is known."""
     if devices.number is None:
         return ""
     if devices.number == 0:
         return "no CUDA device can be used"
     if name.isdecimal():
-        return "" if int(name) < devices.number else f"there is no device number {name}"
+        return "" if int(name) < devices.number else f"the number {name} names no device"
     is_there = any(uuid.startswith(uuid_digits(name)) for uuid in devices.uuids)
-    return "" if is_there or not devices.uuids else f"there is no device {name}"
+    return "" if is_there or not devices.uuids else f"the UUID {name} names no device"
 
 
 def _release(version: str) -> tuple[int, ...]:

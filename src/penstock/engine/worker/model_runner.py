@@ -184,7 +184,7 @@ class ModelRunner:
                 self._images.forget_encodings()
             torch.cuda.empty_cache()
             rows = batch.rows[batch.counts[batch.rows] > 0]
-            if step.joined is not None:  # their parameters may be lost
+            if step.joined is not None:  # parameters of joined slots may be lost
                 rows = np.union1d(rows, step.joined.slots)
             event("out of memory", WARNING, requests=rows.size, why=str(error).partition("\n")[0])
             ids = torch.zeros(batch.sampled.size, dtype=torch.int32)

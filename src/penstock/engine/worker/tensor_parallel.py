@@ -38,9 +38,9 @@ class TPGroup:
     ) -> None:
         """Blocks until all ranks have joined.
 
-        `rendezvous`: where they meet; None: there is only this one. `device` is this rank's own, with a number or a
-        UUID. `collectives`: of `EngineConfig`. Numbers of the host go by gloo in any case, so no agreement waits for a
-        CUDA device. Raises ValueError if there is no such device.
+        `rendezvous`: where ranks meet; None: a rank alone. `device`: of the rank, with a number or a UUID.
+        `collectives`: see `EngineConfig`. Numbers of the host always go by gloo: no agreement waits for a CUDA device.
+        Raises ValueError if the device does not exist.
         """
         self.rank = rank
         self.size = size

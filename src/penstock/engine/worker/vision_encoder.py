@@ -221,7 +221,7 @@ class EncoderCache:
         return not self._broken and bool((positions >= self._ends[slots]).all())
 
     def offsets(self, slot: int) -> Index:
-        """Returns, for each axis, how far rope positions lie from positions behind the prompt, or at its last token."""
+        """Returns, for each axis, rope positions minus positions, from the last token of the prompt on."""
         return self._offsets[:, slot]
 
     # ── what stands there ──

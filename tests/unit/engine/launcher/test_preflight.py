@@ -237,12 +237,16 @@ def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pyte
     ("number", "options", "text"),
     [
         (0, {"device": "cuda"}, "--device cuda: no CUDA device can be used: because"),
-        (1, {"device": "cuda", "tensor_parallel_size": 2}, "there is no device number 1: because"),
-        (3, {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}, "there is no device number 3"),
-        (1, {"device": "cuda:1"}, "--device cuda:1: there is no device number 1"),
-        (3, {"device": "cuda:2", "tensor_parallel_size": 2}, "--device cuda:2: there is no device number 3"),
-        (2, {"device": "cuda", "devices": "2"}, "--devices 2: there is no device number 2"),
-        (2, {"device": "cuda", "devices": "GPU-00112244"}, "--devices GPU-00112244: there is no device GPU-00112244"),
+        (1, {"device": "cuda", "tensor_parallel_size": 2}, "the number 1 names no device: because"),
+        (3, {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}, "the number 3 names no device"),
+        (1, {"device": "cuda:1"}, "--device cuda:1: the number 1 names no device"),
+        (3, {"device": "cuda:2", "tensor_parallel_size": 2}, "--device cuda:2: the number 3 names no device"),
+        (2, {"device": "cuda", "devices": "2"}, "--devices 2: the number 2 names no device"),
+        (
+            2,
+            {"device": "cuda", "devices": "GPU-00112244"},
+            "--devices GPU-00112244: the UUID GPU-00112244 names no device",
+        ),
     ],
 )
 def test_devices_that_are_not_there_are_refused(

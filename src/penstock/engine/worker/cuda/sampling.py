@@ -5,8 +5,8 @@
 `exp((logit - largest) / temperature)`. A cut is the least logit that `top_k` and `top_p` keep. The kernels search
 the cut in the order-preserving integers of the logits (`_key`), from a bound that follows from the groups.
 
-Parameters are read by slot, so a graph holds for all of them. Penalties are applied whenever a logit is read: `row`,
-an argument of most functions, is a row's logits with all that reading them needs.
+Parameters are read by slot, so a graph holds for all parameters. Penalties are applied whenever a logit is read: the
+argument `row` of most functions has pointers to a row's logits, counts and parameters.
 """
 
 from __future__ import annotations

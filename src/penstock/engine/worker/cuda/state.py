@@ -48,7 +48,7 @@ class DeviceState:
     def __init__(
         self, slots: int, max_blocks: int, block_size: int, device: torch.device, vocabulary: int, *, samples: bool
     ) -> None:
-        """`max_blocks`: of a request. `samples`: this rank does, so the device counts ids for penalties."""
+        """`max_blocks`: of a request. `samples`: the rank samples, and the device counts ids for penalties."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -95,7 +95,7 @@ class DeviceState:
                 self._block_counts[news.slots] = 0
 
     def forget(self) -> None:
-        """Forgets what the device has of all slots but what they have joined with: a step has failed in the middle."""
+        """Forgets blocks and progress of all slots: a step has failed in the middle."""
         self._block_counts[:] = 0
         self._computed[:] = -1
         self._rows = None

@@ -1,7 +1,7 @@
 """Samples the rows of a step on a CUDA device, as the last part of what is recorded.
 
-Two kernels read each row's parameters by slot: so one graph holds for greedy and random rows, cuts and penalties. Rows
-that have ids with biases, or ids that are ruled out, are sampled anew after the step, by operations of torch.
+Two kernels read each row's parameters by slot, so a graph holds for greedy and random rows, cuts and penalties. Rows
+with biases, allowed ids or `min_tokens` are sampled again after the step, by operations of torch.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class StepLogits(NamedTuple):
 
 
 class TokenChooser:
-    """Chooses ids by the kernels. One step at a time: the steps share scratch memory."""
+    """Chooses ids by the kernels. Steps share scratch memory and run in turn."""
 
     def __init__(self, state: DeviceState) -> None:
         self._state = state
@@ -69,7 +69,7 @@ class TokenChooser:
 
 
 class StepSampler:
-    """Samples on rank 0, and brings the ids to all ranks. Every rank knows which rows are sampled after a step."""
+    """Samples on rank 0, and brings the ids to all ranks. Every rank knows the rows that are sampled after a step."""
 
     def __init__(self, state: DeviceState, ranks: TPGroup, sampler: Sampler | None) -> None:
         """`sampler`: of rank 0, for the rows that kernels do not sample."""
@@ -85,13 +85,13 @@ class StepSampler:
         self.num_outside = 0  # rows that were sampled after a step
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Compiles the kernels for logits of a type: no step waits for the compiler, which takes seconds."""
+        """Compiles the kernels for logits of a type: the compiler takes seconds, and no step waits for the compiler."""
         for rows in {1, min(FEW_ROWS + 1, self._out.shape[0])}:
             logits = self._out.new_zeros((rows, self._state.vocabulary), dtype=dtype)
             self.sample(StepLogits(logits, torch.full_like(self._out[:rows, 0], -1)))
 
     def join(self, slot: int, params: SamplingParams, prompt_size: int) -> bool:
-        """A sample joins. Returns whether the sampler needs it, too: to sample the row after its steps."""
+        """A sample joins. Returns whether the sampler needs the sample, too, for rows that are sampled after steps."""
         is_outside = has_ids(params)
         is_outside_for_good = is_outside and (
             params.allowed_token_ids is not None or bool(params.logit_bias) or is_penalized(params)
