@@ -136,7 +136,7 @@ class Scene:
 
 def multiprocessors(count: int) -> AbstractContextManager[object]:
     """Until the block ends, a CPU has what a device has."""
-    return mock.patch.multiple(attention, multiprocessors=lambda _: count, has_group_mma=lambda _: True)
+    return mock.patch.multiple(attention, multiprocessors=lambda _: count, device_kind=lambda _: attention.HOPPER)
 
 
 def error(result: Tensor, expected: Tensor, dtype: torch.dtype) -> float:

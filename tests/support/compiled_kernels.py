@@ -28,6 +28,7 @@ def compile_kernel(
     floats: Collection[str] = (),
     stages: int = 3,
     architecture: int = 90,
+    fuses: bool = True,
 ) -> CompiledKernel:
     """`pointers`: types by the names of arguments. All other arguments are constants, floats or integers. Pointers and
     integers are multiples of 16."""
@@ -45,7 +46,7 @@ def compile_kernel(
             continue
         attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": True}
+    options = {"num_warps": warps, "num_stages": stages, "enable_fp_fusion": fuses}
     compiled = triton.compile(source, target=GPUTarget("cuda", architecture, 32), options=options)
     usage, ptx = _usage(compiled.asm["cubin"]), compiled.asm["ptx"]
     loads = re.findall(r"ld\.global\S*", ptx)

@@ -14,8 +14,7 @@ The double computes at once. What a device does later, it does late where the ho
   POISON then, as graphs share one pool of memory.
 
 A report counts launches, copies and allocations, and names the line of each operation that makes the host wait for the
-device or copies memory that is not pinned. With TRITON_INTERPRET=1, Triton's interpreter runs kernels of our own;
-without, operations of torch are computed in their stead.
+device or copies memory that is not pinned. With TRITON_INTERPRET=1, Triton's interpreter runs kernels of our own.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import hashlib
-import os
 import shutil
 import subprocess
 import sys
@@ -40,7 +38,6 @@ from torch.utils._device import _device_constructors
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten, tree_map_only
 
-from penstock.engine.worker import sampler
 from penstock.engine.worker.cuda import launcher
 
 CUDA = torch.device("cuda", 0)
@@ -180,8 +177,6 @@ class CudaDouble(TorchDispatchMode):
         replace(undo, torch, _torch_of(self))
         replace(undo, torch.cuda, _torch_cuda_of(self))
         replace(undo, launcher, {"launch": self.launch_kernel})
-        if os.environ.get("TRITON_INTERPRET") != "1":
-            replace(undo, sampler, {"build_chooser": lambda *_: None})
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[Report]:

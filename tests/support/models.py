@@ -378,10 +378,12 @@ def ask(
     seed: int | None = None,
     logprobs: int | None = None,
     resumed: Sequence[list[int]] = (),
+    params: Sequence[SamplingParams] = (),
 ) -> Told:
     """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended.
 
-    `resumed`: the ids of each request before it was resumed; the answers are the ids after these.
+    `resumed`: the ids of each request before it was resumed; the answers are the ids after these. `params`: of the
+    requests, in turn.
     """
     schedule = BatchState(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
@@ -392,7 +394,7 @@ def ask(
     )
     scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
     temperature = 0.0 if seed is None else 1.0
-    params = SamplingParams(ignore_eos=True, temperature=temperature, logprobs=logprobs)
+    params = params or [SamplingParams(ignore_eos=True, temperature=temperature, logprobs=logprobs)]
     answers: list[list[int]] = [[] for _ in requests]
     likely: list[list[float]] = [[] for _ in requests]
     flights: deque[Any] = deque()
@@ -400,7 +402,15 @@ def ask(
     number, steps, cached_tokens = 0, itertools.count(1), 0
     while number < len(requests) or scheduler.open_requests or flights:
         if number < len(requests):
-            scheduler.submit(_submit(number, requests[number], params, seed or 0, resumed[number] if resumed else []))
+            scheduler.submit(
+                _submit(
+                    number,
+                    requests[number],
+                    params[number % len(params)],
+                    seed or 0,
+                    resumed[number] if resumed else [],
+                )
+            )
             number += 1
         while len(flights) < depth and scheduler.schedule(plan):
             step = plan.build(1, next(steps))
@@ -431,8 +441,9 @@ def _sampled_logprobs(sampled: Any, rows: int) -> list[float]:
     if logprobs is None:
         return [0.0] * rows
     starts = np.cumsum(logprobs.counts) - logprobs.counts
-    values: list[float] = sampled.logprobs.values[starts].tolist()
-    return values
+    values = np.zeros(rows)
+    values[logprobs.counts > 0] = sampled.logprobs.values[starts[logprobs.counts > 0]]
+    return values.tolist()
 
 
 def _submit(number: int, request: Asked, params: SamplingParams, seed: int, resumed: list[int]) -> Submit:

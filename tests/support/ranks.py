@@ -20,8 +20,9 @@ from tests.conftest import spawn
 from tests.support.models import BLOCK_SIZE, Asked, Family, Told, ask, device, longest, opener
 
 
-def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some: slice) -> None:
-    """As transformers did, each of them, to some of the requests: they wait for each other, which takes its time."""
+def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some: slice, *, device: str = "cpu") -> None:
+    """As transformers did, each of them, to some of the requests: they wait for each other, which takes its time.
+    `device`: "cuda" is a double, which all ranks share."""
     work = {}
     for of in families:
         torch.save(of.images, of.path / "images.pt")
@@ -32,7 +33,7 @@ def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some:
         work[str(of.path)] = requests
     (folder / "work").write_text(json.dumps(work))
     with contextlib.ExitStack() as stack:
-        arguments = (size, str(folder))
+        arguments = (size, str(folder), device)
         rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open()))
         ranks = [
             stack.enter_context(spawn(_one_of_them, rank, rendezvous.of_rank(rank), *arguments, within=110))
@@ -46,10 +47,21 @@ def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some:
         assert json.loads((folder / str(rank)).read_text()) == expected, f"rank {rank}"
 
 
-def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str) -> None:
+def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str) -> None:
     """Answers, and writes down what."""
+    with contextlib.ExitStack() as stack:
+        if device != "cpu":
+            from tests.support.cuda_double import CudaDouble
+            from tests.support.interpreter import device_arithmetic, fast_calls
+
+            for context in (device_arithmetic(), fast_calls(), CudaDouble()):
+                stack.enter_context(context)
+        _answer(rank, rendezvous, size, folder, device)
+
+
+def _answer(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str) -> None:
     torch.set_num_threads(1)
-    ranks = TPGroup(rank, size, rendezvous)
+    ranks = TPGroup(rank, size, rendezvous, device if device == "cpu" else "cuda:0", "gloo")
     answers = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
         requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
@@ -57,6 +69,8 @@ def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str) -> N
             path,
             slots=4,
             ranks=ranks,
+            device=device,
+            token_budget=16 if device != "cpu" else 2048,
             block_size=BLOCK_SIZE,
             blocks=-(-longest(requests) // BLOCK_SIZE),
             open_handle=opener(torch.load(Path(path) / "images.pt")),

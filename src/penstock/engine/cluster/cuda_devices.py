@@ -24,6 +24,12 @@ else:
     count = ctypes.c_int()
     status = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
     print(status, count.value)
+    device, uuid = ctypes.c_int(), ctypes.create_string_buffer(16)
+    for number in range(count.value):
+        ask = getattr(driver, "cuDeviceGetUuid_v2", driver.cuDeviceGetUuid)
+        if driver.cuDeviceGet(ctypes.byref(device), number) or ask(uuid, device):
+            break
+        print(uuid.raw.hex())
 """
 PATIENCE = 20.0  # seconds; for the driver's answer
 NO_DEVICE, STUB_LIBRARY = 100, 34  # CUDA_ERROR_…: the two errors that mean no device
@@ -40,6 +46,12 @@ class TorchBuild(NamedTuple):
 class Devices(NamedTuple):
     number: int | None  # None: not known
     reason: str
+    uuids: tuple[str, ...] = ()  # as hexadecimal digits; empty: not known
+
+
+def uuid_digits(name: str) -> str:
+    """Returns the digits of a UUID, which may be the first ones only, as in CUDA_VISIBLE_DEVICES."""
+    return name.removeprefix("GPU-").replace("-", "").lower()
 
 
 def torch_build() -> TorchBuild | None:
@@ -74,6 +86,7 @@ def _asked_of_driver() -> Devices:
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     where = "" if visible is None else f" (CUDA_VISIBLE_DEVICES={visible!r})"
     fields = done.stdout.split()
+    fields, uuids = fields[:2], tuple(fields[2:])
     if fields == ["absent"]:
         return Devices(0, "there is no NVIDIA driver (libcuda.so.1)")
     if done.returncode != 0 or len(fields) != 2 or not all(field.isdecimal() for field in fields):
@@ -83,4 +96,4 @@ def _asked_of_driver() -> Devices:
         return Devices(0, f"the driver finds no device{where}")
     if status != 0:
         return Devices(None, f"the driver answers with error {status}")
-    return Devices(count, f"the driver finds {count} device{'' if count == 1 else 's'}{where}")
+    return Devices(count, f"the driver finds {count} device{'' if count == 1 else 's'}{where}", uuids)

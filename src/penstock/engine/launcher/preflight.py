@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
+import re
 import shutil
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ from typing import Any
 
 import msgspec
 
-from penstock.engine.cluster.cuda_devices import cuda_devices
+from penstock.engine.cluster.cuda_devices import Devices, cuda_devices, torch_build, uuid_digits
 from penstock.engine.cluster.numa import require_node
 from penstock.engine.cluster.weight_files import read_weights
 from penstock.engine.model_dir import expected, read_config, require_family, tokenizer_path
@@ -23,6 +24,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import HeadSlices
 
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors")  # of a model that is computed
+MIN_TORCH = 2, 11  # the oldest release of torch for the kernels
 MAX_CUDA_SEQS = 4096  # for which kernels plan attention
 OTHER_FILES = ("tokenizer_config.json", "chat_template.json", "processor_config.json", "preprocessor_config.json")
 
@@ -109,23 +111,42 @@ def require_blocks(config: EngineConfig) -> None:
         )
 
 
+def _problem_of(name: str, devices: Devices) -> str:
+    """Returns why a device cannot be used; empty: no reason is known."""
+    if devices.number is None:
+        return ""
+    if devices.number == 0:
+        return "no CUDA device can be used"
+    if name.isdecimal():
+        return "" if int(name) < devices.number else f"the number {name} names no device"
+    is_there = any(uuid.startswith(uuid_digits(name)) for uuid in devices.uuids)
+    return "" if is_there or not devices.uuids else f"the UUID {name} names no device"
+
+
+def _release(version: str) -> tuple[int, ...]:
+    return tuple(int(part) for part in re.findall(r"\d+", version)[:2])
+
+
 def require_cuda(config: EngineConfig) -> None:
-    ranks = config.data_parallel_size * len(config.ranks)
     devices = cuda_devices()
-    needed = ranks if config.device == "cuda" else int(config.device.removeprefix("cuda:")) + 1
-    if devices.number is not None and devices.number < needed:
-        workers = f"{ranks} workers need {ranks}" if config.device == "cuda" else f"it is the device number {needed}"
-        text = "no CUDA device can be used" if devices.number == 0 else workers
-        raise ValueError(f"--device {config.device}: {text}: {devices.reason}; --device cpu does without")
+    option = f"--devices {config.devices}" if config.devices else f"--device {config.device}"
+    for name in config.device_names:
+        if problem := _problem_of(name, devices):
+            raise ValueError(f"{option}: {problem}: {devices.reason}; --device cpu does without")
+    build = torch_build()
+    if build is not None and _release(build.version) < MIN_TORCH:
+        raise ValueError(
+            f"{option}: torch {build.version} is too old for a CUDA device: {'.'.join(map(str, MIN_TORCH))} or later"
+        )
     if importlib.util.find_spec("triton") is None:
         raise ValueError(
-            f"--device {config.device}: Triton is not installed, which compiles the kernels: torch for CUDA brings it; "
+            f"{option}: Triton is not installed, which compiles the kernels: torch for CUDA brings it; "
             "pip install triton, or --device cpu does without"
         )
     compilers = (os.environ.get("CC") or "cc", "gcc", "clang")
     if not any(map(shutil.which, compilers)):
         raise ValueError(
-            f"--device {config.device}: no C compiler is found ({', '.join(compilers)}), with which Triton builds its "
+            f"{option}: no C compiler is found ({', '.join(compilers)}), with which Triton builds its "
             "launchers: apt-get install gcc, or set CC"
         )
     if config.max_num_seqs > MAX_CUDA_SEQS:

@@ -22,7 +22,16 @@ STEPS_NAME, INBOX_NAME, SERVING_NAME = "steps", "inbox", "serving"  # in the lin
 # Options that decide the shapes of a step, the arithmetic, or the collective operations of a rank.
 COMMON_OPTIONS = (
     *("data_parallel_size", "tensor_parallel_size", "max_num_seqs", "max_num_batched_tokens", "max_model_len"),
-    *("block_size", "num_gpu_blocks_override", "dtype", "device", "threads", "enforce_eager", "end_ids", "simulated"),
+    *(
+        "block_size",
+        "num_gpu_blocks_override",
+        "dtype",
+        "collectives",
+        "threads",
+        "enforce_eager",
+        "end_ids",
+        "simulated",
+    ),
     *("enable_prompt_embeds", "encoder_tp_mode", "encoder_cache_nbytes"),
 )
 

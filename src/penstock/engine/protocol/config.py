@@ -29,6 +29,7 @@ SHIPPED = str(Path(__file__).parents[2] / "shipped" / "penstock-shapes")  # a de
 DTYPE_SYNONYMS = {"half": "float16", "float": "float32"}
 ENCODER_MODES = ("weights", "data", "store")  # the first two are vLLM's
 DEVICES = re.compile(r"cpu|cuda(:\d+)?")
+DEVICE_NAME = re.compile(r"\d+|GPU-[0-9a-fA-F-]{8,36}")  # of `--devices`: a number, or the UUID as nvidia-smi prints it
 MAX_LANES = 64  # of an inbox; native/layout.h
 MAX_MODEL_LEN = 4096
 MAX_INT = (1 << 31) - 1
@@ -152,10 +153,16 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     enforce_eager: Annotated[bool, Option("model")] = False
     """Run every step eagerly on a CUDA device; steps are not replayed from CUDA graphs"""
     device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"
-    """Device that computes: cpu, cuda:N, or cuda: one device for each worker, and several have not been tried"""
+    """Device that computes: cpu; cuda, a device for each worker from number 0 on; or cuda:N, the same from number N on.
+    Several have not been tried"""
+    devices: Annotated[str, Option("model", metavar="LIST", if_absent="those of --device")] = ""
+    """CUDA devices of this node's workers, in turn: numbers or UUIDs, as in 2,3"""
 
     tensor_parallel_size: Annotated[int, Option("parallelism", short="-tp", ge=1, le=16)] = 1
     """Number of workers that share the model of each engine"""
+    collectives: Annotated[str, Option("parallelism", choices=("auto", "nccl", "gloo"))] = "auto"
+    """Library by which the workers of an engine add up: auto, nccl (CUDA devices, one for each worker), gloo (through
+    the host; several workers may share a CUDA device); auto is nccl on CUDA devices, else gloo"""
     data_parallel_size: Annotated[
         int, Option("parallelism", short="-dp", ge=1, le=16, if_absent="one on each node")
     ] = 1
@@ -280,10 +287,33 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             )
         if not DEVICES.fullmatch(self.device):
             raise ValueError(f"expected device to be cpu, cuda, or cuda:N for device number N, got {self.device!r}")
+        self._check_devices()
         if any(end_id < 0 for end_id in self.end_ids):
             raise ValueError(f"expected end_ids of 0 or more, got {self.end_ids}")
         self._check_stores()
         self._check_nodes()
+
+    def _check_devices(self) -> None:
+        if self.collectives == "nccl" and self.device == "cpu":
+            raise ValueError("collectives 'nccl' need CUDA devices: expected auto or gloo with device 'cpu'")
+        if not self.devices:
+            return
+        if self.device != "cuda":
+            raise ValueError(f"devices {self.devices!r} need device 'cuda', got {self.device!r}")
+        names = self.device_names
+        wrong = [name for name in names if not DEVICE_NAME.fullmatch(name)]
+        if wrong:
+            raise ValueError(
+                f"expected numbers or UUIDs (GPU-…, see nvidia-smi -L) of whole devices in devices, got {wrong[0]!r}"
+            )
+        if len(names) != self.num_workers:
+            raise ValueError(f"expected a device for each of {self.num_workers} workers, got devices {self.devices!r}")
+        twice = next((name for name in names if names.count(name) > 1), None)
+        if twice is not None and self.collectives != "gloo":
+            raise ValueError(
+                f"device {twice} is twice in devices, which NCCL refuses: expected a device for each worker, or "
+                "collectives 'gloo'"
+            )
 
     def _check_stores(self) -> None:
         if self.tensor_transport == "store" and not self.store_nbytes:
@@ -369,10 +399,25 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         """Returns the rank of the node that has a group, by the group's number on the home node."""
         return group // self.data_parallel_size
 
+    @property
+    def num_workers(self) -> int:
+        """Returns the number of workers on this node."""
+        return self.data_parallel_size * len(self.ranks)
+
+    @property
+    def device_names(self) -> list[str]:
+        """Returns numbers, or UUIDs, of the CUDA devices of this node's workers; empty: a CPU computes."""
+        if self.devices:
+            return [name.strip() for name in self.devices.split(",")]
+        if self.device == "cpu":
+            return []
+        first = int(self.device.partition(":")[2] or 0)
+        return [str(first + worker) for worker in range(self.num_workers)]
+
     def device_of(self, group: int, rank: int) -> str:
-        """Returns the device of a worker: with `cuda`, each worker has its own."""
+        """Returns the device of a worker, with the device's number or UUID."""
         ranks = self.ranks
-        return f"cuda:{group * len(ranks) + rank - ranks.start}" if self.device == "cuda" else self.device
+        return "cpu" if self.device == "cpu" else f"cuda:{self.device_names[group * len(ranks) + rank - ranks.start]}"
 
     @property
     def encoder_tp_mode(self) -> str:

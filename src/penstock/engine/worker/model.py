@@ -127,13 +127,15 @@ class LoadedModel:
         hidden: Tensor = outcome.last_hidden_state[0]
         return hidden
 
+    @property
+    def logits_dtype(self) -> torch.dtype:
+        return torch.float32 if self.device.type != "cuda" or self._softcap is not None else self.dtype
+
     @torch.inference_mode()
     def logits(self, hidden: Tensor) -> Tensor:
         """Returns logits [rows, vocab_size] of hidden states [rows, size], in float32; on a CUDA device, where kernels
         read other types, in the type of the model."""
-        logits: Tensor = self.stock.get_output_embeddings()(hidden)
-        if self.device.type != "cuda" or self._softcap is not None:
-            logits = logits.float()
+        logits: Tensor = self.stock.get_output_embeddings()(hidden).to(self.logits_dtype)
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Collection
 from logging import WARNING
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -19,9 +19,9 @@ from penstock._native import memory_available
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.config import require_dtype
-from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
@@ -34,7 +34,7 @@ from penstock.engine.worker.cpu_threads import (
     share,
     tune_threads,
 )
-from penstock.engine.worker.device import EncodingCounts, SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, PendingStep, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
@@ -46,7 +46,8 @@ from penstock.tensor import Handle
 
 if TYPE_CHECKING:  # these import Triton
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
-    from penstock.engine.worker.cuda.steps import CudaSteps, StepLogits
+    from penstock.engine.worker.cuda.step_sampler import StepLogits
+    from penstock.engine.worker.cuda.steps import CudaSteps
 
 CPU_SHARE = 0.3  # of the memory that is available
 KEPT_NBYTES = 256 << 20  # of a CUDA device, for what graphs have beside their memory
@@ -111,12 +112,14 @@ class ModelRunner:
             self._recall_threads()
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
-        if self._sampler is not None:
-            self._sampler.compile(self._model.dtype)
         if blocks is None:
             has_images = takes_embeds or self._model.image_id is not None
-            reserved = KEPT_NBYTES + (max_blocks_per_request or 0) * (block_size + 1) * slots * 4  # see `DeviceState`
-            reserved += (encoder or EncoderOptions()).cache_nbytes if has_images else 0
+            reserved = KEPT_NBYTES + ((encoder or EncoderOptions()).cache_nbytes if has_images else 0)
+            if where.type == "cuda":
+                from penstock.engine.worker.cuda.steps import StepSizes
+
+                sizes = StepSizes(slots, max_blocks_per_request or 0, token_budget, 1)
+                reserved += sizes.nbytes(block_size, self._model.vocab_size)
             room = self._room(token_budget, slots, memory_utilization, reserved)
             blocks = room if max_blocks is None else min(room, max_blocks)
         self.blocks = blocks
@@ -138,16 +141,15 @@ class ModelRunner:
         self._cuda: CudaSteps | None = None
         self._num_failed = 0  # steps in a row, as memory was short
         if where.type == "cuda":
-            from penstock.engine.worker.cuda.steps import CudaSteps
+            from penstock.engine.worker.cuda.steps import CudaSteps, StepSizes
 
-            axes = None  # of positions that the host brings
-            if self._images is not None or self.max_short_prompt is not None:
-                axes = 1 if self._images is None else self._images.num_position_axes
+            axes = 1 if self._images is None else self._images.num_position_axes
             per_request = min(self.blocks, max_blocks_per_request or self.blocks)
-            self._cuda = CudaSteps(self._model, self._memory, recorder, slots, per_request, token_budget, axes)
+            sizes = StepSizes(slots, per_request, token_budget, axes)
+            self._cuda = CudaSteps(self._model, self._memory, recorder, sizes, self._sampler)
 
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
-    def launch(self, batch: BatchState, step: Step) -> TorchPendingStep:
+    def launch(self, batch: BatchState, step: Step) -> PendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
         if self._cuda is not None:
             return self._launch_on_cuda(batch, step, self._cuda)
@@ -172,11 +174,11 @@ class ModelRunner:
     def _sample(self, logits: Tensor, slots: Index) -> tuple[Tensor, SampledTokens | None]:
         """Returns the sampled ids, and on rank 0 all of the sampler's result."""
         chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
-        ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
+        ids = torch.empty(slots.size, dtype=torch.int32) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
         return ids, chosen
 
-    def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> TorchPendingStep:
+    def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> PendingStep:
         try:
             self._follow(batch, step)
             pending = self._compute_on_cuda(batch, cuda)
@@ -190,45 +192,41 @@ class ModelRunner:
                 self._images.forget_encodings()
             torch.cuda.empty_cache()
             rows = batch.rows[batch.counts[batch.rows] > 0]
+            if step.joined is not None:  # parameters of joined slots may be lost
+                rows = np.union1d(rows, step.joined.slots)
             event("out of memory", WARNING, requests=rows.size, why=str(error).partition("\n")[0])
-            ids = torch.zeros(batch.sampled.size, dtype=torch.int32, device=self._device)
+            ids = torch.zeros(batch.sampled.size, dtype=torch.int32)
             return TorchPendingStep(ids, batch.sampled, None, dict.fromkeys(rows.tolist(), FinishReason.ERROR))
         self._num_failed = 0
         return pending
 
-    def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> TorchPendingStep:
-        slots = batch.sampled
+    def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> PendingStep:
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
-            return TorchPendingStep(_NO_IDS, slots, None, {})
-        result, failed = self._logits_on_cuda(batch, cuda)
-        if not slots.size:
-            ids = torch.empty(0, dtype=torch.int32, device=self._device)  # its copy ends with the step
-            return TorchPendingStep(ids, slots, None, failed)
-        ids, chosen = self._sample(result.logits, slots)
-        cuda.state.store(ids, result.slots)
-        return TorchPendingStep(ids, slots, chosen, failed)
+            return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
+        result, failed = self._sample_on_cuda(batch, cuda)
+        return cuda.sampler.finish(result, batch, failed)
 
-    def _logits_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> tuple[StepLogits, dict[int, FinishReason]]:
+    def _sample_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> tuple[StepLogits, dict[int, FinishReason]]:
         """Returns the logits of a step, and the slots that fail, with the reasons."""
-        is_decoding = cuda.is_decoding(batch)
-        if is_decoding and self._images is None and self.max_short_prompt is None:
-            return cuda.decode(batch, None), {}
+        images = self._images
+        if cuda.is_decoding(batch):
+            if images is None or images.is_text(batch.sampled, batch.computed[batch.sampled] - 1):
+                if images is not None:
+                    images.begin_step()
+                return cuda.decode(batch), {}
         input_batch = build_batch(batch)
-        positions = self._positions(input_batch)
-        is_text = self._images is None or self._images.is_text(input_batch)
-        if is_text and self._images is not None:
-            self._images.begin_step()
-        if is_decoding and is_text:
-            return cuda.decode(batch, positions), {}
-        step = cuda.input_of(batch, input_batch, positions)
+        is_text = images is None or images.is_text(input_batch.slots, input_batch.positions)
+        step = cuda.input_of(batch, input_batch, self._positions(input_batch))
         if is_text:
+            if images is not None:
+                images.begin_step()
             result = cuda.replay(step)
             if result is not None:
                 return result, {}
         tensors = cuda.tensors(step)
-        if self._images is None:
+        if images is None:
             return cuda.compute(tensors, None), {}
-        embeds, failed = self._images.embeds(input_batch, tensors.ids)
+        embeds, failed = images.embeds(input_batch, tensors.ids)
         return cuda.compute(tensors, embeds), failed
 
     def _follow(self, batch: BatchState, step: Step) -> None:
@@ -243,23 +241,29 @@ class ModelRunner:
                     self._images.leave(slot)
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
-                prompt, generated = batch.prompts[slot], batch.generated[slot]
-                text = prompt
-                if self._images is not None:
-                    self._images.join(slot, prompt, batch.inputs[slot])
-                    text = self._images.ids_of_text(slot, prompt)
-                if self._sampler is not None:
-                    self._sampler.join(
-                        slot,
-                        _params_of(batch, slot),
-                        text,
-                        seed=int(batch.seeds[slot]),
-                        sample=int(batch.samples[slot]),
-                        generated=generated,
-                    )
-                tokens = self._tokens if self._cuda is None else self._cuda.state
-                tokens.join(slot, np.concatenate((prompt, generated)))
-                self._prompt_lengths[slot] = prompt.size
+                self._join(slot, batch)
+
+    def _join(self, slot: int, batch: BatchState) -> None:
+        prompt, generated = batch.prompts[slot], batch.generated[slot]
+        text = prompt
+        rope_offsets: Index | Ints = NOTHING
+        if self._images is not None:
+            self._images.join(slot, prompt, batch.inputs[slot])
+            text, rope_offsets = self._images.ids_of_text(slot, prompt), self._images.offsets(slot)
+        self._prompt_lengths[slot] = prompt.size
+        if self._cuda is not None:
+            self._cuda.join(slot, batch, text, rope_offsets)
+            return
+        if self._sampler is not None:
+            self._sampler.join(
+                slot,
+                _params_of(batch, slot),
+                text,
+                seed=int(batch.seeds[slot]),
+                sample=int(batch.samples[slot]),
+                generated=generated,
+            )
+        self._tokens.join(slot, np.concatenate((prompt, generated)))
 
     def _positions(self, input_batch: InputBatch) -> Index:
         """Returns the positions of the step's tokens, as the rotary embedding takes them."""
@@ -341,7 +345,7 @@ class ModelRunner:
 
 
 class TorchPendingStep:
-    """A step that has been launched. On a CPU it is done when `launch` returns."""
+    """A step of a CPU: it is done when `launch` returns."""
 
     done_at: float | None = None
 
@@ -349,23 +353,15 @@ class TorchPendingStep:
         self, ids: Tensor, slots: Index, chosen: SampledTokens | None, failed: dict[int, FinishReason]
     ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
-        # The copy is queued now: a later one would wait for the steps launched in between.
-        self._ids = ids.to("cpu", non_blocking=True)
+        self._ids = ids
         self._slots = slots
-        self._chosen = None if chosen is None else chosen.on_host()
+        self._chosen = chosen
         self._failed = failed
-        self._event: Any = None
-        if ids.is_cuda:
-            self._event = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]  # a waiting thread sleeps
-            self._event.record(torch.cuda.current_stream(ids.device))
 
     def is_done(self) -> bool:
-        return self._event is None or bool(self._event.query())
+        return True
 
     def result(self) -> SamplerOutput:
-        """Blocks until the step is done."""
-        if self._event is not None:
-            self._event.synchronize()
         failed, logprobs = self._failed, None
         if self._chosen is not None:
             failed_rows = self._chosen.failed(self._slots)

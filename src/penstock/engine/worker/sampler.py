@@ -7,9 +7,8 @@ preemption changes it. `stop_conditions` decides which samples have ended, and t
 from __future__ import annotations
 
 import hashlib
-import importlib.util
 from collections.abc import Collection
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +17,6 @@ import torch
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
 from penstock.engine.worker.input_batch import moved
-
-if TYPE_CHECKING:
-    from penstock.engine.worker.cuda.token_chooser import RowParams, TokenChooser
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
@@ -37,54 +33,58 @@ class TopLogprobs(NamedTuple):
     rows: Index
     counts: Ints
 
+    @classmethod
+    def of(cls, logits: torch.Tensor, ids: torch.Tensor, rows: Index, counts: Ints) -> TopLogprobs:
+        """`logits` and `ids`: of these rows. `counts`: 1 + the number of likeliest ids."""
+        logprobs = torch.log_softmax(logits.float(), dim=-1)
+        sampled = ids.long()[:, None]
+        values = logprobs.gather(1, sampled)
+        ranks = (logprobs > values).sum(-1) + 1
+        best, best_ids = torch.topk(logprobs, int(counts.max()) - 1, dim=-1)
+        together = torch.cat([sampled, best_ids], 1).to(torch.int32)
+        return cls(together, torch.cat([values, best], 1), ranks.to(torch.int32), rows, counts)
 
-def build_chooser(slots: int, vocabulary: int, device: torch.device) -> TokenChooser | None:
-    """Returns the kernels of a CUDA device. None: operations of torch choose."""
-    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
-        return None
-    from penstock.engine.worker.cuda.token_chooser import TokenChooser
+    def on_host(self) -> TopLogprobs:
+        """Queues one copy to the host, which can be read when the device has done the work queued so far."""
+        width = self.ids.shape[1]
+        parts = [self.ids, self.values.view(torch.int32), self.ranks[:, None]]
+        here = torch.cat(parts, 1).to("cpu", non_blocking=True)
+        values = here[:, width : 2 * width].view(torch.float32)
+        return TopLogprobs(here[:, :width], values, here[:, -1], self.rows, self.counts)
 
-    return TokenChooser(slots, vocabulary, device)
+    def columns(self, size: int) -> Logprobs:
+        """Returns log-probabilities of the model's own distribution, before penalties and filters, of `size` rows. The
+        likeliest id has rank 1; rows that want none have count and rank 0."""
+        counts, ranks = np.zeros(size, np.int32), np.zeros(size, np.int32)
+        counts[self.rows] = self.counts
+        ranks[self.rows] = self.ranks.numpy()
+        is_due = np.arange(self.ids.shape[1]) < self.counts[:, None]
+        return Logprobs(self.ids.numpy()[is_due], self.values.numpy()[is_due], ranks, counts)
 
 
-class SampledTokens:
-    """The sampled tokens of a step, which the device may still be computing."""
+class SampledTokens(NamedTuple):
+    """The sampled tokens of a step, on the device of the sampler."""
 
-    def __init__(self, ids: torch.Tensor, is_failed: torch.Tensor, likely: TopLogprobs | None) -> None:
-        self.ids = ids  # int32, one a row
-        self._is_failed = is_failed
-        self._likely = likely
-
-    def on_host(self) -> SampledTokens:
-        """Queues a copy to the host, which can be read when the device has done the work queued so far."""
-        likely = self._likely
-        if likely is not None:
-            likely = likely._replace(
-                ids=likely.ids.to("cpu", non_blocking=True),
-                values=likely.values.to("cpu", non_blocking=True),
-                ranks=likely.ranks.to("cpu", non_blocking=True),
-            )
-        return SampledTokens(
-            self.ids.to("cpu", non_blocking=True), self._is_failed.to("cpu", non_blocking=True), likely
-        )
+    ids: torch.Tensor  # int32, one a row
+    is_failed: torch.Tensor
+    likely: TopLogprobs | None
 
     def failed(self, slots: Index) -> Slots | None:
         """Returns the slots of rows with logits that are not finite: their ids mean nothing. None: no row failed."""
-        is_failed = self._is_failed.cpu().numpy()
+        is_failed = self.is_failed.numpy()
         return slots[is_failed].astype(np.uint16) if is_failed.any() else None
 
     def logprobs(self) -> Logprobs | None:
-        """Returns log-probabilities of the model's own distribution, before penalties and filters. The likeliest id has
-        rank 1; rows that want none have count and rank 0."""
-        if self._likely is None:
-            return None
-        likely = self._likely
-        size = self.ids.shape[0]
-        counts, ranks = np.zeros(size, np.int32), np.zeros(size, np.int32)
-        counts[likely.rows] = likely.counts
-        ranks[likely.rows] = likely.ranks.cpu().numpy()
-        is_due = np.arange(likely.ids.shape[1]) < likely.counts[:, None]
-        return Logprobs(likely.ids.cpu().numpy()[is_due], likely.values.cpu().numpy()[is_due], ranks, counts)
+        return None if self.likely is None else self.likely.columns(self.ids.shape[0])
+
+
+def is_penalized(params: SamplingParams) -> bool:
+    return bool(params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1)
+
+
+def has_ids(params: SamplingParams) -> bool:
+    """Whether some ids have a bias, or are the only ones, or may not come before `min_tokens`."""
+    return bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens)
 
 
 class Sampler:
@@ -96,7 +96,6 @@ class Sampler:
         self._vocabulary = vocabulary
         self._eos_ids = tuple(eos_ids)
         self._device = torch.device(device)
-        self._chooser = build_chooser(slots, vocabulary, self._device)
         self._temperatures = np.zeros(slots, np.float32)
         self._top_ps = np.ones(slots, np.float32)
         self._top_ks = np.full(slots, vocabulary, np.int64)
@@ -118,12 +117,6 @@ class Sampler:
         self._counts = torch.zeros((0, vocabulary), dtype=torch.int32, device=self._device)  # of generated ids
         self._is_in_prompt = torch.zeros((0, vocabulary), dtype=torch.bool, device=self._device)
         self._batch: _Batch | None = None
-
-    def compile(self, dtype: torch.dtype) -> None:
-        """Compiles kernels for logits of a type, and for adjusted logits, before the first step."""
-        if self._chooser is not None:
-            for logits_dtype in {dtype, torch.float32}:
-                self._chooser.compile(logits_dtype)
 
     def join(
         self,
@@ -148,7 +141,7 @@ class Sampler:
         self._logprobs[slot] = 0 if params.logprobs is None else min(params.logprobs, self._vocabulary) + 1
         self._least[slot] = params.min_tokens
         self._generated[slot] = generated.size
-        self._seeds[slot] = _seed(seed, sample)
+        self._seeds[slot] = seed_of(seed, sample)
         if params.allowed_token_ids is not None:
             self._allowed[slot] = self._known(params.allowed_token_ids)
         if params.logit_bias:
@@ -156,8 +149,8 @@ class Sampler:
             self._biases[slot] = self._known(biases), np.array(list(biases.values()), np.float32)
         if params.min_tokens:
             self._ends[slot] = self._known({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
-        self._has_ids[slot] = bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens)
-        if params.presence_penalty or params.frequency_penalty or params.repetition_penalty != 1:
+        self._has_ids[slot] = has_ids(params)
+        if is_penalized(params):
             self._remember(slot, prompt, generated)
         self._batch = None
 
@@ -208,7 +201,7 @@ class Sampler:
         draws = None
         if batch.drawing.size:
             draws = moved(_uniforms(self._seeds[slots[batch.drawing]], generated[batch.drawing]), self._device)
-        ids, is_failed = batch.choose(logits, draws)
+        ids, is_failed = batch.random_rows.choose(logits, draws)
         if is_failed_before is not None:
             is_failed |= is_failed_before
             ids = ids.masked_fill(is_failed, 0)
@@ -230,17 +223,6 @@ class Sampler:
             rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
             logits[rows, ends] = -torch.inf
         return logits
-
-    def _row_params(self, slots: Index) -> RowParams:
-        from penstock.engine.worker.cuda.token_chooser import RowParams
-
-        temperatures, top_ks, top_ps, min_ps = (
-            column[slots] for column in (self._temperatures, self._top_ks, self._top_ps, self._min_ps)
-        )
-        is_random = temperatures >= GREEDY
-        is_cut = is_random & ((top_ks < self._vocabulary) | (top_ps < 1) | (min_ps > 0))
-        values = np.stack([temperatures, top_ks.astype(np.float32), top_ps, min_ps])
-        return RowParams(moved(values, self._device), bool(is_random.any()), bool(is_cut.any()))
 
     def _pairs(self, slots: Index, ids: list[Ints], is_selected: npt.NDArray[np.bool_]) -> Pairs:
         """Returns the indices (rows, ids) into the logits for the ids of the selected rows."""
@@ -266,14 +248,8 @@ class _Batch:
         self.asking = np.flatnonzero(s._logprobs[slots])
         self.asking_rows = sampler._ids(self.asking)
         self.due = s._logprobs[slots[self.asking]]
-        random = np.flatnonzero(s._temperatures[slots] >= GREEDY)
-        self._chooser, self._params, self._random_rows = s._chooser, None, None
-        if s._chooser is None:
-            self.drawing = random  # rows that need a draw
-            self._random_rows = _RandomRows(s, slots, random)
-        else:
-            self.drawing = np.arange(slots.size if random.size else 0)  # the kernels number draws as rows
-            self._params = s._row_params(slots)
+        self.drawing = np.flatnonzero(s._temperatures[slots] >= GREEDY)
+        self.random_rows = _RandomRows(s, slots, self.drawing)
         # ── penalties ──
         penalized = np.flatnonzero(s._is_penalized[slots])
         self.has_penalties = bool(penalized.size)
@@ -309,20 +285,8 @@ class _Batch:
         logits[self.limited] = -torch.inf
         logits[self.allowed] = allowed_logits
 
-    def choose(self, logits: torch.Tensor, draws: torch.Tensor | None) -> Chosen:
-        if self._random_rows is not None:
-            return self._random_rows.choose(logits, draws)
-        assert self._chooser is not None and self._params is not None
-        return self._chooser.choose(logits, self._params, draws)
-
     def likely(self, logits: torch.Tensor, ids: torch.Tensor) -> TopLogprobs:
-        logprobs = torch.log_softmax(logits[self.asking_rows].float(), dim=-1)
-        sampled = ids[self.asking_rows].long()[:, None]
-        values = logprobs.gather(1, sampled)
-        ranks = (logprobs > values).sum(-1) + 1
-        best, best_ids = torch.topk(logprobs, int(self.due.max()) - 1, dim=-1)
-        together = torch.cat([sampled, best_ids], 1).to(torch.int32)
-        return TopLogprobs(together, torch.cat([values, best], 1), ranks.to(torch.int32), self.asking, self.due)
+        return TopLogprobs.of(logits[self.asking_rows], ids[self.asking_rows], self.asking, self.due)
 
 
 class _RandomRows:
@@ -380,7 +344,7 @@ class _RandomRows:
 
 
 # ── randomness ───────────────────────────────────────────────────────────────────────────────────────────────────────
-def _seed(seed: int, sample: int) -> int:
+def seed_of(seed: int, sample: int) -> int:
     """64 bits that differ for every seed and sample of a request."""
     return int.from_bytes(hashlib.blake2b(f"{seed} {sample}".encode(), digest_size=8).digest(), "little")
 

@@ -16,6 +16,7 @@ import torch
 import torch.distributed
 from torch import Tensor, nn
 
+from penstock.engine.cluster.cuda_devices import uuid_digits
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.weight_slices import FIRST_ONLY, HeadSlices, WeightSlice, share, within
 
@@ -27,23 +28,33 @@ KEYS, QUERIES = ("k_proj", "v_proj"), ("q_proj", "o_proj")  # layers with heads 
 class TPGroup:
     """The ranks that share a model. With one rank, its methods send nothing."""
 
-    def __init__(self, rank: int = 0, size: int = 1, rendezvous: Rendezvous | None = None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        rendezvous: Rendezvous | None = None,
+        device: str = "cpu",
+        collectives: str = "auto",
+    ) -> None:
         """Blocks until all ranks have joined.
 
-        `rendezvous`: where they meet; None: there is only this one. `device` is this rank's own; "cuda" is the CUDA
-        device with the rank's number.
+        `rendezvous`: where ranks meet; None: a rank alone. `device`: of the rank, with a number or a UUID.
+        `collectives`: see `EngineConfig`. Numbers of the host always go by gloo: no agreement waits for a CUDA device.
+        Raises ValueError if the device does not exist.
         """
         self.rank = rank
         self.size = size
-        if device.startswith("cuda"):
-            torch.cuda.set_device(rank if device == "cuda" else torch.device(device).index)
+        is_cuda = device.startswith("cuda")
+        self._uses_host = is_cuda and collectives == "gloo"  # gloo takes tensors of the host
+        if is_cuda:
+            torch.cuda.set_device(device_index(device.partition(":")[2] or str(rank)))
         if size > 1:
             if rendezvous is None:
                 raise ValueError(f"expected a rendezvous for {size} ranks, got none")
             if (interface := rendezvous.interface) is not None:  # else gloo asks what this machine is called
                 os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
             torch.distributed.init_process_group(
-                "nccl" if device.startswith("cuda") else "gloo",
+                "cpu:gloo,cuda:nccl" if is_cuda and not self._uses_host else "gloo",
                 store=_store(rank, rendezvous),
                 rank=rank,
                 world_size=size,
@@ -56,23 +67,27 @@ class TPGroup:
 
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Adds up the tensors of all ranks, in place."""
-        if self.size > 1:
-            torch.distributed.all_reduce(tensor)
-        return tensor
+        return self._in_place(tensor, torch.distributed.all_reduce)
 
     def gather(self, tensor: Tensor) -> Tensor:
         """Returns the tensors of all ranks, concatenated in the last dimension."""
         if self.size == 1:
             return tensor
-        parts = [torch.empty_like(tensor) for _ in range(self.size)]
-        torch.distributed.all_gather(parts, tensor.contiguous())
-        return torch.cat(parts, dim=-1)
+        own = tensor.cpu() if self._uses_host else tensor.contiguous()
+        parts = [torch.empty_like(own) for _ in range(self.size)]
+        torch.distributed.all_gather(parts, own)
+        return torch.cat(parts, dim=-1).to(tensor.device)
 
     def broadcast(self, tensor: Tensor, source: int = 0) -> Tensor:
         """Copies the tensor of rank `source` to all ranks, in place."""
-        if self.size > 1:
-            torch.distributed.broadcast(tensor, source)
-        return tensor
+        return self._in_place(tensor, lambda shared: torch.distributed.broadcast(shared, source))
+
+    def _in_place(self, tensor: Tensor, operate: Callable[[Tensor], object]) -> Tensor:
+        if self.size == 1:
+            return tensor
+        shared = tensor.cpu() if self._uses_host else tensor
+        operate(shared)
+        return tensor.copy_(shared) if self._uses_host else tensor
 
     def least(self, number: int) -> int:
         return self.least_of_each([number])[0]
@@ -81,11 +96,24 @@ class TPGroup:
         """Returns the least of each number on all ranks. Each rank has as many."""
         if self.size == 1:
             return numbers
-        device = "cuda" if torch.distributed.get_backend() == "nccl" else "cpu"
-        tensor = torch.tensor(numbers, device=device)
+        tensor = torch.tensor(numbers)
         torch.distributed.all_reduce(tensor, torch.distributed.ReduceOp.MIN)
         least: list[int] = tensor.tolist()
         return least
+
+
+def device_index(name: str) -> int:
+    """Returns the number of a CUDA device of this process, by its number or UUID. Raises ValueError."""
+    count = torch.cuda.device_count()
+    if name.isdecimal():
+        if int(name) < count:
+            return int(name)
+    else:
+        uuids = [uuid_digits(str(torch.cuda.get_device_properties(number).uuid)) for number in range(count)]
+        matches = [number for number, uuid in enumerate(uuids) if uuid.startswith(uuid_digits(name))]
+        if len(matches) == 1:
+            return matches[0]
+    raise ValueError(f"expected a CUDA device, got {name}: this process has {count}; see nvidia-smi -L, and --devices")
 
 
 def _store(rank: int, rendezvous: Rendezvous) -> Any:

@@ -216,9 +216,13 @@ class EncoderCache:
         self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
         self._unfinished = set()
 
-    def is_text(self, input_batch: InputBatch) -> bool:
-        """Whether no token of the step belongs to an image, and no slot fails."""
-        return not self._broken and bool((input_batch.positions >= self._ends[input_batch.slots]).all())
+    def is_text(self, slots: Index, positions: Index | Ints) -> bool:
+        """Whether no token at these positions belongs to an image, and no slot fails."""
+        return not self._broken and bool((positions >= self._ends[slots]).all())
+
+    def offsets(self, slot: int) -> Index:
+        """Returns, for each axis, rope positions minus positions, from the last token of the prompt on."""
+        return self._offsets[:, slot]
 
     # ── what stands there ──
     def embeds(self, input_batch: InputBatch, ids: Tensor) -> tuple[InputEmbeds | None, dict[int, FinishReason]]:

@@ -80,12 +80,13 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
     from penstock.engine.worker.tensor_parallel import TPGroup
 
     device = config.device_of(me.group, me.index)
-    ranks = TPGroup(me.index, config.tensor_parallel_size, await_rendezvous(cluster, me), device)
+    rendezvous = await_rendezvous(cluster, me)
+    ranks = TPGroup(me.index, config.tensor_parallel_size, rendezvous, device, config.collectives)
     return ModelRunner(
         config.model,
         slots=config.max_num_seqs,
         ranks=ranks,
-        device=device,
+        device=device.partition(":")[0],
         dtype=config.dtype,
         block_size=config.block_size,
         blocks=config.num_gpu_blocks_override,
@@ -151,8 +152,11 @@ def encoder_options_of(cluster: Cluster) -> EncoderOptions:
 
 def recorder_of(config: EngineConfig) -> GraphRecorder | None:
     """Returns the recorder of graphs for this process's device; None: the device is no CUDA device, or
-    `enforce_eager` is set."""
+    `enforce_eager` is set, or gloo adds up on the host, which waits for the device."""
     if not config.device.startswith("cuda"):
+        return None
+    if config.collectives == "gloo" and config.tensor_parallel_size > 1:
+        event("steps are not recorded", why="collectives gloo")
         return None
     if config.enforce_eager:
         event("steps are not recorded", why="enforce_eager")

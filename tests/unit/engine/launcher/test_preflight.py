@@ -237,16 +237,30 @@ def test_a_package_that_is_not_installed_is_named(model: Path, monkeypatch: pyte
     ("number", "options", "text"),
     [
         (0, {"device": "cuda"}, "--device cuda: no CUDA device can be used: because"),
-        (1, {"device": "cuda", "tensor_parallel_size": 2}, "2 workers need 2: because"),
-        (3, {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}, "4 workers need 4"),
-        (1, {"device": "cuda:1"}, "--device cuda:1"),
+        (1, {"device": "cuda", "tensor_parallel_size": 2}, "the number 1 names no device: because"),
+        (3, {"device": "cuda", "tensor_parallel_size": 2, "data_parallel_size": 2}, "the number 3 names no device"),
+        (1, {"device": "cuda:1"}, "--device cuda:1: the number 1 names no device"),
+        (3, {"device": "cuda:2", "tensor_parallel_size": 2}, "--device cuda:2: the number 3 names no device"),
+        (2, {"device": "cuda", "devices": "2"}, "--devices 2: the number 2 names no device"),
+        (
+            2,
+            {"device": "cuda", "devices": "GPU-00112244"},
+            "--devices GPU-00112244: the UUID GPU-00112244 names no device",
+        ),
     ],
 )
 def test_devices_that_are_not_there_are_refused(
     model: Path, number: int, options: dict[str, Any], text: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
+    uuids = ("00112233445566778899aabbccddeeff",) * number
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because", uuids))
     assert text in refusal(model, **options)
+
+
+def test_torch_that_is_too_old_for_a_device_is_refused(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(1, ""))
+    monkeypatch.setattr(preflight, "torch_build", lambda: TorchBuild("2.10.1+cu128", "12.8", None))
+    assert "torch 2.10.1+cu128 is too old for a CUDA device: 2.11 or later" in refusal(model, device="cuda")
 
 
 @pytest.mark.parametrize("number", [None, 2])
@@ -255,7 +269,9 @@ def test_present_or_uncountable_devices_are_left_to_the_worker(
 ) -> None:
     monkeypatch.setattr(preflight, "cuda_devices", lambda: Devices(number, "because"))
     monkeypatch.setitem(sys.modules, "triton", importlib.util.module_from_spec(ModuleSpec("triton", None)))
-    require_startable(with_model_defaults(EngineConfig(model=str(model), device="cuda", tensor_parallel_size=2)))
+    for devices in ("", "1,0", "GPU-00112233,GPU-11112233-4455-6677-8899-aabbccddeeff"):
+        config = EngineConfig(model=str(model), device="cuda", devices=devices, tensor_parallel_size=2)
+        require_startable(with_model_defaults(config))
 
 
 @pytest.mark.parametrize(
@@ -292,7 +308,7 @@ def driver(answer: str) -> Callable[..., Any]:
     ("answer", "number", "reason"),
     [
         ("absent\n", 0, "there is no NVIDIA driver"),
-        ("0 2\n", 2, "finds 2 devices"),
+        ("0 2\n00ff\n11ff\n", 2, "finds 2 devices"),
         ("100 0\n", 0, "finds no device"),
         ("999 0\n", None, "answers with error 999"),
         ("libcuda.so.1: cannot allocate memory\n", None, "cannot allocate memory"),
@@ -306,6 +322,7 @@ def test_only_what_the_driver_says_is_evidence(
     monkeypatch.setattr(subprocess, "run", driver(answer))
     devices = cuda_devices.cuda_devices()
     assert devices.number == number and reason in devices.reason
+    assert devices.uuids == (("00ff", "11ff") if number else ())
 
 
 def test_a_driver_that_cannot_be_asked_is_no_evidence(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,14 @@ def test_what_is_said_stays_as_it_is() -> None:
         ({"log_level": "trace", "model": "m"}, "expected log_level to be debug, info, warning or error, got 'trace'"),
         ({"dtype": "int8", "model": "m"}, "expected dtype to be auto, float32, bfloat16 or float16, got 'int8'"),
         ({"device": "cuda:x", "model": "m"}, "expected device to be cpu, cuda, or cuda:N"),
+        ({"devices": "1", "model": "m"}, "devices '1' need device 'cuda', got 'cpu'"),
+        ({"device": "cuda", "devices": "0,1", "model": "m"}, "a device for each of 1 workers, got devices '0,1'"),
+        ({"device": "cuda", "devices": "MIG-1", "model": "m"}, "numbers or UUIDs .* of whole devices .*, got 'MIG-1'"),
+        (
+            {"device": "cuda", "devices": "1,1", "tensor_parallel_size": 2, "model": "m"},
+            "device 1 is twice in devices, which NCCL refuses: .* or collectives 'gloo'",
+        ),
+        ({"collectives": "nccl", "model": "m"}, "'nccl' need CUDA devices"),
         ({"mm_encoder_tp_mode": "rank", "model": "m"}, "mm_encoder_tp_mode to be weights, data or store, got 'rank'"),
         (
             {"mm_encoder_tp_mode": "store", "encoder_cache_nbytes": 0, "model": "m"},
@@ -95,6 +103,21 @@ def test_groups_of_other_nodes_are_numbered_after_the_home_node() -> None:
     home = EngineConfig(simulated=SIMULATED, data_parallel_size=2, nodes=nodes())
     assert (home.is_headless, home.remote_groups, home.all_groups) == (False, 4, 6)
     assert [home.node_of(group) for group in range(6)] == [0, 0, 1, 1, 2, 2]
+
+
+@pytest.mark.parametrize(
+    ("device", "devices", "expected"),
+    [
+        ("cpu", "", ["cpu"] * 4),
+        ("cuda:3", "", ["cuda:3", "cuda:4", "cuda:5", "cuda:6"]),
+        ("cuda", "5, GPU-00112233,2,5", ["cuda:5", "cuda:GPU-00112233", "cuda:2", "cuda:5"]),
+    ],
+)
+def test_devices_are_those_of_the_list_in_turn(device: str, devices: str, expected: list[str]) -> None:
+    config = EngineConfig(
+        model="m", device=device, devices=devices, data_parallel_size=2, tensor_parallel_size=2, collectives="gloo"
+    )
+    assert [config.device_of(group, worker) for group in range(2) for worker in range(2)] == expected
 
 
 def test_devices_are_counted_on_each_node() -> None:

@@ -17,7 +17,7 @@ from penstock.cli import parser
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.cuda import graphs
 from penstock.engine.worker.cuda.graphs import CudaGraphs
-from penstock.engine.worker.model_runner import TorchPendingStep
+from penstock.engine.worker.cuda.pending_step import CudaPendingStep
 from penstock.engine.worker.worker import recorder_of
 from tests.support.libcuda import has_device, open_device
 
@@ -38,9 +38,10 @@ def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Ca
 def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
     with contextlib.nullcontext() if has_device() else open_device():
         ids = torch.arange(3, dtype=torch.int32, device="cuda")
-        flight = TorchPendingStep(ids, np.arange(3), None, {})
+        flight = CudaPendingStep(torch.stack((ids, ids), 1), np.arange(3), None, {})
         torch.cuda._sleep(10**10)
-        assert flight.result().ids.tolist() == [0, 1, 2]
+        result = flight.result()
+        assert result.ids.tolist() == [0, 1, 2] and set(result.failed) == {1, 2}
         assert not torch.cuda.current_stream().query()
 
 

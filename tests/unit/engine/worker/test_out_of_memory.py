@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -20,13 +21,17 @@ from penstock.engine.worker.model_runner import ModelRunner
 def runner(family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch) -> ModelRunner:
     """A runner with the control flow of a CUDA device. The CPU computes the steps."""
     runner = device(family("llama"))
-    state = SimpleNamespace(join=runner._tokens.join, follow=lambda step: None, forgotten=0)
+    state = SimpleNamespace(follow=lambda step: None, forgotten=0)
 
     def forget() -> None:
         state.forgotten += 1
 
+    def join(slot: int, batch: Any, *_: Any) -> None:
+        with mock.patch.object(runner, "_cuda", None):
+            runner._join(slot, batch)
+
     state.forget = forget
-    monkeypatch.setattr(runner, "_cuda", SimpleNamespace(state=state))
+    monkeypatch.setattr(runner, "_cuda", SimpleNamespace(state=state, join=join))
     return runner
 
 

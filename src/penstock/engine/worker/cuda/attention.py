@@ -86,13 +86,26 @@ def row_tiles(groups: int, split: HeadSplit, dtype: torch.dtype, block_size: int
     return Tiles(m, 64 if block_size % 64 == 0 else 32, 4, 3)
 
 
-def chunk_tiles(groups: int, split: HeadSplit, dtype: torch.dtype, *, has_group_mma: bool = True) -> Tiles:
+class DeviceKind(NamedTuple):
+    has_group_mma: bool  # products of four warps together
+    has_small_memory: bool  # 99 KiB for the tiles of a program
+
+    @classmethod
+    def of(cls, capability: tuple[int, int]) -> DeviceKind:
+        return cls(capability[0] in (9, 10), capability in ((8, 6), (8, 9)) or capability[0] == 12)
+
+
+HOPPER = DeviceKind.of((9, 0))
+
+
+def chunk_tiles(groups: int, split: HeadSplit, dtype: torch.dtype, kind: DeviceKind = HOPPER) -> Tiles:
     m = max(64, power_of_two(groups))
     if dtype == torch.float32:
         return Tiles(max(16, power_of_two(groups)), 16, 8, 2)
     if split.low + split.rest > 128:
         return Tiles(m, 32, 8, 2)
-    return Tiles(m, 64, 4 if has_group_mma else 8, 3)  # products of one warp each spill in 4 warps
+    tile = 32 if kind.has_small_memory and split.low + split.rest > 64 else 64
+    return Tiles(m, tile, 4 if kind.has_group_mma else 8, 3)  # products of one warp each spill in 4 warps
 
 
 def chunk_items(chunks: Sequence[PrefillChunk], queries: int) -> Ints:
@@ -127,7 +140,7 @@ class CudaAttention:
         self._chunks = chunks
         self._plans: dict[tuple[int, int, int], RowPlan] = {}  # by window, tile and KV heads
         self._multiprocessors = multiprocessors(places.device)
-        self._has_group_mma = has_group_mma(places.device)
+        self._kind = device_kind(places.device)
 
     def cache_of(self, layer: int) -> tuple[Tensor, Tensor]:
         return self._memory.layers[layer]
@@ -172,7 +185,7 @@ class CudaAttention:
     def _attend_chunks(self, layer: int, query: Tensor, out: Tensor, chunks: ChunkTensors, how: AttentionStyle) -> None:
         keys = self._memory.layers[layer][0]
         groups, split = query.shape[1] // keys.shape[1], HeadSplit.of(keys.shape[2])
-        tiles = chunk_tiles(groups, split, keys.dtype, has_group_mma=self._has_group_mma)
+        tiles = chunk_tiles(groups, split, keys.dtype, self._kind)
         items = chunks.items
         if how.window is not None:
             begin = (items[2] - query_tokens(tiles.m, groups) - how.window).clamp(min=0)
@@ -217,8 +230,8 @@ def multiprocessors(device: torch.device) -> int:
 
 
 @functools.cache
-def has_group_mma(device: torch.device) -> bool:
-    return torch.cuda.get_device_capability(device)[0] in (9, 10)  # products of four warps together
+def device_kind(device: torch.device) -> DeviceKind:
+    return DeviceKind.of(torch.cuda.get_device_capability(device))
 
 
 def query_tokens(m: int, groups: int) -> int:

@@ -15,17 +15,31 @@ TABLE: Any = tl.constexpr(0)  # kinds of writes of `write_state`
 TOKENS: Any = tl.constexpr(1)
 COMPUTED: Any = tl.constexpr(2)
 ROWS: Any = tl.constexpr(3)
+PARAMS: Any = tl.constexpr(4)
+COUNTS: Any = tl.constexpr(5)
 WRITE_FIELDS: Any = tl.constexpr(5)
+IN_PROMPT: Any = tl.constexpr(1 << 30)  # of a count of generated ids: the prompt has the id, too
+# Columns of a slot's parameters. Those of SEED are two halves, and of ROPE offsets of each axis.
+TEMPERATURE, TOP_K, TOP_P, MIN_P, REPETITION, PRESENCE, FREQUENCY, IS_PENALIZED, PROMPT_SIZE, SEED, ROPE = (
+    tl.constexpr(column) for column in (0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 11)
+)
+PARAMS_SIZE: Any = tl.constexpr(16)
 
 
 # ── state ────────────────────────────────────────────────────────────────────────────────────────────────────────────
 @triton.jit(do_not_specialize=["count"])
-def write_state(news, count, table, tokens, computed, rows, table_stride, tokens_stride, SIZE: tl.constexpr):
+def write_state(
+    news, count, table, tokens, computed, rows, params, counts, table_stride, tokens_stride, vocabulary,
+    SIZE: tl.constexpr,
+):  # fmt: skip
     """Writes the news of a step. `news`: `count` writes as columns (kind, slot, first, length, offset), then data."""
     write = tl.program_id(0)
     kind, slot = tl.load(news + write), tl.load(news + count + write).to(tl.int64)
     first, length = tl.load(news + 2 * count + write), tl.load(news + 3 * count + write)
     data = news + WRITE_FIELDS * count + tl.load(news + 4 * count + write)
+    if kind == COUNTS:
+        count_ids(counts + slot * vocabulary, data, first, length, vocabulary, SIZE)
+        return
     target = rows
     if kind == TABLE:
         target = table + slot * table_stride
@@ -33,17 +47,36 @@ def write_state(news, count, table, tokens, computed, rows, table_stride, tokens
         target = tokens + slot * tokens_stride
     elif kind == COMPUTED:
         target = computed + slot
+    elif kind == PARAMS:
+        target = params + slot * PARAMS_SIZE
     for begin in range(0, length, SIZE):
         at = begin + tl.arange(0, SIZE)
         tl.store(target + first + at, tl.load(data + at, at < length, 0), at < length)
 
 
-@triton.jit(do_not_specialize=["num_rows"])
+@triton.jit
+def count_ids(counts, ids, first, length, vocabulary, SIZE: tl.constexpr):
+    """Counts ids for penalties: `first` ids of a prompt, then generated ones."""
+    i = tl.arange(0, SIZE)
+    for begin in range(0, vocabulary, SIZE):
+        tl.store(counts + begin + i, tl.zeros([SIZE], tl.int32), begin + i < vocabulary)
+    tl.debug_barrier()
+    for begin in range(0, first, SIZE):
+        is_id = begin + i < first
+        tl.store(counts + tl.load(ids + begin + i, is_id, 0), tl.zeros([SIZE], tl.int32) + IN_PROMPT, is_id)
+    tl.debug_barrier()
+    for begin in range(first, length, SIZE):
+        is_id = begin + i < length
+        tl.atomic_add(counts + tl.load(ids + begin + i, is_id, 0), 1, is_id)
+
+
+@triton.jit(do_not_specialize=["num_rows", "max_short_prompt"])
 def advance(
-    rows, computed, table, tokens, ids, positions, lengths, places, num_rows, table_stride, tokens_stride,
-    BLOCK: tl.constexpr, SIZE: tl.constexpr,
+    rows, computed, table, tokens, params, ids, lengths, places, positions, num_rows, max_short_prompt, table_stride,
+    tokens_stride, positions_stride, BLOCK: tl.constexpr, AXES: tl.constexpr, SIZE: tl.constexpr,
 ):  # fmt: skip
-    """Begins a decode step: the id, the position and the place of each row's next token, and the row's length."""
+    """Begins a decode step: the id, the place and the positions of each row's next token, and the row's length.
+    Positions are those of the rotary embedding, see `rope`."""
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     is_row = row < num_rows
     slot = tl.load(rows + row, is_row, -1).to(tl.int64)
@@ -52,18 +85,22 @@ def advance(
     tl.store(computed + slot, position + 1, runs)
     block = tl.load(table + slot * table_stride + position // BLOCK, runs, 0)
     tl.store(ids + row, tl.load(tokens + slot * tokens_stride + position, runs, 0), is_row)
-    tl.store(positions + row, position, is_row)
     tl.store(lengths + row, tl.where(runs, position + 1, 0), is_row)
     tl.store(places + row, tl.where(runs, block * BLOCK + position % BLOCK, -1), is_row)
+    own = params + slot * PARAMS_SIZE
+    is_long = tl.maximum(tl.load(own + PROMPT_SIZE, runs, 0), position + 1) > max_short_prompt
+    for axis in tl.static_range(AXES):
+        rope = position + tl.load(own + ROPE + axis, runs, 0)
+        tl.store(positions + axis * positions_stride + row, tl.where(is_long, -1 - rope, rope), is_row)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
-def store_ids(ids, slots, computed, tokens, num_rows, tokens_stride, SIZE: tl.constexpr):
-    """Appends sampled ids to the tokens of their slots."""
+def store_ids(out, slots, computed, tokens, num_rows, tokens_stride, SIZE: tl.constexpr):
+    """Appends sampled ids, as `sampling.finish` writes them, to the tokens of their slots."""
     row = tl.program_id(0) * SIZE + tl.arange(0, SIZE)
     slot = tl.load(slots + row, row < num_rows, -1).to(tl.int64)
     position = tl.load(computed + slot, slot >= 0, 0)
-    tl.store(tokens + slot * tokens_stride + position, tl.load(ids + row, slot >= 0, 0), slot >= 0)
+    tl.store(tokens + slot * tokens_stride + position, tl.load(out + 2 * row, slot >= 0, 0), slot >= 0)
 
 
 # ── attention ────────────────────────────────────────────────────────────────────────────────────────────────────────

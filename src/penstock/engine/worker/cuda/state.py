@@ -1,4 +1,4 @@
-"""What a CUDA device keeps of each slot: its block table, its tokens, and how many of them are computed.
+"""What a CUDA device keeps of each slot: block table, tokens and how many are computed, parameters, ids for penalties.
 
 A step brings the changes alone, in one copy: a decode step in which no sample joins, leaves or gets a block has none.
 """
@@ -13,12 +13,15 @@ from torch import Tensor
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
-from penstock.engine.protocol.messages import Ints, Step
+from penstock.engine.protocol.messages import Ints, SamplingParams, Step
 from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.input_batch import pinned
 
 # Kinds of writes, and the numbers of each write before its data
-TABLE, TOKENS, COMPUTED, ROWS = (kind.value for kind in (kernels.TABLE, kernels.TOKENS, kernels.COMPUTED, kernels.ROWS))
+TABLE, TOKENS, COMPUTED, ROWS, PARAMS, COUNTS = (
+    kind.value
+    for kind in (kernels.TABLE, kernels.TOKENS, kernels.COMPUTED, kernels.ROWS, kernels.PARAMS, kernels.COUNTS)
+)
 FIELDS = kernels.WRITE_FIELDS.value
 
 
@@ -29,9 +32,23 @@ class Write(NamedTuple):
     data: Ints
 
 
+class JoinedSample(NamedTuple):
+    """A sample that joins, as the device needs it."""
+
+    prompt: Ints
+    text: Ints  # of the prompt: ids that penalties count
+    generated: Ints  # ids before the sample was resumed
+    params: SamplingParams
+    is_penalized: bool  # by kernels
+    seed: int  # of the sample, see `sampler.seed_of`
+    rope_offsets: Index | Ints  # of each axis, see `EncoderCache.offsets`
+
+
 class DeviceState:
-    def __init__(self, slots: int, max_blocks: int, block_size: int, device: torch.device) -> None:
-        """`max_blocks`: of a request."""
+    def __init__(
+        self, slots: int, max_blocks: int, block_size: int, device: torch.device, vocabulary: int, *, samples: bool
+    ) -> None:
+        """`max_blocks`: of a request. `samples`: the rank samples, and the device counts ids for penalties."""
 
         def zeros(*shape: int) -> Tensor:
             return torch.zeros(shape, dtype=torch.int32, device=device)
@@ -40,22 +57,36 @@ class DeviceState:
         self.tokens = zeros(slots, max_blocks * block_size + 1)
         self.computed = zeros(slots)
         self.rows = torch.full((slots,), -1, dtype=torch.int32, device=device)  # of a decode step: slots, then -1
+        self.params = zeros(slots, kernels.PARAMS_SIZE.value)
+        self.counts = zeros(slots if samples else 0, vocabulary)
         self.block_size = block_size
+        self.vocabulary = vocabulary
         self._device = device
-        self._joined: dict[int, Ints] = {}  # tokens of slots, which the device does not have yet
+        self._joined: dict[int, list[Write]] = {}  # of slots, which the device does not have yet
         self._block_counts = np.zeros(slots, np.intp)  # of each slot on the device
         self._computed = np.full(slots, -1, np.int64)
         self._rows: Index | None = None
         self._num_rows = 0  # entries of `rows` that may differ from -1
 
+    @staticmethod
+    def nbytes(slots: int, max_blocks: int, block_size: int, vocabulary: int) -> int:
+        return 4 * slots * (max_blocks * (block_size + 1) + vocabulary + int(kernels.PARAMS_SIZE.value))
+
     def compile(self) -> None:
         """Compiles the kernels that write: no step waits for the compiler."""
         self._write([Write(ROWS, 0, 0, np.full(1, -1, np.int32))])
-        self.store(self.computed[:1], self.rows[:1])
+        self.store(self.table.new_zeros((1, 2)), self.rows[:1])
 
-    def join(self, slot: int, ids: Ints) -> None:
-        """A sample with these tokens joins."""
-        self._joined[slot] = ids
+    def join(self, slot: int, sample: JoinedSample) -> None:
+        params = params_row(sample, self.vocabulary)
+        writes = [
+            Write(TOKENS, slot, 0, np.concatenate((sample.prompt, sample.generated))),
+            Write(PARAMS, slot, 0, params),
+        ]
+        if sample.is_penalized and self.counts.shape[0]:
+            text, generated = (ids[(ids >= 0) & (ids < self.vocabulary)] for ids in (sample.text, sample.generated))
+            writes.append(Write(COUNTS, slot, text.size, np.concatenate((text, generated))))
+        self._joined[slot] = writes
 
     def follow(self, step: Step) -> None:
         """Forgets blocks that the step replaces."""
@@ -64,7 +95,7 @@ class DeviceState:
                 self._block_counts[news.slots] = 0
 
     def forget(self) -> None:
-        """Forgets what the device has of all slots but their tokens: a step has failed in the middle."""
+        """Forgets blocks and progress of all slots: a step has failed in the middle."""
         self._block_counts[:] = 0
         self._computed[:] = -1
         self._rows = None
@@ -75,10 +106,10 @@ class DeviceState:
         writes = self._writes(batch, rows, is_decoding)
         if writes:
             self._write(writes)
+            self._joined.clear()
 
     def _writes(self, batch: BatchState, rows: Index, is_decoding: bool) -> list[Write]:
-        writes = [Write(TOKENS, slot, 0, ids) for slot, ids in self._joined.items()]
-        self._joined.clear()
+        writes = [write for joined in self._joined.values() for write in joined]
         counts = batch.block_counts[rows]
         for slot in rows[counts != self._block_counts[rows]].tolist():
             first, count = int(self._block_counts[slot]), int(batch.block_counts[slot])
@@ -114,17 +145,37 @@ class DeviceState:
         on_device = news.to(self._device, non_blocking=True)
         launcher.launch(
             kernels.write_state, (count,),
-            on_device, count, self.table, self.tokens, self.computed, self.rows, self.table.stride(0),
-            self.tokens.stride(0), SIZE=256,
+            on_device, count, self.table, self.tokens, self.computed, self.rows, self.params, self.counts,
+            self.table.stride(0), self.tokens.stride(0), self.vocabulary, SIZE=256,
         )  # fmt: skip
 
-    def store(self, ids: Tensor, slots: Tensor) -> None:
-        """Appends sampled ids to the tokens of their slots."""
-        count = ids.shape[0]
+    def store(self, out: Tensor, slots: Tensor) -> None:
+        """Appends sampled ids, the first column of `out`, to the tokens of their slots."""
+        count = out.shape[0]
         launcher.launch(
             kernels.store_ids, (-(-count // 256),),
-            ids, slots, self.computed, self.tokens, count, self.tokens.stride(0), SIZE=256,
+            out, slots, self.computed, self.tokens, count, self.tokens.stride(0), SIZE=256,
         )  # fmt: skip
+
+
+def params_row(sample: JoinedSample, vocabulary: int) -> Ints:
+    """Returns the parameters of a slot, as kernels read them."""
+    own = sample.params
+    row = np.zeros(kernels.PARAMS_SIZE.value, np.int32)
+    floats = row.view(np.float32)
+    floats[kernels.TEMPERATURE.value] = own.temperature
+    floats[kernels.TOP_P.value] = own.top_p
+    floats[kernels.MIN_P.value] = own.min_p
+    floats[kernels.REPETITION.value] = own.repetition_penalty
+    floats[kernels.PRESENCE.value] = own.presence_penalty
+    floats[kernels.FREQUENCY.value] = own.frequency_penalty
+    row[kernels.TOP_K.value] = min(own.top_k, vocabulary) or vocabulary
+    row[kernels.IS_PENALIZED.value] = sample.is_penalized
+    row[kernels.PROMPT_SIZE.value] = sample.prompt.size
+    seed, rope = kernels.SEED.value, kernels.ROPE.value
+    row[seed : seed + 2] = np.array([sample.seed], np.uint64).view(np.int32)
+    row[rope : rope + sample.rope_offsets.size] = sample.rope_offsets
+    return row
 
 
 def _pairs(rows: Index, values: Ints, is_selected: np.ndarray) -> list[tuple[int, int]]:

@@ -2,8 +2,8 @@
 
 A decode step is padded to a number of rows, and begins with what the device has: without changes it needs no input.
 A step with chunks of prompts is padded to a number of tokens. Padding has slot, row or place -1, and writes nothing.
-All graphs are recorded before the first request. A `GraphRecorder` records; steps run without graphs where it cannot,
-and where they are larger than the largest graph.
+A step ends with its sampled ids, so a decode step is one launch. All graphs are recorded before the first request. A
+`GraphRecorder` records; steps run without graphs where it cannot, and where they are larger than the largest graph.
 """
 
 from __future__ import annotations
@@ -25,10 +25,12 @@ from penstock.engine.worker.cuda import kernels, launcher
 from penstock.engine.worker.cuda.attention import CudaAttention, RowTensors
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, StepInput, graph_sizes
+from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler
 from penstock.engine.worker.input_batch import pinned
 from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 
+MAX_LENGTH = 1 << 30  # of a prompt: all have short rotary frequencies
 MAX_TOKENS = 2048  # of a recorded step with chunks: beyond, the device computes longer than the host needs to launch
 Replay: TypeAlias = Callable[[], Tensor]
 
@@ -93,68 +95,67 @@ class Recordings:
 
 
 class DecodeSteps:
-    """Computes the logits of decode steps, in which each row of `state` computes one token and samples."""
+    """Computes decode steps, in which each row of `state` computes one token and samples."""
 
     def __init__(
         self,
         model: LoadedModel,
         memory: KVCache,
         state: DeviceState,
+        sampler: StepSampler,
         recorder: GraphRecorder | None,
-        num_position_axes: int | None,
+        num_position_axes: int,
     ) -> None:
-        """`num_position_axes`: of positions that the host brings, see `EncoderCache.positions`; None: the positions
-        are the numbers of computed tokens. `recorder`: None if steps run without graphs."""
+        """`recorder`: None if steps run without graphs."""
         self._model = model
         self._memory = memory
         self._state = state
+        self._sampler = sampler
+        self._axes = num_position_axes
         self._slots = slots = state.rows.shape[0]
         self.graphs = Recordings(model, recorder, [*(rows for rows in padded_rows(slots) if rows < slots), slots])
-        self._host_positions = None
-        if num_position_axes is not None:
-            axes = () if num_position_axes == 1 else (num_position_axes,)
-            self._host_positions = torch.zeros((*axes, slots), dtype=torch.int32, device=model.device)
-        self._numbers = torch.zeros((4, slots), dtype=torch.int32, device=model.device)
+        self._numbers = torch.zeros((3 + num_position_axes, slots), dtype=torch.int32, device=model.device)
 
     @torch.inference_mode()
     def prepare(self) -> None:
         self.graphs.record(self._compute, "decode")
 
-    def logits(self, rows: int, positions: Index | None = None) -> Tensor:
-        """Returns the logits of the first so many rows of the state, valid until the next step. `positions`: those
-        that the host brings."""
-        if self._host_positions is not None and positions is not None:
-            here = pinned(positions.size, self._state.table.device)
-            here.numpy()[:] = positions.reshape(-1)
-            self._host_positions[..., :rows].copy_(here.view(positions.shape), non_blocking=True)
+    def compute(self, rows: int) -> StepLogits:
+        """Computes the first so many rows of the state."""
         size = self.graphs.padded(rows)
-        return self._compute(rows) if size is None else self.graphs.replay(size)[:rows]
+        logits = self._compute(rows) if size is None else self.graphs.replay(size)
+        return StepLogits(logits, self._state.rows)
 
     def _compute(self, rows: int) -> Tensor:
         state = self._state
         slots = state.rows[:rows]
-        ids, positions, lengths, places = (numbers[:rows] for numbers in self._numbers)
+        ids, lengths, places = (numbers[:rows] for numbers in self._numbers[:3])
+        positions = self._numbers[3:, :rows]
+        max_short_prompt = self._model.max_short_prompt
         launcher.launch(
             kernels.advance, (-(-rows // 64),),
-            slots, state.computed, state.table, state.tokens, ids, positions, lengths, places, rows,
-            state.table.stride(0), state.tokens.stride(0), BLOCK=self._memory.block_size, SIZE=64,
+            slots, state.computed, state.table, state.tokens, state.params, ids, lengths, places, positions, rows,
+            MAX_LENGTH if max_short_prompt is None else max_short_prompt, state.table.stride(0),
+            state.tokens.stride(0), positions.stride(0), BLOCK=self._memory.block_size, AXES=self._axes, SIZE=64,
         )  # fmt: skip
         attention = CudaAttention(
             self._memory, state.table, places, RowTensors(slots, lengths, lengths), None, self._slots
         )
-        if self._host_positions is not None:
-            positions = self._host_positions[..., :rows]
-        return self._model.logits(self._model.hidden(attention, ids, positions))
+        hidden = self._model.hidden(attention, ids, positions[0] if self._axes == 1 else positions)
+        logits = self._model.logits(hidden)
+        self._sampler.sample(StepLogits(logits, slots))
+        return logits
 
 
 class MixedSteps:
-    """Computes the logits of steps with chunks of prompts, in which all tokens come from the host."""
+    """Computes steps with chunks of prompts, in which all tokens come from the host."""
 
     def __init__(
         self,
         model: LoadedModel,
         memory: KVCache,
         state: DeviceState,
+        sampler: StepSampler,
         recorder: GraphRecorder | None,
         token_budget: int,
         queries: int,
@@ -164,6 +165,7 @@ class MixedSteps:
         self._model = model
         self._memory = memory
         self._state = state
+        self._sampler = sampler
         largest = min(token_budget, MAX_TOKENS)
         sizes = [*(size for size in padded_tokens() if size < largest), largest]
         slots = state.rows.shape[0]
@@ -177,15 +179,13 @@ class MixedSteps:
     def prepare(self) -> None:
         self.graphs.record(self._compute, "mixed", lambda size: self._write(size, EMPTY))
 
-    def logits(self, step: StepInput) -> tuple[Tensor, Tensor] | None:
-        """Returns the logits of the rows that sample, and their slots, valid until the next step; None: the step is
-        larger than any graph."""
+    def compute(self, step: StepInput) -> StepLogits | None:
+        """Returns None if the step is larger than any graph."""
         size = self.graphs.padded(step.sizes.tokens)
         if size is None:
             return None
         self._write(size, step.values)
-        rows = step.sizes.sampled
-        return self.graphs.replay(size)[:rows], self._layouts[size].part(self._numbers, "sampled")[:rows]
+        return StepLogits(self.graphs.replay(size), self._layouts[size].part(self._numbers, "sampled"))
 
     def _write(self, size: int, values: Mapping[str, Index | Ints]) -> None:
         layout = self._layouts[size]
@@ -196,7 +196,9 @@ class MixedSteps:
     def _compute(self, size: int) -> Tensor:
         tensors = self._layouts[size].tensors(self._numbers, self._state, self._memory)
         hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions)
-        return self._model.logits(hidden[tensors.last])
+        logits = self._model.logits(hidden[tensors.last])
+        self._sampler.sample(StepLogits(logits, tensors.sampled))
+        return logits
 
 
 def padded_rows(slots: int) -> list[int]:

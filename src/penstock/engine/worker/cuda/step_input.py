@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from itertools import accumulate
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import numpy as np
@@ -23,16 +22,6 @@ from penstock.engine.worker.cuda.attention import (
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.input_batch import InputBatch
 from penstock.engine.worker.paged_attention import KVCache
-
-PADDING = {"places": -1, "row_slots": -1, "items": -1, "sampled": -1}  # of other parts: 0
-LINES = {"rope_positions", "items"}  # parts of several lines
-
-
-NAMES = (
-    "slots", "positions", "rope_positions", "places", "row_slots", "row_lengths", "chunk_slots", "chunk_lengths",
-    "starts", "items", "last", "sampled",
-)  # fmt: skip
-EMPTY: Mapping[str, Ints] = dict.fromkeys(NAMES, np.zeros(0, np.int32))  # a step without tokens
 
 
 class StepTensors(NamedTuple):
@@ -54,40 +43,48 @@ class InputSizes(NamedTuple):
     axes: int  # of positions
 
 
+class Part(NamedTuple):
+    """A part of an input."""
+
+    size: Callable[[InputSizes], int]
+    padding: int = 0
+    has_lines: bool = False
+
+
+PARTS = {
+    "slots": Part(lambda sizes: sizes.tokens),
+    "positions": Part(lambda sizes: sizes.tokens),
+    "rope_positions": Part(lambda sizes: sizes.axes * sizes.tokens, has_lines=True),
+    "places": Part(lambda sizes: sizes.tokens, padding=-1),
+    "row_slots": Part(lambda sizes: sizes.rows, padding=-1),
+    "row_lengths": Part(lambda sizes: sizes.rows),
+    "chunk_slots": Part(lambda sizes: sizes.chunks),
+    "chunk_lengths": Part(lambda sizes: sizes.chunks),
+    "starts": Part(lambda sizes: sizes.chunks + 1),
+    "items": Part(lambda sizes: 4 * round_up(sizes.items), padding=-1, has_lines=True),
+    "last": Part(lambda sizes: sizes.sampled),
+    "sampled": Part(lambda sizes: sizes.sampled, padding=-1),
+}
+EMPTY: Mapping[str, Ints] = dict.fromkeys(PARTS, np.zeros(0, np.int32))  # a step without tokens
+
+
 class InputLayout:
     """Where the parts of an input lie. `sizes` are those of one step, or the largest of all steps of one graph."""
 
     def __init__(self, sizes: InputSizes) -> None:
         self.sizes = sizes
-        tokens, rows, chunks, items, sampled, axes = sizes
-        parts = [
-            tokens,
-            tokens,
-            axes * tokens,
-            tokens,
-            rows,
-            rows,
-            chunks,
-            chunks,
-            chunks + 1,
-            4 * round_up(items),
-            sampled,
-            sampled,
-        ]
-        # Each part begins at an address of 16 bytes: kernels are compiled for that.
-        ends = list(accumulate(round_up(part) for part in parts))
-        begins = [0, *ends[:-1]]
-        self._ranges = {name: (begin, begin + part) for name, begin, part in zip(NAMES, begins, parts, strict=True)}
-        self.size = ends[-1]
+        self._ranges: dict[str, tuple[int, int]] = {}
+        self.size = 0
+        for name, part in PARTS.items():
+            self._ranges[name] = self.size, self.size + part.size(sizes)
+            self.size = round_up(self._ranges[name][1])  # an address of 16 bytes: kernels are compiled for that
 
     def write(self, values: Mapping[str, Index | Ints], numbers: Ints) -> None:
         """Writes the parts of a step, and padding behind each."""
-        numbers[:] = 0
         for name, (begin, end) in self._ranges.items():
-            if name in PADDING:
-                numbers[begin:end] = PADDING[name]
+            numbers[begin:end] = PARTS[name].padding
             value = values[name]
-            if name in LINES and value.size:
+            if PARTS[name].has_lines and value.size:
                 numbers[begin:end].reshape(value.shape[0], -1)[:, : value.shape[1]] = value
             elif value.size:
                 numbers[begin : begin + value.size] = value

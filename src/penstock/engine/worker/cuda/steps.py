@@ -1,24 +1,39 @@
-"""The steps of a model on a CUDA device: from the batch to logits."""
+"""The steps of a model on a CUDA device: from the batch to sampled ids."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
-from torch import Tensor
+import msgspec
+import torch
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
-from penstock.engine.worker.cuda.state import DeviceState
+from penstock.engine.protocol.messages import Ints
+from penstock.engine.worker.cuda.attention import FEW_ROWS
+from penstock.engine.worker.cuda.state import DeviceState, JoinedSample
 from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps
-from penstock.engine.worker.cuda.step_input import InputLayout, StepInput, StepTensors, chunk_queries
+from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, InputSizes, StepInput, StepTensors, chunk_queries
+from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler, TokenChooser
 from penstock.engine.worker.input_batch import InputBatch, pinned
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
+from penstock.engine.worker.sampler import Sampler, is_penalized, seed_of
 
 
-class StepLogits(NamedTuple):
-    logits: Tensor  # valid until the next step
-    slots: Tensor  # of each row
+class StepSizes(NamedTuple):
+    """The largest sizes of steps."""
+
+    slots: int
+    max_blocks: int  # of a request
+    tokens: int
+    num_position_axes: int
+
+    def nbytes(self, block_size: int, vocabulary: int) -> int:
+        """Returns the bytes of what the device keeps by slot."""
+        state = DeviceState.nbytes(self.slots, self.max_blocks, block_size, vocabulary)
+        return state + TokenChooser.nbytes(self.slots, vocabulary)
 
 
 class CudaSteps:
@@ -27,23 +42,38 @@ class CudaSteps:
         model: LoadedModel,
         memory: KVCache,
         recorder: GraphRecorder | None,
-        slots: int,
-        max_blocks: int,
-        token_budget: int,
-        num_position_axes: int | None,
+        sizes: StepSizes,
+        sampler: Sampler | None,
     ) -> None:
-        """`max_blocks`: of a request. `num_position_axes`: of positions that the host brings; None: it brings none."""
-        self.state = DeviceState(slots, max_blocks, memory.block_size, model.device)
+        """`sampler`: of rank 0, for rows that kernels do not sample."""
+        slots, max_blocks, tokens, axes = sizes
+        samples = sampler is not None
+        self.state = DeviceState(slots, max_blocks, memory.block_size, model.device, model.vocab_size, samples=samples)
+        self._sampler = sampler
+        self.sampler = StepSampler(self.state, model.ranks, sampler)
         self._model = model
         self._memory = memory
         self._queries = chunk_queries(memory, model.heads)
+        self._sizes = sizes
         self.state.compile()
-        self._decode = DecodeSteps(model, memory, self.state, recorder, num_position_axes)
-        self._mixed = MixedSteps(
-            model, memory, self.state, recorder, token_budget, self._queries, num_position_axes or 1
-        )
+        self.sampler.compile(model.logits_dtype)
+        self._compile()
+        self._decode = DecodeSteps(model, memory, self.state, self.sampler, recorder, axes)
+        self._mixed = MixedSteps(model, memory, self.state, self.sampler, recorder, tokens, self._queries, axes)
         self._mixed.prepare()  # first: decode steps share its memory
         self._decode.prepare()
+
+    @torch.inference_mode()
+    def _compile(self) -> None:
+        """Compiles the kernels of steps that are no graphs, with images and without: no request waits for that."""
+        for rows in {1, min(FEW_ROWS + 1, self._sizes.slots)}:
+            sizes = InputSizes(rows + 2, rows, 1, 1, rows, self._sizes.num_position_axes)
+            tensors = self._brought(sizes, EMPTY)
+            self.compute(tensors, None)
+            if self._model.deepstack_layers:  # its decoder runs the modules then
+                embeds = self._model.embeds(tensors.ids)
+                is_visual = torch.ones_like(tensors.ids, dtype=torch.bool)
+                self.compute(tensors, InputEmbeds(embeds, is_visual, (embeds,) * self._model.deepstack_layers))
 
     @staticmethod
     def is_decoding(batch: BatchState) -> bool:
@@ -51,11 +81,23 @@ class CudaSteps:
         counts = batch.counts[batch.rows]
         return bool(counts.max() == 1 and counts.sum() == batch.sampled.size)
 
-    def decode(self, batch: BatchState, positions: Index | None) -> StepLogits:
-        """Computes a decode step. `positions`: those that the host brings."""
+    def join(self, slot: int, batch: BatchState, text: Ints, rope_offsets: Index | Ints) -> None:
+        """A sample joins. `text`: ids of its prompt that penalties count. `rope_offsets`: `EncoderCache.offsets`."""
+        params, prompt, generated = batch.params[slot], batch.prompts[slot], batch.generated[slot]
+        assert params is not None, "a slot has joined without parameters"
+        seed, sample = int(batch.seeds[slot]), int(batch.samples[slot])
+        is_outside = self.sampler.join(slot, params, prompt.size)
+        if is_outside and self._sampler is not None:
+            own = msgspec.structs.replace(params, logprobs=None)  # of these rows, too, `sampler` computes them
+            self._sampler.join(slot, own, text, seed=seed, sample=sample, generated=generated)
+        is_penalized_here = is_penalized(params) and not is_outside
+        joined = JoinedSample(prompt, text, generated, params, is_penalized_here, seed_of(seed, sample), rope_offsets)
+        self.state.join(slot, joined)
+
+    def decode(self, batch: BatchState) -> StepLogits:
+        """Computes a decode step."""
         self.state.update(batch, batch.sampled, is_decoding=True)
-        rows = batch.sampled.size
-        return StepLogits(self._decode.logits(rows, positions), self.state.rows[:rows])
+        return self._decode.compute(batch.sampled.size)
 
     def input_of(self, batch: BatchState, input_batch: InputBatch, positions: Index) -> StepInput:
         self.state.update(batch, batch.rows, is_decoding=False)
@@ -63,17 +105,21 @@ class CudaSteps:
 
     def replay(self, step: StepInput) -> StepLogits | None:
         """Computes a step with chunks by a graph; None: there is none for it."""
-        result = self._mixed.logits(step)
-        return None if result is None else StepLogits(*result)
+        return self._mixed.compute(step)
 
     def tensors(self, step: StepInput) -> StepTensors:
         """Brings a step to the device that is computed without a graph."""
-        layout = InputLayout(step.sizes)
+        return self._brought(step.sizes, step.values)
+
+    def _brought(self, sizes: InputSizes, values: Mapping[str, Index | Ints]) -> StepTensors:
+        layout = InputLayout(sizes)
         here = pinned(layout.size, self.state.table.device)
-        layout.write(step.values, here.numpy())
+        layout.write(values, here.numpy())
         return layout.tensors(here.to(self.state.table.device, non_blocking=True), self.state, self._memory)
 
     def compute(self, tensors: StepTensors, embeds: InputEmbeds | None) -> StepLogits:
         """Computes a step without a graph. `embeds`: of its tokens, instead of those of their ids."""
         hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds)
-        return StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)
+        result = StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)
+        self.sampler.sample(result)
+        return result

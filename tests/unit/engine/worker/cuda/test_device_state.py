@@ -12,9 +12,8 @@ from tests.support.interpreter import require_interpreter
 
 require_interpreter()
 
-from penstock.engine.worker.cuda import state  # noqa: E402
 from tests import tiers  # noqa: E402
-from tests.support.device_state_cases import KINDS, check_long_write, check_state  # noqa: E402
+from tests.support.device_state_cases import check_long_write, check_state  # noqa: E402
 
 
 @pytest.mark.parametrize("seed", range(2 if tiers.TIER == "push" else 12))
@@ -27,7 +26,3 @@ def test_state_is_that_of_the_core_in_each_step(seed: int) -> None:
 
 def test_writes_longer_than_a_program_are_whole() -> None:
     check_long_write()
-
-
-def test_host_and_kernel_number_writes_alike() -> None:
-    assert (state.TABLE, state.TOKENS, state.COMPUTED, state.ROWS) == KINDS

@@ -122,9 +122,20 @@ MUTANTS: dict[str, tuple[Callable[[], None], str, str]] = {
     "long write": (check_states, "for begin in range(0, length, SIZE):", "for begin in range(0, 1, SIZE):"),
     "id of slot -1": (
         check_states,
-        "tl.load(ids + row, slot >= 0, 0), slot >= 0)",
-        "tl.load(ids + row, slot >= 0, 0), slot >= -1)",
+        "tl.load(out + 2 * row, slot >= 0, 0), slot >= 0)",
+        "tl.load(out + 2 * row, slot >= 0, 0), slot >= -1)",
     ),
+    "second column is the id": (check_states, "tl.load(out + 2 * row,", "tl.load(out + 2 * row + 1,"),
+    "counts of the sample before": (check_states, "tl.zeros([SIZE], tl.int32), begin + i < vocabulary", "0, i < 0"),
+    "prompt counts as generated": (check_states, "range(first, length, SIZE)", "range(0, length, SIZE)"),
+    "id is counted once": (check_states, "tl.atomic_add(", "tl.store("),
+    "rope without offset": (check_states, "tl.load(own + ROPE + axis, runs, 0)", "0 * axis"),
+    "rope by the position alone": (
+        check_states,
+        "tl.maximum(tl.load(own + PROMPT_SIZE, runs, 0), position + 1)",
+        "position + 1",
+    ),
+    "short rope for all": (check_states, "-1 - rope", "rope"),
 }
 
 

@@ -14,22 +14,22 @@ from tests.support.interpreter import require_compiler  # noqa: E402
 require_compiler()
 
 from penstock.engine.worker.cuda import kernels  # noqa: E402
-from penstock.engine.worker.cuda.attention import HeadSplit, chunk_tiles, row_tiles  # noqa: E402
+from penstock.engine.worker.cuda.attention import DeviceKind, HeadSplit, chunk_tiles, row_tiles  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.compiled_kernels import CompiledKernel, compile_kernel  # noqa: E402
 
 NAMES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 SIZES = [(64, 64), (80, 80), (96, 96), (112, 112), (128, 128), (192, 128), (256, 256)]
 LARGE = [(128, 128), (192, 128), (256, 256)]
-SHARED = {80: 163 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a multiprocessor
+SHARED = {80: 163 << 10, 86: 99 << 10, 89: 99 << 10, 90: 227 << 10, 100: 227 << 10}  # bytes of a multiprocessor
 MAX_STACK = 16
 BLOCK, GROUPS, HEADS = 16, 4, 32
 KINDS = ("rows", "chunks")
 CASES = [
     *((90, sizes, dtype, kind) for sizes, dtype, kind in itertools.product(SIZES, NAMES, KINDS)),
-    *itertools.product((80, 100), LARGE, NAMES, KINDS),
+    *itertools.product((80, 86, 89, 100), LARGE, NAMES, KINDS),
 ]
-PUSHED = [(90, (128, 128), torch.bfloat16, kind) for kind in KINDS]
+PUSHED = [(number, (128, 128), torch.bfloat16, kind) for number in (86, 90) for kind in KINDS]
 
 
 def compile_attention(
@@ -47,7 +47,7 @@ def compile_attention(
     tiles = (
         row_tiles(GROUPS, split, dtype, block)
         if kind == "rows"
-        else chunk_tiles(GROUPS, split, dtype, has_group_mma=architecture != 80)
+        else chunk_tiles(GROUPS, split, dtype, DeviceKind.of(divmod(architecture, 10)))
     )
     pointers = dict.fromkeys(("queries", "keys", "values", "out", "sinks"), NAMES[dtype])
     pointers |= dict.fromkeys(("parts", "stats"), "fp32")
@@ -88,7 +88,7 @@ def test_window_softcap_and_sinks_spill_nothing(sizes: tuple[int, int], kind: st
 # Pointers to numbers of the model, other pointers to floats, and constants of each kernel. All others are integers.
 OTHERS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] = {
     "write_state": (kernels.write_state, (), (), {"SIZE": 256}),
-    "advance": (kernels.advance, (), (), {"BLOCK": 16, "SIZE": 64}),
+    "advance": (kernels.advance, (), (), {"BLOCK": 16, "AXES": 3, "SIZE": 64}),
     "store_ids": (kernels.store_ids, (), (), {"SIZE": 256}),
     "plan_rows": (
         kernels.plan_rows, (), (),
@@ -112,7 +112,7 @@ OTHERS: dict[str, tuple[Any, tuple[str, ...], tuple[str, ...], dict[str, Any]]] 
     "gate": (kernels.gate, ("x", "out"), (), {"SIZE": 3072, "TILE": 1024}),
 }  # fmt: skip
 TABLES = ("news", "table", "tokens", "computed", "rows", "ids", "positions", "lengths", "places", "slots", "items",
-          "firsts", "counts")  # fmt: skip
+          "firsts", "counts", "params", "out")  # fmt: skip
 
 
 @pytest.mark.parametrize("name", OTHERS)

@@ -1,0 +1,79 @@
+"""A device that runs out of memory, on the double: at each place where a step allocates, and as a sum."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+
+# First: where torch is missing, this skips the rest.
+from tests.support.models import Family, ask, device
+
+# isort: split
+from tests.support.interpreter import require_interpreter
+
+require_interpreter()
+
+from penstock.engine.protocol.messages import FinishReason, SamplingParams  # noqa: E402
+from penstock.engine.worker.encoding_exchange import EncoderOptions  # noqa: E402
+from tests import tiers  # noqa: E402
+from tests.support.cuda_double import CudaDouble  # noqa: E402
+from tests.unit.engine.worker.cuda.test_engine_on_double import BUDGET, OnDouble  # noqa: E402
+
+PLACES = 200
+PARAMS = [
+    SamplingParams(ignore_eos=True, temperature=0, logprobs=2, frequency_penalty=0.5),
+    SamplingParams(ignore_eos=True, temperature=0, logit_bias=((5, 1.0),), presence_penalty=0.5),
+]
+
+
+def failures(double: CudaDouble, places: range) -> Iterator[int]:
+    """Yields the number of an allocation from now on that fails."""
+    for place in places:
+        double.fail_at = double.allocated + place
+        yield place
+    double.fail_at = 0
+
+
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_allocation_that_fails_ends_no_worker_and_changes_no_answer(
+    name: str, family: Callable[..., Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Steps run without graphs, which have no allocation. Requests of the step fail; the same runner goes on."""
+    of = family(name, num_hidden_layers=1)
+    shortest = sorted(of.requests, key=lambda request: (not request.inputs, len(request.prompt)))
+    requests = [request._replace(tokens=2) for request in shortest[1:3]]
+    options: dict[str, Any] = {"params": PARAMS, "slots": 2, "budget": BUDGET}
+    expected = ask(device(of), requests, **options).answers
+    runner = OnDouble(of, monkeypatch, has_graphs=False, blocks=64)
+    double, num_failed, num_answered = runner.double, 0, 0
+    places = range(1, PLACES + 1, 41 if tiers.TIER == "push" else 1)
+    for place in failures(double, places):
+        result = runner.ask(requests, **options)
+        assert set(result.reasons.values()) <= {FinishReason.ERROR}, place
+        answered = set(range(len(requests))) - result.failed
+        assert [result.answers[at] for at in answered] == [expected[at] for at in answered], place
+        num_failed += bool(result.failed)
+        num_answered += len(answered)
+    assert num_failed > len(places) / 2 and num_answered > len(places) / 2
+    assert runner.ask(requests, **options).answers == expected
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen2_vl"])
+def test_bytes_held_are_at_most_the_share_of_the_device(
+    name: str, family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With as many blocks as there is room for: weights, cache, graphs, steps with log-probabilities and penalties."""
+    of = family(name)
+    monkeypatch.setattr("penstock.engine.worker.model_runner.KEPT_NBYTES", 1 << 20)
+    options = {
+        "max_blocks_per_request": 16,
+        "memory_utilization": 0.01,
+        "encoder": EncoderOptions(cache_nbytes=1 << 20),
+    }
+    runner = OnDouble(of, monkeypatch, blocks=None, **options)
+    assert runner.runner.blocks > 64
+    runner.ask(of.requests[:4], params=PARAMS)
+    assert runner.double.peak_nbytes + runner.double.pool_nbytes <= 0.01 * runner.double.total_nbytes
