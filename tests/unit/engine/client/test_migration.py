@@ -114,6 +114,33 @@ async def test_answer_goes_on_after_its_ids_when_the_group_serves_again() -> Non
 
 # ── a group that serves has another model ────────────────────────────────────────────────────────────────────────────
 @in_a_loop
+async def test_outcome_of_a_loss_is_reported_when_no_request_waits(events: Events) -> None:
+    """Once for each loss, with the requests by id. A request that was aborted meanwhile has no outcome."""
+    async with engine() as ([group], client):
+        names = ["first", "second", "gone"]
+        streams = [await client.submit([1, 2], SamplingParams(max_tokens=9), request_id=name) for name in names]
+        for _ in streams:
+            group.answer((await group.submitted()).request, [65])
+        await until(lambda: all(stream.completion_tokens == 1 for stream in streams))
+        group.lose()
+        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 3)
+        streams[2].abort()
+        group.serve()
+        second = [await group.submitted() for _ in streams[:2]]
+        group.answer(second[0].request, [66])
+        await until(lambda: sum(stream.completion_tokens for stream in streams) == 4)
+        assert events.fields("requests go on") == [], "one of them waits"
+        group.answer(second[1].request, [66])
+        await until(lambda: events.fields("requests go on"))
+    (fields,) = events.fields("requests go on")
+    (group_number, incarnation), requests = (fields["group"], fields["incarnation"]), fields["requests"]
+    assert (group_number, incarnation, requests, fields["given_up"], fields["ids"]) == (0, 1, 2, 0, "first, second")
+    assert isinstance(fields["pause"], float) and 0 < fields["pause"] <= fields["longest"] < PATIENCE
+    (resumed,) = events.fields("requests are resumed")
+    assert str(resumed["ids"]).startswith("first, second")
+
+
+@in_a_loop
 async def test_begun_answer_ends_with_503_when_only_another_model_serves() -> None:
     async with engine() as ([group], client):
         begun, other = await client.submit([1, 2]), await client.submit([3], SamplingParams(n=2))
