@@ -65,10 +65,3 @@ def turned(raw: bytes) -> bytes:
     at = raw.index(b"tkhd") + 44  # its matrix, of nine numbers
     turn = struct.pack(">9i", 0, 1 << 16, 0, -(1 << 16), 0, 0, 48 << 16, 0, 1 << 30)
     return raw[:at] + turn + raw[at + len(turn) :]
-
-
-def rated(raw: bytes, old: int, new: int) -> bytes:
-    """The same MP4 with another duration of each frame, in units of its time."""
-    at = raw.index(b"stts") + 16
-    assert struct.unpack_from(">I", raw, at) == (old,)
-    return raw[:at] + struct.pack(">I", new) + raw[at + 4 :]

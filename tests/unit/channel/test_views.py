@@ -10,7 +10,6 @@ import penstock
 from penstock import ClosedError, Timeout, WouldBlock
 from penstock.lowlevel import BlockLease
 from tests.support.channels import ring
-from tests.support.processes import DYING, program
 
 SIZES = [0, 1, 1000, 5000]  # the last one is spilled
 
@@ -179,28 +178,3 @@ def test_a_record_in_a_ring_is_not_shared_and_says_what_to_do() -> None:
         lease.release()
         with pytest.raises(ClosedError, match="the lease has been released"):
             lease.ref_numbers()
-
-
-def test_writing_through_a_view_ends_the_writer_and_nobody_else() -> None:
-    source = """
-        import ctypes, numpy
-        with penstock.attach(sys.argv[1]).open_receiver(1) as receiver:
-            say("ready")
-            lease = receiver.receive_view()
-            array = numpy.frombuffer(lease, numpy.uint8)
-            ctypes.memset(array.ctypes.data, 0, 1)
-            say("written")
-    """
-    for nbytes in (100, 100_000):
-        channel = penstock.Broadcast(receivers=2, on_receiver_death="ignore")
-        with (
-            channel.open_sender() as sender,
-            channel.open_receiver(0) as receiver,
-            program(source, channel.ticket, env=DYING) as other,
-        ):
-            assert other.hear() == "ready"
-            sender.send(b"x" * nbytes)
-            assert other.process.wait() == -11
-            assert receiver.receive(timeout=1) == b"x" * nbytes
-            sender.send(b"y" * nbytes, timeout=5)
-            assert receiver.receive(timeout=1) == b"y" * nbytes

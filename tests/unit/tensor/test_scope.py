@@ -14,10 +14,8 @@ import pytest
 
 import penstock
 from penstock import ClosedError, Handle, Missing, Scope, Store, UnsupportedTensor
-from penstock.lowlevel import Ref
 from penstock.tensor import ScopeStats
 from penstock.tensor.tree import Plan
-from tests.conftest import eventually
 from tests.support.processes import program, threads
 from tests.support.values import MB, Request, blocks, image, is_not_held, key, shows, travelled
 
@@ -425,33 +423,6 @@ def test_core_without_a_store_forwards_handles_without_mapping_values() -> None:
             del message, handle
             sender.close()
             receiver.close()
-        assert is_not_held(store)
-
-
-def test_a_server_that_dies_gives_up_what_its_requests_held() -> None:
-    with images() as store:
-        source = """
-            import numpy as np
-            from penstock import Scope, Store
-            store = Store.attach(sys.argv[1], peer_name="server")
-            scope = Scope(store)
-            handles = [scope.put(np.full(50_000, 1, np.int32), key=bytes(32)), scope.put(np.full(50_000, 2, np.int32))]
-            for handle in handles:
-                say(bytes(handle).hex())
-            hear()
-        """
-        with program(source, store.ticket) as server:
-            keyed, unkeyed = (Handle.from_bytes(bytes.fromhex(server.hear())) for _ in range(2))
-            assert isinstance(keyed.where, Ref) and (keyed.key, unkeyed.key) == (bytes(32), None)
-            held = unkeyed.open(store)
-            server.kill()
-            server.process.wait()
-            eventually(lambda: [holder.name for holder in store.stats().pool.holders if holder.name == "server"] == [])
-            assert (held.value() == 2).all(), "what a worker had opened is its own"
-            held.release()
-            assert (keyed.open(store).value() == 1).all(), "the key outlives the process that put it"
-            with pytest.raises(Missing):
-                unkeyed.open(store)
         assert is_not_held(store)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -160,15 +159,6 @@ def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:
             store.get(key(9))
         held.pop().release()
         store.put(tree(9, 300_000), key=key(9))
-
-
-def test_who_waits_for_room_gets_it_when_it_is_there() -> None:
-    with Store(MB) as store:
-        held = store.put(tree(1, 900_000), key=key(1))
-        timer = threading.Timer(0.05, held.release)
-        timer.start()
-        assert holds(store.put(tree(2, 900_000), key=key(2), timeout=20).value(), 2)
-        timer.join()
 
 
 def test_a_value_that_cannot_be_kept_leaves_nothing() -> None:
@@ -377,26 +367,6 @@ def test_one_of_many_that_put_the_same_key_writes_and_all_get_it() -> None:
         stats = store.stats()
         assert stats.puts == 40 and stats.hits == 80
         assert blocks(store) == 40
-
-
-def test_dead_holder_returns_its_lease_and_the_value_stays() -> None:
-    source = """
-        from penstock import Store
-        store = Store.attach(sys.argv[1], peer_name="doomed")
-        held = store.get(bytes(32)).value()
-        say("holding")
-        hear()
-    """
-    with Store(MB) as store:
-        store.put(tree(0, 600_000), key=bytes(32)).release()
-        with program(source, store.ticket) as other:
-            assert other.hear() == "holding"
-            with pytest.raises(MemoryExhausted, match="'doomed'"):
-                store.put(tree(1, 600_000), key=key(1), timeout=0)
-            os.kill(other.pid, signal.SIGKILL)
-            assert holds(store.put(tree(1, 600_000), key=key(1), timeout=20).value(), 1)
-            with pytest.raises(Missing):
-                store.get(bytes(32))
 
 
 @pytest.mark.parametrize("awaited", ["a writer", "room", "room without a key"])

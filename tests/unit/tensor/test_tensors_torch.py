@@ -2,7 +2,6 @@
 
 import contextlib
 import itertools
-import signal
 from collections.abc import Callable
 from typing import Any
 
@@ -16,7 +15,6 @@ from penstock.tensor import plan, read, views
 from penstock.tensor.kinds import KIND_OF_NAME, KINDS, kind_of, torch_dtype
 from tests.support.cuda_double import CudaDouble
 from tests.support.libcuda import has_device
-from tests.support.processes import DYING, program
 from tests.support.values import MB, blocks, through
 from tests.unit.tensor.test_tensors import Foreign
 
@@ -284,21 +282,6 @@ STRAY = """
     seen.add_(1)
     say("written")
 """
-
-
-def test_a_stray_write_ends_the_process_that_writes_and_no_other_sees_it() -> None:
-    store = Store(MB)
-    with Scope(store, inline_nbytes=0) as scope:
-        handle = scope.put(np.full(100, 2, np.float32))
-        with program(STRAY, store.ticket, bytes(handle).hex(), env=DYING) as stray:
-            assert stray.hear() == "200.0"
-            assert "stray" in [peer.name for peer in store.peers()]
-            stray.say("write")
-            assert stray.process.wait() == -signal.SIGSEGV
-            assert "written" not in stray.process.stdout.read()  # type: ignore[union-attr]
-        assert handle.open(store).value().sum() == 200
-    with store.pool.take(store.nbytes, timeout=5):  # what it held has been given back
-        pass
 
 
 def test_numbers_that_only_torch_has_come_by_dlpack_of_another_library() -> None:

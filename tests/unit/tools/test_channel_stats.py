@@ -36,7 +36,7 @@ def frame_of(message: msgspec.Struct) -> bytes:
 
 
 def stats_of(source: CapturedChannel, *frames: bytes | int | None, lane: int = 0) -> ChannelStats:
-    """A number is a gap of so many."""
+    """A number is a gap of that length."""
     stats = ChannelStats(source, is_live=False)
     sequence = 0
     for frame in frames:

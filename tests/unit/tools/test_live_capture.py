@@ -33,7 +33,7 @@ class Stop(msgspec.Struct, array_like=True, frozen=True):
 
 
 def send_slowly(channel: Any) -> None:
-    """Two messages, over and over, as long as the channel is measured."""
+    """Two messages, over and over."""
     with channel.open_sender(name="core") as sender, channel.open_receiver(name="worker") as receiver:
         number = 0
         while True:

@@ -194,7 +194,7 @@ def test_a_name_is_no_markup() -> None:
 def test_a_curve_ends_with_now_and_only_nothing_is_blank() -> None:
     assert sparkline([1, 2, 4, 8], 6) == "  ▂▃▅█"
     assert sparkline([0, 0.001, 5], 3) == f"{BARS[0]}{BARS[1]}{BARS[8]}"
-    assert sparkline([9, 1, 1], 2) == "██"  # what has gone out of sight does not count
+    assert sparkline([9, 1, 1], 2) == "██"  # a hidden value does not count
     assert sparkline([], 3) == "   " and sparkline([0.0], 1) == " "
 
 

@@ -355,7 +355,7 @@ def test_a_tracer_that_is_killed_leaves_the_ends_untraced_after_its_time(tmp_pat
 
 
 def traced_until(ring: Any) -> Any:
-    """Finds the word in the header: it is the one that differs when a tracer has moved it."""
+    """Finds the word in the header that a tracer moves."""
     with penstock.Ring() as other:
         before = os.pread(other.fd, 4096, 0)
         _native.TraceReader(other._segment).extend()
