@@ -24,6 +24,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Settings]]:
         monkeypatch.setitem(sys.modules, f"stand_in_{part}", module)
     monkeypatch.setattr(vllm, "MODULES", {part: f"stand_in_{part}" for part in vllm.MODULES})
     monkeypatch.setattr(seams, "misfit", lambda part: None)
+    monkeypatch.setattr(seams, "growths", lambda part: [])
     monkeypatch.setattr(settings, "fall_backs", type(settings.fall_backs)())
     for variable in (VLLM, VLLM_STRICT, VLLM_VIEWS):
         monkeypatch.delenv(variable.name, raising=False)
@@ -106,3 +107,23 @@ def test_register_raises_when_it_is_strict(
 def test_register_is_the_entry_point_of_vllm_in_the_installed_package() -> None:
     points = {point.value: point for point in importlib.metadata.entry_points(group="vllm.general_plugins")}
     assert points["penstock.integrations.vllm:register"].load() is vllm.register
+
+
+def test_register_leaves_images_to_a_frontend_in_rust(
+    replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PENSTOCK_VLLM", "queue,images")
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    vllm.register()
+    assert replaced.keys() == {"queue"}
+    assert "leaves images to vLLM's own: the frontend in Rust" in lines(caplog)[0]
+
+
+def test_register_warns_of_names_that_no_part_knows(
+    replaced: dict[str, Settings], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("PENSTOCK_VLLM", "queue")
+    monkeypatch.setattr(seams, "growths", lambda part: ["in this vLLM Queue also has peek"])
+    vllm.register()
+    assert replaced.keys() == {"queue"}
+    assert lines(caplog)[0] == "in this vLLM Queue also has peek, which penstock's queue does not know"

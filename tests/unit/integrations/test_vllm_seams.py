@@ -7,13 +7,17 @@ import types
 import pytest
 
 from penstock.integrations.vllm import seams
-from penstock.integrations.vllm.seams import Exists, Fields, HasFields, Methods, Signature, misfit
+from penstock.integrations.vllm.seams import Exists, Fields, HasFields, Mentions, Methods, Signature, growths, misfit
 
 
 class Queue:
     def __init__(self, readers: int, arena: bool = False) -> None: ...
     def put(self, value: object, timeout: float | None = None) -> None: ...
     def get(self) -> None: ...
+
+
+def strip(items: list[dict[str, object]]) -> list[dict[str, object]]:
+    return [item for item in items if "address" in item]
 
 
 @dataclasses.dataclass
@@ -34,13 +38,14 @@ FITTING = (
     Signature("stand_in:Queue.put", ("self", "value", "timeout")),
     Fields("stand_in:Handle", ("ranks",), optional=("arena",)),
     HasFields("stand_in:Handle", ("arena",)),
+    Mentions("stand_in:strip", "address"),
 )
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("stand_in")
-    vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle, Named=Named)
+    vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle, Named=Named, strip=strip)
     monkeypatch.setitem(sys.modules, "stand_in", module)
     return module
 
@@ -56,7 +61,6 @@ def test_seams_fit_where_names_signatures_and_fields_are_the_same(monkeypatch: p
         (Exists("stand_in:OTHER"), "this vLLM has no stand_in:OTHER"),
         (Exists("stand_in:Queue.peek"), "this vLLM has no stand_in:Queue.peek"),
         (Methods("stand_in:Queue", frozenset({"put", "get", "recv"})), "in this vLLM stand_in:Queue lacks recv"),
-        (Methods("stand_in:Queue", frozenset({"put"})), "in this vLLM stand_in:Queue also has get"),
         (
             Signature("stand_in:Queue.__init__", ("self", "readers")),
             "in this vLLM stand_in:Queue.__init__ takes (self, readers, arena), not (self, readers)",
@@ -66,9 +70,10 @@ def test_seams_fit_where_names_signatures_and_fields_are_the_same(monkeypatch: p
             "in this vLLM stand_in:Queue.put takes (self, value, timeout), not (self, timeout, value)",
         ),
         (
-            Fields("stand_in:Handle", ("ranks",)),
-            "in this vLLM stand_in:Handle has the fields (ranks, arena), not (ranks)",
+            Fields("stand_in:Handle", ("arena", "ranks")),
+            "in this vLLM stand_in:Handle has the fields (ranks, arena), not (arena, ranks)",
         ),
+        (Mentions("stand_in:strip", "key"), "in this vLLM stand_in:strip does not look for 'key'"),
         (Fields("stand_in:Queue", ("ranks",)), "in this vLLM stand_in:Queue is no dataclass"),
         (HasFields("stand_in:Queue", ("ranks",)), "in this vLLM stand_in:Queue is no dataclass"),
         (HasFields("stand_in:Handle", ("rank", "arena")), "in this vLLM stand_in:Handle has no field rank"),
@@ -89,3 +94,13 @@ def test_seams_name_the_attribute_that_a_vllm_lacks(
     monkeypatch.setitem(seams.SEAMS, "queue", FITTING)
     del stand_in.INTERVAL
     assert misfit("queue") == "this vLLM has no stand_in:INTERVAL"
+
+
+def test_names_that_a_newer_vllm_has_in_addition_are_no_misfit(monkeypatch: pytest.MonkeyPatch) -> None:
+    grown = (Methods("stand_in:Queue", frozenset({"put"})), Fields("stand_in:Handle", ("ranks",)))
+    monkeypatch.setitem(seams.SEAMS, "queue", (*FITTING, *grown))
+    assert misfit("queue") is None
+    assert growths("queue") == [
+        "in this vLLM stand_in:Queue also has get",
+        "in this vLLM stand_in:Handle also has arena",
+    ]

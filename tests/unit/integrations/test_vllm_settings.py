@@ -1,11 +1,13 @@
 """The environment variables of the integration with vLLM."""
 
 import logging
+import sys
+import types
 
 import pytest
 
 from penstock.integrations.vllm import settings
-from penstock.integrations.vllm.settings import Settings, fall_back, fall_backs, read
+from penstock.integrations.vllm.settings import Settings, fall_back, fall_backs, read, rebind
 
 
 @pytest.mark.parametrize(
@@ -76,3 +78,13 @@ def test_a_fall_back_is_an_error_when_it_is_strict(monkeypatch: pytest.MonkeyPat
     with pytest.raises(RuntimeError, match=r"^queue: no memory \(PENSTOCK_VLLM_STRICT=1"):
         fall_back("queue", "no memory")
     assert settings.fall_backs == {("queue", "no memory"): 1}
+
+
+def test_rebind_reaches_modules_outside_of_vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    original, replacement = type("Queue", (), {}), type("Queue", (), {})
+    modules = [types.ModuleType(name) for name in ("vllm.stand_in", "another_library")]
+    for module in modules:
+        vars(module)["Queue"] = original
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    rebind(original, replacement)
+    assert [vars(module)["Queue"] for module in modules] == [replacement, replacement]

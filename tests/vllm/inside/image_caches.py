@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from vllm.config import ModelConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.cache import factories
 from vllm.multimodal.cache.base import MultiModalCacheMissError
 from vllm.multimodal.inputs import MultiModalBatchedField, MultiModalFieldElem, MultiModalKwargsItem
@@ -300,4 +300,4 @@ def test_the_factories_return_our_caches_where_a_store_is_shared() -> None:
     assert isinstance(factories.processor_cache_from_config(CONFIG), SharedSenderCache)
     assert isinstance(factories.engine_receiver_cache_from_config(CONFIG), SharedCoreCache)
     assert isinstance(factories.worker_receiver_cache_from_config(CONFIG, None), SharedWorkerCache)
-    assert ModelConfig.verify_with_parallel_config.__module__ == image_caches.__name__
+    assert EngineArgs.create_engine_config.__code__.co_filename == image_caches.__file__

@@ -48,12 +48,22 @@ def register() -> None:
 
 def _fits(part: str) -> bool:
     try:
-        sentence = seams.misfit(part)
+        sentence = _refusal_of_frontend(part) or seams.misfit(part)
     except Exception as error:  # of vLLM's modules, as they are imported
         sentence = f"{type(error).__name__}: {error}"
     if sentence is not None:
         fall_back(part, sentence)
-    return sentence is None
+        return False
+    for growth in seams.growths(part):
+        LOGGER.warning("%s, which penstock's %s does not know", growth, part)
+    return True
+
+
+def _refusal_of_frontend(part: str) -> str | None:
+    is_rust = os.environ.get("VLLM_USE_RUST_FRONTEND", "0") not in ("", "0")
+    if is_rust and part in ("images", "tensors"):
+        return "the frontend in Rust (VLLM_USE_RUST_FRONTEND) sends images and tensors by itself"
+    return None
 
 
 def _replace(part: str, settings: Settings) -> bool:

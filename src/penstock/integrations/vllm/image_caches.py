@@ -21,17 +21,18 @@ Updates that cannot be pickled stay with the server that made them, and all serv
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import hmac
 import multiprocessing
 import os
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import cloudpickle  # type: ignore[import-not-found]
 from vllm.config import ModelConfig, ParallelConfig, VllmConfig
+from vllm.engine.arg_utils import EngineArgs
 from vllm.multimodal.cache import factories
 from vllm.multimodal.cache.base import (
     BaseMultiModalProcessorCache,
@@ -45,7 +46,7 @@ from vllm.utils.mem_constants import GiB_bytes, MiB_bytes
 from penstock import Handle, Lease, Loan, MemoryExhausted, Missing, Timeout
 from penstock.integrations.vllm.image_values import ImageValues
 from penstock.integrations.vllm.issues import Issues
-from penstock.integrations.vllm.settings import fall_back
+from penstock.integrations.vllm.settings import fall_back, rebind
 from penstock.integrations.vllm.signed_store import SHARED_IMAGES, SignedStore, ticket_of
 from penstock.lowlevel import Ref
 
@@ -276,8 +277,7 @@ class SharedWorkerCache(BaseMultiModalReceiverCache):  # type: ignore[misc]
 def share_store(model_config: ModelConfig, parallel_config: ParallelConfig) -> None:
     """Creates the store of the processes of the server, if the configuration asks for a shared store.
 
-    Does nothing in a process of a server with a store: vLLM checks the configuration in API servers, and again in
-    workers of a model with a model inside.
+    Does nothing in a process of a server with a store: API servers create their configuration again.
     """
     global shared, is_refused
     mm_config = model_config.multimodal_config
@@ -326,16 +326,18 @@ def replace(views: bool) -> None:
     """Makes the factories of vLLM's caches return ours where processes share a store."""
     global has_views
     has_views = views
-    verify = ModelConfig.verify_with_parallel_config
+    create_config = EngineArgs.create_engine_config
     processor, engine, worker = (
         factories.processor_cache_from_config,
         factories.engine_receiver_cache_from_config,
         factories.worker_receiver_cache_from_config,
     )
 
-    def verify_with_parallel_config(self: ModelConfig, parallel_config: ParallelConfig) -> None:
-        verify(self, parallel_config)
-        share_store(self, parallel_config)
+    @functools.wraps(create_config)
+    def create_engine_config(self: EngineArgs, *arguments: Any, **keywords: Any) -> VllmConfig:
+        config = create_config(self, *arguments, **keywords)
+        share_store(config.model_config, config.parallel_config)
+        return config
 
     def processor_cache_from_config(vllm_config: VllmConfig) -> Any:
         return SharedSenderCache(vllm_config) if is_shared(vllm_config) else processor(vllm_config)
@@ -346,18 +348,10 @@ def replace(views: bool) -> None:
     def worker_receiver_cache_from_config(vllm_config: VllmConfig, shared_worker_lock: Any) -> Any:
         return SharedWorkerCache() if is_shared(vllm_config) else worker(vllm_config, shared_worker_lock)
 
-    ModelConfig.verify_with_parallel_config = verify_with_parallel_config
+    EngineArgs.create_engine_config = create_engine_config
     for original, replacement in (
         (processor, processor_cache_from_config),
         (engine, engine_receiver_cache_from_config),
         (worker, worker_receiver_cache_from_config),
     ):
         rebind(original, replacement)
-
-
-def rebind(original: Any, replacement: Any) -> None:
-    """Rebinds vLLM's names in loaded modules to our classes; modules loaded later import our classes."""
-    name = original.__name__
-    for module_name, module in list(sys.modules.items()):
-        if module_name.startswith("vllm.") and vars(module).get(name) is original:
-            setattr(module, name, replacement)

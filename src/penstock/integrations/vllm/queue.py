@@ -26,7 +26,7 @@ from penstock.channel import Latency
 from penstock.environment import VLLM
 from penstock.errors import ClosedError, EndOfChannel, PeerDied, PenstockError, Timeout
 from penstock.integrations.vllm import deaths, records, seams
-from penstock.integrations.vllm.settings import LOGGER, Settings, fall_back
+from penstock.integrations.vllm.settings import LOGGER, Settings, fall_back, rebind
 from penstock.lowlevel import BlockLease, ByteReceiver, ByteSender
 
 VllmQueue: Any = shm_broadcast.MessageQueue  # as it was before replace()
@@ -299,9 +299,7 @@ def _group(name: str) -> penstock.EndGroup:
 def replace(settings: Settings) -> None:
     """Replaces vLLM's MessageQueue, also in modules that have imported the class by name."""
     MessageQueue._settings = settings
-    for name, module in list(sys.modules.items()):
-        if name.startswith("vllm.") and vars(module).get("MessageQueue") is VllmQueue:
-            module.MessageQueue = MessageQueue  # type: ignore[attr-defined]
+    rebind(VllmQueue, MessageQueue)
     if (sentence := seams.misfit("deaths")) is None:
         deaths.replace()
     else:

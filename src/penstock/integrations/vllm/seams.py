@@ -1,6 +1,7 @@
 """The names, signatures and fields of vLLM that each part relies on, compared in place of versions.
 
-A vLLM that differs keeps vLLM's part. `optional` names are missing in some versions from 0.28 to 0.33.
+A vLLM in which a name is missing, or has changed, keeps vLLM's part. A name that a newer vLLM has in addition is a
+warning. `optional` names are missing in some versions from 0.28 to 0.33.
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import inspect
+from types import CodeType
 from typing import Any, Protocol
 
 BROADCAST = "vllm.distributed.device_communicators.shm_broadcast"
@@ -64,9 +66,13 @@ class Fields:
         if not dataclasses.is_dataclass(value):
             return "is no dataclass"
         actual = tuple(field.name for field in dataclasses.fields(value))
-        if tuple(name for name in actual if name not in self.optional) == self.fields:
+        if tuple(name for name in actual if name in self.fields) == self.fields:
             return None
         return f"has the fields ({', '.join(actual)}), not ({', '.join(self.fields)})"
+
+    def growth(self, value: Any) -> frozenset[str]:
+        """Returns the fields that this integration does not know."""
+        return frozenset(field.name for field in dataclasses.fields(value)) - {*self.fields, *self.optional}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,16 +95,39 @@ class HasFields:
 
 @dataclasses.dataclass(frozen=True)
 class Methods:
-    """A class with exactly `methods` as public names: all are replaced."""
+    """A class with `methods` as public names: all are replaced."""
 
     name: str
     methods: frozenset[str]
 
     def difference(self, value: Any) -> str | None:
-        actual = {name for cls in value.__mro__[:-1] for name in vars(cls) if not name.startswith("_")}
-        missing, unknown = sorted(self.methods - actual), sorted(actual - self.methods)
-        words = [f"lacks {', '.join(missing)}"] * bool(missing) + [f"also has {', '.join(unknown)}"] * bool(unknown)
-        return " and ".join(words) or None
+        missing = sorted(self.methods - self._actual(value))
+        return f"lacks {', '.join(missing)}" if missing else None
+
+    def growth(self, value: Any) -> frozenset[str]:
+        """Returns the public names that this integration does not know."""
+        return self._actual(value) - self.methods
+
+    @staticmethod
+    def _actual(value: Any) -> frozenset[str]:
+        return frozenset(name for cls in value.__mro__[:-1] for name in vars(cls) if not name.startswith("_"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Mentions:
+    """A function that contains the constant `text`, as of a field that is known by name."""
+
+    name: str
+    text: str
+
+    def difference(self, value: Any) -> str | None:
+        return None if self.text in _constants(value.__code__) else f"does not look for {self.text!r}"
+
+
+def _constants(code: CodeType) -> set[Any]:
+    """Returns the constants of a function, and of the functions in it."""
+    inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
+    return {*code.co_consts}.union(*map(_constants, inner))
 
 
 SEAMS: dict[str, tuple[Seam, ...]] = {
@@ -169,6 +198,8 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
             f"{STORAGE}:ShmObjectStorageHandle",
             ("max_object_size", "n_readers", "ring_buffer_handle", "serde_class", "reader_lock"),
         ),
+        # The field by which vLLM's scheduler knows an image that is kept elsewhere.
+        Mentions("vllm.multimodal.utils:strip_covered_mm_data", "address"),
         Exists(f"{CACHE}.shm:SingleWriterShmRingBuffer"),
         Exists(f"{CACHE}.shm:SingleWriterShmObjectStorage"),
         Methods(
@@ -189,7 +220,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Signature(f"{CACHE}.factories:processor_cache_from_config", ("vllm_config",)),
         Signature(f"{CACHE}.factories:engine_receiver_cache_from_config", ("vllm_config",)),
         Signature(f"{CACHE}.factories:worker_receiver_cache_from_config", ("vllm_config", "shared_worker_lock")),
-        Signature(f"{CONFIG}:ModelConfig.verify_with_parallel_config", ("self", "parallel_config")),
+        Exists("vllm.engine.arg_utils:EngineArgs.create_engine_config"),
         # The number of API servers, which decides in vLLM whether each process has a cache; vLLM has no public name.
         Exists(f"{CONFIG}:ParallelConfig._api_process_count"),
         Exists(f"{CONFIG}:ParallelConfig.data_parallel_external_lb"),
@@ -246,15 +277,37 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
 }
 
 
-def misfit(part: str) -> str | None:
-    """Returns a sentence about the first name of vLLM that does not fit the part; None if all fit."""
+def misfits(part: str) -> list[str]:
+    """Returns a sentence about each name of vLLM that does not fit the part."""
+    sentences = []
     for seam in SEAMS[part]:
-        module_name, _, path = seam.name.partition(":")
-        value: Any = importlib.import_module(module_name)
-        for name in path.split("."):
-            if not hasattr(value, name):
-                return f"this vLLM has no {seam.name}"
-            value = getattr(value, name)
-        if difference := seam.difference(value):
-            return f"in this vLLM {seam.name} {difference}"
-    return None
+        try:
+            difference = seam.difference(_value(seam))
+        except (AttributeError, ModuleNotFoundError):
+            sentences.append(f"this vLLM has no {seam.name}")
+            continue
+        if difference is not None:
+            sentences.append(f"in this vLLM {seam.name} {difference}")
+    return sentences
+
+
+def misfit(part: str) -> str | None:
+    """Returns the first of `misfits`; None if all names fit."""
+    return next(iter(misfits(part)), None)
+
+
+def growths(part: str) -> list[str]:
+    """Returns a sentence about each class that has more names than the part knows, where all names fit."""
+    sentences = []
+    for seam in SEAMS[part]:
+        if isinstance(seam, (Fields, Methods)) and (names := seam.growth(_value(seam))):
+            sentences.append(f"in this vLLM {seam.name} also has {', '.join(sorted(names))}")
+    return sentences
+
+
+def _value(seam: Seam) -> Any:
+    module_name, _, path = seam.name.partition(":")
+    value: Any = importlib.import_module(module_name)
+    for name in path.split("."):
+        value = getattr(value, name)
+    return value

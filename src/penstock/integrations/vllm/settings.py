@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import os
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from penstock.environment import VLLM, VLLM_CHECK_STEPS, VLLM_LATENCY, VLLM_STRICT, VLLM_TENSOR_MB, VLLM_VIEWS
 
@@ -67,3 +69,11 @@ def fall_back(part: str, sentence: str) -> None:
         raise RuntimeError(f"{part}: {sentence} ({VLLM_STRICT.name}=1 makes this an error)")
     if fall_backs[part, sentence] == 1:
         LOGGER.warning("penstock leaves %s to vLLM's own: %s", part, sentence)
+
+
+def rebind(original: Any, replacement: Any) -> None:
+    """Binds our class or function in the modules, of vLLM or not, that have imported the original by its name."""
+    name = original.__name__
+    for module in list(sys.modules.values()):
+        if getattr(module, "__dict__", {}).get(name) is original:
+            setattr(module, name, replacement)

@@ -16,10 +16,9 @@ from vllm.config import ModelConfig, ParallelConfig
 from vllm.v1.engine import tensor_ipc as vllm_tensor_ipc
 
 from penstock import Store
-from penstock.integrations.vllm.image_caches import rebind
 from penstock.integrations.vllm.image_values import are_views_safe
 from penstock.integrations.vllm.sent_tensors import SentTensors, receive_value
-from penstock.integrations.vllm.settings import Settings, fall_back
+from penstock.integrations.vllm.settings import Settings, fall_back, rebind
 
 PART = "tensors"
 MAX_ITEMS = 2048
