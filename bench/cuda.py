@@ -7,7 +7,7 @@ Needs a CUDA device, torch and cuda-bindings; says what is missing, and ends wel
 upload: one large block of a pool, received as a view, against a private pinned tensor of the same size.
 ipc: a tensor made on the device, until another process has it and has said so, over one pipe: by a reference to a
 slice, and by torch.multiprocessing (the pipe pickles the tensor, as its queues do).
-reuse: tensors through a pool that has room for three, to a process whose stream is behind; each is compared there.
+reuse: tensors through a pool with room for three, to a process with a stream that is behind; each is compared there.
 """
 
 from __future__ import annotations

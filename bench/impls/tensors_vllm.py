@@ -1,7 +1,7 @@
 """vLLM's ways for tensors, in the peer interpreter, with vLLM's own classes and sizes.
 
 how: "queue", its `MessageQueue` as its executor makes it; "arena", the same with the shared-memory arena that one opts
-in to; "cache", its multimodal cache in shared memory, whose handles go by its `MessageQueue`.
+in to; "cache", its multimodal cache in shared memory; its handles go by its `MessageQueue`.
 """
 
 from __future__ import annotations
