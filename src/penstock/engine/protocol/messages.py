@@ -100,6 +100,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     progress: Progress | None = None  # None: the request begins
     failures: Natural = 0  # deaths by itself of a process, while the request was in a step in flight
     may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
+    grammar: Handle | None = None  # text that the answer follows (`text.grammar`). The core passes the handle on
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -145,6 +146,8 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     seeds: Seeds | None = None  # None: all 0
     generated_counts: Ints | None = None  # ids that each row has generated before it was resumed; None: 0
     generated: Ints | None = None  # the ids, row after row
+    grammars: tuple[Handle, ...] = ()  # each once; an inline grammar keeps the frame alive that it came in
+    grammars_of: Slots | None = None  # the number of each row's grammar, counted from 1; 0: no grammar. None: all 0
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -253,8 +256,11 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
     ERROR = 3  # its logits were not finite
-    MISSING = 4  # an input of its prompt was no longer in the store: the request may be sent again
+    MISSING = 4  # an input of its prompt, or its grammar, was no longer in the store: the request may be sent again
     MISFIT = 5  # an input of its prompt does not fit the model or its placeholder
+    GRAMMAR_STUCK = 6  # no id of the model continues its grammar
+    GRAMMAR_LIMIT = 7  # its grammar takes more work than a step may
+    GRAMMAR_MISFIT = 8  # the ids that it generated before it was resumed are not of its grammar
 
 
 # ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────

@@ -5,12 +5,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, Step
+from penstock.tensor import Handle, Lease
+
+if TYPE_CHECKING:
+    from penstock.engine.worker.grammars import Grammars
 
 
 @dataclass(frozen=True)
@@ -74,3 +79,12 @@ class Device(Protocol):
 
     def launch(self, batch: BatchState, step: Step) -> PendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
+
+
+def load_grammars(
+    directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
+) -> Grammars:
+    """Returns the grammars of a batch. Called at the first grammar: before, llguidance is not imported."""
+    from penstock.engine.worker.grammars import Grammars
+
+    return Grammars(directory, vocabulary, end_ids, open_handle)

@@ -6,6 +6,8 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from concurrent.futures import Future
+from functools import partial
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -21,12 +23,12 @@ from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.config import require_dtype
-from penstock.engine.protocol.messages import FinishReason, SamplingParams, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, SamplingParams, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import SHORT, TUNE_AFTER_S, CpuThreads, ThreadMemory, share, tune_threads
-from penstock.engine.worker.device import EncodingCounts, SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, SamplerOutput, load_grammars
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch
@@ -36,9 +38,10 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle
 
-if TYPE_CHECKING:  # these import Triton
+if TYPE_CHECKING:  # these import Triton and llguidance
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.cuda.steps import CudaSteps, StepLogits
+    from penstock.engine.worker.grammars import Grammars, TokenMasks
 
 CPU_SHARE = 0.3  # of the memory that is available
 KEPT_NBYTES = 256 << 20  # of a CUDA device, for what graphs have beside their memory
@@ -105,6 +108,9 @@ class ModelRunner:
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         if self._sampler is not None:
             self._sampler.compile(self._model.dtype)
+        self._load_grammars = partial(load_grammars, Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
+        self._grammars: Grammars | None = None
+        self._masks: Future[TokenMasks] | None = None  # of the step that is launched
         if blocks is None:
             has_images = takes_embeds or self._model.image_id is not None
             reserved = KEPT_NBYTES + (max_blocks_per_request or 0) * (block_size + 1) * slots * 4  # see `DeviceState`
@@ -157,16 +163,20 @@ class ModelRunner:
         if logits is None:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, failed)
         slots = batch.sampled
-        ids, chosen = self._sample(logits, slots)
-        self._tokens.write(slots, batch.computed[slots], ids)
-        return TorchPendingStep(ids, slots, chosen, failed)
+        pending = self._sample(logits, slots, failed)
+        self._tokens.write(slots, batch.computed[slots], pending.device_ids)
+        return pending
 
-    def _sample(self, logits: Tensor, slots: Index) -> tuple[Tensor, SampledTokens | None]:
-        """Returns the sampled ids, and on rank 0 all of the sampler's result."""
-        chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
+    def _sample(self, logits: Tensor, slots: Index, failed: dict[int, FinishReason]) -> TorchPendingStep:
+        """Samples the rows of a step, on rank 0, and sends the ids to the other ranks."""
+        masks, self._masks = None if self._masks is None else self._masks.result(), None
+        chosen = self._sampler.sample(logits, slots, masks) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
-        return ids, chosen
+        pending = TorchPendingStep(ids, slots, chosen, failed if masks is None else {**failed, **masks.failed})
+        if self._grammars is not None:
+            self._grammars.sampled(pending.ids)
+        return pending
 
     def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> TorchPendingStep:
         try:
@@ -196,9 +206,9 @@ class ModelRunner:
         if not slots.size:
             ids = torch.empty(0, dtype=torch.int32, device=self._device)  # its copy ends with the step
             return TorchPendingStep(ids, slots, None, failed)
-        ids, chosen = self._sample(result.logits, slots)
-        cuda.state.store(ids, result.slots)
-        return TorchPendingStep(ids, slots, chosen, failed)
+        pending = self._sample(result.logits, slots, failed)
+        cuda.state.store(pending.device_ids, result.slots)
+        return pending
 
     def _logits_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> tuple[StepLogits, dict[int, FinishReason]]:
         """Returns the logits of a step, and the slots that fail, with the reasons."""
@@ -252,6 +262,16 @@ class ModelRunner:
                 tokens = self._tokens if self._cuda is None else self._cuda.state
                 tokens.join(slot, np.concatenate((prompt, generated)))
                 self._prompt_lengths[slot] = prompt.size
+        if self._sampler is not None:
+            self._follow_grammars(batch, step)
+
+    def _follow_grammars(self, batch: BatchState, step: Step) -> None:
+        """Begins the masks of the step. Nothing is imported, and no thread begins, before the first grammar."""
+        if self._grammars is None and step.joined is not None and step.joined.grammars:
+            self._grammars = self._load_grammars()
+        if self._grammars is not None:
+            self._grammars.follow(batch, step)
+            self._masks = self._grammars.begin(batch.sampled)
 
     def _positions(self, input_batch: InputBatch) -> Index:
         """Returns the positions of the step's tokens, as the rotary embedding takes them."""
@@ -337,6 +357,7 @@ class TorchPendingStep:
         self, ids: Tensor, slots: Index, chosen: SampledTokens | None, failed: dict[int, FinishReason]
     ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
+        self.device_ids = ids
         # The copy is queued now: a later one would wait for the steps launched in between.
         self._ids = ids.to("cpu", non_blocking=True)
         self._slots = slots
@@ -350,10 +371,16 @@ class TorchPendingStep:
     def is_done(self) -> bool:
         return self._event is None or bool(self._event.query())
 
-    def result(self) -> SamplerOutput:
-        """Blocks until the step is done."""
+    def ids(self) -> Ints:
+        """Returns the sampled ids. Blocks until the step is done."""
         if self._event is not None:
             self._event.synchronize()
+        ids: Ints = self._ids.numpy()
+        return ids
+
+    def result(self) -> SamplerOutput:
+        """Blocks until the step is done."""
+        ids = self.ids()
         failed, logprobs = self._failed, None
         if self._chosen is not None:
             failed_rows = self._chosen.failed(self._slots)
@@ -361,7 +388,7 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(self._ids.numpy(), logprobs, failed)
+        return SamplerOutput(ids, logprobs, failed)
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:
