@@ -108,7 +108,7 @@ def _grammar(fields: GrammarFields, params: SamplingParams, config: EngineConfig
     require_fit(params.min_tokens, params.ignore_eos, params.allowed_token_ids, source)
     if not config.end_ids or not tokenizer_path(config).exists():
         raise ValueError(f"{source.param}: a grammar needs a model with an end id and a tokenizer")
-    from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar  # they import llguidance
+    from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar  # with llguidance
 
     grammar = build_grammar(source)
     check_grammar(byte_tokenizer(special_tokens(load_tokenizer(config))), grammar, source)

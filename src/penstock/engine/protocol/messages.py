@@ -146,8 +146,8 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     seeds: Seeds | None = None  # None: all 0
     generated_counts: Ints | None = None  # ids that each row has generated before it was resumed; None: 0
     generated: Ints | None = None  # the ids, row after row
-    grammars: tuple[Handle, ...] = ()  # each once; an inline grammar keeps the frame alive that it came in
-    grammars_of: Slots | None = None  # the number of each row's grammar, counted from 1; 0: no grammar. None: all 0
+    grammars: tuple[Handle, ...] = ()  # each once; an inline grammar keeps its frame alive
+    grammars_of: Slots | None = None  # number of each row's grammar, from 1; 0: none. None: all 0
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -183,8 +183,7 @@ class Begin(Sequenced, array_like=True, frozen=True, eq=False):
 
 
 class Step(Sequenced, array_like=True, frozen=True, eq=False):
-    """The next step, as changes of the batch, applied in this order. Running rows outside `advances` compute one
-    token. `BatchState.sampled` has the rows that sample."""
+    """The next step, as changes of the batch, in this order. Running rows outside `advances` compute one token."""
 
     left: Slots | None = None
     preempted: Slots | None = None  # keep slot and prompt, lose their blocks
@@ -258,9 +257,9 @@ class FinishReason(enum.IntEnum):
     ERROR = 3  # its logits were not finite
     MISSING = 4  # an input of its prompt, or its grammar, was no longer in the store: the request may be sent again
     MISFIT = 5  # an input of its prompt does not fit the model or its placeholder
-    GRAMMAR_STUCK = 6  # no id of the model continues its grammar
+    GRAMMAR_STUCK = 6  # no id continues its grammar
     GRAMMAR_LIMIT = 7  # its grammar takes more work than a step may
-    GRAMMAR_MISFIT = 8  # the ids that it generated before it was resumed are not of its grammar
+    GRAMMAR_MISFIT = 8  # the ids before it was resumed are not of its grammar
 
 
 # ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────
@@ -320,8 +319,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Began(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """The rows of a Delta that are the first of their sample, of prompts that the cache had tokens of. The rows of a
-    resumed sample are not."""
+    """The rows of a Delta that are the first of a sample, and not resumed, of prompts that the cache had tokens of."""
 
     rows: Slots
     cached: Ints  # tokens of each prompt that the cache had

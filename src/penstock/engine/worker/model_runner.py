@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Collection
 from concurrent.futures import Future
-from functools import partial
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -23,12 +22,12 @@ from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.config import require_dtype
-from penstock.engine.protocol.messages import FinishReason, Ints, SamplingParams, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import SHORT, TUNE_AFTER_S, CpuThreads, ThreadMemory, share, tune_threads
-from penstock.engine.worker.device import EncodingCounts, SamplerOutput, load_grammars
+from penstock.engine.worker.device import EncodingCounts, LazyGrammars, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch
@@ -41,7 +40,7 @@ from penstock.tensor import Handle
 if TYPE_CHECKING:  # these import Triton and llguidance
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.cuda.steps import CudaSteps, StepLogits
-    from penstock.engine.worker.grammars import Grammars, TokenMasks
+    from penstock.engine.worker.grammars import TokenMasks
 
 CPU_SHARE = 0.3  # of the memory that is available
 KEPT_NBYTES = 256 << 20  # of a CUDA device, for what graphs have beside their memory
@@ -108,8 +107,7 @@ class ModelRunner:
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         if self._sampler is not None:
             self._sampler.compile(self._model.dtype)
-        self._load_grammars = partial(load_grammars, Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
-        self._grammars: Grammars | None = None
+        self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
         if blocks is None:
             has_images = takes_embeds or self._model.image_id is not None
@@ -174,8 +172,7 @@ class ModelRunner:
         ids = torch.empty(slots.size, dtype=torch.int32, device=self._device) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
         pending = TorchPendingStep(ids, slots, chosen, failed if masks is None else {**failed, **masks.failed})
-        if self._grammars is not None:
-            self._grammars.sampled(pending.ids)
+        self._grammars.sampled(pending.ids)
         return pending
 
     def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> TorchPendingStep:
@@ -250,10 +247,11 @@ class ModelRunner:
                 if self._images is not None:
                     self._images.join(slot, prompt, batch.inputs[slot])
                     text = self._images.ids_of_text(slot, prompt)
-                if self._sampler is not None:
+                params = batch.params[slot]
+                if self._sampler is not None and params is not None:
                     self._sampler.join(
                         slot,
-                        _params_of(batch, slot),
+                        params,
                         text,
                         seed=int(batch.seeds[slot]),
                         sample=int(batch.samples[slot]),
@@ -263,15 +261,7 @@ class ModelRunner:
                 tokens.join(slot, np.concatenate((prompt, generated)))
                 self._prompt_lengths[slot] = prompt.size
         if self._sampler is not None:
-            self._follow_grammars(batch, step)
-
-    def _follow_grammars(self, batch: BatchState, step: Step) -> None:
-        """Begins the masks of the step. Nothing is imported, and no thread begins, before the first grammar."""
-        if self._grammars is None and step.joined is not None and step.joined.grammars:
-            self._grammars = self._load_grammars()
-        if self._grammars is not None:
-            self._grammars.follow(batch, step)
-            self._masks = self._grammars.begin(batch.sampled)
+            self._masks = self._grammars.launch(batch, step)
 
     def _positions(self, input_batch: InputBatch) -> Index:
         """Returns the positions of the step's tokens, as the rotary embedding takes them."""
@@ -375,8 +365,7 @@ class TorchPendingStep:
         """Returns the sampled ids. Blocks until the step is done."""
         if self._event is not None:
             self._event.synchronize()
-        ids: Ints = self._ids.numpy()
-        return ids
+        return np.asarray(self._ids)
 
     def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
@@ -400,12 +389,6 @@ def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) 
     is_short = tokens <= SHORT
     count = threads.short if is_short else threads.long
     set_threads(count, 1 if is_short and not has_products else count)
-
-
-def _params_of(batch: BatchState, slot: int) -> SamplingParams:
-    params = batch.params[slot]
-    assert params is not None, "a slot has joined without parameters"
-    return params
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -17,11 +17,11 @@ import torch
 
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
-from penstock.engine.worker.input_batch import moved
+from penstock.engine.worker.input_batch import moved, unpacked
 
 if TYPE_CHECKING:
     from penstock.engine.worker.cuda.token_chooser import RowParams, TokenChooser
-    from penstock.engine.worker.grammars import Bits, TokenMasks
+    from penstock.engine.worker.grammars import TokenMasks
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
@@ -209,7 +209,7 @@ class Sampler:
             logits = self._adjusted(batch, logits, is_early)
         if masks is not None and is_masked:
             rows = self._ids(masks.rows)
-            logits[rows] = logits[rows].masked_fill(~self._unpacked(masks.bits), -torch.inf)
+            logits[rows] = logits[rows].masked_fill(~unpacked(masks.bits, self._vocabulary, self._device), -torch.inf)
         draws = None
         if batch.drawing.size:
             draws = moved(_uniforms(self._seeds[slots[batch.drawing]], generated[batch.drawing]), self._device)
@@ -235,16 +235,6 @@ class Sampler:
             rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
             logits[rows, ends] = -torch.inf
         return logits
-
-    def _unpacked(self, bits: Bits) -> torch.Tensor:
-        """Returns the bits as booleans, on the device."""
-        if self._device.type == "cpu":
-            return torch.from_numpy(
-                np.unpackbits(bits.view(np.uint8), axis=1, count=self._vocabulary, bitorder="little").view(np.bool_)
-            )
-        shifts = torch.arange(32, dtype=torch.int32, device=self._device)
-        unpacked = (moved(bits, self._device)[:, :, None] >> shifts) & 1
-        return unpacked.flatten(1)[:, : self._vocabulary].bool()
 
     def _row_params(self, slots: Index) -> RowParams:
         from penstock.engine.worker.cuda.token_chooser import RowParams

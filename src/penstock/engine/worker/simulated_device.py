@@ -9,7 +9,6 @@ import hashlib
 import time
 from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,11 +20,11 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
-from penstock.engine.worker.device import EncodingCounts, SamplerOutput, load_grammars
+from penstock.engine.worker.device import EncodingCounts, LazyGrammars, SamplerOutput
 from penstock.tensor import Handle, Lease
 
 if TYPE_CHECKING:  # it imports llguidance
-    from penstock.engine.worker.grammars import Bits, Grammars, TokenMasks
+    from penstock.engine.worker.grammars import Bits, TokenMasks
 
 Words = npt.NDArray[np.uint64]
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -156,8 +155,7 @@ class SimulatedRunner:
         self._open_handle = open_handle or Handle.open
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
-        self._load_grammars = partial(load_grammars, Path(model), config.vocabulary, end_ids, self._open_handle)
-        self._grammars: Grammars | None = None
+        self._grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
 
     def tune(self) -> None:
         """Does nothing: no time of this device is measured."""
@@ -173,7 +171,7 @@ class SimulatedRunner:
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(batch.prompts[slot], int(samples[slot]))
         failed = self._open_images(batch, step) if self._config.opens_images else {}
-        masks = self._follow_grammars(batch, step)
+        masks = self._grammars.launch(batch, step)
         now = self._clock()
         tokens = int(batch.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
@@ -188,18 +186,8 @@ class SimulatedRunner:
         sampled = batch.sampled
         ids = self._rule.tokens(self._keys[sampled], batch.computed[sampled]) if sampled.size else NOTHING
         pending = SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, failed), self._clock, masks)
-        if self._grammars is not None:
-            self._grammars.sampled(pending.ids)
+        self._grammars.sampled(pending.ids)
         return pending
-
-    def _follow_grammars(self, batch: BatchState, step: Step) -> Future[TokenMasks] | None:
-        """Begins the masks of a step; None: no row has a grammar."""
-        if self._grammars is None and step.joined is not None and step.joined.grammars:
-            self._grammars = self._load_grammars()
-        if self._grammars is None:
-            return None
-        self._grammars.follow(batch, step)
-        return self._grammars.begin(batch.sampled)
 
     def _open_images(self, batch: BatchState, step: Step) -> dict[int, FinishReason]:
         """Opens joining requests' images that the cache does not have whole. Returns the slots that fail, and why."""

@@ -49,7 +49,7 @@ def simulated_runner(simulated: SimulatedDevice = SIMULATED, **options: Any) -> 
 
 
 def must_follow(requests: Sequence[Case], outcome: Outcome) -> None:
-    """Each sample that ended by the end id is of its grammar, and no other one is cut short."""
+    """Each sample that ended by the end id is of its grammar, and no other sample is cut short."""
     samples = [case for case in requests for _ in range(case.n)]
     ended = [
         case.fits(ids, BYTES[0])
@@ -78,8 +78,10 @@ def test_answers_go_on_as_they_were_when_all_state_is_lost() -> None:
         else:
             is_open, requests_left = [True] * len(requests), requests
         outcome = answers(_rule_of(requests, requests_left), requests_left, slots=64, resumed=resumed)
-        kept = [ids for case, here in zip(requests, is_open) if here for ids in _of(case, expected.ids, requests)]
-        assert outcome.ids == kept, steps
+        expected_ids = [
+            ids for case, here in zip(requests, is_open) if here for ids in _of(case, expected.ids, requests)
+        ]
+        assert outcome.ids == expected_ids, steps
 
 
 def _of(case: Case, column: list[Any], requests: Sequence[Case]) -> list[Any]:
@@ -88,7 +90,7 @@ def _of(case: Case, column: list[Any], requests: Sequence[Case]) -> list[Any]:
 
 
 def _rule_of(requests: Sequence[Case], left: Sequence[Case]) -> SimulatedRunner:
-    """A device whose rule depends on prompts alone, so the numbers of the requests do not matter."""
+    """A device: the rule depends on prompts alone, and the numbers of the requests do not matter."""
     assert set(map(id, left)) <= set(map(id, requests))
     return simulated_runner()
 
@@ -112,7 +114,7 @@ def test_model_answers_are_of_their_grammars_in_any_order_of_steps(family: Calla
 def test_no_grammar_imports_no_library(tmp_path: Path) -> None:
     runner = simulated_runner()
     answers(runner, [case._replace(pattern=None) for case in cases(4)])
-    assert runner._grammars is None
+    assert runner._grammars._grammars is None
 
 
 # ── samples that fail, alone ──
@@ -132,8 +134,8 @@ def test_sample_ends_by_name_when_no_id_continues_its_grammar(tmp_path: Path) ->
 
 
 def test_sample_ends_by_name_when_its_ids_are_not_of_its_grammar() -> None:
-    one, two = BYTES[0].index(b"1"), BYTES[0].index(b"2")
-    assert reason_of(Case([9], r"1{9}"), resumed=[one, one, two]) == FinishReason.GRAMMAR_MISFIT
+    resumed = [BYTES[0].index(byte) for byte in (b"1", b"1", b"2")]
+    assert reason_of(Case([9], r"1{9}"), resumed=resumed) == FinishReason.GRAMMAR_MISFIT
 
 
 def test_sample_ends_by_name_when_its_grammar_takes_too_long() -> None:
@@ -165,7 +167,7 @@ def test_grammars_are_compiled_once_and_kept_up_to_a_number() -> None:
     answers(runner, same)
     assert len(opened) == 1
     answers(runner, [Case([9, 10 + number % 200, number // 200 + 10], f"{number}") for number in range(300)])
-    assert len(opened) == 301 and len(runner._grammars._compiled) == MAX_COMPILED  # type: ignore[union-attr]
+    assert len(opened) == 301 and len(runner._grammars._grammars._compiled) == MAX_COMPILED  # type: ignore[union-attr]
 
 
 def test_end_ids_alone_may_follow_a_complete_grammar() -> None:
