@@ -12,8 +12,10 @@ import pytest
 pytest.importorskip("llguidance")
 
 from penstock import Missing
+from penstock.engine.core.step_builder import StepBuilder
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
-from penstock.engine.protocol.messages import FinishReason
+from penstock.engine.protocol.messages import FinishReason, SamplingParams
 from penstock.engine.worker.grammars import MAX_COMPILED, Grammars
 from penstock.engine.worker.simulated_device import SimulatedRunner, choose
 from penstock.tensor import Handle
@@ -170,23 +172,49 @@ def test_grammars_are_compiled_once_and_kept_up_to_a_number() -> None:
     assert len(opened) == 301 and len(runner._grammars._grammars._compiled) == MAX_COMPILED  # type: ignore[union-attr]
 
 
-def test_end_ids_alone_may_follow_a_complete_grammar() -> None:
-    grammars = Grammars(FOLDERS[0], VOCABULARY, (END, 0), Handle.open)
-    five = BYTES[0].index(b"5")
-    state_of = {"left": None, "joined": type("J", (), {"slots": np.array([0]), "grammars": (1,)})()}
-    batch: Any = type("B", (), {"grammars": {0: grammar_handle("5")}, "generated": [np.zeros(0, np.int32)]})()
-    grammars.follow(batch, type("S", (), state_of)())  # type: ignore[arg-type]
+class GrammarSlot:
+    """One slot, with a grammar."""
 
-    def allowed() -> list[int]:
-        masks = grammars.begin(np.array([0]))
+    def __init__(self, pattern: str) -> None:
+        self.grammars = Grammars(FOLDERS[0], VOCABULARY, (END, 0), Handle.open)
+        batch, builder = BatchState(1, 8), StepBuilder(BatchState(1, 8))
+        builder.join(0, np.array([9], np.int32), SamplingParams(), [0], grammar=grammar_handle(pattern))
+        step = builder.build(1, 1)
+        batch.apply(step)
+        self.grammars.follow(batch, step)
+
+    def allowed(self) -> list[int]:
+        masks = self.grammars.begin(np.array([0]))
         assert masks is not None
         rows, bits, failed = masks.result()
         assert not failed
         return [] if not rows.size else np.flatnonzero(np.unpackbits(bits.view(np.uint8), bitorder="little")).tolist()
 
+    def sample(self, token_id: int) -> None:
+        self.grammars.sampled(lambda: np.array([token_id], np.int32))
+
+
+def test_end_ids_alone_may_follow_a_complete_grammar() -> None:
+    slot, five = GrammarSlot("5"), BYTES[0].index(b"5")
     for expected, sampled in (([five], five), ([0, END], 0), ([], 11), ([], 12)):
-        assert allowed() == expected
-        grammars.sampled(lambda token_id=sampled: np.array([token_id], np.int32))
+        assert slot.allowed() == expected
+        slot.sample(sampled)
+
+
+def test_id_advances_a_sample_once_when_the_next_step_is_without_it() -> None:
+    slot, five, six = GrammarSlot("556"), BYTES[0].index(b"5"), BYTES[0].index(b"6")
+    for expected in ([five], [five], [six], [0, END]):
+        assert slot.allowed() == expected
+        slot.sample(expected[0])
+        assert slot.grammars.begin(np.zeros(0, np.intp)) is None  # preempted
+        assert slot.grammars.begin(np.zeros(0, np.intp)) is None
+
+
+def test_sample_in_the_slot_of_a_grammar_that_was_cut_short_has_no_mask() -> None:
+    plain = Case([9, 9, 9], None, tokens=12)
+    (expected,), _, _ = answers(simulated_runner(), [plain])
+    outcome = answers(simulated_runner(), [Case([9], "a{50}", tokens=5), plain], slots=1)
+    assert outcome.ids == [[BYTES[0].index(b"a")] * 5, expected]
 
 
 def test_choose_takes_the_id_of_a_number_among_those_that_are_allowed() -> None:
