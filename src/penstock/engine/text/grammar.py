@@ -18,7 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, Tokeni
 from penstock.engine.text.grammar_fields import Grammar, GrammarError, GrammarSource, StructuralTag
 from penstock.tensor import content_key
 
-MAX_CHARACTERS = 1 << 17  # of a grammar's text
+MAX_CHARACTERS = 1 << 16  # of a grammar's text
+MAX_RULES = 1 << 14  # characters of Lark or GBNF, which takes 10 ms a kilobyte: the library translates GBNF in Python
 # Of a step, and of building a grammar. About 14,000 units of fuel take a millisecond, and 20,000 items.
 LIMITS = LLParserLimits(
     initial_lexer_fuel=200_000,
@@ -66,7 +67,7 @@ def _text_of(source: GrammarSource) -> str:
             return LLMatcher.grammar_from_regex("|".join(map(_quoted, value)))
         if kind == "structural_tag":
             return _tags_text(value, param)
-        _require_length(value, param)
+        _require_length(value, param, MAX_RULES)
         return grammar_from("grammar", value)
     except (ValueError, RecursionError) as error:
         if isinstance(error, GrammarError):
@@ -95,9 +96,9 @@ def _schema_text(schema: Any, param: str) -> str:
     return json.dumps(schema)
 
 
-def _require_length(text: str, param: str) -> None:
-    if len(text) > MAX_CHARACTERS:
-        message = f"expected at most {MAX_CHARACTERS} characters, got {len(text)} at $.{param}"
+def _require_length(text: str, param: str, limit: int = MAX_CHARACTERS) -> None:
+    if len(text) > limit:
+        message = f"expected at most {limit} characters, got {len(text)} at $.{param}"
         raise GrammarError(message, param)
 
 

@@ -102,5 +102,5 @@ def test_special_tokens_of_the_model_may_be_named() -> None:
 @pytest.mark.parametrize("kind", ["regex", "grammar", "json_schema", "structural_tag"])
 def test_long_grammar_is_refused(kind: str) -> None:
     text = json.dumps({"enum": ["a" * MAX_CHARACTERS]})
-    with pytest.raises(GrammarError, match=f"at most {MAX_CHARACTERS} characters"):
+    with pytest.raises(GrammarError, match=r"at most \d+ characters"):
         build_grammar(GrammarSource(kind, text, "x"))
