@@ -102,7 +102,8 @@ def answers(
 ) -> Outcome:
     """Runs requests to their end, or for so many `steps`. `resumed`: ids of each request's samples, before."""
     batch = BatchState(slots, device.blocks, 16)
-    config = SchedulerConfig(max_model_len=400, max_num_batched_tokens=budget, has_overlap=depth > 1, eos_ids=(END,))
+    length = min(400, device.blocks * 16)
+    config = SchedulerConfig(max_model_len=length, max_num_batched_tokens=budget, has_overlap=depth > 1, eos_ids=(END,))
     scheduler, builder = Scheduler(batch, config), StepBuilder(batch)
     ids: dict[tuple[int, int], list[int]] = {}
     reasons: dict[tuple[int, int], FinishReason] = {}

@@ -62,6 +62,16 @@ def must_follow(requests: Sequence[Case], outcome: Outcome) -> None:
     assert set(outcome.reasons) <= {FinishReason.STOP, FinishReason.LENGTH}
 
 
+def test_simulated_answers_are_of_their_grammars_in_any_order_of_steps() -> None:
+    requests = cases(48)
+    expected = answers(simulated_runner(), requests)
+    must_follow(requests, expected)
+    for options in ({"depth": 1}, {"budget": 16}, {"slots": 3}):
+        assert answers(simulated_runner(), requests, **options)[:2] == expected[:2], options
+    small = answers(simulated_runner(SimulatedDevice(**{**_fields(SIMULATED), "blocks": 10})), requests)
+    assert small.preemptions > 0 and small[:2] == expected[:2]
+
+
 def _fields(simulated: SimulatedDevice) -> dict[str, Any]:
     return {name: getattr(simulated, name) for name in simulated.__struct_fields__}
 
