@@ -13,6 +13,7 @@ SOURCE = ROOT / "src" / "penstock"
 EXCEPTIONS = {
     "BatchState now",
     "FinishReason why",
+    "Handle grammar",
     "Handle item",
     "HttpExchange _incoming",
     "KVCache memory",

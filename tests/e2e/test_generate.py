@@ -51,6 +51,12 @@ def test_invalid_prompt_or_model_is_reported_before_anything_starts() -> None:
         ),
         ("{}\n", ("--device-model", "simulated"), "line 1 of the prompts: expected either"),
         (
+            '{"ids": [1], "regex": "a"}\n',
+            ("--device-model", "simulated"),
+            "regex: a grammar needs a model with an end id",
+        ),
+        ('{"prompt": "x", "guided_json": {"not": {}}}\n', (str(SHIPPED),), "guided_json.not"),
+        (
             "[1]\n",
             ("--device-model", "simulated", "--data-parallel-size", "0"),
             "expected data_parallel_size to be a whole number from 1 to 16, got 0",
@@ -123,3 +129,12 @@ def test_sampling_defaults_of_the_model_are_used_and_said_once(tmp_path: Path) -
     assert answers[2]["ids"] == answers[0]["ids"][:3]  # with top_k 1 the temperature changes nothing
     (line,) = [line for line in err.splitlines() if "default sampling parameters" in line]
     assert "temperature=5 top_k=1 max_tokens=5" in line and "--generation-config vllm" in line
+
+
+def test_lines_with_a_grammar_have_answers_of_the_grammar() -> None:
+    fields = ({"regex": "[0-9]{4}x"}, {"guided_choice": ["yes", "no"]}, {"response_format": {"type": "json_object"}})
+    lines = "".join(json.dumps({"prompt": "hello", "max_tokens": 40, **each}) + "\n" for each in fields)
+    status, answers, err = generate(lines, str(SHIPPED))
+    assert status == 0, err
+    assert re.fullmatch("[0-9]{4}x", answers[0]["text"]) and answers[0]["finish_reason"] == "stop"
+    assert answers[1]["text"] in ("yes", "no") and answers[2]["text"].startswith("{")

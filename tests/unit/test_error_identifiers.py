@@ -21,8 +21,9 @@ from penstock.cli import parser
 from penstock.cli.argument_parser import ArgumentParser
 from penstock.engine.protocol.config import EngineConfig, Nodes, SamplingDefaults, SimulatedDevice
 from penstock.engine.protocol.sampling_params import SamplingParams
+from penstock.engine.text.grammar_fields import ResponseFormat, StructuredOutputs
 from penstock.environment import VARIABLES
-from penstock.server.chat.request_schema import ResponseFormat, Sampling
+from penstock.server.chat.request_schema import Sampling
 from penstock.server.options import ServerOptions
 from penstock.tensor import cuda
 
@@ -51,7 +52,6 @@ EXCEPTIONS = {
     "http_options": "an option of Ray Serve",
     "memfd_create": "a system call",
     "model_fingerprint": "a fact that nodes compare: docs/howto/many-nodes.md",
-    "response_format.type": "a path in a body, as OpenAI's errors name a parameter",
     "target_load": "a parameter of penstock.integrations.ray_serve, which needs Ray",
     **dict.fromkeys(("image_grid_thw", "video_grid_thw"), "tensors of transformers' processors"),
     **dict.fromkeys(("data_offsets",), "a field of the safetensors format"),
@@ -111,7 +111,7 @@ def typed_names() -> set[str]:
                 names |= {member, f"{name}.{member}"} | parameters_of(getattr(public, member, None))
     for config in (EngineConfig, Nodes, SamplingDefaults, SamplingParams, ServerOptions, SimulatedDevice):
         names |= set(config.__struct_fields__)
-    for request in (Sampling, ResponseFormat, *Sampling.__subclasses__()):
+    for request in (Sampling, ResponseFormat, StructuredOutputs, *Sampling.__subclasses__()):
         names |= {field.encode_name for field in msgspec.structs.fields(request)}
     return names | option_strings(parser())
 

@@ -117,7 +117,7 @@ UNSUPPORTED = (
         "--exclude-tools-when-tool-choice-none",
         "not supported; `tools` are refused",
     ),
-    Absent("--structured-outputs-config --guided-decoding-backend", "not supported; guided decoding is refused"),
+    Absent("--structured-outputs-config --guided-decoding-backend", "not needed: llguidance is the library"),
     Absent("--logits-processors --logits-processor-pattern", "not supported; no code of a user is run"),
     Absent(
         "--mm-processor-kwargs --media-io-kwargs --video-pruning-rate --interleave-mm-strings --enable-mm-embeds",

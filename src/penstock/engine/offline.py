@@ -16,9 +16,10 @@ from penstock.engine.client.stream import EngineError, OutputStream
 from penstock.engine.cluster import logs
 from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.launcher.preflight import require_startable
-from penstock.engine.model_dir import load_tokenizer, with_model_defaults
+from penstock.engine.model_dir import load_tokenizer, tokenizer_path, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.text.grammar_fields import Grammar, GrammarFields, require_fit, special_tokens
 
 ATTEMPTS = 3  # to submit a request while groups die: a client resumes those that a group has taken
 GREEDY = {"temperature": 0.0}  # where neither a line, nor the command, nor the model gives a temperature
@@ -33,6 +34,7 @@ class InputLine(msgspec.Struct):
 
     ids: list[Id]
     params: SamplingParams
+    grammar: Grammar | None = None
 
 
 class Answer(msgspec.Struct, omit_defaults=True):
@@ -78,22 +80,39 @@ def _read_lines(lines: IO[bytes], config: EngineConfig, defaults: dict[str, Any]
             options = value if isinstance(value, dict) else {"ids" if isinstance(value, list) else "prompt": value}
             if "prompt" in options and tokenise is None:
                 tokenise = _tokenise(config)
-            yield _parse_line({**defaults, **options}, tokenise)
+            yield _parse_line({**defaults, **options}, tokenise, config)
         except (ValueError, TypeError) as error:
             raise ValueError(f"line {number} of the prompts: {error}") from None
 
 
-def _parse_line(options: dict[str, Any], tokenise: Tokenise | None) -> InputLine:
+def _parse_line(options: dict[str, Any], tokenise: Tokenise | None, config: EngineConfig) -> InputLine:
     ids, text = options.pop("ids", None), options.pop("prompt", None)
     if (ids is None) == (text is None):
         raise ValueError("expected either 'prompt', a text, or 'ids', a list of token ids")
+    names = options.keys() & set(GrammarFields.__struct_fields__)
+    fields_of_grammar = msgspec.convert({name: options.pop(name) for name in names}, GrammarFields)
     unknown = options.keys() - set(SamplingParams.__struct_fields__)
     if unknown:
         raise ValueError(f"unknown options: {', '.join(sorted(unknown))}")
     if ids is None and tokenise is not None:
         ids = tokenise(msgspec.convert(text, str))
     fields = [options.get(name, default) for name, default in _DEFAULTS.items()]
-    return InputLine(msgspec.convert(ids, list[Id]), msgspec.convert(fields, SamplingParams))
+    params = msgspec.convert(fields, SamplingParams)
+    return InputLine(msgspec.convert(ids, list[Id]), params, _grammar(fields_of_grammar, params, config))
+
+
+def _grammar(fields: GrammarFields, params: SamplingParams, config: EngineConfig) -> Grammar | None:
+    source = fields.grammar_source()
+    if source is None:
+        return None
+    require_fit(params.min_tokens, params.ignore_eos, params.allowed_token_ids, source)
+    if not config.end_ids or not tokenizer_path(config).exists():
+        raise ValueError(f"{source.param}: a grammar needs a model with an end id and a tokenizer")
+    from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar  # with llguidance
+
+    grammar = build_grammar(source)
+    check_grammar(byte_tokenizer(special_tokens(load_tokenizer(config))), grammar, source)
+    return grammar
 
 
 _DEFAULTS = {field.name: field.default for field in msgspec.structs.fields(SamplingParams)}
@@ -152,13 +171,13 @@ async def _submit(client: Client, request: InputLine, serving: Callable[[], Awai
     """Submits a request. Raises EngineError after ATTEMPTS attempts, and ClusterFailed if the cluster has failed."""
     for _ in range(ATTEMPTS - 1):
         try:
-            return await client.submit(request.ids, request.params)
+            return await client.submit(request.ids, request.params, grammar=request.grammar)
         except EngineError as error:
             if error.status != 503:
                 raise
         await asyncio.sleep(PAUSE)
         await serving()
-    return await client.submit(request.ids, request.params)
+    return await client.submit(request.ids, request.params, grammar=request.grammar)
 
 
 async def _answer(client: Client, index: int, request: InputLine, serving: Callable[[], Awaitable[None]]) -> Answer:

@@ -26,8 +26,11 @@ CONVICTION = 2  # failures of a group while the request ran alone
 
 
 def quarantine_key(submit: Submit) -> bytes | None:
-    """Returns the hash of a prompt, of its images and of its parameters but for the seed; None: an image has no key."""
+    """Returns the hash of a prompt, of its images, its grammar and its parameters but for the seed; None: an image has
+    no key."""
     items = () if submit.inputs is None else submit.inputs.items
+    if submit.grammar is not None:
+        items = (*items, submit.grammar)
     keys = [item.key for item in items if item.key is not None]
     if len(keys) < len(items):
         return None

@@ -7,6 +7,7 @@ the caller of `submit` reads. The caller tokenizes texts and processes images be
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import math
 import secrets
@@ -39,23 +40,28 @@ from penstock.engine.protocol.messages import (
     SamplingParams,
     Submit,
 )
+from penstock.engine.text.grammar_fields import Grammar
 from penstock.tensor import Scope
 
 MAX_AT_ONCE = 8  # messages, before other tasks of the loop have their turn
 GROUP_POLL_S = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
+SMALL_GRAMMAR = 4096  # characters: travels inline, and is not put by a thread, which may wait for room in the store
 SEED_BITS = 63  # of a drawn seed: a client may give it again as the `seed` of a request
 FAILURES = {
     FinishReason.ERROR: (500, "the model's logits for this request are not finite"),
     FinishReason.MISSING: (
         503,
-        "an image or video of this request, or its prompt embeddings, were no longer in the store when a worker opened "
-        "them: send the request again",
+        "an image or video of this request, its prompt embeddings, or its grammar, were no longer in the store when a "
+        "worker opened them: send the request again",
     ),
     FinishReason.MISFIT: (
         400,
         "an image or video of this request, or its prompt embeddings, do not fit the model, or the placeholder has "
         "another number of tokens",
     ),
+    FinishReason.GRAMMAR_STUCK: (400, "no token of the model continues the answer as the grammar demands"),
+    FinishReason.GRAMMAR_LIMIT: (400, "the grammar takes more work than a step may: expected a simpler grammar"),
+    FinishReason.GRAMMAR_MISFIT: (500, "the answer so far, which this model continues, is not of the grammar"),
 }
 
 
@@ -149,6 +155,7 @@ class Client:
         chunk_format: ChunkFormat | None = None,
         timeout: float | None = None,
         request_id: str = "",
+        grammar: Grammar | None = None,
     ) -> OutputStream:
         """Sends a request to a group, and returns the stream of its answer.
 
@@ -157,18 +164,22 @@ class Client:
         from now on, and is released also if this raises. `chunk_format`: the style of the answer, the head of each of
         its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
         `account`: of the client, which has a budget of trials of requests that may make processes fail; "": none has.
-        `request_id`: how the log names the request.
+        `request_id`: how the log names the request. `grammar`: of the answer, which the caller has checked.
 
         Where a group is started again, and no other one serves, the request waits for it, `queue_timeout` seconds at
         most. Raises EngineError if no group accepts the request.
         """
         began = time.monotonic()
         deadline = math.inf if timeout is None else began + timeout
-        if scope is None and values:
+        if scope is None and (values or grammar is not None):
             scope = Scope(self._store)
         try:
             if scope is not None and values:
                 items += await asyncio.to_thread(_put, scope, tuple(values))
+            handle = None
+            if scope is not None and grammar is not None:
+                put = functools.partial(scope.put, grammar.text, key=grammar.key)
+                handle = put() if len(grammar.text) < SMALL_GRAMMAR else await asyncio.to_thread(put)
             params = SamplingParams() if params is None else params
             submit = Submit(
                 self._me.index,
@@ -184,6 +195,7 @@ class Client:
                 params.seed % (1 << 64) if isinstance(params.seed, int) else secrets.randbits(SEED_BITS),
                 time.monotonic_ns(),
                 request_id=request_id,
+                grammar=handle,
             )
             submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len, account)
             self._blame.require_no_quarantine(submitted)

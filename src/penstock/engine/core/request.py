@@ -60,6 +60,7 @@ class Request:
         self.priority = max(-MAX_PRIORITY, min(submit.priority, MAX_PRIORITY))
         self.client = submit.client
         self.chunk_format = submit.chunk_format
+        self.grammar = submit.grammar
         self.queued_ns = queued_ns
         self.cached = 0  # tokens of the prompt that the cache had when the request began, if it has begun here
         self.is_waiting = False

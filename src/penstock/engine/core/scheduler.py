@@ -327,6 +327,7 @@ class Scheduler:
                 sample=sample.index,
                 seed=request.seed,
                 generated=sample.generated,
+                grammar=request.grammar,
             )
             self._take_slot(sample, slot)
             if not sample.generated.size:  # else the lost group did all of the above

@@ -21,6 +21,7 @@ from penstock.engine.protocol.columns import (
     Index,
     Input,
     LogprobRows,
+    columns_of_grammars,
     columns_of_inputs,
     columns_of_params,
 )
@@ -39,6 +40,7 @@ from penstock.engine.protocol.messages import (
     Step,
     Tokens,
 )
+from penstock.tensor import Handle
 
 Blocks = Sequence[int] | Ints
 
@@ -78,6 +80,7 @@ class StepBuilder:
         sample: int = 0,
         seed: int = 0,
         generated: Ints = NOTHING,
+        grammar: Handle | None = None,
     ) -> int:
         """Gives a request a slot. `computed` tokens are in the blocks already; this step computes `chunk` more.
 
@@ -88,7 +91,7 @@ class StepBuilder:
             raise ValueError("no slot is free")
         slot = heapq.heappop(self._free)
         self._joined[slot] = _NewRow(
-            request, prompt, params, blocks, computed, parent, server, inputs, sample, seed, generated
+            request, prompt, params, blocks, computed, parent, server, inputs, sample, seed, generated, grammar
         )
         if chunk != 1:
             self.advance(slot, chunk)
@@ -149,6 +152,7 @@ class StepBuilder:
         prompts = [NOTHING if row.parent is not None else np.asarray(row.prompt, np.int32) for row in rows]
         params, params_of = columns_of_params([row.params for row in rows])
         are_resumed = any(row.generated.size for row in rows)
+        grammars, grammars_of = columns_of_grammars([row.grammar for row in rows])
         return Joined(
             slots=_slots(slots),
             requests=_ints([row.request for row in rows]),
@@ -168,6 +172,8 @@ class StepBuilder:
             seeds=np.array([row.seed for row in rows], np.uint64) if any(row.seed for row in rows) else None,
             generated_counts=_ints([row.generated.size for row in rows]) if are_resumed else None,
             generated=np.concatenate([row.generated for row in rows]) if are_resumed else None,
+            grammars=grammars,
+            grammars_of=grammars_of,
         )
 
     def _columns_of_resumed(self) -> Resumed:
@@ -199,6 +205,7 @@ class _NewRow:
         "blocks",
         "computed",
         "generated",
+        "grammar",
         "inputs",
         "params",
         "parent",
@@ -222,6 +229,7 @@ class _NewRow:
         sample: int,
         seed: int,
         generated: Ints,
+        grammar: Handle | None,
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -234,6 +242,7 @@ class _NewRow:
         self.sample = sample
         self.seed = seed
         self.generated = generated
+        self.grammar = grammar
 
 
 def _slots(slots: Any) -> Slots:

@@ -21,6 +21,7 @@ from penstock.engine.protocol.columns import (
     check_column,
     ragged,
     rows_of_generated,
+    rows_of_grammars,
     rows_of_inputs,
     rows_of_params,
 )
@@ -36,6 +37,7 @@ from penstock.engine.protocol.messages import (
     Step,
 )
 from penstock.errors import DecodeError
+from penstock.tensor import Handle
 
 
 class BatchState:
@@ -69,6 +71,7 @@ class BatchState:
         self.generated: list[Ints] = [NOTHING] * slots  # ids before the sample was resumed; NOTHING for a free slot
         self.params: list[SamplingParams | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
+        self.grammars: dict[int, Handle] = {}  # of the slots with one
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
         self.known = np.zeros(slots, np.int32)  # prompt and generated tokens, that being sampled included; 0 if free
         self.block_counts = np.zeros(slots, np.int32)  # 0 for a free slot
@@ -144,6 +147,7 @@ class StepDraft:
         self._joined: Joined | None = None
         self._new_rows: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
         self._generated: list[tuple[int, Ints]] = []  # of joined rows that have generated ids before
+        self._grammars: list[tuple[int, Handle]] = []  # of joined rows
         self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
 
     def _copy(self) -> None:
@@ -190,6 +194,7 @@ class StepDraft:
         parents = [] if joined.parents is None else check_column(joined.parents, size, "joined.parents").tolist()
         params = rows_of_params(joined, size)
         self._generated = rows_of_generated(joined, slots)
+        self._grammars = rows_of_grammars(joined, slots)
         inputs = rows_of_inputs(joined.inputs, size)
         if joined.seeds is not None and joined.seeds.shape != (size,):
             raise DecodeError(f"expected {size} numbers, got a shape of {joined.seeds.shape} at $.joined.seeds")
@@ -351,6 +356,7 @@ class StepDraft:
         now.known, now.sampled = self._known, self._sampled
         for slot in self._left:
             now.prompts[slot], now.generated[slot], now.params[slot], now.inputs[slot] = NOTHING, NOTHING, None, ()
+            now.grammars.pop(slot, None)
         if self._joined is not None:
             now.requests[self._joined.slots] = self._joined.requests
             now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
@@ -360,6 +366,7 @@ class StepDraft:
                 now.prompts[slot], now.params[slot], now.inputs[slot] = prompt, params, inputs
             for slot, generated in self._generated:
                 now.generated[slot] = generated
+            now.grammars.update(self._grammars)
         now.rows, now.counts, now._running, now._room = self._rows, self._counts, self._running, self._room
 
     def _slots(self, slots: Slots, place: str, *expected: int) -> Index:

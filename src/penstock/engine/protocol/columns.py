@@ -56,6 +56,27 @@ def rows_of_generated(joined: Joined, slots: Index) -> list[tuple[int, Ints]]:
     return [(slot, ids[end - count : end].copy()) for slot, end, count in rows if count]
 
 
+def columns_of_grammars(grammars: list[Handle | None]) -> tuple[tuple[Handle, ...], Slots | None]:
+    """Returns the distinct grammars in the order of their first use, and the number of each row's grammar."""
+    handles: dict[bytes | int, Handle] = {}  # by key
+    numbers = [0] * len(grammars)
+    for row, handle in enumerate(grammars):
+        if handle is not None:
+            key = row if handle.key is None else handle.key
+            handles.setdefault(key, handle)
+            numbers[row] = [*handles].index(key) + 1
+    return tuple(handles.values()), np.array(numbers, np.uint16) if handles else None
+
+
+def rows_of_grammars(joined: Joined, slots: Index) -> list[tuple[int, Handle]]:
+    """Returns the slots of rows with a grammar, and the grammars."""
+    if joined.grammars_of is None:
+        return []
+    numbers = check_column(joined.grammars_of, slots.size, "joined.grammars_of", len(joined.grammars) + 1)
+    rows = zip(slots.tolist(), numbers.tolist(), strict=True)
+    return [(slot, joined.grammars[number - 1]) for slot, number in rows if number]
+
+
 def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:
     if not any(inputs):
         return None

@@ -101,6 +101,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     failures: Natural = 0  # deaths by itself of a process, while the request was in a step in flight
     may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
     request_id: str = ""  # as clients and logs name the request; for observers
+    grammar: Handle | None = None  # text that the answer follows (`text.grammar`). The core passes the handle on
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -146,6 +147,8 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     seeds: Seeds | None = None  # None: all 0
     generated_counts: Ints | None = None  # ids that each row has generated before it was resumed; None: 0
     generated: Ints | None = None  # the ids, row after row
+    grammars: tuple[Handle, ...] = ()  # each once; an inline grammar keeps its frame alive
+    grammars_of: Slots | None = None  # number of each row's grammar, from 1; 0: none. None: all 0
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -181,8 +184,7 @@ class Begin(Sequenced, array_like=True, frozen=True, eq=False):
 
 
 class Step(Sequenced, array_like=True, frozen=True, eq=False):
-    """The next step, as changes of the batch, applied in this order. Running rows outside `advances` compute one
-    token. `BatchState.sampled` has the rows that sample."""
+    """The next step, as changes of the batch, in this order. Running rows outside `advances` compute one token."""
 
     left: Slots | None = None
     preempted: Slots | None = None  # keep slot and prompt, lose their blocks
@@ -254,8 +256,11 @@ class FinishReason(enum.IntEnum):
     STOP = 1  # an end id or a stop string
     LENGTH = 2
     ERROR = 3  # its logits were not finite
-    MISSING = 4  # an input of its prompt was no longer in the store: the request may be sent again
+    MISSING = 4  # an input of its prompt, or its grammar, was no longer in the store: the request may be sent again
     MISFIT = 5  # an input of its prompt does not fit the model or its placeholder
+    GRAMMAR_STUCK = 6  # no id continues its grammar
+    GRAMMAR_LIMIT = 7  # its grammar takes more work than a step may
+    GRAMMAR_MISFIT = 8  # the ids before it was resumed are not of its grammar
 
 
 # ── output processor → core, by the core's inbox ─────────────────────────────────────────────────────────────────────
@@ -315,8 +320,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 
 class Began(msgspec.Struct, array_like=True, frozen=True, eq=False):
-    """The rows of a Delta that are the first of their sample, of prompts that the cache had tokens of. The rows of a
-    resumed sample are not."""
+    """The rows of a Delta that are the first of a sample, and not resumed, of prompts that the cache had tokens of."""
 
     rows: Slots
     cached: Ints  # tokens of each prompt that the cache had

@@ -5,12 +5,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
 from dataclasses import dataclass, field
-from typing import Protocol
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, Step
+from penstock.tensor import Handle, Lease
+
+if TYPE_CHECKING:
+    from penstock.engine.worker.grammars import Grammars, TokenMasks
 
 
 @dataclass(frozen=True)
@@ -74,3 +80,29 @@ class Device(Protocol):
 
     def launch(self, batch: BatchState, step: Step) -> PendingStep:
         """Launches a step that `batch` has just applied. Steps run in the order in which they are launched."""
+
+
+class LazyGrammars:
+    """The grammars of a batch. Before the first grammar, llguidance is not imported, and no thread begins."""
+
+    def __init__(
+        self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
+    ) -> None:
+        self._arguments = directory, vocabulary, end_ids, open_handle
+        self._grammars: Grammars | None = None
+
+    def launch(self, batch: BatchState, step: Step) -> Future[TokenMasks] | None:
+        """Begins the masks of a step that `batch` has just applied. Returns None if no sampling row has a grammar."""
+        if self._grammars is None:
+            if step.joined is None or not step.joined.grammars:
+                return None
+            from penstock.engine.worker.grammars import Grammars
+
+            self._grammars = Grammars(*self._arguments)
+        self._grammars.follow(batch, step)
+        return self._grammars.begin(batch.sampled)
+
+    def sampled(self, ids: Callable[[], Ints]) -> None:
+        """`ids` returns what the step has sampled, and may block until the device has."""
+        if self._grammars is not None:
+            self._grammars.sampled(ids)

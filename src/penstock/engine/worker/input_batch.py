@@ -105,6 +105,15 @@ def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def unpacked(bits: npt.NDArray[np.int32], count: int, device: torch.device) -> Tensor:
+    """Returns the first `count` bits of each row as booleans, on the device."""
+    if device.type == "cpu":
+        flags = np.unpackbits(bits.view(np.uint8), axis=1, count=count, bitorder="little")
+        return torch.from_numpy(flags.view(np.bool_))
+    shifts = torch.arange(32, dtype=torch.int32, device=device)
+    return ((moved(bits, device)[:, :, None] >> shifts) & 1).flatten(1)[:, :count].bool()
+
+
 class TokenTable:
     """The token ids of every slot, prompt and generated, on the device."""
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from concurrent.futures import Future
 from logging import WARNING
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -34,7 +35,7 @@ from penstock.engine.worker.cpu_threads import (
     share,
     tune_threads,
 )
-from penstock.engine.worker.device import EncodingCounts, PendingStep, SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
@@ -44,10 +45,11 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle
 
-if TYPE_CHECKING:  # these import Triton
+if TYPE_CHECKING:  # these import Triton and llguidance
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.cuda.step_sampler import StepLogits
     from penstock.engine.worker.cuda.steps import CudaSteps
+    from penstock.engine.worker.grammars import TokenMasks
 
 CPU_SHARE = 0.3  # of the memory that is available
 KEPT_NBYTES = 256 << 20  # of a CUDA device, for what graphs have beside their memory
@@ -112,6 +114,8 @@ class ModelRunner:
             self._recall_threads()
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
+        self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
+        self._masks: Future[TokenMasks] | None = None  # of the step that is launched
         if blocks is None:
             has_images = takes_embeds or self._model.image_id is not None
             reserved = KEPT_NBYTES + ((encoder or EncoderOptions()).cache_nbytes if has_images else 0)
@@ -167,16 +171,19 @@ class ModelRunner:
         if logits is None:
             return TorchPendingStep(_NO_IDS, batch.sampled, None, failed)
         slots = batch.sampled
-        ids, chosen = self._sample(logits, slots)
-        self._tokens.write(slots, batch.computed[slots], ids)
-        return TorchPendingStep(ids, slots, chosen, failed)
+        pending = self._sample(logits, slots, failed)
+        self._tokens.write(slots, batch.computed[slots], pending.device_ids)
+        return pending
 
-    def _sample(self, logits: Tensor, slots: Index) -> tuple[Tensor, SampledTokens | None]:
-        """Returns the sampled ids, and on rank 0 all of the sampler's result."""
-        chosen = self._sampler.sample(logits, slots) if self._sampler is not None else None
+    def _sample(self, logits: Tensor, slots: Index, failed: dict[int, FinishReason]) -> TorchPendingStep:
+        """Samples the rows of a step, on rank 0, and sends the ids to the other ranks."""
+        masks = self._take_masks()
+        chosen = self._sampler.sample(logits, slots, masks) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
-        return ids, chosen
+        pending = TorchPendingStep(ids, slots, chosen, failed if masks is None else {**failed, **masks.failed})
+        self._grammars.sampled(pending.ids)
+        return pending
 
     def _launch_on_cuda(self, batch: BatchState, step: Step, cuda: CudaSteps) -> PendingStep:
         try:
@@ -204,7 +211,14 @@ class ModelRunner:
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
         result, failed = self._sample_on_cuda(batch, cuda)
-        return cuda.sampler.finish(result, batch, failed)
+        pending = cuda.sampler.finish(result, batch, failed, self._take_masks())
+        self._grammars.sampled(pending.ids)
+        return pending
+
+    def _take_masks(self) -> TokenMasks | None:
+        """Returns the masks of the step that is launched, and waits for them."""
+        masks, self._masks = None if self._masks is None else self._masks.result(), None
+        return masks
 
     def _sample_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> tuple[StepLogits, dict[int, FinishReason]]:
         """Returns the logits of a step, and the slots that fail, with the reasons."""
@@ -242,6 +256,8 @@ class ModelRunner:
         if step.joined is not None:
             for slot in step.joined.slots.tolist():
                 self._join(slot, batch)
+        if self._sampler is not None:
+            self._masks = self._grammars.launch(batch, step)
 
     def _join(self, slot: int, batch: BatchState) -> None:
         prompt, generated = batch.prompts[slot], batch.generated[slot]
@@ -353,13 +369,18 @@ class TorchPendingStep:
         self, ids: Tensor, slots: Index, chosen: SampledTokens | None, failed: dict[int, FinishReason]
     ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
-        self._ids = ids
+        self.device_ids = ids
         self._slots = slots
         self._chosen = chosen
         self._failed = failed
 
     def is_done(self) -> bool:
         return True
+
+    def ids(self) -> Ints:
+        """Returns the sampled ids."""
+        ids: Ints = self.device_ids.numpy()
+        return ids
 
     def result(self) -> SamplerOutput:
         failed, logprobs = self._failed, None
@@ -369,7 +390,7 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(self._ids.numpy(), logprobs, failed)
+        return SamplerOutput(ids, logprobs, failed)
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:
@@ -381,12 +402,6 @@ def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) 
     is_short = tokens <= SHORT
     count = threads.short if is_short else threads.long
     set_threads(count, 1 if is_short and not has_products else count)
-
-
-def _params_of(batch: BatchState, slot: int) -> SamplingParams:
-    params = batch.params[slot]
-    assert params is not None, "a slot has joined without parameters"
-    return params
 
 
 def _dtype(name: str) -> torch.dtype | None:

@@ -16,7 +16,10 @@ import torch
 
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
-from penstock.engine.worker.input_batch import moved
+from penstock.engine.worker.input_batch import moved, unpacked
+
+if TYPE_CHECKING:
+    from penstock.engine.worker.grammars import TokenMasks
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
@@ -184,8 +187,8 @@ class Sampler:
         self._is_in_prompt[place] = False
         self._is_in_prompt[place, self._ids(self._known(prompt.tolist()))] = True
 
-    def sample(self, logits: torch.Tensor, slots: Index) -> SampledTokens:
-        """Samples one token for each row; row i is of `slots[i]`, and no slot occurs twice.
+    def sample(self, logits: torch.Tensor, slots: Index, masks: TokenMasks | None = None) -> SampledTokens:
+        """Samples one token for each row; row i is of `slots[i]`, and no slot occurs twice. `masks`: of grammars.
 
         While `slots` is the same array as in the step before, and no sample has joined or left, `_Batch` is reused.
         """
@@ -195,9 +198,13 @@ class Sampler:
         raw, is_failed_before = logits, None
         generated = self._generated[slots]
         is_early = generated < self._least[slots] if batch.has_least else None
-        if batch.has_penalties or batch.has_ids or (is_early is not None and is_early.any()):
+        is_masked = masks is not None and masks.rows.size > 0
+        if batch.has_penalties or batch.has_ids or is_masked or (is_early is not None and is_early.any()):
             is_failed_before = ~torch.isfinite(logits.max(dim=-1).values)
             logits = self._adjusted(batch, logits, is_early)
+        if masks is not None and is_masked:
+            rows = self._ids(masks.rows)
+            logits[rows] = logits[rows].masked_fill(~unpacked(masks.bits, self._vocabulary, self._device), -torch.inf)
         draws = None
         if batch.drawing.size:
             draws = moved(_uniforms(self._seeds[slots[batch.drawing]], generated[batch.drawing]), self._device)

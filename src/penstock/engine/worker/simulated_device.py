@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import numpy.typing as npt
@@ -18,8 +20,11 @@ from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
-from penstock.engine.worker.device import EncodingCounts, SamplerOutput
+from penstock.engine.worker.device import EncodingCounts, LazyGrammars, SamplerOutput
 from penstock.tensor import Handle, Lease
+
+if TYPE_CHECKING:  # it imports llguidance
+    from penstock.engine.worker.grammars import Bits, TokenMasks
 
 Words = npt.NDArray[np.uint64]
 _GOLDEN, _MIX_1, _MIX_2 = (np.uint64(number) for number in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB))
@@ -66,10 +71,18 @@ class TokenRule:
 class SimulatedPendingStep:
     """A step that runs until `done_at`, on the clock."""
 
-    def __init__(self, done_at: float, sampled: SamplerOutput, clock: Callable[[], float]) -> None:
+    def __init__(
+        self,
+        done_at: float,
+        sampled: SamplerOutput,
+        clock: Callable[[], float],
+        masks: Future[TokenMasks] | None = None,
+    ) -> None:
+        """`masks`: of the rows with a grammar, the ids of which `sampled` has without it."""
         self.done_at: float | None = done_at
         self._sampled = sampled
         self._clock = clock
+        self._masks = masks
 
     def is_done(self) -> bool:
         return self.done_at is not None and self._clock() >= self.done_at
@@ -78,7 +91,35 @@ class SimulatedPendingStep:
         """Blocks until the step is done."""
         while self.done_at is not None and (left := self.done_at - self._clock()) > 0:
             time.sleep(left)
-        return self._sampled
+        if self._masks is None:
+            return self._sampled
+        return SamplerOutput(self.ids(), None, {**self._sampled.failed, **self._masks.result().failed})
+
+    def ids(self) -> Ints:
+        """Returns the sampled ids, before the step is done."""
+        ids = self._sampled.ids
+        if self._masks is not None:
+            rows, bits, _ = self._masks.result()
+            ids = ids.copy()
+            ids[rows] = choose(bits, ids[rows])
+        return ids
+
+
+_SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], np.uint8)
+
+
+def choose(bits: Bits, numbers: Ints) -> Ints:
+    """Returns an allowed id for each row: the one with the row's number, modulo how many there are."""
+    counts = _SET_BITS[bits.view(np.uint16)]
+    left = numbers % counts.sum(axis=1, dtype=np.int32)
+    until = counts.cumsum(axis=1, dtype=np.int32)
+    words = (until <= left[:, None]).sum(axis=1)
+    rows = np.arange(words.size)
+    left -= until[rows, words] - counts[rows, words]  # among the ids of the word
+    is_set = np.unpackbits(bits.view(np.uint16)[rows, words][:, None].view(np.uint8), axis=1, bitorder="little")
+    places = (is_set.cumsum(axis=1, dtype=np.int32) <= left[:, None]).sum(axis=1)
+    ids: Ints = (16 * words + places).astype(np.int32)
+    return ids
 
 
 class SimulatedRunner:
@@ -94,8 +135,11 @@ class SimulatedRunner:
         slots: int,
         clock: Callable[[], float] = time.monotonic,
         open_handle: Callable[[Handle], Lease] | None = None,
+        model: str = "",
+        end_ids: Collection[int] = (),
     ) -> None:
-        """`open_handle` gives images, and raises Missing; None: only those that travel inline."""
+        """`open_handle` gives images, and raises Missing; None: only those that travel inline. `model`: the directory
+        of the tokenizer, and `end_ids`: for grammars."""
         self.blocks = config.blocks
         self.vocabulary = 1 << 31  # its rule takes any number
         self.max_short_prompt = None
@@ -111,6 +155,7 @@ class SimulatedRunner:
         self._open_handle = open_handle or Handle.open
         self._free_at = 0.0  # when the last step that was launched ends
         self._is_awaited = False  # a request of the last step with rows still runs
+        self._grammars = LazyGrammars(Path(model), config.vocabulary, end_ids, self._open_handle)
 
     def tune(self) -> None:
         """Does nothing: no time of this device is measured."""
@@ -126,6 +171,7 @@ class SimulatedRunner:
             for slot in step.joined.slots.tolist():
                 self._keys[slot] = self._rule.key(batch.prompts[slot], int(samples[slot]))
         failed = self._open_images(batch, step) if self._config.opens_images else {}
+        masks = self._grammars.launch(batch, step)
         now = self._clock()
         tokens = int(batch.counts.sum())
         if not tokens:  # nothing is computed: requests left, perhaps
@@ -139,7 +185,9 @@ class SimulatedRunner:
         self.busy += duration
         sampled = batch.sampled
         ids = self._rule.tokens(self._keys[sampled], batch.computed[sampled]) if sampled.size else NOTHING
-        return SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, failed), self._clock)
+        pending = SimulatedPendingStep(self._free_at, SamplerOutput(ids, None, failed), self._clock, masks)
+        self._grammars.sampled(pending.ids)
+        return pending
 
     def _open_images(self, batch: BatchState, step: Step) -> dict[int, FinishReason]:
         """Opens joining requests' images that the cache does not have whole. Returns the slots that fail, and why."""

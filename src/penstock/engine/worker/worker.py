@@ -70,7 +70,9 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
 
     if config.simulated is not None:
         await_rendezvous(cluster, me)
-        return SimulatedRunner(config.simulated, config.max_num_seqs, open_handle=open_handle)
+        return SimulatedRunner(
+            config.simulated, config.max_num_seqs, open_handle=open_handle, model=config.model, end_ids=config.end_ids
+        )
     # Torch reads these when it is loaded. Threads of a product that wait for each other spin for about as long as it
     # takes to wake a thread, then yield their processor to the core and the servers, which prepare the next step.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")

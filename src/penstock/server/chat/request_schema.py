@@ -16,6 +16,7 @@ import msgspec.inspect
 
 from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaRef
 from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.text.grammar_fields import GrammarError, GrammarFields, GrammarSource, require_fit
 from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
@@ -55,11 +56,7 @@ class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
 
 
-class ResponseFormat(msgspec.Struct):
-    type: Annotated[str, msgspec.Meta(extra_json_schema={"const": "text"})]
-
-
-class Sampling(msgspec.Struct, kw_only=True):
+class Sampling(GrammarFields, kw_only=True):
     """The fields that chats and completions share; those from `top_k` on are vLLM's and not OpenAI's."""
 
     model: str | None = None
@@ -90,7 +87,6 @@ class Sampling(msgspec.Struct, kw_only=True):
     truncate_prompt_tokens: Annotated[int, msgspec.Meta(ge=-1, lt=1 << 31)] | None = None
     truncation_side: Literal["left", "right"] | None = None
     add_special_tokens: bool | None = None
-    response_format: ResponseFormat | None = None
 
     @property
     def includes_usage(self) -> bool:
@@ -98,9 +94,6 @@ class Sampling(msgspec.Struct, kw_only=True):
 
     def params(self, max_tokens: int | None, logprobs: int | None, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""
-        if self.response_format is not None and self.response_format.type != "text":
-            message = f"expected 'text', got {self.response_format.type!r} at $.response_format.type"
-            raise ApiError(400, message, param="response_format.type")
         kwargs = {name: getattr(self, name) for name in _PASSED_THROUGH if getattr(self, name) is not None}
         kwargs = {**defaults, **kwargs, "max_tokens": max_tokens, "logprobs": logprobs}
         if kwargs.get("top_k") == -1:  # as others say it
@@ -118,6 +111,16 @@ class Sampling(msgspec.Struct, kw_only=True):
             words = str(error).split(" ")
             known = [word for word in (words[1], "stop") if word in SamplingParams.__struct_fields__]
             raise ApiError(400, str(error), param=known[0]) from None
+
+    def answer_grammar(self, params: SamplingParams) -> GrammarSource | None:
+        """Returns the grammar that the answer is to follow; None: it has none. Raises ApiError."""
+        try:
+            source = self.grammar_source()
+            if source is not None:
+                require_fit(params.min_tokens, params.ignore_eos, params.allowed_token_ids, source)
+        except GrammarError as error:
+            raise ApiError(400, str(error), param=error.param) from None
+        return source
 
 
 _PASSED_THROUGH = (

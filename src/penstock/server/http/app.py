@@ -10,7 +10,7 @@ import asyncio
 import difflib
 import functools
 import time
-from collections.abc import Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import msgspec
@@ -28,6 +28,8 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
+from penstock.engine.text.grammar_fields import Grammar
+from penstock.server.chat.grammars import GrammarChecker
 from penstock.server.chat.media_prompts import Prompt
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.request_schema import (
@@ -109,6 +111,7 @@ class ApiServer:
         self._admission = Admission(options, self._row)
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
+        self._grammars = GrammarChecker(reader, bool(config.end_ids))
 
     def app(self) -> Starlette:
         posts = {
@@ -162,10 +165,11 @@ class ApiServer:
             conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages))
             body.clear()  # its strings are held, and twice would be too much
             limit = self._limit(chat, params, "messages")
+            grammar = await self._grammars.check(chat.answer_grammar(params))
             prompt = await self._prompt(request, conversation, chat.template_options, chat, limit)
             chat.messages = []  # media are long, and it may take long to answer
         try:
-            return await self._generate(request, Style.CHAT, chat, params, [prompt], "messages")
+            return await self._generate(request, Style.CHAT, chat, params, [prompt], "messages", grammar)
         except BaseException:
             prompt.release()
             raise
@@ -197,6 +201,7 @@ class ApiServer:
             embeds = completion.take_embeds()
             texts = await self._bodies.run(request, body, functools.partial(completion.prompts, len(embeds)))
             limit = self._limit(completion, params, "prompt")
+            grammar = await self._grammars.check(completion.answer_grammar(params))
             prompts = []
             for text in texts:
                 ids = await self._reader.ids(text, completion.add_special_tokens is not False, limit)
@@ -205,7 +210,7 @@ class ApiServer:
             if embeds:
                 prompts[:0] = await self._embeds(request, embeds, params)
         try:
-            return await self._generate(request, Style.COMPLETION, completion, params, prompts, "prompt")
+            return await self._generate(request, Style.COMPLETION, completion, params, prompts, "prompt", grammar)
         except BaseException:
             for prompt in prompts:
                 prompt.release()
@@ -227,6 +232,7 @@ class ApiServer:
         params: SamplingParams,
         prompts: Sequence[Prompt],
         param: str,
+        grammar: Grammar | None,
     ) -> Answer:
         prompts = [self._truncated(prompt, sampling, params) for prompt in prompts]
         for prompt in prompts:
@@ -245,31 +251,28 @@ class ApiServer:
         answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         answer["model"] = sampling.model or self._name
         account = account_of(request, sampling.user, bool(self._options.api_keys))
+        submit = functools.partial(self._submit, sampling, params, request_id, account, grammar)
         if not sampling.stream:
-            batch = self._batch(sampling, params, prompts, request_id, account)
+            batch = self._batch(submit, params, prompts)
             return await cancel_on_disconnect(
                 request.receive, self._whole(style, batch, params, len(prompts), answer, latencies)
             )
-        if style == Style.CHAT:
-            answer["object"] += ".chunk"
+        answer["object"] += ".chunk" if style == Style.CHAT else ""
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
-        batch = self._batch(sampling, params, prompts, request_id, account, ChunkFormat(style, head + nothing_yet))
+        batch = self._batch(submit, params, prompts, ChunkFormat(style, head + nothing_yet))
         return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id)
 
     def _batch(
         self,
-        sampling: Sampling,
+        submit: Callable[[Prompt, ChunkFormat | None], Awaitable[OutputStream]],
         params: SamplingParams,
         prompts: Sequence[Prompt],
-        request_id: str,
-        account: str,
         chunk_format: ChunkFormat | None = None,
     ) -> RequestStreams:
         formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
         submits = [
-            functools.partial(self._submit, sampling, params, request_id, account, *prompt_and_format)
-            for prompt_and_format in zip(prompts, formats, strict=True)
+            functools.partial(submit, *prompt_and_format) for prompt_and_format in zip(prompts, formats, strict=True)
         ]
         scopes = [prompt.scope for prompt in prompts if prompt.scope is not None]
         return RequestStreams(submits, max(1, self._slots // MAX_SHARE // params.n), scopes)
@@ -320,6 +323,7 @@ class ApiServer:
         params: SamplingParams,
         request_id: str,
         account: str,
+        grammar: Grammar | None,
         prompt: Prompt,
         chunk_format: ChunkFormat | None,
     ) -> OutputStream:
@@ -334,6 +338,7 @@ class ApiServer:
             salt=(sampling.cache_salt or "").encode(),
             chunk_format=chunk_format,
             request_id=request_id,
+            grammar=grammar,
         )
 
     async def _whole(

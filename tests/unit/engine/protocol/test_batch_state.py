@@ -3,6 +3,7 @@
 import gc
 import weakref
 
+import msgspec
 import numpy as np
 import pytest
 
@@ -24,6 +25,7 @@ from penstock.engine.protocol.messages import (
     Step,
 )
 from penstock.lowlevel import Ref
+from penstock.tensor import Scope
 
 PARAMS = SamplingParams(temperature=0.8, top_p=0.95)
 
@@ -443,3 +445,32 @@ def test_equal_parameters_are_sent_once_per_step() -> None:
     empty, first = pair.send(), joining(PARAMS)
     assert first - empty <= 80 + 70
     assert joining(PARAMS, PARAMS) - first < 40 < joining(PARAMS, SamplingParams(seed=7)) - first <= 40 + 80
+
+
+def test_grammars_are_sent_once_and_kept_by_slot_until_the_sample_leaves() -> None:
+    batch, handles = BatchState(8, 64), [Scope().put(text, key=text.encode() * 32) for text in "ab"]
+    builder = StepBuilder(batch)
+    for number, grammar in enumerate((handles[0], None, handles[1], handles[0])):
+        builder.join(number, np.arange(3, dtype=np.int32), SamplingParams(), [number], chunk=3, grammar=grammar)
+    step = builder.build(1, 1)
+    assert step.joined is not None and step.joined.grammars == tuple(handles)
+    assert step.joined.grammars_of is not None and step.joined.grammars_of.tolist() == [1, 0, 2, 1]
+    batch.apply(step)
+    assert batch.grammars == {0: handles[0], 2: handles[1], 3: handles[0]}
+    builder.leave(0)
+    builder.leave(1)
+    batch.apply(builder.build(1, 2))
+    assert batch.grammars == {2: handles[1], 3: handles[0]}
+
+
+def test_number_of_a_grammar_that_was_not_sent_is_refused() -> None:
+    batch = BatchState(8, 64)
+    builder = StepBuilder(batch)
+    grammar = Scope().put("a", key=b"a" * 32)
+    builder.join(0, np.arange(3, dtype=np.int32), SamplingParams(), [0], chunk=3, grammar=grammar)
+    step = builder.build(1, 1)
+    assert step.joined is not None
+    joined = msgspec.structs.replace(step.joined, grammars=())
+    with pytest.raises(DecodeError, match="grammars_of"):
+        batch.apply(msgspec.structs.replace(step, joined=joined))
+    assert not batch.grammars and not batch.rows.size

@@ -90,7 +90,7 @@ def test_the_refusal_says_which_values_would_pass() -> None:
     for fields, words in (
         ({"tool_choice": "required"}, 'expected "none" or "auto", or nothing'),
         ({"modalities": ["audio"]}, 'expected ["text"], or nothing'),
-        ({"regex": "a+"}, "regex is not supported"),
+        ({"stop_regex": "a+"}, "stop_regex is not supported"),
     ):
         with pytest.raises(ApiError) as caught:
             decoded(body_of(ChatRequest, **fields), ChatRequest)

@@ -153,12 +153,18 @@ def test_a_field_that_makes_no_sense_is_named(fields: dict[str, Any], param: str
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
         ({"tools": [{"type": "function"}]}, "tools"),
-        ({"response_format": {"type": "json_object"}}, "response_format.type"),
+        ({"response_format": {"type": "yaml"}}, "response_format.type"),
+        ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
+        ({"regex": "a", "structured_outputs": {"json_object": True}}, "regex"),
+        ({"guided_choice": ["a"], "ignore_eos": True}, "ignore_eos"),
+        ({"ebnf": "root ::= a", "min_tokens": 2, "max_tokens": 4}, "min_tokens"),
+        ({"json_schema": "{}", "allowed_token_ids": [1]}, "allowed_token_ids"),
     ],
 )
 def test_a_chat_that_makes_no_sense_is_refused_with_its_field(fields: dict[str, Any], param: str) -> None:
     with pytest.raises(ApiError) as caught:
-        chat(**fields).sampling()
+        request = chat(**fields)
+        request.answer_grammar(request.sampling())
     assert (caught.value.status, caught.value.param) == (400, param)
 
 

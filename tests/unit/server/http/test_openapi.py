@@ -105,9 +105,11 @@ def test_numbers_that_it_allows_are_taken_and_others_are_refused(fields: dict[st
         (ChatRequest, {"tools": [{"type": "function"}]}),
         (ChatRequest, {"functions": [{}]}),
         (ChatRequest, {"modalities": ["audio"]}),
-        (ChatRequest, {"response_format": {"type": "json_schema"}}),
+        (ChatRequest, {"response_format": {"type": "yaml"}}),
+        (ChatRequest, {"structured_outputs": {"pattern": "a+"}}),
         (ChatRequest, {"continue_final_message": True}),
-        (CompletionRequest, {"guided_regex": "a+"}),
+        (CompletionRequest, {"guided_whitespace_pattern": " "}),
+        (CompletionRequest, {"guided_regex": 7}),
         (CompletionRequest, {"echo": True}),
         (CompletionRequest, {"prompt_logprobs": 1}),
         (CompletionRequest, {"logit_bias": {"a": 1}}),
@@ -119,7 +121,8 @@ def test_what_it_does_not_allow_is_refused(kind: type, fields: dict[str, Any]) -
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}
     assert not validator(kind).is_valid(body)
     with pytest.raises(ApiError) as caught:
-        decoded(json.dumps(body).encode(), kind).sampling()
+        request = decoded(json.dumps(body).encode(), kind)
+        request.answer_grammar(request.sampling())
     assert caught.value.status == 400 and caught.value.param is not None
     assert validator(kind).is_valid({**body, **dict.fromkeys(fields)})
 

@@ -29,6 +29,12 @@ class CudaPendingStep:
     def is_done(self) -> bool:
         return bool(self._event.query())
 
+    def ids(self) -> Ints:
+        """Returns the sampled ids. Blocks until the step is done."""
+        self._event.synchronize()
+        ids: Ints = self._out.numpy()[:, 0]
+        return ids
+
     def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
         self._event.synchronize()

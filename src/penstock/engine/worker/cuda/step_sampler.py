@@ -1,12 +1,12 @@
 """Samples the rows of a step on a CUDA device, as the last part of what is recorded.
 
 Two kernels read each row's parameters by slot, so a graph holds for greedy and random rows, cuts and penalties. Rows
-with biases, allowed ids or `min_tokens` are sampled again after the step, by operations of torch.
+with biases, allowed ids, `min_tokens` or a grammar are sampled again after the step, by operations of torch.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -24,6 +24,9 @@ from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.input_batch import moved
 from penstock.engine.worker.sampler import Sampler, TopLogprobs, has_ids, is_penalized
 from penstock.engine.worker.tensor_parallel import TPGroup
+
+if TYPE_CHECKING:  # it imports llguidance
+    from penstock.engine.worker.grammars import TokenMasks
 
 FEW_ROWS = 8  # up to here, more programs share a row
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
@@ -90,11 +93,11 @@ class StepSampler:
             logits = self._out.new_zeros((rows, self._state.vocabulary), dtype=dtype)
             self.sample(StepLogits(logits, torch.full_like(self._out[:rows, 0], -1)))
 
-    def join(self, slot: int, params: SamplingParams, prompt_size: int) -> bool:
+    def join(self, slot: int, params: SamplingParams, prompt_size: int, *, has_grammar: bool = False) -> bool:
         """A sample joins. Returns whether the sampler needs the sample, too, for rows that are sampled after steps."""
-        is_outside = has_ids(params)
+        is_outside = has_ids(params) or has_grammar
         is_outside_for_good = is_outside and (
-            params.allowed_token_ids is not None or bool(params.logit_bias) or is_penalized(params)
+            has_grammar or params.allowed_token_ids is not None or bool(params.logit_bias) or is_penalized(params)
         )
         self._prompt_sizes[slot] = prompt_size
         self._after[slot] = np.iinfo(np.int32).max if is_outside_for_good else params.min_tokens
@@ -111,27 +114,34 @@ class StepSampler:
         self._ranks.broadcast(out)
         self._state.store(out, result.slots)
 
-    def finish(self, result: StepLogits, batch: BatchState, failed: dict[int, FinishReason]) -> CudaPendingStep:
-        """Samples the rows that kernels do not, after a step. `failed`: slots that failed in it."""
+    def finish(
+        self, result: StepLogits, batch: BatchState, failed: dict[int, FinishReason], masks: TokenMasks | None = None
+    ) -> CudaPendingStep:
+        """Samples the rows that kernels do not, after a step. `failed`: slots that failed in it. `masks`: of grammars,
+        on rank 0."""
         slots = batch.sampled
         out = self._out[: slots.size]
         outside = np.flatnonzero(batch.computed[slots] - self._prompt_sizes[slots] < self._after[slots])
         if outside.size:
             if not self.num_outside:
-                event("rows are sampled after their steps", why="logit_bias, allowed_token_ids or min_tokens")
+                event("rows are sampled after their steps", why="logit_bias, allowed_token_ids, min_tokens or grammars")
             self.num_outside += outside.size
-            self._sample_outside(result, out, outside, slots)
+            self._sample_outside(result, out, outside, slots, masks)
         asking = np.flatnonzero(self._logprobs[slots])
         likely = None
         if asking.size and self._sampler is not None:
             where = moved(asking, out.device)
             likely = TopLogprobs.of(result.logits[where], out[where, 0], asking, self._logprobs[slots[asking]])
-        return CudaPendingStep(out, slots, likely, failed)
+        return CudaPendingStep(out, slots, likely, failed if masks is None else {**failed, **masks.failed})
 
-    def _sample_outside(self, result: StepLogits, out: Tensor, outside: Index, slots: Index) -> None:
+    def _sample_outside(
+        self, result: StepLogits, out: Tensor, outside: Index, slots: Index, masks: TokenMasks | None
+    ) -> None:
         if self._sampler is not None:
             where = moved(outside, out.device)
-            chosen = self._sampler.sample(result.logits[where], slots[outside])
+            if masks is not None:  # rows with a grammar are among those outside
+                masks = masks._replace(rows=np.searchsorted(outside, masks.rows))
+            chosen = self._sampler.sample(result.logits[where], slots[outside], masks)
             is_failed = out[where, 1] | chosen.is_failed
             out[where] = torch.stack((chosen.ids.masked_fill(is_failed != 0, 0), is_failed), 1)
         self._ranks.broadcast(out)

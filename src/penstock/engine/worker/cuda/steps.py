@@ -86,7 +86,7 @@ class CudaSteps:
         params, prompt, generated = batch.params[slot], batch.prompts[slot], batch.generated[slot]
         assert params is not None, "a slot has joined without parameters"
         seed, sample = int(batch.seeds[slot]), int(batch.samples[slot])
-        is_outside = self.sampler.join(slot, params, prompt.size)
+        is_outside = self.sampler.join(slot, params, prompt.size, has_grammar=slot in batch.grammars)
         if is_outside and self._sampler is not None:
             own = msgspec.structs.replace(params, logprobs=None)  # of these rows, too, `sampler` computes them
             self._sampler.join(slot, own, text, seed=seed, sample=sample, generated=generated)

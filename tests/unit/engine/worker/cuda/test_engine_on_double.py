@@ -42,6 +42,7 @@ from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
 from penstock.engine.worker.input_batch import build_batch  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner, TorchPendingStep  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
+from penstock.tensor import Handle  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.cuda_double import CudaDouble, Fault, Report  # noqa: E402
 from tests.support.ranks import ranks_must_answer  # noqa: E402
@@ -238,6 +239,21 @@ def test_sampling_parameters_mean_what_they_mean_on_the_cpu(
         assert result.answers == expected.answers
         for values, reference in zip(result.logprobs, expected.logprobs, strict=True):
             assert values == pytest.approx(reference, abs=1e-3)
+
+
+def test_grammars_are_followed_as_on_the_cpu(family: Callable[..., Family], on_double: Callable[..., OnDouble]) -> None:
+    """Their rows are sampled after the step, beside rows that the graph samples."""
+    pytest.importorskip("llguidance")
+    from tests.support.grammars import END, VOCABULARY, answers, cases, write_byte_tokenizer
+
+    of = family("llama", vocab_size=VOCABULARY)
+    write_byte_tokenizer(of.path)
+    requests = cases(8)
+    options = {"slots": 8, "blocks": 64, "block_size": 16, "end_ids": (END,), "open_handle": Handle.open}
+    expected = answers(device(of, **options), requests, budget=BUDGET)
+    on_device = on_double(of, **options)
+    with on_device.double:
+        assert answers(on_device.runner, requests, budget=BUDGET) == expected
 
 
 def test_bfloat16_is_answered_nearly_as_on_the_cpu(

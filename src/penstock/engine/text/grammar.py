@@ -1,0 +1,212 @@
+"""Grammars: from the field of a request to text, from text to a matcher, which says what may come next.
+
+The library is llguidance. Only processes that have a grammar to handle import this module. A matcher does the work
+while it masks: compiling a text takes milliseconds, so the text travels, and each process compiles it.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Collection, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import msgspec
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
+
+from penstock.engine.text.grammar_fields import Grammar, GrammarError, GrammarSource, StructuralTag
+from penstock.tensor import content_key
+
+MAX_CHARACTERS = 1 << 16  # of a grammar's text
+MAX_RULES = 1 << 14  # characters of Lark or GBNF, which takes 10 ms a kilobyte: the library translates GBNF in Python
+# Of a step, and of building a grammar. About 14,000 units of fuel take a millisecond, and 20,000 items.
+LIMITS = LLParserLimits(
+    initial_lexer_fuel=200_000,
+    step_lexer_fuel=100_000,
+    step_max_items=20_000,
+    max_items_in_row=1000,
+    max_lexer_states=20_000,
+    max_grammar_size=100_000,
+    verbose_errors=False,
+)
+# Whitespace as models write it, which cannot go on for ever. Nothing is passed over.
+JSON_OPTIONS: Any = {
+    "lenient": False,
+    "whitespace_flexible": False,
+    "key_separator": ": ?",
+    "item_separator": ", ?",
+}
+ANY_OBJECT = {"type": "object"}
+# Keywords of drafts before 4, which the library would ignore, and one of the library's own.
+UNSUPPORTED = ("disallow", "divisibleBy", "extends", "x-guidance")
+NAMES_OF_SCHEMAS = ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas")
+VALUES = ("enum", "const", "default", "examples", "example", "required", "type")
+_KEYS = re.compile(r"Unimplemented keys: (\[.*\])")
+_NON_VERBOSE = "<non-verbose/>"
+_NOTHING_LEFT = "NoExtensionBias"
+
+
+def build_grammar(source: GrammarSource) -> Grammar:
+    """Builds the text of a grammar. Raises GrammarError."""
+    text = _text_of(source)
+    _require_length(text, source.param)
+    return Grammar(text, content_key(b"grammar", source.kind, text))
+
+
+def _text_of(source: GrammarSource) -> str:
+    kind, value, param = source
+    try:
+        if kind == "json_object":
+            return _json_grammar(json.dumps(ANY_OBJECT))
+        if kind == "json_schema":
+            return _json_grammar(_schema_text(value, param))
+        if kind == "regex":
+            return LLMatcher.grammar_from_regex(value)
+        if kind == "choice":
+            return LLMatcher.grammar_from_regex("|".join(map(_quoted, value)))
+        if kind == "structural_tag":
+            return _tags_text(value, param)
+        _require_length(value, param, MAX_RULES)
+        return grammar_from("grammar", value)
+    except (ValueError, RecursionError) as error:
+        if isinstance(error, GrammarError):
+            raise
+        raise GrammarError(f"{str(error) or 'the grammar is nested too deeply'} at $.{param}", param) from None
+
+
+def _json_grammar(schema: str) -> str:
+    return LLMatcher.grammar_from_json_schema(schema, overrides=JSON_OPTIONS)
+
+
+def _schema_text(schema: Any, param: str) -> str:
+    """Returns a schema as text. Raises GrammarError for one with a keyword that the library would pass over."""
+    if isinstance(schema, str):
+        _require_length(schema, param)
+        schema = json.loads(schema)
+    if schema is False:
+        raise GrammarError(f"the grammar allows no text at $.{param}", param)
+    if schema is True:
+        schema = {}
+    if not isinstance(schema, dict):
+        raise GrammarError(f"expected a schema, an object or a boolean, got {str(schema)[:20]} at $.{param}", param)
+    for keyword in UNSUPPORTED:
+        if (path := find_keyword(schema, keyword)) is not None:
+            raise _unsupported(keyword, param + path)
+    return json.dumps(schema)
+
+
+def _require_length(text: str, param: str, limit: int = MAX_CHARACTERS) -> None:
+    if len(text) > limit:
+        message = f"expected at most {limit} characters, got {len(text)} at $.{param}"
+        raise GrammarError(message, param)
+
+
+def _unsupported(keyword: str, path: str) -> GrammarError:
+    return GrammarError(f"the keyword {keyword} of JSON Schema is not supported: it is at $.{path}", path)
+
+
+def _quoted(text: str) -> str:
+    """Returns a regular expression for one text."""
+    return "".join(char if char.isalnum() or char in " _" else f"\\x{{{ord(char):x}}}" for char in text)
+
+
+def _tags_text(tag: str | StructuralTag, param: str) -> str:
+    if isinstance(tag, str):
+        _require_length(tag, param)
+        tag = msgspec.json.decode(tag, type=StructuralTag)
+    structures = []
+    for number, structure in enumerate(tag.structures):
+        trigger = next((trigger for trigger in tag.triggers if structure.begin.startswith(trigger)), "")
+        where = f"{param}.structures[{number}]"
+        if not trigger:
+            raise GrammarError(f"expected a trigger at the beginning of {structure.begin!r} at $.{where}.begin", where)
+        schema = _schema_text(structure.schema, f"{where}.schema")
+        structures.append(StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end))
+    return LLMatcher.grammar_from_lark(StructTag.to_grammar(structures, assume_special=False))
+
+
+def find_keyword(schema: Any, keyword: str) -> str | None:
+    """Returns the path of the first use of a keyword in a schema, as ".properties.a.keyword"; None: it has none."""
+    left = [("", schema)]
+    while left:
+        path, value = left.pop()
+        if isinstance(value, dict) and keyword in value:
+            return f"{path}.{keyword}"
+        left += reversed([*_inner_schemas(path, value)])
+    return None
+
+
+def _inner_schemas(path: str, schema: Any) -> Iterator[tuple[str, Any]]:
+    if isinstance(schema, list):
+        yield from ((f"{path}[{number}]", inner) for number, inner in enumerate(schema))
+    elif isinstance(schema, dict):
+        for keyword, value in schema.items():
+            if keyword in NAMES_OF_SCHEMAS and isinstance(value, dict):
+                yield from ((f"{path}.{keyword}.{name}", inner) for name, inner in value.items())
+            elif keyword not in VALUES:
+                yield f"{path}.{keyword}", value
+
+
+# ── matchers ─────────────────────────────────────────────────────────────────────────────────────────────────────────
+class ByteTokens:
+    """A tokenizer with an id for each byte, an end id, and the special tokens of a model."""
+
+    bos_token_id = None
+    eos_token_id = 256
+
+    def __init__(self, special: Sequence[str] = ()) -> None:
+        self.tokens = [*(bytes([byte]) for byte in range(256)), b"<end>", *(text.encode() for text in special)]
+        self.special_token_ids = list(range(256, len(self.tokens)))
+
+    def __call__(self, text: str | bytes) -> list[int]:
+        return list(text.encode() if isinstance(text, str) else text)
+
+
+def byte_tokenizer(special: Sequence[str] = ()) -> LLTokenizer:
+    return LLTokenizer(TokenizerWrapper(ByteTokens(special)), slices=[])
+
+
+def model_tokenizer(path: Path, vocabulary: int, end_ids: Collection[int]) -> LLTokenizer:
+    """Reads a tokenizer.json. `vocabulary`: of the model, which may have more ids than the tokenizer.
+    Raises ValueError."""
+    if not path.exists():
+        raise ValueError(f"{path} is missing: a grammar is of the texts of ids")
+    return LLTokenizer(path.read_text(), n_vocab=vocabulary, eos_token=sorted(end_ids))
+
+
+def compile_grammar(tokenizer: LLTokenizer, text: str) -> LLMatcher:
+    """Returns a matcher at the beginning of an answer. Raises ValueError, without the library's dump of the state."""
+    matcher = LLMatcher(tokenizer, text, log_level=0, limits=LIMITS)
+    if matcher.is_error():
+        raise ValueError(matcher.get_error().replace(_NON_VERBOSE, "").strip() or "the grammar allows no text")
+    return matcher
+
+
+def has_nothing_left(matcher: LLMatcher) -> bool:
+    """Returns whether a matcher failed because no id continues its text, and not by a limit."""
+    return bool(matcher.get_error().startswith(_NOTHING_LEFT))
+
+
+def check_grammar(tokenizer: LLTokenizer, grammar: Grammar, source: GrammarSource) -> None:
+    """Raises GrammarError for a grammar that does not compile, or allows no text."""
+    try:
+        matcher = compile_grammar(tokenizer, grammar.text)
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or not any(mask):
+            raise ValueError("the grammar allows no text")
+    except ValueError as error:
+        raise _explained(str(error), source) from None
+
+
+def _explained(error: str, source: GrammarSource) -> GrammarError:
+    """Returns the error for the client, with the path of a keyword that is not supported."""
+    keys = _KEYS.search(error)
+    if keys is not None:
+        keyword = json.loads(keys[1])[0]
+        value = json.loads(source.value) if isinstance(source.value, str) else source.value
+        if isinstance(value, StructuralTag):
+            value = msgspec.to_builtins(value)
+        return _unsupported(keyword, source.param + (find_keyword(value, keyword) or ""))
+    error = error.replace(_NOTHING_LEFT, "the grammar allows no text")
+    return GrammarError(f"{' '.join(error.split())} at $.{source.param}", source.param)

@@ -1,0 +1,170 @@
+"""The grammars of a batch, in the process that samples: what may come next in each row, as bits.
+
+The state of a sample is a function of its grammar and of the ids that it has generated. So a resumed sample replays
+its ids, a preempted sample keeps its state, and prefix hits and chunks of a prompt change nothing.
+
+One thread compiles, advances and masks, in the order of the steps. While the device computes a step, the thread waits
+for the ids of the step before, advances the samples by them, and fills the masks: a step costs more only where the
+masks take longer than the forward pass.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Collection, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+from llguidance import LLExecutor, LLMatcher, LLTokenizer
+from llguidance.numpy import allocate_token_bitmask, fill_next_token_bitmask_par
+
+from penstock import DecodeError, Handle, Lease, Missing
+from penstock.engine.protocol.batch_state import BatchState
+from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.messages import FinishReason, Ints, Step
+from penstock.engine.text.grammar import compile_grammar, has_nothing_left, model_tokenizer
+
+MAX_COMPILED = 256  # grammars
+Bits: TypeAlias = npt.NDArray[np.int32]
+
+
+class TokenMasks(NamedTuple):
+    """The ids that may come next, of the rows of a step that have a grammar."""
+
+    rows: Index
+    bits: Bits  # a row for each of `rows`: bit i % 32 of word i // 32 is set if id i may come
+    failed: Mapping[int, FinishReason]  # by slot; the bits of such a row mean nothing
+
+
+class GrammarState:
+    """The state of one sample."""
+
+    __slots__ = ("generated", "handle", "has_ended", "matcher", "reason", "slot")
+
+    def __init__(self, slot: int, handle: Handle, generated: list[int]) -> None:
+        self.slot = slot
+        self.handle = handle
+        self.generated = generated  # before the sample was resumed
+        self.matcher: LLMatcher | None = None
+        self.has_ended = False  # an end id has been sampled: the row that is in flight behind that id has no mask
+        self.reason: FinishReason | None = None  # why the sample fails
+
+    @property
+    def is_open(self) -> bool:
+        return self.matcher is not None or self.reason is not None
+
+
+class Grammars:
+    """The methods are called in the order `follow`, `begin`, `sampled`, for each step."""
+
+    def __init__(
+        self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]
+    ) -> None:
+        """`directory`: of the model, with its tokenizer."""
+        self._directory = directory
+        self._vocabulary = vocabulary
+        self._end_ids = frozenset(end_ids)
+        self._open_handle = open_handle
+        self._tokenizer: LLTokenizer | None = None
+        self._compiled: OrderedDict[bytes | None, LLMatcher] = OrderedDict()
+        self._executor = LLExecutor(1)
+        self._states: dict[int, GrammarState] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
+        self._rows: list[tuple[int, GrammarState]] = []  # of the step that has begun
+        self._ids: tuple[list[tuple[int, GrammarState]], Callable[[], Ints]] | None = None  # of the step before
+
+    # ── a step ──
+    def follow(self, batch: BatchState, step: Step) -> None:
+        """Applies the leaves and joins of a step. Grammars that join are compiled meanwhile."""
+        for slot in () if step.left is None else step.left.tolist():
+            self._states.pop(slot, None)
+        for slot in () if step.joined is None else step.joined.slots.tolist():
+            handle = batch.grammars.get(slot)
+            if handle is not None:
+                state = self._states[slot] = GrammarState(slot, handle, batch.generated[slot].tolist())
+                self._thread.submit(self._open, state)
+
+    def begin(self, slots: Index) -> Future[TokenMasks] | None:
+        """Begins the masks of a step, before the device computes the step. `slots`: those that sample. Returns None if
+        no row has a grammar."""
+        states, (before, self._ids) = self._states, (self._ids, None)
+        self._rows = [(row, states[slot]) for row, slot in enumerate(slots.tolist()) if slot in states]
+        masks = self._thread.submit(self._fill, self._rows, before) if self._rows or before is not None else None
+        return masks if self._rows else None
+
+    def sampled(self, ids: Callable[[], Ints]) -> None:
+        """`ids` returns what the step has sampled, and may block until the device has."""
+        if self._rows:
+            self._ids = self._rows, ids
+
+    # ── in the thread ──
+    def _open(self, state: GrammarState) -> None:
+        if state.is_open:
+            return
+        try:
+            state.matcher = self._matcher(state.handle).deep_copy()
+        except Missing:
+            state.reason = FinishReason.MISSING
+        except (ValueError, DecodeError, TypeError):  # the server compiled it, but for another vocabulary
+            state.reason = FinishReason.GRAMMAR_LIMIT
+        else:
+            if state.generated and not state.matcher.consume_tokens(state.generated):
+                state.reason = FinishReason.GRAMMAR_MISFIT
+        state.generated = []
+
+    def _matcher(self, handle: Handle) -> LLMatcher:
+        matcher = self._compiled.get(handle.key) if handle.key is not None else None
+        if matcher is not None:
+            self._compiled.move_to_end(handle.key)
+            return matcher
+        with self._open_handle(handle) as lease:
+            text = str(lease.value())
+        if self._tokenizer is None:
+            self._tokenizer = model_tokenizer(self._directory / "tokenizer.json", self._vocabulary, self._end_ids)
+        matcher = compile_grammar(self._tokenizer, text)
+        if handle.key is not None:
+            self._compiled[handle.key] = matcher
+            if len(self._compiled) > MAX_COMPILED:
+                self._compiled.popitem(last=False)
+        return matcher
+
+    def _fill(
+        self,
+        rows: list[tuple[int, GrammarState]],
+        before: tuple[list[tuple[int, GrammarState]], Callable[[], Ints]] | None,
+    ) -> TokenMasks:
+        if before is not None:
+            self._advance(before[0], before[1]())
+        masked: list[tuple[int, GrammarState, LLMatcher]] = []
+        failed: dict[int, FinishReason] = {}
+        for row, state in rows:
+            self._open(state)  # again, if it raised
+            if state.reason is not None:
+                failed[state.slot] = state.reason
+            elif not state.has_ended and state.matcher is not None:
+                masked.append((row, state, state.matcher))
+        bits = allocate_token_bitmask(len(masked), self._vocabulary)
+        if masked:
+            matchers = [(matcher, number) for number, (_, _, matcher) in enumerate(masked)]
+            fill_next_token_bitmask_par(self._executor, matchers, bits)
+        for number, (_, state, matcher) in enumerate(masked):
+            if matcher.is_error():
+                is_stuck = has_nothing_left(matcher)
+                state.reason = FinishReason.GRAMMAR_STUCK if is_stuck else FinishReason.GRAMMAR_LIMIT
+                failed[state.slot] = state.reason
+                bits[number] = -1
+        return TokenMasks(np.array([row for row, _, _ in masked], np.intp), bits, failed)
+
+    def _advance(self, rows: list[tuple[int, GrammarState]], ids: Ints) -> None:
+        for row, state in rows:
+            token_id = int(ids[row])
+            if state.has_ended or state.reason is not None or state.matcher is None:
+                continue
+            # The library calls a matcher stopped both before an end id, which alone may come, and after it.
+            if token_id in self._end_ids:
+                state.has_ended = True
+            elif not state.matcher.consume_token(token_id):
+                state.reason = FinishReason.GRAMMAR_LIMIT
