@@ -22,7 +22,7 @@ from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.config import require_dtype
-from penstock.engine.protocol.messages import FinishReason, Ints, SamplingParams, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
@@ -270,15 +270,10 @@ class ModelRunner:
         if self._cuda is not None:
             self._cuda.join(slot, batch, text, rope_offsets)
             return
-        if self._sampler is not None:
-            self._sampler.join(
-                slot,
-                _params_of(batch, slot),
-                text,
-                seed=int(batch.seeds[slot]),
-                sample=int(batch.samples[slot]),
-                generated=generated,
-            )
+        params = batch.params[slot]
+        if self._sampler is not None and params is not None:
+            seed, sample = int(batch.seeds[slot]), int(batch.samples[slot])
+            self._sampler.join(slot, params, text, seed=seed, sample=sample, generated=generated)
         self._tokens.join(slot, np.concatenate((prompt, generated)))
 
     def _positions(self, input_batch: InputBatch) -> Index:
@@ -390,7 +385,7 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(ids, logprobs, failed)
+        return SamplerOutput(self.ids(), logprobs, failed)
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:
