@@ -42,7 +42,8 @@ def main() -> int:
     if not arguments.table:
         print(json.dumps(compare(arguments.values[0])))
         return 0
-    results = [json.loads(Path(path).read_text()) for path in arguments.values]
+    # vLLM may print before it.
+    results = [json.loads(Path(path).read_text().splitlines()[-1]) for path in arguments.values]
     print(table(results))
     return int(arguments.fail and any(any(result["parts"].values()) for result in results))
 
