@@ -11,6 +11,7 @@ from penstock.engine.worker.cuda import decoder
 from penstock.engine.worker.cuda.attention import CudaAttention
 from penstock.engine.worker.cuda.decoder import CudaLayer, Linear, Norm
 from penstock.engine.worker.paged_attention import AttentionStyle, KVCache, KVCacheShape
+from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.support.attention_cases import multiprocessors
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,6 +82,7 @@ def check_rotation(heads: int, kv_heads: int, size: int, dtype: torch.dtype, *, 
     own_norms = [Norm(norm.weight.detach(), 1e-5, adds_one=False) for norm in norms]
     linear = Linear(torch.zeros(0), None)
     layer = CudaLayer(
+        TPGroup(),
         0, AttentionStyle(1.0), heads, own_norms[0], own_norms[0],
         (own_norms[0], own_norms[1]) if has_norm else None, linear, linear, linear, linear,
     )  # fmt: skip

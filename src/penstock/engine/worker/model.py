@@ -80,8 +80,8 @@ class LoadedModel:
             raise ValueError(
                 f"layers with different numbers of query heads for each KV head ({groups}) are not supported"
             )
-        if device.type == "cuda" and ranks.size == 1:
-            self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe)
+        if device.type == "cuda":
+            self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe, ranks)
         self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
 
     def _probe(self) -> Probe:
@@ -170,10 +170,12 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
     return LoadedModel(stock, ranks, device)
 
 
-def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe) -> CudaDecoder | None:
+def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe, ranks: TPGroup) -> CudaDecoder | None:
     from penstock.engine.worker.cuda.decoder import find_decoder, log_layers
 
-    computation = find_decoder(decoder, embeddings, probe.shapes, probe.styles)
+    computation = find_decoder(decoder, embeddings, probe.shapes, probe.styles, ranks)
+    if not ranks.least(int(computation is not None)):  # all ranks compute alike
+        computation = None
     log_layers(computation, len(probe.shapes))
     return computation
 

@@ -20,6 +20,7 @@ from penstock.engine.worker.cuda.attention import ChunkTensors, CudaAttention, c
 from penstock.engine.worker.input_batch import PrefillChunk
 from penstock.engine.worker.paged_attention import Attention, AttentionStyle, KVCache, KVCacheShape
 from penstock.engine.worker.stock import SiLUActivation
+from penstock.engine.worker.tensor_parallel import TPGroup
 
 LARGEST_NORM = 1 << 14  # elements that a program keeps in registers
 
@@ -39,6 +40,7 @@ class Linear(NamedTuple):
 
 
 class CudaLayer(NamedTuple):
+    ranks: TPGroup  # each has some of the heads, and of the columns of the MLP
     layer: int  # of its KV cache
     how: AttentionStyle
     heads: int
@@ -55,8 +57,8 @@ class CudaLayer(NamedTuple):
         qkv = self.qkv(add_norm(x, residual, self.input_norm))
         queries = self._rotate_write(qkv, cos, sin, attention)
         attended = attention.attend_written(self.layer, queries, self.how)
-        middle = add_norm(self.output(attended.flatten(1)), residual, self.mlp_norm)
-        return self.down(gated(self.gate_up(middle)))
+        middle = add_norm(self.ranks.all_reduce(self.output(attended.flatten(1))), residual, self.mlp_norm)
+        return self.ranks.all_reduce(self.down(gated(self.gate_up(middle))))
 
     def head_size(self, memory: KVCache) -> int:
         return memory.layers[self.layer][0].shape[2]
@@ -131,7 +133,7 @@ WHOLE = 4  # times that error is allowed for all layers together
 
 @torch.inference_mode()
 def find_decoder(
-    decoder: Any, embeddings: Any, shapes: dict[int, KVCacheShape], styles: dict[int, AttentionStyle]
+    decoder: Any, embeddings: Any, shapes: dict[int, KVCacheShape], styles: dict[int, AttentionStyle], ranks: TPGroup
 ) -> CudaDecoder | None:
     """Returns the computation of a decoder; None: its modules compute something else than the kernels.
 
@@ -139,7 +141,7 @@ def find_decoder(
     """
     layers, norm = [], norm_of(getattr(decoder, "norm", None))
     for module in getattr(decoder, "layers", ()):
-        layer = layer_of(module, styles)
+        layer = layer_of(module, styles, ranks)
         if layer is None:
             return None
         layers.append(layer)
@@ -190,7 +192,7 @@ def error(result: Tensor, expected: Tensor) -> float:
     return float((result.float() - expected.float()).norm() / expected.float().norm())
 
 
-def layer_of(module: Any, styles: dict[int, AttentionStyle]) -> CudaLayer | None:
+def layer_of(module: Any, styles: dict[int, AttentionStyle], ranks: TPGroup) -> CudaLayer | None:
     attention: Any = getattr(module, "self_attn", None)
     mlp: Any = getattr(module, "mlp", None)
     names = ("q_proj", "k_proj", "v_proj", "o_proj")
@@ -210,6 +212,7 @@ def layer_of(module: Any, styles: dict[int, AttentionStyle]) -> CudaLayer | None
     if size & (size - 1) or not has_like_biases(projections) or not has_like_biases([mlp.gate_proj, mlp.up_proj]):
         return None
     return CudaLayer(
+        ranks,
         attention.layer_idx,
         styles[attention.layer_idx],
         attention.q_proj.weight.shape[0] // size,

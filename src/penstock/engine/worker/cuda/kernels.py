@@ -88,7 +88,7 @@ def advance(
     tl.store(lengths + row, tl.where(runs, position + 1, 0), is_row)
     tl.store(places + row, tl.where(runs, block * BLOCK + position % BLOCK, -1), is_row)
     own = params + slot * PARAMS_SIZE
-    is_long = tl.maximum(tl.load(own + PROMPT_SIZE, runs, 0), position + 1) > max_short_prompt
+    is_long = position + 1 > max_short_prompt  # a row that samples has its whole prompt
     for axis in tl.static_range(AXES):
         rope = position + tl.load(own + ROPE + axis, runs, 0)
         tl.store(positions + axis * positions_stride + row, tl.where(is_long, -1 - rope, rope), is_row)

@@ -130,11 +130,6 @@ MUTANTS: dict[str, tuple[Callable[[], None], str, str]] = {
     "prompt counts as generated": (check_states, "range(first, length, SIZE)", "range(0, length, SIZE)"),
     "id is counted once": (check_states, "tl.atomic_add(", "tl.store("),
     "rope without offset": (check_states, "tl.load(own + ROPE + axis, runs, 0)", "0 * axis"),
-    "rope by the position alone": (
-        check_states,
-        "tl.maximum(tl.load(own + PROMPT_SIZE, runs, 0), position + 1)",
-        "position + 1",
-    ),
     "short rope for all": (check_states, "-1 - rope", "rope"),
 }
 
