@@ -146,11 +146,11 @@ void each_end_of_a_fill_ends_a_wait() {
     };
     u64 name = 0;
     for (const auto& end : ends) {
-        Extent ours, theirs;
+        Extent ours, awaited;
         u32 fills_before = 0;
         Key key = key_of(++name);
         REQUIRE(writer.begin(key, 4096, ours, fills_before) == Store::Begun::fill, "key %" PRIu64 " was there", name);
-        REQUIRE(waiter.begin(key, 4096, theirs, fills_before) == Store::Begun::wait, "key %" PRIu64 " is free", name);
+        REQUIRE(waiter.begin(key, 4096, awaited, fills_before) == Store::Begun::wait, "key %" PRIu64 " is free", name);
         Woken woken = Woken::interrupted;
         std::thread wait([&] {
             Spinner spinner(Latency::eco);

@@ -75,10 +75,13 @@ class Scheduler:
         self._removed_slots: set[int] = set()  # rows that do not run in that step any more
         self._awaiting_result: set[int] = set()  # rows that compute nothing: all of their tokens are sampled
         self.open_samples = 0  # that have not ended
-        self.preemptions = self.prefix_queries = self.prefix_hits = 0  # two in tokens; a preempted sample counts once
+        self.preemptions = 0
+        self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
         self.closed: list[tuple[int, int]] = []  # servers and numbers of requests that have ended; the caller clears it
-        # Samples that have got a slot, a first token, or an end here; the caller clears the lists.
-        self.admitted, self.answered, self.ended = list[Sample](), self._in_flight.answered, list[Sample]()
+        # Samples that have got a slot, a first token, or an end here. The caller clears these lists.
+        self.admitted: list[Sample] = []
+        self.answered = self._in_flight.answered
+        self.ended: list[Sample] = []
 
     # ── from outside ──
     def submit(self, submit: Submit, queued_ns: int = 0) -> None:

@@ -257,7 +257,8 @@ class ApiServer:
             return await cancel_on_disconnect(
                 request.receive, self._whole(style, batch, params, len(prompts), answer, latencies)
             )
-        answer["object"] += ".chunk" if style == Style.CHAT else ""
+        if style == Style.CHAT:
+            answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
         batch = self._batch(submit, params, prompts, ChunkFormat(style, head + nothing_yet))
