@@ -1,4 +1,4 @@
-"""JSON Schemas of the keywords that are honoured, and of those that are refused with their path."""
+"""JSON Schemas of honoured keywords, and of keywords refused with a path."""
 
 from __future__ import annotations
 

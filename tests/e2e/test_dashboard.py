@@ -147,7 +147,7 @@ LOADED = ("--device-model", "simulated", "--step-ms", "5", "--shutdown-timeout",
 
 
 def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -> None:
-    """What happened, to which requests, and how long: all from the text of the page, which opens after it."""
+    """The text of a page opened after the kill names the cause, the requests and the pauses."""
     if Browser.find() is None:
         pytest.skip("there is no Chromium on this machine: apt-get install chromium")
     with serving(*LOADED) as (server, port), streaming(port, 3, "ask-{}"):

@@ -114,7 +114,7 @@ async def what_cannot_be_honoured_is_refused_with_its_path(served: Served) -> No
 
 
 async def hostile_grammars_get_an_answer_or_a_refusal(served: Served) -> None:
-    """None of them costs the server, the worker, or a stream beside it anything."""
+    """Neither server nor worker dies, and a stream beside the grammars goes on."""
     properties = {f"p{number}": {"type": "string"} for number in range(1000)}
     beside = asyncio.ensure_future(chat(served, guided_regex="[0-9]{300}", max_tokens=400))
     for fields in (
