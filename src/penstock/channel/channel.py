@@ -6,7 +6,6 @@ Leaves to the native core: everything that happens after an end is open. Leaves 
 from __future__ import annotations
 
 import atexit
-import importlib
 import os
 import resource
 import sys
@@ -92,7 +91,7 @@ class Channel(Shareable, Generic[T]):
             raise ClosedError(f"channel '{self.name}' is closed")
         # What is registered last runs first: before multiprocessing awaits the children, which may wait for this end.
         if "multiprocessing" in sys.modules:
-            importlib.import_module("multiprocessing.util")  # registers that
+            import multiprocessing.util  # noqa: F401, registers that
         atexit.unregister(_fail_open_ends)
         atexit.register(_fail_open_ends)
         return _native.Attachment(self._segment, short(name), group)

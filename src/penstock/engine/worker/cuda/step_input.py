@@ -43,7 +43,7 @@ class InputSizes(NamedTuple):
     axes: int  # of positions
 
 
-class Part(NamedTuple):
+class InputPart(NamedTuple):
     """A part of an input."""
 
     size: Callable[[InputSizes], int]
@@ -52,18 +52,18 @@ class Part(NamedTuple):
 
 
 PARTS = {
-    "slots": Part(lambda sizes: sizes.tokens),
-    "positions": Part(lambda sizes: sizes.tokens),
-    "rope_positions": Part(lambda sizes: sizes.axes * sizes.tokens, has_lines=True),
-    "places": Part(lambda sizes: sizes.tokens, padding=-1),
-    "row_slots": Part(lambda sizes: sizes.rows, padding=-1),
-    "row_lengths": Part(lambda sizes: sizes.rows),
-    "chunk_slots": Part(lambda sizes: sizes.chunks),
-    "chunk_lengths": Part(lambda sizes: sizes.chunks),
-    "starts": Part(lambda sizes: sizes.chunks + 1),
-    "items": Part(lambda sizes: 4 * round_up(sizes.items), padding=-1, has_lines=True),
-    "last": Part(lambda sizes: sizes.sampled),
-    "sampled": Part(lambda sizes: sizes.sampled, padding=-1),
+    "slots": InputPart(lambda sizes: sizes.tokens),
+    "positions": InputPart(lambda sizes: sizes.tokens),
+    "rope_positions": InputPart(lambda sizes: sizes.axes * sizes.tokens, has_lines=True),
+    "places": InputPart(lambda sizes: sizes.tokens, padding=-1),
+    "row_slots": InputPart(lambda sizes: sizes.rows, padding=-1),
+    "row_lengths": InputPart(lambda sizes: sizes.rows),
+    "chunk_slots": InputPart(lambda sizes: sizes.chunks),
+    "chunk_lengths": InputPart(lambda sizes: sizes.chunks),
+    "starts": InputPart(lambda sizes: sizes.chunks + 1),
+    "items": InputPart(lambda sizes: 4 * round_up(sizes.items), padding=-1, has_lines=True),
+    "last": InputPart(lambda sizes: sizes.sampled),
+    "sampled": InputPart(lambda sizes: sizes.sampled, padding=-1),
 }
 EMPTY: Mapping[str, Ints] = dict.fromkeys(PARTS, np.zeros(0, np.int32))  # a step without tokens
 
