@@ -30,7 +30,8 @@ WAYS = {
     "SIGTERM": ("os.kill(os.getpid(), 15); time.sleep(10)", "killed by SIGTERM"),
     "interrupt": ("signal.raise_signal(signal.SIGINT)", "KeyboardInterrupt"),
 }
-OF_EACH_FORM = ("return", "exception", "SIGKILL", "interrupt")
+ALL_WAYS = ("with", "bare", "async with")  # forms
+OF_EACH_FORM = ("return", "exception", "sys.exit", "SIGKILL", "interrupt")
 PRELUDE = """
 import asyncio, signal, time
 channel = penstock.attach(sys.argv[1])
@@ -150,10 +151,10 @@ def cause_of(call: Any) -> str:
 
 
 def cases(forms: dict[str, str]) -> list[Any]:
-    """Channel, form and way. `make test` runs all ways of two forms and four ways of each form of the ring, and two
+    """Channel, form and way. `make test` runs all ways of three forms and five ways of each form of the ring, and two
     ways of two forms for the other channels."""
     every = [(style, form, way) for style in CHANNELS for form in forms for way in WAYS]
-    of_ring = {(form, way) for form in forms for way in WAYS if form in ("with", "bare") or way in OF_EACH_FORM}
+    of_ring = {(form, way) for form in forms for way in WAYS if form in ALL_WAYS or way in OF_EACH_FORM}
     few = [(form, way) for form in ("with", "async with") for way in ("exception", "SIGKILL")]
     chosen = [case for case in every if case[1:] in (of_ring if case[0] == "ring" else few)]
     return [*chosen, *tiers.only_in_all(*(case for case in every if case not in chosen))]

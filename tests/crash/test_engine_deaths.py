@@ -10,9 +10,11 @@ import os
 import signal
 import subprocess
 import sys
+import time
 
 import pytest
 
+from penstock.command_signals import REPEAT_S
 from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
@@ -132,9 +134,11 @@ async def test_a_server_is_killed_or_stopped_and_the_others_do_not_notice() -> N
 
 
 # ── the engine ───────────────────────────────────────────────────────────────────────────────────────────────────────
-async def live() -> None:
+async def live(shutdown_timeout: float) -> None:
     logs.configure("launcher", "text")
-    config = EngineConfig(simulated=simulated_device(step_seconds=0.01), shutdown_timeout=20.0, api_server_count=2)
+    config = EngineConfig(
+        simulated=simulated_device(step_seconds=0.01), shutdown_timeout=shutdown_timeout, api_server_count=2
+    )
     launcher = Launcher(config, serve)
     running = asyncio.ensure_future(launcher.run())
     await asyncio.sleep(0)
@@ -146,8 +150,8 @@ async def live() -> None:
 
 
 @contextlib.contextmanager
-def tree_of_its_own():
-    code = "import asyncio, tests.crash.test_engine_deaths as t; asyncio.run(t.live())"
+def tree_of_its_own(shutdown_timeout: float = 20.0):
+    code = f"import asyncio, tests.crash.test_engine_deaths as t; asyncio.run(t.live({shutdown_timeout}))"
     process = subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -177,6 +181,17 @@ def test_sigterm_drains_and_ends_in_order() -> None:
         _, err = process.communicate(timeout=PATIENCE)
     assert process.returncode == 0, err
     assert 'event="cluster stopped" killed=none' in err and "level=error" not in err, err
+
+
+def test_a_second_sigterm_stops_it_at_once() -> None:
+    with tree_of_its_own(shutdown_timeout=60.0) as (process, pids):
+        os.kill(pids[-1], signal.SIGSTOP)  # a server, which will not end by itself
+        process.terminate()
+        time.sleep(REPEAT_S + 0.2)
+        began = time.monotonic()
+        process.terminate()
+        _, err = process.communicate(timeout=PATIENCE)
+        assert time.monotonic() - began < 10 and process.returncode == 0, err
 
 
 def test_killed_launcher_leaves_no_process() -> None:

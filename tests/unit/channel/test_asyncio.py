@@ -74,6 +74,15 @@ async def fill(sender: AsyncSender) -> int:
 
 
 @over_a_ring()
+async def test_async_receiver_gets_what_an_async_sender_sends(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+    for record in (b"", b"x", b"y" * 5000, [b"a", b"b"], memoryview(b"m")):
+        await sender.send(record)
+        expected = b"".join(record) if isinstance(record, list) else bytes(record)
+        assert await receiver.receive() == expected
+    assert (sender.index, receiver.index, receiver.source) == (0, 0, 0)
+
+
+@over_a_ring()
 async def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(
     sender: AsyncSender, receiver: AsyncReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:

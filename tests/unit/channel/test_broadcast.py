@@ -58,6 +58,21 @@ def test_the_slowest_receiver_is_the_one_that_is_named() -> None:
         sender.send(b"y" * 960, timeout=1)
 
 
+def test_other_receivers_read_while_the_slowest_blocks_the_sender() -> None:
+    with broadcast(2) as (sender, (reading, stuck)):
+        sent = 0
+        with contextlib.suppress(WouldBlock):
+            while True:
+                sender.send_nowait(b"%d" % sent)
+                sent += 1
+        assert [reading.receive(timeout=1) for _ in range(sent)] == [b"%d" % number for number in range(sent)]
+        with pytest.raises(WouldBlock):
+            sender.send_nowait(b"more")
+        assert stuck.receive(timeout=1) == b"0"
+        sender.send_nowait(b"more")
+        assert reading.receive(timeout=1) == b"more"
+
+
 def test_an_expected_receiver_that_is_absent_has_its_records_kept() -> None:
     channel = penstock.Broadcast(receivers=2, capacity=4096)
     with channel.open_sender() as sender, channel.open_receiver() as first:

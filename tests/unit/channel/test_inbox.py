@@ -63,6 +63,30 @@ def test_a_place_that_nobody_has_taken_yet_is_waited_for() -> None:
         assert list(receiver) == [b"late"]
 
 
+def test_successors_of_a_closed_sender_mix_up_no_record() -> None:
+    channel = penstock.Inbox(senders=1)
+    with channel.open_receiver() as receiver:
+        for generation in range(50):
+            with channel.open_sender() as sender:
+                assert sender.index == 0
+                sender.send(b"%d" % generation)
+                sender.send(b"%d" % generation * 30_000)
+            if generation % 3 == 0:
+                while (record := next_record(receiver)) is not None:
+                    last = record
+                assert last == b"%d" % generation * 30_000
+        records = list(receiver)
+        assert records[-1] == b"49" * 30_000
+        assert len(records) == 2
+
+
+def next_record(receiver: ByteReceiver) -> bytes | None:
+    try:
+        return receiver.receive_nowait()
+    except (EndOfChannel, WouldBlock):
+        return None
+
+
 def test_the_end_of_an_inbox_is_not_for_ever() -> None:
     channel = penstock.Inbox(senders=1)
     with channel.open_receiver() as receiver:

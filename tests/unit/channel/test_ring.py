@@ -147,6 +147,15 @@ def test_what_the_sender_overwrites_after_send_was_sent_as_it_was(nbytes: int) -
         assert receiver.receive(timeout=1) == b"a" * nbytes
 
 
+def test_iteration_ends_with_the_channel() -> None:
+    with ring() as (_, sender, receiver):
+        for number in range(5):
+            sender.send(b"%d" % number)
+        sender.close()
+        assert list(receiver) == [b"0", b"1", b"2", b"3", b"4"]
+        assert list(receiver) == []
+
+
 def test_receiver_reads_records_and_then_the_end_of_a_closed_sender() -> None:
     with ring() as (_, sender, receiver):
         sender.send(b"inline")
@@ -308,6 +317,17 @@ def test_negative_timeout_has_passed_and_a_very_long_one_is_none() -> None:
             receiver.receive(timeout=-3)
         sender.send(b"x", timeout=float("inf"))
         assert receiver.receive(timeout=1e300) == b"x"
+
+
+def test_memory_of_a_long_record_is_free_once_it_is_read() -> None:
+    channel = penstock.Ring(long_records=SMALL_POOL)
+    with channel.open_sender() as sender, channel.open_receiver() as receiver:
+        for number in range(20):
+            sender.send(pattern(number, 600_000), timeout=1)  # the pool has room for one
+            assert receiver.receive(timeout=1) == pattern(number, 600_000)
+        pool = channel.snapshot()["pool"][0]
+        assert (pool["blocks"], pool["free_nbytes"], pool["takes"]) == (0, 1 << 20, 20)
+        assert channel.snapshot()["senders"][0]["spills"] == 20
 
 
 def test_record_longer_than_the_pool_raises_and_the_next_is_sent() -> None:

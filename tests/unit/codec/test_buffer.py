@@ -118,6 +118,26 @@ def test_buffers_are_told_apart_by_their_bytes() -> None:
             Buffer(wrong)  # type: ignore[arg-type]
 
 
+def test_source_is_the_sender_of_the_last_buffer() -> None:
+    inbox = penstock.Inbox(Buffer, senders=3)
+    with inbox.open_receiver() as receiver:
+        for index in (2, 0, 1):
+            with inbox.open_sender(index) as sender:
+                assert sender.index == index
+                sender.send(b"%d" % index)
+                assert (bytes(receiver.receive(timeout=1)), receiver.source) == (b"%d" % index, index)
+                assert receiver.index == 0
+
+
+def test_ends_of_buffers_are_closed_by_their_block() -> None:
+    with ring() as (_, sender, receiver):
+        pass
+    assert sender.is_closed and receiver.is_closed
+    for use in (lambda: sender.send(b"x"), lambda: sender.send_nowait(b"x"), receiver.receive, receiver.receive_nowait):
+        with pytest.raises(ClosedError):
+            use()
+
+
 # ── room ──
 @pytest.mark.parametrize("nbytes", [100, 5000])
 def test_a_buffer_keeps_its_room_until_it_is_released(nbytes: int) -> None:
@@ -201,6 +221,21 @@ def test_a_released_buffer_is_a_closed_error_whatever_is_done_with_it() -> None:
         ):
             with pytest.raises(ClosedError, match="the buffer has been released"):
                 use()
+
+
+@pytest.mark.parametrize("nbytes", [1000, 5000])
+def test_buffer_outlives_its_receiver_and_its_channel(nbytes: int) -> None:
+    channel = penstock.Ring(Buffer, long_records=LongRecords(inline_limit=2000))
+    sender, receiver = channel.open_sender(), channel.open_receiver()
+    sender.send(b"x" * nbytes)
+    buffer = receiver.receive(timeout=1)
+    receiver.close()
+    sender.close()
+    channel.close()
+    del sender, receiver, channel
+    gc.collect()
+    assert bytes(buffer) == b"x" * nbytes
+    buffer.release()
 
 
 def test_a_copy_of_a_buffer_does_not_keep_its_room() -> None:

@@ -145,6 +145,20 @@ def test_a_message_that_cannot_be_encoded_costs_nothing() -> None:
         assert receiver.receive(timeout=5) == Job(2, WARM)
 
 
+def test_receive_nowait_returns_a_message_or_raises_would_block() -> None:
+    with opened() as channel:
+        sender, receiver = channel.open_sender(), channel.open_receiver(0)
+        with pytest.raises(penstock.WouldBlock):
+            receiver.receive_nowait()
+        sender.send(Job(1))
+        assert receiver.receive_nowait() == Job(1)
+        with pytest.raises(penstock.WouldBlock):
+            receiver.receive_nowait()
+        sender.close()
+        with pytest.raises(penstock.EndOfChannel):
+            receiver.receive_nowait()
+
+
 def test_threads_share_ends() -> None:
     with (
         opened("ring", capacity=1 << 16) as channel,

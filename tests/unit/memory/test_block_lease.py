@@ -213,6 +213,18 @@ def test_exception_in_a_with_block_is_not_hidden_by_a_live_view() -> None:
     assert pool.stats().blocks == 0
 
 
+def test_1000_leases_of_a_block_are_counted() -> None:
+    pool = new_pool()
+    first = pool.take(10)
+    ref = pool.share(first)
+    others = [pool.open(ref) for _ in range(1000)]
+    first.release()
+    while others:
+        assert pool.stats().blocks == 1
+        others.pop().release()
+    assert pool.stats().blocks == 0
+
+
 def test_a_lease_outlives_its_pool_and_its_attachment() -> None:
     pool = Pool.create(4096)
     lease = pool.take(10)

@@ -382,6 +382,19 @@ def test_another_process_opens_the_memory_once_and_sees_every_slice_of_it() -> N
     closed(pool)
 
 
+def test_producer_process_attaches_and_opens_no_handle() -> None:
+    pool, driver = new_pool()
+    second = CudaPool.attach(pool.ticket, driver=driver)
+    assert second.is_producer
+    second.books.join()
+    ref = pool.share(filled(pool, KIB, 7), [second.peer])
+    array = array_of(second, second.open(ref))
+    assert (array == 7).all() and driver.opens == 0
+    del array
+    second.close()
+    closed(pool)
+
+
 def test_the_producer_frees_no_memory_that_somebody_has_mapped() -> None:
     pool, driver = new_pool()
     with partner(

@@ -116,6 +116,15 @@ def test_nothing_has_a_name_and_nobody_listens() -> None:
         receiver.close()
 
 
+def test_an_unrelated_process_attaches_by_ticket() -> None:
+    segment = Segment.create(5000, name="given")
+    write(segment, b"hello")
+    with program(READ, segment.ticket) as other:
+        assert other.hear() == "hello given 5000"
+        assert other.end() == 0
+    assert bytes(segment.view()[:5]) == b"there"
+
+
 # ── how it reaches others ────────────────────────────────────────────────────────────────────────────────────────────
 READ = """
 segment = lowlevel.Segment.attach(sys.argv[1])

@@ -4,8 +4,10 @@ import random
 
 import pytest
 
+from penstock.installing import how_to_install
 from penstock.tools.capture import edit_distance
 from penstock.tools.capture.edit_distance import between, most_between, without_common_ends
+from penstock.tools.capture.measure_error import MeasureError, required
 
 
 def by_the_book(first: bytes, second: bytes) -> int:
@@ -65,3 +67,9 @@ def test_taking_ends_off_does_not_change_the_distance(seed: int, monkeypatch: py
         first = bytes(chance.choices(b"ab", k=chance.randrange(1, 30)))
         second = bytes(chance.choices(b"ab", k=chance.randrange(1, 30)))
         assert between(first, second) == (by_the_book(first, second), True)
+
+
+def test_missing_library_is_an_error_that_says_what_to_install() -> None:
+    with pytest.raises(MeasureError, match="needs nowhere, which is not installed: ") as caught:
+        required("nowhere.distance", "the edit distance")
+    assert how_to_install("measure") in str(caught.value)
