@@ -96,6 +96,24 @@ async def test_streams_go_on_when_a_process_of_the_only_group_is_killed(kind: st
         await engine.must_be_empty()
 
 
+@pytest.mark.parametrize(
+    "kind", ["core", *(pytest.param(kind, marks=tiers.needs_all) for kind in ("worker", "output"))]
+)
+@in_a_loop
+async def test_streams_go_on_in_the_other_group_when_a_process_is_killed(kind: str) -> None:
+    async with running(data_parallel_size=2, **SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
+        started = await readers(client)
+        lost = started[0].stream.group
+        of_the_group = sum(reader.stream.group == lost for reader in started)
+        kill(engine, kind, group=lost)
+        await require_exact(engine, started)
+        assert migrations(client) == {"output" if kind == "output" else "died": of_the_group}
+        print(f"{kind}: a mean pause of {mean_pause(client, lost):.3f} s")
+        await engine.serving_again(client)
+        for group in range(2):
+            await engine.must_be_empty(group)
+
+
 @in_a_loop
 async def test_images_go_on_in_the_store_and_inline_when_a_worker_is_killed() -> None:
     """The simulated device reads them when their request joins."""

@@ -94,6 +94,21 @@ async def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
 
 
 @in_a_loop
+async def test_server_killed_at_each_start_restarts_until_it_serves(quick_restarts: None) -> None:
+    async with tree_with(0, "worker", worker.run) as served:
+        await served.launcher.serving(START)
+        for _ in range(FAILED):
+            pid = served.child("server").pid
+            served.child("server").signal(signal.SIGKILL)
+            await served.until(
+                lambda pid=pid: [child for child in served.children() if is_another_server(child, pid)], START
+            )
+            assert not served.launcher.has_failed
+        await served.launcher.serving(START)
+        assert json.loads((await served.get("/health"))[1])["servers"][0]["failed_starts"] == 0
+
+
+@in_a_loop
 async def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
     seed: int, quick_restarts: None
 ) -> None:
@@ -110,6 +125,10 @@ async def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
         assert (await served.get("/health/ready"))[0] == 200
         for group in range(2):
             await served.must_be_empty(group)
+
+
+def is_another_server(child: ChildProcess, pid: int) -> bool:
+    return child.member.kind == "server" and child.pid != pid
 
 
 @pytest.mark.parametrize("has_served", [True, False])

@@ -18,6 +18,7 @@ pytest.importorskip("openai")
 pytest.importorskip("httptools")
 
 from penstock.engine.client.client import ImageInput
+from penstock.engine.client.stream import EngineError
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.sampling_params import SamplingParams
 from penstock.server.server_launcher import ServerLauncher
@@ -65,10 +66,10 @@ def gate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Gate]:
     gate.open()
 
 
-def with_workers(life: Callable[..., None]) -> Callable[[ServerLauncher], None]:
+def with_workers(life: Callable[..., None], groups: tuple[int, ...] = (0,)) -> Callable[[ServerLauncher], None]:
     def prepare(launcher: ServerLauncher) -> None:
         for unit in launcher.units:
-            if unit.is_group:
+            if unit.is_group and unit._group in groups:
                 unit._parts = [(kind, index, life if kind == "worker" else run) for kind, index, run in unit._parts]
 
     return prepare
@@ -91,10 +92,11 @@ def over_client(tokens: int = LONG, **more: Any) -> ClientRequest:
     return ClientRequest(list(range(20)), SamplingParams(max_tokens=tokens, ignore_eos=True), images=images, **more)
 
 
-async def kill_group(engine: Migrating) -> None:
+async def kill_group(engine: Migrating, group: int = 0) -> None:
     """Returns when it does not serve any more."""
-    engine.child("worker").signal(signal.SIGKILL)
-    await engine.until(lambda: engine.serving(0) == 0)
+    victims = [child for child in engine.children() if (child.member.kind, child.member.group) == ("worker", group)]
+    victims[0].signal(signal.SIGKILL)
+    await engine.until(lambda: engine.serving(group) == 0)
 
 
 async def begun(engine: Migrating, *requests: AnyRequest) -> tuple[asyncio.Task[list[Answer]], Progress]:
@@ -143,6 +145,22 @@ async def until_open_over_http(engine: Migrating, count: int) -> None:
         await asyncio.sleep(0.02)
 
 
+async def a_request_whose_time_runs_out_while_it_waits_is_answered_504(engine: Migrating, gate: Gate) -> None:
+    gate.close()
+    request = over_client()
+    began = time.monotonic()
+    stream = await engine.engine_client.submit(request.prompt, request.params, values=request.images, timeout=1.5)
+    await anext(aiter(stream))
+    await kill_group(engine)
+    with pytest.raises(EngineError) as caught:
+        async for _ in stream:
+            pass
+    assert caught.value.status == 504 and time.monotonic() - began < WITHIN
+    assert engine.serving(0) == 0 and not held(engine)
+    gate.open()
+    await engine.must_be_whole()
+
+
 async def new_requests_wait_for_the_group_as_others_do(engine: Migrating, gate: Gate) -> None:
     gate.close()
     newcomers = [over_http(20, is_streamed=False), over_http(20), over_client(20)]
@@ -157,6 +175,17 @@ async def new_requests_wait_for_the_group_as_others_do(engine: Migrating, gate: 
     answers = await asyncio.wait_for(waiting, START)
     assert not any(answer.error for answer in answers), answers
     require_equal(newcomers, expected, await asyncio.wait_for(asking, START))
+    await engine.must_be_whole()
+
+
+async def a_new_request_whose_client_leaves_while_it_waits_leaves_nothing(engine: Migrating, gate: Gate) -> None:
+    gate.close()
+    await kill_group(engine)
+    asking = asyncio.ensure_future(ask_all(engine, [over_http(), over_client()], "", Progress()))
+    await until_open_over_http(engine, 1)
+    asking.cancel()
+    await until_open_over_http(engine, 0)
+    gate.open()
     await engine.must_be_whole()
 
 
@@ -190,10 +219,14 @@ async def a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none(
 Scene = Callable[[Migrating, Gate], Awaitable[None]]
 SCENES: tuple[Scene, ...] = (
     a_client_that_disconnects_while_its_request_waits_leaves_nothing,
+    a_request_whose_time_runs_out_while_it_waits_is_answered_504,
     new_requests_wait_for_the_group_as_others_do,
     a_server_that_dies_while_its_requests_wait_leaves_none_in_a_core,
 )
-MORE_SCENES: tuple[Scene, ...] = (a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none,)
+MORE_SCENES: tuple[Scene, ...] = (
+    a_new_request_whose_client_leaves_while_it_waits_leaves_nothing,
+    a_server_that_dies_when_its_requests_have_been_sent_again_leaves_none,
+)
 
 
 @pytest.mark.timeout(300)
@@ -244,6 +277,40 @@ async def test_requests_get_503_when_their_group_does_not_serve_in_time(is_broke
 
 
 # ── limits ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("limit", [0, pytest.param(1, marks=tiers.needs_all)])
+@in_a_loop
+async def test_a_request_that_has_migrated_as_often_as_it_may_is_answered_503(limit: int) -> None:
+    async with migrating(simulated=SIMULATED, migration_limit=limit) as engine:
+        asking, progress = await begun(engine, over_http(), over_client(), over_http(is_streamed=False))
+        for _ in range(limit):
+            before = progress.deliveries
+            await kill_group(engine)
+            await engine.until(lambda before=before: progress.deliveries > before + 10, START)
+        assert not asking.done()
+        await kill_group(engine)
+        answers = await asyncio.wait_for(asking, WITHIN)
+        assert [answer.status for answer in answers] == [200, 503, 503], answers
+        assert all(answer.error for answer in answers)
+        await engine.must_be_whole()
+
+
+@pytest.mark.timeout(120)
+@in_a_loop
+async def test_request_too_long_to_migrate_gets_503_and_shorter_ones_migrate() -> None:
+    async with migrating(simulated=SIMULATED, migration_max_seq_len=600) as engine:
+        long = ClientRequest([1] * 590, SamplingParams(max_tokens=LONG, ignore_eos=True))
+        short = over_http(200)
+        (expected,) = await ask_all(engine, [short], "undisturbed", Progress())
+        progress = Progress()
+        first = asyncio.ensure_future(ask_all(engine, [long], "", progress))
+        await engine.until(lambda: progress.deliveries > 20)
+        second, _ = await begun(engine, short)
+        await kill_group(engine)
+        (refused,) = await asyncio.wait_for(first, WITHIN)
+        assert refused.status == 503 and "600" in refused.error, refused
+        require_equal([short], [expected], await asyncio.wait_for(second, START))
+        await engine.must_be_whole()
 
 
 # ── several deaths ───────────────────────────────────────────────────────────────────────────────────────────────────
@@ -277,4 +344,63 @@ def outputs(engine: Migrating) -> set[int]:
     return {child.pid for child in engine.children() if child.member.kind == "output"}
 
 
+@tiers.needs_all
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("kinds", [("core", "output"), ("worker", "worker")], ids=" ".join)
+@in_a_loop
+async def test_two_groups_that_die_at_once_lose_no_request(kinds: tuple[str, str], seed: int) -> None:
+    async with migrating(simulated=SIMULATED, data_parallel_size=2) as engine:
+        requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
+        for group, kind in enumerate(kinds):
+            places = {(child.member.kind, child.member.group): child for child in engine.children()}
+            places[kind, group].signal(signal.SIGKILL)
+        require_equal(requests, expected, await asyncio.wait_for(asking, START))
+        await engine.must_be_whole()
+
+
+@tiers.needs_all
+@pytest.mark.timeout(120)
+@in_a_loop
+async def test_requests_of_a_group_that_stays_away_go_to_the_other_one(seed: int, gate: Gate) -> None:
+    prepare = with_workers(starts_behind_the_gate, (1,))
+    async with migrating(simulated=SIMULATED, data_parallel_size=2, prepare=prepare) as engine:
+        gate.close()
+        requests, expected, asking = await undisturbed_and_begun(engine, seed, 30)
+        await kill_group(engine, 1)
+        require_equal(requests, expected, await asyncio.wait_for(asking, START))
+        assert engine.serving(1) == 0
+        gate.open()
+        await engine.must_be_whole()
+
+
+@tiers.needs_all
+@pytest.mark.timeout(180)
+@in_a_loop
+async def test_200_streams_that_are_open_at_a_death_are_all_answered(seed: int) -> None:
+    async with migrating(simulated=simulated_device(step_seconds=0.01, vocabulary=1000)) as engine:
+        requests = [
+            HttpRequest("/v1/completions", {**over_http(400).body, "prompt": f"stream {number} of {seed}"})
+            for number in range(200)
+        ]
+        expected = await ask_all(engine, requests, "undisturbed", Progress())
+        asking, _ = await begun(engine, *requests)
+        assert engine.number(StatusBoard.OPEN) == 200
+        await kill_group(engine)
+        require_equal(requests, expected, await asyncio.wait_for(asking, START))
+        await engine.must_be_whole()
+
+
 # ── cached tokens ────────────────────────────────────────────────────────────────────────────────────────────────────
+@tiers.needs_all
+@pytest.mark.timeout(120)
+@in_a_loop
+async def test_cached_tokens_are_those_of_the_first_run() -> None:
+    """The group that takes the request over has none of its blocks."""
+    async with migrating(simulated=SIMULATED) as engine:
+        body = {**over_http(300).body, "prompt": "a long prompt " * 20}
+        await ask_all(engine, [HttpRequest("/v1/completions", {**body, "max_tokens": 1})], "", Progress())
+        asking, _ = await begun(engine, HttpRequest("/v1/completions", body))
+        await kill_group(engine)
+        (answer,) = await asyncio.wait_for(asking, START)
+        assert not answer.error, answer
+        assert answer.usage["prompt_tokens_details"]["cached_tokens"] > 200

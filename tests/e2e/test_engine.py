@@ -90,7 +90,10 @@ async def test_what_a_request_can_meet() -> None:
     """One engine for all of it: starting one takes longer than any of this."""
     async with running(max_model_len=256) as engine, Client(engine.launcher.cluster, 0) as client:
         await an_aborted_request_ends_and_gives_its_blocks_back(engine, client)
+        await one_that_can_never_run_is_refused_with_the_reason(client)
         await one_that_takes_too_long_ends_with_a_time_out(engine, client)
+        await a_stop_string_ends_it_and_is_not_shown(engine, client)
+        await what_nobody_has_taken_yet_comes_as_one_piece(client)
         await who_is_cancelled_aborts(engine, client)
 
 
@@ -103,6 +106,13 @@ async def an_aborted_request_ends_and_gives_its_blocks_back(engine: Running, cli
     await engine.must_be_empty()
 
 
+async def one_that_can_never_run_is_refused_with_the_reason(client: Client) -> None:
+    stream = await client.submit(prompt(256))
+    with pytest.raises(EngineError, match="expected a prompt of 1 to 255 tokens, got 256") as caught:
+        await anext(stream)
+    assert caught.value.status == 400
+
+
 async def one_that_takes_too_long_ends_with_a_time_out(engine: Running, client: Client) -> None:
     stream = await client.submit(prompt(), SamplingParams(max_tokens=200), timeout=0.05)
     with pytest.raises(EngineError, match=r"not complete within 0\.05 s") as caught:
@@ -110,6 +120,26 @@ async def one_that_takes_too_long_ends_with_a_time_out(engine: Running, client: 
             pass
     assert caught.value.status == 504
     await engine.must_be_empty()
+
+
+async def a_stop_string_ends_it_and_is_not_shown(engine: Running, client: Client) -> None:
+    ids = prompt()
+    answer = engine.rule.answer(ids, 50)
+    words = "".join(f" {token}" for token in answer)
+    stop = f"{str(answer[20])[-1]} {answer[21]}"  # across the border of two tokens
+    stream = await client.submit(ids, SamplingParams(max_tokens=50, stop=(stop,)))
+    pieces = [piece async for piece in stream]
+    assert "".join(piece.text for piece in pieces) == words[: words.index(stop)]
+    assert pieces[-1].reason == FinishReason.STOP and pieces[-1].stop == stop
+    await engine.must_be_empty()
+
+
+async def what_nobody_has_taken_yet_comes_as_one_piece(client: Client) -> None:
+    stream = await client.submit(prompt(), SamplingParams(max_tokens=100))
+    while not stream.is_over:
+        await asyncio.sleep(0.01)
+    pieces = [piece async for piece in stream]
+    assert len(pieces) == 1 and len(pieces[0].ids) == 100 and pieces[0].reason == FinishReason.LENGTH
 
 
 async def who_is_cancelled_aborts(engine: Running, client: Client) -> None:

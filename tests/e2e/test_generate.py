@@ -115,6 +115,18 @@ def test_ctrl_c_leaves_the_answers_so_far_and_no_process(tmp_path: Path) -> None
         assert not Path(f"/proc/{core}").exists()
 
 
+def test_a_group_that_dies_costs_no_answer(tmp_path: Path) -> None:
+    with generating(tmp_path, 40, 40) as (process, answers):
+        core = first_pid(process, "core serves")
+        time.sleep(0.5)
+        os.kill(core, signal.SIGKILL)
+        _, err = process.communicate(timeout=100)
+        assert process.returncode == 0, err
+        written = [json.loads(line) for line in answers.read_text().splitlines()]
+        assert [line["index"] for line in written] == list(range(40))
+        assert all(len(line["ids"]) == 40 and "error" not in line for line in written)
+
+
 @tiers.needs_all  # in push: test_model_dir and test_request_schema, without processes
 def test_sampling_defaults_of_the_model_are_used_and_said_once(tmp_path: Path) -> None:
     pytest.importorskip("transformers")

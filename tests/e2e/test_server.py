@@ -166,6 +166,19 @@ async def several_prompts_are_streamed_with_the_indices_of_a_whole_answer(served
     assert caught.value.param == "prompt"
 
 
+async def a_stop_string_across_tokens_is_not_shown(served: Served) -> None:
+    whole = served.answer("stop me", 40)
+    words = whole.split()
+    stop = f"{words[9][-1]} {words[10][0]}"
+    shown = whole[: whole.index(stop)]
+    body = {"model": "simulated", "prompt": "stop me", "max_tokens": 40, "stop": ["never", stop]}
+    done = await served.client.completions.create(**body)
+    assert (done.choices[0].text, done.choices[0].finish_reason) == (shown, "stop")
+    events = [event async for event in await served.client.completions.create(**body, stream=True)]
+    assert "".join(event.choices[0].text for event in events) == shown
+    assert events[-1].choices[0].finish_reason == "stop"
+
+
 async def a_truncated_prompt_is_its_end_or_its_beginning(served: Served) -> None:
     prompt = "hello world"
     for options, expected in (
@@ -260,6 +273,14 @@ async def a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_fo
         messages = [{"role": "user", "content": "x" * 5000}]
         await served.client.chat.completions.create(model="simulated", messages=messages)
     assert "maximum context length is 4096 tokens" in caught.value.message and caught.value.param == "messages"
+
+
+async def an_image_is_refused_by_a_device_that_sees_nothing(served: Served) -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AAAA"}}
+    messages = [{"role": "user", "content": [{"type": "text", "text": "what is this?"}, image]}]
+    with refused("BadRequestError") as caught:
+        await served.client.chat.completions.create(model="simulated", messages=messages)
+    assert caught.value.param == "messages[0].content[1]"
 
 
 async def another_model_another_key_and_too_much_are_refused(served: Served) -> None:
@@ -379,11 +400,13 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     a_chat_is_streamed_with_its_role_first,
     samples_and_prompts_have_choices_of_their_own,
     several_prompts_are_streamed_with_the_indices_of_a_whole_answer,
+    a_stop_string_across_tokens_is_not_shown,
     a_truncated_prompt_is_its_end_or_its_beginning,
     prompts_share_a_cache_only_with_those_of_the_same_salt,
     what_makes_no_sense_is_refused_with_its_field,
     fields_that_change_the_answer_are_refused_and_unknown_ones_are_named,
     a_prompt_that_is_too_long_is_refused_in_the_words_that_clients_look_for,
+    an_image_is_refused_by_a_device_that_sees_nothing,
     another_model_another_key_and_too_much_are_refused,
     more_than_may_be_open_are_told_to_come_again,
     a_client_that_does_not_read_holds_up_nobody_and_loses_its_answer,

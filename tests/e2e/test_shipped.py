@@ -125,11 +125,48 @@ async def streams_what_it_says_whole(asking: Asking, content: Any, right: str) -
     assert pieces[-1].usage.completion_tokens > 1 and pieces[-1].usage.prompt_tokens > 64
 
 
+async def answers_several_times_at_once(asking: Asking, content: Any, right: str) -> None:
+    answer = await asking.chat(content, n=4)
+    assert [choice.message.content for choice in answer.choices] == [right] * 4
+
+
+async def ends_at_a_stop_string_that_spans_tokens(asking: Asking, content: Any, right: str) -> None:
+    at = len(right) // 2
+    stop = right[at - 2 : at + 3]
+    answer = await asking.chat(content, stop=[stop])
+    assert answer.choices[0].message.content == right[: right.index(stop)]
+    assert answer.choices[0].finish_reason == "stop"
+
+
+async def draws_the_same_by_the_same_seed(asking: Asking, content: Any, right: str) -> None:
+    drawn = [(await asking.chat(content, temperature=2.0, seed=seed)).choices[0].message.content for seed in (7, 7, 8)]
+    assert drawn[0] == drawn[1]
+    assert len({*drawn, right}) > 1  # hot enough to differ from what is likeliest, or from another seed
+
+
 async def is_sure_of_it(asking: Asking, content: Any, right: str) -> None:
     answer = await asking.chat(content, logprobs=True, top_logprobs=3)
     entries = answer.choices[0].logprobs.content
     assert "".join(entry.token for entry in entries if not entry.token.startswith("<|")) == right
     assert sum(entry.logprob for entry in entries) > -2.0
+
+
+async def is_unmoved_by_clients_that_go(asking: Asking, content: Any, right: str) -> None:
+    for _ in range(4):
+        events = await asking.chat(content, stream=True)
+        await anext(aiter(events))
+        await events.close()
+    assert await asking.say(content) == right
+
+
+SCENES = (
+    streams_what_it_says_whole,
+    answers_several_times_at_once,
+    ends_at_a_stop_string_that_spans_tokens,
+    draws_the_same_by_the_same_seed,
+    is_sure_of_it,
+    is_unmoved_by_clients_that_go,
+)
 
 
 def test_shipped_model_chats_streams_and_is_sure_of_its_answers(shipped_on_two_ranks: tuple[Any, int]) -> None:
@@ -142,7 +179,7 @@ def test_shipped_model_chats_streams_and_is_sure_of_its_answers(shipped_on_two_r
             asking = Asking(client)
             right = await asking.say(content)
             assert right == caption(shown)
-            for part in (streams_what_it_says_whole, is_sure_of_it):
+            for part in SCENES:
                 print(part.__name__, flush=True)
                 await asyncio.wait_for(part(asking, content, right), 60)
             chats = [(words, answer) for all_words, answer in CHAT for words in all_words]

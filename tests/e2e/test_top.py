@@ -174,6 +174,32 @@ async def the_root_leads_to_the_page_and_the_page_to_grafana(served: Served) -> 
     assert "/dashboard/grafana.json" in page
 
 
+async def many_that_look_are_told_of_the_same_moment(served: Served) -> None:
+    """Of each server process: which one answers a connection is chance."""
+    pages = await asyncio.gather(*(page_data(served) for _ in range(12)))
+    assert len({page["moment"]["at"] for page in pages}) <= 2
+    assert all(page["moment"]["server_info"]["pid"] == os.getpid() for page in pages)
+
+
+async def a_worker_that_is_killed_shows_as_restarted(served: Served) -> None:
+    dead = served.child("worker").pid
+    os.kill(dead, signal.SIGKILL)
+
+    async def worker() -> tuple[str, int]:
+        process = next(process for process in (await seen_by_top(ours())).moment.processes if process.role == "worker")
+        assert process.state != "serves" or process.pid != dead, "a dead process is shown as one that serves"
+        return process.state, process.incarnation
+
+    for _ in range(100):
+        if await worker() == ("serves", 2):
+            break
+    status, out, _ = await top(ours(), "--once", "--interval", "0.3")
+    assert status == 0 and re.search(r"(?m)^worker 0\.0 +\d+ +serves +1 ", out), out
+    await answered(served, 2, 5)
+    (engine,) = (await seen_by_top(ours())).moment.engines
+    assert (engine["engine_incarnation"], engine["sampled_tokens"]) == (2, 10)
+
+
 async def a_process_that_is_stopped_is_shown_as_stopped(served: Served) -> None:
     child = served.child("output")
     os.kill(child.pid, signal.SIGSTOP)
@@ -191,12 +217,19 @@ SCENES: tuple[Callable[[Served], Any], ...] = (
     a_picture_is_kept_and_fetches_nothing,
     without_the_key_there_is_nothing_to_see,
     the_root_leads_to_the_page_and_the_page_to_grafana,
-    a_process_that_is_stopped_is_shown_as_stopped,
+    many_that_look_are_told_of_the_same_moment,
 )
 
 
 def watched() -> Any:
     return run_server(simulated=simulated_device(step_seconds=STEP), max_model_len=LONG + 1000)
+
+
+@in_a_loop
+async def test_top_shows_stopped_and_restarted_processes() -> None:
+    async with watched() as served:
+        await asyncio.wait_for(a_process_that_is_stopped_is_shown_as_stopped(served), 60)
+        await asyncio.wait_for(a_worker_that_is_killed_shows_as_restarted(served), 60)
 
 
 @in_a_loop

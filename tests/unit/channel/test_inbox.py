@@ -98,3 +98,15 @@ def test_the_end_of_an_inbox_is_not_for_ever() -> None:
             assert receiver.receive(timeout=1) == b"again"
             with pytest.raises(WouldBlock):
                 receiver.receive_nowait()
+
+
+def test_successor_receiver_gets_later_records_of_all_senders() -> None:
+    channel = penstock.Inbox(senders=2)
+    with channel.open_sender() as sender, channel.open_sender() as other:
+        with channel.open_receiver():
+            sender.send(b"lost")
+        with channel.open_receiver() as receiver:
+            other.send(b"a")
+            sender.send(b"b")
+            assert sorted(receiver.receive(timeout=1) for _ in range(2)) == [b"a", b"b"]
+            assert receiver.try_receive() is None

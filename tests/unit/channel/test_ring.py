@@ -385,3 +385,16 @@ def test_the_counters_add_up() -> None:
         assert (other["records_behind"], other["nbytes_behind"]) == (3, (32 + 1024) + 2 * (32 + 32))
         assert observed["pool"][0]["blocks"] == 2
         assert item["furthest_behind_nbytes"] == 32 + 64 + (32 + 1024) + 2 * 64
+
+
+def test_successor_of_a_closed_receiver_gets_later_records() -> None:
+    channel = penstock.Ring()
+    with channel.open_sender() as sender:
+        with channel.open_receiver() as receiver:
+            sender.send(b"1")
+            sender.send(b"2")
+            assert receiver.receive(timeout=1) == b"1"
+        with channel.open_receiver() as receiver:
+            sender.send(b"3")
+            assert receiver.receive(timeout=1) == b"3"
+            assert receiver.try_receive() is None
