@@ -168,7 +168,8 @@ VLLM_SERVE = (
     "--port --served-model-name --shutdown-timeout --stream-interval --tensor-parallel-size"
 ).split()
 OURS_SERVE = (
-    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages --log-format --log-level --max-body-mb "
+    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages "
+    "--log-format --log-level --max-body-mb "
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
     "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "
