@@ -121,7 +121,9 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
     assert page.evaluate("document.querySelectorAll('#engines tbody tr').length") == 1
     boxes = page.evaluate("[...document.querySelectorAll('#picture text.ink')].map(each => each.textContent)")
     assert {"server 0", "core 0.0", "worker 0.0", "output 0.0", "inbox 0", "steps 0", "results 0"} <= set(boxes)
-    page.until("[...document.querySelectorAll('#picture text')].some(each => each.textContent.startsWith('computing, '))")
+    page.until(
+        "[...document.querySelectorAll('#picture text')].some(each => each.textContent.startsWith('computing, '))"
+    )
     assert page.evaluate("document.getElementById('with-items').hidden")
     assert page.evaluate("document.querySelector('footer a').getAttribute('href')") == "/dashboard/grafana.json"
 
@@ -181,7 +183,9 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
             assert f"worker 0.0 #1 (pid {worker}) killed by SIGKILL" in events
             assert "engine 0 #1, by a signal from outside" in events
             assert re.search(r"3 of engine 0 #1, cause died: .*ask-0", events)
-            assert re.search(r"3 of engine 0 #1, paused for [\d.]+ s \(median\), [\d.]+ s at most; given up: 0\b", events)
+            assert re.search(
+                r"3 of engine 0 #1, paused for [\d.]+ s \(median\), [\d.]+ s at most; given up: 0\b", events
+            )
             assert all(events.count(f"ask-{number}") == 1 for number in range(3))
             assert re.search(r"engine 0 #2, away for [\d.]+ s", events)
             quiet = page.evaluate("document.getElementById('quiet').innerText")
@@ -189,7 +193,8 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
             page.until("document.getElementById('health').innerText.startsWith('Healthy again')")
             health = page.evaluate("document.getElementById('health').innerText")
             assert re.search(
-                r"since [\d:]+: worker 0.0 was killed \(SIGKILL\), engine 0 away for [\d.]+ s, 3 requests went on, 0 lost",
+                r"since [\d:]+: worker 0.0 was killed \(SIGKILL\), engine 0 away for [\d.]+ s, "
+                r"3 requests went on, 0 lost",
                 health,
             )
             page.until("document.querySelectorAll('#charts .mark').length === 4")
@@ -229,7 +234,11 @@ def test_dashboard_sentences_name_the_engine_and_what_is_short(tmp_path: Path) -
         page.evaluate(f"former = {before}; 0")
         return [text for text, _ in page.evaluate(f"shortages({now})")]
 
-    idle, engine_1, both = moment((5, 0, 80), (8, 0, 70)), moment((5, 0, 80), (8, 1, 70)), moment((8, 2, 60), (8, 1, 70))
+    idle, engine_1, both = (
+        moment((5, 0, 80), (8, 0, 70)),
+        moment((5, 0, 80), (8, 1, 70)),
+        moment((8, 2, 60), (8, 1, 70)),
+    )
     with Browser(tmp_path / "profile") as page:
         page.go(PAGE.as_uri())
         page.until("document.readyState === 'complete'")
