@@ -2,6 +2,7 @@
 
 import contextlib
 import http.client
+import json
 import os
 import re
 import signal
@@ -14,6 +15,7 @@ import pytest
 
 pytest.importorskip("httptools")
 
+from penstock.server.http.dashboard import PAGE
 from penstock.server.status.snapshot_reader import SnapshotReader
 from tests.support.browser import Browser
 from tests.support.command import serving
@@ -107,14 +109,34 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
     assert all("serves" in row for row in rows[1:]), rows
     channels = page.evaluate("document.getElementById('channels').innerText")
     assert "steps 0\tbroadcast" in channels and "deltas 0\tinbox" in channels
-    assert re.search(r"none .*restarts", page.evaluate("document.getElementById('quiet').innerText"))
+    assert page.evaluate("document.getElementById('health').innerText").startswith("Healthy.")
+    quiet = page.evaluate("document.getElementById('quiet').innerText")
+    assert quiet == (
+        "0 requests refused · 0 sequences preempted · 0 restarts · 0 requests resumed · 0 requests given up · "
+        "0 requests blamed for deaths"
+    )
+    assert re.search(r"p50\s[\d.]+\s\w+ / p95\s[\d.]+\s\w+ / p99\s[\d.]+", page.evaluate(TEXT.format("first token")))
+    the_tiles_the_charts_and_the_engines_have_the_same_numbers(page)
     assert re.search(r"prefix hits \d+ %", page.evaluate(TEXT.format("KV blocks")))
     assert page.evaluate("document.querySelectorAll('#engines tbody tr').length") == 1
     boxes = page.evaluate("[...document.querySelectorAll('#picture text.ink')].map(each => each.textContent)")
     assert {"server 0", "core 0.0", "worker 0.0", "output 0.0", "inbox 0", "steps 0", "results 0"} <= set(boxes)
-    page.until("[...document.querySelectorAll('#picture text')].some(each => each.textContent.includes('awaited by'))")
+    page.until(
+        "[...document.querySelectorAll('#picture text')].some(each => each.textContent.startsWith('computing, '))"
+    )
     assert page.evaluate("document.getElementById('with-items').hidden")
     assert page.evaluate("document.querySelector('footer a').getAttribute('href')") == "/dashboard/grafana.json"
+
+
+def the_tiles_the_charts_and_the_engines_have_the_same_numbers(page: Browser) -> None:
+    page.until("document.querySelector('#engines tbody td:nth-child(4)').innerText.startsWith('3 of ')")
+    tile, rate, charts, engines = page.evaluate(
+        f"[{TEXT.format('requests open')}, {NUMBER.format('tokens generated/s')}, "
+        "document.getElementById('charts').innerText, "
+        "[...document.querySelectorAll('#engines tbody td')].map(cell => cell.innerText)]"
+    )
+    assert engines[3].replace("of", "running of") in tile and "running 3 · waiting 0" in charts
+    assert f"generated {rate}\n" in charts and engines[6] == rate
 
 
 def a_phone_need_not_scroll_sideways_and_the_dark_is_dark(page: Browser) -> None:
@@ -155,18 +177,28 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
         os.kill(worker, signal.SIGKILL)
         with Browser(tmp_path / "profile") as page:
             page.go(f"http://127.0.0.1:{port}/dashboard")
-            page.until("document.getElementById('events')?.innerText.includes('requests go on')")
+            for event in ("requests go on", "engine serves again"):
+                page.until(f"document.getElementById('events')?.innerText.includes('{event}')")
             events = page.evaluate("document.getElementById('events').innerText")
             assert f"worker 0.0 #1 (pid {worker}) killed by SIGKILL" in events
-            assert "group 0 #1, by cause: outside" in events
-            assert re.search(r"3 of group 0 #1, cause died: .*ask-0", events)
-            assert re.search(r"3 of group 0 #1, paused for [\d.]+ s \(median\), [\d.]+ s at most; given up: 0", events)
-            assert all(f"ask-{number}" in events for number in range(3))
+            assert "engine 0 #1, by a signal from outside" in events
+            assert re.search(r"3 of engine 0 #1, cause died: .*ask-0", events)
+            assert re.search(
+                r"3 of engine 0 #1, paused for [\d.]+ s \(median\), [\d.]+ s at most; given up: 0\b", events
+            )
+            assert all(events.count(f"ask-{number}") == 1 for number in range(3))
             assert re.search(r"engine 0 #2, away for [\d.]+ s", events)
             quiet = page.evaluate("document.getElementById('quiet').innerText")
-            assert re.search(r"restarts 1, \d+ s ago.*resumed 3, \d+ s ago", quiet) and "none refused" in quiet
-            page.until("document.getElementById('health').innerText.startsWith('healthy')")
-            page.until("document.querySelectorAll('#charts .mark').length > 0")
+            assert re.search(r"1 restart, \d+ s ago · 3 requests resumed, \d+ s ago · 0 requests refused · ", quiet)
+            page.until("document.getElementById('health').innerText.startsWith('Healthy again')")
+            health = page.evaluate("document.getElementById('health').innerText")
+            assert re.search(
+                r"since [\d:]+: worker 0.0 was killed \(SIGKILL\), engine 0 away for [\d.]+ s, "
+                r"3 requests went on, 0 lost",
+                health,
+            )
+            page.until("document.querySelectorAll('#charts .mark').length === 4")
+            assert page.evaluate("document.querySelector('#charts text.bad').textContent") == "worker 0.0 killed"
             the_process_that_is_stuck_is_marked(page, server.pid)
             assert page.complaints == []
 
@@ -175,10 +207,65 @@ def the_process_that_is_stuck_is_marked(page: Browser, launcher: int) -> None:
     worker = worker_of(launcher)
     os.kill(worker, signal.SIGSTOP)
     try:
-        page.until("document.getElementById('health').innerText.includes('engine 0: worker 0.0 stopped')")
+        page.until("document.getElementById('health').innerText.includes('Engine 0 is away')")
         page.until("/3 processes wait for worker 0.0, for [\\d.]+ s/.test(document.getElementById('health').innerText)")
+        assert page.evaluate("document.getElementById('state').innerText") == "engine 0: worker 0.0 stopped"
         marked = page.evaluate("document.querySelectorAll('#picture .box.bad').length")
-        assert marked == 1 and "core 0.0" in page.evaluate("document.getElementById('picture').textContent")
+        assert marked == 1
+        hover = page.evaluate("document.querySelector('#picture .box.bad title').textContent")
+        assert hover == "core 0.0, output 0.0, server 0 wait for worker 0.0"
+        assert "stuck?" in page.evaluate("document.getElementById('picture').textContent")
     finally:
         os.kill(worker, signal.SIGCONT)
-    page.until("document.getElementById('health').innerText.startsWith('healthy')")
+    page.until("document.getElementById('health').innerText.startsWith('Healthy again')")
+
+
+def test_dashboard_sentences_name_the_engine_and_what_is_short(tmp_path: Path) -> None:
+    """The functions of the page with invented data: engines with 8 slots and 100 blocks."""
+    if Browser.find() is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+
+    def moment(*engines: tuple[int, int, int]) -> str:
+        names = ("num_requests_running", "num_requests_waiting", "free_blocks")
+        rows = [{"gauges": {**dict(zip(names, engine, strict=True)), "blocks": 100}} for engine in engines]
+        return json.dumps({"server_info": {"max_num_seqs": 8}, "engines": rows})
+
+    def shortages(before: str, now: str) -> list[str]:
+        page.evaluate(f"former = {before}; 0")
+        return [text for text, _ in page.evaluate(f"shortages({now})")]
+
+    idle, engine_1, both = (
+        moment((5, 0, 80), (8, 0, 70)),
+        moment((5, 0, 80), (8, 1, 70)),
+        moment((8, 2, 60), (8, 1, 70)),
+    )
+    with Browser(tmp_path / "profile") as page:
+        page.go(PAGE.as_uri())
+        page.until("document.readyState === 'complete'")
+        assert shortages("null", engine_1) == shortages(idle, engine_1) == shortages(engine_1, idle) == []
+        assert shortages(both, engine_1) == ["engine 1: 8 of 8 slots, 1 request waits"]
+        assert shortages(both, both) == ["full: 16 of 16 slots, 3 requests wait"]
+        blocks = moment((5, 2, 30), (1, 0, 70))
+        assert shortages(blocks, blocks) == ["engine 0: 5 of 8 slots, 70 of 100 KV blocks, 2 requests wait"]
+        page.evaluate(f"events = {json.dumps(EVENTS)}; 0")
+        assert page.evaluate("incident(110)") == "Healthy. Last death: server 0 was killed (SIGKILL) at 00:01:49."
+        page.evaluate("events.pop(); 0")
+        assert page.evaluate("incident(110)") == (
+            "Healthy again since 00:01:42: worker 1.0 ended (exit status 3), engine 1 away for 2.6 s, "
+            "9 requests went on, 1 lost"
+        )
+        assert page.evaluate("incident(2000)") == "Healthy."
+        assert page.evaluate("plain('group 1 #1, by cause: itself')") == "engine 1 #1, by cause: itself"
+
+
+EVENTS = [
+    {"time": time, "kind": kind, "name": name, "text": text}
+    for time, kind, name, text in (
+        (100, "death", "process ended", "worker 1.0 #1 (pid 7) exit status 3"),
+        (100, "death", "group lost", "group 1 #1, by cause: itself"),
+        (102, "restart", "engine serves again", "engine 1 #2, away for 2.6 s"),
+        (103, "migration", "requests go on", "7 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 1"),
+        (103, "migration", "requests go on", "2 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 0"),
+        (109, "death", "process ended", "server 0 #1 (pid 8) killed by SIGKILL"),
+    )
+]

@@ -154,13 +154,13 @@ RECORDED = {
     "process could not be started": Recorded("restart", "{child}: {error}"),
     "engine serves again": Recorded("restart", "engine {engine} #{incarnation}, away for {away:.1f} s"),
     "group is restarted": Recorded("migration", "{unit}, as planned"),
-    "migration has ended": Recorded("migration", "all groups serve"),
+    "migration has ended": Recorded("migration", "all engines serve"),
     "migration has failed": Recorded("migration", "{reason}"),
     "requests are resumed": Recorded("migration", "{requests} of group {group} #{incarnation}, cause {cause}: {ids}"),
     "requests go on": Recorded(
         "migration",
         "{requests} of group {group} #{incarnation}, paused for {pause:.3g} s (median), {longest:.3g} s at most; "
-        "given up: {given_up}; {ids}",
+        "given up: {given_up}",
     ),
     "requests refused": Recorded("refusal", "{statuses} in {seconds:.0f} s"),
     "request has made its group fail": Recorded("conviction", "{request_id} in group {group}: {reason}"),
