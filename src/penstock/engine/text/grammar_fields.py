@@ -31,7 +31,7 @@ class Grammar(NamedTuple):
 class GrammarSource(NamedTuple):
     """A grammar as a request has it: the kind, the value, and the field, for errors."""
 
-    kind: str  # of KINDS
+    kind: str  # a value of FIELDS
     value: Any
     param: str
 

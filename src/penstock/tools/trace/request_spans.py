@@ -193,11 +193,11 @@ class RequestSpans:
         self._slots = {place: request for place, request in self._slots.items() if place[0] != group}
 
     def _step(self, ns: int, group: int, step: Any) -> None:
-        for slots, name in ((step.left, ""), (step.preempted, "preempted")):
-            for slot in () if slots is None else slots.tolist():
-                request = self._slots.pop((group, slot), None) if not name else self._slots.get((group, slot))
-                if request is not None and name:
-                    request.begin(name, ns)
+        for slot in () if step.left is None else step.left.tolist():
+            self._slots.pop((group, slot), None)
+        for slot in () if step.preempted is None else step.preempted.tolist():
+            if (group, slot) in self._slots:
+                self._slots[group, slot].begin("preempted", ns)
         for slot in () if step.resumed is None else step.resumed.slots.tolist():
             if (group, slot) in self._slots:
                 self._slots[group, slot].finish("preempted", ns)

@@ -28,7 +28,7 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 if TYPE_CHECKING:  # it imports llguidance
     from penstock.engine.worker.grammars import TokenMasks
 
-FEW_ROWS = 8  # up to here, more programs share a row
+FEW_SAMPLED = 8  # up to here, more programs share a row
 SHIFTS = {torch.float32: 0, torch.float16: 13, torch.bfloat16: 16}
 
 
@@ -59,7 +59,7 @@ class TokenChooser:
         state, rows = self._state, logits.shape[0]
         sizes = {"GROUPS": self._groups, "WIDTH": self._width, "enable_fp_fusion": False}
         n, stride = state.vocabulary, logits.stride(0)
-        groups_of_program, warps = (8, 4) if rows <= FEW_ROWS else (32, 8)
+        groups_of_program, warps = (8, 4) if rows <= FEW_SAMPLED else (32, 8)
         grid = triton.cdiv(triton.cdiv(n, GROUP.value), groups_of_program), rows
         launcher.launch(
             scan, grid, logits, slots, state.params, state.counts, self._scratch, n, stride,
@@ -89,7 +89,7 @@ class StepSampler:
 
     def compile(self, dtype: torch.dtype) -> None:
         """Compiles the kernels for logits of a type: the compiler takes seconds, and no step waits for the compiler."""
-        for rows in {1, min(FEW_ROWS + 1, self._out.shape[0])}:
+        for rows in {1, min(FEW_SAMPLED + 1, self._out.shape[0])}:
             logits = self._out.new_zeros((rows, self._state.vocabulary), dtype=dtype)
             self.sample(StepLogits(logits, torch.full_like(self._out[:rows, 0], -1)))
 
