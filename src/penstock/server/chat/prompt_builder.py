@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import json
+import logging
 import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,6 +17,7 @@ from typing import Any, Protocol, TypeVar
 
 import msgspec
 
+from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import load_tokenizer, read_config
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.text.detokenizer import Vocabulary, load_vocabulary
@@ -35,6 +38,7 @@ RESERVED = {
     *("continue_final_message", "add_generation_prompt", "messages"),
 }
 MARK = "as it is written"  # the content of a trial message
+TRIAL_ID = "abcdefghi"  # of a call: some templates demand nine letters or digits
 
 
 class Tokenizer(Protocol):
@@ -48,7 +52,7 @@ class Tokenizer(Protocol):
     def min_tokens(self, text: str) -> int:
         """Returns a lower bound of the number of ids of a text, much faster than `encode`."""
 
-    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+    def chat(self, conversation: Conversation, is_answered: bool, options: dict[str, Any]) -> str:
         """Renders a conversation. Raises ApiError."""
 
 
@@ -71,7 +75,8 @@ class NumberTokenizer:
     def min_tokens(self, text: str) -> int:
         return len(text)
 
-    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+    def chat(self, conversation: Conversation, is_answered: bool, options: dict[str, Any]) -> str:
+        messages = conversation.messages
         text = "".join(f"{message['role']}: {join_texts(message['content'])}\n" for message in messages)
         return f"{text}assistant:" if is_answered else text
 
@@ -81,7 +86,7 @@ class ModelTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
         self.tokenizer = load_tokenizer(config)
         self._bound = length_bound(Path(config.model) / "tokenizer.json")
-        self._template = ChatTemplate(Path(config.model))
+        self.template = ChatTemplate(Path(config.model))
         self.vocab_size = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -93,8 +98,8 @@ class ModelTokenizer:
     def min_tokens(self, text: str) -> int:
         return 0 if self._bound is None else self._bound.min_tokens(text)
 
-    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        return self._template.prompt(messages, is_answered, options)
+    def chat(self, conversation: Conversation, is_answered: bool, options: dict[str, Any]) -> str:
+        return self.template.prompt(conversation.messages, is_answered, options, conversation.tools)
 
 
 def _most_ids(config: EngineConfig) -> int:
@@ -123,15 +128,31 @@ class ChatTemplate:
 
         self._render: Any = render_jinja_template  # its annotation of the result is wrong
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
-        self._template = _template(directory, tokenizer_config)
+        templates = _read_templates(directory, tokenizer_config)
+        self._template = templates.get("default")
+        self._tool_template = templates.get("tool_use", self._template)
         self._special = {
             name: _text(token) for name, token in tokenizer_config.items() if name.endswith("_token") and token
         }
         # Some templates take a message's content as text, some as parts, and do not say which: so both are tried.
         self._takes_text = self._shows(MARK)
         self._takes_parts = self._shows([{"type": "text", "text": MARK}])
+        # Most templates take the arguments of a call as an object, some as text.
+        self._takes_objects = not self._shows_call(f'{{"{MARK}": 1}}') or self._shows_call({MARK: 1})
+        self._warns_of_tools = self._tool_template is not None and not self._shows_tools()
 
-    def prompt(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+    @property
+    def tool_source(self) -> str:
+        """Returns the text of the template for conversations with tools; empty: the model has none."""
+        return self._tool_template or ""
+
+    def prompt(
+        self,
+        messages: list[dict[str, Any]],
+        is_answered: bool,
+        options: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         """Renders a conversation. Raises ApiError."""
         if self._template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
@@ -139,18 +160,51 @@ class ChatTemplate:
         if reserved:
             message = f"{sorted(reserved)[0]} is set by the server: expected another name"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
+        if tools and self._warns_of_tools:
+            self._warns_of_tools = False
+            event("tools not in prompts", logging.WARNING, reason="the model's chat template does not show tools")
+        formatted = self._to_template_format(messages)
         try:
-            return self._rendered(self._to_template_format(messages), is_answered, options)
+            return self._rendered(formatted, is_answered, options, tools)
         except Exception as error:  # whatever a template does with what a client has sent
             raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
 
-    def _rendered(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        variables = {**self._special, **options}
+    def _rendered(
+        self,
+        messages: list[dict[str, Any]],
+        is_answered: bool,
+        options: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+    ) -> str:
         rendered, _ = self._render(
-            [messages], chat_template=self._template, add_generation_prompt=is_answered, **variables
+            [messages],
+            tools=tools or None,
+            chat_template=self._tool_template if tools else self._template,
+            add_generation_prompt=is_answered,
+            **{**self._special, **options},
         )
         prompt: str = rendered[0]
         return prompt
+
+    def _shows_call(self, arguments: str | dict[str, Any]) -> bool:
+        """Returns whether the template renders a call's arguments as JSON, neither escaped nor as a Python repr."""
+        user = {"role": "user", "content": self._content("hi")}
+        function = {"name": "f", "arguments": arguments}
+        calls = [{"id": TRIAL_ID, "type": "function", "function": function}]
+        call = {"role": "assistant", "content": self._content(""), "tool_calls": calls}
+        try:
+            prompt = self._rendered([user, call], False, {})
+        except Exception:  # the template expects the other form
+            return False
+        return MARK in prompt and f"'{MARK}'" not in prompt and f'\\"{MARK}' not in prompt
+
+    def _shows_tools(self) -> bool:
+        function = {"name": MARK, "description": MARK, "parameters": {"type": "object", "properties": {}}}
+        user = {"role": "user", "content": self._content("hi")}
+        try:
+            return MARK in self._rendered([user], True, {}, [{"type": "function", "function": function}])
+        except Exception:  # the template expects another tool
+            return True
 
     def _shows(self, content: Any) -> bool:
         """Returns whether the template renders a content as text, and not as a Python repr."""
@@ -162,7 +216,29 @@ class ChatTemplate:
 
     def _to_template_format(self, messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """Returns the messages with contents in the form that the template takes: texts, parts, or both."""
-        return [{**message, "content": self._content(message["content"])} for message in messages]
+        formatted = []
+        for place, message in enumerate(messages):
+            fields = {**message, "content": self._content(message["content"])}
+            if "tool_calls" in message:
+                fields["tool_calls"] = [
+                    self._call(call, f"messages[{place}].tool_calls[{number}]")
+                    for number, call in enumerate(message["tool_calls"])
+                ]
+            formatted.append(fields)
+        return formatted
+
+    def _call(self, call: dict[str, Any], where: str) -> dict[str, Any]:
+        """Returns a call with arguments in the form that the template takes. Raises ApiError."""
+        arguments = call["function"]["arguments"]
+        if not self._takes_objects:
+            arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        elif isinstance(arguments, str):
+            try:
+                arguments = msgspec.json.decode(arguments, type=dict[str, Any])
+            except (msgspec.DecodeError, UnicodeError, RecursionError) as error:
+                path = f"{where}.function.arguments"
+                raise ApiError(400, f"expected a JSON object at $.{path}: {error}", param=path) from None
+        return {**call, "function": {**call["function"], "arguments": arguments}}
 
     def _content(self, content: str | list[dict[str, str]]) -> str | list[dict[str, str]]:
         if isinstance(content, str):
@@ -174,15 +250,16 @@ def _read_json(path: Path) -> dict[str, Any]:
     return msgspec.json.decode(path.read_bytes(), type=dict[str, Any]) if path.exists() else {}
 
 
-def _template(directory: Path, tokenizer_config: dict[str, Any]) -> str | None:
-    """Reads the template from its own file or from tokenizer_config.json, where it may be one of several with names."""
+def _read_templates(directory: Path, tokenizer_config: dict[str, Any]) -> dict[str, str]:
+    """Reads the templates by name, from a file or from tokenizer_config.json. A template without a name is "default";
+    one for conversations with tools may be "tool_use"."""
     alone = directory / "chat_template.jinja"
     if alone.exists():
-        return alone.read_text()
+        return {"default": alone.read_text()}
     template = _read_json(directory / "chat_template.json").get("chat_template", tokenizer_config.get("chat_template"))
     if isinstance(template, list):
-        template = {entry["name"]: entry["template"] for entry in template}.get("default")
-    return template if isinstance(template, str) else None
+        return {entry["name"]: entry["template"] for entry in template}
+    return {"default": template} if isinstance(template, str) else {}
 
 
 def _text(token: Any) -> str:
@@ -228,7 +305,7 @@ class PromptBuilder:
             where, _, kind = conversation.media[0]
             message = f"expected text, got {kind.described} at $.{where}: this model takes none"
             raise ApiError(400, message, param=where)
-        work = functools.partial(self.tokenizer.chat, conversation.messages, is_answered, options)
+        work = functools.partial(self.tokenizer.chat, conversation, is_answered, options)
         text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
         if not conversation.media or self._media is None:
             return Prompt(await self.ids(text, add_special, limit))

@@ -82,6 +82,8 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (*_EMPTY, 1),
 }
 
+INSTEAD = {"functions": "tools", "function_call": "tool_choice"}  # fields that are honoured, of chats
+
 # Whatever their value. Of `stream_options` those that it has besides `include_usage`.
 IGNORED: frozenset[str] = frozenset(
     {
@@ -129,7 +131,8 @@ def unknown_fields(body: bytes | bytearray | memoryview, known: Collection[str])
 def require_neutral(name: str, value: Any) -> None:
     """Raises ApiError if the value of a field in NEUTRAL_ONLY is not neutral."""
     if not is_neutral(value, NEUTRAL_ONLY[name]):
-        raise ApiError(400, f"{name} is not supported{_way_out(NEUTRAL_ONLY[name])}", param=name)
+        way_out = f": use {INSTEAD[name]}" if name in INSTEAD else _way_out(NEUTRAL_ONLY[name])
+        raise ApiError(400, f"{name} is not supported{way_out}", param=name)
 
 
 def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[msgspec.Struct]:

@@ -7,7 +7,7 @@ combinations of values.
 from __future__ import annotations
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, NamedTuple, TypeAlias, TypeVar
 
@@ -20,6 +20,15 @@ from penstock.engine.text.grammar_fields import GrammarError, GrammarFields, Gra
 from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
+from penstock.server.chat.tool_fields import (
+    CallFields,
+    Results,
+    Tool,
+    ToolChoice,
+    Tools,
+    check_tools,
+    tools_for_template,
+)
 from penstock.server.errors import ApiError, body_error
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -191,11 +200,12 @@ class VideoPart(msgspec.Struct, tag_field="type", tag="video_url"):
     video_url: VideoUrl
 
 
-class Message(msgspec.Struct):
+class Message(CallFields, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
     content: str | list[TextPart | ImagePart | VideoPart] | None = None
     name: str | None = None
-    tool_calls: Unsupported = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
     function_call: Unsupported = None
     audio: Unsupported = None
 
@@ -207,6 +217,9 @@ class ChatRequest(Sampling, kw_only=True):
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     reasoning_effort: Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"] | None = None
 
     def sampling(self, defaults: Defaults = NO_DEFAULTS) -> SamplingParams:
@@ -226,29 +239,37 @@ class ChatRequest(Sampling, kw_only=True):
 
 
 class Conversation(NamedTuple):
-    """Messages as chat templates take them, with a part of type "image" or "video" for each; and these, in order."""
+    """Messages as chat templates take them, with a part of type "image" or "video" for each; these, in order; and the
+    tools that the template shows."""
 
     messages: list[dict[str, Any]]
     media: list[MediaRef]
+    tools: list[dict[str, Any]]
 
     @property
     def parts(self) -> int:
-        return sum(1 if isinstance(message["content"], str) else len(message["content"]) for message in self.messages)
+        contents = (message["content"] for message in self.messages)
+        return len(self.tools) + sum(1 if isinstance(content, str) else len(content) for content in contents)
 
     @classmethod
-    def of(cls, messages: list[Message]) -> Conversation:
-        conversation = cls([], [])
+    def of(cls, messages: list[Message], tools: Sequence[Tool] | None = None) -> Conversation:
+        conversation, results = cls([], [], tools_for_template(tools)), Results()
         for place, message in enumerate(messages):
-            for name in ("tool_calls", "function_call", "audio"):
+            for name, way_out in (("function_call", "use tool_calls"), ("audio", "expected nothing")):
                 if getattr(message, name):
                     where = f"messages[{place}].{name}"
-                    raise ApiError(400, f"{name} is not supported: expected nothing at $.{where}", param=where)
+                    raise ApiError(400, f"{name} is not supported: {way_out} at $.{where}", param=where)
             content: Any = message.content or ""
             if not isinstance(content, str):
                 parts = enumerate(content)
                 content = [conversation._plain(f"messages[{place}].content[{part}]", item) for part, item in parts]
             fields = {"role": message.role, "content": content}
-            conversation.messages.append(fields if message.name is None else {**fields, "name": message.name})
+            if message.name is not None:
+                fields["name"] = message.name
+            if reasoning := message.reasoning_content or message.reasoning:
+                fields.update(reasoning_content=reasoning, reasoning=reasoning)  # templates read either
+            conversation.messages.extend(results.add(place, message.role, message, fields))
+        conversation.messages.extend(results.finish())
         return conversation
 
     def _plain(self, where: str, part: TextPart | ImagePart | VideoPart) -> dict[str, str]:
@@ -268,6 +289,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     model: str | None = None
     prompt: str | None = None
     messages: list[Message] | None = None
+    tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
@@ -276,7 +298,10 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
         """Raises ApiError."""
         if (self.prompt is None) == (self.messages is None):
             raise ApiError(400, "expected either prompt or messages", param="prompt")
-        return (self.prompt or "") if self.messages is None else Conversation.of(self.messages)
+        if self.messages is None:
+            return self.prompt or ""
+        check_tools(self.tools or ())
+        return Conversation.of(self.messages, self.tools)
 
 
 DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
