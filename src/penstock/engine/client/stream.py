@@ -40,6 +40,7 @@ class OutputChunk(msgspec.Struct, eq=False):
     stop: int | str | None = None  # the stop string or stop token id that ended the sample, if one did
     cached: int = 0  # prompt tokens found in the prefix cache; set in the first chunk of a sample
     logprobs: Logprobs | None = None  # of these ids
+    reasoning: int = 0  # ids of the sample's reasoning; set in the last chunk of a sample
 
     @property
     def text(self) -> str:
@@ -83,6 +84,7 @@ class OutputStream:
         self.prompt_tokens = prompt_tokens
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.reasoning_tokens = 0
         self.samples = samples
         self._open_samples = samples
         self._scope = scope
@@ -169,6 +171,7 @@ class OutputStream:
         if self.submitted is not None:
             self.submitted.add(chunk.sample, chunk.ids)
         if chunk.reason is not None:
+            self.reasoning_tokens += chunk.reasoning
             self._open_samples -= 1
             if self.submitted is not None:
                 self.submitted.finish(chunk.sample)
@@ -243,6 +246,7 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
             chunk = chunks[row][1]
             chunk.reason = FinishReason(reason)
             chunk.stop = None if finished.stops is None else finished.stops[end]
+            chunk.reasoning = 0 if finished.reasoning is None else int(finished.reasoning[end])
     if delta.began is not None:
         for row, cached in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
             chunks[row][1].cached = cached

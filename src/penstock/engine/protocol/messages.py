@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.codec.sequence import Sequenced
+from penstock.engine.protocol.answer_format import AnswerFormat as AnswerFormat  # a part of messages
 from penstock.engine.protocol.sampling_params import SamplingParams as SamplingParams  # a part of messages
 from penstock.errors import DecodeError
 from penstock.tensor import Handle
@@ -47,6 +48,7 @@ class Style(enum.IntEnum):
 
     CHAT = 1  # chat.completion.chunk
     COMPLETION = 2  # text_completion
+    TEXT = 3  # text, without lines: for an answer that a server parses, but whose reasoning the output processor counts
 
 
 class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):
@@ -55,6 +57,7 @@ class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):
     style: Style
     head: bytes  # the beginning of each chunk: a JSON object without its last brace
     first_index: Natural = 0  # of its choices: one answer may have several requests
+    answer: AnswerFormat | None = None  # of a chat; None: all text is content
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -317,6 +320,7 @@ class Finished(msgspec.Struct, array_like=True, frozen=True, eq=False):
     rows: Slots
     reasons: Bytes  # FinishReason
     stops: tuple[int | str | None, ...] | None = None  # the id or string that ended each; None: none of them
+    reasoning: Ints | None = None  # ids of the reasoning of each; None: no request has a format of reasoning
 
 
 class Began(msgspec.Struct, array_like=True, frozen=True, eq=False):
