@@ -111,7 +111,7 @@ def _grammar(fields: GrammarFields, params: SamplingParams, config: EngineConfig
     from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar  # with llguidance
 
     grammar = build_grammar(source)
-    check_grammar(byte_tokenizer(special_tokens(load_tokenizer(config))), grammar, source)
+    check_grammar(byte_tokenizer([*special_tokens(load_tokenizer(config)).values()]), grammar, source)
     return grammar
 
 

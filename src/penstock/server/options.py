@@ -12,6 +12,7 @@ import msgspec
 from penstock.engine.media.image_processor import ImageLimits
 from penstock.engine.media.media_fetcher import AllowedHost
 from penstock.engine.media.video_file import VideoLimits
+from penstock.engine.protocol.answer_format import REASONING_MARKS, TOOL_FORMATS
 from penstock.engine.protocol.option import MAX_SECONDS, MIB, Option, check_options
 from penstock.environment import API_KEY
 
@@ -60,6 +61,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Headers that pages of these origins may send: a list in JSON, or names with commas between them"""
     allow_credentials: Annotated[bool, Option("server")] = False
     """Let pages of these origins send credentials"""
+    tool_call_parser: Annotated[str, Option("server", choices=("auto", *TOOL_FORMATS))] = "auto"
+    """Format in which the model writes tool calls; auto: by the chat template, and hermes if that shows none"""
+    reasoning_parser: Annotated[str, Option("server", choices=("none", *REASONING_MARKS))] = "none"
+    """Marks between which the model writes its reasoning; none: an answer has no reasoning"""
     media_nbytes_in_flight: Annotated[
         int,
         Option("multimodal", name="media-mb-in-flight", unit=MIB, ge=16 << 20, le=1 << 44),

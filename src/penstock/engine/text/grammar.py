@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer, StructTag, TokenizerWrapper, grammar_from
+from msgspec.structs import replace
 
-from penstock.engine.text.grammar_fields import Grammar, GrammarError, GrammarSource, StructuralTag
+from penstock.engine.text.call_grammar import behind_reasoning, calls_text
+from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError, GrammarSource, StructuralTag
 from penstock.tensor import content_key
 
 MAX_CHARACTERS = 1 << 16  # of a grammar's text
@@ -67,6 +69,8 @@ def _text_of(source: GrammarSource) -> str:
             return LLMatcher.grammar_from_regex("|".join(map(_quoted, value)))
         if kind == "structural_tag":
             return _tags_text(value, param)
+        if kind == "tool_calls":
+            return _calls_text(value)
         _require_length(value, param, MAX_RULES)
         return grammar_from("grammar", value)
     except (ValueError, RecursionError) as error:
@@ -124,6 +128,51 @@ def _tags_text(tag: str | StructuralTag, param: str) -> str:
         schema = _schema_text(structure.schema, f"{where}.schema")
         structures.append(StructTag(trigger=trigger, begin=structure.begin, grammar=schema, end=structure.end))
     return LLMatcher.grammar_from_lark(StructTag.to_grammar(structures, assume_special=False))
+
+
+def _calls_text(rules: CallRules) -> str:
+    schemas = {}
+    for number, tool in enumerate(rules.tools):
+        if tool.function.name in rules.allowed:
+            schema = json.loads(_schema_text(tool.function.parameters or ANY_OBJECT, _parameters_path(number)))
+            schemas[tool.function.name] = {**schema, "x-guidance": JSON_OPTIONS}
+    text = calls_text(rules, schemas)
+    if rules.content is None:
+        return LLMatcher.grammar_from_lark(text)
+    first, *others = _grammars(_text_of(rules.content))
+    return json.dumps({"grammars": [{"name": "calls", "lark_grammar": text}, {**first, "name": "content"}, *others]})
+
+
+def _parameters_path(number: int) -> str:
+    return f"tools[{number}].function.parameters"
+
+
+def _grammars(text: str) -> list[dict[str, Any]]:
+    """Returns the parts of a grammar: a grammar of JSON has a list, and all others are Lark."""
+    if not text.startswith("{"):
+        return [{"lark_grammar": text}]
+    grammars: list[dict[str, Any]] = json.loads(text)["grammars"]
+    return grammars
+
+
+def grammar_behind_reasoning(grammar: Grammar, reasoning: str, is_open: bool, marks: Mapping[str, int]) -> Grammar:
+    """Returns the grammar of an answer that begins with reasoning. `is_open`: inside the reasoning."""
+    text = behind_reasoning(_grammars(grammar.text), reasoning, is_open, marks)
+    return Grammar(text, content_key(b"grammar", "reasoning", text))
+
+
+def relaxed_calls(tokenizer: LLTokenizer, rules: CallRules) -> CallRules:
+    """Returns the rules with any arguments for each tool that is not strict, and whose schema has no grammar."""
+    tools = []
+    for number, tool in enumerate(rules.tools):
+        source = GrammarSource("json_schema", tool.function.parameters or ANY_OBJECT, _parameters_path(number))
+        if tool.function.name in rules.allowed and not tool.function.strict:
+            try:
+                check_grammar(tokenizer, build_grammar(source), source)
+            except GrammarError:
+                tool = replace(tool, function=replace(tool.function, parameters=None))
+        tools.append(tool)
+    return replace(rules, tools=tuple(tools))
 
 
 def find_keyword(schema: Any, keyword: str) -> str | None:
@@ -205,8 +254,9 @@ def _explained(error: str, source: GrammarSource) -> GrammarError:
     if keys is not None:
         keyword = json.loads(keys[1])[0]
         value = json.loads(source.value) if isinstance(source.value, str) else source.value
-        if isinstance(value, StructuralTag):
-            value = msgspec.to_builtins(value)
+        if isinstance(value, CallRules):
+            value = value.tools
+        value = msgspec.to_builtins(value)
         return _unsupported(keyword, source.param + (find_keyword(value, keyword) or ""))
     error = error.replace(_NOTHING_LEFT, "the grammar allows no text")
     return GrammarError(f"{' '.join(error.split())} at $.{source.param}", source.param)

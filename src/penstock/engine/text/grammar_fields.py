@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, NamedTuple, TypeAlias
+from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
@@ -41,6 +41,35 @@ class NamedSchema(msgspec.Struct):
     name: str | None = None
     description: str | None = None
     strict: bool | None = None  # each schema is followed strictly
+
+
+# What each format of calls can hold as it is. Python's `$` would accept a line end behind the name.
+TOOL_NAME_PATTERN = r"^[A-Za-z0-9_.-]{1,128}(?![\s\S])"
+
+
+class FunctionDefinition(msgspec.Struct):
+    name: Annotated[str, msgspec.Meta(pattern=TOOL_NAME_PATTERN)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None  # a JSON Schema
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct):
+    function: FunctionDefinition
+    type: Literal["function"] = "function"
+
+
+class CallRules(msgspec.Struct, frozen=True):
+    """What an answer may call. `call_grammar` writes the grammar."""
+
+    format: str  # of TOOL_FORMATS
+    tools: tuple[Tool, ...]
+    allowed: frozenset[str]  # names of the tools that may be called
+    is_forced: bool  # the answer is a call
+    is_parallel: bool  # or several
+    has_named_calls: bool = False  # of mistral: `[TOOL_CALLS]name[ARGS]{…}` instead of a list
+    content: GrammarSource | None = None  # the grammar of an answer without a call; None: any text
+    marks: dict[str, int] = {}  # ids of the marks that are special tokens
 
 
 class TaggedStructure(msgspec.Struct):
@@ -148,6 +177,7 @@ def require_fit(
             raise GrammarError(f"{name} is not supported beside a grammar ({source.param}): leave one out", name)
 
 
-def special_tokens(tokenizer: Any) -> list[str]:
-    """Returns the special tokens of a `tokenizers.Tokenizer`: a grammar may name them."""
-    return [token.content for token in tokenizer.get_added_tokens_decoder().values() if token.special]
+def special_tokens(tokenizer: Any) -> dict[int, str]:
+    """Returns the special tokens of a `tokenizers.Tokenizer` by id: a grammar may name them."""
+    tokens = tokenizer.get_added_tokens_decoder().items()
+    return {token_id: token.content for token_id, token in tokens if token.special}

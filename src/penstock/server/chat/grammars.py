@@ -10,8 +10,9 @@ from collections import OrderedDict
 from typing import TYPE_CHECKING
 
 import msgspec
+from msgspec.structs import replace
 
-from penstock.engine.text.grammar_fields import Grammar, GrammarError, GrammarSource, special_tokens
+from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError, GrammarSource, special_tokens
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.errors import ApiError
 
@@ -50,13 +51,22 @@ class GrammarChecker:
         return answer
 
     def _checked(self, source: GrammarSource) -> Grammar | GrammarError:
-        from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar
+        from penstock.engine.text.grammar import build_grammar, byte_tokenizer, check_grammar, relaxed_calls
 
         if self._tokenizer is None:
-            self._tokenizer = byte_tokenizer(special_tokens(self._prompt_builder.tokenizer.tokenizer))
+            self._tokenizer = byte_tokenizer([*special_tokens(self._prompt_builder.tokenizer.tokenizer).values()])
+        rules = source.value
         try:
-            grammar = build_grammar(source)
-            check_grammar(self._tokenizer, grammar, source)
+            if not isinstance(rules, CallRules):
+                check_grammar(self._tokenizer, grammar := build_grammar(source), source)
+                return grammar
+            bytes_source = source._replace(value=replace(rules, marks={}))  # the ids of the marks are the model's
+            try:
+                check_grammar(self._tokenizer, build_grammar(bytes_source), bytes_source)
+            except GrammarError:
+                rules = relaxed_calls(self._tokenizer, rules)
+                bytes_source = source._replace(value=replace(rules, marks={}))
+                check_grammar(self._tokenizer, build_grammar(bytes_source), bytes_source)
+            return build_grammar(source._replace(value=rules))
         except GrammarError as error:
             return error
-        return grammar

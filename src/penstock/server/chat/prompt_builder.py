@@ -31,6 +31,7 @@ T = TypeVar("T")
 
 LONG = 4096  # characters: about 1 ms of tokenising; a thread tokenizes longer texts, and the loop goes on
 MANY = 128  # parts of messages: about 0.5 ms of a template
+END = 64  # characters of a chat's prompt that tell whether its template has opened the reasoning
 THREADS = 2  # of long texts and many parts. The tokenizer releases the interpreter
 # Parameters of the rendering function, refused in a request: a template of the client would run in this process.
 RESERVED = {
@@ -46,6 +47,7 @@ class Tokenizer(Protocol):
 
     vocab_size: int  # all ids are below
     tokenizer: Any  # a `tokenizers.Tokenizer`; None: the ids of a text are its bytes
+    tool_template: str  # the chat template for conversations with tools; empty: there is none
 
     def encode(self, text: str, add_special: bool) -> list[int]: ...
 
@@ -65,6 +67,7 @@ def build_tokenizer(config: EngineConfig) -> Tokenizer:
 
 class NumberTokenizer:
     tokenizer = None
+    tool_template = ""
 
     def __init__(self, vocabulary: int) -> None:
         self.vocab_size = vocabulary
@@ -86,7 +89,8 @@ class ModelTokenizer:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
         self.tokenizer = load_tokenizer(config)
         self._bound = length_bound(Path(config.model) / "tokenizer.json")
-        self.template = ChatTemplate(Path(config.model))
+        self._template = ChatTemplate(Path(config.model))
+        self.tool_template = self._template.tool_source
         self.vocab_size = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -99,7 +103,7 @@ class ModelTokenizer:
         return 0 if self._bound is None else self._bound.min_tokens(text)
 
     def chat(self, conversation: Conversation, is_answered: bool, options: dict[str, Any]) -> str:
-        return self.template.prompt(conversation.messages, is_answered, options, conversation.tools)
+        return self._template.prompt(conversation.messages, is_answered, options, conversation.tools)
 
 
 def _most_ids(config: EngineConfig) -> int:
@@ -130,7 +134,7 @@ class ChatTemplate:
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
         templates = _read_templates(directory, tokenizer_config)
         self._template = templates.get("default")
-        self._tool_template = templates.get("tool_use", self._template)
+        self.tool_source = templates.get("tool_use", self._template or "")  # for conversations with tools
         self._special = {
             name: _text(token) for name, token in tokenizer_config.items() if name.endswith("_token") and token
         }
@@ -139,12 +143,7 @@ class ChatTemplate:
         self._takes_parts = self._shows([{"type": "text", "text": MARK}])
         # Most templates take the arguments of a call as an object, some as text.
         self._takes_objects = not self._shows_call(f'{{"{MARK}": 1}}') or self._shows_call({MARK: 1})
-        self._warns_of_tools = self._tool_template is not None and not self._shows_tools()
-
-    @property
-    def tool_source(self) -> str:
-        """Returns the text of the template for conversations with tools; empty: the model has none."""
-        return self._tool_template or ""
+        self._warns_of_tools = not self._shows_tools()
 
     def prompt(
         self,
@@ -179,7 +178,7 @@ class ChatTemplate:
         rendered, _ = self._render(
             [messages],
             tools=tools or None,
-            chat_template=self._tool_template if tools else self._template,
+            chat_template=self.tool_source if tools else self._template,
             add_generation_prompt=is_answered,
             **{**self._special, **options},
         )
@@ -308,9 +307,9 @@ class PromptBuilder:
         work = functools.partial(self.tokenizer.chat, conversation, is_answered, options)
         text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
         if not conversation.media or self._media is None:
-            return Prompt(await self.ids(text, add_special, limit))
+            return Prompt(await self.ids(text, add_special, limit), text_end=text[-END:])
         ids = await self.ids(self._media.prepare(text), add_special, limit)
-        return await self._media.prompt(ids, conversation.media, client)
+        return (await self._media.prompt(ids, conversation.media, client))._replace(text_end=text[-END:])
 
     async def embeds(self, texts: list[str], limit: Limit) -> list[Prompt]:
         """Returns prompts that are embeddings, which the caller releases unless it submits them. Raises ApiError."""

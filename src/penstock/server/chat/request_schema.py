@@ -16,19 +16,11 @@ import msgspec.inspect
 
 from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaRef
 from penstock.engine.protocol.messages import SamplingParams
-from penstock.engine.text.grammar_fields import GrammarError, GrammarFields, GrammarSource, require_fit
+from penstock.engine.text.grammar_fields import GrammarError, GrammarFields, GrammarSource, Tool, require_fit
 from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
-from penstock.server.chat.tool_fields import (
-    CallFields,
-    Results,
-    Tool,
-    ToolChoice,
-    Tools,
-    check_tools,
-    tools_for_template,
-)
+from penstock.server.chat.tool_fields import CallFields, Results, ToolChoice, Tools, check_tools, tools_for_template
 from penstock.server.errors import ApiError, body_error
 
 T = TypeVar("T", bound=msgspec.Struct)

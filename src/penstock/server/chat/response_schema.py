@@ -41,7 +41,7 @@ class Usage(ResponseModel):
 
 class FinishedChoice(ResponseModel):
     index: Natural
-    finish_reason: Literal["stop", "length"]
+    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
 
 
@@ -59,9 +59,23 @@ class ChatLogprobs(ResponseModel):
     content: list[Token]
 
 
-class AnswerMessage(ResponseModel):
+class CalledFunction(ResponseModel):
+    name: str
+    arguments: str  # JSON, unless the model wrote something else
+
+
+class ToolCall(ResponseModel):
+    id: str
+    type: Literal["function"]
+    function: CalledFunction
+
+
+class AnswerMessage(ResponseModel, kw_only=True):
     role: Literal["assistant"]
-    content: str
+    content: str | None  # null where calls or reasoning are all of the answer
+    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChoice(FinishedChoice):

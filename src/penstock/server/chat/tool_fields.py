@@ -10,27 +10,13 @@ from typing import Annotated, Any, Literal, NamedTuple, TypeAlias
 
 import msgspec
 
+from penstock.engine.text.grammar_fields import Tool
 from penstock.server.errors import ApiError
 
 MAX_TOOLS = 1024
-# What each format of calls can hold as it is. Python's `$` would accept a line end behind the name.
-NAME_PATTERN = r"^[A-Za-z0-9_.:/-]{1,128}(?![\s\S])"
 ANY_ARGUMENTS: dict[str, Any] = {"type": "object", "properties": {}}
 
-Name = Annotated[str, msgspec.Meta(pattern=NAME_PATTERN)]
 Id = Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-
-
-class FunctionDefinition(msgspec.Struct):
-    name: Name
-    description: str | None = None
-    parameters: dict[str, Any] | None = None  # a JSON Schema
-    strict: bool | None = None
-
-
-class Tool(msgspec.Struct):
-    function: FunctionDefinition
-    type: Literal["function"] = "function"
 
 
 class FunctionName(msgspec.Struct):
@@ -137,7 +123,7 @@ class ToolUse(NamedTuple):
     """What an answer may call."""
 
     tools: Sequence[Tool]
-    allowed: Collection[str]  # names of the tools that may be called; empty: the answer has no calls
+    allowed: frozenset[str]  # names of the tools that may be called; empty: the answer has no calls
     is_forced: bool  # the answer is a call
     is_parallel: bool  # or several
 

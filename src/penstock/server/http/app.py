@@ -27,8 +27,10 @@ from penstock.engine.client.stream import OutputStream
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
+from penstock.engine.protocol.messages import AnswerFormat, ChunkFormat, SamplingParams, Style
+from penstock.engine.text.detokenizer import Vocabulary
 from penstock.engine.text.grammar_fields import Grammar
+from penstock.server.chat.answer_formats import AnswerFormats
 from penstock.server.chat.grammars import GrammarChecker
 from penstock.server.chat.media_prompts import Prompt
 from penstock.server.chat.prompt_builder import PromptBuilder
@@ -48,6 +50,7 @@ from penstock.server.chat.streaming import (
     collect,
     usage_of,
 )
+from penstock.server.chat.tool_fields import tool_use
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.heap import Heap
 from penstock.server.http import openapi
@@ -112,6 +115,7 @@ class ApiServer:
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
+        self._formats = AnswerFormats(options, reader.tokenizer.tool_template, reader.tokenizer.tokenizer)
 
     def app(self) -> Starlette:
         posts = {
@@ -162,14 +166,19 @@ class ApiServer:
             chat = await self._bodies.decode(request, body, ChatRequest)
             self._require_model(chat.model)
             params = chat.sampling(self._defaults)
-            conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages))
+            use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+            conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages, chat.tools))
             body.clear()  # its strings are held, and twice would be too much
             limit = self._limit(chat, params, "messages")
-            grammar = await self._grammars.check(chat.answer_grammar(params))
+            grammar = await self._grammars.check(self._formats.grammar_source(chat, use, params))
             prompt = await self._prompt(request, conversation, chat.template_options, chat, limit)
             chat.messages = []  # media are long, and it may take long to answer
         try:
-            return await self._generate(request, Style.CHAT, chat, params, [prompt], "messages", grammar)
+            answer_format = self._formats.answer_format(use, prompt.text_end)
+            if answer_format is not None:
+                params = replace(params, skip_special_tokens=False)  # marks are special tokens of some models
+                grammar = self._formats.behind_reasoning(grammar, answer_format)
+            return await self._generate(request, Style.CHAT, chat, params, [prompt], grammar, answer_format)
         except BaseException:
             prompt.release()
             raise
@@ -210,7 +219,7 @@ class ApiServer:
             if embeds:
                 prompts[:0] = await self._embeds(request, embeds, params)
         try:
-            return await self._generate(request, Style.COMPLETION, completion, params, prompts, "prompt", grammar)
+            return await self._generate(request, Style.COMPLETION, completion, params, prompts, grammar)
         except BaseException:
             for prompt in prompts:
                 prompt.release()
@@ -231,12 +240,12 @@ class ApiServer:
         sampling: Sampling,
         params: SamplingParams,
         prompts: Sequence[Prompt],
-        param: str,
         grammar: Grammar | None,
+        answer_format: AnswerFormat | None = None,
     ) -> Answer:
         prompts = [self._truncated(prompt, sampling, params) for prompt in prompts]
         for prompt in prompts:
-            self._require_room(prompt.ids, params, param)
+            self._require_room(prompt.ids, params, "messages" if style == Style.CHAT else "prompt")
         try:
             params.require_choice(self._config.end_ids, self._reader.tokenizer.vocab_size)
         except ValueError as error:
@@ -253,15 +262,19 @@ class ApiServer:
         account = account_of(request, sampling.user, bool(self._options.api_keys))
         submit = functools.partial(self._submit, sampling, params, request_id, account, grammar)
         if not sampling.stream:
-            batch = self._batch(submit, params, prompts)
+            counted = None if answer_format is None else ChunkFormat(Style.TEXT, b"", answer=answer_format)
+            batch = self._batch(submit, params, prompts, counted)
+            choice = StreamedChoice.of_completion
+            if style == Style.CHAT:
+                choice = functools.partial(StreamedChoice.of_chat, answer_format=answer_format)
             return await cancel_on_disconnect(
-                request.receive, self._whole(style, batch, params, len(prompts), answer, latencies)
+                request.receive, self._whole(choice, batch, params, len(prompts), answer, latencies)
             )
         if style == Style.CHAT:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
-        batch = self._batch(submit, params, prompts, ChunkFormat(style, head + nothing_yet))
+        batch = self._batch(submit, params, prompts, ChunkFormat(style, head + nothing_yet, answer=answer_format))
         return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id)
 
     def _batch(
@@ -344,7 +357,7 @@ class ApiServer:
 
     async def _whole(
         self,
-        style: Style,
+        build_choice: Callable[[StreamedChoice, int, Vocabulary | None], dict[str, Any]],
         batch: RequestStreams,
         params: SamplingParams,
         prompts: int,
@@ -353,7 +366,6 @@ class ApiServer:
     ) -> Response:
         choices = await collect(batch, prompts, params.n, latencies)
         vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
-        build_choice = StreamedChoice.of_chat if style == Style.CHAT else StreamedChoice.of_completion
         answer["choices"] = []
         for index, choice in enumerate(choices):
             if index:

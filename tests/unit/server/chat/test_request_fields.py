@@ -64,11 +64,12 @@ def body_of(kind: type, **fields: Any) -> bytes:
 
 def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
     honoured = FIELDS[ChatRequest] | FIELDS[CompletionRequest]
-    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - {"prompt_embeds"}:
+    partly = {ChatRequest: {"tools", "tool_choice", "parallel_tool_calls"}, CompletionRequest: {"prompt_embeds"}}
+    partly[TokenizeRequest] = {"tools"}
+    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - set().union(*partly.values()):
         assert (name in honoured) + (name in NEUTRAL_ONLY) + (name in IGNORED) == 1, name
-    for kind in (ChatRequest, TokenizeRequest):
-        assert not FIELDS[kind] & (NEUTRAL_ONLY.keys() | IGNORED)
-    assert FIELDS[CompletionRequest] & (NEUTRAL_ONLY.keys() | IGNORED) == {"prompt_embeds"}
+    for kind, names in partly.items():
+        assert FIELDS[kind] & (NEUTRAL_ONLY.keys() | IGNORED) == names
 
 
 @pytest.mark.parametrize("kind", DECODERS)
@@ -88,7 +89,8 @@ def test_unsupported_field_is_refused_unless_its_value_is_neutral(kind: type, na
 
 def test_the_refusal_says_which_values_would_pass() -> None:
     for fields, words in (
-        ({"tool_choice": "required"}, 'expected "none" or "auto", or nothing'),
+        ({"functions": [{"name": "f"}]}, "functions is not supported: use tools"),
+        ({"function_call": "auto2"}, "function_call is not supported: use tool_choice"),
         ({"modalities": ["audio"]}, 'expected ["text"], or nothing'),
         ({"stop_regex": "a+"}, "stop_regex is not supported"),
     ):
@@ -102,7 +104,7 @@ def test_a_field_that_changes_nothing_is_ignored_whatever_its_value(name: str) -
     outer, _, inner = name.partition(".")
     for value in (None, True, 7, "x", {"a": [1]}):
         unknown: list[str] = []
-        decoded(body_of(ChatRequest, **{outer: {inner: value} if inner else value}), ChatRequest, unknown)
+        decoded(body_of(CompletionRequest, **{outer: {inner: value} if inner else value}), CompletionRequest, unknown)
         assert unknown == []
 
 

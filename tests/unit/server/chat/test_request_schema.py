@@ -152,7 +152,7 @@ def test_a_field_that_makes_no_sense_is_named(fields: dict[str, Any], param: str
         ({"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages[0].content[0].text"),
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"logprobs": True, "top_logprobs": 21}, "top_logprobs"),
-        ({"tools": [{"type": "function"}]}, "tools"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function"),
         ({"response_format": {"type": "yaml"}}, "response_format.type"),
         ({"response_format": {"type": "json_schema"}}, "response_format.json_schema"),
         ({"regex": "a", "structured_outputs": {"json_object": True}}, "regex"),
@@ -194,7 +194,7 @@ def test_templates_get_positions_of_images_and_images_go_separately() -> None:
             {"role": "user", "content": [other]},
         ]
     )
-    messages, images = Conversation.of(output.messages)
+    messages, images, _ = Conversation.of(output.messages)
     assert messages == [
         {"role": "system", "content": "s", "name": "n"},
         {"role": "user", "content": [text, {"type": "image"}, text]},
@@ -207,7 +207,7 @@ def test_templates_get_positions_of_images_and_images_go_separately() -> None:
 def test_videos_stand_beside_images_in_their_order() -> None:
     image, video = ({"type": f"{kind}_url", f"{kind}_url": {"url": f"data:{kind}"}} for kind in ("image", "video"))
     body = json.dumps({"messages": [{"role": "user", "content": [video, image, video]}]}).encode()
-    messages, media = Conversation.of(decoded(body, ChatRequest).messages)
+    messages, media, _ = Conversation.of(decoded(body, ChatRequest).messages)
     assert messages == [{"role": "user", "content": [{"type": "video"}, {"type": "image"}, {"type": "video"}]}]
     assert [(ref.where[-3:], ref.url, ref.kind) for ref in media] == [
         ("[0]", "data:video", VIDEO),
@@ -227,7 +227,11 @@ def test_a_part_that_is_no_video_is_refused_with_its_place(part: dict[str, Any])
 
 def test_tokens_are_of_a_text_or_of_messages_and_not_of_both() -> None:
     assert decoded(b'{"prompt": "a"}', TokenizeRequest).content() == "a"
-    assert decoded(json.dumps(CHAT).encode(), TokenizeRequest).content() == ([{"role": "user", "content": "hi"}], [])
+    assert decoded(json.dumps(CHAT).encode(), TokenizeRequest).content() == (
+        [{"role": "user", "content": "hi"}],
+        [],
+        [],
+    )
     for body in (b"{}", json.dumps({**CHAT, "prompt": "a"}).encode()):
         with pytest.raises(ApiError):
             decoded(body, TokenizeRequest).content()
