@@ -162,15 +162,18 @@ def grammar_behind_reasoning(grammar: Grammar, reasoning: str, is_open: bool, ma
 
 
 def relaxed_calls(tokenizer: LLTokenizer, rules: CallRules) -> CallRules:
-    """Returns the rules with any arguments for each tool that is not strict, and whose schema has no grammar."""
+    """Returns the rules with any arguments for each tool with a schema that has no grammar. Raises GrammarError if the
+    tool is strict."""
     tools = []
     for number, tool in enumerate(rules.tools):
         source = GrammarSource("json_schema", tool.function.parameters or ANY_OBJECT, _parameters_path(number))
-        if tool.function.name in rules.allowed and not tool.function.strict:
-            try:
+        try:
+            if tool.function.name in rules.allowed:
                 check_grammar(tokenizer, build_grammar(source), source)
-            except GrammarError:
-                tool = replace(tool, function=replace(tool.function, parameters=None))
+        except GrammarError:
+            if tool.function.strict:
+                raise
+            tool = replace(tool, function=replace(tool.function, parameters=None))
         tools.append(tool)
     return replace(rules, tools=tuple(tools))
 
@@ -254,9 +257,8 @@ def _explained(error: str, source: GrammarSource) -> GrammarError:
     if keys is not None:
         keyword = json.loads(keys[1])[0]
         value = json.loads(source.value) if isinstance(source.value, str) else source.value
-        if isinstance(value, CallRules):
-            value = value.tools
-        value = msgspec.to_builtins(value)
+        if isinstance(value, StructuralTag):
+            value = msgspec.to_builtins(value)
         return _unsupported(keyword, source.param + (find_keyword(value, keyword) or ""))
     error = error.replace(_NOTHING_LEFT, "the grammar allows no text")
     return GrammarError(f"{' '.join(error.split())} at $.{source.param}", source.param)

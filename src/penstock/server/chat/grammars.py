@@ -55,18 +55,19 @@ class GrammarChecker:
 
         if self._tokenizer is None:
             self._tokenizer = byte_tokenizer([*special_tokens(self._prompt_builder.tokenizer.tokenizer).values()])
-        rules = source.value
         try:
-            if not isinstance(rules, CallRules):
-                check_grammar(self._tokenizer, grammar := build_grammar(source), source)
-                return grammar
-            bytes_source = source._replace(value=replace(rules, marks={}))  # the ids of the marks are the model's
             try:
-                check_grammar(self._tokenizer, build_grammar(bytes_source), bytes_source)
+                check_grammar(self._tokenizer, build_grammar(in_bytes(source)), source)
             except GrammarError:
-                rules = relaxed_calls(self._tokenizer, rules)
-                bytes_source = source._replace(value=replace(rules, marks={}))
-                check_grammar(self._tokenizer, build_grammar(bytes_source), bytes_source)
-            return build_grammar(source._replace(value=rules))
+                if not isinstance(source.value, CallRules):
+                    raise
+                source = source._replace(value=relaxed_calls(self._tokenizer, source.value))
+                check_grammar(self._tokenizer, build_grammar(in_bytes(source)), source)
+            return build_grammar(source)
         except GrammarError as error:
             return error
+
+
+def in_bytes(source: GrammarSource) -> GrammarSource:
+    """Returns a source without ids of the model."""
+    return source._replace(value=replace(source.value, marks={})) if isinstance(source.value, CallRules) else source

@@ -13,6 +13,7 @@ pytest.importorskip("prometheus_client")
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.server.chat.prompt_builder import NumberTokenizer, PromptBuilder
 from penstock.server.http.app import ApiServer
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ServerCounters
@@ -48,7 +49,8 @@ def client(request: pytest.FixtureRequest) -> Iterator[Client]:
     options = ServerOptions(served_model_name=request.param)
     tally, board = ServerCounters(ServerCounters.create(1), 1, writable=True), StatusBoard(StatusBoard.create(1))
     absent: Any = None
-    result = Client(ApiServer(CONFIG, options, absent, absent, tally, board, 0).app())
+    builder = PromptBuilder(CONFIG, NumberTokenizer(200))
+    result = Client(ApiServer(CONFIG, options, absent, builder, tally, board, 0).app())
     yield result
     board.close()
     vars(result).clear()  # pytest holds the object until it has looked what is left

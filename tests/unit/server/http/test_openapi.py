@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
+from penstock.server.chat.prompt_builder import NumberTokenizer, PromptBuilder
 from penstock.server.chat.request_schema import ChatRequest, CompletionRequest, decoded
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
@@ -41,7 +42,8 @@ def test_every_route_is_in_the_document_and_no_other() -> None:
     config = EngineConfig(simulated=SimulatedDevice())
     tally, board = ServerCounters(ServerCounters.create(1), 1), StatusBoard(StatusBoard.create(1))
     client: Any = None
-    api = ApiServer(config, ServerOptions(), client, client, tally, board, 0)
+    builder = PromptBuilder(config, NumberTokenizer(200))
+    api = ApiServer(config, ServerOptions(), client, builder, tally, board, 0)
     routes = {
         (route.path.replace(":path", ""), method.lower())
         for route in api.app().routes
