@@ -40,6 +40,8 @@ DIFFERENCES = {
     "--allowed-origins": "no origin is allowed unless it is given; commas will do instead of JSON",
     "--allowed-methods": "commas will do instead of JSON",
     "--allowed-headers": "commas will do instead of JSON",
+    "--tool-call-parser": "`auto` unless it is given; `qwen3_coder` is `qwen3_xml`",
+    "--reasoning-parser": "",
     "--allow-credentials": "refused together with the origin `*`",
     "--mm-processor-cache-gb": "one store in shared memory for all processes; 0.25 unless it is given",
     "--mm-encoder-tp-mode": "`store` is one more value, and the default on a CPU. `weights` slices what the model's "
@@ -64,6 +66,7 @@ class Absent(NamedTuple):
 ALWAYS_ON = (
     Absent("--async-scheduling", "always on"),
     Absent("--enable-chunked-prefill", "always on"),
+    Absent("--enable-auto-tool-choice", "always on", "the format is read from the chat template"),
     Absent(
         "--scheduling-policy",
         "always on",
@@ -113,9 +116,8 @@ UNSUPPORTED = (
         "not supported",
     ),
     Absent(
-        "--enable-auto-tool-choice --tool-call-parser --tool-parser-plugin --tool-server --reasoning-parser "
-        "--exclude-tools-when-tool-choice-none",
-        "not supported; `tools` are refused",
+        "--tool-parser-plugin --tool-server --exclude-tools-when-tool-choice-none",
+        "not supported; `--tool-call-parser` names a format",
     ),
     Absent("--structured-outputs-config --guided-decoding-backend", "not needed: llguidance is the library"),
     Absent("--logits-processors --logits-processor-pattern", "not supported; no code of a user is run"),

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.engine.protocol.answer_format import REASONING_MARKS, AnswerFormat, begins_in_reasoning
 from penstock.engine.protocol.messages import SamplingParams
+from penstock.engine.text.answer_parser import parse_answer
 from penstock.engine.text.call_grammar import is_raw
 from penstock.engine.text.grammar_fields import (
     CallRules,
@@ -109,6 +110,24 @@ class AnswerFormats:
         from penstock.engine.text.grammar import grammar_behind_reasoning
 
         return grammar_behind_reasoning(grammar, answer.reasoning, answer.in_reasoning, self._marks)
+
+
+def build_message(answer_format: AnswerFormat | None, text: str, sample: int) -> dict[str, Any]:
+    """Returns the message of a whole answer. `answer_format`: None where all text is content."""
+    message: dict[str, Any] = {"role": "assistant", "content": text}
+    if answer_format is None:
+        return message
+    content, reasoning, calls = parse_answer(answer_format, text, sample)
+    message["content"] = content or (None if calls or reasoning else "")
+    if answer_format.reasoning is not None:
+        message["reasoning_content"] = message["reasoning"] = reasoning or None
+    if calls:
+        functions = [{"name": call.name, "arguments": call.arguments} for call in calls]
+        message["tool_calls"] = [
+            {"id": call.id, "type": "function", "function": function}
+            for call, function in zip(calls, functions, strict=True)
+        ]
+    return message
 
 
 def types_of(tools: Sequence[Tool]) -> Mapping[str, Mapping[str, str]]:

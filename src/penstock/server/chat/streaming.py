@@ -21,9 +21,9 @@ from starlette.types import Receive, Scope, Send
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.messages import AnswerFormat, FinishReason, Logprobs
-from penstock.engine.text.answer_parser import ToolCall, parse_answer
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.engine.text.sse_chunks import LEAST_LOGPROB
+from penstock.server.chat.answer_formats import build_message
 from penstock.server.errors import ApiError, Gone
 from penstock.server.status.counters import ProcessCounters, Served
 from penstock.tensor import Scope as ImageScope
@@ -329,17 +329,9 @@ class StreamedChoice:
         self, index: int, vocabulary: Vocabulary | None, answer_format: AnswerFormat | None = None
     ) -> dict[str, Any]:
         """`answer_format`: None where all text is content. A chat has one prompt, so the index is the sample's."""
-        message: dict[str, Any] = {"role": "assistant", "content": "".join(self._texts)}
-        finish = self._finish()
-        if answer_format is not None:
-            answer = parse_answer(answer_format, message["content"], index)
-            message["content"] = answer.content or (None if answer.calls or answer.reasoning else "")
-            if answer.calls:
-                message["tool_calls"] = [_call_json(call) for call in answer.calls]
-                if self.reason == FinishReason.STOP:
-                    finish["finish_reason"] = "tool_calls"
-            if answer_format.reasoning is not None:
-                message["reasoning_content"] = message["reasoning"] = answer.reasoning or None
+        message, finish = build_message(answer_format, "".join(self._texts), index), self._finish()
+        if "tool_calls" in message and self.reason == FinishReason.STOP:
+            finish["finish_reason"] = "tool_calls"
         return {
             "index": index,
             "message": message,
@@ -372,10 +364,6 @@ class StreamedChoice:
                 "top_logprobs": [{_shown(vocabulary, token_id): value for token_id, value in row[1:]} for row in rows],
             }
         return {"index": index, "text": "".join(self._texts), "logprobs": logprobs, **self._finish()}
-
-
-def _call_json(call: ToolCall) -> dict[str, Any]:
-    return {"id": call.id, "type": "function", "function": {"name": call.name, "arguments": call.arguments}}
 
 
 def _shown(vocabulary: Vocabulary, token_id: int) -> str:

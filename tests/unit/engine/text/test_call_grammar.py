@@ -57,8 +57,8 @@ def tokenizer() -> LLTokenizer:
 def ids_of(text: str, special: bool = False) -> list[int]:
     """Returns an id for each byte, and with `special` for each special token."""
     for number, mark in enumerate(SPECIAL):
-        before, found, after = text.partition(mark)
-        if special and found:
+        before, partition, after = text.partition(mark)
+        if special and partition:
             return [*ids_of(before, True), 257 + number, *ids_of(after, True)]
     return list(text.encode())
 

@@ -86,3 +86,83 @@ def test_a_template_is_told_what_is_said_as_it_takes_it(
     result = template(tmp_path, chat_template=source)
     for content, expected in (("hi", "hi"), ([TEXT, TEXT], of_parts), ([TEXT, IMAGE, TEXT], of_an_image)):
         assert result.prompt([{"role": "user", "content": content}], False, {}) == expected
+
+
+CALL = {"id": "abc123456", "type": "function", "function": {"name": "f", "arguments": '{"b": "ü", "a": [1, null]}'}}
+CALLED = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+TOOLS = [{"type": "function", "function": {"name": "f", "parameters": {"type": "object", "properties": {}}}}]
+# As the templates of these families write calls.
+OF_CALLS = {
+    "qwen": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}"
+        '{"name": "{{ c.function.name }}", "arguments": {{ c.function.arguments | tojson }}}{% endfor %}{% endfor %}',
+        '{"name": "f", "arguments": {"b": "ü", "a": [1, null]}}',
+    ),
+    "llama": (
+        "{% for m in messages %}{% if 'tool_calls' in m %}{% if m.tool_calls | length != 1 %}"
+        "{{ raise_exception('single tool-calls') }}{% endif %}{% set c = m.tool_calls[0].function %}"
+        "{% for name, value in c.arguments | items %}{{ name }}={{ value | tojson }};{% endfor %}"
+        "{% endif %}{% endfor %}",
+        'b="ü";a=[1, null];',
+    ),
+    "deepseek": (
+        "{% for m in messages %}{% if m['role'] == 'assistant' and m['tool_calls'] is defined %}"
+        "{% for c in m['tool_calls'] %}{{ c['function']['name'] + ' ' + c['function']['arguments'] }}{% endfor %}"
+        "{% endif %}{% endfor %}",
+        'f {"b": "ü", "a": [1, null]}',
+    ),
+    "either": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.function.arguments is string %}"
+        "{{ c.function.arguments }}{% else %}{{ c.function.arguments | tojson }}{% endif %}{% endfor %}{% endfor %}",
+        '{"b": "ü", "a": [1, null]}',
+    ),
+    "text": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ c.function.arguments }}{% endfor %}{% endfor %}",
+        '{"b": "ü", "a": [1, null]}',
+    ),
+    "mistral": (
+        "{% for m in messages %}{% for c in m.tool_calls or [] %}{% if c.id | length != 9 %}"
+        "{{ raise_exception('length 9') }}{% endif %}{{ c.function | tojson }}{% endfor %}{% endfor %}",
+        '{"name": "f", "arguments": {"b": "ü", "a": [1, null]}}',
+    ),
+}
+
+
+@pytest.mark.parametrize("family", OF_CALLS)
+def test_arguments_of_calls_are_as_the_template_takes_them(family: str, tmp_path: Path) -> None:
+    source, expected = OF_CALLS[family]
+    result = template(tmp_path, chat_template=source)
+    assert result.prompt(CALLED, False, {}) == expected
+    decoded = {**CALL, "function": {"name": "f", "arguments": {"b": "ü", "a": [1, None]}}}
+    assert result.prompt([CALLED[0], {**CALLED[1], "tool_calls": [decoded]}], False, {}) == expected
+
+
+def test_arguments_that_are_no_json_are_refused_if_taken_as_objects(tmp_path: Path) -> None:
+    for family, is_text in (("qwen", False), ("deepseek", True)):
+        result = template(tmp_path, chat_template=OF_CALLS[family][0])
+        for arguments in ('{"a": ', "[1]", "x", "[" * 5000):
+            call = {**CALL, "function": {"name": "f", "arguments": arguments}}
+            messages = [CALLED[0], {**CALLED[1], "tool_calls": [CALL, call]}]
+            if is_text:
+                assert result.prompt(messages, False, {}).endswith(f"f {arguments}")
+                continue
+            with pytest.raises(ApiError) as caught:
+                result.prompt(messages, False, {})
+            assert caught.value.param == "messages[1].tool_calls[1].function.arguments"
+
+
+def test_template_for_tools_is_used_if_there_are_tools(tmp_path: Path) -> None:
+    named = [{"name": "default", "template": "plain"}, {"name": "tool_use", "template": "{{ tools[0].function.name }}"}]
+    result = template(tmp_path, tokenizer_config={"chat_template": named})
+    assert result.prompt(MESSAGES, True, {}) == "plain"
+    assert result.prompt(MESSAGES, True, {}, TOOLS) == "f"
+
+
+def test_template_that_shows_no_tools_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level("WARNING", "penstock.engine")
+    shown = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    for source, lines in ((shown, 0), ("{{ messages[0].content }}", 1)):
+        result = template(tmp_path, chat_template=source)
+        for _ in range(2):
+            result.prompt(MESSAGES, True, {}, TOOLS)
+        assert [record.getMessage() for record in caplog.records] == ["tools not in prompts"] * lines

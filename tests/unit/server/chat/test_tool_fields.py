@@ -22,8 +22,8 @@ def call(call_id: str, arguments: Any = "{}", name: str = "f") -> dict[str, Any]
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def calls(*made: dict[str, Any], **fields: Any) -> dict[str, Any]:
-    return {"role": "assistant", "content": None, "tool_calls": list(made), **fields}
+def calls(*items: dict[str, Any], **fields: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": None, "tool_calls": list(items), **fields}
 
 
 def result(call_id: str | None, content: str = "ok", **fields: Any) -> dict[str, Any]:
