@@ -44,7 +44,7 @@ class AnswerParser:
     """Parses the text of one sample. The pieces so far, joined, are a function of the text so far."""
 
     def __init__(self, answer_format: AnswerFormat, sample: int = 0) -> None:
-        self.is_reasoning = answer_format.in_reasoning
+        self.is_reasoning = self.has_reasoned = answer_format.reasoning is not None and answer_format.in_reasoning
         self._format = answer_format
         self._text = AnswerText(functools.partial(create_call_id, answer_format, sample))
         self._reading = self._read()
@@ -93,7 +93,7 @@ class AnswerParser:
         text = self._text
         spaces = yield from text.spaces()
         if (yield from text.accept(opening)):
-            self.is_reasoning = True
+            self.is_reasoning = self.has_reasoned = True
         elif self.is_reasoning:
             text.reasoning(spaces)
         else:
