@@ -71,9 +71,7 @@ class Scene:
             tokens = Tokens(
                 np.array([token_id], np.int32),
                 np.array([1], np.uint16) if is_first else None,
-                None
-                if self._params.logprobs is None
-                else Logprobs(*(np.array(c, d) for c, d in self._logprobs(token_id))),
+                None if self._params.logprobs is None else _logprobs(token_id),
                 started=(started,) if is_first else (),
                 ended=(Ended(1, reason),) if is_last and reason is not None else (),
             )
