@@ -6,12 +6,12 @@ The core says which sample has which slot, which ids it gets, and when it ends b
 
 from __future__ import annotations
 
-import itertools
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, SampleEnd
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.protocol.columns import Index, LogprobRows
 from penstock.engine.protocol.config import EngineConfig
@@ -19,15 +19,15 @@ from penstock.engine.protocol.messages import (
     Abort,
     Began,
     Delta,
-    Finished,
     FinishReason,
     Ints,
-    Logprobs,
     Requests,
-    Slots,
     Started,
+    Style,
     Tokens,
 )
+from penstock.engine.text.answer_parser import AnswerParser
+from penstock.engine.text.answer_text import Piece, Run
 from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, char_bloom, load_vocabulary
 from penstock.engine.text.sse_chunks import MIDDLE, ChunkWriter
 from penstock.errors import DecodeError
@@ -36,27 +36,12 @@ NO_SLOTS: Index = np.zeros(0, np.intp)
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets text: alone; or from the tables, without a chunk or in a chunk
 
 
-class SampleEnd(NamedTuple):
-    reason: FinishReason
-    stop: int | str | None = None
-
-
-class FinishedWithoutToken(NamedTuple):
-    """A sample that ended without another id, with held output."""
-
-    server: int
-    request: int
-    sample: int
-    reason: FinishReason
-    ids: list[int]
-    text: bytes
-
-
 class HeldOutput(NamedTuple):
     """Output of a sample before the end of an interval."""
 
     ids: list[int]
     texts: list[str]
+    pieces: list[Piece]
 
 
 class Outputs(NamedTuple):
@@ -82,10 +67,13 @@ class OutputState:
         self._bases = np.zeros(slots, np.int32)  # first row of the vocabulary in the slot's table
         self._kinds = np.zeros(slots, np.uint8)
         self._firsts = np.zeros(slots, np.uint64)  # mask of the first characters of the stop strings
+        self._marks = np.zeros(slots, np.uint64)  # mask of the first characters of the marks that a parser looks for
+        self._reasoning = np.zeros(slots, np.int32)  # ids of the reasoning, once it has ended
         self._cached: dict[int, int] = {}  # cached tokens of the prompt, until the first id has come
         self._started: list[Started | None] = [None] * slots  # None: not open
         self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
         self._writers: list[ChunkWriter | None] = [None] * slots
+        self._parsers: dict[int, AnswerParser] = {}  # of samples with an answer format
         self._held: list[HeldOutput | None] = [None] * slots  # None: no output is held
         self._slots = NO_SLOTS  # of the last message with ids
 
@@ -114,9 +102,12 @@ class OutputState:
         self._firsts[slot] = char_bloom("".join(stop[0] for stop in params.stop))
         self._started[slot] = started
         self._texts[slot] = None
-        self._writers[slot] = (
-            None if started.chunk_format is None else ChunkWriter(started.chunk_format, started.sample)
-        )
+        chunk_format = started.chunk_format
+        has_lines = chunk_format is not None and chunk_format.style != Style.TEXT
+        self._writers[slot] = ChunkWriter(chunk_format, started.sample) if chunk_format and has_lines else None
+        self._marks[slot] = self._reasoning[slot] = 0
+        if chunk_format is not None and chunk_format.answer is not None:
+            self._parsers[slot] = AnswerParser(chunk_format.answer, started.sample)
         if started.generated:
             self._replay(slot, started)
         self._choose_kind(slot)
@@ -126,45 +117,72 @@ class OutputState:
 
         `_write_one` decodes what it has decoded then. The other texts are from the table, and only their length counts.
         """
-        vocabulary, writer = self._vocabulary, self._writers[slot]
+        vocabulary, writer, parser = self._vocabulary, self._writers[slot], self._parsers.get(slot)
         ids = np.array(started.generated, np.int32)
         places = vocabulary.rows(ids, self._bases[slot])
         has_table_text = vocabulary.has_table_text(places, self._firsts[slot])
+        has_written = started.params.logprobs is not None
         length = at = 0
-        for first in np.flatnonzero(~has_table_text).tolist():
+        for first in range(ids.size) if parser is not None else np.flatnonzero(~has_table_text).tolist():
             at = max(at, first)
             while at < ids.size and (at == first or self._texts[slot] is not None):
-                has_table_text[at] = False
                 self._generated[slot] = at + 1
-                length += len(self._write_one(slot, started.generated[at], None)[0])
+                if has_table_text[at] and self._texts[slot] is None:
+                    shown = vocabulary.texts[places[at]].decode()
+                else:
+                    shown = self._write_one(slot, started.generated[at], None)[0]
+                has_table_text[at] = False
+                length += len(shown)
+                if parser is not None:
+                    has_written |= bool(self._parse(slot, parser, shown, None))
                 at += 1
         self._generated[slot] = ids.size
         if writer is not None:
             length += sum(len(vocabulary.texts[place].decode()) for place in places[has_table_text].tolist())
-            writer.resume(length, started.params.logprobs is not None)
+            writer.resume(0 if parser is not None else length, has_written)
 
     def _choose_kind(self, slot: int) -> None:
-        writer = self._writers[slot]
-        if self._texts[slot] is not None or self._interval > 1:
+        writer, parser = self._writers[slot], self._parsers.get(slot)
+        if self._texts[slot] is not None or self._interval > 1 or (parser is not None and parser.run == Run.UNKNOWN):
             self._kinds[slot] = ALONE
-        elif writer is None:
+            return
+        if parser is not None:
+            self._marks[slot] = parser.firsts
+            if writer is not None:
+                writer.choose_frames(parser.run, parser.calls - 1)
+        if writer is None:
             self._kinds[slot] = PLAIN
         else:
             self._kinds[slot] = WRAPPED if writer.has_begun else ALONE
 
+    def _parse(self, slot: int, parser: AnswerParser, shown: str, end: SampleEnd | None) -> list[Piece]:
+        """Parses text of an id. Returns the pieces that are certain now."""
+        pieces = parser.feed(shown) if shown else []
+        if end is not None:
+            pieces += parser.finish()
+        if parser.has_reasoned and not self._reasoning[slot] and (end is not None or not parser.is_reasoning):
+            self._reasoning[slot] = self._generated[slot]
+        return pieces
+
     def _finish(self, slot: int, reason: FinishReason) -> list[FinishedWithoutToken]:
         """Ends a sample without another token. Returns nothing of one that a stop string has ended."""
-        started, held, writer = self._started[slot], self._held[slot] or HeldOutput([], []), self._writers[slot]
+        started, held, writer = self._started[slot], self._held[slot] or HeldOutput([], [], []), self._writers[slot]
         if started is None:
             return []
         text = "".join(held.texts)
-        written = text.encode() if writer is None else writer.chunk(text, None, None)
+        if writer is None:
+            written = text.encode()
+        elif slot in self._parsers:
+            written = writer.parsed_chunk(held.pieces, None, None, has_calls=False)
+        else:
+            written = writer.chunk(text, None, None)
         self._end(slot)
         return [FinishedWithoutToken(started.server, started.request, started.sample, reason, held.ids, written)]
 
     def _end(self, slot: int) -> None:
         self._is_open[slot] = False
         self._cached.pop(slot, None)
+        self._parsers.pop(slot, None)
         self._started[slot] = self._texts[slot] = self._writers[slot] = self._held[slot] = None
 
     # ── tokens ──
@@ -217,6 +235,8 @@ class OutputState:
         has_table_text = vocabulary.has_table_text(places, self._firsts[slots])
         has_table_text[list(rows.ends)] = False
         is_from_table = has_table_text & (kinds != ALONE)
+        if self._parsers:
+            is_from_table &= vocabulary.masks[places] & self._marks[slots] == 0
         is_wrapped = kinds == WRAPPED
         logprobs: dict[int, bytes] = {}
         if rows.logprobs is not None:
@@ -239,21 +259,28 @@ class OutputState:
                 if end is None:
                     stopped.append(row)
                 end = rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
+            parser, writer = self._parsers.get(slot), self._writers[slot]
+            pieces = [] if parser is None else self._parse(slot, parser, shown, end)
+            if end is not None and parser is not None:
+                rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]))
             if self._interval > 1:
-                if self._holds_back(slot, int(rows.ids[row]), shown, end):
+                held = HeldOutput([int(rows.ids[row])], [shown], pieces)
+                if self._holds_back(slot, held, end):
                     rows.waiting.append(row)
                     continue
-                shown = self._release(slot, row, rows, shown)
-            writer = self._writers[slot]
+                shown, pieces = self._release(slot, row, rows, held)
+            reason = None if end is None else end.reason
             if writer is None:
                 rows.texts[row] = shown.encode()
+            elif parser is None:
+                rows.texts[row] = writer.chunk(shown, logprobs.get(row), reason)
             else:
-                rows.texts[row] = writer.chunk(shown, logprobs.get(row), None if end is None else end.reason)
+                rows.texts[row] = writer.parsed_chunk(pieces, logprobs.get(row), reason, parser.calls > 0)
             self._choose_kind(slot)
         return stopped
 
-    def _holds_back(self, slot: int, token_id: int, shown: str, end: SampleEnd | None) -> bool:
-        """Keeps an id and the text, unless the output of the sample is due."""
+    def _holds_back(self, slot: int, output: HeldOutput, end: SampleEnd | None) -> bool:
+        """Keeps the output of an id, unless the output of the sample is due."""
         started = self._started[slot]
         assert started is not None, "its slot is open"
         # By the number of tokens of the sample: a resumed sample goes on with equal events.
@@ -262,18 +289,19 @@ class OutputState:
             return False
         held = self._held[slot]
         if held is None:
-            held = self._held[slot] = HeldOutput([], [])
-        held.ids.append(token_id)
-        held.texts.append(shown)
+            self._held[slot] = output
+        else:
+            held.ids.extend(output.ids)
+            held.texts.extend(output.texts)
+            held.pieces.extend(output.pieces)
         return True
 
-    def _release(self, slot: int, row: int, rows: DeltaBuilder, shown: str) -> str:
-        """Adds held output to a row. Returns the text of both."""
-        held, self._held[slot] = self._held[slot], None
-        if held is None:
-            return shown
-        rows.earlier[row] = held.ids
-        return "".join((*held.texts, shown))
+    def _release(self, slot: int, row: int, rows: DeltaBuilder, output: HeldOutput) -> tuple[str, list[Piece]]:
+        """Adds held ids to a row. Returns the text and the pieces of both."""
+        held, self._held[slot] = self._held[slot] or HeldOutput([], [], []), None
+        if held.ids:
+            rows.earlier[row] = held.ids
+        return "".join((*held.texts, *output.texts)), [*held.pieces, *output.pieces]
 
     def _wrapped_texts(
         self, slots: Index, places: Ints, is_wrapped: npt.NDArray[np.bool_], logprobs: dict[int, bytes]
@@ -282,7 +310,7 @@ class OutputState:
         rows = zip(slots.tolist(), places.tolist(), is_wrapped.tolist(), strict=True)
         if not logprobs:
             return [
-                writer.front + table[place] + writer.back
+                table[place].join(writer.frame)
                 if is_written and (writer := writers[slot]) is not None
                 else texts[place]
                 for slot, place, is_written in rows
@@ -294,7 +322,7 @@ class OutputState:
                 written.append(texts[place])
                 continue
             row_logprobs = logprobs.get(row, b"null")
-            written.append(b"".join((writer.front, table[place], writer.before_logprobs, row_logprobs, MIDDLE)))
+            written.append(table[place].join(writer.logprobs_frame) + row_logprobs + MIDDLE)
             if not writer.is_chat:
                 writer.offset += len(texts[place].decode())
         return written
@@ -340,80 +368,3 @@ class OutputState:
         """Returns the rows with the first id of a sample, if the cache had tokens of its prompt."""
         rows = {row: self._cached.pop(slot) for row, slot in enumerate(slots.tolist()) if slot in self._cached}
         return Began(np.array([*rows], np.uint16), np.array([*rows.values()], np.int32)) if rows else None
-
-
-class DeltaBuilder:
-    """The rows of samples that got an id each, for the columns of a Delta. Texts, ends and held ids are added later."""
-
-    def __init__(self, slots: Index, ids: Ints, logprobs: LogprobRows | None) -> None:
-        self.slots = slots
-        self.ids = ids
-        self.logprobs = logprobs
-        self.texts: list[bytes] = []
-        self.ends: dict[int, SampleEnd] = {}
-        self.wrapped: list[int] = []  # rows with log-probabilities in their texts
-        self.waiting: list[int] = []  # rows held back
-        self.earlier: dict[int, list[int]] = {}  # held ids, by row
-
-    def of(self, rows: Index) -> DeltaBuilder:
-        """Returns a builder with these rows only."""
-        selected = DeltaBuilder(
-            self.slots[rows], self.ids[rows], None if self.logprobs is None else self.logprobs.of(rows)
-        )
-        numbers = rows.tolist()
-        if self.texts:
-            selected.texts = [self.texts[row] for row in numbers]
-        if self.ends or self.wrapped or self.earlier:
-            new = {row: number for number, row in enumerate(numbers)}
-            selected.ends = {new[row]: end for row, end in self.ends.items() if row in new}
-            selected.wrapped = [new[row] for row in self.wrapped if row in new]
-            selected.earlier = {new[row]: ids for row, ids in self.earlier.items() if row in new}
-        return selected
-
-    def delta(
-        self, requests: Requests, samples: Slots, without_token: list[FinishedWithoutToken], began: Began | None
-    ) -> Delta:
-        """Builds a Delta of these rows, followed by those that ended without a token."""
-        texts, ids, counts = self.texts, self.ids, None
-        logprobs = None if self.logprobs is None else self.logprobs.columns(self.wrapped)
-        if without_token or self.earlier:
-            groups = [[*self.earlier.get(row, ()), token_id] for row, token_id in enumerate(self.ids.tolist())]
-            groups += [row.ids for row in without_token]
-            counts = np.array([len(group) for group in groups], np.uint16)
-            ids = np.fromiter(itertools.chain.from_iterable(groups), np.int32)
-            if logprobs is not None:
-                logprobs = _spread(logprobs, ids.size, np.cumsum(counts[: self.slots.size], dtype=np.intp) - 1)
-        if without_token:
-            requests = np.concatenate([requests, np.array([row.request for row in without_token], np.int32)])
-            samples = np.concatenate([samples, np.array([row.sample for row in without_token], np.uint16)])
-            texts = [*texts, *(row.text for row in without_token)]
-        lengths = np.fromiter(map(len, texts), np.int32, len(texts))
-        return Delta(
-            len(texts),
-            np.concatenate([requests, lengths, ids]),
-            b"".join(texts),
-            counts,
-            samples if samples.any() else None,
-            self._finished(without_token) if self.ends or without_token else None,
-            logprobs,
-            began,
-        )
-
-    def _finished(self, without_token: list[FinishedWithoutToken]) -> Finished:
-        size, ended = self.slots.size, list(self.ends)
-        reasons = [*(end.reason for end in self.ends.values()), *(row.reason for row in without_token)]
-        stops = (*(end.stop for end in self.ends.values()), *[None] * len(without_token))
-        return Finished(
-            np.array([*ended, *range(size, size + len(without_token))], np.uint16),
-            np.array(reasons, np.uint8),
-            stops if any(stop is not None for stop in stops) else None,
-        )
-
-
-def _spread(logprobs: Logprobs, tokens: int, places: Index) -> Logprobs:
-    """Returns the log-probabilities for more tokens, of which only the tokens at `places` have any."""
-    counts, ranks = np.zeros(tokens, np.int32), np.zeros(tokens, np.int32)
-    ranks[places] = logprobs.ranks
-    if logprobs.counts is not None:
-        counts[places] = logprobs.counts
-    return Logprobs(logprobs.ids, logprobs.values, ranks, counts)

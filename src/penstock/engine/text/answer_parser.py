@@ -1,50 +1,25 @@
-"""Parses the text of an answer, as it comes, into content, reasoning and tool calls.
-
-The pieces so far are a function of the text so far: cuts of the text change only the cuts of the pieces.
-"""
+"""Parses the text of an answer, as it comes, into content, reasoning and tool calls."""
 
 from __future__ import annotations
 
-import enum
 import functools
 import hashlib
-import re
-from collections.abc import Callable, Generator
-from typing import NamedTuple, TypeVar
-
-import msgspec
+from collections.abc import Iterable
+from typing import NamedTuple
 
 from penstock.engine.protocol.answer_format import REASONING_MARKS, AnswerFormat
+from penstock.engine.text.answer_text import AnswerText, Marks, Reading, Run
+from penstock.engine.text.answer_text import Arguments as Arguments
+from penstock.engine.text.answer_text import CallBegins as CallBegins
+from penstock.engine.text.answer_text import Content as Content
+from penstock.engine.text.answer_text import Piece as Piece
+from penstock.engine.text.answer_text import Reasoning as Reasoning
+from penstock.engine.text.call_formats import CALL_FORMATS, CallFormat
+from penstock.engine.text.detokenizer import char_bloom
 
-T = TypeVar("T")
-Reading = Generator[None, None, T]  # yields where the reader needs more text
-MISTRAL_ID_LENGTH = 9  # letters and digits: templates of Mistral refuse other ids
+MISTRAL_ID_LENGTH = 9  # letters and digits: Mistral's templates refuse other ids
 
-
-class Content(msgspec.Struct, frozen=True, gc=False):
-    text: str
-
-
-class Reasoning(msgspec.Struct, frozen=True, gc=False):
-    text: str
-
-
-class CallBegins(msgspec.Struct, frozen=True, gc=False):
-    """A tool call begins. `index` counts the calls of the answer."""
-
-    index: int
-    id: str
-    name: str
-
-
-class Arguments(msgspec.Struct, frozen=True, gc=False):
-    """More of the JSON of a call's arguments. The arguments of a call end with the next call, or with the answer."""
-
-    index: int
-    text: str
-
-
-Piece = Content | Reasoning | CallBegins | Arguments
+_bloom = functools.lru_cache(maxsize=64)(char_bloom)
 
 
 class ToolCall(NamedTuple):
@@ -59,104 +34,97 @@ class ParsedAnswer(NamedTuple):
     calls: list[ToolCall]
 
 
-class Run(enum.Enum):
-    """What a text without a character of `AnswerParser.firsts` is, by itself."""
-
-    UNKNOWN = enum.auto()  # the parser must read it
-    CONTENT = enum.auto()
-    REASONING = enum.auto()
-    ARGUMENTS = enum.auto()
-
-
-class Marks(NamedTuple):
-    whole: re.Pattern[str]
-    beginning: re.Pattern[str]  # a part of a mark, at the end of a text
-    firsts: str  # the first character of each
-
-    @classmethod
-    @functools.cache
-    def of(cls, *marks: str) -> Marks:
-        parts = [re.escape(mark[:length]) for mark in marks for length in range(1, len(mark))]
-        beginning = rf"(?:{'|'.join(parts)})\Z" if parts else r"(?!)"
-        return cls(
-            re.compile("|".join(map(re.escape, marks)) or r"(?!)"),
-            re.compile(beginning),
-            "".join({mark[0] for mark in marks}),
-        )
-
-
-def call_id(answer_format: AnswerFormat, sample: int, index: int) -> str:
+def create_call_id(answer_format: AnswerFormat, sample: int, index: int) -> str:
     """Returns the id of a call, which is equal whenever the answer is parsed."""
     digest = hashlib.sha256(f"{sample} {index} {answer_format.call_ids}".encode()).hexdigest()
     return digest[:MISTRAL_ID_LENGTH] if answer_format.tools == "mistral" else f"call_{digest[:24]}"
 
 
 class AnswerParser:
-    """Parses the text of one sample. `run` and `firsts` say for which text `feed` would return just the text."""
+    """Parses the text of one sample. The pieces so far, joined, are a function of the text so far."""
 
     def __init__(self, answer_format: AnswerFormat, sample: int = 0) -> None:
-        self.run = Run.UNKNOWN
-        self.firsts = ""
-        self.calls = 0  # that have begun
-        self.is_reasoning = answer_format.in_reasoning
+        self.is_reasoning = self.has_reasoned = answer_format.reasoning is not None and answer_format.in_reasoning
         self._format = answer_format
-        self._sample = sample
-        self._text = ""  # that has not been read
-        self._is_last = False
-        self._pieces: list[Piece] = []
-        self._reading = self._answer()
+        self._text = AnswerText(functools.partial(create_call_id, answer_format, sample))
+        self._reading = self._read()
         next(self._reading)
 
     def feed(self, text: str) -> list[Piece]:
         """Returns what is certain after more of the text."""
-        self._text += text
-        self.run = Run.UNKNOWN
+        reader = self._text
+        reader.text += text
         next(self._reading)
-        return self._returned()
+        pieces, reader.pieces = reader.pieces, []
+        return pieces
 
     def finish(self) -> list[Piece]:
         """Returns what was held back, after the last text."""
-        self._is_last = True
+        self._text.is_last = True
         next(self._reading, None)
-        return self._returned()
-
-    def _returned(self) -> list[Piece]:
-        pieces, self._pieces = self._pieces, []
+        pieces, self._text.pieces = self._text.pieces, []
         return pieces
 
-    # ── pieces ──
-    def _content(self, text: str) -> None:
-        if text:
-            self._pieces.append(Content(text))
+    @property
+    def calls(self) -> int:
+        """Returns the number of calls that have begun."""
+        return self._text.calls
 
-    def _reasoning(self, text: str) -> None:
-        if text:
-            self._pieces.append(Reasoning(text))
+    @property
+    def run(self) -> Run:
+        """Returns what more text is, if the text has no character of the mask `firsts`: need not be fed."""
+        return self._text.run
 
-    # ── text ──
-    def _until(self, marks: Marks, write: Callable[[str], None], run: Run) -> Reading[str | None]:
-        """Passes text to `write` up to the first of the marks. Returns the mark; None: the text ended before."""
-        while True:
-            match = marks.whole.search(self._text)
-            if match is not None:
-                write(self._text[: match.start()])
-                self._text = self._text[match.end() :]
-                return match.group()
-            beginning = None if self._is_last else marks.beginning.search(self._text)
-            end = len(self._text) if beginning is None else beginning.start()
-            write(self._text[:end])
-            self._text = self._text[end:]
-            if self._is_last:
-                return None
-            self.run, self.firsts = (Run.UNKNOWN if self._text else run), marks.firsts
-            yield
+    @property
+    def firsts(self) -> int:
+        """Returns a mask of characters: see `char_bloom`."""
+        return _bloom(self._text.firsts)
 
-    # ── grammar ──
-    def _answer(self) -> Reading[None]:
+    # ── the parts of an answer ──
+    def _read(self) -> Reading[None]:
         if self._format.reasoning is not None:
-            yield from self._until(Marks.of(REASONING_MARKS[self._format.reasoning][1]), self._reasoning, Run.REASONING)
+            yield from self._read_reasoning(*REASONING_MARKS[self._format.reasoning])
+        if self._format.tools is None:
+            yield from self._text.until(Marks.of(), self._text.content, Run.CONTENT)
+        else:
+            yield from self._read_calls(CALL_FORMATS[self._format.tools])
+
+    def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
+        text = self._text
+        spaces = yield from text.spaces()
+        if (yield from text.accept(opening)):
+            self.is_reasoning = self.has_reasoned = True
+        elif self.is_reasoning:
+            text.reasoning(spaces)
+        else:
+            text.put_back(spaces)
+            return
+        if (yield from text.until(Marks.of(closing), text.reasoning, Run.REASONING)) is not None:
             self.is_reasoning = False
-        yield from self._until(Marks.of(), self._content, Run.CONTENT)
+
+    def _read_calls(self, call_format: CallFormat) -> Reading[None]:
+        """Reads content and calls. White space at the beginning, and behind a call, is content only before content."""
+        text = self._text
+        mark = call_format.mark or ""
+        marks = Marks.of() if call_format.mark is None else Marks.of(mark)
+        is_content = False
+        while True:
+            if is_content:
+                if (yield from text.until(marks, text.content, Run.CONTENT)) is None:
+                    return
+                text.attempt(mark)
+            else:
+                spaces = yield from text.spaces()
+                is_call = not text.calls if call_format.mark is None else (yield from text.accept(mark))
+                if not is_call:
+                    if text.text or not text.calls:
+                        text.content(spaces)
+                    is_content = True
+                    continue
+                text.attempt(spaces + mark)
+            yield from call_format.read(text, self._format.types)
+            is_content = not text.has_begun
+            text.give_up()
 
 
 def parse_answer(answer_format: AnswerFormat, text: str, sample: int = 0) -> ParsedAnswer:
@@ -165,9 +133,10 @@ def parse_answer(answer_format: AnswerFormat, text: str, sample: int = 0) -> Par
     return join_pieces([*parser.feed(text), *parser.finish()])
 
 
-def join_pieces(pieces: list[Piece]) -> ParsedAnswer:
-    """Returns the answer whose pieces these are."""
-    texts: dict[type[Content] | type[Reasoning], list[str]] = {Content: [], Reasoning: []}
+def join_pieces(pieces: Iterable[Piece]) -> ParsedAnswer:
+    """Returns the answer that has these pieces."""
+    content: list[str] = []
+    reasoning: list[str] = []
     begun: list[CallBegins] = []
     arguments: list[list[str]] = []
     for piece in pieces:
@@ -177,6 +146,6 @@ def join_pieces(pieces: list[Piece]) -> ParsedAnswer:
         elif isinstance(piece, Arguments):
             arguments[piece.index].append(piece.text)
         else:
-            texts[type(piece)].append(piece.text)
+            (content if isinstance(piece, Content) else reasoning).append(piece.text)
     calls = [ToolCall(call.id, call.name, "".join(parts)) for call, parts in zip(begun, arguments, strict=True)]
-    return ParsedAnswer("".join(texts[Content]), "".join(texts[Reasoning]), calls)
+    return ParsedAnswer("".join(content), "".join(reasoning), calls)

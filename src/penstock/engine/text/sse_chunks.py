@@ -6,6 +6,7 @@ The server says what each line begins with (`ChunkFormat.head`), and writes the 
 from __future__ import annotations
 
 from penstock.engine.protocol.messages import ChunkFormat, FinishReason, Style
+from penstock.engine.text.answer_text import Arguments, CallBegins, Content, Piece, Run
 from penstock.engine.text.detokenizer import json_escape
 
 LEAST_LOGPROB = -9999.0  # JSON has no infinity
@@ -20,7 +21,10 @@ REASONS = {
     FinishReason.GRAMMAR_LIMIT: b'"error"',
     FinishReason.GRAMMAR_MISFIT: b'"error"',
 }
+TOOL_CALLS = b'"tool_calls"'
 LOGPROBS = b',"logprobs":'
+CONTENT_FRAME = b'"delta":{"content":"', b'"}'
+REASONING_FRAME = b'"delta":{"reasoning_content":"', b'","reasoning":"', b'"}'
 
 
 def _end(reason: bytes) -> bytes:
@@ -31,36 +35,89 @@ MIDDLE = _end(REASONS[None])
 
 
 class ChunkWriter:
-    """Writes the chunks of one sample. A chunk of text alone is `front`, the escaped text and `back`; with
-    log-probabilities it is `front`, the text, `before_logprobs`, their JSON and MIDDLE."""
+    """Writes the chunks of one sample. A chunk of text alone is `frame`, joined by the escaped text; with
+    log-probabilities it is `logprobs_frame`, joined by the text, their JSON and MIDDLE."""
 
     def __init__(self, chunk_format: ChunkFormat, sample: int) -> None:
         """`chunk_format.head` has one field at least."""
         self.is_chat = chunk_format.style == Style.CHAT
-        self._start = b'data: %b,"choices":[{"index":%d,' % (chunk_format.head, chunk_format.first_index + sample)
-        self.front = self._start + (b'"delta":{"content":"' if self.is_chat else b'"text":"')
-        self.before_logprobs = (b'"}' if self.is_chat else b'"') + LOGPROBS
-        self.back = self.before_logprobs + b"null" + MIDDLE
         self.has_begun = not self.is_chat  # the first chunk of a chat has the role
         self.offset = 0  # characters written so far, for the log-probabilities of a completion
+        self._start = b'data: %b,"choices":[{"index":%d,' % (chunk_format.head, chunk_format.first_index + sample)
+        self._set_frames(*(CONTENT_FRAME if self.is_chat else (b'"text":"', b'"')))
 
-    def resume(self, length: int, has_logprobs: bool) -> None:
-        """Continues an answer of which `length` characters have been delivered."""
-        self.has_begun = self.has_begun or length > 0 or has_logprobs
+    def _set_frames(self, front: bytes, *others: bytes) -> None:
+        *middle, back = others
+        self.logprobs_frame = (self._start + front, *middle, back + LOGPROBS)
+        self.frame = (self._start + front, *middle, back + LOGPROBS + b"null" + MIDDLE)
+
+    def choose_frames(self, run: Run, call: int) -> None:
+        """Chooses the frames of a text that is a piece by itself. `call`: index of the last call that has begun."""
+        if run == Run.ARGUMENTS:
+            self._set_frames(b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":"' % call, b'"}}]}')
+        else:
+            self._set_frames(*(REASONING_FRAME if run == Run.REASONING else CONTENT_FRAME))
+
+    def resume(self, length: int, has_written: bool) -> None:
+        """Continues an answer of which `length` characters have been delivered, or chunks without text."""
+        self.has_begun = self.has_begun or length > 0 or has_written
         self.offset += length
 
     def chunk(self, text: str, logprobs: bytes | None, reason: FinishReason | None) -> bytes:
         """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities."""
         if not (text or logprobs or reason):
             return b""
-        if not self.is_chat:
-            body = b'"text":"%b"' % json_escape(text)
-        elif not self.has_begun:
-            self.has_begun = True
-            body = b'"delta":{"role":"assistant","content":"%b"}' % json_escape(text)
-        elif text or logprobs:
-            body = b'"delta":{"content":"%b"}' % json_escape(text)
+        if self.is_chat:
+            has_content = text or logprobs or not self.has_begun
+            body = self._delta([b'"content":"%b"' % json_escape(text)] if has_content else [])
         else:
-            body = b'"delta":{}'
+            body = b'"text":"%b"' % json_escape(text)
         self.offset += len(text)
         return self._start + body + LOGPROBS + (logprobs or b"null") + _end(REASONS[reason])
+
+    def parsed_chunk(
+        self, pieces: list[Piece], logprobs: bytes | None, reason: FinishReason | None, has_calls: bool
+    ) -> bytes:
+        """Returns a chunk of a parsed answer. `has_calls`: a tool call has begun in the answer."""
+        if not (pieces or logprobs or reason):
+            return b""
+        fields = _parsed_fields(pieces) or ([] if self.has_begun else [b'"content":""'])
+        end = TOOL_CALLS if has_calls and reason == FinishReason.STOP else REASONS[reason]
+        return self._start + self._delta(fields) + LOGPROBS + (logprobs or b"null") + _end(end)
+
+    def _delta(self, fields: list[bytes]) -> bytes:
+        if not self.has_begun:
+            self.has_begun = True
+            fields = [b'"role":"assistant"', *fields]
+        return b'"delta":{%b}' % b",".join(fields)
+
+
+def _parsed_fields(pieces: list[Piece]) -> list[bytes]:
+    content, reasoning = b"", b""
+    begun: dict[int, bytes] = {}
+    arguments: dict[int, bytes] = {}
+    for piece in pieces:
+        if isinstance(piece, CallBegins):
+            name = b'"id":"%b","type":"function","function":{"name":"%b",' % (
+                piece.id.encode(),
+                json_escape(piece.name),
+            )
+            begun[piece.index], arguments[piece.index] = name, b""
+        elif isinstance(piece, Arguments):
+            arguments[piece.index] = arguments.get(piece.index, b"") + json_escape(piece.text)
+        elif isinstance(piece, Content):
+            content += json_escape(piece.text)
+        else:
+            reasoning += json_escape(piece.text)
+    fields = []
+    if reasoning:
+        fields.append(b'"reasoning_content":"%b","reasoning":"%b"' % (reasoning, reasoning))
+    if content:
+        fields.append(b'"content":"%b"' % content)
+    if arguments:
+        calls = [
+            b'{"index":%d,%b"arguments":"%b"}}' % (index, begun.get(index, b'"function":{'), text)
+            for index, text in arguments.items()
+        ]
+        fields.append(b'"tool_calls":[%b]' % b",".join(calls))
+    return fields
