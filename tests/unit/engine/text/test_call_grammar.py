@@ -1,5 +1,6 @@
 """Grammars of tool calls: what an answer may be in each format, and what it may not be."""
 
+import json
 import random
 from typing import Any
 
@@ -9,7 +10,8 @@ pytest.importorskip("llguidance")
 
 from llguidance import LLTokenizer
 
-from penstock.engine.protocol.answer_format import TOOL_FORMATS
+from penstock.engine.protocol.answer_format import TOOL_FORMATS, AnswerFormat
+from penstock.engine.text.answer_parser import parse_answer
 from penstock.engine.text.grammar import (
     build_grammar,
     byte_tokenizer,
@@ -198,18 +200,43 @@ def test_what_a_format_cannot_hold_is_refused() -> None:
         grammar_of(rules("pythonic", tools=(dashed,), allowed=frozenset(("f-g",))))
 
 
-def random_answer(grammar: Grammar, seed: int) -> str:
-    """Returns an answer of random bytes that the grammar allows, or the beginning of one."""
+def random_answer(grammar: Grammar, seed: int) -> tuple[str, bool]:
+    """Returns an answer of random bytes that the grammar allows, and whether the answer has an end."""
     chance = random.Random(seed)
     matcher = compile_grammar(tokenizer(), grammar.text)
     ids: list[int] = []
-    while len(ids) < 2000 and not matcher.is_stopped():
+    while len(ids) < 1500:
         bits = matcher.compute_bitmask()
         allowed = [token for token in range(257 + len(SPECIAL)) if bits[token // 8] >> token % 8 & 1]
-        likely = [token for token in allowed if chr(token) in ' "}])\n<>/=,' or token >= 256]
-        token = chance.choice(likely if likely and chance.random() < 0.6 else allowed)
+        likely = [token for token in allowed if token >= 256 or chr(token) in ' "}])\n<>/=,']
+        token = chance.choice(likely if likely and chance.random() < 0.7 else allowed)
         if token == 256:
             break
         matcher.consume_token(token)
         ids.append(token)
-    return b"".join(bytes([token]) if token < 256 else SPECIAL[token - 257].encode() for token in ids).decode()
+    pieces = (bytes([token]) if token < 256 else SPECIAL[token - 257].encode() for token in ids)
+    return b"".join(pieces).decode(errors="ignore"), len(ids) < 1500
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_parser_reads_what_a_grammar_allows(name: str) -> None:
+    fields, format_name = FORCED[name][0], name.partition(",")[0]
+    grammar = grammar_of(rules(format_name, **fields))
+    types = {"weather": {"city": "string", "days": "integer", "is_metric": "boolean"}}
+    answer_format = AnswerFormat(tools=format_name, types=types)
+    complete = 0
+    for seed in range(40):
+        answer, is_complete = random_answer(grammar, seed)
+        content, _, calls = parse_answer(answer_format, answer)
+        assert content.strip() == "" and calls, answer
+        for call in calls if is_complete else calls[:-1]:
+            assert call.name in ("weather", "time"), answer
+            arguments = json.loads(call.arguments)
+            if call.name == "weather":
+                assert isinstance(arguments.pop("city"), str), answer
+                assert all(
+                    type(arguments.pop(key, kind())) is kind for key, kind in (("days", int), ("is_metric", bool))
+                )
+                assert arguments == {}, answer
+        complete += is_complete
+    assert complete > 10
