@@ -12,7 +12,9 @@ import pytest
 for library in ("openai", "httptools", "torch", "llguidance"):
     pytest.importorskip(library)
 
+from tests import tiers  # noqa: E402
 from tests.e2e.test_server import Served, refused, run_server  # noqa: E402
+from tests.support.engine import START  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.tiny_models import END_OF_TURN, LLAMA, SPECIAL, write_llama  # noqa: E402
 
@@ -61,7 +63,7 @@ async def streamed(served: Served, kill: str = "", **fields: Any) -> list[Choice
     async for event in stream:
         number += 1
         if number == 12 and kill:
-            os.kill(served.pid_of(kill), signal.SIGKILL)
+            os.kill(served.child(kill).pid, signal.SIGKILL)
         for choice in event.choices:
             contents[choice.index] = contents.get(choice.index, "") + (choice.delta.content or "")
             reasons[choice.index] = choice.finish_reason or reasons.get(choice.index)
@@ -199,3 +201,22 @@ async def test_tool_calls_are_forced_read_and_refused(tmp_path: Path) -> None:
         for scene in SCENES:
             await scene(served)
             print("passed:", scene.__name__, file=sys.stderr)
+
+
+@tiers.needs_all
+@in_a_loop
+async def test_tool_calls_on_two_ranks_are_equal_after_a_kill(tmp_path: Path) -> None:
+    """Arguments are equal in each answer; the ids of calls are drawn once for each request, so each comes once."""
+    model = write_llama(tmp_path)
+    options = {"model": str(model), "simulated": None, "api_server_count": 1, "max_num_seqs": 16, "dtype": "float32"}
+    fields = {"tools": TOOLS[:1], "tool_choice": "required", "n": 2, "max_tokens": 200, "logit_bias": {END: -4}}
+    fields |= {"temperature": 1.0, "seed": 7}
+    async with run_server(LIMITS, **options) as served:
+        expected = [choice._replace(ids=[]) for choice in await whole(served, **fields)]
+    async with run_server(LIMITS, tensor_parallel_size=2, **options) as served:
+        for kill in ("", "worker", "output", "core"):
+            ranks = await streamed(served, kill, **fields)
+            assert [choice._replace(ids=[]) for choice in ranks] == expected, kill
+            ids = [call_id for choice in ranks for call_id in choice.ids]
+            assert len(set(ids)) == len(ids) and {len(call_id) for call_id in ids} == {29}, kill
+            await served.launcher.serving(START)

@@ -165,7 +165,8 @@ VLLM_SERVE = (
     "--limit-mm-per-prompt --master-addr "
     "--master-port --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
     "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
-    "--port --served-model-name --shutdown-timeout --stream-interval --tensor-parallel-size"
+    "--port --reasoning-parser --served-model-name --shutdown-timeout --stream-interval --tensor-parallel-size "
+    "--tool-call-parser"
 ).split()
 OURS_SERVE = (
     "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages "

@@ -20,7 +20,7 @@ from penstock.engine.text.grammar_fields import GrammarError, GrammarFields, Gra
 from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
-from penstock.server.chat.tool_fields import CallFields, Results, ToolChoice, Tools, check_tools, tools_for_template
+from penstock.server.chat.tool_fields import CallFields, CallResults, ToolChoice, Tools, check_tools, tools_for_template
 from penstock.server.errors import ApiError, body_error
 
 T = TypeVar("T", bound=msgspec.Struct)
@@ -245,7 +245,7 @@ class Conversation(NamedTuple):
 
     @classmethod
     def of(cls, messages: list[Message], tools: Sequence[Tool] | None = None) -> Conversation:
-        conversation, results = cls([], [], tools_for_template(tools)), Results()
+        conversation, results = cls([], [], tools_for_template(tools)), CallResults()
         for place, message in enumerate(messages):
             for name, way_out in (("function_call", "use tool_calls"), ("audio", "expected nothing")):
                 if getattr(message, name):

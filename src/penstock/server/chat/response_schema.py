@@ -41,7 +41,6 @@ class Usage(ResponseModel):
 
 class FinishedChoice(ResponseModel):
     index: Natural
-    finish_reason: Literal["stop", "length", "tool_calls"]
     stop_reason: int | str | None
 
 
@@ -59,26 +58,27 @@ class ChatLogprobs(ResponseModel):
     content: list[Token]
 
 
-class CalledFunction(ResponseModel):
+class ResponseFunction(ResponseModel):
     name: str
     arguments: str  # JSON, unless the model wrote something else
 
 
-class ToolCall(ResponseModel):
+class ResponseToolCall(ResponseModel):
     id: str
     type: Literal["function"]
-    function: CalledFunction
+    function: ResponseFunction
 
 
 class AnswerMessage(ResponseModel, kw_only=True):
     role: Literal["assistant"]
     content: str | None  # null where calls or reasoning are all of the answer
-    tool_calls: list[ToolCall] | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ResponseToolCall] | msgspec.UnsetType = msgspec.UNSET
     reasoning_content: str | msgspec.UnsetType | None = msgspec.UNSET
     reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
 class ChatChoice(FinishedChoice):
+    finish_reason: Literal["stop", "length", "tool_calls"]
     message: AnswerMessage
     logprobs: ChatLogprobs | None
 
@@ -91,6 +91,7 @@ class CompletionLogprobs(ResponseModel):
 
 
 class CompletionChoice(FinishedChoice):
+    finish_reason: Literal["stop", "length"]
     text: str
     logprobs: CompletionLogprobs | None
 

@@ -40,14 +40,14 @@ ToolChoice: TypeAlias = Literal["none", "auto", "required"] | NamedTool | Allowe
 
 
 # ── the conversation ─────────────────────────────────────────────────────────────────────────────────────────────────
-class CalledFunction(msgspec.Struct):
+class RequestFunction(msgspec.Struct):
     name: str
     arguments: str | dict[str, Any] | None = None  # a JSON object, as text by OpenAI
 
 
-class ToolCall(msgspec.Struct):
+class RequestToolCall(msgspec.Struct):
     id: Id
-    function: CalledFunction
+    function: RequestFunction
     type: Literal["function"] = "function"
 
     def for_template(self) -> dict[str, Any]:
@@ -58,11 +58,11 @@ class ToolCall(msgspec.Struct):
 class CallFields(msgspec.Struct, kw_only=True):
     """The fields of a message that belong to calls."""
 
-    tool_calls: Annotated[list[ToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
+    tool_calls: Annotated[list[RequestToolCall], msgspec.Meta(max_length=MAX_TOOLS)] | None = None
     tool_call_id: Id | None = None
 
 
-class Results:
+class CallResults:
     """Puts the results of calls into the order of the calls, since many templates show no ids.
 
     A message is a dict as chat templates take it. Each call needs a result before the next message that is none.
