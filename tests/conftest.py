@@ -31,7 +31,7 @@ from tests.imports import calls_core, imports_torch
 
 T = TypeVar("T")
 
-KINDS = ("unit", "property", "model", "stress", "crash", "faults", "e2e", "nodes", "ray", "vllm")
+KINDS = ("unit", "property", "model", "stress", "crash", "faults", "e2e", "nodes", "ray", "vllm", "clients")
 PARTS = {"core": calls_core, "torch": imports_torch}
 LEFT_WITHIN = 2.0  # seconds that a process or a mapping may take to go after the test let go of it
 ONCE_PER_PROCESS = {"/proc/loadavg"}  # wait.h opens it at the first wait that would spin, and keeps it

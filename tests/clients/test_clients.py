@@ -1,0 +1,59 @@
+"""Clients of others, each a script in the environment of requirements.txt, at a server with a random model."""
+
+import asyncio
+import os
+import subprocess
+from pathlib import Path
+
+import pytest
+
+for library in ("openai", "httptools", "torch", "llguidance"):
+    pytest.importorskip(library)
+
+from tests.e2e.test_server import KEY, run_server  # noqa: E402
+from tests.support.loops import in_a_loop  # noqa: E402
+from tests.support.tiny_models import LLAMA, write_llama  # noqa: E402
+
+FOLDER = Path(__file__).parent
+PYTHON = os.environ.get("PENSTOCK_CLIENTS_PYTHON", "")
+MODULES = {
+    "openai": "openai",
+    "langchain": "langchain_openai",
+    "instructor": "instructor",
+    "litellm": "litellm",
+    "pydantic_ai": "pydantic_ai",
+    "smolagents": "smolagents",
+}
+LIMITS = {"max_open_requests": 64, "max_body_nbytes": 1 << 20, "client_timeout": 20.0}
+WITHOUT_TRACES = {"LANGSMITH_TRACING": "false", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
+
+
+def is_installed(module: str) -> bool:
+    look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
+    return subprocess.run([PYTHON, "-c", look], check=False).returncode == 0
+
+
+@pytest.mark.skipif(not PYTHON, reason="PENSTOCK_CLIENTS_PYTHON names no interpreter: scripts/test clients makes it")
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", MODULES)
+@in_a_loop
+async def test_client_gets_each_kind_of_answer(name: str, tmp_path: Path) -> None:
+    if not is_installed(MODULES[name]):
+        pytest.skip(f"the client {name} is not installed")
+    model = write_llama(tmp_path)
+    async with run_server(LIMITS, model=str(model), simulated=None, api_server_count=1, max_num_seqs=16) as served:
+        url = {"OPENAI_BASE_URL": f"http://127.0.0.1:{served.port}/v1", "OPENAI_API_KEY": KEY}
+        process = await asyncio.create_subprocess_exec(
+            *(PYTHON, str(FOLDER / f"with_{name}.py")),
+            env={**os.environ, **WITHOUT_TRACES, **url, "PENSTOCK_CLIENT_MODEL": LLAMA},
+            stdout=asyncio.subprocess.PIPE,
+            stderr=asyncio.subprocess.STDOUT,
+        )
+        try:
+            output, _ = await asyncio.wait_for(process.communicate(), 240)
+        finally:
+            if process.returncode is None:
+                process.kill()
+                await process.wait()
+        print(output.decode())
+        assert process.returncode == 0, name
