@@ -10,6 +10,7 @@ import functools
 import json
 import logging
 import re
+import string
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any, Protocol
 
@@ -102,11 +103,24 @@ def _is_whole(piece: bytes) -> bool:
 
 
 def char_bloom(characters: str) -> int:
-    """Returns 64 bits; each character sets one. Texts without a common bit have no character in common."""
+    """Returns 64 bits; each character sets one. Texts without a common bit have no character in common.
+
+    A punctuation mark of ASCII has a bit of its own: marks of tool calls and of JSON are no letters.
+    """
     mask = 0
     for character in characters:
-        mask |= 1 << ord(character) % 64
+        code = ord(character)
+        mask |= ASCII_BITS[code] if code < 128 else 1 << 32 + code % 31
     return mask
+
+
+def _ascii_bit(character: str) -> int:
+    if character in string.punctuation:
+        return 1 << string.punctuation.index(character)
+    return 1 << (32 + ord(character) % 31 if character.isprintable() else 63)
+
+
+ASCII_BITS = [_ascii_bit(chr(code)) for code in range(128)]
 
 
 def json_escape(text: str) -> bytes:

@@ -44,6 +44,7 @@ class ChunkWriter:
         self.has_begun = not self.is_chat  # the first chunk of a chat has the role
         self.offset = 0  # characters written so far, for the log-probabilities of a completion
         self._start = b'data: %b,"choices":[{"index":%d,' % (chunk_format.head, chunk_format.first_index + sample)
+        self._frames_of = Run.CONTENT, 0
         self._set_frames(*(CONTENT_FRAME if self.is_chat else (b'"text":"', b'"')))
 
     def _set_frames(self, front: bytes, *others: bytes) -> None:
@@ -53,6 +54,9 @@ class ChunkWriter:
 
     def choose_frames(self, run: Run, call: int) -> None:
         """Chooses the frames of a text that is a piece by itself. `call`: index of the last call that has begun."""
+        if self._frames_of == (run, call):
+            return
+        self._frames_of = run, call
         if run == Run.ARGUMENTS:
             self._set_frames(b'"delta":{"tool_calls":[{"index":%d,"function":{"arguments":"' % call, b'"}}]}')
         else:
@@ -81,6 +85,11 @@ class ChunkWriter:
         """Returns a chunk of a parsed answer. `has_calls`: a tool call has begun in the answer."""
         if not (pieces or logprobs or reason):
             return b""
+        if len(pieces) == 1 and self.has_begun and not logprobs and not reason:
+            piece = pieces[0]
+            if isinstance(piece, Arguments):
+                self.choose_frames(Run.ARGUMENTS, piece.index)
+                return json_escape(piece.text).join(self.frame)
         fields = _parsed_fields(pieces) or ([] if self.has_begun else [b'"content":""'])
         end = TOOL_CALLS if has_calls and reason == FinishReason.STOP else REASONS[reason]
         return self._start + self._delta(fields) + LOGPROBS + (logprobs or b"null") + _end(end)

@@ -32,11 +32,16 @@ class PromptTokensDetails(ResponseModel):
     cached_tokens: Natural
 
 
+class CompletionTokensDetails(ResponseModel):
+    reasoning_tokens: Natural
+
+
 class Usage(ResponseModel):
     prompt_tokens: Natural
     completion_tokens: Natural
     total_tokens: Natural
     prompt_tokens_details: PromptTokensDetails
+    completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
 class FinishedChoice(ResponseModel):
@@ -123,15 +128,30 @@ class ChunkBase(ResponseModel, kw_only=True):
 
 class ChoiceBase(ResponseModel, kw_only=True):
     index: Natural
-    finish_reason: Literal["stop", "length"] | None
+
+
+class FunctionDelta(ResponseModel, kw_only=True):
+    name: str | msgspec.UnsetType = msgspec.UNSET
+    arguments: str
+
+
+class ToolCallDelta(ResponseModel, kw_only=True):
+    index: Natural
+    id: str | msgspec.UnsetType = msgspec.UNSET
+    type: Literal["function"] | msgspec.UnsetType = msgspec.UNSET
+    function: FunctionDelta
 
 
 class ChatDelta(ResponseModel, kw_only=True):
     role: Literal["assistant"] | msgspec.UnsetType = msgspec.UNSET
+    reasoning_content: str | msgspec.UnsetType = msgspec.UNSET
+    reasoning: str | msgspec.UnsetType = msgspec.UNSET
     content: str | msgspec.UnsetType = msgspec.UNSET
+    tool_calls: list[ToolCallDelta] | msgspec.UnsetType = msgspec.UNSET
 
 
 class ChatStep(ChoiceBase, kw_only=True):
+    finish_reason: Literal["stop", "length", "tool_calls"] | None
     delta: ChatDelta
     logprobs: ChatLogprobs | None
 
@@ -142,6 +162,7 @@ class ChatChunk(ChunkBase, kw_only=True):
 
 
 class CompletionStep(ChoiceBase, kw_only=True):
+    finish_reason: Literal["stop", "length"] | None
     text: str
     logprobs: CompletionLogprobs | None
 

@@ -168,11 +168,14 @@ def usage_of(*streams: OutputStream) -> dict[str, Any]:
     prompt = sum(stream.prompt_tokens for stream in streams)
     completion = sum(stream.completion_tokens for stream in streams)
     cached = sum(stream.cached_tokens for stream in streams)
+    reasoning = sum(stream.reasoning_tokens for stream in streams)
+    details = {"completion_tokens_details": {"reasoning_tokens": reasoning}} if reasoning else {}
     return {
         "prompt_tokens": prompt,
         "completion_tokens": completion,
         "total_tokens": prompt + completion,
         "prompt_tokens_details": {"cached_tokens": cached},
+        **details,
     }
 
 
