@@ -71,6 +71,7 @@ async def streamed(served: Served, kill: str = "", **fields: Any) -> list[Choice
                 parts = calls.setdefault(choice.index, {}).setdefault(call.index, ["", "", ""])
                 new = (call.function.name, call.function.arguments, call.id)
                 parts[:] = [part + (more or "") for part, more in zip(parts, new, strict=True)]
+    assert number > 12 or not kill
     return [
         Choice(
             contents[index],
@@ -201,6 +202,26 @@ async def test_tool_calls_are_forced_read_and_refused(tmp_path: Path) -> None:
         for scene in SCENES:
             await scene(served)
             print("passed:", scene.__name__, file=sys.stderr)
+
+
+@in_a_loop
+async def test_reasoning_is_apart_from_content_and_counted(tmp_path: Path) -> None:
+    """An answer of DeepSeek-R1 begins inside the reasoning, which the random model never ends."""
+    model = write_llama(tmp_path)
+    options = {**LIMITS, "reasoning_parser": "deepseek_r1"}
+    async with run_server(options, model=str(model), simulated=None, api_server_count=1, max_num_seqs=16) as served:
+        fields = {"model": LLAMA, "messages": [USER], "max_tokens": 20, "temperature": 0.0, "logit_bias": {END: -50}}
+        create = served.client.chat.completions.create
+        for more in ({}, {"extra_body": {"guided_regex": "[0-9]{4}"}}, {"tools": TOOLS, "tool_choice": "required"}):
+            answer = await create(**fields, **more)
+            message = answer.choices[0].message
+            assert message.content is None and message.tool_calls is None
+            assert message.reasoning_content == message.reasoning != ""
+            assert answer.usage.completion_tokens_details.reasoning_tokens == answer.usage.completion_tokens == 20
+            events = [event async for event in await create(**fields, **more, stream=True)]
+            deltas = [choice.delta for event in events for choice in event.choices]
+            assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == message.reasoning
+            assert not any(delta.content or delta.tool_calls for delta in deltas)
 
 
 @tiers.needs_all

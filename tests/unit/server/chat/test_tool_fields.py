@@ -4,6 +4,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 pytest.importorskip("starlette")
 
@@ -176,3 +178,35 @@ def test_history_that_makes_no_sense_is_refused_with_its_field(messages: list[di
     with pytest.raises(ApiError) as caught:
         conversation(*messages)
     assert (caught.value.status, caught.value.param) == (400, param)
+
+
+NAMES = st.sampled_from(["f", "g", "", "a b", "x\n", "\u00e9"]) | st.text(max_size=4)
+JSON = st.recursive(st.none() | st.booleans() | st.integers() | st.text(max_size=4), st.lists, max_leaves=4)
+OBJECTS = st.dictionaries(st.sampled_from(["type", "properties", "a"]), JSON, max_size=3)
+FUNCTIONS = st.fixed_dictionaries({"name": NAMES}, optional={"parameters": OBJECTS | JSON, "strict": JSON})
+TOOLS = st.fixed_dictionaries({"function": FUNCTIONS | JSON}, optional={"type": st.just("function") | JSON})
+CHOICES = st.sampled_from(["auto", "none", "required"]) | NAMES.map(tool) | JSON
+IDS = st.sampled_from(["1", "2", "3"]) | JSON
+CALLS = st.builds(call, IDS, st.sampled_from(["{}", "[", ""]) | JSON, NAMES)
+HISTORY = st.lists(
+    st.one_of(
+        st.builds(lambda items: calls(*items), st.lists(CALLS, max_size=3)),
+        st.builds(result, IDS),
+        st.just(USER),
+        st.fixed_dictionaries({"role": st.sampled_from(["user", "tool", "assistant"])}, optional={"tool_calls": JSON}),
+    ),
+    max_size=6,
+)
+
+
+@given(st.lists(TOOLS, max_size=3), CHOICES, HISTORY)
+def test_any_tools_and_history_are_taken_or_refused_with_400(tools: Any, choice: Any, history: Any) -> None:
+    body = json.dumps({"messages": [USER, *history], "tools": tools, "tool_choice": choice}).encode()
+    try:
+        chat = decoded(body, ChatRequest)
+        tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        messages = Conversation.of(chat.messages, chat.tools).messages
+    except ApiError as error:
+        assert error.status == 400 and error.param is not None
+    else:
+        assert len(messages) == len(history) + 1
