@@ -21,6 +21,7 @@ from penstock.engine.text.grammar_fields import CallRules, Grammar, GrammarError
 from penstock.tensor import content_key
 
 MAX_CHARACTERS = 1 << 16  # of a grammar's text
+MAX_RELAXED = 16  # tools of a request with a schema that has no grammar
 MAX_RULES = 1 << 14  # characters of Lark or GBNF, which takes 10 ms a kilobyte: the library translates GBNF in Python
 # Of a step, and of building a grammar. About 14,000 units of fuel take a millisecond, and 20,000 items.
 LIMITS = LLParserLimits(
@@ -163,18 +164,23 @@ def grammar_behind_reasoning(grammar: Grammar, reasoning: str, is_open: bool, ma
 
 def relaxed_calls(tokenizer: LLTokenizer, rules: CallRules) -> CallRules:
     """Returns the rules with any arguments for each tool with a schema that has no grammar. Raises GrammarError if the
-    tool is strict."""
-    tools = []
+    tool is strict. After MAX_RELAXED such tools, all others that are not strict are taken for such: a check takes up to
+    20 ms."""
+    tools, relaxed = [], 0
     for number, tool in enumerate(rules.tools):
-        source = GrammarSource("json_schema", tool.function.parameters or ANY_OBJECT, _parameters_path(number))
+        function = tool.function
+        source = GrammarSource("json_schema", function.parameters or ANY_OBJECT, _parameters_path(number))
         try:
-            if tool.function.name in rules.allowed:
+            if function.name in rules.allowed and (function.strict or relaxed < MAX_RELAXED):
                 check_grammar(tokenizer, build_grammar(source), source)
         except GrammarError:
-            if tool.function.strict:
+            if function.strict:
                 raise
-            tool = replace(tool, function=replace(tool.function, parameters=None))
-        tools.append(tool)
+            relaxed += 1
+            function = replace(function, parameters=None)
+        if relaxed >= MAX_RELAXED and not function.strict:
+            function = replace(function, parameters=None)
+        tools.append(replace(tool, function=function))
     return replace(rules, tools=tuple(tools))
 
 

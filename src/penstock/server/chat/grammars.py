@@ -56,8 +56,9 @@ class GrammarChecker:
         if self._tokenizer is None:
             self._tokenizer = byte_tokenizer([*special_tokens(self._prompt_builder.tokenizer.tokenizer).values()])
         try:
+            grammar = build_grammar(in_bytes(source))
             try:
-                check_grammar(self._tokenizer, build_grammar(in_bytes(source)), source)
+                check_grammar(self._tokenizer, grammar, source)
             except GrammarError:
                 if not isinstance(source.value, CallRules):
                     raise

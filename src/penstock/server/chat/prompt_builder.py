@@ -142,8 +142,10 @@ class ChatTemplate:
         self._takes_text = self._shows(MARK)
         self._takes_parts = self._shows([{"type": "text", "text": MARK}])
         # Most templates take the arguments of a call as an object, some as text.
-        self._takes_objects = not self._shows_call(f'{{"{MARK}": 1}}') or self._shows_call({MARK: 1})
-        self._warns_of_tools = not self._shows_tools()
+        takes_text = self._shows_call(f'{{"{MARK}": 1}}')
+        self._takes_objects = self._shows_call({MARK: 1}) or not takes_text
+        shown = {"tools": self._shows_tools(), "calls": takes_text or self._shows_call({MARK: 1})}
+        self._unseen = [name for name, is_shown in shown.items() if not is_shown]  # until the log has said so
 
     def prompt(
         self,
@@ -159,9 +161,9 @@ class ChatTemplate:
         if reserved:
             message = f"{sorted(reserved)[0]} is set by the server: expected another name"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
-        if tools and self._warns_of_tools:
-            self._warns_of_tools = False
-            event("tools not in prompts", logging.WARNING, reason="the model's chat template does not show tools")
+        if self._unseen and (tools or any("tool_calls" in message for message in messages)):
+            unseen, self._unseen = self._unseen, []
+            event("tools not in prompts", logging.WARNING, reason=f"the chat template shows no {' and '.join(unseen)}")
         formatted = self._to_template_format(messages)
         try:
             return self._rendered(formatted, is_answered, options, tools)

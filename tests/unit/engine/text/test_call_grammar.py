@@ -11,6 +11,7 @@ pytest.importorskip("llguidance")
 from llguidance import LLTokenizer
 
 from penstock.engine.protocol.answer_format import TOOL_FORMATS, AnswerFormat
+from penstock.engine.text import grammar as grammar_module
 from penstock.engine.text.answer_parser import parse_answer
 from penstock.engine.text.grammar import (
     build_grammar,
@@ -186,6 +187,18 @@ def test_unsupported_keyword_is_refused_if_strict(format_name: str) -> None:
         with pytest.raises(GrammarError) as caught:
             relaxed_calls(tokenizer(), call_rules)
         assert caught.value.param == "tools[2].function.parameters.properties.a.uniqueItems"
+
+
+def test_of_many_hostile_schemas_a_few_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked: list[str] = []
+    check = grammar_module.check_grammar
+    monkeypatch.setattr(grammar_module, "check_grammar", lambda *words: checked.append(words[2].param) or check(*words))
+    hostile = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+    tools = tuple(Tool(FunctionDefinition(f"f{number}", parameters=hostile)) for number in range(100))
+    names = frozenset(tool.function.name for tool in tools)
+    relaxed = relaxed_calls(tokenizer(), rules("hermes", tools=tools, allowed=names))
+    assert len(checked) == grammar_module.MAX_RELAXED
+    assert all(tool.function.parameters is None for tool in relaxed.tools)
 
 
 def test_what_a_format_cannot_hold_is_refused() -> None:

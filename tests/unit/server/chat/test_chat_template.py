@@ -158,11 +158,22 @@ def test_template_for_tools_is_used_if_there_are_tools(tmp_path: Path) -> None:
     assert result.prompt(MESSAGES, True, {}, TOOLS) == "f"
 
 
-def test_template_that_shows_no_tools_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_template_that_shows_no_tools_or_calls_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level("WARNING", "penstock.engine")
-    shown = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
-    for source, lines in ((shown, 0), ("{{ messages[0].content }}", 1)):
-        result = template(tmp_path, chat_template=source)
-        for _ in range(2):
-            result.prompt(MESSAGES, True, {}, TOOLS)
-        assert [record.getMessage() for record in caplog.records] == ["tools not in prompts"] * lines
+    tools = "{% for tool in tools or [] %}{{ tool | tojson }}{% endfor %}"
+    calls = OF_CALLS["qwen"][0]
+    for source, unseen in (
+        (tools + calls, None),
+        (tools, "calls"),
+        (calls, "tools"),
+        ("{{ messages[0].content }}", "tools and calls"),
+    ):
+        for messages, listed in ((MESSAGES, TOOLS), (CALLED, [])):
+            caplog.clear()
+            result = template(tmp_path, chat_template=source)
+            result.prompt(MESSAGES, True, {})
+            assert not caplog.records
+            for _ in range(2):
+                result.prompt(messages, True, {}, listed)
+            reasons = [record.fields["reason"] for record in caplog.records]  # type: ignore[attr-defined]
+            assert reasons == ([] if unseen is None else [f"the chat template shows no {unseen}"])
