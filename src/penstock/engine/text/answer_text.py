@@ -15,11 +15,14 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from penstock.engine.text.detokenizer import char_bloom
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 SPACE = " \t\r\n"
 MAX_NAME = 256  # characters of a name or a key: a longer text is no name, and is held back no longer
-ESCAPED = '"\\' + "".join(map(chr, range(32)))  # characters that JSON escapes in strings
+ESCAPED = char_bloom('"\\' + "".join(map(chr, range(32))))  # mask of the characters that JSON escapes in strings
+STRING_ENDS, OUTSIDE_ENDS = char_bloom('"\\'), char_bloom('"{}[]<')
 STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)  # the inside of a JSON string, or its beginning
 IN_STRING = re.compile(r'"|\\(?:.|\Z)', re.DOTALL)
 OUTSIDE = re.compile(r'["{}\[\]<]')  # of strings; no JSON has a <
@@ -65,7 +68,7 @@ class Run(enum.Enum):
 class Marks(NamedTuple):
     whole: re.Pattern[str]
     beginning: re.Pattern[str]  # a part of a mark, at the end of a text
-    firsts: str  # the first character of each
+    firsts: int  # mask of the first character of each: see `char_bloom`
 
     @classmethod
     @functools.cache
@@ -74,7 +77,7 @@ class Marks(NamedTuple):
         return cls(
             re.compile("|".join(map(re.escape, marks)) or r"(?!)"),
             re.compile(rf"(?:{'|'.join(parts)})\Z" if parts else r"(?!)"),
-            "".join(sorted({mark[0] for mark in marks})),
+            char_bloom("".join(mark[0] for mark in marks)),
         )
 
 
@@ -86,7 +89,7 @@ class AnswerText:
         self.text = ""
         self.is_last = False  # no more text comes
         self.run = Run.UNKNOWN
-        self.firsts = ""
+        self.firsts = 0  # mask of characters: see `char_bloom`
         self.calls = 0  # that have begun
         self.pieces: list[Piece] = []
         self._create_id = create_id
@@ -142,7 +145,7 @@ class AnswerText:
         """Puts text back that was read outside of an attempt."""
         self.text = text + self.text
 
-    def more(self, run: Run = Run.UNKNOWN, firsts: str = "") -> Reading[bool]:
+    def more(self, run: Run = Run.UNKNOWN, firsts: int = 0) -> Reading[bool]:
         """Waits for more text. Returns False if none comes."""
         if self.is_last:
             return False
@@ -177,7 +180,7 @@ class AnswerText:
                 return spaces
 
     def until(
-        self, marks: Marks, write: Callable[[str], None], run: Run = Run.UNKNOWN, firsts: str = ""
+        self, marks: Marks, write: Callable[[str], None], run: Run = Run.UNKNOWN, firsts: int = 0
     ) -> Reading[str | None]:
         """Passes text to `write` up to the first of the marks. Returns the mark; None: the text ended before.
 
@@ -190,7 +193,7 @@ class AnswerText:
                 return self.take(len(match.group()))
             beginning = None if self.is_last else marks.beginning.search(self.text)
             write(self.take(len(self.text) if beginning is None else beginning.start()))
-            if not (yield from self.more(run, firsts + marks.firsts)):
+            if not (yield from self.more(run, firsts | marks.firsts)):
                 return None
 
     # ── JSON ──
@@ -220,10 +223,13 @@ class AnswerText:
             if match is None or mark in ("\\", "<"):  # a \ is not read before the character behind it
                 write(self.take(len(self.text) if match is None else match.start()))
                 at = 0
-                firsts = '"\\' if in_string else '"{}[]<'
-                if mark == "<" or not (yield from self.more(run, firsts)):
-                    write(self.take(len(mark)) if mark == "\\" else "")
+                if mark == "<":
                     return False
+                if self.is_last:
+                    write(self.take(len(mark)))
+                    return False
+                self.run, self.firsts = (Run.UNKNOWN if mark else run), STRING_ENDS if in_string else OUTSIDE_ENDS
+                yield
                 continue
             at = match.end()
             if mark == '"':
