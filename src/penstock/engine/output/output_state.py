@@ -27,7 +27,7 @@ from penstock.engine.protocol.messages import (
     Tokens,
 )
 from penstock.engine.text.answer_parser import AnswerParser
-from penstock.engine.text.answer_text import Piece, Run
+from penstock.engine.text.answer_text import UNKNOWN, Piece
 from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, char_bloom, load_vocabulary
 from penstock.engine.text.sse_chunks import MIDDLE, ChunkWriter
 from penstock.errors import DecodeError
@@ -144,7 +144,7 @@ class OutputState:
 
     def _choose_kind(self, slot: int) -> None:
         writer, parser = self._writers[slot], self._parsers.get(slot)
-        if self._texts[slot] is not None or self._interval > 1 or (parser is not None and parser.run == Run.UNKNOWN):
+        if self._texts[slot] is not None or self._interval > 1 or (parser is not None and parser.run is UNKNOWN):
             kind = ALONE
         elif writer is None:
             kind = PLAIN
