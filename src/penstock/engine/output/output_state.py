@@ -27,7 +27,7 @@ from penstock.engine.protocol.messages import (
     Tokens,
 )
 from penstock.engine.text.answer_parser import AnswerParser
-from penstock.engine.text.answer_text import Piece, Run
+from penstock.engine.text.answer_text import UNKNOWN, Piece
 from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, char_bloom, load_vocabulary
 from penstock.engine.text.sse_chunks import MIDDLE, ChunkWriter
 from penstock.errors import DecodeError
@@ -74,6 +74,7 @@ class OutputState:
         self._texts: list[StopStringFilter | None] = [None] * slots  # None: nothing is held back
         self._writers: list[ChunkWriter | None] = [None] * slots
         self._parsers: dict[int, AnswerParser] = {}  # of samples with an answer format
+        self._choices: dict[int, tuple[int, int]] = {}  # their kinds and marks
         self._held: list[HeldOutput | None] = [None] * slots  # None: no output is held
         self._slots = NO_SLOTS  # of the last message with ids
 
@@ -143,17 +144,21 @@ class OutputState:
 
     def _choose_kind(self, slot: int) -> None:
         writer, parser = self._writers[slot], self._parsers.get(slot)
-        if self._texts[slot] is not None or self._interval > 1 or (parser is not None and parser.run == Run.UNKNOWN):
-            self._kinds[slot] = ALONE
-            return
-        if parser is not None:
-            self._marks[slot] = parser.firsts
-            if writer is not None:
-                writer.choose_frames(parser.run, parser.calls - 1)
-        if writer is None:
-            self._kinds[slot] = PLAIN
+        if self._texts[slot] is not None or self._interval > 1 or (parser is not None and parser.run is UNKNOWN):
+            kind = ALONE
+        elif writer is None:
+            kind = PLAIN
         else:
-            self._kinds[slot] = WRAPPED if writer.has_begun else ALONE
+            kind = WRAPPED if writer.has_begun else ALONE
+        if parser is None:
+            self._kinds[slot] = kind
+            return
+        if writer is not None:
+            writer.choose_frames(parser.run, parser.calls - 1)
+        choice = kind, parser.firsts
+        if self._choices.get(slot) != choice:  # numpy's cells cost more than the comparison
+            self._choices[slot] = choice
+            self._kinds[slot], self._marks[slot] = choice
 
     def _parse(self, slot: int, parser: AnswerParser, shown: str, end: SampleEnd | None) -> list[Piece]:
         """Parses text of an id. Returns the pieces that are certain now."""
@@ -183,6 +188,7 @@ class OutputState:
         self._is_open[slot] = False
         self._cached.pop(slot, None)
         self._parsers.pop(slot, None)
+        self._choices.pop(slot, None)
         self._started[slot] = self._texts[slot] = self._writers[slot] = self._held[slot] = None
 
     # ── tokens ──

@@ -48,7 +48,7 @@ class Style(enum.IntEnum):
 
     CHAT = 1  # chat.completion.chunk
     COMPLETION = 2  # text_completion
-    TEXT = 3  # text, without lines: for an answer that a server parses, but whose reasoning the output processor counts
+    TEXT = 3  # text alone, for a server that parses the answer; only ids of reasoning are counted
 
 
 class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):

@@ -15,11 +15,8 @@ from penstock.engine.text.answer_text import Content as Content
 from penstock.engine.text.answer_text import Piece as Piece
 from penstock.engine.text.answer_text import Reasoning as Reasoning
 from penstock.engine.text.call_formats import CALL_FORMATS, CallFormat
-from penstock.engine.text.detokenizer import char_bloom
 
 MISTRAL_ID_LENGTH = 9  # letters and digits: Mistral's templates refuse other ids
-
-_bloom = functools.lru_cache(maxsize=64)(char_bloom)
 
 
 class ToolCall(NamedTuple):
@@ -40,91 +37,76 @@ def create_call_id(answer_format: AnswerFormat, sample: int, index: int) -> str:
     return digest[:MISTRAL_ID_LENGTH] if answer_format.tools == "mistral" else f"call_{digest[:24]}"
 
 
-class AnswerParser:
-    """Parses the text of one sample. The pieces so far, joined, are a function of the text so far."""
+class AnswerParser(AnswerText):
+    """Parses the text of one sample. The pieces so far, joined, are a function of the text so far.
+
+    Text without a character of `firsts` need not be fed, unless `run` is UNKNOWN: it is a piece by itself.
+    """
 
     def __init__(self, answer_format: AnswerFormat, sample: int = 0) -> None:
+        super().__init__(functools.partial(create_call_id, answer_format, sample))
         self.is_reasoning = self.has_reasoned = answer_format.reasoning is not None and answer_format.in_reasoning
         self._format = answer_format
-        self._text = AnswerText(functools.partial(create_call_id, answer_format, sample))
         self._reading = self._read()
         next(self._reading)
 
     def feed(self, text: str) -> list[Piece]:
         """Returns what is certain after more of the text."""
-        reader = self._text
-        reader.text += text
+        self.text += text
         next(self._reading)
-        pieces, reader.pieces = reader.pieces, []
+        pieces, self.pieces = self.pieces, []
         return pieces
 
     def finish(self) -> list[Piece]:
         """Returns what was held back, after the last text."""
-        self._text.is_last = True
+        self.is_last = True
         next(self._reading, None)
-        pieces, self._text.pieces = self._text.pieces, []
+        pieces, self.pieces = self.pieces, []
         return pieces
-
-    @property
-    def calls(self) -> int:
-        """Returns the number of calls that have begun."""
-        return self._text.calls
-
-    @property
-    def run(self) -> Run:
-        """Returns what more text is, if the text has no character of the mask `firsts`: need not be fed."""
-        return self._text.run
-
-    @property
-    def firsts(self) -> int:
-        """Returns a mask of characters: see `char_bloom`."""
-        return _bloom(self._text.firsts)
 
     # ── the parts of an answer ──
     def _read(self) -> Reading[None]:
         if self._format.reasoning is not None:
             yield from self._read_reasoning(*REASONING_MARKS[self._format.reasoning])
         if self._format.tools is None:
-            yield from self._text.until(Marks.of(), self._text.content, Run.CONTENT)
+            yield from self.until(Marks.of(), self.content, Run.CONTENT)
         else:
             yield from self._read_calls(CALL_FORMATS[self._format.tools])
 
     def _read_reasoning(self, opening: str, closing: str) -> Reading[None]:
-        text = self._text
-        spaces = yield from text.spaces()
-        if (yield from text.accept(opening)):
+        spaces = yield from self.spaces()
+        if (yield from self.accept(opening)):
             self.is_reasoning = self.has_reasoned = True
         elif self.is_reasoning:
-            text.reasoning(spaces)
+            self.reasoning(spaces)
         else:
-            text.put_back(spaces)
+            self.put_back(spaces)
             return
-        if (yield from text.until(Marks.of(closing), text.reasoning, Run.REASONING)) is not None:
+        if (yield from self.until(Marks.of(closing), self.reasoning, Run.REASONING)) is not None:
             self.is_reasoning = False
 
     def _read_calls(self, call_format: CallFormat) -> Reading[None]:
         """Reads content and calls. White space at the beginning, and behind a call, is content only before content."""
-        text = self._text
         mark = call_format.mark or ""
         marks = Marks.of() if call_format.mark is None else Marks.of(mark)
         is_content = False
         while True:
             if is_content:
-                if (yield from text.until(marks, text.content, Run.CONTENT)) is None:
+                if (yield from self.until(marks, self.content, Run.CONTENT)) is None:
                     return
-                text.attempt(mark)
+                self.attempt(mark)
             else:
-                spaces = yield from text.spaces()
-                is_call = not text.calls if call_format.mark is None else (yield from text.accept(mark))
+                spaces = yield from self.spaces()
+                is_call = not self.calls if call_format.mark is None else (yield from self.accept(mark))
                 if not is_call:
-                    if text.text or not text.calls:
-                        text.content(spaces)
+                    if self.text or not self.calls:
+                        self.content(spaces)
                     is_content = True
                     continue
-                text.attempt(spaces + mark)
-            yield from call_format.read(text, self._format.types)
-            is_content = not text.has_begun
-            text.give_up()
+                self.attempt(spaces + mark)
+            yield from call_format.read(self, self._format.types)
+            is_content = not self.has_begun
+            self.give_up()
 
 
 def parse_answer(answer_format: AnswerFormat, text: str, sample: int = 0) -> ParsedAnswer:

@@ -15,11 +15,14 @@ from typing import NamedTuple, TypeVar
 
 import msgspec
 
+from penstock.engine.text.detokenizer import char_bloom
+
 T = TypeVar("T")
 Reading = Generator[None, None, T]
 SPACE = " \t\r\n"
 MAX_NAME = 256  # characters of a name or a key: a longer text is no name, and is held back no longer
-ESCAPED = '"\\' + "".join(map(chr, range(32)))  # characters that JSON escapes in strings
+ESCAPED = char_bloom('"\\' + "".join(map(chr, range(32))))  # mask of the characters that JSON escapes in strings
+STRING_ENDS, OUTSIDE_ENDS = char_bloom('"\\'), char_bloom('"{}[]<')
 STRING = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)  # the inside of a JSON string, or its beginning
 IN_STRING = re.compile(r'"|\\(?:.|\Z)', re.DOTALL)
 OUTSIDE = re.compile(r'["{}\[\]<]')  # of strings; no JSON has a <
@@ -62,10 +65,13 @@ class Run(enum.Enum):
     ARGUMENTS = enum.auto()
 
 
+UNKNOWN = Run.UNKNOWN  # a member of a class takes 0.1 us to find
+
+
 class Marks(NamedTuple):
     whole: re.Pattern[str]
     beginning: re.Pattern[str]  # a part of a mark, at the end of a text
-    firsts: str  # the first character of each
+    firsts: int  # mask of the first character of each: see `char_bloom`
 
     @classmethod
     @functools.cache
@@ -74,7 +80,7 @@ class Marks(NamedTuple):
         return cls(
             re.compile("|".join(map(re.escape, marks)) or r"(?!)"),
             re.compile(rf"(?:{'|'.join(parts)})\Z" if parts else r"(?!)"),
-            "".join(sorted({mark[0] for mark in marks})),
+            char_bloom("".join(mark[0] for mark in marks)),
         )
 
 
@@ -86,7 +92,7 @@ class AnswerText:
         self.text = ""
         self.is_last = False  # no more text comes
         self.run = Run.UNKNOWN
-        self.firsts = ""
+        self.firsts = 0  # mask of characters: see `char_bloom`
         self.calls = 0  # that have begun
         self.pieces: list[Piece] = []
         self._create_id = create_id
@@ -142,11 +148,11 @@ class AnswerText:
         """Puts text back that was read outside of an attempt."""
         self.text = text + self.text
 
-    def more(self, run: Run = Run.UNKNOWN, firsts: str = "") -> Reading[bool]:
+    def more(self, run: Run = UNKNOWN, firsts: int = 0) -> Reading[bool]:
         """Waits for more text. Returns False if none comes."""
         if self.is_last:
             return False
-        self.run, self.firsts = (Run.UNKNOWN if self.text else run), firsts
+        self.run, self.firsts = (UNKNOWN if self.text else run), firsts
         yield
         return True
 
@@ -177,7 +183,7 @@ class AnswerText:
                 return spaces
 
     def until(
-        self, marks: Marks, write: Callable[[str], None], run: Run = Run.UNKNOWN, firsts: str = ""
+        self, marks: Marks, write: Callable[[str], None], run: Run = UNKNOWN, firsts: int = 0
     ) -> Reading[str | None]:
         """Passes text to `write` up to the first of the marks. Returns the mark; None: the text ended before.
 
@@ -190,7 +196,7 @@ class AnswerText:
                 return self.take(len(match.group()))
             beginning = None if self.is_last else marks.beginning.search(self.text)
             write(self.take(len(self.text) if beginning is None else beginning.start()))
-            if not (yield from self.more(run, firsts + marks.firsts)):
+            if not (yield from self.more(run, firsts | marks.firsts)):
                 return None
 
     # ── JSON ──
@@ -208,31 +214,22 @@ class AnswerText:
             if not (yield from self.more()):
                 return None
 
-    def json_value(self, write: Callable[[str], None], run: Run = Run.UNKNOWN) -> Reading[bool]:
+    def json_value(self, write: Callable[[str], None], run: Run = UNKNOWN) -> Reading[bool]:
         """Passes a JSON value to `write`, as the text has it. Returns False if the value has no end."""
         if self.text[:1] not in ("{", "[", '"'):
             return (yield from self._scalar(write))
-        depth = at = 0
-        in_string = False
+        scan = JsonScan(0, False, 0, None)
         while True:
-            match = (IN_STRING if in_string else OUTSIDE).search(self.text, at)
-            mark = "" if match is None else match.group()
-            if match is None or mark in ("\\", "<"):  # a \ is not read before the character behind it
-                write(self.take(len(self.text) if match is None else match.start()))
-                at = 0
-                firsts = '"\\' if in_string else '"{}[]<'
-                if mark == "<" or not (yield from self.more(run, firsts)):
-                    write(self.take(len(mark)) if mark == "\\" else "")
-                    return False
-                continue
-            at = match.end()
-            if mark == '"':
-                in_string = not in_string
-            elif not in_string:
-                depth += 1 if mark in "{[" else -1
-            if depth <= 0 and not in_string:
-                write(self.take(at))
-                return True
+            scan_text = scan_token if len(self.text) < MAX_NAME else scan_json
+            scan = scan_text(self.text, scan.in_string, scan.depth)
+            write(self.take(scan.end))
+            if scan.is_whole is not None:
+                return scan.is_whole
+            if self.is_last:
+                write(self.take(len(self.text)))
+                return False
+            self.run, self.firsts = (UNKNOWN if self.text else run), STRING_ENDS if scan.in_string else OUTSIDE_ENDS
+            yield
 
     def _scalar(self, write: Callable[[str], None]) -> Reading[bool]:
         while True:
@@ -242,6 +239,35 @@ class AnswerText:
                 return True
             if not (yield from self.more()):
                 return False
+
+
+class JsonScan(NamedTuple):
+    """A part of a JSON value: `end` characters, what is open behind them, and whether the value is whole or broken."""
+
+    end: int
+    in_string: bool
+    depth: int  # of lists and objects
+    is_whole: bool | None  # None: the value goes on
+
+
+def scan_json(text: str, in_string: bool, depth: int) -> JsonScan:
+    """Scans more text of a JSON value. Leaves a backslash at the end to be scanned with the character behind it."""
+    at = 0
+    while (match := (IN_STRING if in_string else OUTSIDE).search(text, at)) is not None:
+        mark = match.group()
+        if mark in ("\\", "<"):
+            return JsonScan(match.start(), in_string, depth, None if mark == "\\" else False)
+        at = match.end()
+        if mark == '"':
+            in_string = not in_string
+        elif not in_string:
+            depth += 1 if mark in "{[" else -1
+        if depth <= 0 and not in_string:
+            return JsonScan(at, in_string, depth, True)
+    return JsonScan(len(text), in_string, depth, None)
+
+
+scan_token = functools.lru_cache(maxsize=4096)(scan_json)  # tokens repeat: half the time of an id in arguments
 
 
 def _unescaped(inside: str) -> str:

@@ -55,9 +55,9 @@ def behind_reasoning(grammars: list[dict[str, Any]], reasoning: str, is_open: bo
     else:
         think = f"think[suffix={quoted(closing)}]: {ANY_TEXT}"
     begin = f"<[{marks[opening]}]>" if opening in marks else quoted(opening)
-    start = "start: think WS? @answer" if is_open else f"start: ({begin} think WS?)? @answer"
+    start = "start: think @answer" if is_open else f"start: ({begin} think)? @answer"
     first, *others = grammars
-    wrapper = {"name": "reasoning", "lark_grammar": f"{start}\nWS: /[ \\n]{{1,4}}/\n{think}"}
+    wrapper = {"name": "reasoning", "lark_grammar": f"{start}\n{think}"}
     return json.dumps({"grammars": [wrapper, {**first, "name": "answer"}, *others]})
 
 

@@ -7,7 +7,7 @@ import json
 import re
 
 from penstock.engine.text.answer_text import ESCAPED, AnswerText, Reading, Run
-from penstock.engine.text.detokenizer import json_escape
+from penstock.engine.text.detokenizer import char_bloom, json_escape
 
 NAME = re.compile(r"[A-Za-z_][\w.]*")
 KEY = re.compile(r"[A-Za-z_]\w*")
@@ -112,7 +112,7 @@ def _read_string(text: AnswerText) -> Reading[bool]:
         match = end.search(text.text)
         text.arguments(json_escape(text.take(len(text.text) if match is None else match.start())).decode())
         if match is None:
-            if not (yield from text.more(Run.ARGUMENTS, ESCAPED + quote)):
+            if not (yield from text.more(Run.ARGUMENTS, ESCAPED | char_bloom(quote))):
                 return False
         elif match.group() == quote:
             text.take(1)

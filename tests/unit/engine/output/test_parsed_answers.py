@@ -47,7 +47,7 @@ def _halves(part: str) -> list[bytes]:
 
 
 class Scene:
-    """An output processor with one sample, whose ids are the tokens of a text in order."""
+    """An output processor with one sample. Its ids are the tokens of a text, in order."""
 
     def __init__(self, text: str, chunk_format: ChunkFormat, interval: int = 1, **params: Any) -> None:
         self.tokens = cut(text)

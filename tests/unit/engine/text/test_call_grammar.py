@@ -165,8 +165,8 @@ def test_grammar_begins_behind_the_reasoning(is_open: bool, marks: dict[str, int
         behind = grammar_behind_reasoning(grammar, "qwen3", is_open, marks)
         opening = "" if is_open else "<think>"
         assert behind.key != grammar.key
-        for end in ("", "\n\n"):
-            assert accepts(behind, f"{opening}so <tool_call> {{</think>{end}{text}", bool(marks))
+        assert accepts(behind, f"{opening}so <tool_call> {{</think>{text}", bool(marks))
+        assert not accepts(behind, f"{opening}so</think>\n{text}", bool(marks))
         assert accepts(behind, text) == (not is_open)
         assert not accepts(behind, f"{opening}so</think>{text} and", bool(marks))
 
