@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.in_flight import StopConditions
-from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample
+from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample, build_request
 from penstock.engine.core.step_builder import TokensBuilder
 from penstock.engine.protocol.messages import FinishReason, Inputs, Progress, SamplingParams, Submit
 from tests.property.device import BLOCK_SIZE, Core, answer, image, inputs_of
@@ -215,6 +215,19 @@ def test_hashes_of_generated_ids_equal_those_of_a_prompt_of_the_same_ids(count: 
     assert sample.chain == Request(whole, BLOCK_SIZE, arrival=(0, 2), salt=b"s", keys=keys).chain
     assert len(sample.chain) == HASH_NBYTES * (1 + (10 + count) // BLOCK_SIZE)
     assert sample.num_tokens == 10 + count and sample.ids.tolist() == prompt.tolist()
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+def test_equal_numbers_in_two_lives_of_a_core_share_no_block(has_prefix_cache: bool) -> None:
+    inputs = [image(7, 8, 2, has_key=False), image(8, 8, 2, has_key=False)] if has_prefix_cache else [None, None]
+    submits = [submit(1, length=40, inputs=value) for value in inputs]
+    first, second = (build_request(value, BLOCK_SIZE, 1, 0, has_prefix_cache, None).chain for value in submits)
+    shared = 1 + 8 // BLOCK_SIZE if has_prefix_cache else 0  # the root, and blocks before the image
+    hashes = [first[at : at + HASH_NBYTES] for at in range(0, len(first), HASH_NBYTES)]
+    others = [second[at : at + HASH_NBYTES] for at in range(0, len(second), HASH_NBYTES)]
+    assert hashes[:shared] == others[:shared] and set(hashes[shared:]).isdisjoint(others)
+    resumed = msgspec.structs.replace(submits[0], request=5)
+    assert build_request(resumed, BLOCK_SIZE, 9, 0, has_prefix_cache, None).chain == first
 
 
 def test_generated_ids_count_for_max_tokens_and_min_tokens() -> None:
