@@ -215,6 +215,8 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     vocabulary: Natural
     max_short_prompt: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
     model: Natural = 0  # `ModelFingerprint.word` of the files that it has loaded; 0: a simulated device has none
+    dtype: str = "float32"  # of the model
+    kv_epoch: bytes | None = None  # of the rank's pages, which outlive the worker; None: they do not
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):

@@ -18,6 +18,7 @@ from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_decoder import find_decoder, replace_layers
 from penstock.engine.worker.cpu_linear import is_packed, pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
+from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe
 from penstock.engine.worker.stock import (
     AutoConfig,
@@ -91,8 +92,8 @@ class LoadedModel:
         self.hidden(probe, nothing, nothing)
         return probe
 
-    def memory(self, blocks: int, block_size: int) -> KVCache:
-        return KVCache(self.shapes, blocks, block_size, self.dtype, self.device)
+    def memory(self, blocks: int, block_size: int, pages: KVPages | None = None) -> KVCache:
+        return KVCache(self.shapes, blocks, block_size, self.dtype, self.device, pages)
 
     @torch.inference_mode()
     def embeds(self, ids: Tensor) -> Tensor:
