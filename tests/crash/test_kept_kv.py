@@ -18,16 +18,16 @@ import pytest
 pytest.importorskip("openai")
 pytest.importorskip("httptools")
 
-from penstock.engine._native import LEDGER_NBYTES  # noqa: E402
-from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
-from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
-from tests import tiers  # noqa: E402
-from tests.crash.migrating import Migrating, migrating  # noqa: E402
-from tests.crash.request_mix import Mix  # noqa: E402
-from tests.crash.strikes import compare, shuffled_kinds  # noqa: E402
-from tests.crash.test_migration import BYTES, MODEL, MODEL_START, models, shape  # noqa: E402, F401
-from tests.support import tiny_models  # noqa: E402
-from tests.support.loops import in_a_loop  # noqa: E402
+from penstock.engine._native import LEDGER_NBYTES
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.protocol.messages import SamplingParams
+from tests import tiers
+from tests.crash.migrating import Migrating, migrating
+from tests.crash.request_mix import Mix
+from tests.crash.strikes import compare, shuffled_kinds
+from tests.crash.test_migration import BYTES, MODEL, MODEL_START, shape
+from tests.support import tiny_models
+from tests.support.loops import in_a_loop
 
 BLOCK_SIZE = 16
 TOKENS, KILL_AT = 80, 37
@@ -77,7 +77,7 @@ def discards(engine: Migrating) -> list[str]:
 async def test_resumed_answer_is_bitwise_the_undisturbed_one(
     victim: tuple[str, int],
     dtype: str,
-    models: Path,  # noqa: F811
+    models: Path,
 ) -> None:
     ranks = 1 + victim[1]
     async with migrating({}, MODEL_START, **options_of(models, dtype=dtype, tensor_parallel_size=ranks)) as engine:
@@ -92,7 +92,7 @@ async def test_resumed_answer_is_bitwise_the_undisturbed_one(
 
 @pytest.mark.timeout(300)
 @in_a_loop
-async def test_kv_cache_is_discarded_with_a_reason_and_kept_when_planned(models: Path) -> None:  # noqa: F811
+async def test_kv_cache_is_discarded_with_a_reason_and_kept_when_planned(models: Path) -> None:
     async with migrating({}, MODEL_START, **options_of(models)) as engine:
         undisturbed = ids_of(await answer(engine, "undisturbed"))
         assert ids_of(await answer(engine, "signal", ("worker", 0), signal.SIGSEGV)) == undisturbed
@@ -121,7 +121,7 @@ async def test_kv_cache_is_discarded_with_a_reason_and_kept_when_planned(models:
 async def test_answers_are_the_undisturbed_ones_under_random_kills(
     keeps: bool,
     seed: int,
-    models: Path,  # noqa: F811
+    models: Path,
 ) -> None:
     kinds = shuffled_kinds(seed, ("worker", "core"))
     mix = Mix(shape(tiny_models.LLAMA, BYTES, tokens=(40, 120), has_logprobs=True), seed)
@@ -130,4 +130,5 @@ async def test_answers_are_the_undisturbed_ones_under_random_kills(
             requests = await mix.requests(engine, REQUESTS)
             await compare(engine, requests, list(itertools.islice(kinds, 2)), seed + number)
             await engine.must_be_whole(MODEL_START)
-            assert (resumed(engine)["found"] > 0) == keeps and not discards(engine)
+            adopted = engine.number(StatusBoard.KV_ADOPTED)
+            assert (adopted > 0) == keeps and not discards(engine)

@@ -22,7 +22,7 @@ CONTENT_AT = 4096
 
 
 class MemoryFile:
-    """A file in memory without a name. The content lives as long as a process holds the file."""
+    """A file in memory without a name. The content lives as long as any process holds the file."""
 
     def __init__(self, fd: int) -> None:
         self._fd = fd

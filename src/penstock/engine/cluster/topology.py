@@ -53,7 +53,7 @@ class Cluster:
     store: Store | None
     encodings: Store | None  # of images, where engines share them
     pulls: tuple[PullChannels, ...]  # of each group on a node without servers: workers ask its uplink for images
-    kv_files: tuple[KVFiles | None, ...]  # of each group whose KV cache is kept
+    kv_files: tuple[KVFiles | None, ...]  # of each group; None: its KV cache is not kept
     rendezvous: Rendezvous | None = None  # in a worker that shares its model with other ranks: where they meet
 
     @classmethod

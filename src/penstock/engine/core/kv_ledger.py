@@ -29,12 +29,12 @@ def open_cache(files: KVFiles | None, ready: Sequence[Ready], blocks: int, block
     # Pages of a rank that were emptied have another epoch: all ranks adopt their pages, or none.
     parts = (struct.pack("<QQQ", VERSION, blocks, block_size), *filter(None, epochs))
     try:
-        kept = KeptMemory(files.ledger, hashlib.sha256(b"".join(parts)).digest(), blocks, blocks * LEDGER_NBYTES)
+        memory = KeptMemory(files.ledger, hashlib.sha256(b"".join(parts)).digest(), blocks, blocks * LEDGER_NBYTES)
     except OSError as error:
         event("kv cache is not kept", WARNING, reason=error)
         return BlockCache(blocks)
-    cache = BlockCache(blocks, np.frombuffer(kept.content, np.uint8))
-    reason = CHANGED if kept.is_discarded else DAMAGED if cache.damage else ""
+    cache = BlockCache(blocks, np.frombuffer(memory.content, np.uint8))
+    reason = CHANGED if memory.is_discarded else DAMAGED if cache.damage else ""
     if reason:
         event("kv cache is discarded", WARNING, reason=reason, detail=cache.damage or "of another model, shape or size")
         row[StatusBoard.KV_DISCARDS.at[reason]] = 1

@@ -33,9 +33,9 @@ class KVPages:
         if self._file is None:
             return None
         try:
-            kept = KeptMemory(self._file, self._key, blocks, nbytes)
+            memory = KeptMemory(self._file, self._key, blocks, nbytes)
         except (OSError, OverflowError) as error:
             event("kv cache is not kept", WARNING, reason=error)
             return None
-        self.epoch = kept.epoch
-        return kept.content
+        self.epoch = memory.epoch
+        return memory.content

@@ -23,14 +23,14 @@ def file() -> Iterator[MemoryFile]:
     file.close()
 
 
-def kept(file: MemoryFile, key: bytes = KEY, count: int = COUNT, nbytes: int = NBYTES) -> KeptMemory:
+def opened(file: MemoryFile, key: bytes = KEY, count: int = COUNT, nbytes: int = NBYTES) -> KeptMemory:
     return KeptMemory(file, key, count, nbytes)
 
 
 def test_next_process_finds_the_content_under_the_same_key(file: MemoryFile) -> None:
-    first = kept(file)
+    first = opened(file)
     first.content[:5] = b"hello"
-    second = kept(file)
+    second = opened(file)
     assert second.content[:6] == b"hello\0" and second.epoch == first.epoch
     assert not first.is_discarded and not second.is_discarded
     assert file.read_header() == (KEY, first.epoch, COUNT)
@@ -40,16 +40,16 @@ def test_next_process_finds_the_content_under_the_same_key(file: MemoryFile) -> 
     "changed", [{"key": OTHER}, {"count": 5}, {"nbytes": NBYTES + 1}, {"nbytes": NBYTES - 1}], ids=str
 )
 def test_content_under_another_key_or_size_is_discarded(file: MemoryFile, changed: dict[str, object]) -> None:
-    first = kept(file)
+    first = opened(file)
     first.content[:5] = b"hello"
     del first
-    second = kept(file, **changed)  # type: ignore[arg-type]
+    second = opened(file, **changed)  # type: ignore[arg-type]
     assert second.is_discarded and not any(second.content[:5])
 
 
 @pytest.mark.parametrize("how", ["zeros", "random bytes", "cut short", "without a key", "header alone"])
 def test_file_that_no_process_left_like_that_is_discarded(file: MemoryFile, how: str, seed: int) -> None:
-    first = kept(file)
+    first = opened(file)
     first.content[:5] = b"hello"
     epoch = first.epoch
     with file.map() as pages:
@@ -62,24 +62,24 @@ def test_file_that_no_process_left_like_that_is_discarded(file: MemoryFile, how:
     del first
     if how in ("cut short", "header alone"):
         file.resize(CONTENT_AT + 100 if how == "cut short" else HEADER.size)
-    second = kept(file)
+    second = opened(file)
     assert second.is_discarded and second.epoch != epoch and not any(second.content)
 
 
 def test_emptied_file_has_no_content_and_is_not_discarded_again(file: MemoryFile) -> None:
-    first = kept(file)
+    first = opened(file)
     epoch = first.epoch
     first.content[:5] = b"hello"
     del first
     file.empty()
     assert file.nbytes == 0 and file.read_header()[2] == 0
-    second = kept(file)
+    second = opened(file)
     assert not second.is_discarded and second.epoch != epoch and not any(second.content[:5])
 
 
 def test_file_that_cannot_grow_is_an_error_and_has_no_key(file: MemoryFile) -> None:
     with pytest.raises((OSError, OverflowError)):
-        kept(file, nbytes=1 << 62)
+        opened(file, nbytes=1 << 62)
     assert file.read_header()[0] == bytes(32)
 
 
