@@ -168,7 +168,7 @@ VLLM_SERVE = (
     "--port --served-model-name --shutdown-timeout --stream-interval --tensor-parallel-size"
 ).split()
 OURS_SERVE = (
-    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages "
+    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages --keep-kv-cache "
     "--log-format --log-level --max-body-mb "
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
