@@ -119,6 +119,9 @@ class ModelRunner:
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
+        if kv_file is not None and not self._model.sums_attention:
+            event("kv cache is not kept", WARNING, reason="a rank may end a step before all ranks have attended")
+            kv_file = None
         pages = KVPages(kv_file, *key[:3], penstock.__version__, self._ranks.rank, self._model.shapes, block_size)
         if blocks is None:  # memory is measured by the first life: pages that are kept count as used
             blocks = self._ranks.least(pages.num_blocks) or None
