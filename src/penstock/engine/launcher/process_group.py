@@ -212,8 +212,7 @@ class ProcessGroup:
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
         self._launcher.reap(child.member)
-        if end.death.signal in FAULTS:  # also when another process sent the signal: a wild write may have come first
-            self._kv_discard = FAILED
+        self._note_fault(end)
         if self._launcher.is_stopping or self._is_broken:
             self._loss.add(child.pid, end)
         elif not was_loading and self._lives.restart(child.member, end, self._loss.is_maybe_out_of_memory):
@@ -268,6 +267,11 @@ class ProcessGroup:
         for child in self.children.values():
             if is_failure or child.member.kind not in LINKS:
                 child.signal(signal.SIGKILL)
+
+    def _note_fault(self, end: ProcessEnd) -> None:
+        """Notes a fault signal, whichever process sent the signal: a wild write may have come first."""
+        if end.death.signal in FAULTS:
+            self._kv_discard = FAILED
 
     def _discard_kv(self) -> None:
         """Gives the memory of the KV cache back, unless the next life may adopt it: all processes were in order when

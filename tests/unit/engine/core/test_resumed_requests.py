@@ -13,6 +13,7 @@ from penstock.engine.protocol.messages import FinishReason, Inputs, Progress, Sa
 from tests.property.device import BLOCK_SIZE, Core, answer, image, inputs_of
 
 MAX_TOKENS = 12
+BUDGET = {"max_num_batched_tokens": 40}
 
 
 def ints(*numbers: int) -> np.ndarray:
@@ -35,7 +36,7 @@ def submit(number: int, *counts: int, length: int = 10, arrived_ns: int = 0, **f
 
 
 def core(slots: int = 4, blocks: int = 100) -> Core:
-    return Core(random.Random(1), blocks, slots, max_num_batched_tokens=40)
+    return Core(random.Random(1), blocks, slots, **BUDGET)
 
 
 def finish(engine_core: Core) -> None:
@@ -63,6 +64,23 @@ def test_resumed_sample_computes_generated_ids_with_its_prompt() -> None:
     assert engine_core.schedule.prompts[0].size == 10 and engine_core.schedule.generated[0].size == 5
     engine_core.finish()
     assert len(engine_core.got[0, 1, 0]) == 6
+    finish(engine_core)
+
+
+@pytest.mark.parametrize(("is_kept", "counts"), [(True, [2, 1, 1]), (False, [12])])
+def test_ids_after_the_last_kept_block_are_computed_singly(is_kept: bool, counts: list[int]) -> None:
+    before = core()
+    before.submit(submit(1))
+    before.drain()  # the prompt of 10 ids has filled 2 blocks
+    engine_core = Core(random.Random(1), 100, 4, before=before if is_kept else None, repeats_singly=True, **BUDGET)
+    engine_core.submit(submit(1, 2))
+    chunks = []
+    while not chunks or not engine_core.schedule.sampled.size:
+        engine_core.begin()
+        chunks.append(int(engine_core.schedule.counts[0]))
+        engine_core.finish()
+    assert chunks == counts
+    assert engine_core.scheduler.resumed_found == 12 - sum(counts) == 12 - engine_core.scheduler.resumed_computed
     finish(engine_core)
 
 
