@@ -143,7 +143,7 @@ void bind_block_cache(nb::module_& m) {
                 else
                     new (self) BlockCache(num_blocks);
             },
-            "num_blocks"_a, "ledger"_a = nb::none(), nb::keep_alive<1, 3>(),
+            "num_blocks"_a, "ledger"_a.noconvert() = nb::none(), nb::keep_alive<1, 3>(),
             nb::sig("def __init__(self, num_blocks: int, ledger: numpy.typing.NDArray[numpy.uint8] | None = None) -> "
                     "None"),
             "`ledger`: LEDGER_NBYTES for each block, which outlive the core. The cache begins with the blocks that are "

@@ -77,3 +77,8 @@ def test_damaged_ledger_is_cleared_with_a_reason(entries: bytes, reason: str) ->
 def test_ledger_of_another_size_is_an_error(nbytes: int) -> None:
     with pytest.raises(ValueError, match=r"ledger of 4 blocks|entries of 40 bytes"):
         BlockCache(BLOCKS, np.zeros(nbytes, np.uint8))
+
+
+def test_copy_of_a_ledger_is_never_taken_for_it() -> None:
+    with pytest.raises(TypeError):
+        BlockCache(BLOCKS, np.zeros(2 * LEDGER_NBYTES * BLOCKS, np.uint8)[::2])
