@@ -40,6 +40,7 @@ inline constexpr Order trace;       // an event is written before its cursor pas
 inline constexpr Order identity;    // a peer's state changes before what follows from it
 inline constexpr Order epoch;       // a slot's identity is the next peer's before its epoch is
 inline constexpr Order members;     // a peer's identity has changed before Header.peers_version moves
+inline constexpr Order ledger;      // the hash of a KV block is written before its state says valid
 inline constexpr Order bell_pipe;   // PeerSlot.bell_fd is written before bell_ino
 inline constexpr Order watch_pipe;  // PeerSlot.watch_fd is written before watch_ino
 // Within a process:

@@ -1,4 +1,7 @@
 // bindings_block_cache.cpp: the block cache and the prefix hasher for the core, and its count of generated tokens.
+#include <nanobind/stl/optional.h>
+#include <nanobind/stl/string.h>
+
 #include <bit>
 #include <utility>
 
@@ -28,6 +31,16 @@ std::vector<BlockHash> parse_hashes(nb::bytes bytes) {
 }
 nb::bytes to_bytes(const BlockHash* hashes, size_t count) {
     return nb::bytes(reinterpret_cast<const char*>(hashes), count * sizeof(BlockHash));
+}
+
+using LedgerBytes = nb::ndarray<u8, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
+
+BlockLedger ledger_of(const LedgerBytes& bytes) {
+    if (bytes.size() % sizeof(LedgerEntry) != 0 ||
+        reinterpret_cast<uintptr_t>(bytes.data()) % alignof(LedgerEntry) != 0)
+        throw std::invalid_argument(
+            format("expected aligned entries of %zu bytes, got %zu bytes", sizeof(LedgerEntry), bytes.size()));
+    return {reinterpret_cast<LedgerEntry*>(bytes.data()), static_cast<u32>(bytes.size() / sizeof(LedgerEntry))};
 }
 
 template <class Number>
@@ -117,10 +130,26 @@ void bind_block_cache(nb::module_& m) {
           "Adds 1 to the count of each slot. Returns the rows of slots that have reached their limit, and of token "
           "ids that may be stop tokens: the bit that an id's low bits name is set. None: no row.");
 
+    m.attr("LEDGER_NBYTES") = sizeof(LedgerEntry);
+
     nb::class_<BlockCache>(m, "BlockCache",
                            "The blocks of the KV cache by number. A block is in use, or cached (no references, and "
                            "found by its hash), or empty. Every operation takes constant time per block.")
-        .def(nb::init<u32>(), "num_blocks"_a)
+        .def(
+            "__init__",
+            [](BlockCache* self, u32 num_blocks, std::optional<LedgerBytes> ledger) {
+                if (ledger)
+                    new (self) BlockCache(num_blocks, ledger_of(*ledger));
+                else
+                    new (self) BlockCache(num_blocks);
+            },
+            "num_blocks"_a, "ledger"_a.noconvert() = nb::none(), nb::keep_alive<1, 3>(),
+            nb::sig("def __init__(self, num_blocks: int, ledger: numpy.typing.NDArray[numpy.uint8] | None = None) -> "
+                    "None"),
+            "`ledger`: LEDGER_NBYTES for each block, which outlive the core. The cache begins with the blocks that are "
+            "valid there, and keeps the ledger up to date.")
+        .def_prop_ro("num_adopted", &BlockCache::num_adopted, "Blocks that the cache has begun with.")
+        .def_prop_ro("damage", &BlockCache::damage, "Why the ledger was cleared; empty: it was not.")
         .def_prop_ro("num_blocks", &BlockCache::num_blocks)
         .def_prop_ro("num_free", &BlockCache::num_free, "Cached and empty blocks: as many can be taken.")
         .def(

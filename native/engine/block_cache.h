@@ -1,26 +1,15 @@
 // block_cache.h: the blocks of the KV cache by number: reference counts, free blocks, prefix lookup by hash, eviction
 // of the least recently used. Keys and values themselves lie in the worker's memory; nothing here touches them.
 #pragma once
-#include <array>
-#include <cstring>
 #include <limits>
+#include <optional>
 #include <stdexcept>
 #include <unordered_map>
 #include <vector>
 
-#include "errors.h"
+#include "block_ledger.h"
 
 namespace penstock::engine {
-
-using BlockHash = std::array<u8, 32>;  // a SHA-256
-
-struct BlockHashHash {  // the bytes of a SHA-256 are evenly distributed already
-    std::size_t operator()(const BlockHash& hash) const {
-        std::size_t first;
-        std::memcpy(&first, hash.data(), sizeof first);
-        return first;
-    }
-};
 
 // A block is in one of three states. In use: its reference count is above 0. Cached: its count is 0, and it can be
 // found by its hash. Empty: its count is 0, and it has no hash. Cached and empty blocks are free.
@@ -34,6 +23,29 @@ class BlockCache {
         next_[num_blocks] = prev_[num_blocks] = num_blocks;
         by_hash_.reserve(num_blocks);  // a table that grows is rehashed whole: a million blocks held the core up 120 ms
     }
+    // Keeps the ledger, and begins with the blocks that are valid there, all of them cached. A damaged ledger is
+    // cleared, and the cache begins empty: damage() says why.
+    BlockCache(u32 num_blocks, const BlockLedger& ledger) : BlockCache(num_blocks) {
+        if (ledger.num_blocks() != num_blocks)
+            throw std::invalid_argument(
+                format("expected a ledger of %u blocks, got %u", num_blocks, ledger.num_blocks()));
+        ledger_ = ledger;
+        damage_ = ledger_->find_damage();
+        if (!damage_.empty()) ledger_->clear();
+        empty_.clear();
+        // High numbers are evicted first: low numbers were taken first, for the beginnings of prefixes.
+        for (u32 block = num_blocks; block-- > 0;) {
+            if (!ledger_->is_valid(block)) {
+                empty_.push_back(block);
+                continue;
+            }
+            hashes_[block] = &by_hash_.try_emplace(ledger_->hash(block), block).first->first;
+            append_to_cached(block);
+        }
+        num_adopted_ = num_cached_;
+    }
+    u64 num_adopted() const { return num_adopted_; }
+    const std::string& damage() const { return damage_; }  // of the ledger; empty: none
     u32 num_blocks() const { return static_cast<u32>(ref_counts_.size()); }
     u64 num_free() const { return empty_.size() + num_cached_; }
     u32 ref_count(u32 block) const { return ref_counts_[block]; }
@@ -61,6 +73,7 @@ class BlockCache {
                 by_hash_.erase(by_hash_.find(*hashes_[block]));
                 hashes_[block] = nullptr;
             }
+            if (ledger_) ledger_->withdraw(block);
             ref_counts_[block] = 1;
             *blocks++ = static_cast<i32>(block);
         }
@@ -81,7 +94,9 @@ class BlockCache {
         if (ref_counts_[block] == 0) return false;
         if (hashes_[block] != nullptr) return true;
         auto [entry, is_new] = by_hash_.try_emplace(hash, block);
-        if (is_new) hashes_[block] = &entry->first;
+        if (!is_new) return true;
+        hashes_[block] = &entry->first;
+        if (ledger_) ledger_->publish(block, hash);
         return true;
     }
     // For tests: which of the invariants is broken; nullptr: none.
@@ -127,6 +142,9 @@ class BlockCache {
     std::vector<const BlockHash*> hashes_;  // of each block: its key in by_hash_; nullptr: none
     std::vector<u32> next_, prev_;  // the cached blocks as a ring through num_blocks(), least recently used first
     u64 num_cached_ = 0;
+    std::optional<BlockLedger> ledger_;  // of the blocks that the next life may adopt
+    std::string damage_;
+    u64 num_adopted_ = 0;
 };
 
 }  // namespace penstock::engine

@@ -5,11 +5,8 @@ from __future__ import annotations
 import base64
 import io
 import itertools
-import subprocess
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -85,16 +82,6 @@ CONFIGURATIONS = {
         MODEL,
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Made by a process of its own, so that this one does without torch."""
-    pytest.importorskip("torch")
-    pytest.importorskip("transformers")
-    folder = tmp_path_factory.mktemp("models")
-    subprocess.run([sys.executable, tiny_models.__file__, str(folder)], check=True, stdout=subprocess.DEVNULL)
-    return folder
 
 
 def data_urls(count: int = 4) -> list[str]:

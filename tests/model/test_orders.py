@@ -121,6 +121,7 @@ MESSAGES = [
     "granules",  # the pages · their bit
     "identity",  # what a dead peer held is given back · its slot says dead
     "members",  # a peer's identity · peers_version
+    "ledger",  # the hash of a block · that it is valid
     "bell_pipe",  # the descriptor · the inode
     "watch_pipe",  # the descriptor · the inode
     "mapping",  # the mapping · its address

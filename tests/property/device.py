@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from penstock import Buffer, Handle
+from penstock.engine._native import LEDGER_NBYTES, BlockCache
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
@@ -145,16 +146,30 @@ class Flight(NamedTuple):
 class Core:
     """Drives a scheduler, and looks after each step whether all is as it must be."""
 
-    def __init__(self, chance: random.Random, blocks: int, slots: int = 6, failing: float = 0, **config: Any) -> None:
+    def __init__(
+        self,
+        chance: random.Random,
+        blocks: int,
+        slots: int = 6,
+        failing: float = 0,
+        before: "Core | None" = None,
+        **config: Any,
+    ) -> None:
+        """`before`: the life that was killed; its blocks and the ledger of them are there still."""
         self.chance = chance
+        self.ledger = np.zeros(blocks * LEDGER_NBYTES, np.uint8) if before is None else before.ledger
         self.failing = failing
         self.schedule = BatchState(slots, blocks, BLOCK_SIZE, max_blocks_per_request=-(-MAX_MODEL_LEN // BLOCK_SIZE))
         self.budget = config.setdefault("max_num_batched_tokens", chance.choice((slots, 2 * slots, 40)))
         self.scheduler = Scheduler(
-            self.schedule, SchedulerConfig(max_model_len=MAX_MODEL_LEN, eos_ids=(EOS,), **config)
+            self.schedule,
+            SchedulerConfig(max_model_len=MAX_MODEL_LEN, eos_ids=(EOS,), **config),
+            BlockCache(blocks, self.ledger),
         )
         self.plan = StepBuilder(self.schedule)
         self.device = Device(self.schedule)
+        if before is not None:
+            self.device.cache = before.device.cache
         self.flights: deque[Flight] = deque()
         self.number = 0
         self.owners: dict[int, Owner] = {}  # by slot

@@ -20,12 +20,25 @@ def count_tokens(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing
     Adds 1 to the count of each slot. Returns the rows of slots that have reached their limit, and of token ids that may be stop tokens: the bit that an id's low bits name is set. None: no row.
     """
 
+LEDGER_NBYTES: int = 40
+
 class BlockCache:
     """
     The blocks of the KV cache by number. A block is in use, or cached (no references, and found by its hash), or empty. Every operation takes constant time per block.
     """
 
-    def __init__(self, num_blocks: int) -> None: ...
+    def __init__(self, num_blocks: int, ledger: numpy.typing.NDArray[numpy.uint8] | None = None) -> None:
+        """
+        `ledger`: LEDGER_NBYTES for each block, which outlive the core. The cache begins with the blocks that are valid there, and keeps the ledger up to date.
+        """
+
+    @property
+    def num_adopted(self) -> int:
+        """Blocks that the cache has begun with."""
+
+    @property
+    def damage(self) -> str:
+        """Why the ledger was cleared; empty: it was not."""
 
     @property
     def num_blocks(self) -> int: ...

@@ -169,7 +169,7 @@ VLLM_SERVE = (
     "--tool-call-parser"
 ).split()
 OURS_SERVE = (
-    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages "
+    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages --keep-kv-cache "
     "--log-format --log-level --max-body-mb "
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "

@@ -34,6 +34,7 @@ OUTPUT_WORDS = LINE_WORDS  # of an output processor, which writes the number of 
 # Owners of words in a group's row. PLACE: the core; on a node without it, or beside it, the process of its link.
 CORE, PLACE, RANK_0, LAUNCHER = "core", "place", "rank 0", "launcher"
 SINCE_START = "since the engine was started"
+KV_DISCARD_REASONS = FAILED, MEMORY, CHANGED, DAMAGED = "failed", "memory", "changed", "damaged"
 
 
 def _share_in_use(row: Row) -> float:
@@ -75,6 +76,7 @@ class StatusBoard(CounterSet, scope="engine"):
         owner=PLACE,
     )
     FAILED_STARTS = state(owner=LAUNCHER)  # in a row: how often the group has ended before it served
+    KV_DISCARD = state(owner=LAUNCHER)  # 1 + index of the reason for which it has emptied the KV cache; 0: it has not
     OPEN = gauge("open_in_engine", "open requests", owner=CORE)
     RUNNING = gauge(
         "vllm:num_requests_running", "sequences in the batch", "at `--max-num-seqs`: the batch is full", owner=CORE
@@ -107,6 +109,29 @@ class StatusBoard(CounterSet, scope="engine"):
     )
     PREEMPTIONS = counter(
         "vllm:num_preemptions", "sequences that lost their blocks to others", "it grows: too few blocks", owner=CORE
+    )
+    KV_ADOPTED = gauge(
+        "penstock_kv_adopted_blocks",
+        "blocks of the KV cache that the engine found when it was started: a process was killed from outside, or the "
+        "engine was restarted",
+        "0 after a kill: the log says why the KV cache was discarded",
+        owner=CORE,
+    )
+    KV_DISCARDS = counter(
+        "penstock_kv_discards",
+        "KV caches that were discarded when the engine was started, by `reason`: `failed` (the engine had failed by "
+        "itself), `memory` (it may have been killed for want of memory), `changed` (another model, shape or size), "
+        "`damaged`",
+        owner=CORE,
+        labels={"reason": KV_DISCARD_REASONS},
+    )
+    RESUMED_TOKENS = counter(
+        "penstock_resumed_tokens",
+        f"tokens of prompts and answers of resumed requests, {SINCE_START}, by `way`: `found` in the KV cache, or "
+        "`computed` again",
+        "`computed` is large: the KV cache did not survive, or had evicted them",
+        owner=CORE,
+        labels={"way": ("found", "computed")},
     )
     STEPS = counter(
         "penstock_engine_steps",

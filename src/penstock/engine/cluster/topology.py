@@ -14,6 +14,7 @@ from penstock import LongRecords, MemoryOptions, Store, lowlevel
 from penstock.bridge import PullChannels
 from penstock.channel import Channel
 from penstock.engine.cluster.blame_ledger import BlameLedger
+from penstock.engine.cluster.kept_memory import KVFiles
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.verdict_board import VerdictBoard
@@ -52,6 +53,7 @@ class Cluster:
     store: Store | None
     encodings: Store | None  # of images, where engines share them
     pulls: tuple[PullChannels, ...]  # of each group on a node without servers: workers ask its uplink for images
+    kv_files: tuple[KVFiles | None, ...]  # of each group; None: its KV cache is not kept
     rendezvous: Rendezvous | None = None  # in a worker that shares its model with other ranks: where they meet
 
     @classmethod
@@ -69,6 +71,7 @@ class Cluster:
             _open_store(config, min(PEERS, 2 * (processes + decoders) + 8)) if config.store_nbytes else None,
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,
             _open_pulls(config) if config.is_headless and config.store_nbytes else (),
+            _open_kv_files(config) if config.keeps_kv_cache else (),
         )
 
     @property
@@ -94,9 +97,15 @@ class Cluster:
             channel.close()
         for pulls in self.pulls:
             pulls.close()
+        for files in self.kv_files:
+            if files is not None:
+                files.close()
         self.board.close()
         self.verdicts.close()
         self.blame.close()
+
+    def kv_files_of(self, group: int) -> KVFiles | None:
+        return self.kv_files[group] if group < len(self.kv_files) else None
 
     # ── lanes ──
     def worker_lane(self, rank: int) -> int:
@@ -150,6 +159,11 @@ def _open_encodings(config: EngineConfig) -> Store:
 
 def _open_pulls(config: EngineConfig) -> tuple[PullChannels, ...]:
     return tuple(PullChannels.open(clients=config.tensor_parallel_size) for _ in range(config.data_parallel_size))
+
+
+def _open_kv_files(config: EngineConfig) -> tuple[KVFiles | None, ...]:
+    groups, ranks = config.data_parallel_size, config.tensor_parallel_size
+    return tuple(KVFiles.create(group, ranks) for group in range(groups))
 
 
 def _open_server_inboxes(config: EngineConfig) -> tuple[penstock.Inbox[DELTAS], ...]:

@@ -25,6 +25,7 @@ from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
 from penstock.engine.core.admission_gate import AdmissionGate
 from penstock.engine.core.await_members import await_members, await_receivers, require_one_model
 from penstock.engine.core.in_flight_requests import InFlightRequests
+from penstock.engine.core.kv_ledger import RESUMED_COMPUTED, RESUMED_FOUND, open_cache
 from penstock.engine.core.output_senders import OutputSenders
 from penstock.engine.core.request import RequestRefused
 from penstock.engine.core.scheduler import Scheduler
@@ -115,7 +116,8 @@ class EngineCore:
         model = require_one_model(ready)
         batch = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
-        self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready))
+        cache = open_cache(self._cluster.kv_files_of(self._me.group), ready, blocks, config.block_size, self._row)
+        self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready), cache)
         self._batch = batch
         self._in_flight_requests = InFlightRequests(self._cluster, self._me, batch.slots, self._outputs.undelivered)
         self._sequence = SequenceSender(self._steps)
@@ -412,6 +414,7 @@ class EngineCore:
         row[StatusBoard.PREEMPTIONS] = scheduler.preemptions
         row[StatusBoard.PREFIX_QUERIES] = scheduler.prefix_queries
         row[StatusBoard.PREFIX_HITS] = scheduler.prefix_hits
+        row[RESUMED_FOUND], row[RESUMED_COMPUTED] = scheduler.resumed_found, scheduler.resumed_computed
         row[StatusBoard.FREE_BLOCKS] = scheduler.cache.num_free
         row[StatusBoard.STEPS] = self._sequence.number
         row[StatusBoard.OWN_NS] = self._own_ns

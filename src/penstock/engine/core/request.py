@@ -190,17 +190,18 @@ def build_request(
     submit: Submit, block_size: int, number: int, queued_ns: int, has_prefix_cache: bool, max_short_prompt: int | None
 ) -> Request:
     """Builds the request, and decides with which others it may share blocks. `number`: of no other request of this
-    core. Raises RequestRefused."""
+    core; hashes do not cover it, as blocks may outlive the core. Raises RequestRefused."""
     length = submit.prompt.size
-    inputs, keys = check_inputs(submit.inputs, length, number)
+    inputs, keys = check_inputs(submit.inputs, length, submit.name)
     arrival = submit.arrived_ns or queued_ns, number
     kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
-    salt = kind + submit.salt if has_prefix_cache else b"%d" % number
+    salt = kind + submit.salt if has_prefix_cache else b"n" + submit.name
     return Request(submit, block_size, arrival=arrival, salt=salt, inputs=inputs, keys=keys, queued_ns=queued_ns)
 
 
-def check_inputs(inputs: Inputs | None, length: int, number: int) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
-    """Returns the inputs for the batch state and for the hashes. Raises RequestRefused if one is not in the prompt."""
+def check_inputs(inputs: Inputs | None, length: int, name: bytes) -> tuple[tuple[Input, ...], tuple[Key, ...]]:
+    """Returns the inputs for the batch state and for the hashes. `name`: of the request. Raises RequestRefused if one
+    is not in the prompt."""
     if inputs is None:
         return (), ()
     positions, lengths = inputs.positions.tolist(), inputs.lengths.tolist()
@@ -212,5 +213,5 @@ def check_inputs(inputs: Inputs | None, length: int, number: int) -> tuple[tuple
                 400, f"expected an input within a prompt of {length} tokens, got {count} at {position}"
             )
     # An input without a key equals no other; inputs with the same key are equal.
-    keys = [b"%d.%d" % (number, at) if item.key is None else item.key for at, item in enumerate(inputs.items)]
+    keys = [name + b".%d" % at if item.key is None else item.key for at, item in enumerate(inputs.items)]
     return tuple(zip(inputs.items, positions, lengths, strict=True)), tuple(zip(keys, positions, lengths, strict=True))

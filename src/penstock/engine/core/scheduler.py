@@ -45,15 +45,16 @@ SPARE = 100  # a newcomer leaves one block in so many to running samples; it wou
 class Scheduler:
     """For each step: `batch`, send and apply it, `on_sent`; when it is done, `on_result`. Other calls in between."""
 
-    def __init__(self, batch: BatchState, config: SchedulerConfig) -> None:
-        """Raises ValueError if one request of the greatest length, or one token for each slot, does not fit."""
+    def __init__(self, batch: BatchState, config: SchedulerConfig, cache: BlockCache | None = None) -> None:
+        """`cache`: of the batch's blocks, all of them free; None: an empty one. Raises ValueError if one request of the
+        greatest length, or one token for each slot, does not fit."""
         slots, size, tokens = batch.slots, batch.block_size, config.max_num_batched_tokens
         longest = batch.max_blocks_per_request * size
         if not 2 <= config.max_model_len <= longest:
             raise ValueError(f"max_model_len: expected 2 to {longest}, which fit, got {config.max_model_len}")
         if tokens < slots:
             raise ValueError(f"max_num_batched_tokens: expected a token for each of {slots} slots, got {tokens}")
-        self.cache = BlockCache(batch.blocks)
+        self.cache = BlockCache(batch.blocks) if cache is None else cache
         self._batch = batch
         self._config = config
         self._size = size
@@ -77,6 +78,7 @@ class Scheduler:
         self.open_samples = 0  # that have not ended
         self.preemptions = 0
         self.prefix_queries = self.prefix_hits = 0  # tokens of prompts; a preempted sample counts once
+        self.resumed_found = self.resumed_computed = 0  # tokens of resumed requests, when they are admitted first
         self.closed: list[tuple[int, int]] = []  # servers and numbers of requests that have ended; the caller clears it
         # Samples that have got a slot, a first token, or an end here. The caller clears these lists.
         self.admitted: list[Sample] = []
@@ -271,11 +273,19 @@ class Scheduler:
         for sample in sorted(map(self._in_flight.sample, self._prefilling), key=_sort_key):
             slot = sample.slot
             assert slot is not None
-            chunk = min(budget, int(self._batch.known[slot] - self._batch.computed[slot]))
+            chunk = self._chunk(sample, int(self._batch.computed[slot]), budget)
             budget -= chunk
             if chunk != 1:
                 builder.advance(slot, chunk)
         return budget
+
+    def _chunk(self, sample: Sample, computed: int, budget: int) -> int:
+        """Returns how many tokens the sample computes in the next step. Ids after the last full block of a resumed
+        sample are computed singly where a chunk is other arithmetic: then the answer is the undisturbed one."""
+        rest = self._known(sample) - computed
+        if self._config.repeats_singly and sample.generated.size and rest <= self._size + 1:
+            rest = max(1, sample.request.prompt.size - computed)
+        return min(budget, rest)
 
     # ── admission ──
     def _known(self, sample: Sample) -> int:
@@ -302,7 +312,7 @@ class Scheduler:
             new = self.cache.take(needed)
             assert new is not None
             computed = cached.size * self._size
-            chunk = min(budget, self._known(sample) - computed)
+            chunk = self._chunk(sample, computed, budget)
             self._admit(builder, sample, np.concatenate((cached, new)), computed, chunk)
             budget -= chunk
             rows += 1
@@ -335,6 +345,9 @@ class Scheduler:
             self._take_slot(sample, slot)
             if not sample.generated.size:  # else the lost group did all of the above
                 self._count_admitted(sample, computed)
+            if request.has_begun:
+                self.resumed_found += computed
+                self.resumed_computed += self._known(sample) - computed
         self._priorities[slot] = sample.sort_key[0]
         self._in_flight.begin(slot, computed // self._size)
         self._prefilling.add(slot)

@@ -24,7 +24,7 @@ from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import ChildProcess
 from penstock.engine.cluster.process_end import ProcessEnd
 from penstock.engine.cluster.rendezvous import LOOPBACK, Rendezvous
-from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.cluster.status_board import FAILED, KV_DISCARD_REASONS, MEMORY, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
 from penstock.engine.launcher.back_off import BackOff
@@ -33,6 +33,7 @@ from penstock.engine.launcher.output_lives import OutputLives
 
 MAX_FAILURES = 3  # failed starts in a row of a unit that has never served; one that has served is restarted without end
 REMOTE_RANKS, REMOTE_CORE = LINKS = ("remote_ranks", "remote_core")  # at home, and on a node that has workers only
+FAULTS = (signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE, signal.SIGABRT)
 KILLED = "killed by SIGKILL"  # the end of a process that the launcher kills with its unit
 
 Run: TypeAlias = Callable[[Cluster, ProcessId], object]  # what it returns lives until the process ends
@@ -72,6 +73,7 @@ class ProcessGroup:
         self._is_failed_start = False  # it had not served when it broke
         self._is_start_refused = False  # the system had no memory, descriptors or processes for it
         self._lived = 0.0  # seconds, until it broke
+        self._kv_discard = ""  # why the next life may not adopt the KV cache; empty: it may
         self._is_cause_due = False  # it had served when it broke: servers wait for the verdict
         self._first: tuple[str, ProcessEnd] | None = None  # the process that died, and how: the cause of the other ends
         self._loss = GroupLoss()
@@ -107,6 +109,7 @@ class ProcessGroup:
     def start(self) -> None:
         self._again = None
         self._is_broken = self._is_planned = self._is_cause_due = self._is_start_refused = False
+        self._kv_discard = ""
         self._first = None
         self._incarnation += 1
         self._started = time.monotonic()
@@ -209,6 +212,7 @@ class ProcessGroup:
         level = logging.INFO if self._launcher.is_stopping or is_ours else logging.ERROR
         event("process ended", level, child=str(child.member), child_pid=child.pid, how=end.how)
         self._launcher.reap(child.member)
+        self._note_fault(end)
         if self._launcher.is_stopping or self._is_broken:
             self._loss.add(child.pid, end)
         elif not was_loading and self._lives.restart(child.member, end, self._loss.is_maybe_out_of_memory):
@@ -264,6 +268,28 @@ class ProcessGroup:
             if is_failure or child.member.kind not in LINKS:
                 child.signal(signal.SIGKILL)
 
+    def _note_fault(self, end: ProcessEnd) -> None:
+        """Notes a fault signal, whichever process sent the signal: a wild write may have come first."""
+        if end.death.signal in FAULTS:
+            self._kv_discard = FAILED
+
+    def _discard_kv(self) -> None:
+        """Gives the memory of the KV cache back, unless the next life may adopt it: all processes were in order when
+        they were killed from outside, or stopped."""
+        files = self._launcher.cluster.kv_files_of(self._group)
+        if files is None or self.is_remote:
+            return
+        reason = self._kv_discard
+        if self._loss.is_maybe_out_of_memory and not self._is_planned:
+            reason = MEMORY
+        elif self._is_start_refused or self._loss.cause not in (Cause.OUTSIDE, Cause.PLANNED):
+            reason = FAILED
+        if reason:
+            files.empty()
+            event("kv cache is discarded", logging.WARNING, unit=self.name, reason=reason)
+            row = self._launcher.board.row(self._group)
+            row[StatusBoard.KV_DISCARD] = 1 + KV_DISCARD_REASONS.index(reason)
+
     def _all_ended(self) -> None:
         is_own = self._is_start_refused or self._loss.cause == Cause.ITSELF or not self._loss.is_oom_counted
         self._back_off.count(self._is_failed_start, self._lived, is_from_outside=self._is_planned or not is_own)
@@ -271,6 +297,7 @@ class ProcessGroup:
         if self.is_group:
             self._launcher.board.begin(self._group)
             self._launcher.board.row(self._group)[StatusBoard.FAILED_STARTS] = failures
+            self._discard_kv()
         else:
             self._launcher.count_failed_starts(self._parts[0][1], failures)
         assert self._first is not None, "all have ended, and none was the first"

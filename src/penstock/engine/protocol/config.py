@@ -203,6 +203,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Number of blocks of each engine's KV cache, on a CPU too"""
     enable_prefix_caching: Annotated[bool, Option("cache")] = True
     """Share KV cache blocks between requests with the same beginning of a prompt"""
+    keep_kv_cache: Annotated[bool, Option("cache")] = True
+    """Keep the KV cache of an engine that computes on CPUs when one of its processes is killed from outside, or the
+    engine is restarted; not with several nodes"""
 
     end_ids: tuple[int, ...] = ()
     """Tokens that end a sample, besides those that the model's own files name"""
@@ -398,6 +401,10 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     def node_of(self, group: int) -> int:
         """Returns the rank of the node that has a group, by the group's number on the home node."""
         return group // self.data_parallel_size
+
+    @property
+    def keeps_kv_cache(self) -> bool:
+        return self.keep_kv_cache and self.nodes is None and self.simulated is None and self.device == "cpu"
 
     @property
     def num_workers(self) -> int:

@@ -7,6 +7,8 @@ request is known by the server's number, and a sample in a core by the slot. `ba
 from __future__ import annotations
 
 import enum
+import os
+from functools import partial
 from typing import Annotated
 
 import msgspec
@@ -30,6 +32,7 @@ Natural = Annotated[int, msgspec.Meta(ge=0)]
 Number = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]  # one of Ints
 MAX_REQUESTS = 1 << 31  # numbers of requests are less; after the last one a server begins again at 0
 MAX_SLOTS = 1 << 16
+NAME_NBYTES = 16  # of a request
 CONTEXT = 8  # last ids of a prompt, which decide how some tokenizers write the next ones
 
 
@@ -105,6 +108,9 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
     request_id: str = ""  # as clients and logs name the request; for observers
     grammar: Handle | None = None  # text that the answer follows (`text.grammar`). The core passes the handle on
+    # Random, and kept when the request is resumed: names its inputs without keys, and its blocks where none are shared.
+    # A number that a core counts would name inputs of two users alike, as blocks may outlive the core.
+    name: bytes = msgspec.field(default_factory=partial(os.urandom, NAME_NBYTES))
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -212,6 +218,8 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     vocabulary: Natural
     max_short_prompt: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
     model: Natural = 0  # `ModelFingerprint.word` of the files that it has loaded; 0: a simulated device has none
+    dtype: str = "float32"  # of the model
+    kv_epoch: bytes | None = None  # of the rank's pages, which outlive the worker; None: they do not
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):

@@ -69,6 +69,14 @@ class Device(Protocol):
         """Returns `ModelFingerprint.word` of the files that the device has loaded; 0: it is simulated."""
 
     @property
+    def dtype(self) -> str:
+        """Returns the type of the model's numbers."""
+
+    @property
+    def kv_epoch(self) -> bytes | None:
+        """Returns the epoch of the rank's pages, which the next life of the worker may adopt; None: it does not."""
+
+    @property
     def encodings(self) -> EncodingCounts: ...
 
     @property

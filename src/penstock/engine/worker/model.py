@@ -18,6 +18,7 @@ from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_decoder import find_decoder, replace_layers
 from penstock.engine.worker.cpu_linear import is_packed, pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
+from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe
 from penstock.engine.worker.stock import (
     AutoConfig,
@@ -25,7 +26,7 @@ from penstock.engine.worker.stock import (
     AutoModelForImageTextToText,
     without_compiler,
 )
-from penstock.engine.worker.tensor_parallel import TPGroup, shard
+from penstock.engine.worker.tensor_parallel import TPGroup, outputs_are_summed, shard
 from penstock.engine.worker.weight_slices import HeadSlices
 
 TEXT_OF = {
@@ -50,10 +51,12 @@ class InputEmbeds(NamedTuple):
 
 
 class LoadedModel:
-    """A model that can run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`."""
+    """A model that can run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`.
+    `sums_attention`: no rank ends a step before all ranks have written keys and values of every layer."""
 
-    def __init__(self, stock: Any, ranks: TPGroup, device: torch.device) -> None:
+    def __init__(self, stock: Any, ranks: TPGroup, device: torch.device, *, sums_attention: bool) -> None:
         self.stock = stock
+        self.sums_attention = sums_attention
         self.ranks = ranks
         self.device = device
         text = stock.config.get_text_config()
@@ -91,8 +94,8 @@ class LoadedModel:
         self.hidden(probe, nothing, nothing)
         return probe
 
-    def memory(self, blocks: int, block_size: int) -> KVCache:
-        return KVCache(self.shapes, blocks, block_size, self.dtype, self.device)
+    def memory(self, blocks: int, block_size: int, pages: KVPages | None = None) -> KVCache:
+        return KVCache(self.shapes, blocks, block_size, self.dtype, self.device, pages)
 
     @torch.inference_mode()
     def embeds(self, ids: Tensor) -> Tensor:
@@ -167,7 +170,7 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
         replace_attentions(stock)
         if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
             replace_layers(stock)
-    return LoadedModel(stock, ranks, device)
+    return LoadedModel(stock, ranks, device, sums_attention=ranks.size == 1 or outputs_are_summed(stock, slices))
 
 
 def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe, ranks: TPGroup) -> CudaDecoder | None:

@@ -17,6 +17,7 @@ from torch import Tensor
 
 import penstock
 from penstock._native import memory_available
+from penstock.engine.cluster.kept_memory import MemoryFile
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
@@ -39,6 +40,7 @@ from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingS
 from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
+from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
@@ -80,12 +82,13 @@ class ModelRunner:
         recorder: GraphRecorder | None = None,
         encoder: EncoderOptions | None = None,
         takes_embeds: bool = False,
+        kv_file: MemoryFile | None = None,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
         of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
-        prompts may be embeddings.
+        prompts may be embeddings. `kv_file`: of the launcher, for keys and values that outlive this process.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -116,6 +119,12 @@ class ModelRunner:
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
         self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
+        if kv_file is not None and not self._model.sums_attention:
+            event("kv cache is not kept", WARNING, reason="a rank may end a step before all ranks have attended")
+            kv_file = None
+        pages = KVPages(kv_file, *key[:3], penstock.__version__, self._ranks.rank, self._model.shapes, block_size)
+        if blocks is None:  # memory is measured by the first life: pages that are kept count as used
+            blocks = self._ranks.least(pages.num_blocks) or None
         if blocks is None:
             has_images = takes_embeds or self._model.image_id is not None
             reserved = KEPT_NBYTES + ((encoder or EncoderOptions()).cache_nbytes if has_images else 0)
@@ -127,7 +136,8 @@ class ModelRunner:
             room = self._room(token_budget, slots, memory_utilization, reserved)
             blocks = room if max_blocks is None else min(room, max_blocks)
         self.blocks = blocks
-        self._memory = self._model.memory(self.blocks, block_size)
+        self._memory = self._model.memory(self.blocks, block_size, pages)
+        self.dtype, self.kv_epoch = str(self._model.dtype).removeprefix("torch."), pages.epoch
         self._tokens = TokenTable(
             slots if where.type == "cpu" else 0, where
         )  # `DeviceState` has those of other devices

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable, Iterator, Mapping
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -21,9 +22,11 @@ from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
 from penstock.engine.worker.cpu_tensors import huge_pages, kernel_threads
 from penstock.engine.worker.input_batch import InputBatch, PrefillChunk, moved
+from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.stock import AttentionInterface
 
 NAME = "penstock"  # of this attention in transformers' registry; no mask function has this name, so no mask is built
+PAGE_NBYTES = 4096
 MAX_GATHERED = 1 << 16  # positions with keys and values gathered at a time: the copy is short-lived, but large
 CPU_DTYPES = (torch.float32, torch.bfloat16)
 CHUNK_KERNELS = ("amx", "avx512_bf16")  # products with which chunks in bfloat16 are as fast as torch's, or faster
@@ -63,17 +66,26 @@ class KVCache:
     """Keys and values of all layers, in the blocks that the core's `BlockCache` numbers."""
 
     def __init__(
-        self, shapes: dict[int, KVCacheShape], blocks: int, block_size: int, dtype: torch.dtype, device: torch.device
+        self,
+        shapes: dict[int, KVCacheShape],
+        blocks: int,
+        block_size: int,
+        dtype: torch.dtype,
+        device: torch.device,
+        pages: KVPages | None = None,
     ) -> None:
+        """`pages`: where the memory lies if it outlives the process."""
         self.blocks = blocks
         self.block_size = block_size
-        self.layers = {
-            layer: (
-                _zeros((blocks * block_size, shape.heads, shape.key_size), dtype, device),
-                _zeros((blocks * block_size, shape.heads, shape.value_size), dtype, device),
-            )
-            for layer, shape in shapes.items()
-        }
+        rows = blocks * block_size
+        tensors = [
+            (rows, shape.heads, size) for shape in shapes.values() for size in (shape.key_size, shape.value_size)
+        ]
+        sizes = [-(-math.prod(shape) * dtype.itemsize // PAGE_NBYTES) * PAGE_NBYTES for shape in tensors]
+        memory = None if pages is None or device.type != "cpu" else pages.open(blocks, sum(sizes))
+        parts = [None if memory is None else memory[end - size : end] for end, size in zip(accumulate(sizes), sizes)]
+        filled = iter([_zeros(shape, dtype, device, part) for shape, part in zip(tensors, parts, strict=True)])
+        self.layers = {layer: (next(filled), next(filled)) for layer in shapes}
         self.on_cpu = None
         if device.type == "cpu" and dtype in CPU_DTYPES:
             self.on_cpu = CpuKVCache(self.layers, blocks, block_size)
@@ -84,12 +96,13 @@ class KVCache:
         return sum(sizes) * block_size * dtype.itemsize
 
 
-def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Returns zeros. On a CPU, pages are allocated when written to, large ones where there are any: a process with few
-    pages ends soon, and until it has ended no peer learns of its death."""
+def _zeros(shape: tuple[int, int, int], dtype: torch.dtype, device: torch.device, memory: memoryview | None) -> Tensor:
+    """Returns a tensor in `memory`; None: zeros. On a CPU, pages are allocated when written to, large ones where there
+    are any: a process with few pages ends soon, and until it has ended no peer learns of its death."""
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)
-    return torch.frombuffer(huge_pages(math.prod(shape) * dtype.itemsize), dtype=dtype).view(shape)
+    count = math.prod(shape)
+    return torch.frombuffer(memory or huge_pages(count * dtype.itemsize), dtype=dtype, count=count).view(shape)
 
 
 class AttentionStyle(NamedTuple):

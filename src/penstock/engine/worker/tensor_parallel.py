@@ -9,7 +9,7 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -151,6 +151,12 @@ def shard(model: nn.Module, plan: dict[str, str], ranks: TPGroup, heads: HeadSli
         if layer_style is not None:
             STYLES[layer_style](_Sharding(model, modules, ranks, heads, slices), name)
     return slices
+
+
+def outputs_are_summed(model: nn.Module, slices: Mapping[str, WeightSlice]) -> bool:
+    """Returns whether all ranks add up the output of the attention of each layer."""
+    outputs = [name for name, _ in model.named_modules() if name.endswith(f"self_attn.{QUERIES[1]}")]
+    return bool(outputs) and all(f"{name}.weight" in slices for name in outputs)
 
 
 class _Sharding(NamedTuple):

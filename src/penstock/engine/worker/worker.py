@@ -81,7 +81,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
     from penstock.engine.worker.model_runner import ModelRunner
     from penstock.engine.worker.tensor_parallel import TPGroup
 
-    device = config.device_of(me.group, me.index)
+    device, files = config.device_of(me.group, me.index), cluster.kv_files_of(me.group)
     rendezvous = await_rendezvous(cluster, me)
     ranks = TPGroup(me.index, config.tensor_parallel_size, rendezvous, device, config.collectives)
     return ModelRunner(
@@ -103,6 +103,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         recorder=recorder_of(config),
         encoder=encoder_options_of(cluster),
         takes_embeds=config.enable_prompt_embeds,
+        kv_file=None if files is None else files.pages[me.index],
     )
 
 
@@ -181,7 +182,8 @@ class Worker:
         self._steps = GroupReceiver(steps, me, patience)
         self._inbox = GroupSender(group.inbox.open_sender(cluster.worker_lane(me.index), name=name), me, patience)
         self._results = GroupSender(group.results.open_sender(name=name), me, patience) if me.index == 0 else None
-        ready = Ready(me.index, device.blocks, device.vocabulary, device.max_short_prompt, device.model)
+        facts = device.blocks, device.vocabulary, device.max_short_prompt, device.model, device.dtype, device.kv_epoch
+        ready = Ready(me.index, *facts)
         self._inbox.send(ready, config.start_timeout)
         event("worker ready", blocks=device.blocks)
         first = self._steps.receive()

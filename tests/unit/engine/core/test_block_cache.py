@@ -10,9 +10,9 @@ from tests.property.plain_cache import hash_of
 A, B, C = (hash_of(root_hash(b""), bytes([n])) for n in range(3))
 
 
-def filled(*hashes: bytes, blocks: int = 4) -> tuple[BlockCache, list[int]]:
+def filled(*hashes: bytes, blocks: int = 4, cache: BlockCache | None = None) -> tuple[BlockCache, list[int]]:
     """A cache in which these have been computed, by a request that still uses them."""
-    cache = BlockCache(blocks)
+    cache = cache or BlockCache(blocks)
     taken = cache.take(len(hashes))
     assert taken is not None
     for block, digest in zip(taken.tolist(), hashes, strict=True):

@@ -7,12 +7,13 @@ import numpy as np
 import pytest
 
 from penstock.engine.core.in_flight import StopConditions
-from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample
+from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, Sample, build_request
 from penstock.engine.core.step_builder import TokensBuilder
 from penstock.engine.protocol.messages import FinishReason, Inputs, Progress, SamplingParams, Submit
 from tests.property.device import BLOCK_SIZE, Core, answer, image, inputs_of
 
 MAX_TOKENS = 12
+BUDGET = {"max_num_batched_tokens": 40}
 
 
 def ints(*numbers: int) -> np.ndarray:
@@ -35,7 +36,7 @@ def submit(number: int, *counts: int, length: int = 10, arrived_ns: int = 0, **f
 
 
 def core(slots: int = 4, blocks: int = 100) -> Core:
-    return Core(random.Random(1), blocks, slots, max_num_batched_tokens=40)
+    return Core(random.Random(1), blocks, slots, **BUDGET)
 
 
 def finish(engine_core: Core) -> None:
@@ -63,6 +64,23 @@ def test_resumed_sample_computes_generated_ids_with_its_prompt() -> None:
     assert engine_core.schedule.prompts[0].size == 10 and engine_core.schedule.generated[0].size == 5
     engine_core.finish()
     assert len(engine_core.got[0, 1, 0]) == 6
+    finish(engine_core)
+
+
+@pytest.mark.parametrize(("is_kept", "counts"), [(True, [2, 1, 1]), (False, [12])])
+def test_ids_after_the_last_kept_block_are_computed_singly(is_kept: bool, counts: list[int]) -> None:
+    before = core()
+    before.submit(submit(1))
+    before.drain()  # the prompt of 10 ids has filled 2 blocks
+    engine_core = Core(random.Random(1), 100, 4, before=before if is_kept else None, repeats_singly=True, **BUDGET)
+    engine_core.submit(submit(1, 2))
+    chunks = []
+    while not chunks or not engine_core.schedule.sampled.size:
+        engine_core.begin()
+        chunks.append(int(engine_core.schedule.counts[0]))
+        engine_core.finish()
+    assert chunks == counts
+    assert engine_core.scheduler.resumed_found == 12 - sum(counts) == 12 - engine_core.scheduler.resumed_computed
     finish(engine_core)
 
 
@@ -215,6 +233,19 @@ def test_hashes_of_generated_ids_equal_those_of_a_prompt_of_the_same_ids(count: 
     assert sample.chain == Request(whole, BLOCK_SIZE, arrival=(0, 2), salt=b"s", keys=keys).chain
     assert len(sample.chain) == HASH_NBYTES * (1 + (10 + count) // BLOCK_SIZE)
     assert sample.num_tokens == 10 + count and sample.ids.tolist() == prompt.tolist()
+
+
+@pytest.mark.parametrize("has_prefix_cache", [True, False])
+def test_equal_numbers_in_two_lives_of_a_core_share_no_block(has_prefix_cache: bool) -> None:
+    inputs = [image(7, 8, 2, has_key=False), image(8, 8, 2, has_key=False)] if has_prefix_cache else [None, None]
+    submits = [submit(1, length=40, inputs=value) for value in inputs]
+    first, second = (build_request(value, BLOCK_SIZE, 1, 0, has_prefix_cache, None).chain for value in submits)
+    shared = 1 + 8 // BLOCK_SIZE if has_prefix_cache else 0  # the root, and blocks before the image
+    hashes = [first[at : at + HASH_NBYTES] for at in range(0, len(first), HASH_NBYTES)]
+    others = [second[at : at + HASH_NBYTES] for at in range(0, len(second), HASH_NBYTES)]
+    assert hashes[:shared] == others[:shared] and set(hashes[shared:]).isdisjoint(others)
+    resumed = msgspec.structs.replace(submits[0], request=5)
+    assert build_request(resumed, BLOCK_SIZE, 9, 0, has_prefix_cache, None).chain == first
 
 
 def test_generated_ids_count_for_max_tokens_and_min_tokens() -> None:

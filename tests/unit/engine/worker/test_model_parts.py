@@ -119,6 +119,7 @@ def test_every_style_of_the_plans_of_these_families_is_known() -> None:
     for name in FAMILIES:
         config = transformers.AutoConfig.for_model(TEXT_OF.get(name, name)).get_text_config()
         assert set(config.base_model_tp_plan.values()) <= set(tensor_parallel.STYLES), name
+        assert config.base_model_tp_plan["layers.*.self_attn.o_proj"].startswith("rowwise"), "no KV cache is kept"
 
 
 # ── loading ──────────────────────────────────────────────────────────────────────────────────────────────────────────

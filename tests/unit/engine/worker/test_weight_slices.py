@@ -6,7 +6,7 @@ import pytest
 
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 
-from penstock.engine.worker.tensor_parallel import TPGroup, shard  # noqa: E402
+from penstock.engine.worker.tensor_parallel import TPGroup, outputs_are_summed, shard  # noqa: E402
 from penstock.engine.worker.weight_slices import HeadSlices, WeightSlice  # noqa: E402
 
 HEAD = 4  # columns of one
@@ -99,3 +99,15 @@ def test_as_many_ranks_as_have_a_head_each_are_enough() -> None:
     for heads, size in itertools.product([HeadSlices(8, 4), HeadSlices(9, 3)], range(10, 17)):
         with pytest.raises(ValueError, match=f"which cannot be cut for {size} ranks: use {most(*heads)[-1]}"):
             heads.require(size)
+
+
+@pytest.mark.parametrize(("layers", "is_summed"), [(("0", "1"), True), (("0",), False), ((), False)])
+def test_outputs_are_summed_where_each_layer_is_cut(layers: tuple[str, ...], is_summed: bool) -> None:
+    model = torch.nn.ModuleDict(
+        {
+            name: torch.nn.ModuleDict({"self_attn": torch.nn.ModuleDict({"o_proj": torch.nn.Linear(4, 4)})})
+            for name in "01"
+        }
+    )
+    slices = {f"{name}.self_attn.o_proj.weight": WeightSlice(-1, 4, ((0, 2),), 2) for name in layers}
+    assert outputs_are_summed(model, slices) == is_summed
