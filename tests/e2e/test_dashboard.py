@@ -79,9 +79,11 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             the_key_is_in_no_address(page)
             assert page.complaints == ["Failed to load resource: the server responded with a status of 401 "
                                        "(Unauthorized)"] * len(page.complaints)  # fmt: skip
-        page.until("document.getElementById('state').innerText === 'gone'")
+        page.until("/^no answer since [\\d:]+$/.test(document.getElementById('state').innerText)")
+        assert page.evaluate("document.getElementById('seen').classList.contains('stale')")
         with serving(*SERVER, "--port", str(port)):
             page.until("document.getElementById('state').innerText === 'serves'")
+            assert not page.evaluate("document.getElementById('seen').classList.contains('stale')")
 
 
 def the_key_is_asked_for_and_a_wrong_one_is_told(page: Browser) -> None:
@@ -100,7 +102,7 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
     page.until(f"{OPEN} === '3'")
     page.until(f"{TEXT.format('requests open')}.includes('3 running of ')")
     page.until(f"parseFloat({NUMBER.format('tokens generated/s')}.replace(',', '')) > 0")
-    page.until("document.querySelectorAll('#charts svg path').length === 7")
+    page.until("document.querySelectorAll('#charts svg path').length === 10")
     page.until("document.querySelector('#charts path').getAttribute('d').includes('L')")  # two points at least
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     page.until("document.querySelector('#processes td') !== null && document.querySelector('#channels td') !== null")
@@ -207,7 +209,7 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
                 r"3 requests went on, 0 lost",
                 health,
             )
-            page.until("document.querySelectorAll('#charts .mark').length === 4")
+            page.until("document.querySelectorAll('#charts .mark').length === 5")
             assert page.evaluate("document.querySelector('#charts text.bad').textContent") == "worker 0.0 killed"
             the_process_that_is_stuck_is_marked(page, server.pid)
             assert page.complaints == []

@@ -16,10 +16,12 @@ from penstock.engine.protocol.messages import (
     Abort,
     Begin,
     Delta,
+    Failed,
     Finished,
     FinishReason,
     Joined,
     Progress,
+    Resume,
     Resumed,
     SamplingParams,
     Step,
@@ -131,15 +133,9 @@ def test_request_that_is_aborted_ends() -> None:
     assert spans(request) == [("queue", 10, 60), ("aborted", 60, 60)] and request.end_ns == 60
 
 
-def test_watched_request_has_ended_with_all_of_its_prompts() -> None:
-    """By the id of its answer, too. A message that is no message is passed over."""
-    reader = RequestReader("chatcmpl-a")
-    messages = [
-        ("inbox 0", submit(3, "a", n=2)),
-        ("inbox 0", submit(4, "a", arrived_ns=8)),
-        ("inbox 0", submit(5, "b", arrived_ns=9)),
-        *(("deltas 0", delta(request, finished=(request,))) for request in (3, 5, 4, 3)),
-    ]
+def ended_after(*messages: tuple[str, Any], watched: str = "chatcmpl-a") -> list[bool]:
+    """Whether the watched request has ended, after each message. A message that is no message is passed over."""
+    reader = RequestReader(watched)
     ended = []
     for ns, (channel, message) in enumerate(messages):
         codec = CODECS[channel.split()[0]]
@@ -148,5 +144,47 @@ def test_watched_request_has_ended_with_all_of_its_prompts() -> None:
         reader.read(codec.schema(), channel, ns, frame)
         reader.read(codec.schema(), channel, ns, frame[: len(frame) // 2])
         ended.append(reader.has_ended)
-    assert ended == [False] * 6 + [True]
-    assert [request.id for request in reader.requests(ENDED_NS)] == ["a", "a"]
+    assert {request.id for request in reader.requests(ENDED_NS)} == {"a"}
+    return ended
+
+
+def test_watched_request_has_ended_with_all_of_its_prompts() -> None:
+    """By the id of its answer, too."""
+    messages = [
+        ("inbox 0", submit(3, "a", n=2)),
+        ("inbox 0", submit(4, "a", arrived_ns=8)),
+        ("inbox 0", submit(5, "b", arrived_ns=9)),
+        *(("deltas 0", delta(request, finished=(request,))) for request in (3, 5, 4, 3)),
+    ]
+    assert ended_after(*messages) == [False] * 6 + [True]
+
+
+@pytest.mark.parametrize(
+    ("channel", "end"),
+    [
+        ("inbox 0", Abort(0, numbers(3))),
+        ("deltas 0", Failed(3, 500, "no blocks")),
+        ("deltas 0", Failed(3, 503, "no trial", Resume.TRIAL_REFUSED)),
+    ],
+)
+def test_watched_request_has_ended_without_an_answer(channel: str, end: Any) -> None:
+    lost = Failed(3, 503, "the group is restarted", Resume.OUTPUT_DIED)
+    partial = Abort(0, numbers(3), numbers(0, dtype=np.uint16))
+    begin = [("inbox 0", submit(3, "a", n=2)), ("inbox 0", partial), ("deltas 0", lost)]
+    assert ended_after(*begin, (channel, end)) == [False, False, False, True]
+
+
+def test_request_is_preempted_until_all_of_its_samples_go_on() -> None:
+    slots = [numbers(slot, dtype=np.uint16) for slot in (0, 1)]
+    (request,) = read(
+        (10, "inbox 0", submit(3, "a", n=2)),
+        (20, "steps 0", joined(0, 3)),
+        (21, "steps 0", joined(1, 3)),
+        (30, "deltas 0", delta(3)),
+        (40, "steps 0", Step(1, 2, preempted=slots[0])),
+        (50, "steps 0", Step(1, 3, preempted=slots[1])),
+        (60, "steps 0", Step(1, 4, resumed=Resumed(slots[0], numbers(1), numbers(4)))),
+        (90, "steps 0", Step(1, 5, resumed=Resumed(slots[1], numbers(1), numbers(4)))),
+        (95, "deltas 0", delta(3, 3, finished=(3,))),
+    )
+    assert [span for span in spans(request) if span[0] == "preempted"] == [("preempted", 40, 90)]

@@ -44,6 +44,9 @@ class Point(NamedTuple):
     itl_p50: float
     itl_p95: float
     itl_p99: float
+    queue_p95: float  # seconds: the parts of the time to the first token
+    prefill_p95: float
+    pause_p95: float  # of requests that an engine has lost
     device: float  # seconds of a step
     waits: float
     core: float

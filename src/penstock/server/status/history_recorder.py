@@ -15,21 +15,26 @@ from itertools import accumulate
 
 from penstock.engine.cluster.counter import Bounds
 from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
 from penstock.server.status.history import Point, ServerHistory
 
 POINT_S = 1.0
-WATCH_S = 0.25  # seconds between two reads of the engines' incarnations
+WATCH_S = 0.25  # seconds between two polls of the engines' incarnations
 WINDOW = 60  # points that a quantile covers
 REFUSALS_S = 10.0  # seconds of refusals that are one event, after the first refusal
-QUANTILES = (0.5, 0.95, 0.99)
 REFUSED = ("429", "500", "503", "504")  # statuses: the server or an engine did not answer
 GROWING = (  # counters of an engine; an engine that was started again counts from 0
     *(StatusBoard.SAMPLED, StatusBoard.COMPUTED, StatusBoard.PREEMPTIONS, StatusBoard.STEPS),
     *(StatusBoard.BUSY_NS, StatusBoard.IDLE_NS, StatusBoard.OWN_NS),
 )
-LATENCIES = (Served.FIRST_TOKEN, Served.INTER_TOKEN)
+PARTS = (StatusBoard.QUEUE_TIMES, StatusBoard.PREFILL_TIMES)  # of the time to the first token; as GROWING
+WORDS = (*GROWING, *(word for part in PARTS for word in range(part, part + part.spec.words)))
+QUANTILES = (  # of a point, in the order of its fields
+    *((histogram, (0.5, 0.95, 0.99)) for histogram in (Served.FIRST_TOKEN, Served.INTER_TOKEN)),
+    *((histogram, (0.95,)) for histogram in (*PARTS, MigrationCounters.PAUSE)),
+)
 
 
 def quantile(bounds: Bounds, counts: Sequence[int], share: float) -> float:
@@ -53,23 +58,28 @@ class PointBuilder:
         self._board = board
         self._servers = tally.rows
         self._at = 0.0
-        self._engines: list[list[int]] = []
+        self._engines: list[dict[int, int]] = []
+        self._total = [0] * StatusBoard.WORDS  # a row with the growth of WORDS of all engines
         self._answers: Tally[str] = Tally()
         self._latencies: deque[list[list[int]]] = deque(maxlen=WINDOW + 1)
 
     def build(self, now: float, refusals: Tally[str]) -> Point:
         """Returns the point of the time since the last one, and adds its refusals by status to `refusals`."""
         rows, seconds = self._board.rows, max(now - self._at, 1e-3)
-        before, self._engines = self._engines, [[row[counter] for counter in GROWING] for row in rows]
-        grown = [
-            sum(new[index] - (old[index] if new[index] >= old[index] else 0) for old, new in zip(before, self._engines))
-            for index in range(len(GROWING))
-        ]
+        before, self._engines = self._engines, [{word: row[word] for word in WORDS} for row in rows]
+        grown = {
+            word: sum(
+                new[word] - (old[word] if new[word] >= old[word] else 0) for old, new in zip(before, self._engines)
+            )
+            for word in WORDS
+        }
+        for word, growth in grown.items():
+            self._total[word] += growth
         answers, self._answers = self._answers, self._count_answers()
         recent = self._answers - answers if self._at else Tally()
         refusals.update({status: recent[status] for status in REFUSED if recent[status]})
         self._at = now
-        generated, prompts, preempted, steps, *step_ns = grown
+        generated, prompts, preempted, steps, *step_ns = (grown[counter] for counter in GROWING)
         blocks = sum(row[StatusBoard.BLOCKS] for row in rows)
         return Point(
             now,
@@ -94,13 +104,15 @@ class PointBuilder:
         return answers
 
     def _quantiles(self) -> list[float]:
-        served = [engine.words for row in self._servers for engine in row.engines]
-        self._latencies.append([histogram.counts(*served) for histogram in LATENCIES])
-        oldest, newest = self._latencies[0], self._latencies[-1]
+        engines = [engine for row in self._servers for engine in row.engines]
+        served, lost = [engine.words for engine in engines], [engine.migration.words for engine in engines]
+        rows = (served, served, [self._total], [self._total], lost)
+        counts = [histogram.counts(*each) for (histogram, _), each in zip(QUANTILES, rows, strict=True)]
+        self._latencies.append(counts)
         return [
             quantile(histogram.spec.bounds, [b - a for a, b in zip(old, new, strict=True)], share)
-            for histogram, old, new in zip(LATENCIES, oldest, newest, strict=True)
-            for share in QUANTILES
+            for (histogram, shares), old, new in zip(QUANTILES, self._latencies[0], counts, strict=True)
+            for share in shares
         ]
 
 
@@ -128,6 +140,7 @@ class HistoryRecorder:
             await asyncio.sleep(WATCH_S)
 
     def watch_engines(self, now: float) -> None:
+        """Reports the return of engines. Called at each poll, and before and after the launcher marks a loss."""
         for engine, row in enumerate(self._board.rows):
             incarnation, last = row[StatusBoard.SERVING], self._incarnations[engine]
             if incarnation == last:

@@ -16,6 +16,7 @@ class ChannelRates(msgspec.Struct, frozen=True):
     records: float  # per second
     nbytes: float
     sleeps: float
+    senders: dict[str, tuple[float, float]]  # records and bytes, by process
 
 
 class StoreRates(msgspec.Struct, frozen=True):
@@ -133,7 +134,13 @@ def _mean_of(rates: Iterable[dict[str, float]], histogram: str) -> float | None:
 
 
 def _of_channel(old: ChannelView | None, new: ChannelView, seconds: float) -> ChannelRates:
-    return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")))
+    before = {end.process: end for end in old.ends if end.is_sender} if old is not None else {}
+    sent = {
+        end.process: tuple(_grown(before.get(end.process), end, name) / seconds for name in ("records", "nbytes"))
+        for end in new.ends
+        if end.is_sender
+    }
+    return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")), sent)
 
 
 def _of_store(old: StoreView | None, new: StoreView, seconds: float) -> StoreRates:

@@ -11,6 +11,7 @@ import pytest
 
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.counter import FIRST_TOKEN_SECONDS
+from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status import history as subject
 from penstock.server.status.counters import Served, ServerCounters
@@ -152,6 +153,22 @@ def test_latencies_of_a_point_are_of_the_minute_before() -> None:
     Served.INTER_TOKEN.observe(words, 70.0, 100)
     medians = [builder.build(float(second), Counter()).itl_p50 for second in range(1, WINDOW + 2)]
     assert medians[0] > 40 and medians[WINDOW - 1] > 40 and math.isnan(medians[WINDOW])
+
+
+def test_points_have_the_parts_of_the_first_tokens_time() -> None:
+    """Queue, prefill and the pauses of lost requests; an engine that was started again counts from 0."""
+    counted = Counted()
+    builder = PointBuilder(counted.board, counted.tally)
+    builder.build(100.0, Counter())
+    for row in counted.rows:
+        StatusBoard.QUEUE_TIMES.observe(row, 2.0, 20)
+        StatusBoard.PREFILL_TIMES.observe(row, 0.4, 20)
+    MigrationCounters.PAUSE.observe(counted.tally.rows[1].engines[0].migration.words, 3.0)
+    result = builder.build(101.0, Counter())
+    assert 1.5 <= result.queue_p95 <= 2.5 and 0.3 <= result.prefill_p95 <= 0.5 and 2.0 <= result.pause_p95 <= 3.0
+    counted.board.begin(0)
+    StatusBoard.QUEUE_TIMES.observe(counted.rows[0], 50.0, 10)
+    assert 40.0 <= builder.build(102.0, Counter()).queue_p95 <= 60.0
 
 
 def test_recorder_reports_the_return_of_an_engine(info: None) -> None:
