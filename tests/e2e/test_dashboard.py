@@ -102,7 +102,7 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
     page.until(f"{OPEN} === '3'")
     page.until(f"{TEXT.format('requests open')}.includes('3 running of ')")
     page.until(f"parseFloat({NUMBER.format('tokens generated/s')}.replace(',', '')) > 0")
-    page.until("document.querySelectorAll('#charts svg path').length === 10")
+    page.until("document.querySelectorAll('#charts svg path').length === 11")
     page.until("document.querySelector('#charts path').getAttribute('d').includes('L')")  # two points at least
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     page.until("document.querySelector('#processes td') !== null && document.querySelector('#channels td') !== null")
@@ -209,7 +209,7 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
                 r"3 requests went on, 0 lost",
                 health,
             )
-            page.until("document.querySelectorAll('#charts .mark').length === 5")
+            page.until("document.querySelectorAll('#charts .mark').length === 6")
             assert page.evaluate("document.querySelector('#charts text.bad').textContent") == "worker 0.0 killed"
             the_process_that_is_stuck_is_marked(page, server.pid)
             assert page.complaints == []
@@ -260,8 +260,11 @@ def test_dashboard_sentences_name_the_engine_and_what_is_short(tmp_path: Path) -
         blocks = moment((5, 2, 30), (1, 0, 70))
         assert shortages(blocks, blocks) == ["engine 0: 5 of 8 slots, 70 of 100 KV blocks, 2 requests wait"]
         page.evaluate(f"events = {json.dumps(EVENTS)}; 0")
-        last, back = page.evaluate("[clock(109), clock(102)]")  # in the time zone of the browser
-        assert page.evaluate("incident(110)") == f"Healthy. Last death: server 0 was killed (SIGKILL) at {last}."
+        last, back, at_100 = page.evaluate("[clock(109), clock(102), clock(100)]")  # in the time zone of the browser
+        death = f"Healthy. Last death: server 0 was killed (SIGKILL) at {last}"
+        assert page.evaluate("incident(110)") == f"{death}, 4 open requests ended with it."
+        page.evaluate("events.splice(-1); 0")
+        assert page.evaluate("incident(110)") == f"{death}."
         page.evaluate("events.splice(-2); 0")
         assert page.evaluate("incident(110)") == (
             f"Healthy again since {back}: worker 1.0 ended (exit status 3), engine 1 away for 2.6 s, "
@@ -269,6 +272,10 @@ def test_dashboard_sentences_name_the_engine_and_what_is_short(tmp_path: Path) -
         )
         assert page.evaluate("incident(2000)") == "Healthy."
         assert page.evaluate("plain('group 1 #1, by cause: itself')") == "engine 1 #1, by cause: itself"
+        page.evaluate("events[0].text = 'output 1.0 #1 (pid 7) killed by SIGKILL'; events.splice(1, 2); 0")
+        assert page.evaluate("incident(110)") == (
+            f"Healthy. Last death: output 1.0 was killed (SIGKILL) at {at_100}, 9 requests went on, 1 lost."
+        )
 
 
 EVENTS = [
@@ -279,7 +286,8 @@ EVENTS = [
         (102, "restart", "engine serves again", "engine 1 #2, away for 2.6 s"),
         (103, "migration", "requests go on", "7 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 1"),
         (103, "migration", "requests go on", "2 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 0"),
-        (109, "death", "process ended", "server 0 #1 (pid 8) killed by SIGKILL"),
+        (109, "death", "process ended", "server 0.0 #1 (pid 8) killed by SIGKILL"),
         (110, "restart", "engine serves again", "engine 0 #2, away for 1.0 s"),  # server 0 is not of engine 0
+        (110, "death", "requests ended with their server", "4 open requests of server 0"),
     )
 ]

@@ -126,6 +126,8 @@ class ServerLauncher(Launcher):
         super().reap(member)
         if member.kind == "server":
             row = self.rows[member.index]
+            if requests := row[ProcessCounters.OPEN]:
+                event("requests ended with their server", logging.WARNING, server=member.index, requests=requests)
             row[ProcessCounters.SERVING] = 0
             row.clear_gauges()
 

@@ -44,9 +44,9 @@ class Point(NamedTuple):
     itl_p50: float
     itl_p95: float
     itl_p99: float
-    queue_p95: float  # seconds: the parts of the time to the first token
-    prefill_p95: float
-    pause_p95: float  # of requests that an engine has lost
+    queue: float  # seconds, means: the parts of the time to the first token
+    prefill: float
+    pause: float  # of requests that an engine has lost
     device: float  # seconds of a step
     waits: float
     core: float
@@ -152,6 +152,7 @@ RECORDED = {
     "process ended": Recorded("death", "{child} (pid {child_pid}) {how}", logging.ERROR),
     "process is stopped": Recorded("death", "{child} is stopped, and is killed after {killed_after} s"),
     "group lost": Recorded("death", "{unit} #{incarnation}, by cause: {cause}"),
+    "requests ended with their server": Recorded("death", "{requests} open requests of server {server}"),
     "unit starts again": Recorded("restart", "{unit} after {after} s; failed starts: {failed_starts}"),
     "unit could not be started": Recorded("restart", "{unit}: {error}"),
     "process could not be started": Recorded("restart", "{child}: {error}"),

@@ -31,10 +31,8 @@ GROWING = (  # counters of an engine; an engine that was started again counts fr
 )
 PARTS = (StatusBoard.QUEUE_TIMES, StatusBoard.PREFILL_TIMES)  # of the time to the first token; as GROWING
 WORDS = (*GROWING, *(word for part in PARTS for word in range(part, part + part.spec.words)))
-QUANTILES = (  # of a point, in the order of its fields
-    *((histogram, (0.5, 0.95, 0.99)) for histogram in (Served.FIRST_TOKEN, Served.INTER_TOKEN)),
-    *((histogram, (0.95,)) for histogram in (*PARTS, MigrationCounters.PAUSE)),
-)
+LATENCIES = (Served.FIRST_TOKEN, Served.INTER_TOKEN)
+QUANTILES = (0.5, 0.95, 0.99)
 
 
 def quantile(bounds: Bounds, counts: Sequence[int], share: float) -> float:
@@ -62,19 +60,12 @@ class PointBuilder:
         self._total = [0] * StatusBoard.WORDS  # a row with the growth of WORDS of all engines
         self._answers: Tally[str] = Tally()
         self._latencies: deque[list[list[int]]] = deque(maxlen=WINDOW + 1)
+        self._part_sums: deque[list[tuple[int, float]]] = deque(maxlen=WINDOW + 1)  # count and sum of each part
 
     def build(self, now: float, refusals: Tally[str]) -> Point:
         """Returns the point of the time since the last one, and adds its refusals by status to `refusals`."""
         rows, seconds = self._board.rows, max(now - self._at, 1e-3)
-        before, self._engines = self._engines, [{word: row[word] for word in WORDS} for row in rows]
-        grown = {
-            word: sum(
-                new[word] - (old[word] if new[word] >= old[word] else 0) for old, new in zip(before, self._engines)
-            )
-            for word in WORDS
-        }
-        for word, growth in grown.items():
-            self._total[word] += growth
+        grown = self._growth([{word: row[word] for word in WORDS} for row in rows])
         answers, self._answers = self._answers, self._count_answers()
         recent = self._answers - answers if self._at else Tally()
         refusals.update({status: recent[status] for status in REFUSED if recent[status]})
@@ -93,8 +84,21 @@ class PointBuilder:
             sum(recent[status] for status in REFUSED) / seconds,
             preempted / seconds,
             *self._quantiles(),
+            *self._part_means(),
             *(ns / steps / 1e9 if steps else math.nan for ns in step_ns),
         )
+
+    def _growth(self, engines: list[dict[int, int]]) -> dict[int, int]:
+        """Returns the growth of WORDS of all engines since the last call."""
+        grown = dict.fromkeys(WORDS, 0)
+        for old, new in zip(self._engines, engines):
+            is_restarted = any(new[word] < old[word] for word in WORDS)
+            for word in WORDS:
+                grown[word] += new[word] - (0 if is_restarted else old[word])
+        self._engines = engines
+        for word, growth in grown.items():
+            self._total[word] += growth
+        return grown
 
     def _count_answers(self) -> Tally[str]:
         answers: Tally[str] = Tally()
@@ -104,15 +108,24 @@ class PointBuilder:
         return answers
 
     def _quantiles(self) -> list[float]:
-        engines = [engine for row in self._servers for engine in row.engines]
-        served, lost = [engine.words for engine in engines], [engine.migration.words for engine in engines]
-        rows = (served, served, [self._total], [self._total], lost)
-        counts = [histogram.counts(*each) for (histogram, _), each in zip(QUANTILES, rows, strict=True)]
-        self._latencies.append(counts)
+        served = [engine.words for row in self._servers for engine in row.engines]
+        self._latencies.append([histogram.counts(*served) for histogram in LATENCIES])
+        oldest, newest = self._latencies[0], self._latencies[-1]
         return [
             quantile(histogram.spec.bounds, [b - a for a, b in zip(old, new, strict=True)], share)
-            for (histogram, shares), old, new in zip(QUANTILES, self._latencies[0], counts, strict=True)
-            for share in shares
+            for histogram, old, new in zip(LATENCIES, oldest, newest, strict=True)
+            for share in QUANTILES
+        ]
+
+    def _part_means(self) -> list[float]:
+        """Returns the means of PARTS and of pauses. Quantiles would be too coarse: the lowest bound is 0.3 s."""
+        lost = [engine.migration.words for row in self._servers for engine in row.engines]
+        rows = [*((part, [self._total]) for part in PARTS), (MigrationCounters.PAUSE, lost)]
+        self._part_sums.append([(sum(part.counts(*words)), part.sum_of(*words)) for part, words in rows])
+        oldest, newest = self._part_sums[0], self._part_sums[-1]
+        return [
+            (new_sum - old_sum) / (new_count - old_count) if new_count > old_count else math.nan
+            for (old_count, old_sum), (new_count, new_sum) in zip(oldest, newest, strict=True)
         ]
 
 
