@@ -149,6 +149,24 @@ async def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
             await served.must_be_empty(group)
 
 
+@in_a_loop
+async def test_open_requests_of_a_killed_server_are_an_event(
+    quick_restarts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs.LOGGER, "level", logging.INFO)
+    async with tree_with(0, "worker", worker.run) as served:
+        await served.launcher.serving(START)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(posted("/v1/completions", {"prompt": "hello", "max_tokens": 3000, "stream": True}))
+        await reader.readuntil(b"data: ")
+        served.child("server").signal(signal.SIGKILL)
+        events = served.launcher._history.view
+        await served.until(lambda: any(event.name == "requests ended with their server" for event in events().events))
+        assert "server 0, open requests: 1" in [event.text for event in events().events]
+        writer.close()
+        await served.launcher.serving(START)
+
+
 def is_another_server(child: ChildProcess, pid: int) -> bool:
     return child.member.kind == "server" and child.pid != pid
 

@@ -12,14 +12,20 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+import msgspec
 import pytest
 
 pytest.importorskip("httptools")
 
-from penstock.server.http.dashboard import PAGE
+from penstock.server.http.dashboard import PAGE, DashboardData
+from penstock.server.status.history import HistoryView, Point
+from penstock.server.status.snapshot import AwaitedView, ChannelView, EndView, ProcessView, ServerSnapshot
+from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import SnapshotReader
 from tests.support.browser import Browser
 from tests.support.command import serving
+from tests.unit.server.status.test_snapshot_rates import NOTICE as SERVER_INFO
+from tests.unit.server.status.test_snapshot_rates import view, zero
 
 KEY = "sesame & <more>"
 NAME = "<img src=x onerror=\"document.title='run'\"><b id=bold>x</b>"
@@ -288,6 +294,61 @@ EVENTS = [
         (103, "migration", "requests go on", "2 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 0"),
         (109, "death", "process ended", "server 0.0 #1 (pid 8) killed by SIGKILL"),
         (110, "restart", "engine serves again", "engine 0 #2, away for 1.0 s"),  # server 0 is not of engine 0
-        (110, "death", "requests ended with their server", "4 open requests of server 0"),
+        (110, "death", "requests ended with their server", "server 0, open requests: 4"),
     )
 ]
+
+
+def snapshot(at: float, engines: int, stuck: int) -> ServerSnapshot:
+    """A server whose engines have sent 10 deltas each second since 0, and engine i i more. `stuck`: waits for its
+    worker."""
+    channels, processes = [], [zero(ProcessView, role="server", pid=1, incarnation=1, state="serves")]
+    for group in range(engines):
+        for role in ("core", "worker", "output"):
+            processes.append(zero(ProcessView, role=role, group=group, pid=1, incarnation=1, state="serves"))
+        channels.append(zero(ChannelView, name=f"steps {group}", kind="broadcast"))
+    senders = [EndView(f"output {group}.0", True, 0.0, 0, int(at * (10 + group))) for group in range(engines)]
+    channels.append(zero(ChannelView, name="deltas 0", kind="inbox", ends=tuple(senders)))
+    counters = {"engine_incarnation": 1, "num_requests_running": 2, "blocks": 100, "free_blocks": 50}
+    return zero(
+        ServerSnapshot,
+        at=at,
+        time=1e9 + at,
+        server_info=msgspec.structs.replace(SERVER_INFO, groups_per_node=8),
+        processes=tuple(processes),
+        channels=tuple(channels),
+        awaited=(AwaitedView(f"worker {stuck}.0", (f"core {stuck}.0",), 7.0),),
+        engines=(view("engines", **counters),) * engines,
+        served=(view("served"),) * engines,
+        servers=(view("servers"),),
+    )
+
+
+def test_dashboard_shows_64_engines(tmp_path: Path) -> None:
+    """A picture of a few engines, the stuck one first, and a row for each engine and node."""
+    if Browser.find() is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    before, now = (snapshot(at, 64, stuck=37) for at in (10.0, 11.0))
+    titles = tuple(process.title for process in now.processes)
+    recent = HistoryView(Point._fields, [], [])
+    data = DashboardData(now, View.after(before, now, 10.0).rates, recent, titles, 0)
+    with Browser(tmp_path / "profile") as page:
+        page.size(390, 800)
+        page.go(PAGE.as_uri())
+        page.until("document.readyState === 'complete'")
+        page.evaluate(f"window.data = {msgspec.json.encode(data).decode()}; show(data); 0")
+        texts = "[...document.querySelectorAll('#picture text')].map(each => each.textContent)"
+        picture = page.evaluate(texts)
+        workers = [text for text in picture if text.startswith("worker")]
+        assert workers == ["worker 37.0", "worker 0.0", "worker 1.0", "worker 2.0"] and picture.count("server 0") == 1
+        assert "stuck?" in picture and [text for text in picture if text.endswith("/s, 0 B/s") and text[0] != "0"] == [
+            f"{rate}/s, 0 B/s" for rate in (47, 10, 11, 12)
+        ]
+        assert page.evaluate("document.getElementById('more').innerText") == "60 more engines"
+        page.evaluate("document.getElementById('more').open = true; 0")
+        page.until(f"{texts}.filter(text => text.startsWith('worker')).length === 64")
+        assert page.evaluate("document.querySelectorAll('#engines tbody tr').length") == 64 + 8
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("document.getElementById('health').innerText").startswith(
+            "1 process waits for worker 37.0"
+        )

@@ -152,7 +152,7 @@ RECORDED = {
     "process ended": Recorded("death", "{child} (pid {child_pid}) {how}", logging.ERROR),
     "process is stopped": Recorded("death", "{child} is stopped, and is killed after {killed_after} s"),
     "group lost": Recorded("death", "{unit} #{incarnation}, by cause: {cause}"),
-    "requests ended with their server": Recorded("death", "{requests} open requests of server {server}"),
+    "requests ended with their server": Recorded("death", "server {server}, open requests: {requests}"),
     "unit starts again": Recorded("restart", "{unit} after {after} s; failed starts: {failed_starts}"),
     "unit could not be started": Recorded("restart", "{unit}: {error}"),
     "process could not be started": Recorded("restart", "{child}: {error}"),

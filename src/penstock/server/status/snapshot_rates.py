@@ -134,12 +134,12 @@ def _mean_of(rates: Iterable[dict[str, float]], histogram: str) -> float | None:
 
 
 def _of_channel(old: ChannelView | None, new: ChannelView, seconds: float) -> ChannelRates:
-    before = {end.process: end for end in old.ends if end.is_sender} if old is not None else {}
-    sent = {
-        end.process: tuple(_grown(before.get(end.process), end, name) / seconds for name in ("records", "nbytes"))
-        for end in new.ends
-        if end.is_sender
-    }
+    before = {} if old is None else {end.process: end for end in old.ends if end.is_sender}
+    sent: dict[str, tuple[float, float]] = {}
+    for end in new.ends:
+        if end.is_sender:
+            records, nbytes = (_grown(before.get(end.process), end, name) / seconds for name in ("records", "nbytes"))
+            sent[end.process] = records, nbytes
     return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")), sent)
 
 
