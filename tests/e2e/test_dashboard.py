@@ -11,6 +11,7 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
@@ -278,30 +279,56 @@ def test_dashboard_sentences_name_the_engine_and_what_is_short(tmp_path: Path) -
         )
         assert page.evaluate("incident(2000)") == "Healthy."
         assert page.evaluate("plain('group 1 #1, by cause: itself')") == "engine 1 #1, by cause: itself"
+        absence = f"events = {json.dumps(FAILING)}; absence({json.dumps(AWAY)}, 1)[0][0]"
+        assert page.evaluate(absence) == (
+            f"Engine 1 is away since {back}: coming back, 2 requests to resume, 3 failed starts"
+        )
+        page.evaluate(f"events = {json.dumps(EVENTS[:-3])}; 0")
         page.evaluate("events[0].text = 'output 1.0 #1 (pid 7) killed by SIGKILL'; events.splice(1, 2); 0")
         assert page.evaluate("incident(110)") == (
             f"Healthy. Last death: output 1.0 was killed (SIGKILL) at {at_100}, 9 requests went on, 1 lost."
         )
 
 
-EVENTS = [
-    {"time": when, "kind": kind, "name": name, "text": text}
-    for when, kind, name, text in (
-        (100, "death", "process ended", "worker 1.0 #1 (pid 7) exit status 3"),
-        (100, "death", "group lost", "group 1 #1, by cause: itself"),
-        (102, "restart", "engine serves again", "engine 1 #2, away for 2.6 s"),
-        (103, "migration", "requests go on", "7 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 1"),
-        (103, "migration", "requests go on", "2 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 0"),
-        (109, "death", "process ended", "server 0.0 #1 (pid 8) killed by SIGKILL"),
-        (110, "restart", "engine serves again", "engine 0 #2, away for 1.0 s"),  # server 0 is not of engine 0
-        (110, "death", "requests ended with their server", "server 0, open requests: 4"),
-    )
-]
+def event_list(*events: tuple[int, str, str, str]) -> list[dict[str, Any]]:
+    return [{"time": when, "kind": kind, "name": name, "text": text} for when, kind, name, text in events]
+
+
+EVENTS = event_list(
+    (100, "death", "process ended", "worker 1.0 #1 (pid 7) exit status 3"),
+    (100, "death", "group lost", "group 1 #1, by cause: itself"),
+    (102, "restart", "engine serves again", "engine 1 #2, away for 2.6 s"),
+    (103, "migration", "requests go on", "7 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 1"),
+    (103, "migration", "requests go on", "2 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 0"),
+    (109, "death", "process ended", "server 0.0 #1 (pid 8) killed by SIGKILL"),
+    (110, "restart", "engine serves again", "engine 0 #2, away for 1.0 s"),  # server 0 is not of engine 0
+    (110, "death", "requests ended with their server", "server 0, open requests: 4"),
+)
+FAILING = event_list(  # engine 1 is lost at 102, after an output processor, and fails at each start
+    (90, "death", "group lost", "group 1 #1, by cause: itself"),
+    (91, "restart", "engine serves again", "engine 1 #2, away for 1.0 s"),
+    (95, "death", "process ended", "output 1.0 #2 (pid 7) killed by SIGKILL"),
+    (102, "death", "process ended", "core 1.0 #2 (pid 8) exit status 3"),
+    (102, "death", "group lost", "group 1 #2, by cause: itself"),
+    *(
+        (102 + number, kind, name, text)
+        for number in range(1, 4)
+        for kind, name, text in (
+            ("restart", "unit starts again", f"group 1 after 1.0 s; failed starts: {number}"),
+            ("death", "process ended", f"core 1.0 #{number + 2} (pid 9) exit status 3"),
+        )
+    ),
+)
+AWAY = {
+    "processes": [{"role": "core", "group": 1, "state": "gone", "title": "core 1.0", "incarnation": 5}],
+    "engines": [{}, {"gauges": {"engine_incarnation": 0}}],
+    "served": [{}, {"gauges": {"requests_waiting_to_resume": 2}}],
+}
 
 
 def snapshot(at: float, engines: int, stuck: int) -> ServerSnapshot:
-    """A server whose engines have sent 10 deltas each second since 0, and engine i i more. `stuck`: waits for its
-    worker."""
+    """A server whose engines have sent 10 deltas each second since 0, and engine i i more. `stuck`: the engine whose
+    worker is awaited."""
     channels, processes = [], [zero(ProcessView, role="server", pid=1, incarnation=1, state="serves")]
     for group in range(engines):
         for role in ("core", "worker", "output"):
