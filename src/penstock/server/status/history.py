@@ -52,6 +52,7 @@ class Point(NamedTuple):
     core: float
 
 
+TIME = struct.Struct("<d")  # begins a point
 POINT = struct.Struct(f"<{len(Point._fields)}d")
 
 
@@ -78,9 +79,11 @@ class Records:
         self._memory = memory
         self._slots = slots
         self._size = len(memory) // slots
-        self._last = max((number for number, _ in self.read()), default=0)  # a writer's next life goes on
+        self._last = 0  # of a writer, which reads it before its first record
 
     def write(self, body: bytes) -> None:
+        if not self._last:  # a writer's next life goes on
+            self._last = max((number for number, _ in self.read()), default=0)
         self._last += 1
         begin = self._last % self._slots * self._size
         record = HEAD.pack(self._last, len(body), _checksum(self._last, body)) + body
@@ -124,11 +127,11 @@ class ServerHistory:
 
     def view(self, since: float = 0.0) -> HistoryView:
         """Returns the points and events after a time, the oldest first."""
-        points = [POINT.unpack(body) for _, body in self._points.read()]
+        points = [body for _, body in self._points.read() if TIME.unpack_from(body)[0] > since]
         events = [DECODER.decode(body) for records in self.events for _, body in records.read()]
         return HistoryView(
             Point._fields,
-            [[round(number, 6) for number in point] for point in points if point[0] > since],
+            [[round(number, 6) for number in POINT.unpack(point)] for point in points],
             sorted((event for event in events if event.time > since), key=lambda event: event.time),
         )
 
