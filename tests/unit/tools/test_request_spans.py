@@ -100,6 +100,9 @@ def test_request_is_paused_while_it_is_preempted() -> None:
         (95, "deltas 0", delta(3, finished=(3,))),
     )
     assert ("preempted", 40, 90) in spans(request) and ("decode", 30, 95) in spans(request)
+    seconds = request.seconds_by_phase
+    assert seconds == pytest.approx({"queue": 1e-8, "prefill": 1e-8, "decode": 1.5e-8, "preempted": 5e-8})
+    assert sum(seconds.values()) == pytest.approx((request.end_ns - request.begin_ns) / 1e9), "each moment counts once"
 
 
 def test_request_that_its_group_lost_is_the_same_request() -> None:
@@ -131,6 +134,12 @@ def test_requests_begun_before_the_trace_have_no_id() -> None:
 def test_request_that_is_aborted_ends() -> None:
     (request,) = read((10, "inbox 0", submit(3, "a")), (60, "inbox 0", Abort(0, numbers(3))))
     assert spans(request) == [("queue", 10, 60), ("aborted", 60, 60)] and request.end_ns == 60
+    assert list(request.lines()) == ["request a of server 0: 0.05 µs, aborted, prompt of 5 tokens", "   0.05 µs  queue"]
+
+
+def test_lines_of_a_request_name_its_samples() -> None:
+    (request,) = read((10, "inbox 0", submit(3, "a", n=2)), (60, "deltas 0", delta(3, 3, finished=(3,))))
+    assert next(request.lines()) == "request a of server 0: 0.99 µs, not ended, prompt of 5 tokens, 2 samples"
 
 
 def ended_after(*messages: tuple[str, Any], watched: str = "chatcmpl-a") -> list[bool]:

@@ -16,6 +16,7 @@ from penstock.errors import DecodeError
 from penstock.tools.format import counted, in_seconds
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # of the id in an answer: a request id follows
+ENDS = ("aborted", "failed")  # marks without a duration
 Key = tuple[int, int]  # server, and the number that it has given
 
 
@@ -44,6 +45,7 @@ class TracedRequest:
     id: str
     begin_ns: int
     prompt: int = 0  # tokens
+    samples: int = 1
     tokens: int = 0  # generated while it was traced
     longest_gap_ns: int = 0  # between two messages with tokens
     spans: list[Span] = field(default_factory=list)
@@ -74,15 +76,22 @@ class TracedRequest:
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
+        """Returns the time of each phase. A moment counts once: prefill and decode without preemption."""
         phases: dict[str, float] = {}
+        paused = [span for span in self.spans if span.name == "preempted"]
         for span in self.spans:
-            phases[span.name] = phases.get(span.name, 0.0) + (span.end_ns - span.begin_ns) / 1e9
+            ns = span.end_ns - span.begin_ns
+            if span.name in ("prefill", "decode"):
+                ns -= sum(max(min(span.end_ns, p.end_ns) - max(span.begin_ns, p.begin_ns), 0) for p in paused)
+            if span.name not in ENDS:
+                phases[span.name] = phases.get(span.name, 0.0) + ns / 1e9
         return phases
 
     def lines(self) -> Iterator[str]:
-        state = "" if self.end_ns else ", not ended"
+        end = next((f", {span.name}" for span in self.spans if span.name in ENDS), "" if self.end_ns else ", not ended")
         ns = max((span.end_ns for span in self.spans), default=self.begin_ns) - self.begin_ns
-        yield f"request {self.title}: {in_seconds(ns)}{state}, prompt of {counted(self.prompt, 'token')}"
+        samples = f", {self.samples} samples" if self.samples > 1 else ""
+        yield f"request {self.title}: {in_seconds(ns)}{end}, prompt of {counted(self.prompt, 'token')}{samples}"
         for name, seconds in self.seconds_by_phase.items():
             about = f"  {counted(self.tokens, 'token')}, longest gap {in_seconds(self.longest_gap_ns)}"
             yield f"  {in_seconds(seconds * 1e9):>8}  {name}{about if name == 'decode' else ''}"
@@ -181,7 +190,11 @@ class RequestSpans:
             request.preempted.clear()
             request.begin("migration", request.last_ns or request.begin_ns)
             self._by_key[key] = request
-        request.prompt, request.open_samples = submit.prompt.size, open_samples(submit)
+        request.prompt, request.samples, request.open_samples = (
+            submit.prompt.size,
+            submit.params.n,
+            open_samples(submit),
+        )
 
     def _abort(self, ns: int, group: int, abort: Any) -> None:
         if abort.samples is None:
