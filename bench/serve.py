@@ -108,7 +108,9 @@ def measure(run: Run, scale: Scale) -> goals.Found:
             servers.up.clear()
     if "pages" in expected and OURS in ways:
         try:
-            result.pages = pages.pages(servers, directory_of(served, servers), scale.pages, served.dtype)
+            result.pages, result.page_cost = pages.pages(
+                servers, directory_of(served, servers), scale.pages, served.dtype
+            )
         except (Failed, OSError) as failure:
             servers.output.say(f"\npages: {failure}")
             servers.output.record("failed", OURS, reason=str(failure))

@@ -19,6 +19,7 @@ class Found:
 
     loads: dict[str, Outcome] = field(default_factory=dict)  # by case
     pages: Outcome = field(default_factory=Outcome)
+    page_cost: float | None = None
     streams: Figures = field(default_factory=dict)
     gone: Figures = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
@@ -52,6 +53,7 @@ def targets(result: Found) -> Iterator[Target]:
     yield Target("10 open dashboards: time of a load, beside none", 1.01, "x", pages)
     pages = result.pages.ratio_if_measured(PAGES, "cpu_s", NO_PAGE)
     yield Target("10 open dashboards: CPU of a load, beside none", 1.01, "x", pages)
+    yield Target("10 open dashboards: CPU beside an idle server", 10, "ms/s", result.page_cost)
     yield Target("streams open at once on one server, all served", 1000, "", result.served_at_once(), is_least=True)
     yield Target("server's memory for each of them", 100, "KB", result.streams.get("growth_kb"))
     yield Target("from the start to the first answer", 15, "s", result.starts.get(OURS))

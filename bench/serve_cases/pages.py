@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import http.client
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,12 +18,14 @@ from bench.serve_cases.servers import OURS, Failed, Ours, Server
 
 NO_PAGE, PAGES = "no page", "10 pages"
 COUNTS = {NO_PAGE: 0, PAGES: 10}
+IDLE_S = 10.0  # seconds of a measurement without a load
 POLL_S = 1.0  # seconds from an answer to the next poll, as the page waits
 KEYS = ("requests_per_s", "ttft_ms", "tpot_ms", "cpu_s")
 
 
-def pages(servers: Servers, directory: Path, load: Load, dtype: str) -> Outcome:
-    """Measures a server with each number of open pages, and prints the ratios. Raises Failed if it does not start."""
+def pages(servers: Servers, directory: Path, load: Load, dtype: str) -> tuple[Outcome, float]:
+    """Measures a server with each number of open pages, and prints the ratios. Returns the outcome, and the processor
+    time of open pages without a load, in ms a second. Raises Failed if the server does not start."""
     longest = model.longest(directory)
     load = load.within(longest)
 
@@ -36,11 +39,17 @@ def pages(servers: Servers, directory: Path, load: Load, dtype: str) -> Outcome:
     servers.up = dict.fromkeys(COUNTS, server)
     try:
         server.wait_for_an_answer()
+        idle = {name: idle_cpu(server, count) for name, count in COUNTS.items()}
         outcome = servers.take(COUNTS, measure, servers.rounds)
     finally:
         servers.up = {}
         server.stop()
     rows = [(name, [short(outcome.figures(name)[key]) for key in KEYS]) for name in outcome.rounds]
+    cost = idle[PAGES] - idle[NO_PAGE]
+    servers.output.record("idle pages", OURS, **{f"cpu_ms_per_s of {name}": value for name, value in idle.items()})
+    servers.output.say(
+        f"\n{PAGES} take {cost:.1f} ms of a processor each second, beside {idle[NO_PAGE]:.1f} of an idle server"
+    )
     if outcome.rounds.keys() == COUNTS.keys():
         ratios = {f"{key}_ratio": outcome.ratio(PAGES, key, NO_PAGE) for key in KEYS}
         rows.append((f"{PAGES}, times {NO_PAGE}", [f"×{ratio:.3f}" for ratio in ratios.values()]))
@@ -48,7 +57,16 @@ def pages(servers: Servers, directory: Path, load: Load, dtype: str) -> Outcome:
         servers.output.record("pages", OURS, **vars(load), **ratios, rounds=servers.rounds, **quiet)
     columns = ["requests/s", "TTFT, ms p50", "TPOT, ms p50", "CPU of all processes, s a 1,000 tokens"]
     servers.output.table(f"open dashboards; {load}", columns, rows)
-    return outcome
+    return outcome, cost
+
+
+def idle_cpu(server: Server, count: int) -> float:
+    """Returns the processor time of all processes of a server without requests, in ms a second."""
+    with open_pages(server, count):
+        time.sleep(POLL_S)  # the page itself and its history are read once
+        before = sum(server.cpu_seconds().values())
+        time.sleep(IDLE_S)
+        return (sum(server.cpu_seconds().values()) - before) * 1e3 / IDLE_S
 
 
 @contextlib.contextmanager

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
 
-from penstock.engine.cluster.counter import Bounds
+from penstock.engine.cluster.counter import WORD_NBYTES, Bounds, Counter, Row
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
@@ -57,7 +57,9 @@ class PointBuilder:
         self._servers = tally.rows
         self._at = 0.0
         self._engines: list[dict[int, int]] = []
-        self._total = [0] * StatusBoard.WORDS  # a row with the growth of WORDS of all engines
+        self._total: Row = memoryview(bytearray(StatusBoard.WORDS * WORD_NBYTES)).cast(
+            "Q"
+        )  # a row with the growth of WORDS of all engines
         self._answers: Tally[str] = Tally()
         self._latencies: deque[list[list[int]]] = deque(maxlen=WINDOW + 1)
         self._part_sums: deque[list[tuple[int, float]]] = deque(maxlen=WINDOW + 1)  # count and sum of each part
@@ -120,7 +122,8 @@ class PointBuilder:
     def _part_means(self) -> list[float]:
         """Returns the means of PARTS and of pauses. Quantiles would be too coarse: the lowest bound is 0.3 s."""
         lost = [engine.migration.words for row in self._servers for engine in row.engines]
-        rows = [*((part, [self._total]) for part in PARTS), (MigrationCounters.PAUSE, lost)]
+        rows: list[tuple[Counter, list[Row]]] = [(part, [self._total]) for part in PARTS]
+        rows.append((MigrationCounters.PAUSE, lost))
         self._part_sums.append([(sum(part.counts(*words)), part.sum_of(*words)) for part, words in rows])
         oldest, newest = self._part_sums[0], self._part_sums[-1]
         return [
