@@ -12,8 +12,9 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
-from penstock.engine.cluster.counter import WORD_NBYTES, Bounds, Counter, Row
+from penstock.engine.cluster.counter import Bounds, Counter
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
@@ -57,9 +58,7 @@ class PointBuilder:
         self._servers = tally.rows
         self._at = 0.0
         self._engines: list[dict[int, int]] = []
-        self._total: Row = memoryview(bytearray(StatusBoard.WORDS * WORD_NBYTES)).cast(
-            "Q"
-        )  # a row with the growth of WORDS of all engines
+        self._total = [0] * StatusBoard.WORDS  # a row with the growth of WORDS of all engines
         self._answers: Tally[str] = Tally()
         self._latencies: deque[list[list[int]]] = deque(maxlen=WINDOW + 1)
         self._part_sums: deque[list[tuple[int, float]]] = deque(maxlen=WINDOW + 1)  # count and sum of each part
@@ -122,7 +121,7 @@ class PointBuilder:
     def _part_means(self) -> list[float]:
         """Returns the means of PARTS and of pauses. Quantiles would be too coarse: the lowest bound is 0.3 s."""
         lost = [engine.migration.words for row in self._servers for engine in row.engines]
-        rows: list[tuple[Counter, list[Row]]] = [(part, [self._total]) for part in PARTS]
+        rows: list[tuple[Counter, list[Any]]] = [(part, [self._total]) for part in PARTS]
         rows.append((MigrationCounters.PAUSE, lost))
         self._part_sums.append([(sum(part.counts(*words)), part.sum_of(*words)) for part, words in rows])
         oldest, newest = self._part_sums[0], self._part_sums[-1]

@@ -140,7 +140,8 @@ def _of_channel(old: ChannelView | None, new: ChannelView, seconds: float) -> Ch
         if end.is_sender:
             records, nbytes = (_grown(before.get(end.process), end, name) / seconds for name in ("records", "nbytes"))
             sent[end.process] = records, nbytes
-    return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")), sent)
+    records, nbytes, sleeps = (_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps"))
+    return ChannelRates(records, nbytes, sleeps, sent)
 
 
 def _of_store(old: StoreView | None, new: StoreView, seconds: float) -> StoreRates:
