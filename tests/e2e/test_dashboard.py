@@ -327,8 +327,7 @@ AWAY = {
 
 
 def snapshot(at: float, engines: int, stuck: int) -> ServerSnapshot:
-    """A server whose engines have sent 10 deltas each second since 0, and engine i i more. `stuck`: the engine whose
-    worker is awaited."""
+    """Engine i has sent 10 + i deltas each second since 0. `stuck`: the engine with an awaited worker."""
     channels, processes = [], [zero(ProcessView, role="server", pid=1, incarnation=1, state="serves")]
     for group in range(engines):
         for role in ("core", "worker", "output"):
@@ -337,7 +336,7 @@ def snapshot(at: float, engines: int, stuck: int) -> ServerSnapshot:
     senders = [EndView(f"output {group}.0", True, 0.0, 0, int(at * (10 + group))) for group in range(engines)]
     channels.append(zero(ChannelView, name="deltas 0", kind="inbox", ends=tuple(senders)))
     counters = {"engine_incarnation": 1, "num_requests_running": 2, "blocks": 100, "free_blocks": 50}
-    return zero(
+    moment: ServerSnapshot = zero(
         ServerSnapshot,
         at=at,
         time=1e9 + at,
@@ -349,6 +348,7 @@ def snapshot(at: float, engines: int, stuck: int) -> ServerSnapshot:
         served=(view("served"),) * engines,
         servers=(view("servers"),),
     )
+    return moment
 
 
 def test_dashboard_shows_64_engines(tmp_path: Path) -> None:
