@@ -46,7 +46,7 @@ def pages(servers: Servers, directory: Path, load: Load, dtype: str) -> tuple[Ou
         server.stop()
     rows = [(name, [short(outcome.figures(name)[key]) for key in KEYS]) for name in outcome.rounds]
     cost = idle[PAGES] - idle[NO_PAGE]
-    servers.output.record("idle pages", OURS, **{f"cpu_ms_per_s of {name}": value for name, value in idle.items()})
+    servers.output.record("idle pages", OURS, **idle)
     servers.output.say(
         f"\n{PAGES} take {cost:.1f} ms of a processor each second, beside {idle[NO_PAGE]:.1f} of an idle server"
     )
