@@ -7,6 +7,7 @@ Loads are made by `penstock bench serve`, the same for both, in rounds that take
     scripts/bench serve --model DIR               another model than a small one with random weights
     scripts/bench serve --shape qwen3-0.6b --only load    random weights of that model's shape, in bfloat16
     scripts/bench serve --only streams,gone
+    scripts/bench serve --quick --impl penstock --only pages --rounds 9    the cost of 10 open dashboards
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from pathlib import Path
 
 from bench.harness.run import Run, side_by_side
 from bench.impls import Unavailable
-from bench.serve_cases import cases, goals, model, pauses
+from bench.serve_cases import cases, goals, model, pages, pauses
 from bench.serve_cases.cases import Load, Servers
 from bench.serve_cases.servers import OURS, PEERS, THEIRS, THEIRS_UNRESERVED, UNRESERVED, Failed, Ours, Server, Theirs
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig
 
-CASES = ("load", "streams", "gone", "migration")
+CASES = ("load", "pages", "streams", "gone", "migration")
 
 
 @dataclass(frozen=True)
@@ -47,6 +48,7 @@ class Scale:
     """How much is measured."""
 
     loads: Mapping[str, Load]
+    pages: Load
     streams: int
     stream_tokens: int
     disconnects: int
@@ -58,6 +60,7 @@ class Scale:
 
 DEFAULT = Scale(
     loads={"text": Load(96, 16), "images": Load(48, 8, "32", "32", images=1)},
+    pages=Load(192, 16),
     streams=1000,
     stream_tokens=200,
     disconnects=20,
@@ -68,6 +71,7 @@ DEFAULT = Scale(
 )
 QUICK = Scale(
     loads={"text": Load(8, 4, "32", "16"), "images": Load(4, 2, "16", "8", images=1)},
+    pages=Load(96, 16),
     streams=50,
     stream_tokens=20,
     disconnects=2,
@@ -89,11 +93,8 @@ def measure(run: Run, scale: Scale) -> goals.Found:
     result, expected, ways = goals.Found(), run.named("only"), run.named("impl")
     servers = run.turns(OURS, Servers, scratch=run.scratch)
     served = Served(run.options.model, run.options.shape)
-    directory = served.directory
     if "load" in expected:
-        if directory is None:
-            directory = servers.scratch / "model"
-            model.make(directory, served.shape)
+        directory = directory_of(served, servers)
         try:
             longest = model.longest(directory)
             start_all(run, servers, scale, result, replace(served, directory=directory), longest)
@@ -105,6 +106,14 @@ def measure(run: Run, scale: Scale) -> goals.Found:
             for server in servers.up.values():
                 server.stop()
             servers.up.clear()
+    if "pages" in expected and OURS in ways:
+        try:
+            result.pages, result.page_cost = pages.pages(
+                servers, directory_of(served, servers), scale.pages, served.dtype
+            )
+        except (Failed, OSError) as failure:
+            servers.output.say(f"\npages: {failure}")
+            servers.output.record("failed", OURS, reason=str(failure))
     if {"streams", "gone"} & set(expected) and OURS in ways:
         simulated = Ours.simulated(scale.streams, servers.scratch / "simulated.log")
         try:
@@ -119,9 +128,7 @@ def measure(run: Run, scale: Scale) -> goals.Found:
         finally:
             simulated.stop()
     if "migration" in expected and OURS in ways:
-        if directory is None:
-            directory = servers.scratch / "model"
-            model.make(directory)
+        directory = directory_of(served, servers)
         try:
             result.pauses = pauses.pauses(
                 servers, directory, model.longest(directory), scale.kills, scale.migrating_streams
@@ -132,6 +139,14 @@ def measure(run: Run, scale: Scale) -> goals.Found:
             servers.output.record("failed", OURS, reason=str(failure))
     cases.starts_told(servers, result.starts)
     return result
+
+
+def directory_of(served: Served, servers: Servers) -> Path:
+    """Returns the model's directory. Makes one with random weights at the first call, where none is given."""
+    directory = served.directory or servers.scratch / "model"
+    if not directory.exists():
+        model.make(directory, served.shape)
+    return directory
 
 
 def start_all(run: Run, servers: Servers, scale: Scale, result: goals.Found, served: Served, longest: int) -> None:

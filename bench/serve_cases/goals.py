@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from bench.harness.figures import Figures
 from bench.harness.targets import Target
 from bench.harness.turns import Outcome
+from bench.serve_cases.pages import NO_PAGE, PAGES
 from bench.serve_cases.pauses import ANOTHER, ONLY
 from bench.serve_cases.servers import OURS, PEERS
 
@@ -17,6 +18,8 @@ class Found:
     """What a run has measured so far."""
 
     loads: dict[str, Outcome] = field(default_factory=dict)  # by case
+    pages: Outcome = field(default_factory=Outcome)
+    page_cost: float | None = None
     streams: Figures = field(default_factory=dict)
     gone: Figures = field(default_factory=dict)
     starts: dict[str, float] = field(default_factory=dict)
@@ -46,6 +49,11 @@ def targets(result: Found) -> Iterator[Target]:
         yield Target(f"{case}: TPOT p50, ours over vLLM's", 1, "x", result.ratio(case, "tpot_ms"))
     front = result.ratio("text", "front_cpu_s")
     yield Target("CPU per token, server + core + output over API server + engine core", 0.5, "x", front)
+    pages = result.pages.ratio_if_measured(NO_PAGE, "requests_per_s", PAGES)
+    yield Target("10 open dashboards: time of a load, beside none", 1.01, "x", pages)
+    pages = result.pages.ratio_if_measured(PAGES, "cpu_s", NO_PAGE)
+    yield Target("10 open dashboards: CPU of a load, beside none", 1.01, "x", pages)
+    yield Target("10 open dashboards: CPU beside an idle server", 10, "ms/s", result.page_cost)
     yield Target("streams open at once on one server, all served", 1000, "", result.served_at_once(), is_least=True)
     yield Target("server's memory for each of them", 100, "KB", result.streams.get("growth_kb"))
     yield Target("from the start to the first answer", 15, "s", result.starts.get(OURS))

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import json
+import logging
 import os
 import random
 import shutil
@@ -21,6 +22,7 @@ import pytest
 
 pytest.importorskip("httptools")
 
+from penstock.engine.cluster import logs
 from penstock.engine.cluster.process import CannotStart, ChildProcess, starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
@@ -32,6 +34,7 @@ from penstock.server.chat.response_schema import EngineHealth, HealthResponse
 from penstock.server.options import ServerOptions
 from penstock.server.server_launcher import ServerLauncher
 from penstock.server.server_process import listen
+from penstock.server.status import history_recorder
 from tests import tiers
 from tests.crash.start_lives import (
     FAILED,
@@ -94,6 +97,25 @@ async def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
 
 
 @in_a_loop
+async def test_return_of_an_engine_is_an_event_without_a_poll(
+    quick_restarts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine dies before the recorder has polled it once: the launcher reports the loss."""
+    monkeypatch.setattr(history_recorder, "WATCH_S", START)
+    monkeypatch.setattr(logs.LOGGER, "level", logging.INFO)
+    async with tree_with(0, "worker", worker.run) as served:
+        await served.launcher.serving(START)
+        for incarnation in (1, 2):
+            served.child("worker").signal(signal.SIGKILL)
+            await served.until(lambda: served.number(StatusBoard.SERVING, 0) == incarnation + 1, START)  # noqa: B023
+        served.child("worker").signal(signal.SIGKILL)
+        await served.until(lambda: served.number(StatusBoard.SERVING, 0) == 0, START)
+        events = [event for event in served.launcher._history.view().events if event.name == "engine serves again"]
+        assert [event.text.split(",")[0] for event in events] == ["engine 0 #2", "engine 0 #3"]
+        assert all(float(event.text.split()[-2]) > 0 for event in events)
+
+
+@in_a_loop
 async def test_server_killed_at_each_start_restarts_until_it_serves(quick_restarts: None) -> None:
     async with tree_with(0, "worker", worker.run) as served:
         await served.launcher.serving(START)
@@ -125,6 +147,24 @@ async def test_a_tree_that_has_served_outlives_kills_of_any_process_at_any_time(
         assert (await served.get("/health/ready"))[0] == 200
         for group in range(2):
             await served.must_be_empty(group)
+
+
+@in_a_loop
+async def test_open_requests_of_a_killed_server_are_an_event(
+    quick_restarts: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(logs.LOGGER, "level", logging.INFO)
+    async with tree_with(0, "worker", worker.run) as served:
+        await served.launcher.serving(START)
+        reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
+        writer.write(posted("/v1/completions", {"prompt": "hello", "max_tokens": 3000, "stream": True}))
+        await reader.readuntil(b"data: ")
+        served.child("server").signal(signal.SIGKILL)
+        events = served.launcher._history.view
+        await served.until(lambda: any(event.name == "requests ended with their server" for event in events().events))
+        assert "server 0, open requests: 1" in [event.text for event in events().events]
+        writer.close()
+        await served.launcher.serving(START)
 
 
 def is_another_server(child: ChildProcess, pid: int) -> bool:

@@ -110,10 +110,14 @@ def test_quick_sources_measure_both_transports_of_images_and_videos() -> None:
 
 
 @tiers.needs_all
-def test_a_quick_run_of_migrations_measures_pauses_restarts_and_memory() -> None:
+def test_quick_server_bench_measures_migrations_and_open_dashboards() -> None:
     pytest.importorskip("httptools")
     pytest.importorskip("torch")
-    records, _ = quick_run("serve", "--only", "migration", within=400)
+    records, _ = quick_run("serve", "--only", "migration,pages", within=400)
+    (pages,) = (record for record in records if record["case"] == "pages")
+    (idle,) = (record for record in records if record["case"] == "idle pages")
+    assert pages["cpu_s_ratio"] > 0.5 and pages["requests_per_s_ratio"] > 0.1
+    assert 0 < idle["10 pages"] < 1000 and 0 <= idle["no page"] < 1000
     another, only = (record for record in records if record["case"] == "migration")
     assert another["cluster"] == "another group is there" and another["paused"] > 0 < another["restart_ms"]
     assert only["paused"] == only["streams"] and only["pause_max_ms"] > only["restart_ms"] / 2

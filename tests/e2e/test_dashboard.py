@@ -11,15 +11,22 @@ import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 
 pytest.importorskip("httptools")
 
-from penstock.server.http.dashboard import PAGE
+from penstock.server.http.dashboard import PAGE, DashboardData
+from penstock.server.status.history import HistoryView, Point
+from penstock.server.status.snapshot import AwaitedView, ChannelView, EndView, ProcessView, ServerSnapshot
+from penstock.server.status.snapshot_rates import View
 from penstock.server.status.snapshot_reader import SnapshotReader
 from tests.support.browser import Browser
 from tests.support.command import serving
+from tests.unit.server.status.test_snapshot_rates import NOTICE as SERVER_INFO
+from tests.unit.server.status.test_snapshot_rates import view, zero
 
 KEY = "sesame & <more>"
 NAME = "<img src=x onerror=\"document.title='run'\"><b id=bold>x</b>"
@@ -79,9 +86,11 @@ def test_the_page_in_a_browser(tmp_path: Path) -> None:
             the_key_is_in_no_address(page)
             assert page.complaints == ["Failed to load resource: the server responded with a status of 401 "
                                        "(Unauthorized)"] * len(page.complaints)  # fmt: skip
-        page.until("document.getElementById('state').innerText === 'gone'")
+        page.until("/^no answer since [\\d:]+$/.test(document.getElementById('state').innerText)")
+        assert page.evaluate("document.getElementById('seen').classList.contains('stale')")
         with serving(*SERVER, "--port", str(port)):
             page.until("document.getElementById('state').innerText === 'serves'")
+            assert not page.evaluate("document.getElementById('seen').classList.contains('stale')")
 
 
 def the_key_is_asked_for_and_a_wrong_one_is_told(page: Browser) -> None:
@@ -100,7 +109,7 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
     page.until(f"{OPEN} === '3'")
     page.until(f"{TEXT.format('requests open')}.includes('3 running of ')")
     page.until(f"parseFloat({NUMBER.format('tokens generated/s')}.replace(',', '')) > 0")
-    page.until("document.querySelectorAll('#charts svg path').length === 7")
+    page.until("document.querySelectorAll('#charts svg path').length === 11")
     page.until("document.querySelector('#charts path').getAttribute('d').includes('L')")  # two points at least
     page.evaluate("document.querySelectorAll('details').forEach(each => { each.open = true; })")
     page.until("document.querySelector('#processes td') !== null && document.querySelector('#channels td') !== null")
@@ -207,7 +216,7 @@ def test_dashboard_tells_what_happened_after_a_kill_under_load(tmp_path: Path) -
                 r"3 requests went on, 0 lost",
                 health,
             )
-            page.until("document.querySelectorAll('#charts .mark').length === 4")
+            page.until("document.querySelectorAll('#charts .mark').length === 6")
             assert page.evaluate("document.querySelector('#charts text.bad').textContent") == "worker 0.0 killed"
             the_process_that_is_stuck_is_marked(page, server.pid)
             assert page.complaints == []
@@ -258,8 +267,11 @@ def test_dashboard_sentences_name_the_engine_and_what_is_short(tmp_path: Path) -
         blocks = moment((5, 2, 30), (1, 0, 70))
         assert shortages(blocks, blocks) == ["engine 0: 5 of 8 slots, 70 of 100 KV blocks, 2 requests wait"]
         page.evaluate(f"events = {json.dumps(EVENTS)}; 0")
-        last, back = page.evaluate("[clock(109), clock(102)]")  # in the time zone of the browser
-        assert page.evaluate("incident(110)") == f"Healthy. Last death: server 0 was killed (SIGKILL) at {last}."
+        last, back, at_100 = page.evaluate("[clock(109), clock(102), clock(100)]")  # in the time zone of the browser
+        death = f"Healthy. Last death: server 0 was killed (SIGKILL) at {last}"
+        assert page.evaluate("incident(110)") == f"{death}, 4 open requests ended with it."
+        page.evaluate("events.splice(-1); 0")
+        assert page.evaluate("incident(110)") == f"{death}."
         page.evaluate("events.splice(-2); 0")
         assert page.evaluate("incident(110)") == (
             f"Healthy again since {back}: worker 1.0 ended (exit status 3), engine 1 away for 2.6 s, "
@@ -267,17 +279,103 @@ def test_dashboard_sentences_name_the_engine_and_what_is_short(tmp_path: Path) -
         )
         assert page.evaluate("incident(2000)") == "Healthy."
         assert page.evaluate("plain('group 1 #1, by cause: itself')") == "engine 1 #1, by cause: itself"
+        absence = f"events = {json.dumps(FAILING)}; absence({json.dumps(AWAY)}, 1)[0][0]"
+        assert page.evaluate(absence) == (
+            f"Engine 1 is away since {back}: coming back, 2 requests to resume, 3 failed starts"
+        )
+        page.evaluate(f"events = {json.dumps(EVENTS[:-3])}; 0")
+        page.evaluate("events[0].text = 'output 1.0 #1 (pid 7) killed by SIGKILL'; events.splice(1, 2); 0")
+        assert page.evaluate("incident(110)") == (
+            f"Healthy. Last death: output 1.0 was killed (SIGKILL) at {at_100}, 9 requests went on, 1 lost."
+        )
 
 
-EVENTS = [
-    {"time": when, "kind": kind, "name": name, "text": text}
-    for when, kind, name, text in (
-        (100, "death", "process ended", "worker 1.0 #1 (pid 7) exit status 3"),
-        (100, "death", "group lost", "group 1 #1, by cause: itself"),
-        (102, "restart", "engine serves again", "engine 1 #2, away for 2.6 s"),
-        (103, "migration", "requests go on", "7 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 1"),
-        (103, "migration", "requests go on", "2 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 0"),
-        (109, "death", "process ended", "server 0 #1 (pid 8) killed by SIGKILL"),
-        (110, "restart", "engine serves again", "engine 0 #2, away for 1.0 s"),  # server 0 is not of engine 0
+def event_list(*events: tuple[int, str, str, str]) -> list[dict[str, Any]]:
+    return [{"time": when, "kind": kind, "name": name, "text": text} for when, kind, name, text in events]
+
+
+EVENTS = event_list(
+    (100, "death", "process ended", "worker 1.0 #1 (pid 7) exit status 3"),
+    (100, "death", "group lost", "group 1 #1, by cause: itself"),
+    (102, "restart", "engine serves again", "engine 1 #2, away for 2.6 s"),
+    (103, "migration", "requests go on", "7 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 1"),
+    (103, "migration", "requests go on", "2 of group 1 #1, paused for 0.2 s (median), 3 s at most; given up: 0"),
+    (109, "death", "process ended", "server 0.0 #1 (pid 8) killed by SIGKILL"),
+    (110, "restart", "engine serves again", "engine 0 #2, away for 1.0 s"),  # server 0 is not of engine 0
+    (110, "death", "requests ended with their server", "server 0, open requests: 4"),
+)
+FAILING = event_list(  # engine 1 is lost at 102, after an output processor, and fails at each start
+    (90, "death", "group lost", "group 1 #1, by cause: itself"),
+    (91, "restart", "engine serves again", "engine 1 #2, away for 1.0 s"),
+    (95, "death", "process ended", "output 1.0 #2 (pid 7) killed by SIGKILL"),
+    (102, "death", "process ended", "core 1.0 #2 (pid 8) exit status 3"),
+    (102, "death", "group lost", "group 1 #2, by cause: itself"),
+    *(
+        (102 + number, kind, name, text)
+        for number in range(1, 4)
+        for kind, name, text in (
+            ("restart", "unit starts again", f"group 1 after 1.0 s; failed starts: {number}"),
+            ("death", "process ended", f"core 1.0 #{number + 2} (pid 9) exit status 3"),
+        )
+    ),
+)
+AWAY = {
+    "processes": [{"role": "core", "group": 1, "state": "gone", "title": "core 1.0", "incarnation": 5}],
+    "engines": [{}, {"gauges": {"engine_incarnation": 0}}],
+    "served": [{}, {"gauges": {"requests_waiting_to_resume": 2}}],
+}
+
+
+def snapshot(at: float, engines: int, stuck: int) -> ServerSnapshot:
+    """Engine i has sent 10 + i deltas each second since 0. `stuck`: the engine with an awaited worker."""
+    channels, processes = [], [zero(ProcessView, role="server", pid=1, incarnation=1, state="serves")]
+    for group in range(engines):
+        for role in ("core", "worker", "output"):
+            processes.append(zero(ProcessView, role=role, group=group, pid=1, incarnation=1, state="serves"))
+        channels.append(zero(ChannelView, name=f"steps {group}", kind="broadcast"))
+    senders = [EndView(f"output {group}.0", True, 0.0, 0, int(at * (10 + group))) for group in range(engines)]
+    channels.append(zero(ChannelView, name="deltas 0", kind="inbox", ends=tuple(senders)))
+    counters = {"engine_incarnation": 1, "num_requests_running": 2, "blocks": 100, "free_blocks": 50}
+    moment: ServerSnapshot = zero(
+        ServerSnapshot,
+        at=at,
+        time=1e9 + at,
+        server_info=msgspec.structs.replace(SERVER_INFO, groups_per_node=8),
+        processes=tuple(processes),
+        channels=tuple(channels),
+        awaited=(AwaitedView(f"worker {stuck}.0", (f"core {stuck}.0",), 7.0),),
+        engines=(view("engines", **counters),) * engines,
+        served=(view("served"),) * engines,
+        servers=(view("servers"),),
     )
-]
+    return moment
+
+
+def test_dashboard_shows_64_engines(tmp_path: Path) -> None:
+    """A picture of a few engines, the stuck one first, and a row for each engine and node."""
+    if Browser.find() is None:
+        pytest.skip("there is no Chromium on this machine: apt-get install chromium")
+    before, now = (snapshot(at, 64, stuck=37) for at in (10.0, 11.0))
+    titles = tuple(process.title for process in now.processes)
+    recent = HistoryView(Point._fields, [], [])
+    data = DashboardData(now, View.after(before, now, 10.0).rates, recent, titles, 0)
+    with Browser(tmp_path / "profile") as page:
+        page.size(390, 800)
+        page.go(PAGE.as_uri())
+        page.until("document.readyState === 'complete'")
+        page.evaluate(f"window.data = {msgspec.json.encode(data).decode()}; show(data); 0")
+        texts = "[...document.querySelectorAll('#picture text')].map(each => each.textContent)"
+        picture = page.evaluate(texts)
+        workers = [text for text in picture if text.startswith("worker")]
+        assert workers == ["worker 37.0", "worker 0.0", "worker 1.0", "worker 2.0"] and picture.count("server 0") == 1
+        assert "stuck?" in picture and [text for text in picture if text.endswith("/s, 0 B/s") and text[0] != "0"] == [
+            f"{rate}/s, 0 B/s" for rate in (47, 10, 11, 12)
+        ]
+        assert page.evaluate("document.getElementById('more').innerText") == "60 more engines"
+        page.evaluate("document.getElementById('more').open = true; 0")
+        page.until(f"{texts}.filter(text => text.startsWith('worker')).length === 64")
+        assert page.evaluate("document.querySelectorAll('#engines tbody tr').length") == 64 + 8
+        assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
+        assert page.evaluate("document.getElementById('health').innerText").startswith(
+            "1 process waits for worker 37.0"
+        )

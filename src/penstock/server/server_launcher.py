@@ -11,6 +11,7 @@ import functools
 import ipaddress
 import logging
 import socket
+import time
 
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
@@ -106,19 +107,27 @@ class ServerLauncher(Launcher):
         self._log = contextlib.ExitStack()
         shared = ServerArgs(options, listener, self.tally, self.server_info, self._history_page)
         super().__init__(config, functools.partial(serve, shared))
+        self._recorder = HistoryRecorder(self._history, self.board, ServerCounters(self.tally, servers))
 
     def start(self) -> None:
         """Starts all processes, and records the history of the server."""
         self._log.enter_context(EventRecorder(self._history.events[0], "launcher"))
         super().start()
-        tally = ServerCounters(self.tally, self.cluster.config.api_server_count)
-        self._recording = asyncio.ensure_future(HistoryRecorder(self._history, self.board, tally).run())
+        self._recording = asyncio.ensure_future(self._recorder.run())
+
+    def stop_serving(self, group: int) -> None:
+        """Records the loss. The incarnation may have served for less time than passes between two polls."""
+        self._recorder.watch_engines(time.time())
+        super().stop_serving(group)
+        self._recorder.watch_engines(time.time())
 
     def reap(self, member: ProcessId) -> None:
         """Marks a server that has ended as not serving."""
         super().reap(member)
         if member.kind == "server":
             row = self.rows[member.index]
+            if requests := row[ProcessCounters.OPEN]:
+                event("requests ended with their server", logging.WARNING, server=member.index, requests=requests)
             row[ProcessCounters.SERVING] = 0
             row.clear_gauges()
 

@@ -45,4 +45,4 @@ def counted(many: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    return "".join(c if c.isprintable() else "?" for c in text)
+    return text if text.isprintable() else "".join(c if c.isprintable() else "?" for c in text)

@@ -16,10 +16,12 @@ from penstock.engine.protocol.messages import (
     Abort,
     Begin,
     Delta,
+    Failed,
     Finished,
     FinishReason,
     Joined,
     Progress,
+    Resume,
     Resumed,
     SamplingParams,
     Step,
@@ -98,6 +100,9 @@ def test_request_is_paused_while_it_is_preempted() -> None:
         (95, "deltas 0", delta(3, finished=(3,))),
     )
     assert ("preempted", 40, 90) in spans(request) and ("decode", 30, 95) in spans(request)
+    seconds = request.seconds_by_phase
+    assert seconds == pytest.approx({"queue": 1e-8, "prefill": 1e-8, "decode": 1.5e-8, "preempted": 5e-8})
+    assert sum(seconds.values()) == pytest.approx((request.end_ns - request.begin_ns) / 1e9), "each moment counts once"
 
 
 def test_request_that_its_group_lost_is_the_same_request() -> None:
@@ -129,17 +134,17 @@ def test_requests_begun_before_the_trace_have_no_id() -> None:
 def test_request_that_is_aborted_ends() -> None:
     (request,) = read((10, "inbox 0", submit(3, "a")), (60, "inbox 0", Abort(0, numbers(3))))
     assert spans(request) == [("queue", 10, 60), ("aborted", 60, 60)] and request.end_ns == 60
+    assert list(request.lines()) == ["request a of server 0: 0.05 µs, aborted, prompt of 5 tokens", "   0.05 µs  queue"]
 
 
-def test_watched_request_has_ended_with_all_of_its_prompts() -> None:
-    """By the id of its answer, too. A message that is no message is passed over."""
-    reader = RequestReader("chatcmpl-a")
-    messages = [
-        ("inbox 0", submit(3, "a", n=2)),
-        ("inbox 0", submit(4, "a", arrived_ns=8)),
-        ("inbox 0", submit(5, "b", arrived_ns=9)),
-        *(("deltas 0", delta(request, finished=(request,))) for request in (3, 5, 4, 3)),
-    ]
+def test_lines_of_a_request_name_its_samples() -> None:
+    (request,) = read((10, "inbox 0", submit(3, "a", n=2)), (60, "deltas 0", delta(3, 3, finished=(3,))))
+    assert next(request.lines()) == "request a of server 0: 0.99 µs, not ended, prompt of 5 tokens, 2 samples"
+
+
+def ended_after(*messages: tuple[str, Any], watched: str = "chatcmpl-a") -> list[bool]:
+    """Whether the watched request has ended, after each message. A message that is no message is passed over."""
+    reader = RequestReader(watched)
     ended = []
     for ns, (channel, message) in enumerate(messages):
         codec = CODECS[channel.split()[0]]
@@ -148,5 +153,47 @@ def test_watched_request_has_ended_with_all_of_its_prompts() -> None:
         reader.read(codec.schema(), channel, ns, frame)
         reader.read(codec.schema(), channel, ns, frame[: len(frame) // 2])
         ended.append(reader.has_ended)
-    assert ended == [False] * 6 + [True]
-    assert [request.id for request in reader.requests(ENDED_NS)] == ["a", "a"]
+    assert {request.id for request in reader.requests(ENDED_NS)} == {"a"}
+    return ended
+
+
+def test_watched_request_has_ended_with_all_of_its_prompts() -> None:
+    """By the id of its answer, too."""
+    messages = [
+        ("inbox 0", submit(3, "a", n=2)),
+        ("inbox 0", submit(4, "a", arrived_ns=8)),
+        ("inbox 0", submit(5, "b", arrived_ns=9)),
+        *(("deltas 0", delta(request, finished=(request,))) for request in (3, 5, 4, 3)),
+    ]
+    assert ended_after(*messages) == [False] * 6 + [True]
+
+
+@pytest.mark.parametrize(
+    ("channel", "end"),
+    [
+        ("inbox 0", Abort(0, numbers(3))),
+        ("deltas 0", Failed(3, 500, "no blocks")),
+        ("deltas 0", Failed(3, 503, "no trial", Resume.TRIAL_REFUSED)),
+    ],
+)
+def test_watched_request_has_ended_without_an_answer(channel: str, end: Any) -> None:
+    lost = Failed(3, 503, "the group is restarted", Resume.OUTPUT_DIED)
+    partial = Abort(0, numbers(3), numbers(0, dtype=np.uint16))
+    begin = [("inbox 0", submit(3, "a", n=2)), ("inbox 0", partial), ("deltas 0", lost)]
+    assert ended_after(*begin, (channel, end)) == [False, False, False, True]
+
+
+def test_request_is_preempted_until_all_of_its_samples_go_on() -> None:
+    slots = [numbers(slot, dtype=np.uint16) for slot in (0, 1)]
+    (request,) = read(
+        (10, "inbox 0", submit(3, "a", n=2)),
+        (20, "steps 0", joined(0, 3)),
+        (21, "steps 0", joined(1, 3)),
+        (30, "deltas 0", delta(3)),
+        (40, "steps 0", Step(1, 2, preempted=slots[0])),
+        (50, "steps 0", Step(1, 3, preempted=slots[1])),
+        (60, "steps 0", Step(1, 4, resumed=Resumed(slots[0], numbers(1), numbers(4)))),
+        (90, "steps 0", Step(1, 5, resumed=Resumed(slots[1], numbers(1), numbers(4)))),
+        (95, "deltas 0", delta(3, 3, finished=(3,))),
+    )
+    assert [span for span in spans(request) if span[0] == "preempted"] == [("preempted", 40, 90)]

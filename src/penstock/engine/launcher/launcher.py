@@ -248,6 +248,10 @@ class Launcher:
     def _has_open(self) -> bool:
         return any(server.children for server in self._servers) or any(row[StatusBoard.OPEN] for row in self.board.rows)
 
+    def stop_serving(self, group: int) -> None:
+        """Marks a lost group as not serving. Subclasses do more."""
+        self.board.row(group)[StatusBoard.SERVING] = 0
+
     def reap(self, member: ProcessId) -> None:
         """A process has ended. Subclasses do more."""
         if member.kind == "uplink":

@@ -50,6 +50,7 @@ class Supervisor(Protocol):
     @property
     def has_failed(self) -> bool: ...
     def fail(self, reason: str) -> None: ...
+    def stop_serving(self, group: int) -> None: ...
     def publish_pid(self, member: ProcessId, pid: int) -> None: ...
     def reap(self, member: ProcessId) -> None: ...
     def check_all_exited(self) -> None: ...
@@ -190,11 +191,9 @@ class ProcessGroup:
         self._stop_serving()
 
     def _stop_serving(self) -> None:
-        board = self._launcher.board
-        board.cluster[StatusBoard.SERVED] |= (
-            self._has_served
-        )  # first: a server that finds no group looks whether one comes
-        board.row(self._group)[StatusBoard.SERVING] = 0
+        # SERVED first: a server that finds no group reads SERVED to know whether a group comes back.
+        self._launcher.board.cluster[StatusBoard.SERVED] |= self._has_served
+        self._launcher.stop_serving(self._group)
 
     def kill_absent_outputs(self) -> None:
         """Kills output processors that do not receive yet: the core sends them no `Stop`."""

@@ -34,9 +34,11 @@ HEADERS = {"Cache-Control": "no-store", "X-Content-Type-Options": "nosniff", "Re
 
 
 class DashboardData(View, frozen=True):
-    """A snapshot with its rates, and the end of the history."""
+    """A snapshot with its rates, the end of the history, and what the snapshot knows by its properties."""
 
     recent: HistoryView
+    titles: tuple[str, ...]  # of the processes
+    restarts: int
 
 
 class Dashboard:
@@ -89,7 +91,8 @@ class Dashboard:
         moment = reader.take()
         view = View.after(self._before, moment, LONGEST)
         self._before = moment
-        return msgspec.json.encode(DashboardData(moment, view.rates, reader.history(moment.time - RECENT_S)))
+        recent, titles = reader.history(moment.time - RECENT_S), tuple(process.title for process in moment.processes)
+        return msgspec.json.encode(DashboardData(moment, view.rates, recent, titles, moment.restarts))
 
 
 def _policy(page: str) -> str:

@@ -44,11 +44,15 @@ class Point(NamedTuple):
     itl_p50: float
     itl_p95: float
     itl_p99: float
+    queue: float  # seconds, means: the parts of the time to the first token
+    prefill: float
+    pause: float  # of requests that an engine has lost
     device: float  # seconds of a step
     waits: float
     core: float
 
 
+TIME = struct.Struct("<d")  # begins a point
 POINT = struct.Struct(f"<{len(Point._fields)}d")
 
 
@@ -75,9 +79,11 @@ class Records:
         self._memory = memory
         self._slots = slots
         self._size = len(memory) // slots
-        self._last = max((number for number, _ in self.read()), default=0)  # a writer's next life goes on
+        self._last = 0  # of a writer, which reads it before its first record
 
     def write(self, body: bytes) -> None:
+        if not self._last:  # a writer's next life goes on
+            self._last = max((number for number, _ in self.read()), default=0)
         self._last += 1
         begin = self._last % self._slots * self._size
         record = HEAD.pack(self._last, len(body), _checksum(self._last, body)) + body
@@ -121,11 +127,11 @@ class ServerHistory:
 
     def view(self, since: float = 0.0) -> HistoryView:
         """Returns the points and events after a time, the oldest first."""
-        points = [POINT.unpack(body) for _, body in self._points.read()]
+        points = [body for _, body in self._points.read() if TIME.unpack_from(body)[0] > since]
         events = [DECODER.decode(body) for records in self.events for _, body in records.read()]
         return HistoryView(
             Point._fields,
-            [[round(number, 6) for number in point] for point in points if point[0] > since],
+            [[round(number, 6) for number in POINT.unpack(point)] for point in points],
             sorted((event for event in events if event.time > since), key=lambda event: event.time),
         )
 
@@ -149,6 +155,7 @@ RECORDED = {
     "process ended": Recorded("death", "{child} (pid {child_pid}) {how}", logging.ERROR),
     "process is stopped": Recorded("death", "{child} is stopped, and is killed after {killed_after} s"),
     "group lost": Recorded("death", "{unit} #{incarnation}, by cause: {cause}"),
+    "requests ended with their server": Recorded("death", "server {server}, open requests: {requests}"),
     "unit starts again": Recorded("restart", "{unit} after {after} s; failed starts: {failed_starts}"),
     "unit could not be started": Recorded("restart", "{unit}: {error}"),
     "process could not be started": Recorded("restart", "{child}: {error}"),

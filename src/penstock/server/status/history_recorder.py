@@ -12,24 +12,28 @@ from collections import Counter as Tally
 from collections import deque
 from collections.abc import Sequence
 from itertools import accumulate
+from typing import Any
 
-from penstock.engine.cluster.counter import Bounds
+from penstock.engine.cluster.counter import Bounds, Counter
 from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status.counters import ProcessCounters, Served, ServerCounters
 from penstock.server.status.history import Point, ServerHistory
 
 POINT_S = 1.0
-WATCH_S = 0.25  # seconds between two reads of the engines' incarnations
+WATCH_S = 0.25  # seconds between two polls of the engines' incarnations
 WINDOW = 60  # points that a quantile covers
 REFUSALS_S = 10.0  # seconds of refusals that are one event, after the first refusal
-QUANTILES = (0.5, 0.95, 0.99)
 REFUSED = ("429", "500", "503", "504")  # statuses: the server or an engine did not answer
 GROWING = (  # counters of an engine; an engine that was started again counts from 0
     *(StatusBoard.SAMPLED, StatusBoard.COMPUTED, StatusBoard.PREEMPTIONS, StatusBoard.STEPS),
     *(StatusBoard.BUSY_NS, StatusBoard.IDLE_NS, StatusBoard.OWN_NS),
 )
+PARTS = (StatusBoard.QUEUE_TIMES, StatusBoard.PREFILL_TIMES)  # of the time to the first token; as GROWING
+WORDS = (*GROWING, *(word for part in PARTS for word in range(part, part + part.spec.words)))
 LATENCIES = (Served.FIRST_TOKEN, Served.INTER_TOKEN)
+QUANTILES = (0.5, 0.95, 0.99)
 
 
 def quantile(bounds: Bounds, counts: Sequence[int], share: float) -> float:
@@ -53,23 +57,21 @@ class PointBuilder:
         self._board = board
         self._servers = tally.rows
         self._at = 0.0
-        self._engines: list[list[int]] = []
+        self._engines: list[dict[int, int]] = []
+        self._total = [0] * StatusBoard.WORDS  # a row with the growth of WORDS of all engines
         self._answers: Tally[str] = Tally()
         self._latencies: deque[list[list[int]]] = deque(maxlen=WINDOW + 1)
+        self._part_sums: deque[list[tuple[int, float]]] = deque(maxlen=WINDOW + 1)  # count and sum of each part
 
     def build(self, now: float, refusals: Tally[str]) -> Point:
         """Returns the point of the time since the last one, and adds its refusals by status to `refusals`."""
         rows, seconds = self._board.rows, max(now - self._at, 1e-3)
-        before, self._engines = self._engines, [[row[counter] for counter in GROWING] for row in rows]
-        grown = [
-            sum(new[index] - (old[index] if new[index] >= old[index] else 0) for old, new in zip(before, self._engines))
-            for index in range(len(GROWING))
-        ]
+        grown = self._growth([{word: row[word] for word in WORDS} for row in rows])
         answers, self._answers = self._answers, self._count_answers()
         recent = self._answers - answers if self._at else Tally()
         refusals.update({status: recent[status] for status in REFUSED if recent[status]})
         self._at = now
-        generated, prompts, preempted, steps, *step_ns = grown
+        generated, prompts, preempted, steps, *step_ns = (grown[counter] for counter in GROWING)
         blocks = sum(row[StatusBoard.BLOCKS] for row in rows)
         return Point(
             now,
@@ -83,8 +85,21 @@ class PointBuilder:
             sum(recent[status] for status in REFUSED) / seconds,
             preempted / seconds,
             *self._quantiles(),
+            *self._part_means(),
             *(ns / steps / 1e9 if steps else math.nan for ns in step_ns),
         )
+
+    def _growth(self, engines: list[dict[int, int]]) -> dict[int, int]:
+        """Returns the growth of WORDS of all engines since the last call."""
+        grown = dict.fromkeys(WORDS, 0)
+        for old, new in zip(self._engines, engines):
+            is_restarted = any(new[word] < old[word] for word in WORDS)
+            for word in WORDS:
+                grown[word] += new[word] - (0 if is_restarted else old[word])
+        self._engines = engines
+        for word, growth in grown.items():
+            self._total[word] += growth
+        return grown
 
     def _count_answers(self) -> Tally[str]:
         answers: Tally[str] = Tally()
@@ -101,6 +116,18 @@ class PointBuilder:
             quantile(histogram.spec.bounds, [b - a for a, b in zip(old, new, strict=True)], share)
             for histogram, old, new in zip(LATENCIES, oldest, newest, strict=True)
             for share in QUANTILES
+        ]
+
+    def _part_means(self) -> list[float]:
+        """Returns the means of PARTS and of pauses. Quantiles would be too coarse: the lowest bound is 0.3 s."""
+        lost = [engine.migration.words for row in self._servers for engine in row.engines]
+        rows: list[tuple[Counter, list[Any]]] = [(part, [self._total]) for part in PARTS]
+        rows.append((MigrationCounters.PAUSE, lost))
+        self._part_sums.append([(sum(part.counts(*words)), part.sum_of(*words)) for part, words in rows])
+        oldest, newest = self._part_sums[0], self._part_sums[-1]
+        return [
+            (new_sum - old_sum) / (new_count - old_count) if new_count > old_count else math.nan
+            for (old_count, old_sum), (new_count, new_sum) in zip(oldest, newest, strict=True)
         ]
 
 
@@ -128,6 +155,7 @@ class HistoryRecorder:
             await asyncio.sleep(WATCH_S)
 
     def watch_engines(self, now: float) -> None:
+        """Reports the return of engines. Called at each poll, and before and after the launcher marks a loss."""
         for engine, row in enumerate(self._board.rows):
             incarnation, last = row[StatusBoard.SERVING], self._incarnations[engine]
             if incarnation == last:

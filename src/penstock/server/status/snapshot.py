@@ -55,6 +55,8 @@ class EndView(msgspec.Struct, frozen=True, array_like=True):
     is_sender: bool
     waits: float  # seconds of the present wait: of a sender for room, of a receiver for records; 0: none
     behind: int  # records that a receiver has not released
+    records: int = 0  # that a sender has sent
+    nbytes: int = 0
 
 
 class AwaitedView(msgspec.Struct, frozen=True):

@@ -16,6 +16,7 @@ class ChannelRates(msgspec.Struct, frozen=True):
     records: float  # per second
     nbytes: float
     sleeps: float
+    senders: dict[str, tuple[float, float]]  # records and bytes, by process
 
 
 class StoreRates(msgspec.Struct, frozen=True):
@@ -133,7 +134,14 @@ def _mean_of(rates: Iterable[dict[str, float]], histogram: str) -> float | None:
 
 
 def _of_channel(old: ChannelView | None, new: ChannelView, seconds: float) -> ChannelRates:
-    return ChannelRates(*(_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps")))
+    before = {} if old is None else {end.process: end for end in old.ends if end.is_sender}
+    sent: dict[str, tuple[float, float]] = {}
+    for end in new.ends:
+        if end.is_sender:
+            records, nbytes = (_grown(before.get(end.process), end, name) / seconds for name in ("records", "nbytes"))
+            sent[end.process] = records, nbytes
+    records, nbytes, sleeps = (_grown(old, new, name) / seconds for name in ("records", "nbytes", "sleeps"))
+    return ChannelRates(records, nbytes, sleeps, sent)
 
 
 def _of_store(old: StoreView | None, new: StoreView, seconds: float) -> StoreRates:

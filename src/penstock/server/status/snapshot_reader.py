@@ -210,7 +210,14 @@ def _channel(segment: Json, titles: dict[int, str]) -> ChannelView:
         exhaustions=sum(sender["exhaustions"] for sender in senders),
         fill=0.0 if slowest is None else slowest["nbytes_behind"] / segment["lane_nbytes"],
         ends=tuple(
-            EndView(titles.get(end["pid"], end["name"]), side, end["waiting_ns"] / 1e9, end.get("records_behind", 0))
+            EndView(
+                titles.get(end["pid"], end["name"]),
+                side,
+                end["waiting_ns"] / 1e9,
+                end.get("records_behind", 0),
+                end.get("records", 0),
+                end.get("nbytes", 0),
+            )
             for side, ends in ((True, senders), (False, receivers))
             for end in ends
             if end["state"] == "live"

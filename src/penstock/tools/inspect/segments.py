@@ -6,6 +6,7 @@ written them: no code here trusts a number.
 
 from __future__ import annotations
 
+import functools
 import os
 import stat
 from collections.abc import Iterator
@@ -58,6 +59,7 @@ def snapshot_of(pid: int, number: int, place: Place) -> Json:
     return dict(harmless(snapshot))
 
 
+@functools.lru_cache(maxsize=64)
 def messages_of(schema: str) -> Json:
     """Returns the names of a channel's messages, or the error of its description."""
     try:

@@ -47,7 +47,8 @@ def run(options: TraceOptions) -> int:
         timeline.requests = requests.requests(time.ended_ns)
         report(options, timeline, time, reasons)
         if options.request is not None and not timeline.requests:
-            raise MeasureError(f"request {options.request!r} was not submitted within {options.seconds:g} s")
+            cause = "it was refused, or came before the trace"
+            raise MeasureError(f"request {options.request!r} came to no engine within {options.seconds:g} s: {cause}")
     except (MeasureError, PenstockError, OSError) as error:
         if isinstance(error, BrokenPipeError):
             raise

@@ -16,6 +16,7 @@ from penstock.errors import DecodeError
 from penstock.tools.format import counted, in_seconds
 
 ANSWER_PREFIXES = ("chatcmpl-", "cmpl-")  # of the id in an answer: a request id follows
+ENDS = ("aborted", "failed")  # marks without a duration
 Key = tuple[int, int]  # server, and the number that it has given
 
 
@@ -44,12 +45,14 @@ class TracedRequest:
     id: str
     begin_ns: int
     prompt: int = 0  # tokens
+    samples: int = 1
     tokens: int = 0  # generated while it was traced
     longest_gap_ns: int = 0  # between two messages with tokens
     spans: list[Span] = field(default_factory=list)
     end_ns: int = 0  # 0: it has not ended
     open_samples: int = 1
     last_ns: int = 0  # of the last tokens
+    preempted: set[int] = field(default_factory=set)  # slots
     _since: dict[str, int] = field(default_factory=dict)  # begin of each span that is open
 
     @property
@@ -73,15 +76,22 @@ class TracedRequest:
 
     @property
     def seconds_by_phase(self) -> dict[str, float]:
+        """Returns the time of each phase. A moment counts once: prefill and decode without preemption."""
         phases: dict[str, float] = {}
+        paused = [span for span in self.spans if span.name == "preempted"]
         for span in self.spans:
-            phases[span.name] = phases.get(span.name, 0.0) + (span.end_ns - span.begin_ns) / 1e9
+            ns = span.end_ns - span.begin_ns
+            if span.name in ("prefill", "decode"):
+                ns -= sum(max(min(span.end_ns, p.end_ns) - max(span.begin_ns, p.begin_ns), 0) for p in paused)
+            if span.name not in ENDS:
+                phases[span.name] = phases.get(span.name, 0.0) + ns / 1e9
         return phases
 
     def lines(self) -> Iterator[str]:
-        state = "" if self.end_ns else ", not ended"
+        end = next((f", {span.name}" for span in self.spans if span.name in ENDS), "" if self.end_ns else ", not ended")
         ns = max((span.end_ns for span in self.spans), default=self.begin_ns) - self.begin_ns
-        yield f"request {self.title}: {in_seconds(ns)}{state}, prompt of {counted(self.prompt, 'token')}"
+        samples = f", {self.samples} samples" if self.samples > 1 else ""
+        yield f"request {self.title}: {in_seconds(ns)}{end}, prompt of {counted(self.prompt, 'token')}{samples}"
         for name, seconds in self.seconds_by_phase.items():
             about = f"  {counted(self.tokens, 'token')}, longest gap {in_seconds(self.longest_gap_ns)}"
             yield f"  {in_seconds(seconds * 1e9):>8}  {name}{about if name == 'decode' else ''}"
@@ -119,16 +129,25 @@ class RequestReader:
             self._watch(note)
 
     def _watch(self, note: Note) -> None:
-        message = note.message
-        if type(message).__name__ == "Submit" and message.request_id == self.watched:
+        message, kind = note.message, type(note.message).__name__
+        if kind == "Submit" and message.request_id == self.watched:
             arrival = self._arrivals[message.server, message.request] = message.server, message.arrived_ns
             self._open[arrival] = open_samples(message)
-        elif type(message).__name__ == "Delta" and self._open and message.finished is not None:
+        elif kind == "Delta" and message.finished is not None:
             for row in message.finished.rows.tolist():
-                ended = self._arrivals.get((note.group, int(message.requests[row])))
-                if ended is not None:
-                    self._open[ended] -= 1
-            self.has_ended = not any(self._open.values())
+                self._close((note.group, int(message.requests[row])), 1)
+        elif kind == "Abort" and message.samples is None:
+            for number in message.requests.tolist():
+                self._close((message.server, number))
+        elif kind == "Failed" and is_final(message):
+            self._close((note.group, message.request))
+        self.has_ended = bool(self._open) and not any(self._open.values())
+
+    def _close(self, key: Key, samples: int | None = None) -> None:
+        """Notes that samples of a request have ended. None: all."""
+        arrival = self._arrivals.get(key)
+        if arrival is not None:
+            self._open[arrival] -= self._open[arrival] if samples is None else samples
 
     def requests(self, ended_ns: int) -> list[TracedRequest]:
         """Returns all requests, or the watched one, in the order of their first message. `ended_ns`: of the trace."""
@@ -168,9 +187,14 @@ class RequestSpans:
             request.begin("queue", ns)
         else:  # its group was lost
             request.close(request.last_ns or ns)
+            request.preempted.clear()
             request.begin("migration", request.last_ns or request.begin_ns)
             self._by_key[key] = request
-        request.prompt, request.open_samples = submit.prompt.size, open_samples(submit)
+        request.prompt, request.samples, request.open_samples = (
+            submit.prompt.size,
+            submit.params.n,
+            open_samples(submit),
+        )
 
     def _abort(self, ns: int, group: int, abort: Any) -> None:
         if abort.samples is None:
@@ -178,7 +202,7 @@ class RequestSpans:
                 self._end((abort.server, number), ns, "aborted")
 
     def _failed(self, ns: int, server: int, failed: Any) -> None:
-        if failed.resume is None:
+        if is_final(failed):
             self._end((server, failed.request), ns, "failed")
 
     def _end(self, key: Key, ns: int, name: str = "") -> None:
@@ -194,13 +218,14 @@ class RequestSpans:
 
     def _step(self, ns: int, group: int, step: Any) -> None:
         for slot in () if step.left is None else step.left.tolist():
+            self._go_on(group, slot, ns)
             self._slots.pop((group, slot), None)
         for slot in () if step.preempted is None else step.preempted.tolist():
             if (group, slot) in self._slots:
+                self._slots[group, slot].preempted.add(slot)
                 self._slots[group, slot].begin("preempted", ns)
         for slot in () if step.resumed is None else step.resumed.slots.tolist():
-            if (group, slot) in self._slots:
-                self._slots[group, slot].finish("preempted", ns)
+            self._go_on(group, slot, ns)
         if step.joined is not None:
             numbers = step.joined.requests.tolist()
             servers = [0] * len(numbers) if step.joined.servers is None else step.joined.servers.tolist()
@@ -210,6 +235,14 @@ class RequestSpans:
                     self._slots[group, slot] = request
                     if request.finish("queue", ns):
                         request.begin("prefill", ns)
+
+    def _go_on(self, group: int, slot: int, ns: int) -> None:
+        """A sample that may have been preempted is in the batch again, or has ended."""
+        request = self._slots.get((group, slot))
+        if request is not None:
+            request.preempted.discard(slot)
+            if not request.preempted:
+                request.finish("preempted", ns)
 
     def _delta(self, ns: int, server: int, delta: Any) -> None:
         counts = [1] * delta.rows if delta.counts is None else delta.counts.tolist()
@@ -230,6 +263,11 @@ class RequestSpans:
                 request.open_samples -= 1
                 if request.open_samples <= 0:
                     self._end(key, ns)
+
+
+def is_final(failed: Any) -> bool:
+    """Returns whether a failed request is not submitted again."""
+    return failed.resume is None or failed.resume.name == "TRIAL_REFUSED"
 
 
 def open_samples(submit: Any) -> int:

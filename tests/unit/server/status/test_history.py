@@ -2,6 +2,7 @@
 
 import logging
 import math
+import tracemalloc
 from collections import Counter
 from collections.abc import Iterator
 
@@ -11,6 +12,7 @@ import pytest
 
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.counter import FIRST_TOKEN_SECONDS
+from penstock.engine.cluster.migration_counters import MigrationCounters
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.server.status import history as subject
 from penstock.server.status.counters import Served, ServerCounters
@@ -51,6 +53,26 @@ def test_history_keeps_the_last_points_in_their_order() -> None:
 def test_history_takes_less_than_a_mebibyte_for_any_number_of_servers() -> None:
     for servers in (1, 3, 8, 64, 500):
         assert ServerHistory.create(servers).nbytes < 1 << 20
+
+
+def test_history_and_its_recorder_take_less_than_a_mebibyte() -> None:
+    """Of the launcher of 64 engines and 8 servers, shared and private memory, with all points of a window."""
+    engines, servers = 64, 8
+    page = ServerHistory.create(servers)
+    history = ServerHistory(page, servers, writable=True)
+    board = StatusBoard(StatusBoard.create(engines), writable=True)
+    tally = ServerCounters(ServerCounters.create(servers, engines), servers, writable=True)
+    tracemalloc.start()
+    try:
+        builder = PointBuilder(board, tally)
+        for second in range(WINDOW + 2):
+            for row in board.rows:
+                StatusBoard.QUEUE_TIMES.observe(row, second / 4, 1_000_000)  # numbers that Python does not share
+            history.add(builder.build(float(second), Counter()))
+        private_nbytes = tracemalloc.get_traced_memory()[0]
+    finally:
+        tracemalloc.stop()
+    assert 50_000 < private_nbytes and page.nbytes + private_nbytes < 1 << 20
 
 
 def test_history_passes_over_a_record_that_is_being_written() -> None:
@@ -152,6 +174,22 @@ def test_latencies_of_a_point_are_of_the_minute_before() -> None:
     Served.INTER_TOKEN.observe(words, 70.0, 100)
     medians = [builder.build(float(second), Counter()).itl_p50 for second in range(1, WINDOW + 2)]
     assert medians[0] > 40 and medians[WINDOW - 1] > 40 and math.isnan(medians[WINDOW])
+
+
+def test_points_have_the_parts_of_the_first_tokens_time() -> None:
+    """Queue, prefill and the pauses of lost requests; an engine that was started again counts from 0."""
+    counted = Counted()
+    builder = PointBuilder(counted.board, counted.tally)
+    builder.build(100.0, Counter())
+    for row in counted.rows:
+        StatusBoard.QUEUE_TIMES.observe(row, 2.0, 20)
+        StatusBoard.PREFILL_TIMES.observe(row, 0.4, 20)
+    MigrationCounters.PAUSE.observe(counted.tally.rows[1].engines[0].migration.words, 3.0)
+    result = builder.build(101.0, Counter())
+    assert (result.queue, result.prefill, result.pause) == pytest.approx((2.0, 0.4, 3.0))
+    counted.board.begin(0)
+    StatusBoard.QUEUE_TIMES.observe(counted.rows[0], 50.0, 40)
+    assert builder.build(102.0, Counter()).queue == pytest.approx((40 * 2.0 + 40 * 50.0) / 80)
 
 
 def test_recorder_reports_the_return_of_an_engine(info: None) -> None:

@@ -11,6 +11,7 @@ from penstock.server.status.snapshot import (
     ZERO,
     ChannelView,
     CounterView,
+    EndView,
     HolderView,
     ProcessView,
     ServerSnapshot,
@@ -106,6 +107,16 @@ def test_rates_know_channels_by_name_and_new_ones_begin_at_0() -> None:
     ]
     (store,) = rates.stores
     assert (store.hits, store.misses, store.evictions, store.hit_share) == (15.0, 5.0, 1.0, 0.75)
+
+
+def test_rates_of_a_channel_are_known_for_each_sender() -> None:
+    ends = [
+        (EndView("core 0.0", True, 0.0, 0, count, 10 * count), EndView("server 0", False, 0.0, 0, 2 * count, 0))
+        for count in (100, 140)
+    ]
+    old, new = ((zero(ChannelView, name="a", ends=(*pair, EndView("core 1.0", True, 0.0, 0, 5, 50))),) for pair in ends)
+    (channel,) = between(2.0, {"channels": old}, {"channels": new}).channels
+    assert channel.senders == {"core 0.0": (20.0, 200.0), "core 1.0": (0.0, 0.0)}
 
 
 def test_of_what_did_not_happen_there_is_no_mean() -> None:
