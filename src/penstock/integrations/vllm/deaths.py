@@ -4,6 +4,7 @@ queue.py           ends each wait with ProcessDied, whichever process of the exe
 the executor       calls its failure callback before it waits for its other workers to end, instead of after
 each process       writes the death that it sees into the board; the first line is the cause of all others
 the API servers    put the first line into each EngineDeadError, and so into their answers
+the launcher       closes the port of several API servers at the first death, instead of with its own end
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import functools
 import os
 import re
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -143,11 +145,17 @@ def replace_in_servers() -> None:
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.utils import APIServerProcessManager
 
-    def note_process(manager: Any, timeout: float | None = None) -> None:
+    @before(CoreEngineProcManager, "shutdown")
+    def note_core(manager: Any, timeout: float | None = None) -> None:
         note_failed(manager.processes)
 
-    before(CoreEngineProcManager, "shutdown")(note_process)
-    before(APIServerProcessManager, "shutdown")(note_process)
+    @before(APIServerProcessManager, "shutdown")
+    def refuse_connections(manager: Any, timeout: float | None = None) -> None:
+        """The server ends in seconds. Until then no process accepts, and new connections would wait in the backlog."""
+        note_failed(manager.processes)
+        if first_death():
+            with suppress(OSError):
+                manager.sock.shutdown(socket.SHUT_RDWR)  # for all processes that have the socket
 
     @before(AsyncLLM, "shutdown")
     def answer_open_requests(llm: Any, timeout: float | None = None) -> None:
