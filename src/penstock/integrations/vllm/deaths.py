@@ -9,6 +9,7 @@ the launcher       closes the port of several API servers at the first death, in
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import re
@@ -20,6 +21,7 @@ from typing import Any
 
 from penstock.environment import VLLM_DEATHS
 from penstock.errors import DeathCause, PeerDied
+from penstock.integrations.vllm.left_files import remove_left_files
 from penstock.integrations.vllm.settings import LOGGER
 
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
@@ -49,6 +51,8 @@ def open_board() -> None:
     if not VLLM_DEATHS.read():
         board = os.memfd_create("penstock vllm deaths")
         os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
+        remove_left_files()
+        atexit.register(remove_left_files)
 
 
 def first_death() -> str:
