@@ -52,6 +52,14 @@ def work(steps: Channel, replies: Channel | None, name: str) -> None:
                 sender.send(b"done")
 
 
+def answer(steps: Channel, replies: Channel) -> None:
+    with steps.open_receiver(name="worker") as receiver, replies.open_sender(name="worker") as sender:
+        with contextlib.suppress(penstock.PenstockError):
+            while True:
+                receiver.receive()
+                sender.send(b"done")
+
+
 def lead(steps: Channel, replies: Channel) -> None:
     with steps.open_sender(name="core") as sender, replies.open_receiver(name="core") as receiver:
         with contextlib.suppress(penstock.PenstockError):
@@ -139,3 +147,16 @@ def test_py_spy_is_preferred_where_it_is_installed(tmp_path: Path, monkeypatch: 
     assert stack.collective == stack.frames[0]
     assert str(stack.frames[0]) == "GroupCoordinator.all_reduce (vllm/distributed/parallel_state.py:545)"
     assert stack.frames[1:] == (Frame("forward", "model.py", "7"),)
+
+
+def test_worker_that_waits_for_work_is_owed_no_reply() -> None:
+    """A pair that has exchanged a step and its reply, and whose leader is elsewhere."""
+    steps, replies = penstock.Ring(name="steps"), penstock.Ring(name="replies")
+    with spawn(answer, steps, replies), steps.open_sender(name="core") as sender:
+        receiver = replies.open_receiver(name="core")
+        for _ in range(2):
+            sender.send(b"step")
+            receiver.receive()
+        eventually(lambda: levels_of_waits() == ["idle"], within=20)
+        assert not owed()
+        receiver.close()

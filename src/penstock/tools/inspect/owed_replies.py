@@ -59,17 +59,20 @@ def owed_to(segment: Json, receiver: Json, channels: Iterable[Json]) -> Iterator
             (sender, channel)
             for channel in channels
             for sender in channel.get("senders", ())
-            if sender["pid"] == receiver["pid"] and owes(channel, sender, replier["pid"])
+            if sender["pid"] == receiver["pid"] and owes(channel, sender, replier)
         ]
         if steps:
             sender, channel = min(steps, key=lambda entry: entry[0]["last_sent_ns"])
             yield owed_reply(receiver, replier, sender, channel)
 
 
-def owes(channel: Json, leader: Json, pid: int) -> bool:
-    """Returns whether the process has a record of the channel, or will have one, and does not wait for the next."""
-    ends = [receiver for receiver in channel["receivers"] if receiver["pid"] == pid]
-    return leader["records"] > 0 and any(not has_finished(end) for end in ends)
+def owes(channel: Json, leader: Json, replier: Json) -> bool:
+    """Returns whether a receiver of the steps does not wait for the next one, and has sent fewer replies than steps.
+
+    The process that waits for work has sent at most as many replies as there were steps, so to it none is owed.
+    """
+    ends = [receiver for receiver in channel["receivers"] if receiver["pid"] == replier["pid"]]
+    return replier["records"] < leader["records"] and any(not has_finished(end) for end in ends)
 
 
 def has_finished(receiver: Json) -> bool:
