@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from penstock.tools.inspect.segments import Json, name_of, state_of, title_of
 
 MAX_NAMES = 4
+KINDS = ("ring", "broadcast")  # an inbox has requests: other processes answer them
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,7 @@ def owed_to(segment: Json, receiver: Json, channels: Iterable[Json]) -> Iterator
             (sender, channel)
             for channel in channels
             for sender in channel.get("senders", ())
-            if sender["pid"] == receiver["pid"] and owes(channel, sender, replier)
+            if channel["kind"] in KINDS and sender["pid"] == receiver["pid"] and owes(channel, sender, replier)
         ]
         if steps:
             sender, channel = min(steps, key=lambda entry: entry[0]["last_sent_ns"])
@@ -83,13 +84,13 @@ def owed_reply(receiver: Json, replier: Json, leader: Json, channel: Json) -> Ow
     worker = next(end for end in channel["receivers"] if end["pid"] == replier["pid"])
     others = [end for end in channel["receivers"] if end["state"] == "live" and end["pid"] != worker["pid"]]
     behind = [end for end in others if not has_finished(end)]
-    # A wait may be cut into several, as for warnings: it is as old as the step, unless a reply has come since.
+    # The receiver may have waited before the step, and a long wait may be cut into several.
     ages = [age for age in (leader["last_sent_ns"], replier["last_sent_ns"]) if age > 0]
     return OwedReply(
         leader["pid"],
         worker["pid"],
         name_of(channel, worker),
-        max(receiver["waiting_ns"], min(ages, default=0)),
+        min(ages, default=receiver["waiting_ns"]),
         leader["records"],
         title_of(channel),
         tuple(name_of(channel, end) for end in others if has_finished(end)),
