@@ -1,7 +1,7 @@
 """Python stacks on demand: at a signal of `penstock inspect --stacks` this process writes the stacks of its threads.
 
 `faulthandler` writes without the interpreter's lock, so also while the process hangs. The file has no name. Its
-descriptor tells an observer that the process handles the signal, whose default action would end the process.
+descriptor tells an observer that the process handles the signal. The signal's default action would end the process.
 """
 
 from __future__ import annotations

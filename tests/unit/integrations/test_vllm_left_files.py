@@ -1,4 +1,4 @@
-"""Files that killed workers of vLLM have left in /dev/shm: which of them are removed."""
+"""Removal of files in /dev/shm after kills of vLLM's workers."""
 
 import mmap
 import os

@@ -1,4 +1,4 @@
-"""What inspect and trace say of a worker that owes a reply: the step, the other workers, and its Python stack."""
+"""Sentences of inspect and trace about a worker without a reply: the step, the receivers, the Python stack."""
 
 import contextlib
 import json
@@ -70,7 +70,7 @@ def lead(steps: Channel, replies: Channel) -> None:
 
 @pytest.fixture
 def hang() -> Iterator[int]:
-    """This process leads two workers, of which the one that replies hangs in step 5. Yields the pid of that worker."""
+    """This process leads two workers. Worker 0 replies, and hangs in step 5. Yields the pid of worker 0."""
     steps, replies = penstock.Broadcast(receivers=2, name="steps"), penstock.Ring(name="replies")
     with spawn(work, steps, replies, "worker 0") as worker, spawn(work, steps, None, "worker 1"):
         leader = threading.Thread(target=lead, args=(steps, replies))
@@ -82,7 +82,7 @@ def hang() -> Iterator[int]:
 
 
 def owed() -> str:
-    """The sentence about a reply; empty: there is none."""
+    """Returns the sentence about a reply, or an empty text."""
     verdict = inspect.look(os.getpid())["verdict"]
     return next((entry["text"] for entry in verdict if "waits for a reply" in entry["text"]), "")
 
@@ -150,7 +150,7 @@ def test_py_spy_is_preferred_where_it_is_installed(tmp_path: Path, monkeypatch: 
 
 
 def test_worker_that_waits_for_work_is_owed_no_reply() -> None:
-    """A pair that has exchanged a step and its reply, and whose leader is elsewhere."""
+    """Leader and worker have exchanged steps and replies, and the leader computes."""
     steps, replies = penstock.Ring(name="steps"), penstock.Ring(name="replies")
     with spawn(answer, steps, replies), steps.open_sender(name="core") as sender:
         receiver = replies.open_receiver(name="core")

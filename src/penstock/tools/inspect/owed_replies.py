@@ -1,7 +1,7 @@
-"""Finds replies that a process owes: its peer waits for them, on a channel back, and has sent it a step.
+"""Finds the steps to which leaders wait for a reply.
 
-A step is a record of the channel from the leader to its workers, by number. Processes that take a step and wait for the
-next one have finished it.
+A step is a record of the channel from a leader to workers. A worker has finished a step when the worker waits for the next
+step. The reply travels on a channel back to the leader.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def owed_to(segment: Json, receiver: Json, channels: Iterable[Json]) -> Iterator
 def owes(channel: Json, leader: Json, replier: Json) -> bool:
     """Returns whether a receiver of the steps does not wait for the next one, and has sent fewer replies than steps.
 
-    The process that waits for work has sent at most as many replies as there were steps, so to it none is owed.
+    Counts tell a leader from a worker: a worker has sent at most as many replies as there were steps.
     """
     ends = [receiver for receiver in channel["receivers"] if receiver["pid"] == replier["pid"]]
     return replier["records"] < leader["records"] and any(not has_finished(end) for end in ends)

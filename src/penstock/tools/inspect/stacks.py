@@ -1,4 +1,4 @@
-"""Reads the Python stack of another process: by py-spy if that is installed, by a signal (`stack_dump`) otherwise."""
+"""Reads the Python stack of a process by py-spy, or by a signal (`stack_dump`) where py-spy is not installed."""
 
 from __future__ import annotations
 
@@ -62,7 +62,7 @@ def is_collective(frame: Frame) -> bool:
 
 
 def add_stacks(snapshot: Json) -> None:
-    """Adds the stacks of the processes that others wait for, the worst sentence of the verdict first."""
+    """Adds the stacks of blocking processes, in the order of the verdict."""
     bad = [entry for entry in snapshot["verdict"] if entry["level"] in BAD and entry["kind"] == "wait"]
     pids = {pid: None for entry in bad for pid in entry["blockers"] or entry["pids"] if pid > 0}
     names = {process["pid"]: process["peers"] for process in snapshot["processes"]}
@@ -80,7 +80,7 @@ def add_stacks(snapshot: Json) -> None:
 
 
 def read_stack(pid: int) -> PythonStack:
-    """Returns the stack of the main thread. The process must not be stopped by a signal, unless py-spy is there."""
+    """Returns the stack of the main thread. Reading the stack of a stopped process needs py-spy."""
     program = shutil.which("py-spy")
     if program is not None:
         done = run_py_spy(program, pid)
@@ -108,7 +108,7 @@ def run_py_spy(program: str, pid: int) -> subprocess.CompletedProcess[str] | Non
 
 
 def frames_of_py_spy(text: str) -> Iterator[Frame]:
-    """Yields the frames of the thread that py-spy calls MainThread; otherwise of the first one."""
+    """Yields the frames of py-spy's MainThread, or else of the first thread."""
     threads: dict[str, list[Frame]] = {}
     frames: list[Frame] = []
     for line in text.splitlines():

@@ -51,7 +51,7 @@ def find_series(timeline: Timeline) -> list[StepSeries]:
 
 
 def find_open_steps(timeline: Timeline) -> list[OwedReply]:
-    """Returns the steps whose replies their leaders waited for when the trace ended."""
+    """Returns the steps without replies for which leaders waited when the trace ended."""
     views = [channel.after for channel in timeline.channels]
     waiting = [
         (view, end) for view in views for end in view["receivers"] if end["state"] == "live" and end["waiting_ns"]
