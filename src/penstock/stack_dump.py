@@ -20,7 +20,10 @@ def register() -> None:
     """Lets observers read the stacks of this process and of processes that it forks; may be called again."""
     if _descriptors:
         return
-    descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    try:
+        descriptor = os.memfd_create(NAME, os.MFD_CLOEXEC)
+    except OSError:
+        return  # no descriptor or memory is left: a process works without observers
     fcntl.fcntl(descriptor, fcntl.F_SETFL, os.O_APPEND)  # an observer empties the file before each signal
     faulthandler.register(SIGNAL, file=descriptor, all_threads=True)
     _descriptors.append(descriptor)

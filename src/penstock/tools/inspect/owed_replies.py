@@ -1,7 +1,7 @@
 """Finds the steps to which leaders wait for a reply.
 
-A step is a record of the channel from a leader to workers. A worker has finished a step when the worker waits for the next
-step. The reply travels on a channel back to the leader.
+A step is a record of the channel from a leader to workers. A worker has finished a step when the worker waits for the
+next step. The reply travels on a channel back to the leader.
 """
 
 from __future__ import annotations
