@@ -13,7 +13,7 @@ NATIVE = ROOT / "native"
 
 # From the bottom up: a layer imports itself and what is below it. What shares a line may import each other.
 LAYERS = [
-    {"environment", "errors", "installing", "command_signals", "standard_streams"},
+    {"environment", "errors", "installing", "command_signals", "stack_dump", "standard_streams"},
     {"_native"},
     {"memory"},
     {"codec"},

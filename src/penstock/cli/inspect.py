@@ -28,6 +28,11 @@ def add_parser(commands: Commands) -> None:
     parser.add_argument(
         "--watch", metavar="SECONDS", type=above_0, help="Seconds between snapshots (default: one snapshot)"
     )
+    parser.add_argument(
+        "--stacks",
+        action="store_true",
+        help="Print the Python stacks of processes that others wait for, by py-spy or a signal (default: off)",
+    )
     parser.set_defaults(run=run)
 
 
@@ -50,6 +55,8 @@ def run(options: argparse.Namespace) -> int:
                 snapshot = inspect.look(options.target)
                 if isinstance(options.target, int):
                     add_lost_groups(snapshot, options.target)
+                if options.stacks:
+                    inspect.add_stacks(snapshot)
                 if options.watch and sys.stdout.isatty():
                     print("\x1b[H\x1b[2J", end="")
                 if options.json:

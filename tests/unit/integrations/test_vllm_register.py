@@ -8,6 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
+from penstock import stack_dump
 from penstock.environment import VLLM, VLLM_STRICT, VLLM_VIEWS
 from penstock.integrations import vllm
 from penstock.integrations.vllm import seams, settings
@@ -23,6 +24,7 @@ def replaced(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Settings]]:
         module.replace = lambda settings, part=part: replaced.__setitem__(part, settings)  # type: ignore[attr-defined]
         monkeypatch.setitem(sys.modules, f"stand_in_{part}", module)
     monkeypatch.setattr(vllm, "MODULES", {part: f"stand_in_{part}" for part in vllm.MODULES})
+    monkeypatch.setattr(stack_dump, "register", lambda: None)  # its descriptor stays open
     monkeypatch.setattr(seams, "misfit", lambda part: None)
     monkeypatch.setattr(seams, "growths", lambda part: [])
     monkeypatch.setattr(settings, "fall_backs", type(settings.fall_backs)())

@@ -16,6 +16,10 @@ class Queue:
     def get(self) -> None: ...
 
 
+def close(queue: Queue) -> None:
+    queue.get()
+
+
 def strip(items: list[dict[str, object]]) -> list[dict[str, object]]:
     return [item for item in items if "address" in item]
 
@@ -39,13 +43,14 @@ FITTING = (
     Fields("stand_in:Handle", ("ranks",), optional=("arena",)),
     HasFields("stand_in:Handle", ("arena",)),
     Mentions("stand_in:strip", "address"),
+    Mentions("stand_in:close", "get"),
 )
 
 
 @pytest.fixture(autouse=True)
 def stand_in(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     module = types.ModuleType("stand_in")
-    vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle, Named=Named, strip=strip)
+    vars(module).update(INTERVAL=60, Queue=Queue, Handle=Handle, Named=Named, strip=strip, close=close)
     monkeypatch.setitem(sys.modules, "stand_in", module)
     return module
 
@@ -73,7 +78,7 @@ def test_seams_fit_where_names_signatures_and_fields_are_the_same(monkeypatch: p
             Fields("stand_in:Handle", ("arena", "ranks")),
             "in this vLLM stand_in:Handle has the fields (ranks, arena), not (arena, ranks)",
         ),
-        (Mentions("stand_in:strip", "key"), "in this vLLM stand_in:strip does not look for 'key'"),
+        (Mentions("stand_in:strip", "key"), "in this vLLM stand_in:strip does not mention 'key'"),
         (Fields("stand_in:Queue", ("ranks",)), "in this vLLM stand_in:Queue is no dataclass"),
         (HasFields("stand_in:Queue", ("ranks",)), "in this vLLM stand_in:Queue is no dataclass"),
         (HasFields("stand_in:Handle", ("rank", "arena")), "in this vLLM stand_in:Handle has no field rank"),

@@ -1,4 +1,4 @@
-"""Kills workers of vLLM's executor, which have no model: COUNT SEED MODEL WORKERS.
+"""Kills workers of vLLM's executor, which have no model: COUNT SEED MODEL WORKERS. SIGTERM: the next kill is the last.
 
 Prints as JSON, for each scene, the seconds from each kill until the failure callback was called and until the waiting
 call raised, the errors that are not as promised, and what was left behind.
@@ -9,6 +9,7 @@ import json
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import tempfile
 import threading
@@ -109,6 +110,8 @@ def main(count, seed, model, workers):
     register()
     config = config_of(model, workers)
     chance = random.Random(seed)
+    is_over = threading.Event()
+    signal.signal(signal.SIGTERM, lambda *_: is_over.set())
     took, wrong, before = {scene: [] for scene in SCENES}, [], belongings()
     with tempfile.TemporaryDirectory() as folder:
         fifo = os.path.join(folder, "fifo")
@@ -119,6 +122,8 @@ def main(count, seed, model, workers):
             took[scene].append(durations)
             if error is not None:
                 wrong.append(error)
+            if is_over.is_set():
+                break
     gc.collect()  # the executor, its calls and its threads know each other
     left = [now - then for now, then in zip(belongings(), before)]
     print("DEATHS " + json.dumps({"took": took, "wrong": wrong, "left": left}))

@@ -2,6 +2,7 @@
 
 import os
 
+import torch
 from vllm.v1.worker.worker_base import WorkerBase
 
 
@@ -23,3 +24,15 @@ class StubWorker(WorkerBase):
             except SystemExit:
                 continue
         return None
+
+    # ── hangs on purpose ──
+    def join_group(self, path):
+        torch.distributed.init_process_group("gloo", f"file://{path}", world_size=2, rank=self.rank)
+
+    def skip_all_reduce(self, number):
+        if self.rank == 0:
+            torch.distributed.all_reduce(torch.zeros(1))
+
+    def loop(self, number):
+        while self.rank == 0:
+            number += 1

@@ -20,7 +20,7 @@ from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import NoReturn
 
-from penstock import DeathCause, PeerDied, _native, standard_streams
+from penstock import DeathCause, PeerDied, _native, stack_dump, standard_streams
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process_end import ProcessEnd, SignalRecord
@@ -176,6 +176,7 @@ def child_main(
     if member.kind != "server":
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     standard_streams.guard()
+    stack_dump.register()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, SENT_TO_ALL)
     logs.configure(str(member), cluster.config.log_format, cluster.config.log_level)
     StatusBoard(cluster.board, writable=True).record_fatal_signals(cluster.place_of(member))

@@ -10,6 +10,7 @@ import dataclasses
 import importlib
 import os
 
+from penstock import stack_dump
 from penstock.integrations.vllm import seams
 from penstock.integrations.vllm.settings import LOGGER, Settings, fall_back, is_strict, read
 
@@ -39,6 +40,7 @@ def register() -> None:
     if not settings.parts:
         return
     fitting = frozenset(part for part in sorted(settings.parts) if _fits(part))
+    stack_dump.register()
     settings = dataclasses.replace(settings, parts=fitting)
     replaced = [part for part in MODULES if part in fitting and _replace(part, settings)]
     if "steps" in fitting and "queue" in replaced:

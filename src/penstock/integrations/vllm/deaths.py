@@ -4,13 +4,16 @@ queue.py           ends each wait with ProcessDied, whichever process of the exe
 the executor       calls its failure callback before it waits for its other workers to end, instead of after
 each process       writes the death that it sees into the board; the first line is the cause of all others
 the API servers    put the first line into each EngineDeadError, and so into their answers
+the launcher       closes the port of several API servers at the first death, instead of with its own end
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import os
 import re
+import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
@@ -18,6 +21,7 @@ from typing import Any
 
 from penstock.environment import VLLM_DEATHS
 from penstock.errors import DeathCause, PeerDied
+from penstock.integrations.vllm.left_files import remove_left_files
 from penstock.integrations.vllm.settings import LOGGER
 
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
@@ -47,6 +51,8 @@ def open_board() -> None:
     if not VLLM_DEATHS.read():
         board = os.memfd_create("penstock vllm deaths")
         os.environ[VLLM_DEATHS.name] = f"/proc/{os.getpid()}/fd/{board}"
+        remove_left_files()
+        atexit.register(remove_left_files)
 
 
 def first_death() -> str:
@@ -143,11 +149,17 @@ def replace_in_servers() -> None:
     from vllm.v1.engine.utils import CoreEngineProcManager
     from vllm.v1.utils import APIServerProcessManager
 
-    def note_process(manager: Any, timeout: float | None = None) -> None:
+    @before(CoreEngineProcManager, "shutdown")
+    def note_core(manager: Any, timeout: float | None = None) -> None:
         note_failed(manager.processes)
 
-    before(CoreEngineProcManager, "shutdown")(note_process)
-    before(APIServerProcessManager, "shutdown")(note_process)
+    @before(APIServerProcessManager, "shutdown")
+    def refuse_connections(manager: Any, timeout: float | None = None) -> None:
+        """The server ends in seconds. Until then no process accepts, and new connections would wait in the backlog."""
+        note_failed(manager.processes)
+        if first_death():
+            with suppress(OSError):
+                manager.sock.shutdown(socket.SHUT_RDWR)  # for all processes that have the socket
 
     @before(AsyncLLM, "shutdown")
     def answer_open_requests(llm: Any, timeout: float | None = None) -> None:

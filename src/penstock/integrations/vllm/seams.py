@@ -115,19 +115,19 @@ class Methods:
 
 @dataclasses.dataclass(frozen=True)
 class Mentions:
-    """A function that contains the constant `text`, as of a field that is known by name."""
+    """A function that contains `text` as a constant or an attribute: a field that is known by name."""
 
     name: str
     text: str
 
     def difference(self, value: Any) -> str | None:
-        return None if self.text in _constants(value.__code__) else f"does not look for {self.text!r}"
+        return None if self.text in _texts(value.__code__) else f"does not mention {self.text!r}"
 
 
-def _constants(code: CodeType) -> set[Any]:
-    """Returns the constants of a function, and of the functions in it."""
+def _texts(code: CodeType) -> set[Any]:
+    """Returns the constants and attributes of a function, and of the functions in it."""
     inner = [constant for constant in code.co_consts if isinstance(constant, CodeType)]
-    return {*code.co_consts}.union(*map(_constants, inner))
+    return {*code.co_consts, *code.co_names}.union(*map(_texts, inner))
 
 
 SEAMS: dict[str, tuple[Seam, ...]] = {
@@ -250,6 +250,7 @@ SEAMS: dict[str, tuple[Seam, ...]] = {
         Exists("vllm.v1.executor.multiproc_executor:MultiprocExecutor.collective_rpc"),
         Signature("vllm.v1.engine.utils:CoreEngineProcManager.shutdown", ("self", "timeout")),
         Signature("vllm.v1.utils:APIServerProcessManager.shutdown", ("self", "timeout")),
+        Mentions("vllm.v1.utils:APIServerProcessManager.__init__", "sock"),
         Signature("vllm.v1.engine.async_llm:AsyncLLM.shutdown", ("self", "timeout")),
         Signature("vllm.v1.engine.output_processor:OutputProcessor.propagate_error", ("self", "e")),
         Exists("vllm.v1.engine.exceptions:EngineDeadError"),

@@ -10,14 +10,14 @@ from collections.abc import Iterable, Iterator
 from penstock.tools.format import counted, in_seconds, in_units
 from penstock.tools.inspect.processes import is_running, process_of
 from penstock.tools.inspect.segments import Json, peer_at, short_key, states_of, title_of
-from penstock.tools.inspect.wait_graph import STUCK_NS, Blocker, Wait, biggest_holders, waits_of
+from penstock.tools.inspect.wait_graph import STUCK_NS, Blocker, Wait, all_waits, biggest_holders
 
 LEVELS = ("deadlock", "stuck", "warning", "note", "idle")  # of a sentence, the worst first
 
 
 def verdict_of(segments: list[Json]) -> list[Json]:
     """Returns sentences, the worst first: {"level", "kind", "text", "pids"}."""
-    waits = [wait for segment in segments for wait in waits_of(segment)]
+    waits = list(all_waits(segments))
     by_pid: dict[int, list[Wait]] = {}
     for wait in sorted(waits, key=lambda other: (other.is_for_records, -other.since_ns)):
         for pid in wait.pids:
@@ -33,7 +33,8 @@ def verdict_of(segments: list[Json]) -> list[Json]:
             in_cycles.update(other.key for other in path)
         pids = sorted({pid for other in path for pid in other.pids})
         verb = "waits" if len(wait.pids) == 1 else "wait"
-        sentences.append(sentence(level, "wait", f"{wait.waiter} {verb} {text}", pids))
+        blockers = {pid: None for other in path for pid in other.blocking_pids if pid not in pids}
+        sentences.append({**sentence(level, "wait", f"{wait.waiter} {verb} {text}", pids), "blockers": list(blockers)})
     for segment in segments:
         sentences.extend(about_peers(segment))
         sentences.extend(about_ends(segment))
@@ -60,14 +61,13 @@ def sentence(level: str, kind: str, text: str, pids: Iterable[int] = ()) -> Json
 def follow(wait: Wait, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple[str, str]:
     """Returns the level and the clauses along the chain of waits; appends these waits to `path`."""
     path.append(wait)
-    waiting_itself = "idle" if wait.is_for_records else "stuck"
     if not wait.on:
-        return waiting_itself, wait.clause
+        return wait.level, wait.clause
     blocker = wait.on[0] if wait.is_for_all else min(wait.on, key=lambda candidate: suspicion(candidate, by_pid))
     level, text = follow_blocker(wait, blocker, by_pid, path)
     if wait.is_for_records and len(wait.on) > 1:  # the others may send, too
-        level = max(level, "warning", key=LEVELS.index) if level != waiting_itself else level
-    return min(level, waiting_itself, key=LEVELS.index), f"{wait.clause}: {blocker.clause}{text}"
+        level = max(level, "warning", key=LEVELS.index) if level != wait.level else level
+    return min(level, wait.level, key=LEVELS.index), f"{wait.clause}: {blocker.clause}{text}"
 
 
 def suspicion(blocker: Blocker, by_pid: dict[int, list[Wait]]) -> int:
@@ -81,28 +81,29 @@ def suspicion(blocker: Blocker, by_pid: dict[int, list[Wait]]) -> int:
 
 
 def follow_blocker(wait: Wait, blocker: Blocker, by_pid: dict[int, list[Wait]], path: list[Wait]) -> tuple[str, str]:
-    waiting_itself = "idle" if wait.is_for_records else "stuck"
     if blocker.state == "expected":
         return "warning" if wait.is_for_records else "stuck", ""
     if blocker.state == "stopped":
         return "stuck", f"; `kill -CONT {blocker.pid}` lets it go on"
     if blocker.state != "live":
-        return waiting_itself, ""
+        return wait.level, ""
     following = by_pid.get(blocker.pid, [])
     again = next((other for other in following if other in path), None)
     if again is not None:
         cycle = path[path.index(again) :]
         if all(member.is_for_records for member in cycle):
-            return waiting_itself, f", and waits for {again.waiter} in turn: nothing is on its way between them"
+            return wait.level, f", and waits for {again.waiter} in turn: nothing is on its way between them"
         running = next((pid for member in cycle for pid in member.pids if is_running(pid)), None)
         doubt = f" (unless another thread of pid {running}, which is running, acts)" if running is not None else ""
         return "deadlock", f", and waits for {again.waiter} in turn: a deadlock{doubt}"
+    if following and following[0].owed is not None and wait.level == "idle":
+        return "idle", f", and itself waits {following[0].clause}"  # that wait has a sentence of its own
     if following:
         level, text = follow(following[0], by_pid, path)
         return level, f", and itself waits {text}"
     process = process_of(blocker.pid)
     state = {"R": "which is running", "D": "which is blocked in the kernel"}.get(process.state if process else "")
-    return waiting_itself, f", {state or 'which waits in none of these segments: it is busy, or asleep elsewhere'}"
+    return wait.level, f", {state or 'which waits in none of these segments: it is busy, or asleep elsewhere'}"
 
 
 # ── of one segment, without its waits ────────────────────────────────────────────────────────────────────────────────

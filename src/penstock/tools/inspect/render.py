@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator
 
 from penstock.tools.format import counted
 from penstock.tools.inspect.segments import Json
@@ -10,6 +11,7 @@ from penstock.tools.inspect.tables import processes_with_segments, tables_of
 from penstock.tools.tables import Table
 
 MAX_IDLE = 8  # names in the line about idle processes; the table has all
+MAX_FRAMES = 16  # of a stack; --json has all
 
 
 def headline(snapshot: Json) -> str:
@@ -37,6 +39,20 @@ def sentences(snapshot: Json) -> list[str]:
     return lines
 
 
+def lines_of_stacks(snapshot: Json) -> Iterator[str]:
+    """Yields the stacks that `add_stacks` has read, the innermost call first."""
+    for stack in snapshot.get("stacks", ()):
+        title = f"'{stack['name']}' (pid {stack['pid']})"
+        if stack["reason"]:
+            yield f"no stack of {title}: {stack['reason']}"
+            continue
+        collective = f", in the collective {stack['collective']}" if stack["collective"] else ""
+        yield f"stack of {title}{collective}:"
+        yield from (f"    {frame}" for frame in stack["frames"][:MAX_FRAMES])
+        if len(stack["frames"]) > MAX_FRAMES:
+            yield f"    and {len(stack['frames']) - MAX_FRAMES} more"
+
+
 def known_as(process: Json) -> str:
     return f"'{process['peers'][0]}'" if process["peers"] else f"pid {process['pid']}"
 
@@ -45,6 +61,7 @@ def show(snapshot: Json) -> None:
     """Prints verdict and tables."""
     lines = [headline(snapshot), *sentences(snapshot)]
     lines += [f"unreadable: {text}" for text in snapshot["unreadable"]]
+    lines += lines_of_stacks(snapshot)
     try:
         from rich import box
         from rich.console import Console

@@ -5,10 +5,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
 
 from penstock.tools.format import counted, in_seconds, in_units
+from penstock.tools.inspect.owed_replies import OwedReply, owed_to
 from penstock.tools.inspect.segments import Json, behind_of, name_of, state_of, title_of
 
 STUCK_NS = 500_000_000  # shorter waits are ordinary back-pressure, or the work between two steps
@@ -34,11 +35,40 @@ class Wait:
     purpose: str  # "for room in broadcast 'steps'"
     on: tuple[Blocker, ...]  # the worst one first
     is_for_records: bool = False
+    owed: OwedReply | None = None  # the wait is for a reply: its process is not idle
     is_for_all: bool = False  # every blocker must act; otherwise any of them can end the wait
 
     @property
     def clause(self) -> str:
         return f"{self.purpose} since {in_seconds(self.since_ns)}"
+
+    @property
+    def level(self) -> str:
+        """The level of the wait by itself, whatever its blockers do."""
+        return "warning" if self.owed is not None else "idle" if self.is_for_records else "stuck"
+
+    @property
+    def blocking_pids(self) -> tuple[int, ...]:
+        """The processes without which the wait does not end."""
+        return self.owed.unfinished_pids if self.owed is not None else tuple(blocker.pid for blocker in self.on)
+
+
+def all_waits(segments: Sequence[Json]) -> Iterator[Wait]:
+    """Yields the waits in all segments, and says of each wait for a reply which step the reply is owed for."""
+    for segment in segments:
+        for wait in waits_of(segment):
+            yield wait_for_reply(wait, segment, segments) if wait.is_for_records and len(wait.pids) == 1 else wait
+
+
+def wait_for_reply(wait: Wait, segment: Json, segments: Sequence[Json]) -> Wait:
+    """Returns the wait as one for a reply, or unchanged if no process owes its process a reply."""
+    receiver = next(end for end in segment["receivers"] if end["index"] == wait.key[2])
+    owed = max(owed_to(segment, receiver, segments), key=lambda reply: reply.since_ns, default=None)
+    if owed is None:
+        return wait
+    state = next(blocker.state for blocker in wait.on if blocker.pid == owed.worker)
+    on = (Blocker(owed.worker, state, owed.clause),)
+    return replace(wait, purpose="for a reply", since_ns=owed.since_ns, on=on, owed=owed)
 
 
 def waits_of(segment: Json) -> Iterator[Wait]:

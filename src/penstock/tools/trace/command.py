@@ -18,9 +18,11 @@ from penstock.tools.format import counted, in_seconds, in_units
 from penstock.tools.trace.live_trace import MAX_EVENTS, TracedChannel, TracedTime, process_names, trace
 from penstock.tools.trace.request_spans import RequestReader, rows_of
 from penstock.tools.trace.step_gaps import GapFinder, StepSummary, summary_of
-from penstock.tools.trace.step_series import find_series
+from penstock.tools.trace.step_series import find_open_steps, find_series
 from penstock.tools.trace.timeline import Timeline, build_timeline
 from penstock.tools.trace.trace_file import TraceEvents, write_trace
+
+LONG_WAIT_NS = 500_000_000  # of a step that is printed
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,9 @@ def report(options: TraceOptions, timeline: Timeline, time: TracedTime, not_atta
     )
     for summary in summaries:
         print("\n".join(lines_of(summary)))
+    for owed in find_open_steps(timeline):
+        if owed.since_ns >= LONG_WAIT_NS:
+            print(f"{timeline.name(owed.leader)} waits for a reply since {in_seconds(owed.since_ns)}: {owed.clause}")
 
 
 def row_of(timeline: Timeline, about: dict[str, Any], summaries: list[StepSummary]) -> dict[str, Any]:
@@ -91,6 +96,7 @@ def row_of(timeline: Timeline, about: dict[str, Any], summaries: list[StepSummar
         "waits": len(timeline.waits),
         "channels": len(timeline.channels),
         "steps": [asdict(summary) for summary in summaries],
+        "open": [asdict(owed) for owed in find_open_steps(timeline)],
         "requests": rows_of(timeline.requests),
     }
 

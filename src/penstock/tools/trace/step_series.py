@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from penstock.tools.inspect import OwedReply, owed_to
 from penstock.tools.trace.live_trace import StepNumber
 from penstock.tools.trace.timeline import EndId, RecordId, RecordTake, Timeline, TracedRecord
 
@@ -47,6 +48,15 @@ def find_series(timeline: Timeline) -> list[StepSeries]:
     for steps in series.values():
         steps.answered.sort(key=lambda answered: answered.sent_ns)
     return sorted(series.values(), key=lambda steps: -len(steps.answered))
+
+
+def find_open_steps(timeline: Timeline) -> list[OwedReply]:
+    """Returns the steps without replies for which leaders waited when the trace ended."""
+    views = [channel.after for channel in timeline.channels]
+    waiting = [
+        (view, end) for view in views for end in view["receivers"] if end["state"] == "live" and end["waiting_ns"]
+    ]
+    return [owed for view, end in waiting for owed in owed_to(view, end, views)]
 
 
 def numbered_pairs(timeline: Timeline) -> list[tuple[TracedRecord, TracedRecord]]:

@@ -14,10 +14,11 @@ from typing import Any
 import msgspec
 
 import penstock
+from penstock.tools.inspect import OwedReply
 from penstock.tools.trace.live_trace import TracedTime
 from penstock.tools.trace.request_spans import Span
 from penstock.tools.trace.step_gaps import GapFinder, StepPart
-from penstock.tools.trace.step_series import StepSeries
+from penstock.tools.trace.step_series import StepSeries, find_open_steps
 from penstock.tools.trace.timeline import UNKNOWN, EndChange, EndId, EndWait, Timeline, TracedRecord
 
 LEAST_NS = 1  # of a slice; an arrow must begin and end within one
@@ -31,7 +32,7 @@ class TraceEvents:
 
     def __init__(self, timeline: Timeline, time: TracedTime) -> None:
         self._timeline = timeline
-        self._began_ns = time.began_ns
+        self._began_ns, self._ended_ns = time.began_ns, time.ended_ns
         self._gaps = GapFinder(timeline)
         self._tracks: dict[tuple[int, EndId | str], int] = {}
         self._num_arrows = 0
@@ -46,6 +47,8 @@ class TraceEvents:
             yield self._change(change)
         for steps, parts in series:
             yield from self._steps(steps, parts)
+        for owed in find_open_steps(self._timeline):
+            yield self._open_step(owed)
         yield from self._requests()
         yield from self._track_names()
 
@@ -151,6 +154,12 @@ class TraceEvents:
             category = "device" if part.cause == "device" else "gap"
             track = f"steps of {worker}"
             yield self._slice(category, part.cause, series.leader, track, part.begin_ns, part.end_ns, step=part.number)
+
+    def _open_step(self, owed: OwedReply) -> Event:
+        track = f"steps of {self._timeline.name(owed.worker)}"
+        about = {"step": owed.step, "finished": owed.finished, "unfinished": owed.unfinished, "goes_on": True}
+        begin_ns = self._ended_ns - owed.since_ns
+        return self._slice("open", "wait for a reply", owed.leader, track, begin_ns, self._ended_ns, **about)
 
     def _requests(self) -> Iterator[Event]:
         """Yields the spans of requests, on tracks of their server: a request takes the first track that is free."""
