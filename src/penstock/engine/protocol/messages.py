@@ -209,6 +209,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     vocabulary: Natural
     max_short_prompt: Natural | None = None  # prompts of more tokens share no blocks with those of fewer
     model: Natural = 0  # `ModelFingerprint.word` of the files that it has loaded; 0: a simulated device has none
+    full_step_tokens: Natural | None = None  # see `Device.full_step_tokens`
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):

@@ -143,6 +143,7 @@ class SimulatedRunner:
         self.blocks = config.blocks
         self.vocabulary = 1 << 31  # its rule takes any number
         self.max_short_prompt = None
+        self.full_step_tokens = None
         self.model = 0
         self.encodings = EncodingCounts()  # it encodes none
         self.tune_after = None
