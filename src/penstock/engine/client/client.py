@@ -256,8 +256,7 @@ class Client:
         loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in models}
         # A group without one of its output processors holds the requests of that one back until it has another.
         whole = {group: load for group, load in loads.items() if not self._rows[group][StatusBoard.ABSENT_OUTPUTS]}
-        only = len(self._rows) == 1
-        group = next(iter(loads)) if only else self._router.choose(whole or loads, submitted.traces)
+        group = 0 if len(self._rows) == 1 else self._router.choose(whole or loads, submitted.traces)
         submitted.model = models[group]
         return Placement(self._number(), group, serving[group])
 
