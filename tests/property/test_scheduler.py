@@ -23,7 +23,7 @@ def run(
     failing: float = 0.0,
     requests: int = 25,
     slots: int = 6,
-    **config: bool,
+    **config: int | None,
 ) -> Core:
     chance = random.Random(seed)
     core = Core(random.Random(seed), blocks, slots, failing=failing, **config)
@@ -56,7 +56,8 @@ def test_every_request_gets_its_own_answer_and_nothing_is_left(memory: str, has_
     ends: Counter[str] = Counter()
     shared = preempted = 0
     for seed in range(SEEDS):
-        core = run(seed, MEMORY[memory], failing=0.002, has_overlap=has_overlap)
+        full_step = 8 if seed % 2 else None
+        core = run(seed, MEMORY[memory], failing=0.002, has_overlap=has_overlap, full_step_tokens=full_step)
         ends.update(core.ended.values())
         shared, preempted = shared + core.shared, preempted + core.preempted
         for owner, value in core.got.items():

@@ -256,7 +256,7 @@ class Client:
         loads = {group: max(self._rows[group][StatusBoard.OPEN], self._open[group]) for group in models}
         # A group without one of its output processors holds the requests of that one back until it has another.
         whole = {group: load for group, load in loads.items() if not self._rows[group][StatusBoard.ABSENT_OUTPUTS]}
-        group = self._router.choose(whole or loads, submitted.traces)
+        group = 0 if len(self._rows) == 1 else self._router.choose(whole or loads, submitted.traces)
         submitted.model = models[group]
         return Placement(self._number(), group, serving[group])
 
@@ -310,7 +310,8 @@ class Client:
 
     @property
     def can_submit(self) -> bool:
-        return bool(self.serving_groups)
+        serving = enumerate(row[StatusBoard.SERVING] for row in self._rows)
+        return any(not self._cores.is_dead(group, number) for group, number in serving)
 
     def place_again(self, stream: OutputStream, submitted: SubmittedRequest) -> None:
         stream.place = self._choose(submitted)

@@ -40,11 +40,12 @@ class ExpiringTable:
     def __init__(self, rows: npt.NDArray[np.uint64], own: slice) -> None:
         self._rows = rows
         self._own = rows[own]
+        self._expiries = rows[:, 2]
 
     @property
     def is_empty(self) -> bool:
         """Returns whether no entry is valid now."""
-        return int(self._rows[:, 2].max()) <= time.monotonic_ns()
+        return int(self._expiries.max()) <= time.monotonic_ns()
 
     def add(self, key: bytes, seconds: float) -> None:
         """Adds an entry, in the place of the one that expires first."""

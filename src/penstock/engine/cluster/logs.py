@@ -18,6 +18,8 @@ LOGGER = logging.getLogger("penstock.engine")
 def event(name: str, level: int = logging.INFO, **fields: object) -> None:
     """Logs an event. `fields` follow it as `name=value`; of an exception, its text: handlers may keep the record, and
     an exception holds the frames that it passed, with the channels' ends in them."""
+    if not LOGGER.isEnabledFor(level):
+        return
     texts = {field: str(value) if isinstance(value, BaseException) else value for field, value in fields.items()}
     LOGGER.log(level, name, extra={"fields": texts})
 

@@ -59,6 +59,7 @@ class Scheduler:
         self._config = config
         self._size = size
         self._spare = batch.blocks // SPARE  # blocks
+        self._full_step_tokens = config.full_step_tokens or tokens
         self._max_in_flight = 2 if config.has_overlap else 1
         self._requests: dict[tuple[int, int], Request] = {}  # those that are open
         self._submitted = 0  # requests so far
@@ -155,10 +156,11 @@ class Scheduler:
         rows = self._batch.rows.size - len(self._removed_slots)
         advancing = rows - len(self._awaiting_result) - len(out_of_blocks)
         budget = self._config.max_num_batched_tokens - (advancing - len(self._prefilling))
+        whole = budget
         if self._prefilling:
             budget = self._schedule_prefills(builder, budget)
         if can_admit and not out_of_blocks and len(preempted) == for_priority:  # else there is no room
-            self._admit_waiting(builder, budget, rows)
+            self._admit_waiting(builder, budget, rows, whole - budget)
         for sample in preempted:  # not before: their step is the next one at the earliest
             self._queue.put_aside(sample)
         assert advancing or self._awaiting_result or not rows, "no sample advances"
@@ -294,8 +296,11 @@ class Scheduler:
     def _blocks_for(self, sample: Sample) -> int:
         return -(-self._known(sample) // self._size)
 
-    def _admit_waiting(self, builder: StepBuilder, budget: int, rows: int) -> None:
-        while budget > 0:
+    def _admit_waiting(self, builder: StepBuilder, budget: int, rows: int, scheduled: int) -> None:
+        """Admits samples until the step is full. `scheduled`: tokens of prompts that the step computes already.
+
+        Further prompts would only delay the first tokens of those in a full step."""
+        while budget > 0 and scheduled < self._full_step_tokens:
             sample = self._queue.next(builder.free_slots)
             if sample is None or (sample.slot is None and not builder.free_slots):
                 return
@@ -315,6 +320,7 @@ class Scheduler:
             chunk = self._chunk(sample, computed, budget)
             self._admit(builder, sample, np.concatenate((cached, new)), computed, chunk)
             budget -= chunk
+            scheduled += chunk
             rows += 1
 
     def _admit(self, builder: StepBuilder, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:

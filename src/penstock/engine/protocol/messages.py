@@ -220,6 +220,7 @@ class Ready(msgspec.Struct, array_like=True, frozen=True):
     model: Natural = 0  # `ModelFingerprint.word` of the files that it has loaded; 0: a simulated device has none
     dtype: str = "float32"  # of the model
     kv_epoch: bytes | None = None  # of the rank's pages, which outlive the worker; None: they do not
+    full_step_tokens: Natural | None = None  # see `Device.full_step_tokens`
 
 
 class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):

@@ -117,6 +117,7 @@ FIELDS = {
     "json_schema": "json_schema",
     "ebnf": "grammar",
 }
+_PATHS = [(path, kind, *path.partition(".")[::2]) for path, kind in FIELDS.items()]
 
 
 class GrammarFields(msgspec.Struct, kw_only=True):
@@ -135,8 +136,7 @@ class GrammarFields(msgspec.Struct, kw_only=True):
         sources = []
         if self.response_format is not None and self.response_format.type != "text":
             sources.append(_source_of(self.response_format))
-        for path, kind in FIELDS.items():
-            outer, _, inner = path.partition(".")
+        for path, kind, outer, inner in _PATHS:
             value = getattr(self, outer)
             if inner and value is not None:
                 value = getattr(value, inner)

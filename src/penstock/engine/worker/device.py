@@ -65,6 +65,11 @@ class Device(Protocol):
         Longer prompts have other keys from their first token on, and share no cached blocks with shorter ones."""
 
     @property
+    def full_step_tokens(self) -> int | None:
+        """Returns the number of tokens from which on a step takes time in proportion to its tokens; None: the more
+        tokens in a step, the less time for each."""
+
+    @property
     def model(self) -> int:
         """Returns `ModelFingerprint.word` of the files that the device has loaded; 0: it is simulated."""
 

@@ -53,6 +53,7 @@ if TYPE_CHECKING:  # these import Triton and llguidance
     from penstock.engine.worker.cuda.steps import CudaSteps
     from penstock.engine.worker.grammars import TokenMasks
 
+FULL_STEP_TOKENS = 512  # of a CPU: linear layers of 64 rows reach 98 % of the rate of 259, with AVX-512 and bfloat16
 CPU_SHARE = 0.3  # of the memory that is available
 KEPT_NBYTES = 256 << 20  # of a CUDA device, for what graphs have beside their memory
 _NO_IDS = torch.zeros(0, dtype=torch.int32)
@@ -106,6 +107,7 @@ class ModelRunner:
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
+        self.full_step_tokens = FULL_STEP_TOKENS if where.type == "cpu" else None
         self._prompt_lengths = np.zeros(slots, np.intp)
         self.tune_after: float | None = None
         self.block_size = block_size

@@ -144,6 +144,7 @@ class SimulatedRunner:
         self.vocabulary = 1 << 31  # its rule takes any number
         self.max_short_prompt = None
         self.dtype, self.kv_epoch = "float32", None
+        self.full_step_tokens = None
         self.model = 0
         self.encodings = EncodingCounts()  # it encodes none
         self.tune_after = None

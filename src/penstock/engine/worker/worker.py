@@ -183,7 +183,7 @@ class Worker:
         self._inbox = GroupSender(group.inbox.open_sender(cluster.worker_lane(me.index), name=name), me, patience)
         self._results = GroupSender(group.results.open_sender(name=name), me, patience) if me.index == 0 else None
         facts = device.blocks, device.vocabulary, device.max_short_prompt, device.model, device.dtype, device.kv_epoch
-        ready = Ready(me.index, *facts)
+        ready = Ready(me.index, *facts, device.full_step_tokens)
         self._inbox.send(ready, config.start_timeout)
         event("worker ready", blocks=device.blocks)
         first = self._steps.receive()

@@ -95,7 +95,7 @@ class Sampling(GrammarFields, kw_only=True):
 
     def params(self, max_tokens: int | None, logprobs: int | None, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""
-        kwargs = {name: getattr(self, name) for name in _PASSED_THROUGH if getattr(self, name) is not None}
+        kwargs = {name: value for name in _PASSED_THROUGH if (value := getattr(self, name)) is not None}
         kwargs = {**defaults, **kwargs, "max_tokens": max_tokens, "logprobs": logprobs}
         if kwargs.get("top_k") == -1:  # as others say it
             kwargs["top_k"] = 0

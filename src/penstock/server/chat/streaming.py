@@ -11,7 +11,6 @@ import functools
 import logging
 import sys
 import time
-from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -73,7 +72,6 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
         is_working = False
         is_gone = watching.done()
         watching.cancel()
-        await asyncio.gather(watching, return_exceptions=True)
     if not is_gone:
         return result
     if cancels and sys.version_info >= (3, 11):
@@ -112,8 +110,8 @@ class LatencyRecorder:
         self._row = row
         self._began = began
         self._times: dict[tuple[OutputStream, int], _Times] = {}  # by sample of a stream
-        self._ended: Counter[OutputStream] = Counter()  # samples of each stream
-        self._longest: Counter[OutputStream] = Counter()  # tokens of a sample of each stream
+        self._ended: dict[OutputStream, int] = {}  # samples of each stream
+        self._longest: dict[OutputStream, int] = {}  # tokens of a sample of each stream
 
     def chunk(self, stream: OutputStream, chunk: OutputChunk) -> None:
         now, many = time.monotonic(), len(chunk.ids)
@@ -133,14 +131,14 @@ class LatencyRecorder:
             engine[Served.PROMPT_TOKENS_CACHED] += stream.cached_tokens
         if chunk.reason is not None:
             engine = self._row.engines[stream.group]
-            self._ended[stream] += 1
+            self._ended[stream] = self._ended.get(stream, 0) + 1
             Served.REQUEST.observe(engine.words, now - self._began)
             Served.PER_OUTPUT_TOKEN.observe(engine.words, times.mean if times is not None else 0.0)
             self._count_lengths(stream, engine, 0 if times is None else times.first_tokens + times.later_tokens)
             engine.finish(chunk.reason.name.lower())
 
     def _count_lengths(self, stream: OutputStream, engine: Served, tokens: int) -> None:
-        longest = self._longest[stream] = max(self._longest[stream], tokens)
+        longest = self._longest[stream] = max(self._longest.get(stream, 0), tokens)
         Served.PROMPT_LENGTHS.observe(engine.words, stream.prompt_tokens)
         Served.GENERATED_LENGTHS.observe(engine.words, tokens)
         if self._ended[stream] == stream.samples:
@@ -161,7 +159,7 @@ class LatencyRecorder:
 
     def _give_up(self, batch: RequestStreams, reason: str) -> None:
         for stream in batch.streams.values():
-            self._row.engines[stream.group].finish(reason, stream.samples - self._ended[stream])
+            self._row.engines[stream.group].finish(reason, stream.samples - self._ended.get(stream, 0))
 
 
 def usage_of(*streams: OutputStream) -> dict[str, Any]:
@@ -193,7 +191,7 @@ class RequestStreams:
         self.streams: dict[int, OutputStream] = {}  # of the prompts that have been submitted, by their numbers
         self._submits = submits
         self._scopes = scopes
-        self._room = asyncio.Semaphore(max_open)
+        self._max_open = max_open
 
     @property
     def is_single(self) -> bool:
@@ -215,7 +213,8 @@ class RequestStreams:
                     yield 0, chunk
             return
         queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]] = asyncio.Queue(1)
-        pumps = [asyncio.ensure_future(self._pump(prompt, queue)) for prompt in range(len(self._submits))]
+        room = asyncio.Semaphore(self._max_open)
+        pumps = [asyncio.ensure_future(self._pump(prompt, queue, room)) for prompt in range(len(self._submits))]
         left = len(pumps)
         try:
             while left:
@@ -231,16 +230,13 @@ class RequestStreams:
                 pump.cancel()
             await asyncio.gather(*pumps, return_exceptions=True)
 
-    async def _answer(self, prompt: int) -> AsyncGenerator[OutputChunk, None]:
-        async with self._room, await self._submits[prompt]() as stream:
-            self.streams[prompt] = stream
-            async for chunk in stream:
-                yield chunk
-
-    async def _pump(self, prompt: int, queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]]) -> None:
+    async def _pump(
+        self, prompt: int, queue: asyncio.Queue[tuple[int, OutputChunk | Exception | None]], room: asyncio.Semaphore
+    ) -> None:
         try:
-            async with contextlib.aclosing(self._answer(prompt)) as chunks:
-                async for chunk in chunks:
+            async with room, await self._submits[prompt]() as stream:
+                self.streams[prompt] = stream
+                async for chunk in stream:
                     await queue.put((prompt, chunk))
             await queue.put((prompt, None))
         except Exception as error:
@@ -279,30 +275,33 @@ class SSEResponse:
         return True
 
     async def _send_chunks(self, send: Send, write: Callable[[bytes], bool] | None) -> bytes:
-        """Sends all events but the last one, which it returns. `write` sends without this task; None: there is none."""
-        has_begun = False
+        """Sends all events but the last ones, which it returns: one write less for each answer. `write` sends without
+        this task; None: there is none."""
+        has_begun, last = False, b""
         try:
             with self._latencies.watching(self._batch):
                 async with contextlib.aclosing(self._batch.chunks()) as chunks:
                     async for prompt, chunk in chunks:
-                        self._latencies.chunk(self._batch.streams[prompt], chunk)
+                        stream = self._batch.streams[prompt]
+                        self._latencies.chunk(stream, chunk)
                         if not has_begun:
                             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
                             has_begun = True
                             if write is not None and self._batch.is_single:
-                                stream = self._batch.streams[prompt]
                                 stream.deliver_to(functools.partial(self._deliver, stream, write))
-                        if chunk.utf8:
+                        if self._batch.is_single and stream.is_over:
+                            last += chunk.utf8
+                        elif chunk.utf8:
                             await send({"type": "http.response.body", "body": chunk.utf8, "more_body": True})
         except EngineError as error:
             if not has_begun:
                 raise
             self.status_code = error.status
-            return b"data: %b\n\n" % engine_failed(error, self._request_id).body
+            return last + b"data: %b\n\n" % engine_failed(error, self._request_id).body
         if not self._includes_usage:
-            return DONE
+            return last + DONE
         usage = msgspec.json.encode(usage_of(*self._batch.streams.values()))
-        return b'data: %b,"choices":[],"usage":%b}\n\n' % (self._head, usage) + DONE
+        return b'%bdata: %b,"choices":[],"usage":%b}\n\n%b' % (last, self._head, usage, DONE)
 
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────

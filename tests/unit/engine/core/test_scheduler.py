@@ -17,7 +17,7 @@ from penstock.engine.protocol.messages import SamplingParams, StepDone, Submit
 from tests.property.device import BLOCK_SIZE, EOS, MAX_MODEL_LEN, Core, answer, image
 
 
-def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: bool) -> Core:
+def core(blocks: int = 100, slots: int = 4, budget: int = 40, **config: int) -> Core:
     return Core(random.Random(1), blocks, slots, max_num_batched_tokens=budget, **config)
 
 
@@ -60,6 +60,20 @@ def test_decodes_go_first_and_prompts_get_what_is_left_of_the_budget() -> None:
         steps(engine_core, 1)
         counts.append(engine_core.schedule.counts[:3].tolist())
     assert counts == [[1, 15, 0], [1, 15, 0], [1, 1, 14], [1, 1, 14], [1, 1, 2]]
+    engine_core.drain()
+
+
+def test_full_step_admits_no_more_prompts() -> None:
+    engine_core = core(slots=5, full_step_tokens=16)
+    engine_core.submit(patient(1, 8))
+    steps(engine_core, 1)
+    for number, length in enumerate((10, 10, 10, 30), start=2):
+        engine_core.submit(patient(number, length))
+    counts = []
+    for _ in range(3):
+        steps(engine_core, 1)
+        counts.append(engine_core.schedule.counts[:5].tolist())
+    assert counts == [[1, 10, 10, 0, 0], [1, 1, 1, 10, 27], [1, 1, 1, 1, 3]]
     engine_core.drain()
 
 

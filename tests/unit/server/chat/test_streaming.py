@@ -157,6 +157,7 @@ async def test_finished_lines_are_passed_on_and_usage_and_an_end_follow() -> Non
     assert parsed["usage"]["prompt_tokens_details"] == {"cached_tokens": 3}
     assert (b"x-accel-buffering", b"no") in connection.sent[0]["headers"]  # a proxy passes events on as they come
     assert connection.sent[0]["status"] == 200 and connection.sent[-1]["more_body"] is False
+    assert [message["type"] for message in connection.sent] == ["http.response.start", "http.response.body"]
 
 
 @in_a_loop

@@ -2,12 +2,13 @@
 
 import asyncio
 import contextlib
+import itertools
 import json
 import logging
 import re
 import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -207,6 +208,28 @@ async def test_first_requests_of_a_burst_are_answered_before_the_last_start() ->
     started, answered = ([path for kind, path in events if kind == what] for what in ("started", "answered"))
     assert started == answered and len(answered) == burst
     assert events.index(("answered", started[0])) < events.index(("started", started[-1]))
+
+
+@in_a_loop
+async def test_large_burst_starts_a_share_of_the_waiting_in_a_pass() -> None:
+    started = 0
+
+    class Exchange:
+        async def run(self, app: Any) -> None:
+            nonlocal started
+            started += 1
+
+    state, waiting = connection.ServerState(echo, 1, 1.0), 100 * connection.BURST_SHARE
+    for _ in range(waiting):
+        state.start(cast(Any, Exchange()))
+    counts = [0]
+    while started < waiting:
+        await asyncio.sleep(0)
+        counts.append(started)
+    passes = [after - before for before, after in itertools.pairwise(counts) if after > before]
+    rest = waiting - connection.MAX_STARTED
+    assert passes[:2] == [connection.MAX_STARTED, rest // connection.BURST_SHARE]
+    assert min(passes[:-1]) == connection.MAX_STARTED
 
 
 def test_nothing_after_the_last_request_is_answered() -> None:

@@ -46,7 +46,7 @@ def test_every_route_is_in_the_document_and_no_other() -> None:
     api = ApiServer(config, ServerOptions(), client, builder, tally, board, 0)
     routes = {
         (route.path.replace(":path", ""), method.lower())
-        for route in api.app().routes
+        for route in api.routes().routes
         if isinstance(route, Route) and route.path != openapi.PATH
         for method in (route.methods or set()) - {"HEAD"}
     }
