@@ -21,3 +21,10 @@ def test_script_prints_only_help_for_help(script: Path, tmp_path: Path) -> None:
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert len(SCRIPTS) >= 10 and not done.stdout.startswith("#") and len(done.stdout.split()) > 10
+
+
+def test_unknown_kind_of_tests_is_refused_by_name_before_any_begins() -> None:
+    """The name comes last: of all other kinds each is known."""
+    done = subprocess.run(["scripts/test", "all,nowhere"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("there is no kind nowhere of tests")
