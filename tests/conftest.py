@@ -169,15 +169,8 @@ def belongings() -> Counter[str]:
 
 @pytest.fixture(scope="session", autouse=True)
 def warmed_up() -> None:
-    """Starts what a process starts once and keeps: our watcher of deaths, and multiprocessing's tracker.
-
-    What has been imported by now is passed over by collections of garbage: with torch and transformers each took a
-    third of a second, and every test begins with one.
-    """
+    """Starts what a process starts once and keeps: our watcher of deaths, and multiprocessing's tracker."""
     import penstock
-
-    gc.collect()
-    gc.freeze()
 
     assert Path("/proc/thread-self/children").exists(), "this kernel does not tell who our children are"
     multiprocessing.resource_tracker.ensure_running()
@@ -188,6 +181,16 @@ def warmed_up() -> None:
     receiver.receive(timeout=1)
     for end in (sender, receiver, channel):
         end.close()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def frozen_heap() -> None:
+    """Lets collections of garbage pass over what lives when a module begins.
+
+    After thousands of tests, or with torch, a collection of the whole heap takes a third of a second.
+    """
+    gc.collect()
+    gc.freeze()
 
 
 @contextlib.contextmanager

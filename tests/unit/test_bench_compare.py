@@ -20,8 +20,9 @@ from penstock.lowlevel import OutOfStep
 
 
 @pytest.fixture(autouse=True)
-def without_a_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def small_and_without_a_peer(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.delenv(peer_python.VARIABLE, raising=False)
+    monkeypatch.setattr(comparison, "LONG_PROMPT", 400)  # tokens; the edit distance takes their square
     yield
     vllm_peer.close()
 
@@ -235,7 +236,6 @@ def test_codec_prints_a_line_of_json_for_every_format_and_draws_a_chart(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(collective, "python_with", missing_torch)
-    monkeypatch.setattr(comparison, "LONG_PROMPT", 400)
     codec.main(["--json", "--requests", "2,3", "--rounds", "1", "--plot", str(tmp_path / "x.svg")])
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert {row["bench"] for row in rows} == {"codec"}
@@ -247,7 +247,6 @@ def test_codec_prints_a_line_of_json_for_every_format_and_draws_a_chart(
 
 def test_codec_prints_tables_without_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setattr(collective, "python_with", missing_torch)
-    monkeypatch.setattr(comparison, "LONG_PROMPT", 400)
     codec.main(["--requests", "2", "--rounds", "1"])
     printed = capsys.readouterr().out
     assert "Decode step of 2 requests, no new blocks" in printed and "times ours" in printed

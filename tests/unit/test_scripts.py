@@ -1,11 +1,13 @@
 """Scripts print help, and do nothing else, for `--help`."""
 
 import os
+import re
 import subprocess
 from pathlib import Path
 
 import pytest
 
+from tests.imports import file_of, imports
 from tests.test_architecture import ROOT
 
 SCRIPTS = [path for path in sorted((ROOT / "scripts").iterdir()) if os.access(path, os.X_OK) and path.name != "prose"]
@@ -21,3 +23,23 @@ def test_script_prints_only_help_for_help(script: Path, tmp_path: Path) -> None:
     done = subprocess.run([script, "--help"], capture_output=True, text=True, timeout=60, env=environment, cwd=ROOT)
     assert (done.returncode, done.stderr) == (0, ""), done.stdout
     assert len(SCRIPTS) >= 10 and not done.stdout.startswith("#") and len(done.stdout.split()) > 10
+
+
+def test_unknown_kind_of_tests_is_refused_by_name_before_any_begins() -> None:
+    """The name comes last: of all other kinds each is known."""
+    done = subprocess.run(["scripts/test", "all,nowhere"], capture_output=True, text=True, timeout=60, cwd=ROOT)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr.startswith("there is no kind nowhere of tests")
+
+
+def test_model_tests_import_only_what_makes_their_stage_run() -> None:
+    """`make test` leaves `model` out when none of these paths changed."""
+    paths = re.search(r'\[model\]="([^"]+)"', (ROOT / "scripts" / "test").read_text())[1].split()
+    assert all((ROOT / path).exists() for path in paths)
+    waiting = list((ROOT / "tests" / "model").glob("*.py"))
+    known = set(waiting)
+    while waiting:
+        more = {file for name in imports(waiting.pop()) if (file := file_of(name))} - known
+        known |= more
+        waiting += more
+    assert not [str(file) for file in known if not any(file.is_relative_to(ROOT / path) for path in paths)]
