@@ -150,7 +150,7 @@ def test_parsed_answer_goes_on_when_resumed_after_any_id(tools: str, params: dic
 @pytest.mark.parametrize("style", [Style.CHAT, Style.TEXT])
 def test_reasoning_is_counted_in_ids_up_to_its_end(style: Style) -> None:
     text = "<think>one two é</think>three"
-    chunk_format = ChunkFormat(style, HEAD, answer=AnswerFormat(reasoning="qwen3"))
+    chunk_format = ChunkFormat(style, HEAD, answer=AnswerFormat("hermes", "qwen3"))
     for interval in (1, 4):
         scene = Scene(text, chunk_format, interval)
         texts = scene.run()
