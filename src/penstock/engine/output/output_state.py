@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, SampleEnd
 from penstock.engine.output.logprobs_json import LogprobsWriter
@@ -18,6 +19,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
     Abort,
     Began,
+    ChunkFormat,
     Delta,
     FinishReason,
     Ints,
@@ -103,15 +105,22 @@ class OutputState:
         self._firsts[slot] = char_bloom("".join(stop[0] for stop in params.stop))
         self._started[slot] = started
         self._texts[slot] = None
-        chunk_format = started.chunk_format
-        has_lines = chunk_format is not None and chunk_format.style != Style.TEXT
-        self._writers[slot] = ChunkWriter(chunk_format, started.sample) if chunk_format and has_lines else None
+        self._writers[slot] = None
         self._marks[slot] = self._reasoning[slot] = 0
-        if chunk_format is not None and chunk_format.answer is not None:
-            self._parsers[slot] = AnswerParser(chunk_format.answer, started.sample)
+        if started.chunk_format is not None:
+            self._choose_writer(slot, started.chunk_format, started.sample)
         if started.generated:
             self._replay(slot, started)
         self._choose_kind(slot)
+
+    def _choose_writer(self, slot: int, chunk_format: ChunkFormat, sample: int) -> None:
+        answer = chunk_format.answer
+        if chunk_format.style != Style.TEXT:
+            self._writers[slot] = ChunkWriter(chunk_format, sample)
+        elif answer is not None:  # the server parses the text: only the reasoning matters here
+            answer = None if answer.reasoning is None else replace(answer, tools=None)
+        if answer is not None:
+            self._parsers[slot] = AnswerParser(answer, sample)
 
     def _replay(self, slot: int, started: Started) -> None:
         """Brings a resumed sample to its state after the ids that it has generated: their text has been delivered.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -188,8 +189,10 @@ def _json_of(value: str, kind: str) -> str:
     except (ValueError, RecursionError):
         pass
     try:
-        value = ast.literal_eval(plain) if len(plain) < MAX_LITERAL else value
-        return msgspec.json.encode(value).decode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            literal = ast.literal_eval(plain) if len(plain) < MAX_LITERAL else value
+        return msgspec.json.encode(literal).decode()
     except Exception:  # of many kinds, for a text that is no Python
         return msgspec.json.encode(value).decode()
 
