@@ -22,6 +22,7 @@ from penstock.engine.protocol.option import (
     check_options,
     option_field,
     parse_human_int,
+    parse_object,
 )
 from penstock.environment import TENSOR_TRANSPORT
 
@@ -150,6 +151,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of tokens of a prompt and its answer; 1k is 1,000 and 1K is 1,024"""
     generation_config: Annotated[str, Option("model", choices=("auto", "vllm"))] = "auto"
     """Source of sampling defaults: auto reads generation_config.json of the model, vllm uses OpenAI's"""
+    override_generation_config: Annotated[
+        dict[str, Any] | None, Option("model", metavar="JSON", parse=parse_object, if_absent="none")
+    ] = None
+    """Sampling defaults that take precedence over that source, by the names of generation_config.json, as in
+    {"temperature": 0.5}"""
     enforce_eager: Annotated[bool, Option("model")] = False
     """Run every step eagerly on a CUDA device; steps are not replayed from CUDA graphs"""
     device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"

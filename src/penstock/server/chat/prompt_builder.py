@@ -52,11 +52,13 @@ class Tokenizer(Protocol):
         """Renders a conversation. Raises ApiError."""
 
 
-def build_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Loads the model's tokenizer. For a simulated device without one, the ids of a text are its bytes."""
+def build_tokenizer(config: EngineConfig, chat_template: str = "") -> Tokenizer:
+    """Loads the model's tokenizer. For a simulated device without one, the ids of a text are its bytes.
+
+    `chat_template`: in place of the model's; "": the model's."""
     if config.simulated is not None and not (Path(config.model) / "tokenizer.json").exists():
         return NumberTokenizer(config.simulated.vocabulary)
-    return ModelTokenizer(config)
+    return ModelTokenizer(config, chat_template)
 
 
 class NumberTokenizer:
@@ -77,11 +79,11 @@ class NumberTokenizer:
 
 
 class ModelTokenizer:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, chat_template: str = "") -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
         self.tokenizer = load_tokenizer(config)
         self._bound = length_bound(Path(config.model) / "tokenizer.json")
-        self._template = ChatTemplate(Path(config.model))
+        self._template = ChatTemplate(Path(config.model), chat_template)
         self.vocab_size = _most_ids(config)
 
     def encode(self, text: str, add_special: bool) -> list[int]:
@@ -118,12 +120,12 @@ class ChatTemplate:
     each server process.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, template: str = "") -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render: Any = render_jinja_template  # its annotation of the result is wrong
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
-        self._template = _template(directory, tokenizer_config)
+        self._template = template or _template(directory, tokenizer_config)
         self._special = {
             name: _text(token) for name, token in tokenizer_config.items() if name.endswith("_token") and token
         }

@@ -21,6 +21,7 @@ from penstock.server.chat.data_urls import LONG, extract_data_urls
 from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
 from penstock.server.errors import ApiError, body_error
+from penstock.server.options import MAX_LOGPROBS
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -30,7 +31,6 @@ MAX_PROMPTS = 128
 MAX_STOPS = 64
 MAX_CHARACTERS = 1024  # of one of them, and of what a client is called
 MAX_IDS = 1024  # with a bias, or that stop
-MAX_LOGPROBS = 20  # besides the sampled token
 TOKENS_OF_A_COMPLETION = 16  # by default; a chat may continue up to the model's maximum length
 
 # What a header, a line of a log and JSON hold as it is.

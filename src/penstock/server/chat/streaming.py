@@ -107,10 +107,13 @@ class LatencyRecorder:
     Times are those at which chunks are passed on: they include the delay of a client that reads slowly.
     """
 
-    def __init__(self, row: ProcessCounters, began: float) -> None:
+    def __init__(self, row: ProcessCounters, began: float, logged_id: str | None = None) -> None:
+        """`logged_id`: of the request, which is logged when it ends; None: it is not."""
+        self._logged_id = logged_id
         self._row = row
         self._began = began
         self._times: dict[tuple[OutputStream, int], _Times] = {}  # by sample of a stream
+        self._reasons: set[str] = set()
         self._ended: Counter[OutputStream] = Counter()  # samples of each stream
         self._longest: Counter[OutputStream] = Counter()  # tokens of a sample of each stream
 
@@ -136,7 +139,9 @@ class LatencyRecorder:
             Served.REQUEST.observe(engine.words, now - self._began)
             Served.PER_OUTPUT_TOKEN.observe(engine.words, times.mean if times is not None else 0.0)
             self._count_lengths(stream, engine, 0 if times is None else times.first_tokens + times.later_tokens)
-            engine.finish(chunk.reason.name.lower())
+            reason = chunk.reason.name.lower()
+            self._reasons.add(reason)
+            engine.finish(reason)
 
     def _count_lengths(self, stream: OutputStream, engine: Served, tokens: int) -> None:
         longest = self._longest[stream] = max(self._longest[stream], tokens)
@@ -148,15 +153,36 @@ class LatencyRecorder:
     @contextlib.contextmanager
     def watching(self, batch: RequestStreams) -> Iterator[None]:
         """Counts the sequences that do not end in the block, by an error of the engine or because the client left."""
+        reason = ""
         try:
             yield
         except EngineError as error:
+            reason = "error"
             if error.status >= 500:
                 self._give_up(batch, "error")
             raise
         except BaseException:
+            reason = "abort"
             self._give_up(batch, "abort")
             raise
+        finally:
+            if self._logged_id is not None:
+                self._log(batch, self._logged_id, reason)
+
+    def _log(self, batch: RequestStreams, request_id: str, reason: str) -> None:
+        """`reason`: of the end; "": each sample has its own."""
+        streams = batch.streams.values()
+        first = min((times.first for times in self._times.values()), default=None)
+        event(
+            "request",
+            request_id=request_id,
+            prompt_tokens=sum(stream.prompt_tokens for stream in streams),
+            cached_tokens=sum(stream.cached_tokens for stream in streams),
+            completion_tokens=sum(stream.completion_tokens for stream in streams),
+            first_token_s=None if first is None else round(first - self._began, 6),
+            seconds=round(time.monotonic() - self._began, 6),
+            reason=reason or "+".join(sorted(self._reasons)),
+        )
 
     def _give_up(self, batch: RequestStreams, reason: str) -> None:
         for stream in batch.streams.values():

@@ -59,6 +59,7 @@ from penstock.server.http.endpoint import (
     DirectPosts,
     Endpoint,
     RequestIds,
+    RootPath,
     account_of,
     client_of,
     cors,
@@ -131,13 +132,15 @@ class ApiServer:
                 Route(f"/dashboard/{name}", Endpoint(self._admission, "dashboard", answer), methods=["GET"])
                 for name, answer in (("data", self._dashboard.data), ("history", self._dashboard.history))
             ),
-            openapi.route(bool(self._options.api_keys)),
+            openapi.route(self._options),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
         ]
         self._paths = [route.path.replace(":path", "") for route in routes]
-        middleware = [Middleware(RequestIds), *cors(self._options), Middleware(DirectPosts, endpoints=posts)]
+        root_path = self._options.root_path
+        roots = [Middleware(RootPath, root_path=root_path)] if root_path else []
+        middleware = [*roots, Middleware(RequestIds), *cors(self._options), Middleware(DirectPosts, endpoints=posts)]
         return Starlette(routes=routes, middleware=middleware, exception_handlers={HTTPException: self._no_route})
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
@@ -161,18 +164,27 @@ class ApiServer:
         async with self._bodies.receive(request) as body:
             chat = await self._bodies.decode(request, body, ChatRequest)
             self._require_model(chat.model)
-            params = chat.sampling(self._defaults)
+            params = self._checked(chat.sampling(self._defaults), "top_logprobs")
             conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages))
             body.clear()  # its strings are held, and twice would be too much
             limit = self._limit(chat, params, "messages")
             grammar = await self._grammars.check(chat.answer_grammar(params))
-            prompt = await self._prompt(request, conversation, chat.template_options, chat, limit)
+            options = {**self._options.default_chat_template_kwargs, **chat.template_options}
+            prompt = await self._prompt(request, conversation, options, chat, limit)
             chat.messages = []  # media are long, and it may take long to answer
         try:
             return await self._generate(request, Style.CHAT, chat, params, [prompt], "messages", grammar)
         except BaseException:
             prompt.release()
             raise
+
+    def _checked(self, params: SamplingParams, param: str) -> SamplingParams:
+        """Returns `params`. Raises ApiError if they ask for too many log-probabilities."""
+        limit = self._options.max_logprobs
+        if params.logprobs is not None and params.logprobs > limit:
+            message = f"expected at most {limit} log-probabilities (--max-logprobs), got {params.logprobs} at $.{param}"
+            raise ApiError(400, message, param=param)
+        return params
 
     async def _prompt(
         self,
@@ -197,7 +209,7 @@ class ApiServer:
         async with self._bodies.receive(request) as body:
             completion = await self._bodies.decode(request, body, CompletionRequest)
             self._require_model(completion.model)
-            params = completion.sampling(self._defaults)
+            params = self._checked(completion.sampling(self._defaults), "logprobs")
             embeds = completion.take_embeds()
             texts = await self._bodies.run(request, body, functools.partial(completion.prompts, len(embeds)))
             limit = self._limit(completion, params, "prompt")
@@ -241,13 +253,14 @@ class ApiServer:
             params.require_choice(self._config.end_ids, self._reader.tokenizer.vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="allowed_token_ids") from None
-        latencies = LatencyRecorder(self._row, request.state.began)
         short, name = NAMES[style]
         if sampling.request_id is not None and not request.state.is_named:
             if not is_valid(sampling.request_id):  # a trailing line end, which the pattern accepts
                 raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
             request.state.request_id = sampling.request_id
         request_id: str = request.state.request_id
+        logged_id = request_id if self._options.enable_log_requests else None
+        latencies = LatencyRecorder(self._row, request.state.began, logged_id)
         answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         answer["model"] = sampling.model or self._name
         account = account_of(request, sampling.user, bool(self._options.api_keys))
@@ -371,7 +384,8 @@ class ApiServer:
             if isinstance(content, str):
                 ids = await self._reader.ids(content, tokenize.add_special_tokens is not False)
             else:
-                prompt = await self._prompt(request, content, tokenize.chat_template_kwargs or {}, tokenize)
+                options = {**self._options.default_chat_template_kwargs, **(tokenize.chat_template_kwargs or {})}
+                prompt = await self._prompt(request, content, options, tokenize)
                 prompt.release()
                 ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
@@ -394,7 +408,7 @@ class ApiServer:
         }
 
     async def _show_start(self, request: Request) -> Response:
-        return RedirectResponse("/dashboard")
+        return RedirectResponse(f"{self._options.root_path}/dashboard")
 
     async def _show_metrics(self, request: Request) -> Answer:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

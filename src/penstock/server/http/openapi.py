@@ -19,6 +19,7 @@ from penstock.server.chat import request_fields, response_schema
 from penstock.server.chat.request_schema import DECODERS, ChatRequest, CompletionRequest, TokenizeRequest
 from penstock.server.errors import RETRIED
 from penstock.server.http.dashboard import DashboardData
+from penstock.server.options import ServerOptions
 from penstock.server.status.history import HistoryView
 
 PATH = "/openapi.json"
@@ -41,9 +42,9 @@ OF_A_BODY = tuple(REFUSALS)
 OF_A_QUESTION = (401, 500)
 
 
-def route(has_keys: bool) -> Route:
+def route(options: ServerOptions) -> Route:
     """Returns the route of the document, which is built at the first request and does not change after it."""
-    document = functools.cache(lambda: msgspec.json.encode(documented(has_keys)))
+    document = functools.cache(lambda: msgspec.json.encode(documented(options)))
     assert penstock.__version__  # found now: an upgrade may replace the package while the server runs
 
     async def document_response(request: Request) -> Response:
@@ -52,25 +53,34 @@ def route(has_keys: bool) -> Route:
     return Route(PATH, document_response, methods=["GET"])
 
 
-def documented(has_keys: bool) -> dict[str, Any]:
+def documented(options: ServerOptions) -> dict[str, Any]:
     kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DashboardData, HistoryView, *response_schema.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     for kind in DECODERS:
         schemas[kind.__name__]["properties"] = request_fields.properties() | schemas[kind.__name__]["properties"]
+    for kind, name in ((ChatRequest, "top_logprobs"), (CompletionRequest, "logprobs")):
+        _set_maximum(schemas[kind.__name__]["properties"][name], options.max_logprobs)
     return {
         "openapi": "3.1.0",
+        "servers": [{"url": options.root_path or "/"}],
         "info": {
             "title": "Penstock",
             "version": penstock.__version__,
             "description": "OpenAI's API. Fields that are not named here are ignored; the answer names them in its "
             f"header {request_fields.HEADER}.",
         },
-        "paths": _paths(has_keys),
+        "paths": _paths(bool(options.api_keys)),
         "components": {
             "schemas": schemas,
             "securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _set_maximum(schema: dict[str, Any], maximum: int) -> None:
+    for variant in schema["anyOf"]:
+        if variant.get("type") == "integer":
+            variant["maximum"] = maximum
 
 
 def _paths(has_keys: bool) -> dict[str, Any]:

@@ -28,6 +28,7 @@ from penstock.server.chat.request_schema import (
 )
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
+from penstock.server.options import ServerOptions
 
 SERVE = Path(__file__).parents[4] / "docs/howto/serve.md"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -145,7 +146,7 @@ def test_names_of_unknown_fields_fit_a_header_whatever_they_are(caplog: pytest.L
 
 
 def test_the_document_lists_every_field_with_what_passes() -> None:
-    schemas = openapi.documented(False)["components"]["schemas"]
+    schemas = openapi.documented(ServerOptions())["components"]["schemas"]
     for kind, names in FIELDS.items():
         listed = schemas[kind.__name__]["properties"]
         tables = NEUTRAL_ONLY.keys() | IGNORED
