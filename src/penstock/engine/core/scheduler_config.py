@@ -20,6 +20,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_prefix_cache: bool = True  # False: blocks are shared only within a request
     has_overlap: bool = True  # a step is planned while the one before it runs
     max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
+    scores_prompts: bool = True  # the device computes log-probabilities of prompts
     output_processors: int = 1
 
     @classmethod
@@ -33,5 +34,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             has_prefix_cache=config.enable_prefix_caching,
             has_overlap=config.async_scheduling,
             max_short_prompt=ready[0].max_short_prompt,
+            scores_prompts=config.device == "cpu",
             output_processors=max(1, config.output_processors),
         )

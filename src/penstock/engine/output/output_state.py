@@ -11,6 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from penstock.engine.output.logprobs_json import LogprobsWriter
 from penstock.engine.protocol.columns import Index, LogprobRows
@@ -23,6 +24,7 @@ from penstock.engine.protocol.messages import (
     FinishReason,
     Ints,
     Logprobs,
+    PromptLogprobs,
     Requests,
     Slots,
     Started,
@@ -32,6 +34,7 @@ from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, char_
 from penstock.engine.text.sse_chunks import MIDDLE, ChunkWriter
 from penstock.errors import DecodeError
 
+NO_IDS: Ints = np.zeros(0, np.int32)
 NO_SLOTS: Index = np.zeros(0, np.intp)
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets text: alone; or from the tables, without a chunk or in a chunk
 
@@ -60,7 +63,7 @@ class HeldOutput(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """At most one Delta for each server; for the core, the samples ended by a stop string."""
+    """One Delta with rows, at most, for each server; for the core, the samples ended by a stop string."""
 
     deltas: list[tuple[int, Delta]]
     aborts: list[Abort]
@@ -196,7 +199,7 @@ class OutputState:
         aborts = self._aborts(rows.slots[stopped]) if stopped else []
         if rows.waiting:
             rows = rows.of(np.delete(np.arange(rows.slots.size), rows.waiting))
-        deltas = self._deltas(rows, without_token)
+        deltas = self._prompt_deltas(tokens.prompt_logprobs) + self._deltas(rows, without_token)
         for row in rows.ends:
             self._end(int(rows.slots[row]))
         return Outputs(deltas, aborts)
@@ -335,6 +338,15 @@ class OutputState:
                 (server, own_rows.delta(*columns, [row for row in without_token if row.server == server], began))
             )
         return deltas
+
+    def _prompt_deltas(self, prompts: tuple[PromptLogprobs, ...]) -> list[tuple[int, Delta]]:
+        """Returns a Delta without rows for each entry of an open sample."""
+        return [
+            (int(self._servers[slot]), Delta(0, NO_IDS, b"", prompt_logprobs=(replace(entry, number=request),)))
+            for entry in prompts
+            for slot, request in ((entry.number, int(self._requests[entry.number])),)
+            if self._is_open[slot]
+        ]
 
     def _began(self, slots: Index) -> Began | None:
         """Returns the rows with the first id of a sample, if the cache had tokens of its prompt."""

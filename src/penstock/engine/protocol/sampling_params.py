@@ -37,6 +37,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    prompt_logprobs: int | None = None  # how many besides the token itself, of each token of the prompt but the first
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -83,4 +84,5 @@ _LIMITS = (
     ("max_tokens", 1.0, _MAX_INT),
     ("min_tokens", 0.0, _MAX_INT),
     ("logprobs", 0.0, _MAX_INT),
+    ("prompt_logprobs", 0.0, _MAX_INT),
 )

@@ -48,8 +48,10 @@ class Tokenizer(Protocol):
     def min_tokens(self, text: str) -> int:
         """Returns a lower bound of the number of ids of a text, much faster than `encode`."""
 
-    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        """Renders a conversation. Raises ApiError."""
+    def chat(
+        self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
+        """Renders a conversation; `is_continued`: the last message stays open. Raises ApiError."""
 
 
 def build_tokenizer(config: EngineConfig, chat_template: str = "") -> Tokenizer:
@@ -73,8 +75,12 @@ class NumberTokenizer:
     def min_tokens(self, text: str) -> int:
         return len(text)
 
-    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+    def chat(
+        self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
         text = "".join(f"{message['role']}: {join_texts(message['content'])}\n" for message in messages)
+        if is_continued:
+            return text[:-1]
         return f"{text}assistant:" if is_answered else text
 
 
@@ -95,8 +101,10 @@ class ModelTokenizer:
     def min_tokens(self, text: str) -> int:
         return 0 if self._bound is None else self._bound.min_tokens(text)
 
-    def chat(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
-        return self._template.prompt(messages, is_answered, options)
+    def chat(
+        self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
+        return self._template.prompt(messages, is_answered, options, is_continued)
 
 
 def _most_ids(config: EngineConfig) -> int:
@@ -133,7 +141,9 @@ class ChatTemplate:
         self._takes_text = self._shows(MARK)
         self._takes_parts = self._shows([{"type": "text", "text": MARK}])
 
-    def prompt(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+    def prompt(
+        self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
         """Renders a conversation. Raises ApiError."""
         if self._template is None:
             raise ApiError(400, "the model has no chat template: use /v1/completions", param="messages")
@@ -142,14 +152,20 @@ class ChatTemplate:
             message = f"{sorted(reserved)[0]} is set by the server: expected another name"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
         try:
-            return self._rendered(self._to_template_format(messages), is_answered, options)
+            return self._rendered(self._to_template_format(messages), is_answered, options, is_continued)
         except Exception as error:  # whatever a template does with what a client has sent
             raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
 
-    def _rendered(self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any]) -> str:
+    def _rendered(
+        self, messages: list[dict[str, Any]], is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
         variables = {**self._special, **options}
         rendered, _ = self._render(
-            [messages], chat_template=self._template, add_generation_prompt=is_answered, **variables
+            [messages],
+            chat_template=self._template,
+            add_generation_prompt=is_answered,
+            continue_final_message=is_continued,
+            **variables,
         )
         prompt: str = rendered[0]
         return prompt
@@ -223,6 +239,7 @@ class PromptBuilder:
         add_special: bool = False,
         limit: Limit | None = None,
         client: str = "",
+        is_continued: bool = False,
     ) -> Prompt:
         """Returns the prompt, which the caller releases unless it submits it. `client`: takes turns with others in the
         use of memory. Raises ApiError."""
@@ -230,7 +247,7 @@ class PromptBuilder:
             where, _, kind = conversation.media[0]
             message = f"expected text, got {kind.described} at $.{where}: this model takes none"
             raise ApiError(400, message, param=where)
-        work = functools.partial(self.tokenizer.chat, conversation.messages, is_answered, options)
+        work = functools.partial(self.tokenizer.chat, conversation.messages, is_answered, options, is_continued)
         text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
         if not conversation.media or self._media is None:
             return Prompt(await self.ids(text, add_special, limit))
@@ -270,6 +287,13 @@ class PromptBuilder:
             if tokens > limit.tokens:
                 raise context_length_exceeded(self._config.max_model_len, tokens, limit, at_least=True)
         return await self.in_a_thread(lambda: self.tokenizer.encode(prompt, add_special))
+
+    async def text(self, ids: list[int]) -> str:
+        """Returns the text of ids, with special tokens."""
+        tokenizer = self.tokenizer.tokenizer
+        if tokenizer is None:  # the ids of a text are its bytes
+            return bytes(token_id % 256 for token_id in ids).decode(errors="replace")
+        return await self.in_a_thread(lambda: str(tokenizer.decode(ids, skip_special_tokens=False)))
 
     async def vocabulary(self) -> Vocabulary:
         """Returns the texts of all ids, loaded at the first request with log-probabilities."""

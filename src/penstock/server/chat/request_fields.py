@@ -31,7 +31,7 @@ _EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": _EMPTY,
-    "echo": _EMPTY,
+    "echo": _EMPTY,  # by completions it is honoured
     "function_call": ("none", "auto"),
     "functions": _EMPTY,
     "modalities": ([], ["text"]),
@@ -44,7 +44,7 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     # vLLM
     "bad_words": _EMPTY,
     "chat_template": _EMPTY,
-    "continue_final_message": _EMPTY,
+    "continue_final_message": _EMPTY,  # by chats it is honoured
     "documents": _EMPTY,
     "ec_transfer_params": _EMPTY,
     "guided_whitespace_pattern": _EMPTY,
@@ -54,10 +54,8 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "media_io_kwargs": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
     "prompt_embeds": _EMPTY,  # by completions it is honoured
-    "prompt_logprobs": (False,),
     "repetition_detection": _EMPTY,
     "return_prompt_text": _EMPTY,
-    "return_token_ids": _EMPTY,
     "return_token_strs": _EMPTY,
     "return_tokens_as_token_ids": _EMPTY,
     "routed_experts_prompt_start": _EMPTY,

@@ -64,21 +64,35 @@ class AnswerMessage(ResponseModel):
     content: str
 
 
-class ChatChoice(FinishedChoice):
+class ChatChoice(FinishedChoice, kw_only=True):
     message: AnswerMessage
     logprobs: ChatLogprobs | None
+    token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(ResponseModel):
     text_offset: list[Natural]
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(FinishedChoice):
+class PromptLogprob(ResponseModel):
+    logprob: float
+    rank: Natural
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+Ids = list[Natural]
+
+
+class CompletionChoice(FinishedChoice, kw_only=True):
     text: str
     logprobs: CompletionLogprobs | None
+    token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionBase(ResponseModel):
@@ -88,9 +102,11 @@ class CompletionBase(ResponseModel):
     usage: Usage
 
 
-class ChatCompletion(CompletionBase):
+class ChatCompletion(CompletionBase, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextCompletion(CompletionBase):
@@ -143,11 +159,25 @@ class TokenizeResponse(ResponseModel):
     tokens: list[Natural]
 
 
+class DetokenizeResponse(ResponseModel):
+    prompt: str
+
+
+class Version(ResponseModel):
+    version: str
+
+
+class Load(ResponseModel):
+    server_load: Natural
+
+
 class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
     created: Natural
     owned_by: str
+    root: str
+    parent: None
     max_model_len: Natural
 
 
@@ -196,5 +226,6 @@ class HealthResponse(Readiness):
 
 ALL = (
     *(ErrorResponse, ChatCompletion, ChatChunk, TextCompletion, CompletionChunk, TokenizeResponse),
+    *(DetokenizeResponse, Version, Load),
     *(ModelCard, ModelList, Live, Readiness, HealthResponse),
 )

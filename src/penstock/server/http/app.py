@@ -22,6 +22,7 @@ from starlette.requests import Request
 from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 
+import penstock
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import OutputStream
 from penstock.engine.cluster.status_board import StatusBoard
@@ -30,17 +31,19 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import ChunkFormat, SamplingParams, Style
 from penstock.engine.text.grammar_fields import Grammar
 from penstock.server.chat.grammars import GrammarChecker
+from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.media_prompts import Prompt
 from penstock.server.chat.prompt_builder import PromptBuilder
+from penstock.server.chat.prompt_fields import PromptFields
 from penstock.server.chat.request_schema import (
     ChatRequest,
     CompletionRequest,
     Conversation,
+    DetokenizeRequest,
     Sampling,
     TokenizeRequest,
 )
 from penstock.server.chat.streaming import (
-    LatencyRecorder,
     RequestStreams,
     SSEResponse,
     StreamedChoice,
@@ -69,13 +72,16 @@ from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import ServerCounters
+from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.server_info import served_name
 
 MAX_PATH = 256  # compared characters of an unknown path
 MAX_SHARE = 2  # the prompts of one request take at most 1/MAX_SHARE of all slots at a time
 LIKE = 0.75  # minimum similarity of the nearest route; missing routes of OpenAI's API are less similar
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
+
+
+COMPLETION_CHUNK = b'data: %b,"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n'
 
 
 class ApiServer:
@@ -99,6 +105,7 @@ class ApiServer:
         self._client = client
         self._reader = reader
         self._row = tally.rows[me]
+        self._tally = tally
         self._defaults = config.sampling_defaults.explicit
         self._slots = config.max_num_seqs * config.all_groups
         self._metrics = Metrics(tally, board, served_name(config, options), segments)
@@ -119,6 +126,7 @@ class ApiServer:
             "/v1/chat/completions": Endpoint(self._admission, "chat", self._chat),
             "/v1/completions": Endpoint(self._admission, "completions", self._completions),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
+            "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
         }
         routes = [
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()),
@@ -133,6 +141,9 @@ class ApiServer:
                 for name, answer in (("data", self._dashboard.data), ("history", self._dashboard.history))
             ),
             openapi.route(self._options),
+            Route("/version", self._show_version, methods=["GET"]),
+            Route("/load", Endpoint(self._admission, "load", self._show_load), methods=["GET"]),
+            Route("/ping", self._health.ready, methods=["GET", "POST"]),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
@@ -181,9 +192,10 @@ class ApiServer:
     def _checked(self, params: SamplingParams, param: str) -> SamplingParams:
         """Returns `params`. Raises ApiError if they ask for too many log-probabilities."""
         limit = self._options.max_logprobs
-        if params.logprobs is not None and params.logprobs > limit:
-            message = f"expected at most {limit} log-probabilities (--max-logprobs), got {params.logprobs} at $.{param}"
-            raise ApiError(400, message, param=param)
+        for name, number in ((param, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if number is not None and number > limit:
+                message = f"expected at most {limit} log-probabilities (--max-logprobs), got {number} at $.{name}"
+                raise ApiError(400, message, param=name)
         return params
 
     async def _prompt(
@@ -195,9 +207,15 @@ class ApiServer:
         limit: Limit | None = None,
     ) -> Prompt:
         """Returns the prompt of a conversation, which the caller submits or releases."""
-        is_answered, add_special = body.add_generation_prompt is not False, body.add_special_tokens is True
+        is_continued, add_special = bool(body.continue_final_message), body.add_special_tokens is True
+        if is_continued and body.add_generation_prompt:
+            name = "continue_final_message"
+            raise ApiError(400, f"expected {name} or add_generation_prompt, got both", param=name)
+        is_answered = body.add_generation_prompt is not False and not is_continued
         client = getattr(body, "user", None) or client_of(request)
-        reading = self._reader.conversation(conversation, is_answered, options, add_special, limit, client)
+        reading = self._reader.conversation(
+            conversation, is_answered, options, add_special, limit, client, is_continued
+        )
         if not conversation.media:
             return await reading
         try:
@@ -246,6 +264,7 @@ class ApiServer:
         param: str,
         grammar: Grammar | None,
     ) -> Answer:
+        fields = PromptFields(sampling, style == Style.CHAT)
         prompts = [self._truncated(prompt, sampling, params) for prompt in prompts]
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
@@ -267,15 +286,23 @@ class ApiServer:
         submit = functools.partial(self._submit, sampling, params, request_id, account, grammar)
         if not sampling.stream:
             batch = self._batch(submit, params, prompts)
-            return await cancel_on_disconnect(
-                request.receive, self._whole(style, batch, params, len(prompts), answer, latencies)
-            )
+            ids = [prompt.ids for prompt in prompts]
+            whole = self._whole(style, batch, params, ids, answer, latencies, fields)
+            return await cancel_on_disconnect(request.receive, whole)
         if style == Style.CHAT:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
         nothing_yet = b',"usage":null' if sampling.includes_usage else b""
         batch = self._batch(submit, params, prompts, ChunkFormat(style, head + nothing_yet))
-        return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id)
+        first = await self._echoed(fields, prompts, params.n, head + nothing_yet) if fields.echoes else b""
+        return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id, first)
+
+    async def _echoed(self, fields: PromptFields, prompts: Sequence[Prompt], samples: int, head: bytes) -> bytes:
+        """Returns a chunk with its prompt for each choice."""
+        vocabulary = await self._reader.vocabulary()
+        texts = [fields.echoed(number, prompt.ids, vocabulary) for number, prompt in enumerate(prompts)]
+        encoded = [msgspec.json.encode(text) for text in texts for _ in range(samples)]
+        return b"".join(COMPLETION_CHUNK % (head, index, text) for index, text in enumerate(encoded))
 
     def _batch(
         self,
@@ -360,19 +387,23 @@ class ApiServer:
         style: Style,
         batch: RequestStreams,
         params: SamplingParams,
-        prompts: int,
+        prompts: Sequence[list[int]],
         answer: dict[str, Any],
         latencies: LatencyRecorder,
+        fields: PromptFields,
     ) -> Response:
-        choices = await collect(batch, prompts, params.n, latencies)
-        vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
+        choices = await collect(batch, len(prompts), params.n, latencies)
+        vocabulary = None
+        if params.logprobs is not None or fields.needs_vocabulary:
+            vocabulary = await self._reader.vocabulary()
         build_choice = StreamedChoice.of_chat if style == Style.CHAT else StreamedChoice.of_completion
         answer["choices"] = []
         for index, choice in enumerate(choices):
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
-            answer["choices"].append(build_choice(choice, index, vocabulary))
+            answer["choices"].append(build_choice(choice, index, None if params.logprobs is None else vocabulary))
         answer["usage"] = usage_of(*batch.streams.values())
+        fields.add_to(answer, choices, prompts, batch.streams, vocabulary)
         return _json(answer)
 
     # ── what is known ──
@@ -390,6 +421,20 @@ class ApiServer:
                 ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
 
+    async def _detokenize(self, request: Request) -> Answer:
+        async with self._bodies.receive(request) as body:
+            detokenize = await self._bodies.decode(request, body, DetokenizeRequest)
+            self._require_model(detokenize.model)
+            ids = await self._reader.ids(detokenize.tokens)
+        return _json({"prompt": await self._reader.text(ids)})
+
+    async def _show_version(self, request: Request) -> Response:
+        return _json({"version": penstock.__version__})
+
+    async def _show_load(self, request: Request) -> Answer:
+        open_requests = sum(row[ProcessCounters.OPEN] for row in self._tally.rows)
+        return _json({"server_load": open_requests - 1})  # without this request
+
     async def _list_models(self, request: Request) -> Answer:
         return _json({"object": "list", "data": [self._described(name) for name in self._names]})
 
@@ -404,6 +449,8 @@ class ApiServer:
             "object": "model",
             "created": self._started,
             "owned_by": "penstock",
+            "root": self._config.model or self._name,
+            "parent": None,
             "max_model_len": self._config.max_model_len,
         }
 

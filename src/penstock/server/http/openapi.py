@@ -16,7 +16,13 @@ from starlette.routing import Route
 
 import penstock
 from penstock.server.chat import request_fields, response_schema
-from penstock.server.chat.request_schema import DECODERS, ChatRequest, CompletionRequest, TokenizeRequest
+from penstock.server.chat.request_schema import (
+    DECODERS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from penstock.server.errors import RETRIED
 from penstock.server.http.dashboard import DashboardData
 from penstock.server.options import ServerOptions
@@ -54,7 +60,7 @@ def route(options: ServerOptions) -> Route:
 
 
 def documented(options: ServerOptions) -> dict[str, Any]:
-    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DashboardData, HistoryView, *response_schema.ALL)
+    kinds = (*DECODERS, DashboardData, HistoryView, *response_schema.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     for kind in DECODERS:
         schemas[kind.__name__]["properties"] = request_fields.properties() | schemas[kind.__name__]["properties"]
@@ -120,6 +126,10 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
         "/tokenize": {"post": post("The ids of a text", TokenizeRequest, response_schema.TokenizeResponse)},
+        "/detokenize": {"post": post("The text of ids", DetokenizeRequest, response_schema.DetokenizeResponse)},
+        "/version": {"get": get("The version", response_schema.Version, is_open=True)},
+        "/load": {"get": get("Open requests", response_schema.Load, *OF_A_QUESTION)},
+        "/ping": {method: health("As /health/ready", response_schema.Readiness) for method in ("get", "post")},
         "/v1/models": {"get": get("All models", response_schema.ModelList, *OF_A_QUESTION)},
         "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
         "/metrics": {"get": get("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
