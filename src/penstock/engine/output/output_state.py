@@ -153,7 +153,7 @@ class OutputState:
         elif writer is None:
             self._kinds[slot] = PLAIN
         else:
-            self._kinds[slot] = WRAPPED if writer.has_begun else ALONE
+            self._kinds[slot] = WRAPPED if writer.has_begun and writer.is_plain else ALONE
 
     def _finish(self, slot: int, reason: FinishReason) -> list[FinishedWithoutToken]:
         """Ends a sample without another token. Returns nothing of one that a stop string has ended."""
@@ -161,7 +161,8 @@ class OutputState:
         if started is None:
             return []
         text = "".join(held.texts)
-        written = text.encode() if writer is None else writer.chunk(text, None, None)
+        count = int(self._generated[slot])
+        written = text.encode() if writer is None else writer.chunk(text, None, None, held.ids, count)
         self._end(slot)
         return [FinishedWithoutToken(started.server, started.request, started.sample, reason, held.ids, written)]
 
@@ -251,7 +252,9 @@ class OutputState:
             if writer is None:
                 rows.texts[row] = shown.encode()
             else:
-                rows.texts[row] = writer.chunk(shown, logprobs.get(row), None if end is None else end.reason)
+                ids = [*rows.earlier.get(row, ()), int(rows.ids[row])]
+                reason = None if end is None else end.reason
+                rows.texts[row] = writer.chunk(shown, logprobs.get(row), reason, ids, int(self._generated[slot]))
             self._choose_kind(slot)
         return stopped
 

@@ -55,6 +55,8 @@ class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):
     style: Style
     head: bytes  # the beginning of each chunk: a JSON object without its last brace
     first_index: Natural = 0  # of its choices: one answer may have several requests
+    prompt_tokens: Natural | None = None  # for the usage in each chunk; None: the chunks have none
+    has_ids: bool = False  # each chunk has its token ids
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):

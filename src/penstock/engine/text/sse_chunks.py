@@ -5,6 +5,8 @@ The server says what each line begins with (`ChunkFormat.head`), and writes the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.engine.protocol.messages import ChunkFormat, FinishReason, Style
 from penstock.engine.text.detokenizer import json_escape
 
@@ -23,8 +25,12 @@ REASONS = {
 LOGPROBS = b',"logprobs":'
 
 
+END = b"}\n\n"
+USAGE = b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
+
+
 def _end(reason: bytes) -> bytes:
-    return b',"finish_reason":%b}]}\n\n' % reason
+    return b',"finish_reason":%b}]' % reason + END
 
 
 MIDDLE = _end(REASONS[None])
@@ -42,6 +48,9 @@ class ChunkWriter:
         self.before_logprobs = (b'"}' if self.is_chat else b'"') + LOGPROBS
         self.back = self.before_logprobs + b"null" + MIDDLE
         self.has_begun = not self.is_chat  # the first chunk of a chat has the role
+        self.has_ids = chunk_format.has_ids
+        self._prompt_tokens = chunk_format.prompt_tokens
+        self.is_plain = not self.has_ids and self._prompt_tokens is None  # `front` and `back` are all but the text
         self.offset = 0  # characters written so far, for the log-probabilities of a completion
 
     def resume(self, length: int, has_logprobs: bool) -> None:
@@ -49,9 +58,17 @@ class ChunkWriter:
         self.has_begun = self.has_begun or length > 0 or has_logprobs
         self.offset += length
 
-    def chunk(self, text: str, logprobs: bytes | None, reason: FinishReason | None) -> bytes:
-        """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities."""
-        if not (text or logprobs or reason):
+    def chunk(
+        self,
+        text: str,
+        logprobs: bytes | None,
+        reason: FinishReason | None,
+        ids: Sequence[int] = (),
+        generated: int = 0,
+    ) -> bytes:
+        """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities. `ids`: the
+        token ids of the chunk, and `generated`: how many the sample has so far."""
+        if not (text or logprobs or reason or (self.has_ids and ids)):
             return b""
         if not self.is_chat:
             body = b'"text":"%b"' % json_escape(text)
@@ -63,4 +80,10 @@ class ChunkWriter:
         else:
             body = b'"delta":{}'
         self.offset += len(text)
-        return self._start + body + LOGPROBS + (logprobs or b"null") + _end(REASONS[reason])
+        if self.has_ids:
+            body += b',"token_ids":[%b]' % b",".join(b"%d" % token_id for token_id in ids)
+        end = _end(REASONS[reason])
+        if self._prompt_tokens is not None:
+            counts = self._prompt_tokens, generated, self._prompt_tokens + generated
+            end = end.removesuffix(END) + USAGE % counts + END
+        return self._start + body + LOGPROBS + (logprobs or b"null") + end

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
+import msgspec
+
 from penstock.engine.client.stream import OutputStream
 from penstock.engine.protocol.messages import PromptLogprobs
 from penstock.engine.text.detokenizer import Vocabulary
@@ -47,7 +49,6 @@ class PromptFields:
         self.is_prompt_alone = completion is not None and completion.max_tokens == 0
         if request.stream:
             for name, is_wanted in (
-                ("return_token_ids", self._has_ids),
                 ("prompt_logprobs", self._has_logprobs),
                 ("logprobs", self._has_echoed_logprobs),
                 ("max_tokens", self.is_prompt_alone),
@@ -59,6 +60,22 @@ class PromptFields:
     @property
     def needs_vocabulary(self) -> bool:
         return self.echoes or self._has_logprobs
+
+    def first_chunks(
+        self, head: bytes, prompts: Sequence[list[int]], samples: int, vocabulary: Vocabulary | None
+    ) -> bytes:
+        """Returns a chunk for each choice of a stream, with its prompt. `vocabulary`: for `echo`."""
+        chunks = []
+        for number, ids in enumerate(prompts):
+            own: dict[str, Any] = {"logprobs": None, "finish_reason": None}
+            text = "" if vocabulary is None else self.echoed(number, ids, vocabulary)
+            own |= {"delta": {"content": ""}} if self._is_chat else {"text": text}
+            ids_of_prompt = {"prompt_token_ids": ids} if self._has_ids else {}
+            for index in range(number * samples, (number + 1) * samples):
+                choice = {"index": index, **own, **({} if self._is_chat else ids_of_prompt)}
+                end = {"choices": [choice], **(ids_of_prompt if self._is_chat else {})}
+                chunks.append(b"data: %b,%b\n\n" % (head, msgspec.json.encode(end)[1:]))
+        return b"".join(chunks)
 
     def add_to(
         self,

@@ -86,7 +86,7 @@ IGNORED: frozenset[str] = frozenset(
         # OpenAI: what is kept, billed or counted elsewhere, and hints
         *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
-        *("stream_options.continuous_usage_stats", "stream_options.include_obfuscation"),
+        "stream_options.include_obfuscation",
         # vLLM and SGLang: where and in which pieces an answer is made, and what only fields read that are refused
         *("data_parallel_rank", "guided_decoding_backend", "include_reasoning"),
         *(

@@ -54,6 +54,7 @@ Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, Fals
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampling(GrammarFields, kw_only=True):
@@ -94,6 +95,11 @@ class Sampling(GrammarFields, kw_only=True):
     @property
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
+
+    @property
+    def counts_usage(self) -> bool:
+        """Returns whether each chunk has the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
     def params(self, max_tokens: int | None, logprobs: int | None, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""

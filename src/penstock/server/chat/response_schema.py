@@ -36,7 +36,7 @@ class Usage(ResponseModel):
     prompt_tokens: Natural
     completion_tokens: Natural
     total_tokens: Natural
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET  # not in chunks amid a stream
 
 
 class FinishedChoice(ResponseModel):
@@ -124,6 +124,7 @@ class ChunkBase(ResponseModel, kw_only=True):
 
 class ChoiceBase(ResponseModel, kw_only=True):
     index: Natural
+    token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
     finish_reason: Literal["stop", "length"] | None
 
 
@@ -138,11 +139,13 @@ class ChatStep(ChoiceBase, kw_only=True):
 
 
 class ChatChunk(ChunkBase, kw_only=True):
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion.chunk"]
     choices: list[ChatStep]
 
 
 class CompletionStep(ChoiceBase, kw_only=True):
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
     text: str
     logprobs: CompletionLogprobs | None
 

@@ -81,9 +81,6 @@ LIKE = 0.75  # minimum similarity of the nearest route; missing routes of OpenAI
 NAMES = {Style.CHAT: ("chatcmpl", "chat.completion"), Style.COMPLETION: ("cmpl", "text_completion")}
 
 
-COMPLETION_CHUNK = b'data: %b,"choices":[{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}]}\n\n'
-
-
 class ApiServer:
     """The routes of a server process, and the state of all routes."""
 
@@ -292,17 +289,14 @@ class ApiServer:
         if style == Style.CHAT:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
-        nothing_yet = b',"usage":null' if sampling.includes_usage else b""
-        batch = self._batch(submit, params, prompts, ChunkFormat(style, head + nothing_yet))
-        first = await self._echoed(fields, prompts, params.n, head + nothing_yet) if fields.echoes else b""
+        nothing_yet = b',"usage":null' if sampling.includes_usage and not sampling.counts_usage else b""
+        chunk_format = ChunkFormat(style, head + nothing_yet, has_ids=bool(sampling.return_token_ids))
+        batch = self._batch(submit, params, prompts, chunk_format, counts_usage=sampling.counts_usage)
+        first = b""
+        if fields.echoes or sampling.return_token_ids:
+            vocabulary = await self._reader.vocabulary() if fields.echoes else None
+            first = fields.first_chunks(head + nothing_yet, [prompt.ids for prompt in prompts], params.n, vocabulary)
         return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id, first)
-
-    async def _echoed(self, fields: PromptFields, prompts: Sequence[Prompt], samples: int, head: bytes) -> bytes:
-        """Returns a chunk with its prompt for each choice."""
-        vocabulary = await self._reader.vocabulary()
-        texts = [fields.echoed(number, prompt.ids, vocabulary) for number, prompt in enumerate(prompts)]
-        encoded = [msgspec.json.encode(text) for text in texts for _ in range(samples)]
-        return b"".join(COMPLETION_CHUNK % (head, index, text) for index, text in enumerate(encoded))
 
     def _batch(
         self,
@@ -310,8 +304,14 @@ class ApiServer:
         params: SamplingParams,
         prompts: Sequence[Prompt],
         chunk_format: ChunkFormat | None = None,
+        *,
+        counts_usage: bool = False,
     ) -> RequestStreams:
-        formats = [chunk_format and replace(chunk_format, first_index=n * params.n) for n in range(len(prompts))]
+        lengths = [len(prompt.ids) if counts_usage else None for prompt in prompts]
+        formats = [
+            chunk_format and replace(chunk_format, first_index=number * params.n, prompt_tokens=length)
+            for number, length in enumerate(lengths)
+        ]
         submits = [
             functools.partial(submit, *prompt_and_format) for prompt_and_format in zip(prompts, formats, strict=True)
         ]
@@ -432,8 +432,7 @@ class ApiServer:
         return _json({"version": penstock.__version__})
 
     async def _show_load(self, request: Request) -> Answer:
-        open_requests = sum(row[ProcessCounters.OPEN] for row in self._tally.rows)
-        return _json({"server_load": open_requests - 1})  # without this request
+        return _json({"server_load": sum(row[ProcessCounters.OPEN] for row in self._tally.rows)})
 
     async def _list_models(self, request: Request) -> Answer:
         return _json({"object": "list", "data": [self._described(name) for name in self._names]})

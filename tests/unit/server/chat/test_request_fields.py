@@ -65,7 +65,7 @@ def body_of(kind: type, **fields: Any) -> bytes:
 
 def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
     honoured = FIELDS[ChatRequest] | FIELDS[CompletionRequest]
-    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - {"prompt_embeds"}:
+    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - {"prompt_embeds", "echo", "continue_final_message"}:
         assert (name in honoured) + (name in NEUTRAL_ONLY) + (name in IGNORED) == 1, name
     for kind in (ChatRequest, TokenizeRequest):
         assert not FIELDS[kind] & (NEUTRAL_ONLY.keys() | IGNORED)
