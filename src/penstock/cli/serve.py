@@ -31,8 +31,10 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
+        from penstock.engine.hub_model import with_hub_model
         from penstock.server import server_launcher
 
+        options = with_hub_model(options)
         return server_launcher.run(
             server_args.engine_config(options), server_args.server_options(options), options.ray_address, options.notes
         )

@@ -10,7 +10,9 @@ from typing import NamedTuple
 MANUAL = "docs/howto/from-vllm.md"
 
 DIFFERENCES = {
-    "MODEL": "a directory; nothing is downloaded. It comes before the options. Without it a bundled model is served",
+    "MODEL": "a directory, or a name on a hub. It comes before the options. Without it a bundled model is served",
+    "--revision": "",
+    "--download-dir": "",
     "--dtype": "`auto` is the type that `config.json` names, also where that is float32",
     "--max-model-len": "at most 4,096 unless it is given; `auto` and -1 are refused",
     "--generation-config": "`auto` or `vllm`, no path",
@@ -104,8 +106,8 @@ UNSUPPORTED = (
         "the template of the model or of `--chat-template`; its form is found by a trial",
     ),
     Absent(
-        "--tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --revision --code-revision "
-        "--trust-remote-code --hf-overrides --hf-config-path --hf-token --config-format --load-format --download-dir "
+        "--tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --code-revision "
+        "--trust-remote-code --hf-overrides --hf-config-path --hf-token --config-format --load-format "
         "--model-loader-extra-config --ignore-patterns --model-impl --rope-scaling --rope-theta",
         "a directory with `config.json`, `tokenizer.json` and safetensors; no code of a model is run",
     ),

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.engine import cli_args as engine_args
+from penstock.engine.hub_model import HubOptions
 from penstock.engine.media.image_processor import ImageLimits
 from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.model_dir import takes_images
@@ -57,7 +58,7 @@ class MediaCounts(msgspec.Struct):
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    engine = (EngineConfig, engine_args.DeviceModel, SimulatedDevice, Nodes, node_args.NodeRole)
+    engine = (EngineConfig, engine_args.DeviceModel, SimulatedDevice, HubOptions, Nodes, node_args.NodeRole)
     add_options(parser, GROUPS, (*engine, ServerOptions, MediaCounts, ImageLimits, VideoLimits))
 
 

@@ -138,7 +138,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of an engine on one node."""
 
     model: Annotated[str, Option("model", metavar="MODEL", nargs="?", if_absent="the bundled model")] = ""
-    """Directory of the model: configuration, weights in safetensors, tokenizer"""
+    """Directory of the model (configuration, weights in safetensors, tokenizer), or its name on a hub, as in
+    Qwen/Qwen3-0.6B"""
     simulated: SimulatedDevice | None = None
     """The device that simulates the model; None: the model is computed"""
     dtype: Annotated[

@@ -66,8 +66,8 @@ class ChunkWriter:
         ids: Sequence[int] = (),
         generated: int = 0,
     ) -> bytes:
-        """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities. `ids`: the
-        token ids of the chunk, and `generated`: how many the sample has so far."""
+        """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities. `ids`: of
+        the chunk; `generated`: how many ids the sample has so far."""
         if not (text or logprobs or reason or (self.has_ids and ids)):
             return b""
         if not self.is_chat:

@@ -44,7 +44,6 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     # vLLM
     "bad_words": _EMPTY,
     "chat_template": _EMPTY,
-    "continue_final_message": _EMPTY,  # by chats it is honoured
     "documents": _EMPTY,
     "ec_transfer_params": _EMPTY,
     "guided_whitespace_pattern": _EMPTY,

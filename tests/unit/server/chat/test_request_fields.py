@@ -23,6 +23,7 @@ from penstock.server.chat.request_schema import (
     FIELDS,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     TokenizeRequest,
     decoded,
 )
@@ -59,17 +60,18 @@ def body_of(kind: type, **fields: Any) -> bytes:
         ChatRequest: {"messages": MESSAGES},
         CompletionRequest: {"prompt": "x"},
         TokenizeRequest: {"prompt": "x"},
+        DetokenizeRequest: {"tokens": [1]},
     }[kind]
     return json.dumps({**needed, **fields}).encode()
 
 
 def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
     honoured = FIELDS[ChatRequest] | FIELDS[CompletionRequest]
-    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - {"prompt_embeds", "echo", "continue_final_message"}:
+    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - {"prompt_embeds", "echo"}:
         assert (name in honoured) + (name in NEUTRAL_ONLY) + (name in IGNORED) == 1, name
     for kind in (ChatRequest, TokenizeRequest):
         assert not FIELDS[kind] & (NEUTRAL_ONLY.keys() | IGNORED)
-    assert FIELDS[CompletionRequest] & (NEUTRAL_ONLY.keys() | IGNORED) == {"prompt_embeds"}
+    assert FIELDS[CompletionRequest] & (NEUTRAL_ONLY.keys() | IGNORED) == {"prompt_embeds", "echo"}
 
 
 @pytest.mark.parametrize("kind", DECODERS)
