@@ -19,6 +19,7 @@ from tests.support.loops import in_a_loop  # noqa: E402
 from tests.support.models import ENGINE_SIZES, build_family  # noqa: E402
 
 TEXT = "hello, aaabac world"
+TOKEN_A = 3 + 1 + ord("a") - 0x21  # of `save_tokenizer`
 
 
 async def sent(served: Served, path: str, **body: Any) -> tuple[int, Any]:
@@ -150,6 +151,24 @@ async def final_message_of_a_chat_is_continued(served: Served, path: Path, ids: 
         assert status == 400 and answer["error"]["param"] == param
 
 
+async def bad_words_are_not_generated(served: Served, path: Path, ids: list[int]) -> None:
+    """Here an id is a character: the tokenizer has pairs that begin with an a."""
+
+    def present(text: str) -> list[str]:
+        return [word for word in words if word in text]
+
+    characters = [token_id for token_id in range(4, 98) if token_id != TOKEN_A]
+    body: dict[str, Any] = {"max_tokens": 12, "ignore_eos": True, "allowed_token_ids": characters}
+    words: list[str] = []
+    for _ in range(4):  # each answer has a word that the next one may not have
+        text = (await completed(served, **body, bad_words=words))["choices"][0]["text"]
+        assert not present(text), (words, text)
+        words.append(text[2:4])
+    assert len(set(words)) == 4
+    events = await completed(served, **body, bad_words=words, stream=True)
+    assert not present("".join(event["choices"][0]["text"] for event in events))
+
+
 async def refusals_of_the_history_are_texts(served: Served, path: Path, ids: list[int]) -> None:
     parts = [{"type": "refusal", "refusal": "I will not."}]
     messages = [{"role": "assistant", "content": parts}, {"role": "user", "content": "why"}]
@@ -189,6 +208,7 @@ SCENES = (
     streams_begin_with_an_echoed_prompt,
     streams_count_and_have_the_ids_of_each_chunk,
     final_message_of_a_chat_is_continued,
+    bad_words_are_not_generated,
     refusals_of_the_history_are_texts,
     fields_that_misfit_are_refused_by_name,
     routes_of_vllm_answer,

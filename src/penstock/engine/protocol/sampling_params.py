@@ -37,6 +37,7 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are not generated as a whole
     prompt_logprobs: int | None = None  # how many besides the token itself, of each token of the prompt but the first
 
     def __post_init__(self) -> None:
@@ -49,6 +50,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError(f"expected top_p above 0, got {self.top_p}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"expected min_tokens up to max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if () in self.bad_words_ids:
+            raise ValueError("expected bad_words_ids that are not empty")
         if "" in self.stop:
             raise ValueError("expected stop strings that are not empty")
         if self.stop and not self.detokenize:

@@ -288,6 +288,12 @@ class PromptBuilder:
                 raise context_length_exceeded(self._config.max_model_len, tokens, limit, at_least=True)
         return await self.in_a_thread(lambda: self.tokenizer.encode(prompt, add_special))
 
+    async def bad_words_ids(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the ids of words, each as it is and behind a space, without special tokens."""
+        texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
+        sequences = [tuple(await self.ids(text, add_special=False)) for text in texts]
+        return tuple(dict.fromkeys(filter(None, sequences)))
+
     async def text(self, ids: list[int]) -> str:
         """Returns the text of ids, with special tokens."""
         tokenizer = self.tokenizer.tokenizer

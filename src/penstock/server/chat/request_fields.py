@@ -42,7 +42,6 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
-    "bad_words": _EMPTY,
     "chat_template": _EMPTY,
     "documents": _EMPTY,
     "ec_transfer_params": _EMPTY,

@@ -72,6 +72,7 @@ class Sampling(GrammarFields, kw_only=True):
     frequency_penalty: Penalty | None = None
     seed: Word | None = None
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    bad_words: Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MAX_IDS, extra_json_schema=NUMBERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None

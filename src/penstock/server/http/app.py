@@ -262,6 +262,8 @@ class ApiServer:
         grammar: Grammar | None,
     ) -> Answer:
         fields = PromptFields(sampling, style == Style.CHAT)
+        if sampling.bad_words:
+            params = replace(params, bad_words_ids=await self._reader.bad_words_ids(sampling.bad_words))
         prompts = [self._truncated(prompt, sampling, params) for prompt in prompts]
         for prompt in prompts:
             self._require_room(prompt.ids, params, param)
