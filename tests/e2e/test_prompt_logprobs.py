@@ -63,7 +63,7 @@ def require_those_of_transformers(path: Path, prompt: list[int], rows: dict[int,
         assert [float(row[key]) for key, _ in pairs[1:]] == pytest.approx(values, abs=1e-4)
 
 
-async def asked(client: Client, prompt: list[int], **params: Any) -> dict[int, TokenLogprobs]:
+async def scored(client: Client, prompt: list[int], **params: Any) -> dict[int, TokenLogprobs]:
     sampling = SamplingParams(temperature=0, ignore_eos=True, **{"max_tokens": 30, "prompt_logprobs": COUNT, **params})
     async with await client.submit(prompt, sampling, timeout=2 * START) as stream:
         assert sum([len(chunk.ids) async for chunk in stream]) == sampling.n * (sampling.max_tokens or 0)
@@ -86,8 +86,8 @@ async def test_prompt_logprobs_are_those_of_transformers(name: str, ranks: int, 
                 assert [chunk async for chunk in stream]
         samples = [1, 1, 2, 1, 1, 1]
         results = await asyncio.gather(
-            *(asked(client, text, n=n) for text, n in zip(prompts(5), samples, strict=True)),
-            asked(client, prompts(5)[0], prompt_logprobs=None),
+            *(scored(client, text, n=n) for text, n in zip(prompts(5), samples, strict=True)),
+            scored(client, prompts(5)[0], prompt_logprobs=None),
         )
         assert engine.number(StatusBoard.PREEMPTIONS) > 0
     assert results.pop() == {}

@@ -20,7 +20,7 @@ from tests.support.certificates import make_certificates
 from tests.support.command import COMMAND, serving
 
 SIMULATED = ("--device-model", "simulated", "--step-ms", "1")
-ASKED = {"prompt": "abc", "max_tokens": 3, "logprobs": 21}
+COMPLETION = {"prompt": "abc", "max_tokens": 3, "logprobs": 21}
 
 
 class UnixConnection(http.client.HTTPConnection):
@@ -48,14 +48,14 @@ def test_server_behind_tls_and_a_path_answers_and_logs(tmp_path: Path) -> None:
     with serving(*words, "--client-timeout", "2") as (process, port):
         connection = http.client.HTTPSConnection("127.0.0.1", port, context=context, timeout=30)
         for path in ("/v1/completions", "/models/a/v1/completions"):
-            status, answer, headers = exchanged(connection, path, {**ASKED, "logprobs": None})
+            status, answer, headers = exchanged(connection, path, {**COMPLETION, "logprobs": None})
             assert status == 200 and json.loads(answer)["usage"]["completion_tokens"] == 3
         logged = next(line for line in process.stderr or () if " event=request " in line)
-        status, answer, _ = exchanged(connection, "/v1/completions", ASKED)
+        status, answer, _ = exchanged(connection, "/v1/completions", COMPLETION)
         assert status == 400 and "at most 20 log-probabilities (--max-logprobs), got 21" in answer.decode()
         _, _, headers_of_redirect = exchanged(connection, "/models/a/")
         assert headers_of_redirect["location"] == "/models/a/dashboard"
-        status, _, _ = exchanged(connection, "/v1/completions", {**ASKED, "max_tokens": "x" * 10})
+        status, _, _ = exchanged(connection, "/v1/completions", {**COMPLETION, "max_tokens": "x" * 10})
         assert status == 400
         document = json.loads(exchanged(connection, "/openapi.json")[1])
         assert document["servers"] == [{"url": "/models/a"}]
@@ -94,7 +94,7 @@ def test_server_on_a_unix_socket_takes_the_place_of_a_dead_one(tmp_path: Path) -
                 assert lines[-1], lines
             assert f"url=unix:{path}" in lines[-1] and "no API key is needed" not in "".join(lines)
             with contextlib.closing(UnixConnection(path)) as connection:
-                status, answer, _ = exchanged(connection, "/v1/completions", {**ASKED, "logprobs": None})
+                status, answer, _ = exchanged(connection, "/v1/completions", {**COMPLETION, "logprobs": None})
             assert status == 200 and json.loads(answer)["choices"][0]["finish_reason"] == "length"
             other = subprocess.run(command, capture_output=True, text=True, timeout=60)
             assert other.returncode == 2 and "Address already in use" in other.stderr.splitlines()[0]

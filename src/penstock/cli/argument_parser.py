@@ -15,8 +15,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Options are not abbreviated: `--max-num` is a mistake today, and would be another option's name tomorrow.
     `arguments` are those of all groups, and `commands` has a line and a parser for each name: argparse shows neither.
-    `explain` says of an option of another program what there is instead, or returns None. `prepare` returns the words
-    to parse in place of those of the command line.
+    `explain` names the replacement of an option of another program, or returns None. `prepare` rewrites the words of
+    the command line before parsing.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:

@@ -14,7 +14,7 @@ OPTION = "--config"
 
 
 def with_config_file(words: list[str], parser: ArgumentParser) -> list[str]:
-    """Returns the words of a command line, with those of its file before them. Raises ValueError."""
+    """Returns the words of a command line, behind the words of the file of options. Raises ValueError."""
     rest, paths = [], []
     iterator = iter(words)
     for word in iterator:
@@ -27,7 +27,7 @@ def with_config_file(words: list[str], parser: ArgumentParser) -> list[str]:
     if not paths:
         return rest
     if len(paths) > 1 or not paths[0]:
-        raise ValueError(f"{OPTION}: expected one FILE, got {', '.join(map(repr, paths))}")
+        raise ValueError(f"{OPTION}: expected a single FILE, got {', '.join(map(repr, paths))}")
     fields = _read(paths[0])
     model = fields.pop("model", None)
     actions = {name: action for action in parser.arguments for name in action.option_strings}
@@ -41,7 +41,7 @@ def _read(path: str) -> dict[str, Any]:
     try:
         import yaml
     except ImportError as error:
-        raise ValueError(f"{OPTION} needs PyYAML: {error}: {how_to_install('engine')}") from None
+        raise ValueError(f"{OPTION}: {error}: {how_to_install('engine')}") from None
     try:
         with open(path, encoding="utf-8") as file:
             fields = yaml.safe_load(file)
@@ -53,7 +53,7 @@ def _read(path: str) -> dict[str, Any]:
 
 
 def _words(flag: str, value: Any, actions: Mapping[str, argparse.Action]) -> Iterator[str]:
-    """Yields the words of one option: none for null, and for false where there is no `--no-`."""
+    """Yields the words of an option: none for null, and none for false without a `--no-` option."""
     if value is None or value == []:
         return
     if isinstance(value, bool):

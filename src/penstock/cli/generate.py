@@ -65,7 +65,7 @@ def parse_positive(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from penstock.engine import offline
-    from penstock.engine.hub_model import with_hub_model
+    from penstock.engine.launcher.hub_model import with_hub_model
 
     try:
         options = with_hub_model(options)

@@ -31,7 +31,7 @@ def add_parser(commands: Commands) -> None:
 
 def run(options: argparse.Namespace) -> int:
     try:
-        from penstock.engine.hub_model import with_hub_model
+        from penstock.engine.launcher.hub_model import with_hub_model
         from penstock.server import server_launcher
 
         options = with_hub_model(options)

@@ -66,9 +66,9 @@ DIFFERENCES = {
 
 
 class Absent(NamedTuple):
-    """Options, as words of the command line, and one text for all of them. It may have a backtick pair and no link.
+    """Options, as words of the command line, and a text for all of them. The text may have a backtick pair and no link.
 
-    `values`: those with which such an option is accepted, and has no effect; None: it is refused with every value."""
+    `values`: an option with one of these values is accepted without effect; None: every value is refused."""
 
     options: str
     instead: str
@@ -187,7 +187,7 @@ def explain(option: str) -> str | None:
 
 
 def without_always_on(words: list[str]) -> tuple[list[str], list[str]]:
-    """Returns the words of a command line without the options that change nothing here, and these options."""
+    """Returns the words of a command line without options without effect, and the removed options."""
     rest, accepted = [], []
     iterator = iter(words)
     for word in iterator:

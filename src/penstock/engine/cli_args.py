@@ -9,7 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock.engine.cluster.numa import node_of
-from penstock.engine.hub_model import HubOptions
+from penstock.engine.launcher.hub_model import HubOptions
 from penstock.engine.model_dir import require_length
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.engine.protocol.option import Option, add_options, option_values

@@ -9,7 +9,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.engine import cli_args as engine_args
-from penstock.engine.hub_model import HubOptions
+from penstock.engine.launcher.hub_model import HubOptions
 from penstock.engine.media.image_processor import ImageLimits
 from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.model_dir import takes_images

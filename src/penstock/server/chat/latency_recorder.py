@@ -5,15 +5,11 @@ from __future__ import annotations
 import contextlib
 import time
 from collections import Counter
-from collections.abc import Iterator
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Mapping
 
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.cluster.logs import event
 from penstock.server.status.counters import ProcessCounters, Served
-
-if TYPE_CHECKING:
-    from penstock.server.chat.streaming import RequestStreams
 
 
 class _Times:
@@ -82,7 +78,7 @@ class LatencyRecorder:
             Served.LONGEST_LENGTHS.observe(engine.words, longest)
 
     @contextlib.contextmanager
-    def watching(self, batch: RequestStreams) -> Iterator[None]:
+    def watching(self, streams: Mapping[int, OutputStream]) -> Iterator[None]:
         """Counts the sequences that do not end in the block, by an error of the engine or because the client left."""
         reason = ""
         try:
@@ -90,31 +86,31 @@ class LatencyRecorder:
         except EngineError as error:
             reason = "error"
             if error.status >= 500:
-                self._give_up(batch, "error")
+                self._give_up(streams, "error")
             raise
         except BaseException:
             reason = "abort"
-            self._give_up(batch, "abort")
+            self._give_up(streams, "abort")
             raise
         finally:
             if self._logged_id is not None:
-                self._log(batch, self._logged_id, reason)
+                self._log(streams, self._logged_id, reason)
 
-    def _log(self, batch: RequestStreams, request_id: str, reason: str) -> None:
+    def _log(self, streams: Mapping[int, OutputStream], request_id: str, reason: str) -> None:
         """`reason`: of the end; "": each sample has its own."""
-        streams = batch.streams.values()
+        open_streams = streams.values()
         first = min((times.first for times in self._times.values()), default=None)
         event(
             "request",
             request_id=request_id,
-            prompt_tokens=sum(stream.prompt_tokens for stream in streams),
-            cached_tokens=sum(stream.cached_tokens for stream in streams),
-            completion_tokens=sum(stream.completion_tokens for stream in streams),
+            prompt_tokens=sum(stream.prompt_tokens for stream in open_streams),
+            cached_tokens=sum(stream.cached_tokens for stream in open_streams),
+            completion_tokens=sum(stream.completion_tokens for stream in open_streams),
             first_token_s=None if first is None else round(first - self._began, 6),
             seconds=round(time.monotonic() - self._began, 6),
             reason=reason or "+".join(sorted(self._reasons)),
         )
 
-    def _give_up(self, batch: RequestStreams, reason: str) -> None:
-        for stream in batch.streams.values():
+    def _give_up(self, streams: Mapping[int, OutputStream], reason: str) -> None:
+        for stream in streams.values():
             self._row.engines[stream.group].finish(reason, stream.samples - self._ended[stream])

@@ -166,11 +166,11 @@ class DetokenizeResponse(ResponseModel):
     prompt: str
 
 
-class Version(ResponseModel):
+class ServerVersion(ResponseModel):
     version: str
 
 
-class Load(ResponseModel):
+class ServerLoad(ResponseModel):
     server_load: Natural
 
 
@@ -229,6 +229,6 @@ class HealthResponse(Readiness):
 
 ALL = (
     *(ErrorResponse, ChatCompletion, ChatChunk, TextCompletion, CompletionChunk, TokenizeResponse),
-    *(DetokenizeResponse, Version, Load),
+    *(DetokenizeResponse, ServerVersion, ServerLoad),
     *(ModelCard, ModelList, Live, Readiness, HealthResponse),
 )

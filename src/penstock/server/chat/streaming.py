@@ -206,7 +206,7 @@ class SSEResponse:
         """Sends all events but the last one, which it returns. `write` sends without this task; None: there is none."""
         has_begun = False
         try:
-            with self._latencies.watching(self._batch):
+            with self._latencies.watching(self._batch.streams):
                 async with contextlib.aclosing(self._batch.chunks()) as chunks:
                     async for prompt, chunk in chunks:
                         self._latencies.chunk(self._batch.streams[prompt], chunk)
@@ -315,7 +315,7 @@ async def collect(
 ) -> list[StreamedChoice]:
     """Returns the choices of all prompts, in order. Raises EngineError if one stays incomplete."""
     choices = [StreamedChoice() for _ in range(prompts * samples)]
-    with latencies.watching(batch):
+    with latencies.watching(batch.streams):
         async with contextlib.aclosing(batch.chunks()) as chunks:
             async for prompt, chunk in chunks:
                 latencies.chunk(batch.streams[prompt], chunk)

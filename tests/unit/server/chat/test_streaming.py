@@ -374,7 +374,7 @@ def test_sequences_that_do_not_end_are_counted_by_what_ended_them(error: BaseExc
     latencies = LatencyRecorder(own, 0.0)
 
     def scene() -> None:
-        with latencies.watching(batch):
+        with latencies.watching(batch.streams):
             latencies.chunk(stream, OutputChunk(1, b"", [1], FinishReason.STOP))
             raise error
 

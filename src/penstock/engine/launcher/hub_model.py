@@ -1,7 +1,6 @@
-"""Models by their names on a hub: downloads the files that are read, before any process starts.
+"""Models by their names on a hub: downloads the files of a model before any process starts.
 
-`huggingface_hub` heeds HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HOME. No code of a model is run, and none is
-downloaded.
+`huggingface_hub` heeds HF_HUB_OFFLINE, HF_ENDPOINT, HF_TOKEN and HF_HOME. No code of a model is downloaded or run.
 """
 
 from __future__ import annotations
@@ -26,17 +25,17 @@ FILE_NAME = re.compile(r"[\w.-]+\.safetensors")  # of weights, as an index names
 
 
 class HubOptions(msgspec.Struct):
-    """Options of a model that a hub has."""
+    """Options of a model on a hub."""
 
     revision: Annotated[str | None, Option("model", metavar="NAME", if_absent="main")] = None
-    """Branch, tag or commit of a model that a hub has"""
+    """Branch, tag or commit of a model on a hub"""
     download_dir: Annotated[str | None, Option("model", metavar="DIR", if_absent="the cache of huggingface_hub")] = None
-    """Directory for the files of such models"""
+    """Directory for the files of models of a hub"""
 
 
 def with_hub_model(options: argparse.Namespace) -> argparse.Namespace:
-    """Returns the options with the directory of a model that they name, which has then been downloaded, and with the
-    name as the served name. Raises ValueError, ImportError."""
+    """Downloads a model named by the options. Returns the options with the directory of the model, and with the name as
+    the served name. Raises ValueError, ImportError."""
     name = options.model
     if options.device_model != "real" or not name or os.path.exists(name) or name.startswith((".", "/", "~")):
         return options
@@ -50,7 +49,7 @@ def with_hub_model(options: argparse.Namespace) -> argparse.Namespace:
 
 
 def download(name: str, revision: str | None = None, download_dir: str | None = None) -> str:
-    """Returns the directory of a model with all files that are read. Raises ValueError, ImportError."""
+    """Returns the directory of a model with all files for a server. Raises ValueError, ImportError."""
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     from huggingface_hub import snapshot_download
