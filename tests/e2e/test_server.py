@@ -242,7 +242,7 @@ async def what_makes_no_sense_is_refused_with_its_field(served: Served) -> None:
 
 async def fields_that_change_the_answer_are_refused_and_unknown_ones_are_named(served: Served) -> None:
     messages = [{"role": "user", "content": "hi"}]
-    for field in ({"regex": "a+"}, {"bad_words": ["a"]}, {"prompt_embeds": "AAAA"}, {"tool_choice": "required"}):
+    for field in ({"regex": "a+"}, {"stop_regex": "a"}, {"prompt_embeds": "AAAA"}, {"tool_choice": "required"}):
         for create in (
             lambda field: served.client.completions.create(model="simulated", prompt="x", extra_body=field),
             lambda field: served.client.chat.completions.create(model="simulated", messages=messages, extra_body=field),

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import re
+import sys
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NoReturn
 
@@ -14,13 +15,15 @@ class ArgumentParser(argparse.ArgumentParser):
 
     Options are not abbreviated: `--max-num` is a mistake today, and would be another option's name tomorrow.
     `arguments` are those of all groups, and `commands` has a line and a parser for each name: argparse shows neither.
-    `explain` says of an option of another program what there is instead, or returns None.
+    `explain` names the replacement of an option of another program, or returns None. `prepare` rewrites the words of
+    the command line before parsing.
     """
 
     def __init__(self, *args: Any, **options: Any) -> None:
         self.arguments: list[argparse.Action] = []
         self.commands: dict[str, tuple[str, ArgumentParser]] = {}
         self.explain: Callable[[str], str | None] = lambda option: None
+        self.prepare: Callable[[list[str]], list[str]] = list
         super().__init__(*args, **{"allow_abbrev": False, **options})
 
     def add_argument(self, *names: str, **options: Any) -> argparse.Action:
@@ -50,7 +53,12 @@ class ArgumentParser(argparse.ArgumentParser):
         self, args: Sequence[str] | None = None, namespace: Any = None
     ) -> tuple[Any, list[str]]:
         """Refuses what is left over: the parser above does not know this command's options."""
-        parsed, unknown = super().parse_known_args(args, namespace)
+        words = sys.argv[1:] if args is None else list(args)
+        try:
+            words = self.prepare(words)
+        except ValueError as error:
+            self.error(str(error))
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             options = [word.partition("=")[0] for word in unknown if word.startswith("-")]
             explained = [text for option in options if (text := self.explain(option))]

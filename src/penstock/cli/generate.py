@@ -65,8 +65,10 @@ def parse_positive(text: str) -> int:
 
 def run(options: argparse.Namespace) -> int:
     from penstock.engine import offline
+    from penstock.engine.launcher.hub_model import with_hub_model
 
     try:
+        options = with_hub_model(options)
         config = engine_args.engine_config(options)
         defaults = {name: value for name in SAMPLING if (value := getattr(options, name)) is not None}
         return offline.run(config, options.prompts, options.output, defaults, options.max_concurrency)

@@ -6,7 +6,8 @@ import argparse
 import sys
 
 from penstock.cli.argument_parser import Commands
-from penstock.cli.vllm_options import explain
+from penstock.cli.config_file import OPTION, with_config_file
+from penstock.cli.vllm_options import explain, without_always_on
 from penstock.installing import how_to_install
 from penstock.server import cli_args as server_args
 
@@ -14,16 +15,28 @@ from penstock.server import cli_args as server_args
 def add_parser(commands: Commands) -> None:
     parser = commands.add_parser("serve", help="serve a model over OpenAI's HTTP API")
     server_args.add(parser)
+    parser.add_argument(
+        OPTION, metavar="FILE", help="YAML file of options by name; the command line takes precedence (default: none)"
+    )
     parser.explain = explain
-    parser.set_defaults(run=run)
+
+    def prepare(words: list[str]) -> list[str]:
+        words, notes = without_always_on(with_config_file(words, parser))
+        parser.set_defaults(notes=notes)
+        return words
+
+    parser.prepare = prepare
+    parser.set_defaults(run=run, notes=[])
 
 
 def run(options: argparse.Namespace) -> int:
     try:
+        from penstock.engine.launcher.hub_model import with_hub_model
         from penstock.server import server_launcher
 
+        options = with_hub_model(options)
         return server_launcher.run(
-            server_args.engine_config(options), server_args.server_options(options), options.ray_address
+            server_args.engine_config(options), server_args.server_options(options), options.ray_address, options.notes
         )
     except ImportError as error:
         print(f"penstock serve: {error}: {how_to_install('engine')}", file=sys.stderr)

@@ -10,7 +10,9 @@ from typing import NamedTuple
 MANUAL = "docs/howto/from-vllm.md"
 
 DIFFERENCES = {
-    "MODEL": "a directory; nothing is downloaded. It comes before the options. Without it a bundled model is served",
+    "MODEL": "a directory, or a name on a hub. It comes before the options. Without it a bundled model is served",
+    "--revision": "",
+    "--download-dir": "",
     "--dtype": "`auto` is the type that `config.json` names, also where that is float32",
     "--max-model-len": "at most 4,096 unless it is given; `auto` and -1 are refused",
     "--generation-config": "`auto` or `vllm`, no path",
@@ -51,29 +53,47 @@ DIFFERENCES = {
     "--allowed-local-media-path": "the option may be repeated",
     "--allowed-media-domains": "no host is allowed unless it is given, where vLLM allows all. A host may have a port. "
     "Redirects are never followed",
+    "--chat-template": "",
+    "--default-chat-template-kwargs": "",
+    "--override-generation-config": "only the sampling parameters that Penstock reads",
+    "--max-logprobs": "at most 1,024; -1 is refused",
+    "--uds": "a socket to which no process listens any more is replaced",
+    "--ssl-keyfile": "without a passphrase",
+    "--ssl-certfile": "",
+    "--root-path": "",
+    "--enable-log-requests": "one line for each request that ends, without prompts, parameters and answers",
+    "--config": "",
     "--limit-mm-per-prompt": "`image` (16 unless it is given) and `video` (4); no sizes",
 }
 
 
 class Absent(NamedTuple):
-    """Options, as words of the command line, and one text for all of them. It may have a backtick pair and no link."""
+    """Options, as words of the command line, and a text for all of them. The text may have a backtick pair and no link.
+
+    `values`: an option with one of these values is accepted without effect; None: every value is refused."""
 
     options: str
     instead: str
     difference: str = ""
+    values: tuple[str, ...] | None = None
 
 
 ALWAYS_ON = (
-    Absent("--async-scheduling", "always on"),
-    Absent("--enable-chunked-prefill", "always on"),
-    Absent("--enable-auto-tool-choice", "always on", "the format is read from the chat template"),
+    Absent("--async-scheduling --enable-chunked-prefill", "always on", values=()),
+    Absent("--enable-auto-tool-choice", "always on", "the format is read from the chat template", values=()),
     Absent(
         "--scheduling-policy",
         "always on",
         "`priority` of a request counts, and within one priority clients are served fairly by tokens",
+        values=("fcfs", "priority"),
     ),
-    Absent("--enable-request-id-headers --enable-prompt-tokens-details", "always on"),
-    Absent("--disable-uvicorn-access-log", "always on", "requests that fail are logged, others are not"),
+    Absent("--enable-request-id-headers --enable-prompt-tokens-details", "always on", values=()),
+    Absent(
+        "--disable-uvicorn-access-log --disable-log-requests",
+        "always on",
+        "requests that fail are logged, others only with `--enable-log-requests`",
+        values=(),
+    ),
     Absent("--uvicorn-log-level", "`--log-level`", "for all processes; `VLLM_LOGGING_LEVEL` is not read"),
     Absent("--model", "`MODEL`"),
 )
@@ -82,21 +102,20 @@ UNSUPPORTED = (
         "--kv-cache-memory-bytes",
         "`--num-gpu-blocks-override`, or `--gpu-memory-utilization` on a CUDA device",
     ),
-    Absent("--max-logprobs --logprobs-mode", "20 log-probabilities of a token at most, and none before sampling"),
+    Absent("--logprobs-mode", "log-probabilities of the model's own distribution, before penalties and filters"),
     Absent("--seed", "the field `seed` of a request"),
     Absent(
-        "--chat-template --chat-template-content-format --trust-request-chat-template --response-role",
-        "the template in the model's directory",
+        "--chat-template-content-format --trust-request-chat-template --response-role",
+        "the template of the model or of `--chat-template`; its form is found by a trial",
     ),
     Absent(
-        "--tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --revision --code-revision "
-        "--trust-remote-code --hf-overrides --hf-config-path --hf-token --config-format --load-format --download-dir "
+        "--tokenizer --tokenizer-mode --tokenizer-revision --skip-tokenizer-init --code-revision "
+        "--trust-remote-code --hf-overrides --hf-config-path --hf-token --config-format --load-format "
         "--model-loader-extra-config --ignore-patterns --model-impl --rope-scaling --rope-theta",
         "a directory with `config.json`, `tokenizer.json` and safetensors; no code of a model is run",
     ),
     Absent(
-        "--override-generation-config --default-chat-template-kwargs --enable-force-include-usage "
-        "--return-tokens-as-token-ids",
+        "--enable-force-include-usage --return-tokens-as-token-ids",
         "fields of requests",
     ),
     Absent(
@@ -143,30 +162,45 @@ UNSUPPORTED = (
         "not supported; `--max-num-seqs` and `--max-num-batched-tokens` are the limits of a step",
     ),
     Absent(
-        "--ssl-keyfile --ssl-certfile --ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --enable-ssl-refresh --root-path "
-        "--uds --middleware",
+        "--ssl-ca-certs --ssl-cert-reqs --ssl-ciphers --enable-ssl-refresh --middleware",
         "a proxy in front of the server",
     ),
     Absent(
-        "--enable-log-requests --disable-log-requests --enable-log-outputs --disable-log-stats --max-log-len "
+        "--enable-log-outputs --disable-log-stats --max-log-len "
         "--log-config-file --otlp-traces-endpoint --collect-detailed-traces --enable-server-load-tracking "
         "--show-hidden-metrics-for-version",
-        "`/metrics`, `penstock top`, `--log-format`",
+        "`/metrics`, `penstock top`, `--log-format`, `--enable-log-requests`",
     ),
-    Absent(
-        "--disable-frontend-multiprocessing --disable-fastapi-docs --h11-max-header-count --config", "not supported"
-    ),
+    Absent("--disable-frontend-multiprocessing --disable-fastapi-docs --h11-max-header-count", "not supported"),
     Absent(
         "--task --runner --convert --pooler-config --override-pooler-config",
         "not supported; there are no pooling models",
     ),
 )
-_INSTEAD = {option: row.instead for row in (*ALWAYS_ON, *UNSUPPORTED) for option in row.options.split()}
+_ABSENT = {option: row for row in (*ALWAYS_ON, *UNSUPPORTED) for option in row.options.split()}
 
 
 def explain(option: str) -> str | None:
     """Returns a sentence about `--x` or `--no-x` of vLLM for an error in one line; None: it is no such option."""
-    instead = _INSTEAD.get(option) or _INSTEAD.get(option.replace("--no-", "--", 1))
-    if instead is None:
+    row = _ABSENT.get(option) or _ABSENT.get(option.replace("--no-", "--", 1))
+    if row is None:
         return None
-    return f"{option} is an option of vLLM and not of penstock: {instead} ({MANUAL})"
+    return f"{option} is an option of vLLM and not of penstock: {row.instead} ({MANUAL})"
+
+
+def without_always_on(words: list[str]) -> tuple[list[str], list[str]]:
+    """Returns the words of a command line without options without effect, and the removed options."""
+    rest, accepted = [], []
+    iterator = iter(words)
+    for word in iterator:
+        option, equals, value = word.partition("=")
+        row = _ABSENT.get(option)
+        if row is None or row.values is None or bool(equals) > bool(row.values):
+            rest.append(word)
+            continue
+        following = [] if equals or not row.values else [next(iterator, "")]
+        if row.values and (following or [value])[0] not in row.values:
+            rest += [word, *following]
+        else:
+            accepted.append(" ".join([word, *following]))
+    return rest, accepted

@@ -9,6 +9,7 @@ from typing import Annotated, Any
 import msgspec
 
 from penstock.engine.cluster.numa import node_of
+from penstock.engine.launcher.hub_model import HubOptions
 from penstock.engine.model_dir import require_length
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
 from penstock.engine.protocol.option import Option, add_options, option_values
@@ -24,7 +25,7 @@ class DeviceModel(msgspec.Struct):
 
 
 def add(parser: argparse.ArgumentParser, *groups: str) -> None:
-    add_options(parser, groups, (EngineConfig, DeviceModel, SimulatedDevice))
+    add_options(parser, groups, (EngineConfig, DeviceModel, SimulatedDevice, HubOptions))
 
 
 def model_fields(options: argparse.Namespace) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -77,7 +77,10 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
             known = load_tokenizer(config).get_vocab_size()
             simulated = msgspec.structs.replace(simulated, vocabulary=min(simulated.vocabulary, known))
         return msgspec.structs.replace(
-            config, simulated=simulated, end_ids=tuple(sorted({*config.end_ids, *simulated_ends}))
+            config,
+            simulated=simulated,
+            end_ids=tuple(sorted({*config.end_ids, *simulated_ends})),
+            sampling_defaults=sampling_defaults(config),
         )
     directory = Path(config.model)
     if not directory.is_dir():
@@ -89,7 +92,7 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
         config,
         end_ids=tuple(sorted(end_ids)),
         max_model_len=min(config.max_model_len, longest or config.max_model_len),
-        sampling_defaults=sampling_defaults(directory) if config.generation_config == "auto" else SamplingDefaults(),
+        sampling_defaults=sampling_defaults(config),
     )
 
 
@@ -109,18 +112,28 @@ def _longest(directory: Path) -> int | None:
     return longest
 
 
-def sampling_defaults(directory: Path) -> SamplingDefaults:
-    """Returns the sampling parameters of generation_config.json. As in vLLM, `do_sample` is not one of them.
-    Raises ValueError."""
-    path = directory / GENERATION
-    if not path.exists():
-        return SamplingDefaults()
-    whole, _ = read_config(path)
-    fields = {name: whole.get(key) for name, key in SAMPLING_FIELDS.items()}
-    if fields["top_k"] == -1:  # as some files name "all"
-        fields["top_k"] = 0
-    with expected(f"{path} (--generation-config vllm does without it)"):
-        return msgspec.convert(fields, SamplingDefaults)
+def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
+    """Returns the sampling parameters of generation_config.json, and those that override them. As in vLLM, `do_sample`
+    is not one of them. Raises ValueError."""
+    path = Path(config.model) / GENERATION
+    fields: dict[str, Any] = {}
+    if config.generation_config == "auto" and config.simulated is None and path.exists():
+        fields = read_config(path)[0]
+        _converted(fields, f"{path} (--generation-config vllm does without it)")
+    overrides = config.override_generation_config or {}
+    unknown = sorted(overrides.keys() - SAMPLING_FIELDS.values())
+    if unknown:
+        known = ", ".join(SAMPLING_FIELDS.values())
+        raise ValueError(f"expected {known} in override_generation_config, got {unknown[0]!r}")
+    return _converted({**fields, **overrides}, "override_generation_config")
+
+
+def _converted(fields: Mapping[str, Any], subject: str) -> SamplingDefaults:
+    values = {name: fields.get(key) for name, key in SAMPLING_FIELDS.items()}
+    if values["top_k"] == -1:  # as some files name "all"
+        values["top_k"] = 0
+    with expected(subject):
+        return msgspec.convert(values, SamplingDefaults)
 
 
 def takes_images(config: EngineConfig) -> bool:

@@ -9,6 +9,7 @@ from typing import Annotated
 import msgspec
 
 from penstock.engine import cli_args as engine_args
+from penstock.engine.launcher.hub_model import HubOptions
 from penstock.engine.media.image_processor import ImageLimits
 from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.model_dir import takes_images
@@ -57,7 +58,7 @@ class MediaCounts(msgspec.Struct):
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    engine = (EngineConfig, engine_args.DeviceModel, SimulatedDevice, Nodes, node_args.NodeRole)
+    engine = (EngineConfig, engine_args.DeviceModel, SimulatedDevice, HubOptions, Nodes, node_args.NodeRole)
     add_options(parser, GROUPS, (*engine, ServerOptions, MediaCounts, ImageLimits, VideoLimits))
 
 
@@ -71,12 +72,25 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     return engine_args.engine_config(options, tensor_transport=transport, **fields)
 
 
+def read_chat_template(text: str) -> str:
+    """Returns the template of a file, or `text`, if it is a template. Raises ValueError."""
+    if any(character in text for character in "{}\n"):
+        return text
+    try:
+        with open(text, encoding="utf-8") as file:
+            return file.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"expected chat_template, a file or a template, got {text!r}: {error}") from None
+
+
 def server_options(options: argparse.Namespace) -> ServerOptions:
     """Raises ValueError."""
     fields = option_values(ServerOptions, options)
     for name in (*fields.get("served_model_name", ()), *fields.get("allowed_media_domains", ())):
         if not options.model and os.path.isdir(name):  # it was taken for one more name
             raise ValueError(f"{name!r} is a directory, and no MODEL is given: MODEL comes before the options")
+    if "chat_template" in fields:
+        fields["chat_template"] = read_chat_template(fields["chat_template"])
     fields["api_keys"] = (*fields.get("api_keys", ()), *filter(None, [API_KEY.read()]))
     counts = options.limit_mm_per_prompt or {}
     images = ImageLimits(**option_values(ImageLimits, options), count=counts.get("image", IMAGES.count))

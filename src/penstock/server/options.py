@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import os
 import re
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -13,9 +13,11 @@ from penstock.engine.media.image_processor import ImageLimits
 from penstock.engine.media.media_fetcher import AllowedHost
 from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.protocol.answer_format import REASONING_MARKS, TOOL_FORMATS
-from penstock.engine.protocol.option import MAX_SECONDS, MIB, Option, check_options
+from penstock.engine.protocol.option import MAX_SECONDS, MIB, Option, check_options, parse_object
 from penstock.environment import API_KEY
 
+MAX_LOGPROBS = 1024  # a step of 2,048 prompt tokens with as many has 16 MiB
+_ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")
 
 
@@ -41,6 +43,15 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Address to listen on; 0.0.0.0 is every IPv4 address of this machine"""
     port: Annotated[int, Option("server", ge=0, le=65535)] = 8000
     """Port to listen on; 0 takes a free one"""
+    uds: Annotated[str, Option("server", metavar="PATH", if_absent="none")] = ""
+    """Path of a Unix socket to listen on, instead of --host and --port"""
+    ssl_keyfile: Annotated[str, Option("server", metavar="PATH", if_absent="not encrypted")] = ""
+    """PEM file of the private key of --ssl-certfile, without a passphrase"""
+    ssl_certfile: Annotated[str, Option("server", metavar="PATH", if_absent="not encrypted")] = ""
+    """PEM file of the server's certificate, and of those that lead to its authority; connections are TLS then"""
+    root_path: Annotated[str, Option("server", metavar="PATH", if_absent="none")] = ""
+    """Path under which a proxy serves this server, as in /models/a: links of answers begin with this path, and requests
+    may"""
     served_model_name: Annotated[
         tuple[str, ...], Option("server", metavar="NAME", nargs="+", if_absent="the directory's name")
     ] = ()
@@ -65,6 +76,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Format in which the model writes tool calls; auto: by the chat template, and hermes if that shows none"""
     reasoning_parser: Annotated[str, Option("server", choices=("none", *REASONING_MARKS))] = "none"
     """Marks between which the model writes its reasoning; none: an answer has no reasoning"""
+    chat_template: Annotated[str, Option("server", metavar="FILE", if_absent="the model's")] = ""
+    """Chat template: a file, or the template itself"""
+    default_chat_template_kwargs: Annotated[
+        dict[str, Any], Option("server", metavar="JSON", parse=parse_object, if_absent="none")
+    ] = msgspec.field(default_factory=dict)
+    """Variables of the chat template for requests that do not set them, as in {"enable_thinking": false}"""
+    max_logprobs: Annotated[int, Option("limits", ge=0, le=MAX_LOGPROBS)] = 20
+    """Maximum number of log-probabilities of a token that a request may ask for"""
     media_nbytes_in_flight: Annotated[
         int,
         Option("multimodal", name="media-mb-in-flight", unit=MIB, ge=16 << 20, le=1 << 44),
@@ -86,6 +105,8 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum size of a request's body"""
     client_timeout: Annotated[float, Option("limits", metavar="SECONDS", ge=0.1, le=MAX_SECONDS)] = 30.0
     """Seconds after which a client that neither reads nor sends is cut off"""
+    enable_log_requests: Annotated[bool, Option("logging")] = False
+    """Log a line for each request that ends: id, lengths, times and reason"""
     image_limits: ImageLimits = ImageLimits()
     video_limits: VideoLimits = VideoLimits()
 
@@ -93,6 +114,10 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
         check_options(self)
         if not all(self.api_keys):
             raise ValueError("expected api_keys that are not empty, got an empty one")
+        if bool(self.ssl_keyfile) != bool(self.ssl_certfile):
+            raise ValueError("TLS needs both ssl_keyfile (--ssl-keyfile) and ssl_certfile (--ssl-certfile)")
+        if self.root_path and not _ROOT_PATH.fullmatch(self.root_path):
+            raise ValueError(f"expected root_path like /models/a, got {self.root_path!r}")
         for folder in self.allowed_local_media_path:
             if not os.path.isdir(folder):
                 raise ValueError(f"expected allowed_local_media_path to be a folder, got {folder!r}")

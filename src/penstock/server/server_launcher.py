@@ -10,8 +10,10 @@ import contextlib
 import functools
 import ipaddress
 import logging
+import os
 import socket
 import time
+from collections.abc import Sequence
 
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.logs import event
@@ -21,19 +23,20 @@ from penstock.engine.launcher.preflight import require_startable, require_tokeni
 from penstock.engine.model_dir import with_model_defaults
 from penstock.engine.nodes.group_link import node_secret, node_tls
 from penstock.engine.protocol.config import EngineConfig
+from penstock.server.chat.prompt_builder import RESERVED
 from penstock.server.options import ServerOptions
 from penstock.server.placed_nodes import PlacedNodes
-from penstock.server.server_process import ServerArgs, listen, serve
+from penstock.server.server_process import ServerArgs, listen, serve, tls_context
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.history import EventRecorder, ServerHistory
 from penstock.server.status.history_recorder import HistoryRecorder
 from penstock.server.status.server_info import ServerInfo, served_name
 
 
-def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = None) -> int:
+def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = None, notes: Sequence[str] = ()) -> int:
     """Serves until a signal; on a node without servers, for the servers of the home node. Returns 0 after a shutdown,
     and 1 if the processes could not go on. `ray_address`: of the Ray cluster with the machines of the remote nodes;
-    None: a command starts each remote node.
+    None: a command starts each remote node. `notes` are logged.
 
     Options and files are checked before any process starts, the port last: raises ValueError, ImportError, OSError.
     """
@@ -41,15 +44,22 @@ def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = 
     require_startable(config)
     if config.simulated is None:
         require_tokenizer(config)
+    tls_context(options)
+    if reserved := sorted(RESERVED & options.default_chat_template_kwargs.keys()):
+        raise ValueError(f"{reserved[0]} is set by the server: expected other names in --default-chat-template-kwargs")
     if config.nodes is not None:
         node_tls(config.nodes)
         if ray_address is None:
             node_secret()
     logs.configure("launcher", config.log_format, config.log_level)
+    for note in notes:
+        event("option has no effect", option=note)
     if config.is_headless:
         return run_headless(config)
     with contextlib.ExitStack() as stack:
         listener = stack.enter_context(contextlib.closing(listen(options)))
+        if options.uds:
+            stack.callback(_unlink, options.uds)
         if ray_address is not None:
             placed = stack.enter_context(contextlib.closing(PlacedNodes(ray_address, config)))
             config = placed.config
@@ -62,7 +72,7 @@ async def _run(config: EngineConfig, options: ServerOptions, listener: socket.so
         event("no API key is needed", logging.WARNING, host=options.host, remedy="--api-key")
     launcher = ServerLauncher(config, options, listener)
     name = served_name(config, options)
-    logging_task = asyncio.ensure_future(_log_when_serving(launcher, name, _address(listener)))
+    logging_task = asyncio.ensure_future(_log_when_serving(launcher, name, _address(listener, options)))
     try:
         await launcher.run()
     except ClusterFailed:  # the process and its end stand in the log
@@ -97,7 +107,7 @@ class ServerLauncher(Launcher):
 
     def __init__(self, config: EngineConfig, options: ServerOptions, listener: socket.socket) -> None:
         self.tally = ServerCounters.create(config.api_server_count, config.all_groups)
-        self.server_info = ServerInfo.publish(config, options, _address(listener))
+        self.server_info = ServerInfo.publish(config, options, _address(listener, options))
         self.rows = ServerCounters(self.tally, config.api_server_count, writable=True).rows
         self._listener = listener
         servers = config.api_server_count
@@ -167,10 +177,18 @@ async def _log_when_linked(launcher: Launcher) -> None:
         launcher.fail(str(error))
 
 
-def _address(listener: socket.socket) -> str:
+def _address(listener: socket.socket, options: ServerOptions) -> str:
+    if options.uds:
+        return f"unix:{os.path.abspath(options.uds)}"
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if options.ssl_certfile else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
+
+
+def _unlink(path: str) -> None:
+    with contextlib.suppress(FileNotFoundError):
+        os.unlink(path)
 
 
 def _is_loopback(listener: socket.socket) -> bool:
-    return ipaddress.ip_address(listener.getsockname()[0]).is_loopback
+    return listener.family == socket.AF_UNIX or ipaddress.ip_address(listener.getsockname()[0]).is_loopback

@@ -14,6 +14,8 @@ import os
 import resource
 import signal
 import socket
+import ssl
+import stat
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -63,11 +65,49 @@ def listen(options: ServerOptions) -> socket.socket:
     names host and port.
     """
     try:
-        return _listener(options)
+        return _unix_listener(options.uds) if options.uds else _listener(options)
     except OSError as error:
+        if options.uds:
+            raise OSError(error.errno, f"cannot listen on {options.uds!r}: {error.strerror or error}") from None
         hint = ": another --port, or 0 for one that is free" if error.errno == errno.EADDRINUSE else ""
         text = f"cannot listen on port {options.port} of {options.host!r}: {error.strerror or error}{hint}"
         raise OSError(error.errno, text) from None
+
+
+def tls_context(options: ServerOptions) -> ssl.SSLContext | None:
+    """Returns the context of the server's certificate; None: connections are not encrypted. Raises ValueError."""
+    if not options.ssl_certfile:
+        return None
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.set_alpn_protocols(["http/1.1"])
+
+    def no_passphrase() -> str:  # or the library would ask for it on the terminal
+        raise ValueError("the key has a passphrase")
+
+    try:
+        context.load_cert_chain(options.ssl_certfile, options.ssl_keyfile, no_passphrase)
+    except (OSError, ValueError) as error:  # SSLError is an OSError
+        files = f"--ssl-certfile {options.ssl_certfile} and --ssl-keyfile {options.ssl_keyfile}"
+        raise ValueError(f"{files} cannot be used: {error}") from None
+    return context
+
+
+def _unix_listener(path: str) -> socket.socket:
+    """Takes the place of a socket to which no process listens any more, and of nothing else."""
+    with contextlib.suppress(FileNotFoundError), socket.socket(socket.AF_UNIX) as probe:
+        if stat.S_ISSOCK(os.stat(path).st_mode):
+            try:
+                probe.connect(path)
+            except ConnectionRefusedError:
+                os.unlink(path)
+    listener = socket.socket(socket.AF_UNIX)
+    try:
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
 
 
 def _listener(options: ServerOptions) -> socket.socket:
@@ -125,7 +165,7 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
         row[ProcessCounters.MEDIA_LIMITS + number] = getattr(budget, stage).nbytes
     history = ServerHistory(shared.history_segment, cluster.config.api_server_count, writable=True)
     with starting():
-        words = build_tokenizer(cluster.config)
+        words = build_tokenizer(cluster.config, shared.options.chat_template)
         media = build_media_prompts(cluster.config, shared.options, cluster.store, words.tokenizer, budget, row)
         embeds = None
         if cluster.config.enable_prompt_embeds:
@@ -140,7 +180,7 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)
             gc.freeze()  # objects alive now stay alive: a collection that scanned them would delay every stream
             gc.set_threshold(COLLECT_AFTER)
-            await server.start(shared.listener, BACKLOG, cluster.config.api_server_count)
+            await server.start(shared.listener, BACKLOG, cluster.config.api_server_count, tls_context(shared.options))
             row[ProcessCounters.SERVING] = 1
             await stopping.wait()
             row[ProcessCounters.SERVING] = 2

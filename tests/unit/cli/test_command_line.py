@@ -54,7 +54,8 @@ def test_misspelled_word_is_answered_with_the_nearest_in_one_line(
         (["--mm-tensor-ipc", "torch_shm"], "--tensor-transport"),
         (["--enable-lora"], "not supported"),
         (["--no-async-scheduling"], "always on"),
-        (["--zzz", "--uds", "x"], "a proxy in front of the server"),
+        (["--scheduling-policy", "random"], "always on"),
+        (["--zzz", "--middleware", "x"], "a proxy in front of the server"),
     ],
 )
 def test_option_of_vllm_alone_is_answered_with_what_there_is_instead(
@@ -160,13 +161,14 @@ def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monke
 # ── vLLM's names ─────────────────────────────────────────────────────────────────────────────────────────────────────
 VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
-    "--allowed-origins --api-key --api-server-count --block-size --data-parallel-size --dtype --enable-prefix-caching "
+    "--allowed-origins --api-key --api-server-count --block-size --chat-template --config --data-parallel-size "
+    "--default-chat-template-kwargs --download-dir --dtype --enable-log-requests --enable-prefix-caching "
     "--enable-prompt-embeds --enforce-eager --generation-config --gpu-memory-utilization --headless --host "
     "--limit-mm-per-prompt --master-addr "
-    "--master-port --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
+    "--master-port --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
     "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
-    "--port --reasoning-parser --served-model-name --shutdown-timeout --stream-interval --tensor-parallel-size "
-    "--tool-call-parser"
+    "--override-generation-config --port --reasoning-parser --revision --root-path --served-model-name --shutdown-timeout "
+    "--ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser --uds"
 ).split()
 OURS_SERVE = (
     "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages --keep-kv-cache "

@@ -421,6 +421,9 @@ class Client:
             self._migration.discard(stream)
             return stream.fail(EngineError(message.status, message.reason))
         streams, resuming = self._streams, self._migration.resuming
+        for entry in message.prompt_logprobs:
+            if (stream := streams.get(entry.number)) is not None:
+                stream.prompt_logprobs.append(entry)
         for request, chunk in split_delta(message):
             stream = streams.get(request)
             if stream is None:  # it was aborted

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import msgspec
 
 from penstock.engine.client.submitted_request import SubmittedRequest
-from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs
+from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs, PromptLogprobs
 from penstock.tensor import Scope
 
 MAX_KEPT_NBYTES = 4 << 20  # of unread chunks, above which the request is aborted
@@ -86,6 +86,7 @@ class OutputStream:
         self.cached_tokens = 0
         self.reasoning_tokens = 0
         self.samples = samples
+        self.prompt_logprobs: list[PromptLogprobs] = []  # some positions may be there twice, with equal values
         self._open_samples = samples
         self._scope = scope
         self._chunks: deque[OutputChunk] = deque()

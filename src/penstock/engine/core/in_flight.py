@@ -7,7 +7,7 @@ The scheduler assigns slots and blocks.
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -17,7 +17,7 @@ from penstock.engine.core.request import Sample
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import RUNNING, Index
-from penstock.engine.protocol.messages import Ended, FinishReason, Ints, SamplingParams, Step, StepDone
+from penstock.engine.protocol.messages import Ended, FinishReason, Ints, PromptLogprobs, SamplingParams, Step, StepDone
 from penstock.errors import DecodeError
 
 NO_MAX = np.int32(np.iinfo(np.int32).max)  # of a free slot, and of a sample that has ended
@@ -228,6 +228,11 @@ class InFlight:
         """Returns the ends of those samples that have not ended before."""
         first_step, slots = self._hasher.first_step, len(self._samples)
         return [Ended(slot, reason) for slot, reason in failures if slot < slots and first_step(slot) <= step.number]
+
+    def of_present(self, step: InFlightStep, prompts: Sequence[PromptLogprobs]) -> list[PromptLogprobs]:
+        """Returns the log-probabilities of those samples that still have their slots."""
+        first_step, slots = self._hasher.first_step, len(self._samples)
+        return [entry for entry in prompts if entry.number < slots and first_step(entry.number) <= step.number]
 
     def publish(self, step: InFlightStep) -> None:
         """Publishes the blocks that the device has filled by this step: the cache finds the blocks by hash now.

@@ -173,6 +173,8 @@ def check_submit(submit: Submit, max_model_len: int, vocabulary: int, eos_ids: t
         params.require_choice(eos_ids, vocabulary)
     except ValueError as error:
         raise RequestRefused(400, str(error)) from None
+    if params.prompt_logprobs is not None and submit.inputs is not None:
+        raise RequestRefused(400, "prompt_logprobs are not supported of a prompt with images, videos or embeddings")
     if progress is None:
         return
     if progress.ids.size and (progress.ids.min() < 0 or progress.ids.max() >= vocabulary):
@@ -195,7 +197,9 @@ def build_request(
     inputs, keys = check_inputs(submit.inputs, length, submit.name)
     arrival = submit.arrived_ns or queued_ns, number
     kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
-    salt = kind + submit.salt if has_prefix_cache else b"n" + submit.name
+    # Each token of a prompt with log-probabilities is computed, once more only after a preemption or a loss.
+    is_shared = has_prefix_cache and submit.params.prompt_logprobs is None
+    salt = kind + submit.salt if is_shared else b"n" + submit.name
     return Request(submit, block_size, arrival=arrival, salt=salt, inputs=inputs, keys=keys, queued_ns=queued_ns)
 
 

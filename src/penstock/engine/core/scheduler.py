@@ -91,6 +91,8 @@ class Scheduler:
         """Queues a request. `queued_ns`: when it came. Raises RequestRefused if it can never run."""
         config, number = self._config, (submit.server, submit.request)
         check_submit(submit, config.max_model_len, config.vocabulary, config.eos_ids)
+        if submit.params.prompt_logprobs is not None and not config.scores_prompts:
+            raise RequestRefused(400, "prompt_logprobs are not supported on a CUDA device")
         if number in self._requests:
             raise RequestRefused(409, f"request {number[1]} of server {number[0]} is open already")
         self._submitted += 1
@@ -393,6 +395,7 @@ class Scheduler:
         failed = in_flight.failed(step, failures)
         for end in failed:
             self._end(in_flight.sample(end.slot))  # before its blocks are published
+        prompts = in_flight.of_present(step, done.prompt_logprobs) if done.prompt_logprobs else ()
         in_flight.publish(step)
         rows, ended = in_flight.receive(step, done.ids)
         self.ended += [in_flight.sample(end.slot) for end in ended]
@@ -402,7 +405,7 @@ class Scheduler:
             shared = (request.prompt.size - 1) // self._size * self._size
             if in_flight.has_computed(slot, step, shared):
                 self._queue.fork(slot)
-        return self._tokens.build(step.sampled, done.ids, rows, done.logprobs, failed + ended)
+        return self._tokens.build(step.sampled, done.ids, rows, done.logprobs, failed + ended, prompts)
 
     def _end(self, sample: Sample) -> None:
         """Ends a sample: later ids are discarded. The sample leaves the slot with the next step."""

@@ -33,6 +33,7 @@ from penstock.engine.protocol.messages import (
     Ints,
     Joined,
     Logprobs,
+    PromptLogprobs,
     Resumed,
     SamplingParams,
     Slots,
@@ -290,24 +291,31 @@ class TokensBuilder:
         return [(output, self._build(output, NOTHING)) for output in self._outputs if self._started[output]]
 
     def build(
-        self, slots: Index, ids: Ints, rows: Index | None, logprobs: Logprobs | None, ended: Sequence[Ended]
+        self,
+        slots: Index,
+        ids: Ints,
+        rows: Index | None,
+        logprobs: Logprobs | None,
+        ended: Sequence[Ended],
+        prompts: Sequence[PromptLogprobs] = (),
     ) -> list[tuple[int, Tokens]]:
         """Returns pairs of an output processor and its message, of those with something new. `rows`: which of the ids
-        belong to samples that had not ended before; None: all."""
+        belong to samples that had not ended before; None: all. `prompts`: log-probabilities of prompts."""
         if rows is not None:
             logprobs = _logprobs_of(rows, logprobs, slots.size)
             slots, ids = slots[rows], ids[rows]
         if len(self._outputs) == 1:
-            is_new = bool(ids.size or ended or self._aborted[0])
-            return [(0, self._build(0, ids, slots, logprobs, ended))] if is_new else []
+            is_new = bool(ids.size or ended or self._aborted[0] or prompts)
+            return [(0, self._build(0, ids, slots, logprobs, ended, prompts))] if is_new else []
         messages = []
         output_of = self._output_of[slots]
         for output in self._outputs:
             own_rows = np.flatnonzero(output_of == output)
             own_ends = [end for end in ended if self._output_of[end.slot] == output]
-            if own_rows.size or own_ends or self._aborted[output]:
-                own_logprobs = _logprobs_of(own_rows, logprobs, slots.size)
-                messages.append((output, self._build(output, ids[own_rows], slots[own_rows], own_logprobs, own_ends)))
+            own_prompts = [entry for entry in prompts if self._output_of[entry.number] == output]
+            if own_rows.size or own_ends or self._aborted[output] or own_prompts:
+                columns = ids[own_rows], slots[own_rows], _logprobs_of(own_rows, logprobs, slots.size)
+                messages.append((output, self._build(output, *columns, own_ends, own_prompts)))
         return messages
 
     def _build(
@@ -317,6 +325,7 @@ class TokensBuilder:
         slots: Index | None = None,
         logprobs: Logprobs | None = None,
         ended: Sequence[Ended] = (),
+        prompts: Sequence[PromptLogprobs] = (),
     ) -> Tokens:
         new_slots = None
         if ids.size and slots is not (before := self._slots[output]):
@@ -324,9 +333,8 @@ class TokensBuilder:
             assert slots is not None
             if before is None or not np.array_equal(slots, before):
                 new_slots = slots.astype(np.uint16)
-        tokens = Tokens(
-            ids, new_slots, logprobs, tuple(self._aborted[output]), tuple(self._started[output]), tuple(ended)
-        )
+        samples = tuple(self._aborted[output]), tuple(self._started[output]), tuple(ended)
+        tokens = Tokens(ids, new_slots, logprobs, *samples, tuple(prompts))
         self._aborted[output].clear()
         self._started[output].clear()
         return tokens

@@ -23,6 +23,7 @@ from penstock.engine.protocol.messages import (
     Delta,
     FinishReason,
     Ints,
+    PromptLogprobs,
     Requests,
     Started,
     Style,
@@ -34,6 +35,7 @@ from penstock.engine.text.detokenizer import StopStringFilter, Vocabulary, char_
 from penstock.engine.text.sse_chunks import MIDDLE, ChunkWriter
 from penstock.errors import DecodeError
 
+NO_IDS: Ints = np.zeros(0, np.int32)
 NO_SLOTS: Index = np.zeros(0, np.intp)
 ALONE, PLAIN, WRAPPED = 0, 1, 2  # how a row gets text: alone; or from the tables, without a chunk or in a chunk
 
@@ -47,7 +49,7 @@ class HeldOutput(NamedTuple):
 
 
 class Outputs(NamedTuple):
-    """At most one Delta for each server; for the core, the samples ended by a stop string."""
+    """One Delta with rows, at most, for each server; for the core, the samples ended by a stop string."""
 
     deltas: list[tuple[int, Delta]]
     aborts: list[Abort]
@@ -158,7 +160,7 @@ class OutputState:
         elif writer is None:
             kind = PLAIN
         else:
-            kind = WRAPPED if writer.has_begun else ALONE
+            kind = WRAPPED if writer.has_begun and writer.is_plain else ALONE
         if parser is None:
             self._kinds[slot] = kind
             return
@@ -184,12 +186,13 @@ class OutputState:
         if started is None:
             return []
         text = "".join(held.texts)
+        counts = held.ids, int(self._generated[slot])
         if writer is None:
             written = text.encode()
         elif slot in self._parsers:
-            written = writer.parsed_chunk(held.pieces, None, None, has_calls=False)
+            written = writer.parsed_chunk(held.pieces, None, None, *counts, has_calls=False)
         else:
-            written = writer.chunk(text, None, None)
+            written = writer.chunk(text, None, None, *counts)
         self._end(slot)
         return [FinishedWithoutToken(started.server, started.request, started.sample, reason, held.ids, written)]
 
@@ -229,7 +232,7 @@ class OutputState:
         aborts = self._aborts(rows.slots[stopped]) if stopped else []
         if rows.waiting:
             rows = rows.of(np.delete(np.arange(rows.slots.size), rows.waiting))
-        deltas = self._deltas(rows, without_token)
+        deltas = self._prompt_deltas(tokens.prompt_logprobs) + self._deltas(rows, without_token)
         for row in rows.ends:
             self._end(int(rows.slots[row]))
         return Outputs(deltas, aborts)
@@ -287,10 +290,14 @@ class OutputState:
             reason = None if end is None else end.reason
             if writer is None:
                 rows.texts[row] = shown.encode()
-            elif parser is None:
-                rows.texts[row] = writer.chunk(shown, logprobs.get(row), reason)
             else:
-                rows.texts[row] = writer.parsed_chunk(pieces, logprobs.get(row), reason, parser.calls > 0)
+                ids, generated = [*rows.earlier.get(row, ()), int(rows.ids[row])], int(self._generated[slot])
+                if parser is None:
+                    rows.texts[row] = writer.chunk(shown, logprobs.get(row), reason, ids, generated)
+                else:
+                    rows.texts[row] = writer.parsed_chunk(
+                        pieces, logprobs.get(row), reason, ids, generated, has_calls=parser.calls > 0
+                    )
             self._choose_kind(slot)
         return stopped
 
@@ -378,6 +385,15 @@ class OutputState:
                 (server, own_rows.delta(*columns, [row for row in without_token if row.server == server], began))
             )
         return deltas
+
+    def _prompt_deltas(self, prompts: tuple[PromptLogprobs, ...]) -> list[tuple[int, Delta]]:
+        """Returns a Delta without rows for each entry of an open sample."""
+        return [
+            (int(self._servers[slot]), Delta(0, NO_IDS, b"", prompt_logprobs=(replace(entry, number=request),)))
+            for entry in prompts
+            for slot, request in ((entry.number, int(self._requests[entry.number])),)
+            if self._is_open[slot]
+        ]
 
     def _began(self, slots: Index) -> Began | None:
         """Returns the rows with the first id of a sample, if the cache had tokens of its prompt."""

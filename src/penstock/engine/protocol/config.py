@@ -22,6 +22,7 @@ from penstock.engine.protocol.option import (
     check_options,
     option_field,
     parse_human_int,
+    parse_object,
 )
 from penstock.environment import TENSOR_TRANSPORT
 
@@ -137,7 +138,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """The processes of an engine on one node."""
 
     model: Annotated[str, Option("model", metavar="MODEL", nargs="?", if_absent="the bundled model")] = ""
-    """Directory of the model: configuration, weights in safetensors, tokenizer"""
+    """Directory of the model (configuration, weights in safetensors, tokenizer), or its name on a hub, as in
+    Qwen/Qwen3-0.6B"""
     simulated: SimulatedDevice | None = None
     """The device that simulates the model; None: the model is computed"""
     dtype: Annotated[
@@ -150,6 +152,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of tokens of a prompt and its answer; 1k is 1,000 and 1K is 1,024"""
     generation_config: Annotated[str, Option("model", choices=("auto", "vllm"))] = "auto"
     """Source of sampling defaults: auto reads generation_config.json of the model, vllm uses OpenAI's"""
+    override_generation_config: Annotated[
+        dict[str, Any] | None, Option("model", metavar="JSON", parse=parse_object, if_absent="none")
+    ] = None
+    """Sampling defaults that take precedence over that source, by the names of generation_config.json, as in
+    {"temperature": 0.5}"""
     enforce_eager: Annotated[bool, Option("model")] = False
     """Run every step eagerly on a CUDA device; steps are not replayed from CUDA graphs"""
     device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"

@@ -61,6 +61,8 @@ class ChunkFormat(msgspec.Struct, array_like=True, frozen=True):
     head: bytes  # the beginning of each chunk: a JSON object without its last brace
     first_index: Natural = 0  # of its choices: one answer may have several requests
     answer: AnswerFormat | None = None  # of a chat; None: all text is content
+    prompt_tokens: Natural | None = None  # for the usage in each chunk; None: the chunks have none
+    has_ids: bool = False  # each chunk has its token ids
 
 
 class Progress(msgspec.Struct, array_like=True, frozen=True, eq=False):
@@ -232,6 +234,14 @@ class Logprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
     counts: Ints | None = None  # how many for each sampled token; None: as many for all
 
 
+class PromptLogprobs(msgspec.Struct, array_like=True, frozen=True, eq=False):
+    """Log-probabilities of consecutive tokens of a prompt. After a preemption or a loss some come again."""
+
+    number: Natural  # of the sample's slot; in a Delta, of the request
+    position: Natural  # of the first of the tokens
+    logprobs: Logprobs  # for each token: itself first, then the likeliest in its place
+
+
 class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
     """The result of a step: sampled ids, and failures. Every step has one, in their order, even if no row sampled."""
 
@@ -241,6 +251,7 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
     logprobs: Logprobs | None = None
     failed: Slots | None = None  # slots of samples that end without an answer
     reasons: Bytes | None = None  # FinishReason of each of them; None: all ERROR
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
     def require_fit(self, sampled: int) -> None:
         """Raises DecodeError unless there is one id for each of the `sampled` rows, and a reason for each failure."""
@@ -320,6 +331,7 @@ class Tokens(msgspec.Struct, array_like=True, frozen=True, eq=False):
     aborted: tuple[int, ...] = ()  # slots: their samples have ended since the message before, without another token
     started: tuple[Started, ...] = ()
     ended: tuple[Ended, ...] = ()  # a slot that is not in `slots` gets no more token
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 # ── output processor → server, by the server's inbox ─────────────────────────────────────────────────────────────────
@@ -353,6 +365,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
     finished: Finished | None = None
     logprobs: Logprobs | None = None
     began: Began | None = None
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # those of a request come before the first row of it
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""

@@ -223,6 +223,14 @@ def option_values(config: type[msgspec.Struct], options: argparse.Namespace) -> 
     return values
 
 
+def parse_object(text: str) -> dict[str, Any]:
+    """Returns the object that a text in JSON says."""
+    try:
+        return msgspec.json.decode(text, type=dict[str, Any])
+    except msgspec.DecodeError as error:
+        raise argparse.ArgumentTypeError(f"expected an object in JSON: {error}") from None
+
+
 def parse_human_int(text: str) -> int:
     """Returns the number that `4096`, `4k` (4,000), `4.5k` or `4K` (4,096) says, with k, m, g and t, as in vLLM."""
     match = _HUMAN.fullmatch(text)

@@ -37,6 +37,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
     detokenize: bool = True
     skip_special_tokens: bool = True
     include_stop_str_in_output: bool = False
+    bad_words_ids: tuple[tuple[int, ...], ...] = ()  # sequences that are not generated as a whole
+    prompt_logprobs: int | None = None  # how many besides the token itself, of each token of the prompt but the first
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""
@@ -48,6 +50,8 @@ class SamplingParams(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError(f"expected top_p above 0, got {self.top_p}")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"expected min_tokens up to max_tokens ({self.max_tokens}), got {self.min_tokens}")
+        if () in self.bad_words_ids:
+            raise ValueError("expected bad_words_ids that are not empty")
         if "" in self.stop:
             raise ValueError("expected stop strings that are not empty")
         if self.stop and not self.detokenize:
@@ -83,4 +87,5 @@ _LIMITS = (
     ("max_tokens", 1.0, _MAX_INT),
     ("min_tokens", 0.0, _MAX_INT),
     ("logprobs", 0.0, _MAX_INT),
+    ("prompt_logprobs", 0.0, _MAX_INT),
 )

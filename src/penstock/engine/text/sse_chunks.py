@@ -5,6 +5,8 @@ The server says what each line begins with (`ChunkFormat.head`), and writes the 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from penstock.engine.protocol.messages import ChunkFormat, FinishReason, Style
 from penstock.engine.text.answer_text import Arguments, CallBegins, Content, Piece, Run
 from penstock.engine.text.detokenizer import json_escape
@@ -27,8 +29,12 @@ CONTENT_FRAME = b'"delta":{"content":"', b'"}'
 REASONING_FRAME = b'"delta":{"reasoning_content":"', b'","reasoning":"', b'"}'
 
 
+END = b"}\n\n"
+USAGE = b',"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}'
+
+
 def _end(reason: bytes) -> bytes:
-    return b',"finish_reason":%b}]}\n\n' % reason
+    return b',"finish_reason":%b}]' % reason + END
 
 
 MIDDLE = _end(REASONS[None])
@@ -42,6 +48,9 @@ class ChunkWriter:
         """`chunk_format.head` has one field at least."""
         self.is_chat = chunk_format.style == Style.CHAT
         self.has_begun = not self.is_chat  # the first chunk of a chat has the role
+        self.has_ids = chunk_format.has_ids
+        self._prompt_tokens = chunk_format.prompt_tokens
+        self.is_plain = not self.has_ids and self._prompt_tokens is None  # `front` and `back` are all but the text
         self.offset = 0  # characters written so far, for the log-probabilities of a completion
         self._start = b'data: %b,"choices":[{"index":%d,' % (chunk_format.head, chunk_format.first_index + sample)
         self._frames_of = Run.CONTENT, 0
@@ -67,9 +76,17 @@ class ChunkWriter:
         self.has_begun = self.has_begun or length > 0 or has_written
         self.offset += length
 
-    def chunk(self, text: str, logprobs: bytes | None, reason: FinishReason | None) -> bytes:
-        """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities."""
-        if not (text or logprobs or reason):
+    def chunk(
+        self,
+        text: str,
+        logprobs: bytes | None,
+        reason: FinishReason | None,
+        ids: Sequence[int] = (),
+        generated: int = 0,
+    ) -> bytes:
+        """Returns a chunk; empty if there is nothing to write. `logprobs`: the JSON of its log-probabilities. `ids`: of
+        the chunk; `generated`: how many ids the sample has so far."""
+        if not (text or logprobs or reason or (self.has_ids and ids)):
             return b""
         if self.is_chat:
             has_content = text or logprobs or not self.has_begun
@@ -77,22 +94,39 @@ class ChunkWriter:
         else:
             body = b'"text":"%b"' % json_escape(text)
         self.offset += len(text)
-        return self._start + body + LOGPROBS + (logprobs or b"null") + _end(REASONS[reason])
+        return self._finish(body, logprobs, REASONS[reason], ids, generated)
 
     def parsed_chunk(
-        self, pieces: list[Piece], logprobs: bytes | None, reason: FinishReason | None, has_calls: bool
+        self,
+        pieces: list[Piece],
+        logprobs: bytes | None,
+        reason: FinishReason | None,
+        ids: Sequence[int] = (),
+        generated: int = 0,
+        *,
+        has_calls: bool,
     ) -> bytes:
         """Returns a chunk of a parsed answer. `has_calls`: a tool call has begun in the answer."""
-        if not (pieces or logprobs or reason):
+        if not (pieces or logprobs or reason or (self.has_ids and ids)):
             return b""
-        if len(pieces) == 1 and self.has_begun and not logprobs and not reason:
+        if len(pieces) == 1 and self.has_begun and self.is_plain and not logprobs and not reason:
             piece = pieces[0]
             if isinstance(piece, Arguments):
                 self.choose_frames(Run.ARGUMENTS, piece.index)
                 return json_escape(piece.text).join(self.frame)
         fields = _parsed_fields(pieces) or ([] if self.has_begun else [b'"content":""'])
         end = TOOL_CALLS if has_calls and reason == FinishReason.STOP else REASONS[reason]
-        return self._start + self._delta(fields) + LOGPROBS + (logprobs or b"null") + _end(end)
+        return self._finish(self._delta(fields), logprobs, end, ids, generated)
+
+    def _finish(self, body: bytes, logprobs: bytes | None, reason: bytes, ids: Sequence[int], generated: int) -> bytes:
+        """Returns the chunk whose choice begins with `body`."""
+        if self.has_ids:
+            body += b',"token_ids":[%b]' % b",".join(b"%d" % token_id for token_id in ids)
+        end = _end(reason)
+        if self._prompt_tokens is not None:
+            counts = self._prompt_tokens, generated, self._prompt_tokens + generated
+            end = end.removesuffix(END) + USAGE % counts + END
+        return self._start + body + LOGPROBS + (logprobs or b"null") + end
 
     def _delta(self, fields: list[bytes]) -> bytes:
         if not self.has_begun:

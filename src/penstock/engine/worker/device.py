@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, Logprobs, PromptLogprobs, Step
 from penstock.tensor import Handle, Lease
 
 if TYPE_CHECKING:
@@ -26,6 +26,7 @@ class SamplerOutput:
     ids: Ints  # in the order of `BatchState.sampled`
     logprobs: Logprobs | None = None
     failed: Mapping[int, FinishReason] = field(default_factory=dict)  # by slot
+    prompt_logprobs: tuple[PromptLogprobs, ...] = ()
 
 
 @dataclass

@@ -23,7 +23,7 @@ from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.config import require_dtype
-from penstock.engine.protocol.messages import FinishReason, Ints, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, PromptLogprobs, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
@@ -42,6 +42,7 @@ from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
+from penstock.engine.worker.prompt_logprobs import PromptScorer
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
@@ -119,6 +120,7 @@ class ModelRunner:
             self._recall_threads()
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
         self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
+        self._prompts = PromptScorer(self._model)
         self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
         if kv_file is not None and not self._model.sums_attention:
@@ -177,23 +179,27 @@ class ModelRunner:
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
         try:
             hidden, failed = self._compute(input_batch)
+            prompts = self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
             logits = self._model.logits(hidden[torch.from_numpy(input_batch.last)]) if input_batch.last.size else None
         finally:
             set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
         if logits is None:
-            return TorchPendingStep(_NO_IDS, batch.sampled, None, failed)
+            return TorchPendingStep(_NO_IDS, batch.sampled, None, failed, prompts)
         slots = batch.sampled
-        pending = self._sample(logits, slots, failed)
+        pending = self._sample(logits, slots, failed, prompts)
         self._tokens.write(slots, batch.computed[slots], pending.device_ids)
         return pending
 
-    def _sample(self, logits: Tensor, slots: Index, failed: dict[int, FinishReason]) -> TorchPendingStep:
+    def _sample(
+        self, logits: Tensor, slots: Index, failed: dict[int, FinishReason], prompts: tuple[PromptLogprobs, ...]
+    ) -> TorchPendingStep:
         """Samples the rows of a step, on rank 0, and sends the ids to the other ranks."""
         masks = self._take_masks()
         chosen = self._sampler.sample(logits, slots, masks) if self._sampler is not None else None
         ids = torch.empty(slots.size, dtype=torch.int32) if chosen is None else chosen.ids
         self._ranks.broadcast(ids)
-        pending = TorchPendingStep(ids, slots, chosen, failed if masks is None else {**failed, **masks.failed})
+        failed = failed if masks is None else {**failed, **masks.failed}
+        pending = TorchPendingStep(ids, slots, chosen, failed, prompts)
         self._grammars.sampled(pending.ids)
         return pending
 
@@ -260,6 +266,7 @@ class ModelRunner:
         if self._cuda is not None:
             self._cuda.state.follow(step)
         if step.left is not None:
+            self._prompts.leave(step.left.tolist())
             for slot in step.left.tolist():
                 if self._sampler is not None:
                     self._sampler.leave(slot)
@@ -273,6 +280,7 @@ class ModelRunner:
 
     def _join(self, slot: int, batch: BatchState) -> None:
         prompt, generated = batch.prompts[slot], batch.generated[slot]
+        self._prompts.join(slot, batch)
         text = prompt
         rope_offsets: Index | Ints = NOTHING
         if self._images is not None:
@@ -373,9 +381,15 @@ class TorchPendingStep:
     done_at: float | None = None
 
     def __init__(
-        self, ids: Tensor, slots: Index, chosen: SampledTokens | None, failed: dict[int, FinishReason]
+        self,
+        ids: Tensor,
+        slots: Index,
+        chosen: SampledTokens | None,
+        failed: dict[int, FinishReason],
+        prompts: tuple[PromptLogprobs, ...] = (),
     ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
+        self._prompts = prompts
         self.device_ids = ids
         self._slots = slots
         self._chosen = chosen
@@ -397,7 +411,7 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(self.ids(), logprobs, failed)
+        return SamplerOutput(self.ids(), logprobs, failed, self._prompts)
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:

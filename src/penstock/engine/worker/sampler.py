@@ -7,7 +7,8 @@ preemption changes it. `stop_conditions` decides which samples have ended, and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection
+from collections import deque
+from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -86,8 +87,26 @@ def is_penalized(params: SamplingParams) -> bool:
 
 
 def has_ids(params: SamplingParams) -> bool:
-    """Whether some ids have a bias, or are the only ones, or may not come before `min_tokens`."""
-    return bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens)
+    """Whether some ids have a bias, or are the only ones, or end bad words, or may not come before `min_tokens`."""
+    return bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens or params.bad_words_ids)
+
+
+class BadWords:
+    """Sequences of ids that an answer may not have, and the last ids of the answer."""
+
+    def __init__(self, sequences: Sequence[Sequence[int]], vocabulary: int, generated: Ints) -> None:
+        """Sequences with ids beyond the vocabulary cannot come, and are left out."""
+        known = [ids for ids in sequences if all(0 <= token_id < vocabulary for token_id in ids)]
+        self._sequences = [(list(ids[:-1]), ids[-1]) for ids in known]
+        self._last = deque(generated.tolist(), max((len(before) for before, _ in self._sequences), default=0))
+
+    def add(self, token_id: int) -> None:
+        self._last.append(token_id)
+
+    def banned(self) -> list[int]:
+        """Returns the ids that would complete a sequence."""
+        last = list(self._last)
+        return [end for before, end in self._sequences if not before or last[-len(before) :] == before]
 
 
 class Sampler:
@@ -114,6 +133,7 @@ class Sampler:
         self._allowed: list[Ints | None] = [None] * slots
         self._biases: list[tuple[Ints, npt.NDArray[np.float32]] | None] = [None] * slots
         self._ends: list[Ints] = [NOTHING] * slots  # that may not come before `min_tokens`
+        self._bad_words: dict[int, BadWords] = {}  # by slot
         self._is_penalized = np.zeros(slots, np.bool_)
         self._places = np.zeros(slots, np.int64)  # of those that are, in the tables below
         self._free_places: list[int] = []
@@ -152,6 +172,8 @@ class Sampler:
             self._biases[slot] = self._known(biases), np.array(list(biases.values()), np.float32)
         if params.min_tokens:
             self._ends[slot] = self._known({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
+        if params.bad_words_ids:
+            self._bad_words[slot] = BadWords(params.bad_words_ids, self._vocabulary, generated)
         self._has_ids[slot] = has_ids(params)
         if is_penalized(params):
             self._remember(slot, prompt, generated)
@@ -163,6 +185,7 @@ class Sampler:
             self._is_penalized[slot] = False
         self._allowed[slot] = self._biases[slot] = None
         self._ends[slot] = NOTHING
+        self._bad_words.pop(slot, None)
         self._has_ids[slot] = False
         self._least[slot] = 0
         self._batch = None
@@ -216,6 +239,8 @@ class Sampler:
         if batch.has_penalties:
             unit = torch.ones((), dtype=torch.int32, device=self._device)
             self._counts.index_put_((batch.places, ids[batch.penalized].long()), unit, accumulate=True)
+        for row, bad_words in batch.bad_words:
+            bad_words.add(int(ids[row]))  # waits for the device
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
 
     def _adjusted(self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None) -> torch.Tensor:
@@ -225,6 +250,9 @@ class Sampler:
             batch.penalize(logits, self._counts, self._is_in_prompt)
         if batch.has_ids:
             batch.restrict(logits)
+        for row, bad_words in batch.bad_words:
+            if banned := bad_words.banned():
+                logits[row, self._ids(np.array(banned, np.int64))] = -torch.inf
         if is_early is not None and is_early.any():
             slots = batch.slots
             rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
@@ -275,7 +303,9 @@ class _Batch:
         self.biases = moved(
             np.concatenate([np.zeros(0, np.float32), *(entry[1] for entry in biases if entry is not None)]), device
         )
-        self.has_ids = bool(is_limited.any() or is_biased.any())
+        bad_words = ((row, s._bad_words.get(slot)) for row, slot in enumerate(listed))
+        self.bad_words = [(row, entry) for row, entry in bad_words if entry is not None]
+        self.has_ids = bool(is_limited.any() or is_biased.any() or self.bad_words)
 
     def penalize(self, logits: torch.Tensor, counts: torch.Tensor, is_in_prompt: torch.Tensor) -> None:
         rows = logits[self.penalized]

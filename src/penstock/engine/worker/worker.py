@@ -253,7 +253,15 @@ def build_result(step: Step, sampled: SamplerOutput) -> StepDone:
     if sampled.failed:
         failed = np.array(sorted(sampled.failed), np.uint16)
         reasons = np.array([sampled.failed[slot] for slot in failed.tolist()], np.uint8)
-    return StepDone(step.leader, step.number, sampled.ids, logprobs=sampled.logprobs, failed=failed, reasons=reasons)
+    return StepDone(
+        step.leader,
+        step.number,
+        sampled.ids,
+        logprobs=sampled.logprobs,
+        failed=failed,
+        reasons=reasons,
+        prompt_logprobs=sampled.prompt_logprobs,
+    )
 
 
 class DeviceStats:

@@ -54,15 +54,19 @@ class Tokenizer(Protocol):
     def min_tokens(self, text: str) -> int:
         """Returns a lower bound of the number of ids of a text, much faster than `encode`."""
 
-    def chat(self, conversation: Conversation, is_answered: bool, options: dict[str, Any]) -> str:
-        """Renders a conversation. Raises ApiError."""
+    def chat(
+        self, conversation: Conversation, is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
+        """Renders a conversation; `is_continued`: the last message stays open. Raises ApiError."""
 
 
-def build_tokenizer(config: EngineConfig) -> Tokenizer:
-    """Loads the model's tokenizer. For a simulated device without one, the ids of a text are its bytes."""
+def build_tokenizer(config: EngineConfig, chat_template: str = "") -> Tokenizer:
+    """Loads the model's tokenizer. For a simulated device without one, the ids of a text are its bytes.
+
+    `chat_template`: in place of the model's; "": the model's."""
     if config.simulated is not None and not (Path(config.model) / "tokenizer.json").exists():
         return NumberTokenizer(config.simulated.vocabulary)
-    return ModelTokenizer(config)
+    return ModelTokenizer(config, chat_template)
 
 
 class NumberTokenizer:
@@ -78,18 +82,22 @@ class NumberTokenizer:
     def min_tokens(self, text: str) -> int:
         return len(text)
 
-    def chat(self, conversation: Conversation, is_answered: bool, options: dict[str, Any]) -> str:
+    def chat(
+        self, conversation: Conversation, is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
         messages = conversation.messages
         text = "".join(f"{message['role']}: {join_texts(message['content'])}\n" for message in messages)
+        if is_continued:
+            return text[:-1]
         return f"{text}assistant:" if is_answered else text
 
 
 class ModelTokenizer:
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, chat_template: str = "") -> None:
         os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # one text is not cut among threads
         self.tokenizer = load_tokenizer(config)
         self._bound = length_bound(Path(config.model) / "tokenizer.json")
-        self._template = ChatTemplate(Path(config.model))
+        self._template = ChatTemplate(Path(config.model), chat_template)
         self.tool_template = self._template.tool_source
         self.vocab_size = _most_ids(config)
 
@@ -102,8 +110,10 @@ class ModelTokenizer:
     def min_tokens(self, text: str) -> int:
         return 0 if self._bound is None else self._bound.min_tokens(text)
 
-    def chat(self, conversation: Conversation, is_answered: bool, options: dict[str, Any]) -> str:
-        return self._template.prompt(conversation.messages, is_answered, options, conversation.tools)
+    def chat(
+        self, conversation: Conversation, is_answered: bool, options: dict[str, Any], is_continued: bool = False
+    ) -> str:
+        return self._template.prompt(conversation, is_answered, options, is_continued)
 
 
 def _most_ids(config: EngineConfig) -> int:
@@ -127,12 +137,12 @@ class ChatTemplate:
     each server process.
     """
 
-    def __init__(self, directory: Path) -> None:
+    def __init__(self, directory: Path, template: str = "") -> None:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         self._render: Any = render_jinja_template  # its annotation of the result is wrong
         tokenizer_config = _read_json(directory / "tokenizer_config.json")
-        templates = _read_templates(directory, tokenizer_config)
+        templates = {"default": template} if template else _read_templates(directory, tokenizer_config)
         self._template = templates.get("default")
         self.tool_source = templates.get("tool_use", self._template or "")  # for conversations with tools
         self._special = {
@@ -148,11 +158,7 @@ class ChatTemplate:
         self._unseen = [name for name, is_shown in shown.items() if not is_shown]  # until the log has said so
 
     def prompt(
-        self,
-        messages: list[dict[str, Any]],
-        is_answered: bool,
-        options: dict[str, Any],
-        tools: list[dict[str, Any]] | None = None,
+        self, conversation: Conversation, is_answered: bool, options: dict[str, Any], is_continued: bool = False
     ) -> str:
         """Renders a conversation. Raises ApiError."""
         if self._template is None:
@@ -161,12 +167,13 @@ class ChatTemplate:
         if reserved:
             message = f"{sorted(reserved)[0]} is set by the server: expected another name"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
+        messages, tools = conversation.messages, conversation.tools
         if self._unseen and (tools or any("tool_calls" in message for message in messages)):
             unseen, self._unseen = self._unseen, []
             event("tools not in prompts", logging.WARNING, reason=f"the chat template shows no {' and '.join(unseen)}")
         formatted = self._to_template_format(messages)
         try:
-            return self._rendered(formatted, is_answered, options, tools)
+            return self._rendered(formatted, is_answered, options, tools, is_continued)
         except Exception as error:  # whatever a template does with what a client has sent
             raise ApiError(400, f"the model's chat template: {error}", param="messages") from None
 
@@ -176,12 +183,14 @@ class ChatTemplate:
         is_answered: bool,
         options: dict[str, Any],
         tools: list[dict[str, Any]] | None = None,
+        is_continued: bool = False,
     ) -> str:
         rendered, _ = self._render(
             [messages],
             tools=tools or None,
             chat_template=self.tool_source if tools else self._template,
             add_generation_prompt=is_answered,
+            continue_final_message=is_continued,
             **{**self._special, **options},
         )
         prompt: str = rendered[0]
@@ -299,6 +308,7 @@ class PromptBuilder:
         add_special: bool = False,
         limit: Limit | None = None,
         client: str = "",
+        is_continued: bool = False,
     ) -> Prompt:
         """Returns the prompt, which the caller releases unless it submits it. `client`: takes turns with others in the
         use of memory. Raises ApiError."""
@@ -306,7 +316,7 @@ class PromptBuilder:
             where, _, kind = conversation.media[0]
             message = f"expected text, got {kind.described} at $.{where}: this model takes none"
             raise ApiError(400, message, param=where)
-        work = functools.partial(self.tokenizer.chat, conversation, is_answered, options)
+        work = functools.partial(self.tokenizer.chat, conversation, is_answered, options, is_continued)
         text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
         if not conversation.media or self._media is None:
             return Prompt(await self.ids(text, add_special, limit), text_end=text[-END:])
@@ -346,6 +356,19 @@ class PromptBuilder:
             if tokens > limit.tokens:
                 raise context_length_exceeded(self._config.max_model_len, tokens, limit, at_least=True)
         return await self.in_a_thread(lambda: self.tokenizer.encode(prompt, add_special))
+
+    async def bad_words_ids(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """Returns the ids of words, each as it is and behind a space, without special tokens."""
+        texts = dict.fromkeys(text for word in words for text in (word, f" {word.lstrip()}"))
+        sequences = [tuple(await self.ids(text, add_special=False)) for text in texts]
+        return tuple(dict.fromkeys(filter(None, sequences)))
+
+    async def text(self, ids: list[int]) -> str:
+        """Returns the text of ids, with special tokens."""
+        tokenizer = self.tokenizer.tokenizer
+        if tokenizer is None:  # the ids of a text are its bytes
+            return bytes(token_id % 256 for token_id in ids).decode(errors="replace")
+        return await self.in_a_thread(lambda: str(tokenizer.decode(ids, skip_special_tokens=False)))
 
     async def vocabulary(self) -> Vocabulary:
         """Returns the texts of all ids, loaded at the first request with log-probabilities."""

@@ -31,7 +31,7 @@ _EMPTY: tuple[Any, ...] = (False, 0, "", [], {})
 NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     # OpenAI
     "audio": _EMPTY,
-    "echo": _EMPTY,
+    "echo": _EMPTY,  # by completions it is honoured
     "function_call": ("none", "auto"),
     "functions": _EMPTY,
     "modalities": ([], ["text"]),
@@ -42,9 +42,7 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
     # vLLM
-    "bad_words": _EMPTY,
     "chat_template": _EMPTY,
-    "continue_final_message": _EMPTY,
     "documents": _EMPTY,
     "ec_transfer_params": _EMPTY,
     "guided_whitespace_pattern": _EMPTY,
@@ -54,10 +52,8 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "media_io_kwargs": _EMPTY,
     "mm_processor_kwargs": _EMPTY,
     "prompt_embeds": _EMPTY,  # by completions it is honoured
-    "prompt_logprobs": (False,),
     "repetition_detection": _EMPTY,
     "return_prompt_text": _EMPTY,
-    "return_token_ids": _EMPTY,
     "return_token_strs": _EMPTY,
     "return_tokens_as_token_ids": _EMPTY,
     "routed_experts_prompt_start": _EMPTY,
@@ -90,7 +86,7 @@ IGNORED: frozenset[str] = frozenset(
         # OpenAI: what is kept, billed or counted elsewhere, and hints
         *("metadata", "parallel_tool_calls", "prediction", "prompt_cache_key", "prompt_cache_options"),
         *("prompt_cache_retention", "safety_identifier", "service_tier", "store"),
-        *("stream_options.continuous_usage_stats", "stream_options.include_obfuscation"),
+        "stream_options.include_obfuscation",
         # vLLM and SGLang: where and in which pieces an answer is made, and what only fields read that are refused
         *("data_parallel_rank", "guided_decoding_backend", "include_reasoning"),
         *(

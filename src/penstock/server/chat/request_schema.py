@@ -22,6 +22,7 @@ from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
 from penstock.server.chat.tool_fields import CallFields, CallResults, ToolChoice, Tools, check_tools, tools_for_template
 from penstock.server.errors import ApiError, body_error
+from penstock.server.options import MAX_LOGPROBS
 
 T = TypeVar("T", bound=msgspec.Struct)
 
@@ -31,7 +32,6 @@ MAX_PROMPTS = 128
 MAX_STOPS = 64
 MAX_CHARACTERS = 1024  # of one of them, and of what a client is called
 MAX_IDS = 1024  # with a bias, or that stop
-MAX_LOGPROBS = 20  # besides the sampled token
 TOKENS_OF_A_COMPLETION = 16  # by default; a chat may continue up to the model's maximum length
 
 # What a header, a line of a log and JSON hold as it is.
@@ -55,6 +55,7 @@ Unsupported = Annotated[Any, msgspec.Meta(extra_json_schema={"enum": [None, Fals
 
 class StreamOptions(msgspec.Struct):
     include_usage: bool | None = None
+    continuous_usage_stats: bool | None = None
 
 
 class Sampling(GrammarFields, kw_only=True):
@@ -62,13 +63,17 @@ class Sampling(GrammarFields, kw_only=True):
 
     model: str | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=MAX_SAMPLES)] | None = None
+    best_of: int | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)] | None = None
+    prompt_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
+    return_token_ids: bool | None = None
     temperature: Annotated[float, msgspec.Meta(ge=0, le=1e6)] | None = None
     top_p: Annotated[float, msgspec.Meta(gt=0, le=1)] | None = None
     presence_penalty: Penalty | None = None
     frequency_penalty: Penalty | None = None
     seed: Word | None = None
     stop: Stop | Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
+    bad_words: Annotated[list[Stop], msgspec.Meta(max_length=MAX_STOPS)] | None = None
     logit_bias: Annotated[dict[Number, Bias], msgspec.Meta(max_length=MAX_IDS, extra_json_schema=NUMBERS)] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -93,8 +98,15 @@ class Sampling(GrammarFields, kw_only=True):
     def includes_usage(self) -> bool:
         return self.stream_options is not None and bool(self.stream_options.include_usage)
 
+    @property
+    def counts_usage(self) -> bool:
+        """Returns whether each chunk has the usage so far."""
+        return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
+
     def params(self, max_tokens: int | None, logprobs: int | None, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            raise ApiError(400, "best_of is not supported: use n", param="best_of")
         kwargs = {name: value for name in _PASSED_THROUGH if (value := getattr(self, name)) is not None}
         kwargs = {**defaults, **kwargs, "max_tokens": max_tokens, "logprobs": logprobs}
         if kwargs.get("top_k") == -1:  # as others say it
@@ -126,7 +138,7 @@ class Sampling(GrammarFields, kw_only=True):
 
 _PASSED_THROUGH = (
     *("n", "temperature", "top_p", "presence_penalty", "frequency_penalty", "seed", "top_k", "min_p"),
-    *("repetition_penalty", "min_tokens", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
+    *("repetition_penalty", "min_tokens", "prompt_logprobs", "stop_token_ids", "allowed_token_ids", "ignore_eos"),
     *("skip_special_tokens", "include_stop_str_in_output"),
 )
 
@@ -136,12 +148,20 @@ class CompletionRequest(Sampling, kw_only=True):
     prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MAX_PARTS)] | None = None
     prompt_embeds: str | Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)] | None = None  # in base64
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
-    best_of: int | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
+    echo: bool | None = None
 
     def sampling(self, defaults: Defaults = NO_DEFAULTS) -> SamplingParams:
-        if self.best_of is not None and self.best_of != (self.n or 1):
-            raise ApiError(400, "best_of is not supported: use n", param="best_of")
-        return self.params(self.max_tokens or TOKENS_OF_A_COMPLETION, self.logprobs, defaults)
+        """Returns the sampling parameters: for the prompt alone (`max_tokens` 0), of one token, which is dropped."""
+        if self.max_tokens == 0 and not self.echo and self.prompt_logprobs is None:
+            raise ApiError(400, "expected max_tokens of 1 or more without echo and prompt_logprobs", param="max_tokens")
+        if self.echo and self.prompt_embeds:
+            raise ApiError(400, "echo is not supported with prompt_embeds", param="echo")
+        max_tokens = TOKENS_OF_A_COMPLETION if self.max_tokens is None else max(1, self.max_tokens)
+        params = self.params(max_tokens, self.logprobs, defaults)
+        if self.echo and params.prompt_logprobs is None and self.logprobs is not None:
+            return msgspec.structs.replace(params, prompt_logprobs=self.logprobs)
+        return params
 
     def take_embeds(self) -> list[str]:
         """Returns the prompts that are embeddings, and keeps none: they are long, and it may take long to answer."""
@@ -175,6 +195,10 @@ class TextPart(msgspec.Struct, tag_field="type", tag="text"):
     text: str
 
 
+class RefusalPart(msgspec.Struct, tag_field="type", tag="refusal"):
+    refusal: str
+
+
 class ImageUrl(msgspec.Struct):
     url: str
     detail: str | None = None
@@ -194,7 +218,7 @@ class VideoPart(msgspec.Struct, tag_field="type", tag="video_url"):
 
 class Message(CallFields, kw_only=True):
     role: Literal["system", "developer", "user", "assistant", "tool", "function"]
-    content: str | list[TextPart | ImagePart | VideoPart] | None = None
+    content: str | list[TextPart | RefusalPart | ImagePart | VideoPart] | None = None
     name: str | None = None
     reasoning_content: str | None = None
     reasoning: str | None = None
@@ -208,6 +232,7 @@ class ChatRequest(Sampling, kw_only=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     tools: Tools | None = None
     tool_choice: ToolChoice | None = None
@@ -264,9 +289,11 @@ class Conversation(NamedTuple):
         conversation.messages.extend(results.finish())
         return conversation
 
-    def _plain(self, where: str, part: TextPart | ImagePart | VideoPart) -> dict[str, str]:
+    def _plain(self, where: str, part: TextPart | RefusalPart | ImagePart | VideoPart) -> dict[str, str]:
         if isinstance(part, TextPart):
             return {"type": "text", "text": part.text}
+        if isinstance(part, RefusalPart):
+            return {"type": "text", "text": part.refusal}
         if isinstance(part, VideoPart):
             self.media.append(MediaRef(where, part.video_url.url, VIDEO))
             return {"type": "video"}
@@ -275,6 +302,11 @@ class Conversation(NamedTuple):
 
 
 # ── tokens ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+class DetokenizeRequest(msgspec.Struct, kw_only=True):
+    model: str | None = None
+    tokens: Annotated[list[Id], msgspec.Meta(max_length=MAX_PARTS)]
+
+
 class TokenizeRequest(msgspec.Struct, kw_only=True):
     """A body of /tokenize: either a prompt or messages."""
 
@@ -284,6 +316,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
     tools: Tools | None = None
     add_special_tokens: bool | None = None
     add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
     def content(self) -> str | Conversation:
@@ -297,7 +330,7 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest)
+    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
 }
 STRICT: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(strict(kind, StreamOptions)) for kind in DECODERS
@@ -404,7 +437,7 @@ def _is_whole_with(request: msgspec.Struct, urls: dict[str, str]) -> bool:
     for message in messages:
         if isinstance(message.content, list):
             for part in message.content:
-                if not isinstance(part, TextPart):
+                if not isinstance(part, TextPart | RefusalPart):
                     source = part.image_url if isinstance(part, ImagePart) else part.video_url
                     source.url = urls.pop(source.url, source.url)
     return not urls

@@ -40,7 +40,7 @@ class Usage(ResponseModel):
     prompt_tokens: Natural
     completion_tokens: Natural
     total_tokens: Natural
-    prompt_tokens_details: PromptTokensDetails
+    prompt_tokens_details: PromptTokensDetails | msgspec.UnsetType = msgspec.UNSET  # not in chunks amid a stream
     completion_tokens_details: CompletionTokensDetails | msgspec.UnsetType = msgspec.UNSET
 
 
@@ -82,23 +82,37 @@ class AnswerMessage(ResponseModel, kw_only=True):
     reasoning: str | msgspec.UnsetType | None = msgspec.UNSET
 
 
-class ChatChoice(FinishedChoice):
+class ChatChoice(FinishedChoice, kw_only=True):
     finish_reason: Literal["stop", "length", "tool_calls"]
     message: AnswerMessage
     logprobs: ChatLogprobs | None
+    token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionLogprobs(ResponseModel):
     text_offset: list[Natural]
     tokens: list[str]
-    token_logprobs: list[float]
-    top_logprobs: list[dict[str, float]]
+    token_logprobs: list[float | None]
+    top_logprobs: list[dict[str, float] | None]
 
 
-class CompletionChoice(FinishedChoice):
+class PromptLogprob(ResponseModel):
+    logprob: float
+    rank: Natural
+    decoded_token: str
+
+
+PromptLogprobs = list[dict[str, PromptLogprob] | None]
+Ids = list[Natural]
+
+
+class CompletionChoice(FinishedChoice, kw_only=True):
     finish_reason: Literal["stop", "length"]
     text: str
     logprobs: CompletionLogprobs | None
+    token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class CompletionBase(ResponseModel):
@@ -108,9 +122,11 @@ class CompletionBase(ResponseModel):
     usage: Usage
 
 
-class ChatCompletion(CompletionBase):
+class ChatCompletion(CompletionBase, kw_only=True):
     object: Literal["chat.completion"]
     choices: list[ChatChoice]
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
+    prompt_logprobs: PromptLogprobs | msgspec.UnsetType = msgspec.UNSET
 
 
 class TextCompletion(CompletionBase):
@@ -128,6 +144,7 @@ class ChunkBase(ResponseModel, kw_only=True):
 
 class ChoiceBase(ResponseModel, kw_only=True):
     index: Natural
+    token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
 
 
 class FunctionDelta(ResponseModel, kw_only=True):
@@ -157,12 +174,14 @@ class ChatStep(ChoiceBase, kw_only=True):
 
 
 class ChatChunk(ChunkBase, kw_only=True):
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
     object: Literal["chat.completion.chunk"]
     choices: list[ChatStep]
 
 
 class CompletionStep(ChoiceBase, kw_only=True):
     finish_reason: Literal["stop", "length"] | None
+    prompt_token_ids: Ids | msgspec.UnsetType = msgspec.UNSET
     text: str
     logprobs: CompletionLogprobs | None
 
@@ -179,11 +198,25 @@ class TokenizeResponse(ResponseModel):
     tokens: list[Natural]
 
 
+class DetokenizeResponse(ResponseModel):
+    prompt: str
+
+
+class ServerVersion(ResponseModel):
+    version: str
+
+
+class ServerLoad(ResponseModel):
+    server_load: Natural
+
+
 class ModelCard(ResponseModel):
     id: str
     object: Literal["model"]
     created: Natural
     owned_by: str
+    root: str
+    parent: None
     max_model_len: Natural
 
 
@@ -232,5 +265,6 @@ class HealthResponse(Readiness):
 
 ALL = (
     *(ErrorResponse, ChatCompletion, ChatChunk, TextCompletion, CompletionChunk, TokenizeResponse),
+    *(DetokenizeResponse, ServerVersion, ServerLoad),
     *(ModelCard, ModelList, Live, Readiness, HealthResponse),
 )

@@ -10,7 +10,6 @@ import contextlib
 import functools
 import logging
 import sys
-import time
 from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -23,8 +22,8 @@ from penstock.engine.protocol.messages import AnswerFormat, FinishReason, Logpro
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.engine.text.sse_chunks import LEAST_LOGPROB
 from penstock.server.chat.answer_formats import build_message
+from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.errors import ApiError, Gone
-from penstock.server.status.counters import ProcessCounters, Served
 from penstock.tensor import Scope as ImageScope
 
 T = TypeVar("T")
@@ -82,84 +81,6 @@ async def cancel_on_disconnect(receive: Receive, work: Coroutine[Any, Any, T]) -
 async def _until_gone(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-class _Times:
-    """Times of one sequence: of its first and its last token, and numbers of tokens: of the first chunk, and later."""
-
-    __slots__ = ("engine", "first", "first_tokens", "last", "later_tokens")
-
-    def __init__(self, engine: Served, now: float, tokens: int) -> None:
-        self.engine = engine
-        self.first = self.last = now
-        self.first_tokens, self.later_tokens = tokens, 0
-
-    @property
-    def mean(self) -> float:
-        """Returns the mean seconds from a token to the next; 0 for a single token."""
-        return (self.last - self.first) / max(self.later_tokens, 1)
-
-
-class LatencyRecorder:
-    """Records tokens, latencies and ends of an answer, for each of its sequences and by engine, as vLLM does.
-
-    Times are those at which chunks are passed on: they include the delay of a client that reads slowly.
-    """
-
-    def __init__(self, row: ProcessCounters, began: float) -> None:
-        self._row = row
-        self._began = began
-        self._times: dict[tuple[OutputStream, int], _Times] = {}  # by sample of a stream
-        self._ended: dict[OutputStream, int] = {}  # samples of each stream
-        self._longest: dict[OutputStream, int] = {}  # tokens of a sample of each stream
-
-    def chunk(self, stream: OutputStream, chunk: OutputChunk) -> None:
-        now, many = time.monotonic(), len(chunk.ids)
-        key = stream, chunk.sample
-        times = self._times.get(key)
-        if times is not None and many:
-            times.engine.words[Served.GENERATION_TOKENS] += many
-            Served.INTER_TOKEN.observe(times.engine.words, (now - times.last) / many, many)
-            times.last = now
-            times.later_tokens += many
-        elif many:
-            engine = self._row.engines[stream.group]
-            times = self._times[key] = _Times(engine, now, many)
-            engine.words[Served.GENERATION_TOKENS] += many
-            Served.FIRST_TOKEN.observe(engine.words, now - self._began)
-            engine[Served.PROMPT_TOKENS] += stream.prompt_tokens
-            engine[Served.PROMPT_TOKENS_CACHED] += stream.cached_tokens
-        if chunk.reason is not None:
-            engine = self._row.engines[stream.group]
-            self._ended[stream] = self._ended.get(stream, 0) + 1
-            Served.REQUEST.observe(engine.words, now - self._began)
-            Served.PER_OUTPUT_TOKEN.observe(engine.words, times.mean if times is not None else 0.0)
-            self._count_lengths(stream, engine, 0 if times is None else times.first_tokens + times.later_tokens)
-            engine.finish(chunk.reason.name.lower())
-
-    def _count_lengths(self, stream: OutputStream, engine: Served, tokens: int) -> None:
-        longest = self._longest[stream] = max(self._longest.get(stream, 0), tokens)
-        Served.PROMPT_LENGTHS.observe(engine.words, stream.prompt_tokens)
-        Served.GENERATED_LENGTHS.observe(engine.words, tokens)
-        if self._ended[stream] == stream.samples:
-            Served.LONGEST_LENGTHS.observe(engine.words, longest)
-
-    @contextlib.contextmanager
-    def watching(self, batch: RequestStreams) -> Iterator[None]:
-        """Counts the sequences that do not end in the block, by an error of the engine or because the client left."""
-        try:
-            yield
-        except EngineError as error:
-            if error.status >= 500:
-                self._give_up(batch, "error")
-            raise
-        except BaseException:
-            self._give_up(batch, "abort")
-            raise
-
-    def _give_up(self, batch: RequestStreams, reason: str) -> None:
-        for stream in batch.streams.values():
-            self._row.engines[stream.group].finish(reason, stream.samples - self._ended.get(stream, 0))
 
 
 def usage_of(*streams: OutputStream) -> dict[str, Any]:
@@ -251,8 +172,16 @@ class SSEResponse:
     """
 
     def __init__(
-        self, batch: RequestStreams, head: bytes, includes_usage: bool, latencies: LatencyRecorder, request_id: str
+        self,
+        batch: RequestStreams,
+        head: bytes,
+        includes_usage: bool,
+        latencies: LatencyRecorder,
+        request_id: str,
+        first: bytes = b"",
     ) -> None:
+        """`first`: chunks before those of the engine."""
+        self._first = first
         self.status_code = 200  # for the counters: an error after the head was sent changes it
         self._batch = batch
         self._head = head
@@ -279,13 +208,15 @@ class SSEResponse:
         this task; None: there is none."""
         has_begun, last = False, b""
         try:
-            with self._latencies.watching(self._batch):
+            with self._latencies.watching(self._batch.streams):
                 async with contextlib.aclosing(self._batch.chunks()) as chunks:
                     async for prompt, chunk in chunks:
                         stream = self._batch.streams[prompt]
                         self._latencies.chunk(stream, chunk)
                         if not has_begun:
                             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
+                            if self._first:
+                                await send({"type": "http.response.body", "body": self._first, "more_body": True})
                             has_begun = True
                             if write is not None and self._batch.is_single:
                                 stream.deliver_to(functools.partial(self._deliver, stream, write))
@@ -311,6 +242,7 @@ class StreamedChoice:
     def __init__(self) -> None:
         self._texts: list[str] = []
         self._length = 0
+        self.ids: list[int] = []
         self._logprobs: list[tuple[int, list[tuple[int, float]]]] = []  # where its text begins, and what was likely
         self.reason: FinishReason | None = None
         self.stop: int | str | None = None
@@ -319,6 +251,7 @@ class StreamedChoice:
         if chunk.logprobs is not None:
             self._logprobs += [(self._length, row) for row in likely(chunk.logprobs)]
         text = chunk.text
+        self.ids += chunk.ids
         self._texts.append(text)
         self._length += len(text)
         if chunk.reason is not None:
@@ -346,7 +279,7 @@ class StreamedChoice:
         for _, row in self._logprobs:
             first, *others = (
                 {
-                    "token": _shown(vocabulary, token_id),
+                    "token": token_text(vocabulary, token_id),
                     "logprob": value,
                     "bytes": list(vocabulary.token_bytes(token_id)),
                 }
@@ -361,14 +294,16 @@ class StreamedChoice:
             rows = [row for _, row in self._logprobs]
             logprobs = {
                 "text_offset": [offset for offset, _ in self._logprobs],
-                "tokens": [_shown(vocabulary, row[0][0]) for row in rows],
+                "tokens": [token_text(vocabulary, row[0][0]) for row in rows],
                 "token_logprobs": [row[0][1] for row in rows],
-                "top_logprobs": [{_shown(vocabulary, token_id): value for token_id, value in row[1:]} for row in rows],
+                "top_logprobs": [
+                    {token_text(vocabulary, token_id): value for token_id, value in row[1:]} for row in rows
+                ],
             }
         return {"index": index, "text": "".join(self._texts), "logprobs": logprobs, **self._finish()}
 
 
-def _shown(vocabulary: Vocabulary, token_id: int) -> str:
+def token_text(vocabulary: Vocabulary, token_id: int) -> str:
     return vocabulary.token_bytes(token_id).decode(errors="replace")
 
 
@@ -389,7 +324,7 @@ async def collect(
 ) -> list[StreamedChoice]:
     """Returns the choices of all prompts, in order. Raises EngineError if one stays incomplete."""
     choices = [StreamedChoice() for _ in range(prompts * samples)]
-    with latencies.watching(batch):
+    with latencies.watching(batch.streams):
         async with contextlib.aclosing(batch.chunks()) as chunks:
             async for prompt, chunk in chunks:
                 latencies.chunk(batch.streams[prompt], chunk)

@@ -22,6 +22,7 @@ from starlette.responses import RedirectResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp
 
+import penstock
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import OutputStream
 from penstock.engine.cluster.status_board import StatusBoard
@@ -32,17 +33,19 @@ from penstock.engine.text.detokenizer import Vocabulary
 from penstock.engine.text.grammar_fields import Grammar
 from penstock.server.chat.answer_formats import AnswerFormats
 from penstock.server.chat.grammars import GrammarChecker
+from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.media_prompts import Prompt
 from penstock.server.chat.prompt_builder import PromptBuilder
+from penstock.server.chat.prompt_fields import PromptFields
 from penstock.server.chat.request_schema import (
     ChatRequest,
     CompletionRequest,
     Conversation,
+    DetokenizeRequest,
     Sampling,
     TokenizeRequest,
 )
 from penstock.server.chat.streaming import (
-    LatencyRecorder,
     RequestStreams,
     SSEResponse,
     StreamedChoice,
@@ -62,6 +65,7 @@ from penstock.server.http.endpoint import (
     DirectPosts,
     Endpoint,
     RequestIds,
+    RootPath,
     account_of,
     client_of,
     cors,
@@ -71,7 +75,7 @@ from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.options import ServerOptions
-from penstock.server.status.counters import ServerCounters
+from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.server_info import served_name
 
 MAX_PATH = 256  # compared characters of an unknown path
@@ -101,6 +105,7 @@ class ApiServer:
         self._client = client
         self._reader = reader
         self._row = tally.rows[me]
+        self._tally = tally
         self._defaults = config.sampling_defaults.explicit
         self._slots = config.max_num_seqs * config.all_groups
         self._metrics = Metrics(tally, board, served_name(config, options), segments)
@@ -122,7 +127,8 @@ class ApiServer:
         app: ASGIApp = DirectPosts(self.routes(), self._posts)
         for middleware, args, kwargs in cors(self._options):
             app = middleware(app, *args, **kwargs)
-        return RequestIds(app)
+        app = RequestIds(app)
+        return RootPath(app, self._options.root_path) if self._options.root_path else app
 
     @property
     def _posts(self) -> dict[str, Endpoint]:
@@ -130,6 +136,7 @@ class ApiServer:
             "/v1/chat/completions": Endpoint(self._admission, "chat", self._chat),
             "/v1/completions": Endpoint(self._admission, "completions", self._completions),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
+            "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
         }
 
     def routes(self) -> Starlette:
@@ -145,7 +152,10 @@ class ApiServer:
                 Route(f"/dashboard/{name}", Endpoint(self._admission, "dashboard", answer), methods=["GET"])
                 for name, answer in (("data", self._dashboard.data), ("history", self._dashboard.history))
             ),
-            openapi.route(bool(self._options.api_keys)),
+            openapi.route(self._options),
+            Route("/version", self._show_version, methods=["GET"]),
+            Route("/load", Endpoint(self._admission, "load", self._show_load), methods=["GET"]),
+            Route("/ping", self._health.ready, methods=["GET", "POST"]),
             Route("/health", self._health.whole),
             Route("/health/live", self._health.live),
             Route("/health/ready", self._health.ready),
@@ -174,13 +184,14 @@ class ApiServer:
         async with self._bodies.receive(request) as body:
             chat = await self._bodies.decode(request, body, ChatRequest)
             self._require_model(chat.model)
-            params = chat.sampling(self._defaults)
+            params = self._checked(chat.sampling(self._defaults), "top_logprobs")
             use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
             conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages, chat.tools))
             body.clear()  # its strings are held, and twice would be too much
             limit = self._limit(chat, params, "messages")
             grammar = await self._grammars.check(self._formats.grammar_source(chat, use, params))
-            prompt = await self._prompt(request, conversation, chat.template_options, chat, limit)
+            options = {**self._options.default_chat_template_kwargs, **chat.template_options}
+            prompt = await self._prompt(request, conversation, options, chat, limit)
             chat.messages = []  # media are long, and it may take long to answer
         try:
             answer_format = self._formats.answer_format(use, prompt.text_end)
@@ -192,6 +203,15 @@ class ApiServer:
             prompt.release()
             raise
 
+    def _checked(self, params: SamplingParams, param: str) -> SamplingParams:
+        """Returns `params`. Raises ApiError if they ask for too many log-probabilities."""
+        limit = self._options.max_logprobs
+        for name, number in ((param, params.logprobs), ("prompt_logprobs", params.prompt_logprobs)):
+            if number is not None and number > limit:
+                message = f"expected at most {limit} log-probabilities (--max-logprobs), got {number} at $.{name}"
+                raise ApiError(400, message, param=name)
+        return params
+
     async def _prompt(
         self,
         request: Request,
@@ -201,9 +221,15 @@ class ApiServer:
         limit: Limit | None = None,
     ) -> Prompt:
         """Returns the prompt of a conversation, which the caller submits or releases."""
-        is_answered, add_special = body.add_generation_prompt is not False, body.add_special_tokens is True
+        is_continued, add_special = bool(body.continue_final_message), body.add_special_tokens is True
+        if is_continued and body.add_generation_prompt:
+            name = "continue_final_message"
+            raise ApiError(400, f"expected {name} or add_generation_prompt, got both", param=name)
+        is_answered = body.add_generation_prompt is not False and not is_continued
         client = getattr(body, "user", None) or client_of(request)
-        reading = self._reader.conversation(conversation, is_answered, options, add_special, limit, client)
+        reading = self._reader.conversation(
+            conversation, is_answered, options, add_special, limit, client, is_continued
+        )
         if not conversation.media:
             return await reading
         try:
@@ -215,7 +241,7 @@ class ApiServer:
         async with self._bodies.receive(request) as body:
             completion = await self._bodies.decode(request, body, CompletionRequest)
             self._require_model(completion.model)
-            params = completion.sampling(self._defaults)
+            params = self._checked(completion.sampling(self._defaults), "logprobs")
             embeds = completion.take_embeds()
             texts = await self._bodies.run(request, body, functools.partial(completion.prompts, len(embeds)))
             limit = self._limit(completion, params, "prompt")
@@ -252,6 +278,9 @@ class ApiServer:
         grammar: Grammar | None,
         answer_format: AnswerFormat | None = None,
     ) -> Answer:
+        fields = PromptFields(sampling, style == Style.CHAT)
+        if sampling.bad_words:
+            params = replace(params, bad_words_ids=await self._reader.bad_words_ids(sampling.bad_words))
         prompts = [self._truncated(prompt, sampling, params) for prompt in prompts]
         for prompt in prompts:
             self._require_room(prompt.ids, params, "messages" if style == Style.CHAT else "prompt")
@@ -259,13 +288,14 @@ class ApiServer:
             params.require_choice(self._config.end_ids, self._reader.tokenizer.vocab_size)
         except ValueError as error:
             raise ApiError(400, str(error), param="allowed_token_ids") from None
-        latencies = LatencyRecorder(self._row, request.state.began)
         short, name = NAMES[style]
         if sampling.request_id is not None and not request.state.is_named:
             if not is_valid(sampling.request_id):  # a trailing line end, which the pattern accepts
                 raise ApiError(400, "expected printable characters at $.request_id", param="request_id")
             request.state.request_id = sampling.request_id
         request_id: str = request.state.request_id
+        logged_id = request_id if self._options.enable_log_requests else None
+        latencies = LatencyRecorder(self._row, request.state.began, logged_id)
         answer: dict[str, Any] = {"id": f"{short}-{request_id}", "object": name, "created": int(time.time())}
         answer["model"] = sampling.model or self._name
         account = account_of(request, sampling.user, bool(self._options.api_keys))
@@ -276,15 +306,22 @@ class ApiServer:
             choice = StreamedChoice.of_completion
             if style == Style.CHAT:
                 choice = functools.partial(StreamedChoice.of_chat, answer_format=answer_format)
-            return await cancel_on_disconnect(
-                request.receive, self._whole(choice, batch, params, len(prompts), answer, latencies)
-            )
+            ids = [prompt.ids for prompt in prompts]
+            whole = self._whole(choice, batch, params, ids, answer, latencies, fields)
+            return await cancel_on_disconnect(request.receive, whole)
         if style == Style.CHAT:
             answer["object"] += ".chunk"
         head = msgspec.json.encode(answer)[:-1]
-        nothing_yet = b',"usage":null' if sampling.includes_usage else b""
-        batch = self._batch(submit, params, prompts, ChunkFormat(style, head + nothing_yet, answer=answer_format))
-        return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id)
+        nothing_yet = b',"usage":null' if sampling.includes_usage and not sampling.counts_usage else b""
+        chunk_format = ChunkFormat(
+            style, head + nothing_yet, answer=answer_format, has_ids=bool(sampling.return_token_ids)
+        )
+        batch = self._batch(submit, params, prompts, chunk_format, counts_usage=sampling.counts_usage)
+        first = b""
+        if fields.echoes or sampling.return_token_ids:
+            vocabulary = await self._reader.vocabulary() if fields.echoes else None
+            first = fields.first_chunks(head + nothing_yet, [prompt.ids for prompt in prompts], params.n, vocabulary)
+        return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id, first)
 
     def _batch(
         self,
@@ -292,10 +329,13 @@ class ApiServer:
         params: SamplingParams,
         prompts: Sequence[Prompt],
         chunk_format: ChunkFormat | None = None,
+        *,
+        counts_usage: bool = False,
     ) -> RequestStreams:
+        lengths = [len(prompt.ids) if counts_usage else None for prompt in prompts]
         formats = [
-            replace(chunk_format, first_index=n * params.n) if chunk_format is not None and n else chunk_format
-            for n in range(len(prompts))
+            chunk_format and replace(chunk_format, first_index=number * params.n, prompt_tokens=length)
+            for number, length in enumerate(lengths)
         ]
         submits = [
             functools.partial(submit, *prompt_and_format) for prompt_and_format in zip(prompts, formats, strict=True)
@@ -372,18 +412,22 @@ class ApiServer:
         build_choice: Callable[[StreamedChoice, int, Vocabulary | None], dict[str, Any]],
         batch: RequestStreams,
         params: SamplingParams,
-        prompts: int,
+        prompts: Sequence[list[int]],
         answer: dict[str, Any],
         latencies: LatencyRecorder,
+        fields: PromptFields,
     ) -> Response:
-        choices = await collect(batch, prompts, params.n, latencies)
-        vocabulary = None if params.logprobs is None else await self._reader.vocabulary()
+        choices = await collect(batch, len(prompts), params.n, latencies)
+        vocabulary = None
+        if params.logprobs is not None or fields.needs_vocabulary:
+            vocabulary = await self._reader.vocabulary()
         answer["choices"] = []
         for index, choice in enumerate(choices):
             if index:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
-            answer["choices"].append(build_choice(choice, index, vocabulary))
+            answer["choices"].append(build_choice(choice, index, None if params.logprobs is None else vocabulary))
         answer["usage"] = usage_of(*batch.streams.values())
+        fields.add_to(answer, choices, prompts, batch.streams, vocabulary)
         return _json(answer)
 
     # ── what is known ──
@@ -395,10 +439,24 @@ class ApiServer:
             if isinstance(content, str):
                 ids = await self._reader.ids(content, tokenize.add_special_tokens is not False)
             else:
-                prompt = await self._prompt(request, content, tokenize.chat_template_kwargs or {}, tokenize)
+                options = {**self._options.default_chat_template_kwargs, **(tokenize.chat_template_kwargs or {})}
+                prompt = await self._prompt(request, content, options, tokenize)
                 prompt.release()
                 ids = prompt.ids
         return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
+
+    async def _detokenize(self, request: Request) -> Answer:
+        async with self._bodies.receive(request) as body:
+            detokenize = await self._bodies.decode(request, body, DetokenizeRequest)
+            self._require_model(detokenize.model)
+            ids = await self._reader.ids(detokenize.tokens)
+        return _json({"prompt": await self._reader.text(ids)})
+
+    async def _show_version(self, request: Request) -> Response:
+        return _json({"version": penstock.__version__})
+
+    async def _show_load(self, request: Request) -> Answer:
+        return _json({"server_load": sum(row[ProcessCounters.OPEN] for row in self._tally.rows)})
 
     async def _list_models(self, request: Request) -> Answer:
         return _json({"object": "list", "data": [self._described(name) for name in self._names]})
@@ -414,11 +472,13 @@ class ApiServer:
             "object": "model",
             "created": self._started,
             "owned_by": "penstock",
+            "root": self._config.model or self._name,
+            "parent": None,
             "max_model_len": self._config.max_model_len,
         }
 
     async def _show_start(self, request: Request) -> Response:
-        return RedirectResponse("/dashboard")
+        return RedirectResponse(f"{self._options.root_path}/dashboard")
 
     async def _show_metrics(self, request: Request) -> Answer:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")

@@ -104,7 +104,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._transport = cast(asyncio.Transport, transport)
         self.write = self._transport.write
         self._writable = asyncio.Event()
-        self._parser = RequestParser(self, _address(transport, "sockname"), _address(transport, "peername"))
+        scheme = "http" if transport.get_extra_info("sslcontext") is None else "https"
+        self._parser = RequestParser(self, _address(transport, "sockname"), _address(transport, "peername"), scheme)
         connections, most = self._state.connections, self._state.max_connections
         connections.add(self)
         if self._state.is_stopping:
@@ -329,7 +330,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._is_over = True
         self.resume_reading()
         try:
-            self._transport.write_eof()
+            if self._transport.can_write_eof():  # TLS has no end of one direction
+                self._transport.write_eof()
         except OSError:  # the client has gone: what was just written has reset the connection
             self._transport.abort()
         else:

@@ -179,6 +179,19 @@ class Endpoint:
         return refused.status
 
 
+class RootPath:
+    """Middleware: takes the path of a proxy, under which this server is reached, off the paths of requests."""
+
+    def __init__(self, app: ASGIApp, root_path: str) -> None:
+        self._app = app
+        self._root_path = root_path
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["path"].startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
+        await self._app(scope, receive, send)
+
+
 class DirectPosts:
     """Middleware: passes a POST to the endpoint of its path, and all else to Starlette."""
 

@@ -9,6 +9,7 @@ import asyncio
 import functools
 import logging
 import socket
+import ssl
 
 from starlette.types import ASGIApp
 
@@ -25,14 +26,19 @@ class HttpServer:
     def __init__(self, app: ASGIApp, max_connections: int, client_timeout: float) -> None:
         self._state = ServerState(app, max_connections, client_timeout)
 
-    async def start(self, listener: socket.socket, backlog: int, processes: int = 1) -> None:
-        """`backlog`: connections that wait in the kernel. `processes`: number of those that share the socket."""
+    async def start(
+        self, listener: socket.socket, backlog: int, processes: int = 1, tls: ssl.SSLContext | None = None
+    ) -> None:
+        """`backlog`: connections that wait in the kernel. `processes`: number of those that share the socket. `tls`:
+        None where connections are not encrypted."""
         loop = asyncio.get_running_loop()
         # asyncio's backlog is also the number of connections taken at a time: 1 where processes share the socket.
         self._server = await loop.create_server(
             functools.partial(HttpConnection, self._state),
             sock=listener,
             backlog=MAX_ACCEPTED if processes == 1 else 1,
+            ssl=tls,
+            ssl_handshake_timeout=None if tls is None else self._state.client_timeout,
         )
         listener.listen(backlog)
 

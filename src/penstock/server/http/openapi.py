@@ -16,9 +16,16 @@ from starlette.routing import Route
 
 import penstock
 from penstock.server.chat import request_fields, response_schema
-from penstock.server.chat.request_schema import DECODERS, ChatRequest, CompletionRequest, TokenizeRequest
+from penstock.server.chat.request_schema import (
+    DECODERS,
+    ChatRequest,
+    CompletionRequest,
+    DetokenizeRequest,
+    TokenizeRequest,
+)
 from penstock.server.errors import RETRIED
 from penstock.server.http.dashboard import DashboardData
+from penstock.server.options import ServerOptions
 from penstock.server.status.history import HistoryView
 
 PATH = "/openapi.json"
@@ -41,9 +48,9 @@ OF_A_BODY = tuple(REFUSALS)
 OF_A_QUESTION = (401, 500)
 
 
-def route(has_keys: bool) -> Route:
+def route(options: ServerOptions) -> Route:
     """Returns the route of the document, which is built at the first request and does not change after it."""
-    document = functools.cache(lambda: msgspec.json.encode(documented(has_keys)))
+    document = functools.cache(lambda: msgspec.json.encode(documented(options)))
     assert penstock.__version__  # found now: an upgrade may replace the package while the server runs
 
     async def document_response(request: Request) -> Response:
@@ -52,25 +59,34 @@ def route(has_keys: bool) -> Route:
     return Route(PATH, document_response, methods=["GET"])
 
 
-def documented(has_keys: bool) -> dict[str, Any]:
-    kinds = (ChatRequest, CompletionRequest, TokenizeRequest, DashboardData, HistoryView, *response_schema.ALL)
+def documented(options: ServerOptions) -> dict[str, Any]:
+    kinds = (*DECODERS, DashboardData, HistoryView, *response_schema.ALL)
     _, schemas = msgspec.json.schema_components(kinds, ref_template=SCHEMAS + "{name}")
     for kind in DECODERS:
         schemas[kind.__name__]["properties"] = request_fields.properties() | schemas[kind.__name__]["properties"]
+    for kind, name in ((ChatRequest, "top_logprobs"), (CompletionRequest, "logprobs")):
+        _set_maximum(schemas[kind.__name__]["properties"][name], options.max_logprobs)
     return {
         "openapi": "3.1.0",
+        "servers": [{"url": options.root_path or "/"}],
         "info": {
             "title": "Penstock",
             "version": penstock.__version__,
             "description": "OpenAI's API. Fields that are not named here are ignored; the answer names them in its "
             f"header {request_fields.HEADER}.",
         },
-        "paths": _paths(has_keys),
+        "paths": _paths(bool(options.api_keys)),
         "components": {
             "schemas": schemas,
             "securitySchemes": {KEY: {"type": "http", "scheme": "bearer"}},
         },
     }
+
+
+def _set_maximum(schema: dict[str, Any], maximum: int) -> None:
+    for variant in schema["anyOf"]:
+        if variant.get("type") == "integer":
+            variant["maximum"] = maximum
 
 
 def _paths(has_keys: bool) -> dict[str, Any]:
@@ -110,6 +126,10 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
         "/tokenize": {"post": post("The ids of a text", TokenizeRequest, response_schema.TokenizeResponse)},
+        "/detokenize": {"post": post("The text of ids", DetokenizeRequest, response_schema.DetokenizeResponse)},
+        "/version": {"get": get("The version", response_schema.ServerVersion, is_open=True)},
+        "/load": {"get": get("Open requests", response_schema.ServerLoad, *OF_A_QUESTION)},
+        "/ping": {method: health("As /health/ready", response_schema.Readiness) for method in ("get", "post")},
         "/v1/models": {"get": get("All models", response_schema.ModelList, *OF_A_QUESTION)},
         "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
         "/metrics": {"get": get("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},

@@ -31,12 +31,13 @@ class RequestSink(Protocol):
 class RequestParser:
     """The methods `on_…` are called by httptools."""
 
-    def __init__(self, sink: RequestSink, server: Address, client: Address) -> None:
+    def __init__(self, sink: RequestSink, server: Address, client: Address, scheme: str = "http") -> None:
         self.is_in_message = False
         self.body_nbytes = 0  # of the message
         self._sink = sink
         self._server = server
         self._client = client
+        self._scheme = scheme
         self._parser = httptools.HttpRequestParser(self)
         self._raw_nbytes = 0  # of the message
         self._fed_nbytes = 0  # at once
@@ -145,7 +146,7 @@ class RequestParser:
             "asgi": {"version": "3.0", "spec_version": "2.3"},
             "http_version": version,
             "method": self._parser.get_method().decode("ascii"),
-            "scheme": "http",
+            "scheme": self._scheme,
             "path": unquote(path) if "%" in path else path,
             "raw_path": raw_path,
             "query_string": url.query or b"",

@@ -42,6 +42,19 @@ def alone(
     return [int(row_sampler.sample(logits, slots(0)).ids[0]) for _ in range(steps)]
 
 
+def test_bad_words_of_a_resumed_answer_begin_in_what_it_has() -> None:
+    logits = torch.zeros(1, VOCABULARY)
+    logits[0, 7] = 9.0
+    for generated, expected in (((4, 5, 6), 0), ((5, 4, 6), 7), ((6,), 7), ((), 7)):
+        resumed = sampler()
+        params = SamplingParams(temperature=0, bad_words_ids=((5, 6, 7),))
+        resumed.join(0, params, ints(1), seed=0, generated=ints(*generated))
+        assert int(resumed.sample(logits, slots(0)).ids[0]) == expected
+    resumed.leave(0)
+    resumed.join(0, SamplingParams(temperature=0), ints(1), seed=0, generated=ints(5, 6))
+    assert int(resumed.sample(logits, slots(0)).ids[0]) == 7
+
+
 # ── the reference ──
 def expected_logits(params: SamplingParams, row: list[float], prompt: list[int], generated: list[int]) -> list[float]:
     out = list(row)
@@ -57,6 +70,9 @@ def expected_logits(params: SamplingParams, row: list[float], prompt: list[int],
     for token in range(VOCABULARY):
         if params.allowed_token_ids is not None and token not in params.allowed_token_ids:
             out[token] = -math.inf
+        for *before, end in params.bad_words_ids:
+            if token == end and (not before or generated[-len(before) :] == before):
+                out[token] = -math.inf
         ends = (not params.ignore_eos and token == EOS) or token in params.stop_token_ids
         if len(generated) < params.min_tokens and ends:
             out[token] = -math.inf
@@ -95,6 +111,7 @@ EVERY = {
     "only the likeliest": SamplingParams(top_p=1e-6),
     "biased": SamplingParams(logit_bias=((3, 4.0), (4, -100.0), (3, 1.0))[:2]),
     "allowed": SamplingParams(allowed_token_ids=(1, 5, 9), logit_bias=((5, 2.0),)),
+    "bad words": SamplingParams(bad_words_ids=((3,), (9, 5, 4), (5, 5, 6), (5, 7), (1, VOCABULARY))),
     "not yet": SamplingParams(min_tokens=3, stop_token_ids=(7, 8)),
     "penalized": SamplingParams(presence_penalty=0.5, frequency_penalty=0.7, repetition_penalty=1.3),
     "greedy and penalized": SamplingParams(temperature=0, frequency_penalty=2.0, repetition_penalty=0.8),

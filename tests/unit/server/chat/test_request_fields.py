@@ -23,11 +23,13 @@ from penstock.server.chat.request_schema import (
     FIELDS,
     ChatRequest,
     CompletionRequest,
+    DetokenizeRequest,
     TokenizeRequest,
     decoded,
 )
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
+from penstock.server.options import ServerOptions
 
 SERVE = Path(__file__).parents[4] / "docs/howto/serve.md"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -58,13 +60,14 @@ def body_of(kind: type, **fields: Any) -> bytes:
         ChatRequest: {"messages": MESSAGES},
         CompletionRequest: {"prompt": "x"},
         TokenizeRequest: {"prompt": "x"},
+        DetokenizeRequest: {"tokens": [1]},
     }[kind]
     return json.dumps({**needed, **fields}).encode()
 
 
 def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
     honoured = FIELDS[ChatRequest] | FIELDS[CompletionRequest]
-    partly = {ChatRequest: {"tools", "tool_choice", "parallel_tool_calls"}, CompletionRequest: {"prompt_embeds"}}
+    partly = {ChatRequest: {"tools", "tool_choice", "parallel_tool_calls"}, CompletionRequest: {"prompt_embeds", "echo"}}
     partly[TokenizeRequest] = {"tools"}
     for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - set().union(*partly.values()):
         assert (name in honoured) + (name in NEUTRAL_ONLY) + (name in IGNORED) == 1, name
@@ -147,7 +150,7 @@ def test_names_of_unknown_fields_fit_a_header_whatever_they_are(caplog: pytest.L
 
 
 def test_the_document_lists_every_field_with_what_passes() -> None:
-    schemas = openapi.documented(False)["components"]["schemas"]
+    schemas = openapi.documented(ServerOptions())["components"]["schemas"]
     for kind, names in FIELDS.items():
         listed = schemas[kind.__name__]["properties"]
         tables = NEUTRAL_ONLY.keys() | IGNORED

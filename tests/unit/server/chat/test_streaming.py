@@ -18,9 +18,9 @@ from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
 from penstock.engine.cluster.counter import Counter
 from penstock.engine.protocol.messages import FinishReason, Logprobs
 from penstock.engine.text.detokenizer import Vocabulary
+from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.streaming import (
     WRITE_CHUNK,
-    LatencyRecorder,
     RequestStreams,
     SSEResponse,
     StreamedChoice,
@@ -328,7 +328,7 @@ def counted(*steps: tuple[float, OutputChunk]) -> tuple[Served, OutputStream]:
     stream, row_of_it = OutputStream(1, 1, 1, 5, 2), row(engines=2)
     latencies = LatencyRecorder(row_of_it, 0.0)
     for now, chunk in steps:
-        with mock.patch("penstock.server.chat.streaming.time.monotonic", lambda now=now: now):
+        with mock.patch("penstock.server.chat.latency_recorder.time.monotonic", lambda now=now: now):
             latencies.chunk(stream, chunk)
     assert sum(Served.FIRST_TOKEN.counts(row_of_it.engines[0].words)) == 0, "the other engine has done nothing"
     return row_of_it.engines[1], stream
@@ -375,7 +375,7 @@ def test_sequences_that_do_not_end_are_counted_by_what_ended_them(error: BaseExc
     latencies = LatencyRecorder(own, 0.0)
 
     def scene() -> None:
-        with latencies.watching(batch):
+        with latencies.watching(batch.streams):
             latencies.chunk(stream, OutputChunk(1, b"", [1], FinishReason.STOP))
             raise error
 

@@ -118,4 +118,4 @@ def test_dashboard_fetches_nothing_external_and_escapes_its_data() -> None:
 def test_the_key_goes_into_a_header_and_not_into_an_address() -> None:
     assert "Authorization: `Bearer ${tried}`" in SOURCE
     assert re.findall(r"fetch\(([^,]+),", SOURCE) == ["address"] and "location" not in SOURCE
-    assert set(re.findall(r"await read\((.+?)\)", SOURCE)) == {'"/dashboard/data"', '"/dashboard/history"'}
+    assert set(re.findall(r"await read\((.+?)\)", SOURCE)) == {'"dashboard/data"', '"dashboard/history"'}

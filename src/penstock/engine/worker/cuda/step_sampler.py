@@ -97,7 +97,10 @@ class StepSampler:
         """A sample joins. Returns whether the sampler needs the sample, too, for rows that are sampled after steps."""
         is_outside = has_ids(params) or has_grammar
         is_outside_for_good = is_outside and (
-            has_grammar or params.allowed_token_ids is not None or bool(params.logit_bias) or is_penalized(params)
+            has_grammar
+            or params.allowed_token_ids is not None
+            or bool(params.logit_bias or params.bad_words_ids)
+            or is_penalized(params)
         )
         self._prompt_sizes[slot] = prompt_size
         self._after[slot] = np.iinfo(np.int32).max if is_outside_for_good else params.min_tokens
@@ -124,7 +127,10 @@ class StepSampler:
         outside = np.flatnonzero(batch.computed[slots] - self._prompt_sizes[slots] < self._after[slots])
         if outside.size:
             if not self.num_outside:
-                event("rows are sampled after their steps", why="logit_bias, allowed_token_ids, min_tokens or grammars")
+                event(
+                    "rows are sampled after their steps",
+                    why="logit_bias, bad_words, allowed_token_ids, min_tokens or grammars",
+                )
             self.num_outside += outside.size
             self._sample_outside(result, out, outside, slots, masks)
         asking = np.flatnonzero(self._logprobs[slots])
