@@ -167,8 +167,8 @@ VLLM_SERVE = (
     "--limit-mm-per-prompt --master-addr "
     "--master-port --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
     "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
-    "--override-generation-config --port --reasoning-parser --revision --root-path --served-model-name --shutdown-timeout "
-    "--ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser --uds"
+    "--override-generation-config --port --reasoning-parser --revision --root-path --served-model-name "
+    "--shutdown-timeout --ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser --uds"
 ).split()
 OURS_SERVE = (
     "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages --keep-kv-cache "

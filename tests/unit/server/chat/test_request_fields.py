@@ -67,8 +67,8 @@ def body_of(kind: type, **fields: Any) -> bytes:
 
 def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
     honoured = FIELDS[ChatRequest] | FIELDS[CompletionRequest]
-    partly = {ChatRequest: {"tools", "tool_choice", "parallel_tool_calls"}, CompletionRequest: {"prompt_embeds", "echo"}}
-    partly[TokenizeRequest] = {"tools"}
+    partly = {ChatRequest: {"tools", "tool_choice", "parallel_tool_calls"}, TokenizeRequest: {"tools"}}
+    partly[CompletionRequest] = {"prompt_embeds", "echo"}
     for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - set().union(*partly.values()):
         assert (name in honoured) + (name in NEUTRAL_ONLY) + (name in IGNORED) == 1, name
     for kind, names in partly.items():
