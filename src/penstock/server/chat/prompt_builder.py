@@ -113,7 +113,7 @@ class ModelTokenizer:
     def chat(
         self, conversation: Conversation, is_answered: bool, options: dict[str, Any], is_continued: bool = False
     ) -> str:
-        return self._template.prompt(conversation, is_answered, options, is_continued)
+        return self._template.prompt(conversation.messages, is_answered, options, conversation.tools, is_continued)
 
 
 def _most_ids(config: EngineConfig) -> int:
@@ -158,7 +158,12 @@ class ChatTemplate:
         self._unseen = [name for name, is_shown in shown.items() if not is_shown]  # until the log has said so
 
     def prompt(
-        self, conversation: Conversation, is_answered: bool, options: dict[str, Any], is_continued: bool = False
+        self,
+        messages: list[dict[str, Any]],
+        is_answered: bool,
+        options: dict[str, Any],
+        tools: list[dict[str, Any]] | None = None,
+        is_continued: bool = False,
     ) -> str:
         """Renders a conversation. Raises ApiError."""
         if self._template is None:
@@ -167,7 +172,6 @@ class ChatTemplate:
         if reserved:
             message = f"{sorted(reserved)[0]} is set by the server: expected another name"
             raise ApiError(400, message, param=f"chat_template_kwargs.{sorted(reserved)[0]}")
-        messages, tools = conversation.messages, conversation.tools
         if self._unseen and (tools or any("tool_calls" in message for message in messages)):
             unseen, self._unseen = self._unseen, []
             event("tools not in prompts", logging.WARNING, reason=f"the chat template shows no {' and '.join(unseen)}")
