@@ -113,8 +113,8 @@ def _longest(directory: Path) -> int | None:
 
 
 def sampling_defaults(config: EngineConfig) -> SamplingDefaults:
-    """Returns the sampling parameters of generation_config.json, and those that override them. As in vLLM, `do_sample`
-    is not one of them. Raises ValueError."""
+    """Returns the sampling defaults of generation_config.json and, first, of `override_generation_config`. As in vLLM,
+    `do_sample` is ignored. Raises ValueError."""
     path = Path(config.model) / GENERATION
     fields: dict[str, Any] = {}
     if config.generation_config == "auto" and config.simulated is None and path.exists():
