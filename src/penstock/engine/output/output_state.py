@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
+from msgspec.structs import replace
 
 from penstock.engine.output.delta_builder import DeltaBuilder, FinishedWithoutToken, SampleEnd
 from penstock.engine.output.logprobs_json import LogprobsWriter
@@ -18,6 +19,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import (
     Abort,
     Began,
+    ChunkFormat,
     Delta,
     FinishReason,
     Ints,
@@ -103,15 +105,22 @@ class OutputState:
         self._firsts[slot] = char_bloom("".join(stop[0] for stop in params.stop))
         self._started[slot] = started
         self._texts[slot] = None
-        chunk_format = started.chunk_format
-        has_lines = chunk_format is not None and chunk_format.style != Style.TEXT
-        self._writers[slot] = ChunkWriter(chunk_format, started.sample) if chunk_format and has_lines else None
+        self._writers[slot] = None
         self._marks[slot] = self._reasoning[slot] = 0
-        if chunk_format is not None and chunk_format.answer is not None:
-            self._parsers[slot] = AnswerParser(chunk_format.answer, started.sample)
+        if started.chunk_format is not None:
+            self._choose_writer(slot, started.chunk_format, started.sample)
         if started.generated:
             self._replay(slot, started)
         self._choose_kind(slot)
+
+    def _choose_writer(self, slot: int, chunk_format: ChunkFormat, sample: int) -> None:
+        answer = chunk_format.answer
+        if chunk_format.style != Style.TEXT:
+            self._writers[slot] = ChunkWriter(chunk_format, sample)
+        elif answer is not None:  # the server parses the text: only the reasoning matters here
+            answer = None if answer.reasoning is None else replace(answer, tools=None)
+        if answer is not None:
+            self._parsers[slot] = AnswerParser(answer, sample)
 
     def _replay(self, slot: int, started: Started) -> None:
         """Brings a resumed sample to its state after the ids that it has generated: their text has been delivered.
@@ -264,26 +273,31 @@ class OutputState:
             if stop is not None:
                 if end is None:
                     stopped.append(row)
-                end = rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
-            parser, writer = self._parsers.get(slot), self._writers[slot]
-            pieces = [] if parser is None else self._parse(slot, parser, shown, end)
-            if end is not None and parser is not None:
-                rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]))
-            if self._interval > 1:
-                held = HeldOutput([int(rows.ids[row])], [shown], pieces)
-                if self._holds_back(slot, held, end):
-                    rows.waiting.append(row)
-                    continue
-                shown, pieces = self._release(slot, row, rows, held)
-            reason = None if end is None else end.reason
-            if writer is None:
-                rows.texts[row] = shown.encode()
-            elif parser is None:
-                rows.texts[row] = writer.chunk(shown, logprobs.get(row), reason)
-            else:
-                rows.texts[row] = writer.parsed_chunk(pieces, logprobs.get(row), reason, parser.calls > 0)
-            self._choose_kind(slot)
+                rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
+            self._write_row(rows, row, shown, logprobs.get(row))
         return stopped
+
+    def _write_row(self, rows: DeltaBuilder, row: int, shown: str, logprobs: bytes | None) -> None:
+        """Writes the text of a row alone, unless the text is held back."""
+        slot, end = int(rows.slots[row]), rows.ends.get(row)
+        parser, writer = self._parsers.get(slot), self._writers[slot]
+        pieces = [] if parser is None else self._parse(slot, parser, shown, end)
+        if end is not None and parser is not None:
+            rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]))
+        if self._interval > 1:
+            output = HeldOutput([int(rows.ids[row])], [shown], pieces)
+            if self._holds_back(slot, output, end):
+                rows.waiting.append(row)
+                return
+            shown, pieces = self._release(slot, row, rows, output)
+        reason = None if end is None else end.reason
+        if writer is None:
+            rows.texts[row] = shown.encode()
+        elif parser is None:
+            rows.texts[row] = writer.chunk(shown, logprobs, reason)
+        else:
+            rows.texts[row] = writer.parsed_chunk(pieces, logprobs, reason, parser.calls > 0)
+        self._choose_kind(slot)
 
     def _holds_back(self, slot: int, output: HeldOutput, end: SampleEnd | None) -> bool:
         """Keeps the output of an id, unless the output of the sample is due."""

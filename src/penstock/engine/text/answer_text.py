@@ -65,7 +65,7 @@ class Run(enum.Enum):
     ARGUMENTS = enum.auto()
 
 
-UNKNOWN = Run.UNKNOWN  # a member of a class takes 0.1 us to find
+UNKNOWN, ARGUMENTS = Run.UNKNOWN, Run.ARGUMENTS  # the member of a class takes 0.1 us to find
 
 
 class Marks(NamedTuple):
@@ -95,6 +95,7 @@ class AnswerText:
         self.firsts = 0  # mask of characters: see `char_bloom`
         self.calls = 0  # that have begun
         self.pieces: list[Piece] = []
+        self.scan: JsonScan | None = None  # where the text ends within JSON that is arguments
         self._create_id = create_id
         self._attempt: list[str] | None = None  # text read since `attempt`, until a call begins
 
@@ -228,8 +229,10 @@ class AnswerText:
             if self.is_last:
                 write(self.take(len(self.text)))
                 return False
-            self.run, self.firsts = (UNKNOWN if self.text else run), STRING_ENDS if scan.in_string else OUTSIDE_ENDS
+            self.run, self.firsts = (UNKNOWN if self.text else run), scan.firsts
+            self.scan = scan if self.run is ARGUMENTS else None
             yield
+            scan, self.scan = self.scan or scan, None
 
     def _scalar(self, write: Callable[[str], None]) -> Reading[bool]:
         while True:
@@ -248,6 +251,10 @@ class JsonScan(NamedTuple):
     in_string: bool
     depth: int  # of lists and objects
     is_whole: bool | None  # None: the value goes on
+
+    @property
+    def firsts(self) -> int:
+        return STRING_ENDS if self.in_string else OUTSIDE_ENDS
 
 
 def scan_json(text: str, in_string: bool, depth: int) -> JsonScan:

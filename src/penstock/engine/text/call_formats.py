@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import re
+import warnings
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -53,8 +54,7 @@ def _read_object(text: AnswerText, is_strict: bool = False) -> Reading[bool]:
         has_arguments |= is_arguments
         if key == "name" and name is None:
             name = yield from text.json_string()
-            if not name:
-                return False
+            is_whole = bool(name)
         elif not is_arguments and is_strict and key not in ("type", "id"):
             return False
         if name and not text.has_begun and (has_arguments or not is_strict):
@@ -64,8 +64,6 @@ def _read_object(text: AnswerText, is_strict: bool = False) -> Reading[bool]:
             is_whole = yield from text.json_value(text.arguments, Run.ARGUMENTS)
         elif key != "name":
             is_whole = yield from text.json_value(held.append if is_arguments else text.drop)
-        else:
-            continue
         if not is_whole:
             return False
     if text.has_begun and not has_arguments:
@@ -188,8 +186,10 @@ def _json_of(value: str, kind: str) -> str:
     except (ValueError, RecursionError):
         pass
     try:
-        value = ast.literal_eval(plain) if len(plain) < MAX_LITERAL else value
-        return msgspec.json.encode(value).decode()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of escapes that Python does not know
+            literal = ast.literal_eval(plain) if len(plain) < MAX_LITERAL else value
+        return msgspec.json.encode(literal).decode()
     except Exception:  # of many kinds, for a text that is no Python
         return msgspec.json.encode(value).decode()
 

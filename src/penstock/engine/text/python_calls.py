@@ -6,7 +6,7 @@ import ast
 import json
 import re
 
-from penstock.engine.text.answer_text import ESCAPED, AnswerText, Reading, Run
+from penstock.engine.text.answer_text import ESCAPED, AnswerText, Marks, Reading, Run
 from penstock.engine.text.detokenizer import char_bloom, json_escape
 
 NAME = re.compile(r"[A-Za-z_][\w.]*")
@@ -26,6 +26,8 @@ def read_pythonic(text: AnswerText) -> Reading[None]:
     while True:
         yield from text.spaces()
         if not (yield from _read_call(text)):
+            if text.has_begun:
+                yield from text.until(Marks.of(), text.drop)
             return
         yield from text.spaces()
         if not (yield from text.accept(",")):

@@ -28,7 +28,7 @@ TYPES = {"weather": {"days": "integer"}}
 CALL = '<tool_call>\n{"name": "weather", "arguments": {"city": "Pa\\"r{is", "n": [1, {"é": 2}]}}\n</tool_call>'
 PARAMETERS = "<parameter=city>\nSão\n</parameter>\n<parameter=days>\n3\n</parameter>"
 ANSWERS = {
-    "hermes": f"I look.\n{CALL}\n{CALL}",
+    "hermes": f'I look.\n{CALL}\n<tool_call>{{"name": "f"}}</tool_call>',
     "mistral": '[TOOL_CALLS] [{"name": "weather", "arguments": {"city": "Paris"}}]',
     "llama3_json": '<|python_tag|>{"name": "weather", "parameters": {"city": "Paris"}}',
     "pythonic": "[weather(city='Pa\"ris', days=3), weather()]",
@@ -136,11 +136,13 @@ def test_parsed_chunks_say_what_the_whole_answer_says(tools: str, before: str, i
 
 @pytest.mark.parametrize("tools", ANSWERS)
 @pytest.mark.parametrize("params", [{}, {"logprobs": 1}, {"stop": ("zz", "ris}")}], ids=["", "logprobs", "stop"])
-def test_parsed_answer_goes_on_when_resumed_after_any_id(tools: str, params: dict[str, Any]) -> None:
+@pytest.mark.parametrize("interval", [1, 3])
+def test_parsed_answer_goes_on_when_resumed_after_any_id(tools: str, params: dict[str, Any], interval: int) -> None:
     _, chunk_format = formats(tools)
-    scene = Scene("<think>é</think>" + ANSWERS[tools], chunk_format, **params)
+    scene = Scene("<think>é</think>" + ANSWERS[tools], chunk_format, interval, **params)
     whole, reasoning = b"".join(scene.run()), scene.reasoning
-    for count in range(1, len(scene.tokens)):
+    step = interval * (7 if params else 1)  # an interval has ended at each
+    for count in range(1, len(scene.tokens), step):
         before = scene.run(end=count, reason=None)
         scene.reasoning = None
         assert b"".join([*before, *scene.run(begin=count)]) == whole, count
@@ -150,7 +152,7 @@ def test_parsed_answer_goes_on_when_resumed_after_any_id(tools: str, params: dic
 @pytest.mark.parametrize("style", [Style.CHAT, Style.TEXT])
 def test_reasoning_is_counted_in_ids_up_to_its_end(style: Style) -> None:
     text = "<think>one two é</think>three"
-    chunk_format = ChunkFormat(style, HEAD, answer=AnswerFormat(reasoning="qwen3"))
+    chunk_format = ChunkFormat(style, HEAD, answer=AnswerFormat("hermes", "qwen3"))
     for interval in (1, 4):
         scene = Scene(text, chunk_format, interval)
         texts = scene.run()
