@@ -2,13 +2,13 @@
 
 import instructor
 import openai
-from client_cases import MESSAGES, MODEL, Forecast, run
+from client_cases import MESSAGES, MODEL, TO_THE_END, Forecast, run
 
 
 def created(mode: instructor.Mode, **fields: object) -> object:
     client = instructor.from_openai(openai.OpenAI(max_retries=0), mode=mode)
-    fields = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, "max_retries": 0, **fields}
-    return client.chat.completions.create(response_model=Forecast, **fields)
+    fields = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, "logit_bias": TO_THE_END, **fields}
+    return client.chat.completions.create(response_model=Forecast, max_retries=0, **fields)
 
 
 def tools() -> None:
@@ -27,7 +27,12 @@ def partial_by_tools() -> None:
     client = instructor.from_openai(openai.OpenAI(max_retries=0), mode=instructor.Mode.TOOLS)
     parts = list(
         client.chat.completions.create_partial(
-            model=MODEL, messages=MESSAGES, response_model=Forecast, max_tokens=300, max_retries=0
+            model=MODEL,
+            messages=MESSAGES,
+            response_model=Forecast,
+            max_tokens=300,
+            max_retries=0,
+            logit_bias=TO_THE_END,
         )
     )
     assert parts[-1].city in ("Rio", "Bern")

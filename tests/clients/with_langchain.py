@@ -1,11 +1,11 @@
 """LangChain: chats, streams, batches, tools, structured output in its three ways, and an agent."""
 
-from client_cases import MODEL, Forecast, run, weather
+from client_cases import MODEL, TO_THE_END, Forecast, run, weather
 from langchain_core.messages import AIMessage, HumanMessage, ToolMessage
 from langchain_core.tools import tool
 from langchain_openai import ChatOpenAI
 
-model = ChatOpenAI(model=MODEL, max_tokens=300, max_retries=0)
+model = ChatOpenAI(model=MODEL, max_tokens=300, max_retries=0, logit_bias=TO_THE_END)
 short = ChatOpenAI(model=MODEL, max_tokens=8, max_retries=0)
 TOOL = tool(weather)
 

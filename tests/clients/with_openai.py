@@ -4,15 +4,15 @@ import json
 from typing import Any
 
 import openai
-from client_cases import MESSAGES, MODEL, Forecast, run, weather
+from client_cases import MESSAGES, MODEL, TO_THE_END, Forecast, run, weather
 
 client = openai.OpenAI(max_retries=0, timeout=60)
 TOOL: Any = openai.pydantic_function_tool(Forecast, name="weather")
-CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300}
+CHAT: dict[str, Any] = {"model": MODEL, "messages": MESSAGES, "max_tokens": 300, "logit_bias": TO_THE_END}
 
 
 def chat() -> None:
-    answer = client.chat.completions.create(**{**CHAT, "max_tokens": 5})
+    answer = client.chat.completions.create(**{**CHAT, "max_tokens": 5, "logit_bias": {}})
     assert answer.choices[0].finish_reason == "length" and answer.usage.completion_tokens == 5
 
 

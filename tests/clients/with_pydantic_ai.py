@@ -2,12 +2,12 @@
 
 import asyncio
 
-from client_cases import MODEL, Forecast, run
+from client_cases import MODEL, TO_THE_END, Forecast, run
 from pydantic_ai import Agent, NativeOutput, ToolOutput
 from pydantic_ai.models.openai import OpenAIChatModel
 
 model = OpenAIChatModel(MODEL)
-LONG, SHORT = {"max_tokens": 300}, {"max_tokens": 8}
+LONG, SHORT = {"max_tokens": 300, "logit_bias": TO_THE_END}, {"max_tokens": 8}
 
 
 def text() -> None:

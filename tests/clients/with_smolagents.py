@@ -3,7 +3,7 @@
 import os
 from typing import Any
 
-from client_cases import MODEL, URL, run
+from client_cases import MODEL, TO_THE_END, URL, run
 from smolagents import OpenAIServerModel, Tool
 
 
@@ -18,7 +18,12 @@ class Weather(Tool):
 
 
 model = OpenAIServerModel(
-    MODEL, api_base=URL, api_key=os.environ["OPENAI_API_KEY"], max_tokens=300, client_kwargs={"max_retries": 0}
+    MODEL,
+    api_base=URL,
+    api_key=os.environ["OPENAI_API_KEY"],
+    max_tokens=300,
+    logit_bias=TO_THE_END,
+    client_kwargs={"max_retries": 0},
 )
 
 

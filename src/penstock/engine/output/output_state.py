@@ -276,30 +276,34 @@ class OutputState:
             if stop is not None:
                 if end is None:
                     stopped.append(row)
-                end = rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
-            parser, writer = self._parsers.get(slot), self._writers[slot]
-            pieces = [] if parser is None else self._parse(slot, parser, shown, end)
-            if end is not None and parser is not None:
-                rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]))
-            if self._interval > 1:
-                held = HeldOutput([int(rows.ids[row])], [shown], pieces)
-                if self._holds_back(slot, held, end):
-                    rows.waiting.append(row)
-                    continue
-                shown, pieces = self._release(slot, row, rows, held)
-            reason = None if end is None else end.reason
-            if writer is None:
-                rows.texts[row] = shown.encode()
-            else:
-                ids, generated = [*rows.earlier.get(row, ()), int(rows.ids[row])], int(self._generated[slot])
-                if parser is None:
-                    rows.texts[row] = writer.chunk(shown, logprobs.get(row), reason, ids, generated)
-                else:
-                    rows.texts[row] = writer.parsed_chunk(
-                        pieces, logprobs.get(row), reason, ids, generated, has_calls=parser.calls > 0
-                    )
-            self._choose_kind(slot)
+                rows.ends[row] = SampleEnd(FinishReason.STOP, stop)
+            self._write_row(rows, row, shown, logprobs.get(row))
         return stopped
+
+    def _write_row(self, rows: DeltaBuilder, row: int, shown: str, logprobs: bytes | None) -> None:
+        """Writes the text of a row alone, unless the text is held back."""
+        slot, end = int(rows.slots[row]), rows.ends.get(row)
+        parser, writer = self._parsers.get(slot), self._writers[slot]
+        pieces = [] if parser is None else self._parse(slot, parser, shown, end)
+        if end is not None and parser is not None:
+            rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]))
+        if self._interval > 1:
+            output = HeldOutput([int(rows.ids[row])], [shown], pieces)
+            if self._holds_back(slot, output, end):
+                rows.waiting.append(row)
+                return
+            shown, pieces = self._release(slot, row, rows, output)
+        reason = None if end is None else end.reason
+        if writer is None:
+            rows.texts[row] = shown.encode()
+        else:
+            ids, generated = [*rows.earlier.get(row, ()), int(rows.ids[row])], int(self._generated[slot])
+            if parser is None:
+                rows.texts[row] = writer.chunk(shown, logprobs, reason, ids, generated)
+            else:
+                has_calls = parser.calls > 0
+                rows.texts[row] = writer.parsed_chunk(pieces, logprobs, reason, ids, generated, has_calls=has_calls)
+        self._choose_kind(slot)
 
     def _holds_back(self, slot: int, output: HeldOutput, end: SampleEnd | None) -> bool:
         """Keeps the output of an id, unless the output of the sample is due."""

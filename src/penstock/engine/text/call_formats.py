@@ -54,8 +54,7 @@ def _read_object(text: AnswerText, is_strict: bool = False) -> Reading[bool]:
         has_arguments |= is_arguments
         if key == "name" and name is None:
             name = yield from text.json_string()
-            if not name:
-                return False
+            is_whole = bool(name)
         elif not is_arguments and is_strict and key not in ("type", "id"):
             return False
         if name and not text.has_begun and (has_arguments or not is_strict):
@@ -65,8 +64,6 @@ def _read_object(text: AnswerText, is_strict: bool = False) -> Reading[bool]:
             is_whole = yield from text.json_value(text.arguments, Run.ARGUMENTS)
         elif key != "name":
             is_whole = yield from text.json_value(held.append if is_arguments else text.drop)
-        else:
-            continue
         if not is_whole:
             return False
     if text.has_begun and not has_arguments:

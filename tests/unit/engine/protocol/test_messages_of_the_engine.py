@@ -15,6 +15,7 @@ from penstock.engine.protocol.messages import (
     STEPS,
     TOKENS,
     Abort,
+    AnswerFormat,
     Began,
     Begin,
     ChunkFormat,
@@ -77,6 +78,7 @@ INPUTS = Inputs(
     ints(5, 600),
     ints(576, 3),
 )
+ANSWER = AnswerFormat("qwen3_xml", "qwen3", True, "r", {"f": {"a": "string"}})
 PARAMS = SamplingParams(n=2, stop=("\n",), logit_bias=((5, -1.0),), seed=3, max_tokens=None)
 LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), ints(2, 2))
 
@@ -88,7 +90,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
         (Submit(0, 0, ints(), PARAMS), INBOX),
         (Abort(1, ints(7, 8)), INBOX),
         (Abort(1, ints(7, 8), slots(0, 3)), INBOX),
-        (Submit(0, 0, ints(), PARAMS, chunk_format=ChunkFormat(Style.CHAT, b'{"id":"x"', 3)), INBOX),
+        (Submit(0, 0, ints(), PARAMS, chunk_format=ChunkFormat(Style.CHAT, b'{"id":"x"', 3, ANSWER)), INBOX),
         (
             Submit(
                 0,
