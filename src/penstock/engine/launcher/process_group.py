@@ -276,7 +276,7 @@ class ProcessGroup:
         """Gives the memory of the KV cache back, unless the next life may adopt it: all processes were in order when
         they were killed from outside, or stopped."""
         files = self._launcher.cluster.kv_files_of(self._group)
-        if files is None or self.is_remote:
+        if files is None or self.is_remote or self._launcher.is_stopping:
             return
         reason = self._kv_discard
         if self._loss.is_maybe_out_of_memory and not self._is_planned:

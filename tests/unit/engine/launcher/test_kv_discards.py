@@ -25,7 +25,8 @@ class Group(ProcessGroup):
 
     def __init__(self, board: StatusBoard, files: KVFiles | None) -> None:
         cluster = SimpleNamespace(kv_files_of=lambda group: files)
-        super().__init__(SimpleNamespace(cluster=cluster, board=board), 0, [("core", 0, lambda cluster, me: None)])  # type: ignore[arg-type]
+        launcher = SimpleNamespace(cluster=cluster, board=board, is_stopping=False)
+        super().__init__(launcher, 0, [("core", 0, lambda cluster, me: None)])  # type: ignore[arg-type]
 
     def discard_after(self, end: ProcessEnd | None, oom_kills: tuple[int | None, int | None] = (0, 0)) -> None:
         """`end`: of the first process; None: a planned restart. `oom_kills`: at the start, and later."""
