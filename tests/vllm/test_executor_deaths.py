@@ -22,7 +22,7 @@ START = 400.0
 def test_executor_reports_each_death_with_its_cause(workers: int, seed: int, tmp_path: Path) -> None:
     python, count = peer.python_of_vllm(), tiers.VLLM_WORKER_DEATHS
     model = peer.write_model(python, tiny_models.LLAMA, tmp_path / "models")
-    variables = {"PENSTOCK_VLLM": "queue", "PENSTOCK_VLLM_STRICT": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    variables = {"PENSTOCK_VLLM": "queue", "PENSTOCK_VLLM_STRICT": "1"}
     environment = peer.environment(peer.write_site(tmp_path / "site"), **variables)
     command = [python, str(SCRIPT), str(count), str(seed), str(model), str(workers)]
     limit = count * EACH + START

@@ -31,7 +31,7 @@ class Hang(NamedTuple):
 def hang(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Hang]:
     python = peer.python_of_vllm()
     model = peer.write_model(python, tiny_models.LLAMA, tmp_path / "models")
-    variables = {"PENSTOCK_VLLM": "queue", "PENSTOCK_VLLM_STRICT": "1", "VLLM_WORKER_MULTIPROC_METHOD": "fork"}
+    variables = {"PENSTOCK_VLLM": "queue", "PENSTOCK_VLLM_STRICT": "1"}
     environment = peer.environment(peer.write_site(tmp_path / "site"), RENDEZVOUS=str(tmp_path / "group"), **variables)
     command = [python, str(SCRIPT), str(model), request.param]
     log = (tmp_path / "log").open("w")

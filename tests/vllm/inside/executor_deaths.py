@@ -34,7 +34,10 @@ def config_of(model, workers):
         dtype="float32",
         enforce_eager=True,
     )
-    return arguments.create_engine_config()
+    config = arguments.create_engine_config()
+    # On a CPU vLLM sets it to spawn as it checks the configuration; each worker would import vLLM anew.
+    os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "fork"
+    return config
 
 
 class Call(threading.Thread):
