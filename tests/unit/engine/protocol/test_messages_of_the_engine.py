@@ -145,7 +145,7 @@ LOGPROBS = Logprobs(ints(1, 2, 3, 4), floats(-0.1, -2, -0.3, -4), ints(1, 7), in
                 1,
                 ints(7, 0, 50),
                 b"",
-                finished=Finished(slots(0), np.array([FinishReason.STOP], np.uint8), ("\n",)),
+                finished=Finished(slots(0), np.array([FinishReason.STOP], np.uint8), ("\n",), ints(3)),
                 logprobs=LOGPROBS,
                 began=Began(slots(0), ints(16)),
             ),
