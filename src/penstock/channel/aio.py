@@ -248,16 +248,16 @@ class AsyncSender(_AsyncEnd, Generic[S]):
 
     async def send(self, message: S, timeout: float | None = None) -> None:
         """Sends one message, as it is now. Args and Raises are those of `Sender.send`."""
+        record = self._codec.encode(message)
+        if not self._turn.is_taken and self._end.try_send(record):
+            return
         started = time.monotonic()
         deadline = None if timeout is None else started + timeout
-        record = self._codec.encode(message)
-        if self._turn.is_taken:
-            record = _as_bytes(record)  # the caller goes on while this waits
+        record = _as_bytes(record)  # the caller goes on while this waits
         if not await self._turn.take(deadline):
             self._end.timeout_error(time.monotonic() - started)
         try:
             while not self._end.try_send(record):
-                record = _as_bytes(record)
                 await self._armed(deadline, started)
         finally:
             self._end.disarm(True)

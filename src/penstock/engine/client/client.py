@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from penstock import ClosedError, DecodeError, PeerDied, WouldBlock
+from penstock import ClosedError, DecodeError, PeerDied
 from penstock.engine.client.blame import Blame
 from penstock.engine.client.groups import CoreSenders, GroupLost, GroupReturn, NoGroupServes, Router
 from penstock.engine.client.migration import Migration, ModelChanged
@@ -385,12 +385,9 @@ class Client:
     async def _receive_loop(self) -> None:
         while True:
             try:
-                self._dispatch(await self._deltas.receive())
                 for _ in range(MAX_AT_ONCE):
-                    self._dispatch(self._deltas.receive_nowait())
+                    self._dispatch(await self._deltas.receive())
                 await asyncio.sleep(0)
-            except WouldBlock:
-                pass
             except PeerDied as death:
                 self._process_death(death)
             except ClosedError:

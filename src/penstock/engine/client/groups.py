@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from penstock import PeerDied, PenstockError, WouldBlock
+from penstock import PeerDied, PenstockError
 from penstock.engine.client.stream import EngineError, Placement
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.migration_counters import QueueCounters
@@ -86,11 +86,7 @@ class CoreSenders:
         deadline = min(until, time.monotonic() + SEND_TIMEOUT)
         while True:
             try:
-                sender = self._senders[place.group]
-                try:
-                    return sender.send_nowait(message)
-                except WouldBlock:
-                    return await sender.send(message, max(0.0, deadline - time.monotonic()))
+                return await self._senders[place.group].send(message, max(0.0, deadline - time.monotonic()))
             except PeerDied as death:  # perhaps the incarnation before: its death is new in this channel
                 dead = ProcessId.of(death.name)
                 if dead is not None and dead.incarnation >= place.incarnation:
