@@ -40,16 +40,16 @@ def pages(servers: Servers, directory: Path, load: Load, dtype: str) -> tuple[Ou
     try:
         server.wait_for_an_answer()
         idle = {name: idle_cpu(server, count) for name, count in COUNTS.items()}
+        cost = idle[PAGES] - idle[NO_PAGE]
+        servers.output.record("idle pages", OURS, **idle)
+        servers.output.say(
+            f"\n{PAGES} take {cost:.1f} ms of a processor each second, beside {idle[NO_PAGE]:.1f} of an idle server"
+        )
         outcome = servers.take(COUNTS, measure, servers.rounds)
     finally:
         servers.up = {}
         server.stop()
     rows = [(name, [short(outcome.figures(name)[key]) for key in KEYS]) for name in outcome.rounds]
-    cost = idle[PAGES] - idle[NO_PAGE]
-    servers.output.record("idle pages", OURS, **idle)
-    servers.output.say(
-        f"\n{PAGES} take {cost:.1f} ms of a processor each second, beside {idle[NO_PAGE]:.1f} of an idle server"
-    )
     if outcome.rounds.keys() == COUNTS.keys():
         ratios = {f"{key}_ratio": outcome.ratio(PAGES, key, NO_PAGE) for key in KEYS}
         rows.append((f"{PAGES}, times {NO_PAGE}", [f"×{ratio:.3f}" for ratio in ratios.values()]))
