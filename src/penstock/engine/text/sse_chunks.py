@@ -119,7 +119,7 @@ class ChunkWriter:
         return self._finish(self._delta(fields), logprobs, end, ids, generated)
 
     def _finish(self, body: bytes, logprobs: bytes | None, reason: bytes, ids: Sequence[int], generated: int) -> bytes:
-        """Returns the chunk whose choice begins with `body`."""
+        """Returns the chunk with a choice that begins with `body`."""
         if self.has_ids:
             body += b',"token_ids":[%b]' % b",".join(b"%d" % token_id for token_id in ids)
         end = _end(reason)
