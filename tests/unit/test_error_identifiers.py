@@ -45,6 +45,8 @@ EXCEPTIONS = {
         "original_max_position_embeddings quantization_config".split(),
         "settings in files of a model",
     ),
+    ".function.name": "the end of a path in a request",
+    "qwen3_xml": "a value of --tool-call-parser",
     "CUDA_VISIBLE_DEVICES": "an environment variable of CUDA",
     "StepDone": "the message that a core awaits of its worker: docs/operations names it",
     "array_like": "an option of msgspec.Struct",

@@ -58,6 +58,11 @@ class PromptFields:
                     raise ApiError(400, f"{value} is not supported in a stream", param=name)
 
     @property
+    def is_empty(self) -> bool:
+        """Returns whether the request wants nothing of its prompts."""
+        return not (self.echoes or self._has_logprobs or self._has_ids or self.is_prompt_alone)
+
+    @property
     def needs_vocabulary(self) -> bool:
         return self.echoes or self._has_logprobs
 

@@ -427,7 +427,8 @@ class ApiServer:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
             answer["choices"].append(build_choice(choice, index, None if params.logprobs is None else vocabulary))
         answer["usage"] = usage_of(*batch.streams.values())
-        fields.add_to(answer, choices, prompts, batch.streams, vocabulary)
+        if not fields.is_empty:
+            fields.add_to(answer, choices, prompts, batch.streams, vocabulary)
         return _json(answer)
 
     # ── what is known ──
