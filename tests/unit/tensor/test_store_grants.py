@@ -111,6 +111,7 @@ def test_grants_of_a_writer_that_dies_end_with_it() -> None:
     source = """
         store = penstock.Store.attach(sys.argv[1], peer_name="dying")
         say(store.grant_all(store.put(1, key=bytes(32))))
+        hear()
     """
     with program(source, store.ticket) as writer:
         assert writer.hear() == "1"
