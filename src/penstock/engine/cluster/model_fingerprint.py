@@ -54,8 +54,8 @@ class ModelFiles:
     """The files of a model, as they were when this object was created.
 
     A worker creates it, loads the model, and calls `require_unchanged`: then the fingerprint is that of the tensors in
-    its memory, and not of files that have taken the place of those it has loaded. `weights_identity` tells apart what
-    the fingerprint does not: the files as they are on this machine, and no copy of them.
+    its memory, and not of files that have taken the place of those it has loaded. `weights_identity` changes with each
+    write or replacement of a file of weights, also where the fingerprint misses an edit. A copy has another.
     """
 
     def __init__(self, directory: Path) -> None:
@@ -122,7 +122,7 @@ def _sampled_ranges(name: str, tensor: StoredTensor, header_nbytes: int) -> list
 
 
 def _weights_identity(directory: Path) -> list[tuple[str, int, int, int, int, int]]:
-    """Returns what any write to a file of weights changes, and any replacement. Copies have others."""
+    """Returns name, device, inode, size and times of each file of weights."""
     files = [(path.name, path.stat()) for path in sorted(directory.glob("*.safetensors")) if path.exists()]
     return [
         (name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in files
