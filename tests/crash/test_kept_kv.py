@@ -63,6 +63,12 @@ def resumed(engine: Migrating) -> dict[str, int]:
     return {way: engine.number(word) for way, word in StatusBoard.RESUMED_TOKENS.at.items()}
 
 
+def kv_files(pid: int) -> list[str]:
+    """Returns the names of the files of KV caches that a process has open."""
+    links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    return sorted({link.partition("penstock kv: ")[2].removesuffix(" (deleted)") for link in links} - {""})
+
+
 def discards(engine: Migrating) -> list[str]:
     return [reason for reason, word in StatusBoard.KV_DISCARDS.at.items() if engine.number(word)]
 
@@ -106,6 +112,8 @@ async def test_kv_cache_is_discarded_with_a_reason_and_kept_when_planned(models:
         assert discards(engine) == ["failed"] and engine.number(StatusBoard.KV_ADOPTED) == 0
         assert resumed(engine)["found"] == 0
 
+        assert kv_files(engine.child("output", 0).pid) == []
+        assert kv_files(engine.child("core", 0).pid) == ["ledger 0", "pages 0.0"]
         files = engine.launcher.cluster.kv_files_of(0)
         assert files is not None
         with files.ledger.map() as ledger:

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.protocol.messages import Progress, SamplingParams, Submit
 from tests import tiers
 from tests.property.device import BLOCK_SIZE, Core, Users, answer, image
@@ -79,3 +80,22 @@ def test_two_lives_with_an_inline_image_each_share_no_block_of_it(has_prefix_cac
         core.drain()  # the device knows what lies in each block
         adopted, cached = core.scheduler.cache.num_adopted, core.cached_tokens
     assert adopted >= prompt.size // BLOCK_SIZE and cached == (BLOCK_SIZE if has_prefix_cache else 0)
+
+
+@pytest.mark.parametrize("has_begun", [False, True])
+def test_prompt_with_logprobs_is_found_again_only_with_an_answer(has_begun: bool) -> None:
+    """The log-probabilities of blocks that are found are not computed: they were delivered before the first id."""
+    prompt = np.arange(2, 34, dtype=np.int32)
+    params = SamplingParams(max_tokens=9, prompt_logprobs=0)
+    submitted = SubmittedRequest(Submit(0, 1, prompt, params, name=b"n" * 16))
+    killed = Core(random.Random(1), 100, max_num_batched_tokens=16)
+    killed.submit(submitted.submit(1))
+    for _ in range(3):
+        killed.begin()
+        killed.finish()
+    if has_begun:
+        submitted.add(0, killed.got[0, 1, 0])
+    core = Core(random.Random(1), 100, before=killed, max_num_batched_tokens=16)
+    core.submit(submitted.submit(2))
+    core.drain()
+    assert core.cached_tokens == (prompt.size if has_begun else 0)

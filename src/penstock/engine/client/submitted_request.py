@@ -7,6 +7,7 @@ text that the HTTP client has: another group continues the answer after them.
 from __future__ import annotations
 
 import math
+import os
 from array import array
 from collections import defaultdict
 from collections.abc import Sequence
@@ -14,7 +15,15 @@ from collections.abc import Sequence
 import numpy as np
 from msgspec.structs import replace
 
-from penstock.engine.protocol.messages import CONFINED_TOKENS, SUSPECT, TRIAL_TOKENS, Ints, Progress, Submit
+from penstock.engine.protocol.messages import (
+    CONFINED_TOKENS,
+    NAME_NBYTES,
+    SUSPECT,
+    TRIAL_TOKENS,
+    Ints,
+    Progress,
+    Submit,
+)
 
 BEGINNING = 64  # tokens of a prompt's prefix: prompts that share them are routed to the same group
 
@@ -145,6 +154,9 @@ class SubmittedRequest:
 
     def submit(self, request: int) -> Submit:
         """Returns the message that begins the request, or continues it, under this number."""
+        if self.first.params.prompt_logprobs is not None and not self.has_begun:
+            # Blocks that are found are not scored, and scores of the lost group may not have come: none is found.
+            self.first = replace(self.first, name=os.urandom(NAME_NBYTES))
         return replace(
             self.first,
             request=request,

@@ -70,7 +70,9 @@ class MemoryFile:
 
 
 def _from_spawn(duplicate: Any) -> MemoryFile:
-    return MemoryFile(duplicate.detach())
+    fd = duplicate.detach()
+    os.set_inheritable(fd, False)  # spawn passes inheritable descriptors, and a program would get them, too
+    return MemoryFile(fd)
 
 
 class KeptMemory:

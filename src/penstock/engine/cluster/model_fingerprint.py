@@ -54,13 +54,15 @@ class ModelFiles:
     """The files of a model, as they were when this object was created.
 
     A worker creates it, loads the model, and calls `require_unchanged`: then the fingerprint is that of the tensors in
-    its memory, and not of files that have taken the place of those it has loaded.
+    its memory, and not of files that have taken the place of those it has loaded. `weights_identity` changes with each
+    write or replacement of a file of weights, also where the fingerprint misses an edit. A copy has another.
     """
 
     def __init__(self, directory: Path) -> None:
         """Raises ValueError and OSError, as `read_weights` does."""
         self._directory = directory
         self._states = _states(directory)
+        self.weights_identity = _weights_identity(directory)
         self.fingerprint = model_fingerprint(directory)
 
     def require_unchanged(self) -> None:
@@ -117,6 +119,14 @@ def _sampled_ranges(name: str, tensor: StoredTensor, header_nbytes: int) -> list
     numbers = [int.from_bytes(drawn[at : at + 8], "little") for at in range(0, 8 * (MAX_PAGES - 2), 8)]
     pages = [first, last, *(first + 1 + number % (last - first - 1) for number in numbers)]
     return [(max(begin, page * PAGE), min(end, (page + 1) * PAGE)) for page in pages]
+
+
+def _weights_identity(directory: Path) -> list[tuple[str, int, int, int, int, int]]:
+    """Returns name, device, inode, size and times of each file of weights."""
+    files = [(path.name, path.stat()) for path in sorted(directory.glob("*.safetensors")) if path.exists()]
+    return [
+        (name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in files
+    ]
 
 
 def _states(directory: Path) -> dict[Path, tuple[int, int, int, int]]:

@@ -6,7 +6,7 @@ takes the ends of the dead one. `launcher` starts and restarts processes.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import penstock
@@ -106,6 +106,17 @@ class Cluster:
 
     def kv_files_of(self, group: int) -> KVFiles | None:
         return self.kv_files[group] if group < len(self.kv_files) else None
+
+    def for_member(self, member: ProcessId) -> Cluster:
+        """Returns the cluster for a process: core and workers of a group have the files of their KV cache, servers have
+        none."""
+        has_files = member.kind in ("core", "worker")
+        return replace(
+            self,
+            kv_files=tuple(
+                files if has_files and group == member.group else None for group, files in enumerate(self.kv_files)
+            ),
+        )
 
     # ── lanes ──
     def worker_lane(self, rank: int) -> int:

@@ -24,7 +24,10 @@ def open_cache(files: KVFiles | None, ready: Sequence[Ready], blocks: int, block
     """Returns the block cache. Where all ranks keep their pages, it begins with the valid blocks of the former life,
     and counts them in `row`."""
     epochs = [message.kv_epoch for message in sorted(ready, key=lambda message: message.rank)]
-    if files is None or None in epochs:
+    if files is None:
+        return BlockCache(blocks)
+    if None in epochs:  # the others overwrite their pages, and no block is withdrawn: no later life may adopt them
+        files.ledger.empty()
         return BlockCache(blocks)
     # Pages of a rank that were emptied have another epoch: all ranks adopt their pages, or none.
     parts = (struct.pack("<QQQ", VERSION, blocks, block_size), *filter(None, epochs))
@@ -32,6 +35,7 @@ def open_cache(files: KVFiles | None, ready: Sequence[Ready], blocks: int, block
         memory = KeptMemory(files.ledger, hashlib.sha256(b"".join(parts)).digest(), blocks, blocks * LEDGER_NBYTES)
     except OSError as error:
         event("kv cache is not kept", WARNING, reason=error)
+        files.ledger.empty()  # as above
         return BlockCache(blocks)
     cache = BlockCache(blocks, np.frombuffer(memory.content, np.uint8))
     reason = CHANGED if memory.is_discarded else DAMAGED if cache.damage else ""

@@ -145,7 +145,7 @@ class ProcessGroup:
 
     def _start_process(self, member: ProcessId, run: Run, cluster: Cluster) -> None:
         """Raises OSError."""
-        child = ChildProcess.start(member, run, cluster)
+        child = ChildProcess.start(member, run, cluster.for_member(member))
         self.children[child.pidfd] = child
         self._launcher.publish_pid(child.member, child.pid)
         asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)

@@ -110,7 +110,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
     request_id: str = ""  # as clients and logs name the request; for observers
     grammar: Handle | None = None  # text that the answer follows (`text.grammar`). The core passes the handle on
-    # Random, and kept when the request is resumed: names its inputs without keys, and its blocks where none are shared.
+    # Random, and kept when an answer is resumed: names its inputs without keys, and its blocks where none are shared.
     # A number that a core counts would name inputs of two users alike, as blocks may outlive the core.
     name: bytes = msgspec.field(default_factory=partial(os.urandom, NAME_NBYTES))
 

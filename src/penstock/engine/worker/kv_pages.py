@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import hashlib
+from importlib.metadata import version
 from logging import WARNING
 
 from penstock.engine.cluster.kept_memory import KeptMemory, MemoryFile
 from penstock.engine.cluster.logs import event
 
+PACKAGES = "penstock", "torch", "transformers"  # compute keys and values; a restart may find newer ones
 LAYOUT = 1  # of keys and values in a block; another number discards what earlier workers have left
 
 
@@ -17,7 +19,8 @@ class KVPages:
     def __init__(self, file: MemoryFile | None, *parts: object) -> None:
         """`parts`: what decides keys and values of a block, beside ids and inputs, and their layout."""
         self._file = file
-        self._key = hashlib.sha256(repr((LAYOUT, *parts)).encode()).digest()
+        versions = [version(name) for name in PACKAGES]
+        self._key = hashlib.sha256(repr((LAYOUT, versions, *parts)).encode()).digest()
         self.epoch: bytes | None = None
 
     @property
@@ -27,6 +30,11 @@ class KVPages:
             return 0
         key, _, count = self._file.read_header()
         return count if key == self._key else 0
+
+    def discard(self) -> None:
+        """Gives the memory of former pages back."""
+        if self._file is not None:
+            self._file.empty()
 
     def open(self, blocks: int, nbytes: int) -> memoryview | None:
         """Returns the memory; None: there is no file, or the file cannot be used."""

@@ -126,10 +126,13 @@ class ModelRunner:
         if kv_file is not None and not self._model.sums_attention:
             event("kv cache is not kept", WARNING, reason="a rank may end a step before all ranks have attended")
             kv_file = None
-        pages = KVPages(kv_file, *key[:3], penstock.__version__, self._ranks.rank, self._model.shapes, block_size)
+        parts = *key[:3], files.weights_identity, self._ranks.rank, self._model.shapes, block_size
+        pages = KVPages(kv_file, *parts)
         if blocks is None:  # memory is measured by the first life: pages that are kept count as used
             blocks = self._ranks.least(pages.num_blocks) or None
         if blocks is None:
+            pages.discard()
+            self._ranks.least(0)  # no rank measures before all ranks have given their pages back
             has_images = takes_embeds or self._model.image_id is not None
             reserved = KEPT_NBYTES + ((encoder or EncoderOptions()).cache_nbytes if has_images else 0)
             if where.type == "cuda":

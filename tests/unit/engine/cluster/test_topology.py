@@ -38,6 +38,16 @@ def test_lanes_are_distinct_and_each_inbox_has_a_spare_lane() -> None:
     cluster.close()
 
 
+def test_kv_files_are_for_the_core_and_the_workers_of_their_group() -> None:
+    config = replace(CONFIG, simulated=None, model="any")
+    cluster = Cluster.open(config)
+    for member in all_processes(config):
+        own = {member.group} if member.kind in ("core", "worker") else set()
+        files = cluster.for_member(member)
+        assert {group for group in range(2) if files.kv_files_of(group) is not None} == own, member
+    cluster.close()
+
+
 def test_home_node_has_inbox_and_answer_lane_for_each_remote_group() -> None:
     config = replace(CONFIG, nodes=Nodes(count=2, address="10.0.0.1"))
     cluster = Cluster.open(config)
