@@ -161,7 +161,9 @@ class ApiServer:
             Route("/health/ready", self._health.ready),
         ]
         self._paths = [route.path.replace(":path", "") for route in routes]
-        return Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
+        app.router.redirect_slashes = not self._options.root_path  # it would redirect to a path without that
+        return app
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "registered for no other"
