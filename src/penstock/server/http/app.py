@@ -196,7 +196,7 @@ class ApiServer:
             prompt = await self._prompt(request, conversation, options, chat, limit)
             chat.messages = []  # media are long, and it may take long to answer
         try:
-            answer_format = self._formats.answer_format(use, prompt.text_end)
+            answer_format = self._formats.answer_format(use, prompt.text_end, bool(chat.continue_final_message))
             if answer_format is not None:
                 params = replace(params, skip_special_tokens=False)  # marks are special tokens of some models
                 grammar = self._formats.behind_reasoning(grammar, answer_format)
