@@ -36,7 +36,7 @@ def begins_in_reasoning(reasoning: str, prompt: str, is_continued: bool = False)
     """Returns whether an answer to `prompt`, of which the end suffices, begins inside the reasoning.
 
     A prompt ends with the mark before the reasoning where its template has opened the reasoning. Answers of DeepSeek-R1
-    begin there in any case. `is_continued`: `prompt` is the message that the answer continues, wherever that is.
+    begin there in any case. `is_continued`: `prompt` is the whole message that the answer continues.
     """
     opening, closing = REASONING_MARKS[reasoning]
     if is_continued and prompt:

@@ -91,8 +91,8 @@ class AnswerFormats:
         return source
 
     def answer_format(self, use: ToolUse | None, prompt_end: str, is_continued: bool = False) -> AnswerFormat | None:
-        """Returns the format of an answer; None: all of its text is content. `is_continued`: `prompt_end` is the message
-        that the answer continues."""
+        """Returns the format of an answer; None: all text is content. `is_continued`: `prompt_end` is a message that
+        the answer continues."""
         tools = self.tools if use is not None and use.allowed else None
         if tools is None and self.reasoning is None:
             return None

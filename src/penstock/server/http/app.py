@@ -162,7 +162,7 @@ class ApiServer:
         ]
         self._paths = [route.path.replace(":path", "") for route in routes]
         app = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
-        app.router.redirect_slashes = not self._options.root_path  # it would redirect to a path without that
+        app.router.redirect_slashes = not self._options.root_path  # a redirect would leave the root path
         return app
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
@@ -339,9 +339,7 @@ class ApiServer:
             chunk_format and replace(chunk_format, first_index=number * params.n, prompt_tokens=length)
             for number, length in enumerate(lengths)
         ]
-        submits = [
-            functools.partial(submit, *prompt_and_format) for prompt_and_format in zip(prompts, formats, strict=True)
-        ]
+        submits = [functools.partial(submit, *pair) for pair in zip(prompts, formats, strict=True)]
         scopes = [prompt.scope for prompt in prompts if prompt.scope is not None]
         return RequestStreams(submits, max(1, self._slots // MAX_SHARE // params.n), scopes)
 
