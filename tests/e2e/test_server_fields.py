@@ -78,6 +78,9 @@ async def prompt_logprobs_have_ids_ranks_and_texts(served: Served, path: Path, i
     best = sorted(second.values(), key=lambda value: value["rank"])[:2]
     assert [value["rank"] for value in best] == [1, 2]
     assert [value["logprob"] for value in best] == pytest.approx(row.topk(2).values.tolist(), abs=1e-4)
+    ends = {"allowed_token_ids": [TOKEN_A], "stop_token_ids": [TOKEN_A]}  # the token that is dropped ends an answer
+    (choice,) = (await completed(served, echo=True, max_tokens=0, **ends))["choices"]
+    assert (choice["text"], choice["finish_reason"], choice["stop_reason"]) == (TEXT, "length", None)
     messages = [{"role": "user", "content": "hi"}]
     status, answer = await sent(served, "/v1/chat/completions", messages=messages, prompt_logprobs=0, max_tokens=2)
     assert status == 200 and len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]

@@ -53,8 +53,10 @@ def test_server_behind_tls_and_a_path_answers_and_logs(tmp_path: Path) -> None:
         logged = next(line for line in process.stderr or () if " event=request " in line)
         status, answer, _ = exchanged(connection, "/v1/completions", COMPLETION)
         assert status == 400 and "at most 20 log-probabilities (--max-logprobs), got 21" in answer.decode()
-        _, _, headers_of_redirect = exchanged(connection, "/models/a/")
-        assert headers_of_redirect["location"] == "/models/a/dashboard"
+        for path in ("/models/a", "/models/a/"):
+            assert exchanged(connection, path)[2]["location"] == "/models/a/dashboard"
+        status, answer, _ = exchanged(connection, "/models/a/v1/completions/", COMPLETION)
+        assert status == 404 and b"the nearest is /v1/completions" in answer  # a redirect would leave the path
         status, _, _ = exchanged(connection, "/v1/completions", {**COMPLETION, "max_tokens": "x" * 10})
         assert status == 400
         document = json.loads(exchanged(connection, "/openapi.json")[1])

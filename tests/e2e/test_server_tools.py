@@ -222,6 +222,10 @@ async def test_reasoning_is_apart_from_content_and_counted(tmp_path: Path) -> No
             deltas = [choice.delta for event in events for choice in event.choices]
             assert "".join(getattr(delta, "reasoning", None) or "" for delta in deltas) == message.reasoning
             assert not any(delta.content or delta.tool_calls for delta in deltas)
+        fields["messages"] = [USER, {"role": "assistant", "content": "It is"}]
+        answer = await create(**fields, tools=TOOLS, extra_body={"continue_final_message": True})
+        message = answer.choices[0].message
+        assert message.content and message.reasoning is None, "a message that has content is continued with content"
 
 
 @tiers.needs_all

@@ -133,7 +133,8 @@ class OutputState:
         ids = np.array(started.generated, np.int32)
         places = vocabulary.rows(ids, self._bases[slot])
         has_table_text = vocabulary.has_table_text(places, self._firsts[slot])
-        has_written = started.params.logprobs is not None
+        # Chunks with log-probabilities or ids are written also for an id without text.
+        has_written = started.params.logprobs is not None or (writer is not None and writer.has_ids)
         length = at = 0
         for first in range(ids.size) if parser is not None else np.flatnonzero(~has_table_text).tolist():
             at = max(at, first)

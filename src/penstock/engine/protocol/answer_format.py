@@ -32,10 +32,13 @@ class AnswerFormat(msgspec.Struct, array_like=True, frozen=True):
             raise ValueError(f"expected reasoning of {', '.join(REASONING_MARKS)}, got {self.reasoning!r}")
 
 
-def begins_in_reasoning(reasoning: str, prompt: str) -> bool:
+def begins_in_reasoning(reasoning: str, prompt: str, is_continued: bool = False) -> bool:
     """Returns whether an answer to `prompt`, of which the end suffices, begins inside the reasoning.
 
     A prompt ends with the mark before the reasoning where its template has opened the reasoning. Answers of DeepSeek-R1
-    begin there in any case.
+    begin there in any case. `is_continued`: `prompt` is the whole message that the answer continues.
     """
-    return reasoning == "deepseek_r1" or prompt.rstrip().endswith(REASONING_MARKS[reasoning][0])
+    opening, closing = REASONING_MARKS[reasoning]
+    if is_continued and prompt:
+        return prompt.rfind(opening) > prompt.rfind(closing)
+    return reasoning == "deepseek_r1" or prompt.rstrip().endswith(opening)

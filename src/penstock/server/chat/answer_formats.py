@@ -90,15 +90,16 @@ class AnswerFormats:
             raise ApiError(400, str(error), param=error.param) from None
         return source
 
-    def answer_format(self, use: ToolUse | None, prompt_end: str) -> AnswerFormat | None:
-        """Returns the format of an answer; None: all of its text is content."""
+    def answer_format(self, use: ToolUse | None, prompt_end: str, is_continued: bool = False) -> AnswerFormat | None:
+        """Returns the format of an answer; None: all text is content. `is_continued`: `prompt_end` is a message that
+        the answer continues."""
         tools = self.tools if use is not None and use.allowed else None
         if tools is None and self.reasoning is None:
             return None
         return AnswerFormat(
             tools=tools,
             reasoning=self.reasoning,
-            in_reasoning=self.reasoning is not None and begins_in_reasoning(self.reasoning, prompt_end),
+            in_reasoning=self.reasoning is not None and begins_in_reasoning(self.reasoning, prompt_end, is_continued),
             call_ids=secrets.token_hex(8) if tools is not None else "",
             types=types_of(use.tools) if use is not None and tools == "qwen3_xml" else {},
         )

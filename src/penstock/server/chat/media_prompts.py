@@ -43,7 +43,7 @@ class Prompt(NamedTuple):
     ids: list[int]
     items: tuple[Input, ...] = ()
     scope: Scope | None = None
-    text_end: str = ""  # of a chat's prompt
+    text_end: str = ""  # of a chat's prompt; or of a continued message
 
     def release(self) -> None:
         if self.scope is not None:

@@ -322,10 +322,11 @@ class PromptBuilder:
             raise ApiError(400, message, param=where)
         work = functools.partial(self.tokenizer.chat, conversation, is_answered, options, is_continued)
         text = work() if conversation.parts <= MANY else await self.in_a_thread(work)
+        end = join_texts(conversation.messages[-1]["content"]) if is_continued else text[-END:]
         if not conversation.media or self._media is None:
-            return Prompt(await self.ids(text, add_special, limit), text_end=text[-END:])
+            return Prompt(await self.ids(text, add_special, limit), text_end=end)
         ids = await self.ids(self._media.prepare(text), add_special, limit)
-        return (await self._media.prompt(ids, conversation.media, client))._replace(text_end=text[-END:])
+        return (await self._media.prompt(ids, conversation.media, client))._replace(text_end=end)
 
     async def embeds(self, texts: list[str], limit: Limit) -> list[Prompt]:
         """Returns prompts that are embeddings, which the caller releases unless it submits them. Raises ApiError."""

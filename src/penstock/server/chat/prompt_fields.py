@@ -100,7 +100,7 @@ class PromptFields:
                 if self._has_ids:
                     choice["token_ids"] = [] if self.is_prompt_alone else streamed.ids
                 if self.is_prompt_alone:
-                    choice["text"] = ""
+                    choice |= {"text": "", "finish_reason": "length", "stop_reason": None}
                     choice["logprobs"] = choice["logprobs"] and {key: [] for key in choice["logprobs"]}
                 if self.echoes and vocabulary is not None:
                     self._echo(choice, ids, self.echoed(number, ids, vocabulary), rows, vocabulary)

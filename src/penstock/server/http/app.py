@@ -161,7 +161,9 @@ class ApiServer:
             Route("/health/ready", self._health.ready),
         ]
         self._paths = [route.path.replace(":path", "") for route in routes]
-        return Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
+        app = Starlette(routes=routes, exception_handlers={HTTPException: self._no_route})
+        app.router.redirect_slashes = not self._options.root_path  # a redirect would leave the root path
+        return app
 
     async def _no_route(self, request: Request, error: Exception) -> Response:
         assert isinstance(error, HTTPException), "registered for no other"
@@ -194,7 +196,7 @@ class ApiServer:
             prompt = await self._prompt(request, conversation, options, chat, limit)
             chat.messages = []  # media are long, and it may take long to answer
         try:
-            answer_format = self._formats.answer_format(use, prompt.text_end)
+            answer_format = self._formats.answer_format(use, prompt.text_end, bool(chat.continue_final_message))
             if answer_format is not None:
                 params = replace(params, skip_special_tokens=False)  # marks are special tokens of some models
                 grammar = self._formats.behind_reasoning(grammar, answer_format)
@@ -337,9 +339,7 @@ class ApiServer:
             chunk_format and replace(chunk_format, first_index=number * params.n, prompt_tokens=length)
             for number, length in enumerate(lengths)
         ]
-        submits = [
-            functools.partial(submit, *prompt_and_format) for prompt_and_format in zip(prompts, formats, strict=True)
-        ]
+        submits = [functools.partial(submit, *pair) for pair in zip(prompts, formats, strict=True)]
         scopes = [prompt.scope for prompt in prompts if prompt.scope is not None]
         return RequestStreams(submits, max(1, self._slots // MAX_SHARE // params.n), scopes)
 

@@ -187,8 +187,8 @@ class RootPath:
         self._root_path = root_path
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["path"].startswith(f"{self._root_path}/"):
-            scope = {**scope, "path": scope["path"].removeprefix(self._root_path)}
+        if f"{scope['path']}/".startswith(f"{self._root_path}/"):
+            scope = {**scope, "path": scope["path"].removeprefix(self._root_path) or "/"}
         await self._app(scope, receive, send)
 
 

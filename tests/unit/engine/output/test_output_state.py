@@ -347,7 +347,16 @@ def resumed(sample: Sample, count: int, chunk_format: ChunkFormat | None = None)
     return answered(sample, chunk_format=chunk_format)[0], actual
 
 
-@pytest.mark.parametrize("style", [None, Style.CHAT, Style.COMPLETION])
+@pytest.mark.parametrize(
+    "chunk_format",
+    [
+        None,
+        ChunkFormat(Style.CHAT, HEAD),
+        ChunkFormat(Style.CHAT, HEAD, has_ids=True, prompt_tokens=9),
+        ChunkFormat(Style.COMPLETION, HEAD),
+    ],
+    ids=["text", "chat", "chat with ids", "completion"],
+)
 @pytest.mark.parametrize(
     "sample",
     [
@@ -360,8 +369,9 @@ def resumed(sample: Sample, count: int, chunk_format: ChunkFormat | None = None)
     ],
     ids=["half characters", "stop string", "min_tokens", "min_tokens and a stop", "logprobs", "no text"],
 )
-def test_a_sample_that_is_resumed_says_what_it_would_have_said(sample: Sample, style: Style | None) -> None:
-    chunk_format = None if style is None else ChunkFormat(style, HEAD)
+def test_a_sample_that_is_resumed_says_what_it_would_have_said(
+    sample: Sample, chunk_format: ChunkFormat | None
+) -> None:
     for count in range(1, len(answered(sample)[0].ids)):
         whole, cut = resumed(sample, count, chunk_format)
         assert (cut.ids, cut.text, cut.end, cut.logprobs) == (whole.ids, whole.text, whole.end, whole.logprobs), count

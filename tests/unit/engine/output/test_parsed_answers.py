@@ -6,6 +6,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from msgspec.structs import replace
 
 from penstock.engine.output.output_state import OutputState
 from penstock.engine.protocol.answer_format import AnswerFormat
@@ -88,10 +89,14 @@ def _logprobs(token_id: int) -> Logprobs:
     return Logprobs(np.array([token_id], np.int32), np.array([-0.5], np.float32), np.array([1], np.int32))
 
 
+def events(texts: list[bytes]) -> list[Any]:
+    lines = b"".join(texts).decode().split("\n\n")
+    assert lines.pop() == ""
+    return [json.loads(line.removeprefix("data: ")) for line in lines]
+
+
 def choices(texts: list[bytes]) -> list[Any]:
-    events = b"".join(texts).decode().split("\n\n")
-    assert events.pop() == ""
-    return [json.loads(event.removeprefix("data: "))["choices"][0] for event in events]
+    return [event["choices"][0] for event in events(texts)]
 
 
 def joined(texts: list[bytes]) -> ParsedAnswer:
@@ -137,8 +142,12 @@ def test_parsed_chunks_say_what_the_whole_answer_says(tools: str, before: str, i
 @pytest.mark.parametrize("tools", ANSWERS)
 @pytest.mark.parametrize("params", [{}, {"logprobs": 1}, {"stop": ("zz", "ris}")}], ids=["", "logprobs", "stop"])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_parsed_answer_goes_on_when_resumed_after_any_id(tools: str, params: dict[str, Any], interval: int) -> None:
+@pytest.mark.parametrize("fields", [{}, {"has_ids": True, "prompt_tokens": 9}], ids=["", "fields"])
+def test_parsed_answer_goes_on_when_resumed_after_any_id(
+    tools: str, params: dict[str, Any], interval: int, fields: dict[str, Any]
+) -> None:
     _, chunk_format = formats(tools)
+    chunk_format = replace(chunk_format, **fields)
     scene = Scene("<think>é</think>" + ANSWERS[tools], chunk_format, interval, **params)
     whole, reasoning = b"".join(scene.run()), scene.reasoning
     step = interval * (7 if params else 1)  # an interval has ended at each
@@ -147,6 +156,27 @@ def test_parsed_answer_goes_on_when_resumed_after_any_id(tools: str, params: dic
         scene.reasoning = None
         assert b"".join([*before, *scene.run(begin=count)]) == whole, count
         assert scene.reasoning == reasoning
+
+
+@pytest.mark.parametrize("tools", ANSWERS)
+@pytest.mark.parametrize("params", [{}, {"logprobs": 1}, {"stop": ("zz", "3")}], ids=["", "logprobs", "stop"])
+@pytest.mark.parametrize("interval", [1, 3])
+def test_parsed_chunks_have_all_ids_and_count_them(tools: str, params: dict[str, Any], interval: int) -> None:
+    _, chunk_format = formats(tools)
+    text = "<think>é</think>" + ANSWERS[tools]
+    plain = Scene(text, chunk_format, interval, **params).run()
+    texts = Scene(text, replace(chunk_format, has_ids=True, prompt_tokens=9), interval, **params).run()
+    ids: list[int] = []
+    for event in events(texts):
+        ids += event["choices"][0]["token_ids"]
+        assert event["usage"] == {
+            "prompt_tokens": 9,
+            "completion_tokens": len(ids),
+            "total_tokens": 9 + len(ids),
+        }
+    assert ids == [*range(len(ids))] and joined(texts) == joined(plain)
+    if "stop" not in params:
+        assert len(ids) == len(cut(text)) + 1
 
 
 @pytest.mark.parametrize("style", [Style.CHAT, Style.TEXT])

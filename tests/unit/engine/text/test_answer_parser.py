@@ -152,6 +152,11 @@ def test_answer_begins_in_reasoning_where_the_prompt_opens_it() -> None:
     assert begins_in_reasoning("qwen3", "user\nassistant\n<think>\n")
     assert not begins_in_reasoning("qwen3", "<think>\n\n</think>\n\n")
     assert begins_in_reasoning("deepseek_r1", "assistant\n")
+    for reasoning in ("deepseek_r1", "qwen3"):  # the answer continues a message, which has begun with content
+        assert not begins_in_reasoning(reasoning, "It is", is_continued=True)
+        assert not begins_in_reasoning(reasoning, "<think>a</think>It is", is_continued=True)
+        assert begins_in_reasoning(reasoning, "<think>It is", is_continued=True)
+    assert begins_in_reasoning("deepseek_r1", "", is_continued=True)
 
 
 def test_ids_of_calls_belong_to_request_sample_and_index() -> None:

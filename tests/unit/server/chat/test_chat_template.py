@@ -156,6 +156,8 @@ def test_template_for_tools_is_used_if_there_are_tools(tmp_path: Path) -> None:
     result = template(tmp_path, tokenizer_config={"chat_template": named})
     assert result.prompt(MESSAGES, True, {}) == "plain"
     assert result.prompt(MESSAGES, True, {}, TOOLS) == "f"
+    result = ChatTemplate(tmp_path, "[TOOL_CALLS]")  # of --chat-template, in place of both
+    assert result.prompt(MESSAGES, True, {}, TOOLS) == result.tool_source == "[TOOL_CALLS]"
 
 
 def test_template_that_shows_no_tools_or_calls_is_logged_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
