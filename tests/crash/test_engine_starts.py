@@ -98,11 +98,11 @@ async def test_group_that_has_served_restarts_until_it_serves_and_is_counted(
 
 @in_a_loop
 async def test_return_of_an_engine_is_an_event_without_a_poll(
-    quick_restarts: None, monkeypatch: pytest.MonkeyPatch
+    quick_restarts: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     """The engine dies before the recorder has polled it once: the launcher reports the loss."""
     monkeypatch.setattr(history_recorder, "WATCH_S", START)
-    monkeypatch.setattr(logs.LOGGER, "level", logging.INFO)
+    caplog.set_level(logging.INFO, logger=logs.LOGGER.name)
     async with tree_with(0, "worker", worker.run) as served:
         await served.launcher.serving(START)
         for incarnation in (1, 2):

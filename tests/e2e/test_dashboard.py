@@ -135,7 +135,7 @@ def what_is_shown_is_what_is_asked(page: Browser) -> None:
         "[...document.querySelectorAll('#picture text')].some(each => each.textContent.startsWith('computing, '))"
     )
     assert page.evaluate("document.getElementById('with-items').hidden")
-    assert page.evaluate("document.querySelector('footer a').getAttribute('href')") == "/dashboard/grafana.json"
+    assert page.evaluate("document.querySelector('footer a').getAttribute('href')") == "dashboard/grafana.json"
 
 
 def the_tiles_the_charts_and_the_engines_have_the_same_numbers(page: Browser) -> None:
