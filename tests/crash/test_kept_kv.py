@@ -139,7 +139,7 @@ async def test_answers_are_the_undisturbed_ones_under_random_kills(
     models: Path,
 ) -> None:
     kinds = shuffled_kinds(seed, ("worker", "core"))
-    # A draw at the border of two ids differs by the company of its row, without a kill, too. The mix of 1 has shown none.
+    # A draw at the border of two ids may differ by the company of its row. The mix of 1 has shown none.
     mix = Mix(shape(tiny_models.LLAMA, BYTES, tokens=(40, 120), has_logprobs=True), tiers.choose(1, seed, seed))
     async with migrating({}, MODEL_START, **options_of(models, tensor_parallel_size=2, keep_kv_cache=keeps)) as engine:
         for number in range(tiers.KEPT_KV_ROUNDS):
