@@ -61,15 +61,22 @@ class ModelFiles:
     def __init__(self, directory: Path) -> None:
         """Raises ValueError and OSError, as `read_weights` does."""
         self._directory = directory
-        self._states = _states(directory)
-        self.weights_identity = _weights_identity(directory)
+        self._files = _files(directory)
         self.fingerprint = model_fingerprint(directory)
+
+    @property
+    def weights_identity(self) -> list[tuple[str, int, int, int, int, int]]:
+        """Returns name, device, inode, size and times of each file of weights."""
+        weights = ((path, about) for path, about in self._files.items() if path.suffix == ".safetensors")
+        return [(path.name, *_state(about), about.st_ctime_ns) for path, about in weights]
 
     def require_unchanged(self) -> None:
         """Raises RuntimeError if a file was written or replaced meanwhile."""
-        states = _states(self._directory)
-        for path in self._states.keys() | states.keys():
-            if self._states.get(path) != states.get(path):
+        before, now = (
+            {path: _state(about) for path, about in files.items()} for files in (self._files, _files(self._directory))
+        )
+        for path in before.keys() | now.keys():
+            if before.get(path) != now.get(path):
                 raise RuntimeError(f"{path} was written or replaced while the model was loaded: start again")
 
 
@@ -121,20 +128,12 @@ def _sampled_ranges(name: str, tensor: StoredTensor, header_nbytes: int) -> list
     return [(max(begin, page * PAGE), min(end, (page + 1) * PAGE)) for page in pages]
 
 
-def _weights_identity(directory: Path) -> list[tuple[str, int, int, int, int, int]]:
-    """Returns name, device, inode, size and times of each file of weights."""
-    files = [(path.name, path.stat()) for path in sorted(directory.glob("*.safetensors")) if path.exists()]
-    return [
-        (name, about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns, about.st_ctime_ns) for name, about in files
-    ]
+def _files(directory: Path) -> dict[Path, os.stat_result]:
+    """Returns what the kernel knows of each file, by path; those of weights come last. A link leads to its file."""
+    paths = [*(directory / name for name in (*WHOLE_FILES, INDEX)), *sorted(directory.glob("*.safetensors"))]
+    return {path: path.stat() for path in paths if path.exists()}
 
 
-def _states(directory: Path) -> dict[Path, tuple[int, int, int, int]]:
-    """Returns what changes when a file is written, or replaced, by path. A link leads to its file."""
-    paths = [directory / name for name in (*WHOLE_FILES, INDEX)]
-    states = {}
-    for path in [*paths, *sorted(directory.glob("*.safetensors"))]:
-        if path.exists():
-            about = path.stat()
-            states[path] = (about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns)
-    return states
+def _state(about: os.stat_result) -> tuple[int, int, int, int]:
+    """Returns what changes when a file is written, or replaced."""
+    return about.st_dev, about.st_ino, about.st_size, about.st_mtime_ns

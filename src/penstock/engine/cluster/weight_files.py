@@ -82,7 +82,7 @@ def read_weights(directory: Path) -> ModelWeights:
             raise ValueError(f"{directory}: no {ALONE} and no {INDEX}: only weights in safetensors are read")
         header = read_header(directory / ALONE)
         return ModelWeights([header], dict.fromkeys(header.tensors, ALONE))
-    file_of = _read_index(index)
+    file_of = read_index(index)
     files = sorted(set(file_of.values()))
     missing = [name for name in files if not (directory / name).exists()]
     if missing:
@@ -95,7 +95,8 @@ def read_weights(directory: Path) -> ModelWeights:
     return ModelWeights(list(headers.values()), file_of)
 
 
-def _read_index(path: Path) -> dict[str, str]:
+def read_index(path: Path) -> dict[str, str]:
+    """Returns the file of each tensor. Raises ValueError and OSError."""
     try:
         return msgspec.convert(_decode(path.read_bytes())["weight_map"], dict[str, str])
     except KeyError:

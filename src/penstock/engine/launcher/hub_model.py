@@ -14,7 +14,7 @@ from typing import Annotated
 
 import msgspec
 
-from penstock.engine.cluster.weight_files import ALONE, INDEX
+from penstock.engine.cluster.weight_files import ALONE, INDEX, read_index
 from penstock.engine.launcher.preflight import OTHER_FILES
 from penstock.engine.model_dir import CONFIG_FILES
 from penstock.engine.protocol.option import Option
@@ -74,11 +74,7 @@ def _weights(directory: Path) -> list[str]:
     path = directory / INDEX
     if not path.exists():
         return [ALONE]
-    try:
-        index = msgspec.json.decode(path.read_bytes(), type=dict[str, msgspec.Raw])
-        names = sorted({*msgspec.json.decode(index.get("weight_map", b""), type=dict[str, str]).values()})
-    except msgspec.DecodeError as error:
-        raise ValueError(f"{path} is invalid: {error}") from None
+    names = sorted({*read_index(path).values()})
     wrong = [name for name in names if not FILE_NAME.fullmatch(name)]
     if wrong:
         raise ValueError(f"{path} names {wrong[0]!r}: expected names of safetensors files beside it")

@@ -183,17 +183,10 @@ class OutputState:
 
     def _finish(self, slot: int, reason: FinishReason) -> list[FinishedWithoutToken]:
         """Ends a sample without another token. Returns nothing of one that a stop string has ended."""
-        started, held, writer = self._started[slot], self._held[slot] or HeldOutput([], [], []), self._writers[slot]
+        started, held = self._started[slot], self._held[slot] or HeldOutput([], [], [])
         if started is None:
             return []
-        text = "".join(held.texts)
-        counts = held.ids, int(self._generated[slot])
-        if writer is None:
-            written = text.encode()
-        elif slot in self._parsers:
-            written = writer.parsed_chunk(held.pieces, None, None, *counts, has_calls=False)
-        else:
-            written = writer.chunk(text, None, None, *counts)
+        written = self._written(slot, "".join(held.texts), held.pieces, held.ids)
         self._end(slot)
         return [FinishedWithoutToken(started.server, started.request, started.sample, reason, held.ids, written)]
 
@@ -284,7 +277,7 @@ class OutputState:
     def _write_row(self, rows: DeltaBuilder, row: int, shown: str, logprobs: bytes | None) -> None:
         """Writes the text of a row alone, unless the text is held back."""
         slot, end = int(rows.slots[row]), rows.ends.get(row)
-        parser, writer = self._parsers.get(slot), self._writers[slot]
+        parser = self._parsers.get(slot)
         pieces = [] if parser is None else self._parse(slot, parser, shown, end)
         if end is not None and parser is not None:
             rows.ends[row] = end._replace(reasoning=int(self._reasoning[slot]))
@@ -294,17 +287,26 @@ class OutputState:
                 rows.waiting.append(row)
                 return
             shown, pieces = self._release(slot, row, rows, output)
-        reason = None if end is None else end.reason
-        if writer is None:
-            rows.texts[row] = shown.encode()
-        else:
-            ids, generated = [*rows.earlier.get(row, ()), int(rows.ids[row])], int(self._generated[slot])
-            if parser is None:
-                rows.texts[row] = writer.chunk(shown, logprobs, reason, ids, generated)
-            else:
-                has_calls = parser.calls > 0
-                rows.texts[row] = writer.parsed_chunk(pieces, logprobs, reason, ids, generated, has_calls=has_calls)
+        ids = [*rows.earlier.get(row, ()), int(rows.ids[row])]
+        rows.texts[row] = self._written(slot, shown, pieces, ids, logprobs, None if end is None else end.reason)
         self._choose_kind(slot)
+
+    def _written(
+        self,
+        slot: int,
+        text: str,
+        pieces: list[Piece],
+        ids: list[int],
+        logprobs: bytes | None = None,
+        reason: FinishReason | None = None,
+    ) -> bytes:
+        """Returns the bytes for a text of a sample: alone, or in a chunk."""
+        parser, writer, generated = self._parsers.get(slot), self._writers[slot], int(self._generated[slot])
+        if writer is None:
+            return text.encode()
+        if parser is None:
+            return writer.chunk(text, logprobs, reason, ids, generated)
+        return writer.parsed_chunk(pieces, logprobs, reason, ids, generated, has_calls=parser.calls > 0)
 
     def _holds_back(self, slot: int, output: HeldOutput, end: SampleEnd | None) -> bool:
         """Keeps the output of an id, unless the output of the sample is due."""

@@ -200,6 +200,18 @@ class AnswerText:
             if not (yield from self.more(run, firsts | marks.firsts)):
                 return None
 
+    def calls_of_list(self, read: Callable[[AnswerText], Reading[bool]]) -> Reading[bool]:
+        """Reads calls up to the end of their list, of which the bracket has been read. Returns False if `read` does."""
+        while True:
+            yield from self.spaces()
+            if not (yield from read(self)):
+                return False
+            yield from self.spaces()
+            if not (yield from self.accept(",")):
+                yield from self.accept("]")
+                return True
+            self.attempt()
+
     # ── JSON ──
     def json_string(self) -> Reading[str | None]:
         """Reads a short JSON string. None: there is none."""

@@ -89,15 +89,7 @@ def _read_mistral(text: AnswerText, _: Types) -> Reading[None]:
     if not (yield from text.accept("[")):
         yield from _read_object(text) if text.text.startswith("{") else _read_named(text)
         return
-    while True:
-        yield from text.spaces()
-        if not (yield from _read_object(text)):
-            return
-        yield from text.spaces()
-        if not (yield from text.accept(",")):
-            break
-        text.attempt()
-    yield from text.accept("]")
+    yield from text.calls_of_list(_read_object)
 
 
 def _read_named(text: AnswerText) -> Reading[None]:

@@ -23,17 +23,8 @@ def read_pythonic(text: AnswerText) -> Reading[None]:
     yield from text.spaces()
     if not (yield from text.accept("[")):
         return
-    while True:
-        yield from text.spaces()
-        if not (yield from _read_call(text)):
-            if text.has_begun:
-                yield from text.until(Marks.of(), text.drop)
-            return
-        yield from text.spaces()
-        if not (yield from text.accept(",")):
-            break
-        text.attempt()
-    yield from text.accept("]")
+    if not (yield from text.calls_of_list(_read_call)) and text.has_begun:
+        yield from text.until(Marks.of(), text.drop)
 
 
 def _read_call(text: AnswerText) -> Reading[bool]:

@@ -130,7 +130,7 @@ class ApiServer:
         app = RequestIds(app)
         return RootPath(app, self._options.root_path) if self._options.root_path else app
 
-    @property
+    @functools.cached_property
     def _posts(self) -> dict[str, Endpoint]:
         return {
             "/v1/chat/completions": Endpoint(self._admission, "chat", self._chat),
