@@ -28,6 +28,8 @@ class LoopErrors:
 
     def __call__(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error: BaseException | None = context.get("exception")
+        if isinstance(error, ValueError) and "_start_serving" in context["message"]:
+            return  # asyncio would accept again a second after it had no descriptor, and the listener is closed by now
         kind = _kind_of(context["message"], error)
         if kind in self._more:
             self._more[kind] += 1

@@ -3,6 +3,9 @@
 import asyncio
 import errno
 import logging
+import os
+import resource
+import socket
 from typing import Any
 
 import pytest
@@ -77,3 +80,27 @@ def test_connection_without_descriptor_is_logged_with_limit_and_advice(
     asyncio.run(scene())
     ((name, fields),) = lines
     assert name == "connections are not accepted" and fields["descriptors"] > 0 and "ulimit -n" in fields["remedy"]
+
+
+def test_listener_closed_while_asyncio_waits_to_accept_is_no_error(lines: list[tuple[str, dict[str, Any]]]) -> None:
+    async def scene() -> None:
+        loop = asyncio.get_running_loop()
+        loop.set_exception_handler(LoopErrors())
+        server = await loop.create_server(asyncio.Protocol, "127.0.0.1", 0)
+        limit = len(os.listdir("/proc/self/fd"))
+        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+        with socket.create_connection(server.sockets[0].getsockname()):
+            resource.setrlimit(resource.RLIMIT_NOFILE, (limit, hard))
+            try:
+                await wait_for_line()
+            finally:
+                resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        server.close()
+        await asyncio.sleep(1.5)  # asyncio's pause is 1 s
+
+    async def wait_for_line() -> None:
+        while not lines:
+            await asyncio.sleep(0.01)
+
+    asyncio.run(asyncio.wait_for(scene(), 20))
+    assert [name for name, _ in lines] == ["connections are not accepted"]
