@@ -83,6 +83,7 @@ class SimulatedPendingStep:
         self._sampled = sampled
         self._clock = clock
         self._masks = masks
+        self._masked_ids: Ints | None = None
 
     def is_done(self) -> bool:
         return self.done_at is not None and self._clock() >= self.done_at
@@ -97,29 +98,42 @@ class SimulatedPendingStep:
 
     def ids(self) -> Ints:
         """Returns the sampled ids, before the step is done."""
-        ids = self._sampled.ids
-        if self._masks is not None:
+        if self._masks is None:
+            return self._sampled.ids
+        if self._masked_ids is None:
             rows, bits, _ = self._masks.result()
-            ids = ids.copy()
+            ids = self._sampled.ids.copy()
             ids[rows] = choose(bits, ids[rows])
-        return ids
+            self._masked_ids = ids
+        return self._masked_ids
 
 
 _SET_BITS = np.array([number.bit_count() for number in range(1 << 16)], np.uint8)
+_BLOCK = 64  # words
 
 
 def choose(bits: Bits, numbers: Ints) -> Ints:
     """Returns an allowed id for each row: the one with the row's number, modulo how many there are."""
-    counts = _SET_BITS[bits.view(np.uint16)]
+    words = bits.view(np.uint16)
+    set_bits = _SET_BITS[words]
+    counts = np.add.reduceat(set_bits, range(0, words.shape[1], _BLOCK), axis=1, dtype=np.int32)
     left = numbers % counts.sum(axis=1, dtype=np.int32)
-    until = counts.cumsum(axis=1, dtype=np.int32)
-    words = (until <= left[:, None]).sum(axis=1)
-    rows = np.arange(words.size)
-    left -= until[rows, words] - counts[rows, words]  # among the ids of the word
-    is_set = np.unpackbits(bits.view(np.uint16)[rows, words][:, None].view(np.uint8), axis=1, bitorder="little")
-    places = (is_set.cumsum(axis=1, dtype=np.int32) <= left[:, None]).sum(axis=1)
-    ids: Ints = (16 * words + places).astype(np.int32)
+    rows = np.arange(left.size)
+    block, left = _part_with(counts, left)
+    columns = np.minimum(_BLOCK * block[:, None] + np.arange(_BLOCK), words.shape[1] - 1)
+    word, left = _part_with(set_bits[rows[:, None], columns], left)
+    word += _BLOCK * block
+    is_set = np.unpackbits(words[rows, word][:, None].view(np.uint8), axis=1, bitorder="little")
+    ids: Ints = (16 * word + _part_with(is_set, left)[0]).astype(np.int32)
     return ids
+
+
+def _part_with(counts: npt.NDArray[Any], numbers: Ints) -> tuple[Ints, Ints]:
+    """Returns the part of each row in which the row's number lies, and the number counted from the part's begin."""
+    until = counts.cumsum(axis=1, dtype=np.int32)
+    parts = (until <= numbers[:, None]).sum(axis=1, dtype=np.int32)
+    rows = np.arange(parts.size)
+    return parts, numbers - (until[rows, parts] - counts[rows, parts])
 
 
 class SimulatedRunner:
