@@ -68,6 +68,7 @@ STOPS_EXAMPLES          = choose(300,     2_000,   20_000)     # test_stops
 EMBEDS_MUTATIONS        = choose(10_000,  20_000,  1_000_000)  # test_prompt_embeds: of tiny files
 WEIGHT_MUTATIONS        = choose(3_000,   30_000,  1_000_000)  # test_weight_files: of tiny files of weights
 VIDEO_MUTATIONS         = choose(300,     10_000,  1_000_000)  # test_video_file: of tiny containers
+REQUEST_MUTATIONS       = choose(300,     10_000,  1_000_000)  # test_server_mutations: of chats
 SCHEDULE_SEEDS          = choose(4,       20,      200)        # test_schedule: of 5,000 steps each
 BROKEN_STEPS            = choose(20,      60,      600)        # test_schedule: runs with broken steps, and frames
 SCHEDULER_SEEDS         = choose(4,       12,      120)        # test_scheduler

@@ -27,7 +27,8 @@ from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.text.grammar import compile_grammar, has_nothing_left, model_tokenizer
 
-MAX_COMPILED = 256  # grammars
+MAX_COMPILED = 256  # grammars …
+MAX_COMPILED_CHARS = 1 << 17  # … and of their texts: a compiled grammar takes 30 to 130 bytes for each
 Bits: TypeAlias = npt.NDArray[np.int32]
 
 
@@ -69,7 +70,8 @@ class Grammars:
         self._end_ids = frozenset(end_ids)
         self._open_handle = open_handle
         self._tokenizer: LLTokenizer | None = None
-        self._compiled: OrderedDict[bytes | None, LLMatcher] = OrderedDict()
+        self._compiled: OrderedDict[bytes, tuple[LLMatcher, int]] = OrderedDict()  # with the length of the text
+        self._compiled_chars = 0
         self._executor = LLExecutor(1)
         self._states: dict[int, GrammarState] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="grammars")
@@ -116,20 +118,23 @@ class Grammars:
         state.generated = []
 
     def _matcher(self, handle: Handle) -> LLMatcher:
-        matcher = self._compiled.get(handle.key) if handle.key is not None else None
-        if matcher is not None:
+        if handle.key is not None and handle.key in self._compiled:
             self._compiled.move_to_end(handle.key)
-            return matcher
+            return self._compiled[handle.key][0]
         with self._open_handle(handle) as lease:
             text = str(lease.value())
         if self._tokenizer is None:
             self._tokenizer = model_tokenizer(self._directory / "tokenizer.json", self._vocabulary, self._end_ids)
         matcher = compile_grammar(self._tokenizer, text)
         if handle.key is not None:
-            self._compiled[handle.key] = matcher
-            if len(self._compiled) > MAX_COMPILED:
-                self._compiled.popitem(last=False)
+            self._keep(handle.key, matcher, len(text))
         return matcher
+
+    def _keep(self, key: bytes, matcher: LLMatcher, chars: int) -> None:
+        self._compiled[key] = matcher, chars
+        self._compiled_chars += chars
+        while len(self._compiled) > MAX_COMPILED or self._compiled_chars > MAX_COMPILED_CHARS:
+            self._compiled_chars -= self._compiled.popitem(last=False)[1][1]
 
     def _fill(
         self,

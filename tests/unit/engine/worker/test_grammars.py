@@ -16,6 +16,9 @@ from penstock.engine.core.step_builder import StepBuilder
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import SimulatedDevice
 from penstock.engine.protocol.messages import FinishReason, SamplingParams
+from penstock.engine.text.grammar import build_grammar
+from penstock.engine.text.grammar_fields import GrammarSource
+from penstock.engine.worker import grammars
 from penstock.engine.worker.grammars import MAX_COMPILED, Grammars
 from penstock.engine.worker.simulated_device import SimulatedRunner, choose
 from penstock.tensor import Handle
@@ -180,6 +183,22 @@ def test_grammars_are_compiled_once_and_kept_up_to_a_number() -> None:
     assert len(opened) == 1
     answers(runner, [Case([9, 10 + number % 200, number // 200 + 10], f"{number}") for number in range(300)])
     assert len(opened) == 301 and len(runner._grammars._grammars._compiled) == MAX_COMPILED  # type: ignore[union-attr]
+
+
+def test_grammars_are_kept_up_to_a_length_of_texts(monkeypatch: pytest.MonkeyPatch) -> None:
+    opened: list[bytes | None] = []
+
+    def open_handle(handle: Handle) -> Any:
+        opened.append(handle.key)
+        return handle.open()
+
+    patterns = [f"{number}{{3}}" for number in range(3)]
+    chars = [len(build_grammar(GrammarSource("regex", pattern, "regex")).text) for pattern in patterns]
+    monkeypatch.setattr(grammars, "MAX_COMPILED_CHARS", sum(chars) - 1)
+    runner = simulated_runner(open_handle=open_handle)
+    for pattern in (*patterns, *reversed(patterns)):  # the first is left out when the third comes
+        answers(runner, [Case([9, 10], pattern)])
+    assert len(opened) == 4
 
 
 class GrammarSlot:
