@@ -177,7 +177,7 @@ class ForkServer:
         finally:
             context.set_spawning_popen(None)
         with contextlib.ExitStack() as stack:
-            memory = os.memfd_create("penstock arguments", os.MFD_CLOEXEC)
+            memory = os.memfd_create("arguments", os.MFD_CLOEXEC)
             stack.callback(os.close, memory)
             gate_in, gate_out = os.pipe()
             stack.callback(os.close, gate_out)
