@@ -265,7 +265,8 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def reap_forks(name: str) -> None:
-    """Kills forks of an ended fork server that the launcher has not been told of. They have the name of the fork server still."""
+    """Kills forks of an ended fork server whose pids the launcher does not know. They have the name of the fork server
+    still."""
     for children in Path("/proc/self/task").glob("*/children"):  # none: a kernel that does not list them
         for pid in children.read_text().split():
             with contextlib.suppress(OSError):

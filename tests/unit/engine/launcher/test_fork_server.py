@@ -8,6 +8,7 @@ import multiprocessing
 import os
 import signal
 import time
+from collections import Counter
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
@@ -75,7 +76,9 @@ async def test_forked_process_is_as_a_spawned_process() -> None:
             assert process.exitcode == 7
         for process, (facts, *_) in forks:
             assert isinstance(process, ForkedProcess)
-            assert facts == expected
+            descriptors = Counter(facts["descriptors"])
+            assert descriptors <= Counter(expected["descriptors"])  # a spawned process has more pipes
+            assert {**facts, "descriptors": None} == {**expected, "descriptors": None}
             assert facts["parent"] == os.getpid()
         (_, (_, *first)), (_, (_, *second)) = forks
         assert all(one != other for one, other in zip(first, second, strict=True)), "random numbers repeat"
