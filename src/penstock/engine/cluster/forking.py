@@ -4,8 +4,8 @@ A forked process begins where a spawned process is after seconds of imports. It 
 ends at once: the kernel then makes the launcher the parent, as it is of a spawned process. `launcher.fork_server` is
 the other side.
 
-A forked process has the descriptors that a spawned process has, and no others. `random` has another seed after each
-fork, and `numpy.random` gets one. Torch begins with a fixed seed in a spawned process, too.
+A forked process has no descriptor that a spawned process has not. `random` has a new seed after each fork, and
+`numpy.random` gets a new seed. Torch begins with a fixed seed in a spawned process, too.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ class PassedDescriptor:
 
 
 class Arguments:
-    """What multiprocessing pickles descriptors for (`context.set_spawning_popen`), in the place of a spawned child."""
+    """Collects descriptors while multiprocessing pickles arguments, as its object of a spawned child does
+    (`context.set_spawning_popen`)."""
 
     DupFd = PassedDescriptor
 
@@ -142,7 +143,7 @@ def send_request(connection: socket.socket, descriptors: Sequence[int]) -> None:
 
 
 def _fork_twice(request: Sequence[int], closed: Collection[int], name: str) -> int:
-    """Returns the pid of a process that runs a request, and whose parent has ended; or a negative errno."""
+    """Returns the pid of a process that runs a request and has lost its parent; or a negative errno."""
     pid_in, pid_out = os.pipe()
     try:
         between = os.fork()

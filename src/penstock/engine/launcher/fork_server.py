@@ -1,7 +1,7 @@
 """The launcher's side of the fork server: a child process that has imported what the processes of a group import.
 
-A restarted process imports nothing if the fork server forks it. Whatever is wrong with the fork server, the launcher
-spawns the process, as without one. `cluster.forking` is what runs in the fork server.
+A process that the fork server forks imports nothing. Where a fork fails, the launcher spawns the process.
+`cluster.forking` runs in the fork server.
 """
 
 from __future__ import annotations
@@ -63,10 +63,10 @@ class ForkServerProcess:
     @classmethod
     def start(cls, imports: Callable[[], object]) -> ForkServerProcess:
         """Raises OSError."""
-        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            with theirs:
-                process = spawn_process(forking.serve_forks, (imports, theirs, os.getpid()), "fork server")
+            with remote:
+                process = spawn_process(forking.serve_forks, (imports, remote, os.getpid()), "fork server")
             assert process.pid is not None, "it has been started"
             try:
                 pidfd = os.pidfd_open(process.pid)
@@ -75,10 +75,10 @@ class ForkServerProcess:
                 process.join()
                 raise
         except BaseException:
-            ours.close()
+            local.close()
             raise
-        ours.settimeout(REPLY_TIMEOUT_S)
-        return cls(process, pidfd, ours, inherited(), time.monotonic())
+        local.settimeout(REPLY_TIMEOUT_S)
+        return cls(process, pidfd, local, inherited(), time.monotonic())
 
     @property
     def is_stopped(self) -> bool:
@@ -104,11 +104,11 @@ class ForkServerProcess:
         pid = int(forking.PID.unpack(reply)[0])
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
-        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # ChildProcessError: another one is the parent
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises ChildProcessError for a foreign process
         return pid
 
     def end(self) -> DeathCause:
-        """Kills the process, and returns how it has ended: maybe before."""
+        """Kills the process, if alive, and returns how the process has ended."""
         self.process.kill()
         self.process.join()
         death = DeathCause.of_exit_code(self.process.exitcode or 0)
@@ -120,7 +120,7 @@ class ForkServerProcess:
 
 
 class ForkServer:
-    """Forks processes, or returns None: then the caller spawns. Watches its process, and starts the next one."""
+    """Forks processes, or returns None: then the caller spawns. Watches the fork server, and starts the next."""
 
     def __init__(self, imports: Callable[[], object]) -> None:
         """`imports`: runs in the fork server, and imports what the processes need."""
@@ -150,7 +150,7 @@ class ForkServer:
             self._waiting.append(callback)
 
     async def renew(self, timeout: float) -> None:
-        """Replaces the process by one that imports the files as they are now, and waits for the imports."""
+        """Replaces the process by a process that imports the files of this moment, and waits for the imports."""
         self._end()
         self._back_off = BackOff()
         self.start()
@@ -162,8 +162,8 @@ class ForkServer:
             self._refuse(f"imports have not ended within {timeout:g} s")
 
     def fork(self, target: Callable[..., object], values: tuple[Any, ...], name: str) -> ForkedProcess | None:
-        """Returns a child that runs `target(*values)`; None: it has to be spawned. Raises OSError if this process has
-        no descriptor or memory left."""
+        """Returns a child that runs `target(*values)`; None: the caller spawns the child. Raises OSError if this process
+        has no descriptor or memory left."""
         server = self._server
         if server is None or not server.is_ready:
             return None
@@ -217,7 +217,7 @@ class ForkServer:
             self._refuse(verdict)
 
     def _lose(self, reason: str) -> None:
-        """The process has ended, or is of no use any more (`reason`). The next one starts later."""
+        """Ends the process, which has ended already or is of no use (`reason`), and starts the next process later."""
         was_ready, lived, death = self._end()
         self._back_off.count(not was_ready, lived, is_from_outside=False)
         if self._back_off.failed_starts >= MAX_FAILED_STARTS:
@@ -254,7 +254,7 @@ class ForkServer:
 
 @contextlib.contextmanager
 def adopting_orphans() -> Iterator[None]:
-    """Makes this process the parent of descendants whose parent ends inside the block. Raises OSError."""
+    """Makes this process the parent of descendants that lose their parent inside the block. Raises OSError."""
     before = ctypes.c_int()
     prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
     prctl(PR_SET_CHILD_SUBREAPER, 1)
@@ -265,9 +265,8 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def reap_forks(name: str) -> None:
-    """Kills forks of an ended fork server whose pids the launcher does not know. They have the name of the fork server
-    still."""
-    for children in Path("/proc/self/task").glob("*/children"):  # none: a kernel that does not list them
+    """Kills forks of an ended fork server with unknown pids, by the name that a fork has until its request runs."""
+    for children in Path("/proc/self/task").glob("*/children"):  # none: the kernel lists no children
         for pid in children.read_text().split():
             with contextlib.suppress(OSError):
                 if Path(f"/proc/{pid}/comm").read_text().strip() == name:
@@ -276,7 +275,7 @@ def reap_forks(name: str) -> None:
 
 
 def inherited() -> tuple[object, ...]:
-    """Returns what a process gets from its parent. A fork has it from the fork server, so it must be the same."""
+    """Returns the facts that a process inherits. A fork inherits them from the fork server, not from the launcher."""
     streams = []
     for fd in range(3):
         status = os.fstat(fd)

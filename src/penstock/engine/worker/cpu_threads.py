@@ -137,7 +137,7 @@ class ThreadRecord(msgspec.Struct, forbid_unknown_fields=True):
     key: list[str]
     short: int
     long: int
-    launcher: int = 0  # pid of the launcher whose workers may use disturbed measurements; 0: they were undisturbed
+    launcher: int = 0  # the pid: its workers may use disturbed measurements; 0: undisturbed
 
 
 class ThreadMemory:

@@ -1,4 +1,4 @@
-"""What a fork server imports in tests, and what its forks do. A module of its own: each start imports it."""
+"""Imports and forks of a fork server in tests, in a small module: each start imports the module."""
 
 import os
 import random

@@ -1,4 +1,4 @@
-"""The fork server: its forks are as spawned processes are, and whatever is wrong with it, nothing is forked."""
+"""The fork server: forks equal spawned processes, and a broken fork server forks nothing."""
 
 import asyncio
 import contextlib
@@ -81,7 +81,7 @@ async def test_forked_process_is_as_a_spawned_process() -> None:
             assert {**facts, "descriptors": None} == {**expected, "descriptors": None}
             assert facts["parent"] == os.getpid()
         (_, (_, *first)), (_, (_, *second)) = forks
-        assert all(one != other for one, other in zip(first, second, strict=True)), "random numbers repeat"
+        assert all(left != right for left, right in zip(first, second, strict=True)), "random numbers repeat"
 
 
 @in_a_loop
