@@ -50,7 +50,7 @@ class PassedDescriptor:
         return _passed[self._index]
 
 
-class Arguments:
+class ArgumentsPickler:
     """Collects descriptors while multiprocessing pickles arguments, as its object of a spawned child does
     (`context.set_spawning_popen`)."""
 

@@ -65,7 +65,7 @@ def starting() -> Iterator[None]:
         raise
 
 
-class Process(Protocol):
+class StartedProcess(Protocol):
     """A child process that has been spawned or forked."""
 
     @property
@@ -77,7 +77,7 @@ class Process(Protocol):
     def close(self) -> None: ...
 
 
-Fork = Callable[[Callable[..., object], tuple[Any, ...], str], "Process | None"]
+Fork = Callable[[Callable[..., object], tuple[Any, ...], str], "StartedProcess | None"]
 
 
 def prctl(option: int, value: object) -> None:
@@ -112,7 +112,7 @@ class ChildProcess:
     pid: int
     pidfd: int
     is_forked: bool
-    _process: Process
+    _process: StartedProcess
     _last_words: Connection
     _end_of_patience: asyncio.TimerHandle | None = None  # set while the process is stopped
 

@@ -170,7 +170,7 @@ class ForkServer:
         if inherited() != server.inherited:
             self._lose("the launcher has another environment, directory, limit or stream")
             return None
-        arguments = forking.Arguments()
+        arguments = forking.ArgumentsPickler()
         context.set_spawning_popen(arguments)
         try:
             pickled = ForkingPickler.dumps((target, values, name))

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 from penstock.engine.cluster import logs
-from penstock.engine.cluster.process import Process, spawn_process
+from penstock.engine.cluster.process import StartedProcess, spawn_process
 from penstock.engine.launcher import back_off, fork_server
 from penstock.engine.launcher.fork_server import ForkedProcess, ForkServer
 from tests.support.loops import in_a_loop
@@ -43,7 +43,9 @@ async def settled(server: ForkServer) -> None:
     await asyncio.wait_for(event.wait(), START)
 
 
-def running(target: Callable[..., object], start: Callable[..., Process | None]) -> tuple[Process | None, Any]:
+def running(
+    target: Callable[..., object], start: Callable[..., StartedProcess | None]
+) -> tuple[StartedProcess | None, Any]:
     """Returns a process, and the first message of its `target`."""
     reply_in, reply_out = multiprocessing.Pipe(duplex=False)
     with reply_in, reply_out:
