@@ -162,8 +162,8 @@ class ForkServer:
             self._refuse(f"imports have not ended within {timeout:g} s")
 
     def fork(self, target: Callable[..., object], values: tuple[Any, ...], name: str) -> ForkedProcess | None:
-        """Returns a child that runs `target(*values)`; None: the caller spawns the child. Raises OSError if this process
-        has no descriptor or memory left."""
+        """Returns a child that runs `target(*values)`; None: the caller spawns the child. Raises OSError without
+        a free descriptor or memory."""
         server = self._server
         if server is None or not server.is_ready:
             return None
