@@ -1,4 +1,5 @@
-"""From a SIGKILL to the next id of a stream, with and without the former life's KV cache; and what the ledger costs.
+"""From a SIGKILL to the next id of a stream, with and without the former life's KV cache and the fork server, part by
+part; and what the ledger costs.
 
 scripts/bench kept_kv [--shape small|qwen3-0.6b] [--rounds 3] [--victim worker|core]    one group, a prompt of 2,000 ids
 """
@@ -6,14 +7,18 @@ scripts/bench kept_kv [--shape small|qwen3-0.6b] [--rounds 3] [--victim worker|c
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
+import json
 import os
 import signal
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from datetime import datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 
@@ -21,6 +26,7 @@ from bench.harness.run import Run, command_line
 from bench.serve_cases import model
 from penstock.engine._native import LEDGER_NBYTES, BlockCache
 from penstock.engine.client.client import Client
+from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
@@ -30,10 +36,80 @@ PROMPT, TOKENS, KILL_AT = 2000, 80, 20
 ROWS, BLOCK_SIZE, STEPS = 64, 16, 16 * 500
 
 
-async def pause(path: Path, victim: str, keeps: bool) -> tuple[float, float, int]:
-    """Returns the seconds from the kill to the next id, the median gap between ids, and the ids computed again."""
+class Way(NamedTuple):
+    """What survives the processes."""
+
+    name: str
+    keep_kv_cache: bool
+    fork_server: str
+
+
+WAYS = (Way("nothing", False, "off"), Way("KV cache", True, "off"), Way("KV cache and modules", True, "auto"))
+# Parts of a pause, and the event that ends each: the last one of its name before the next id.
+PARTS = {
+    "all ended": "unit starts again",
+    "started": "process started",
+    "imported": "device is imported",
+    "weights": "weights are loaded",
+    "packed": "model is loaded",
+    "threads": "threads",
+    "pages": "kv cache is mapped",
+    "ready": "worker ready",
+    "served": "core serves",
+}
+DEATH, FIRST_ID = ("death seen", "process ended"), "next id"
+
+
+class Pause(NamedTuple):
+    seconds: float
+    gap: float  # the median between two ids, in seconds
+    computed: int  # ids that were computed again
+    parts: dict[str, float]
+
+
+@contextlib.contextmanager
+def logged_to(path: Path) -> Iterator[None]:
+    """Sends standard error of this process, and of processes that start meanwhile, to a file."""
+    before = os.dup(2)
+    file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND)
+    os.dup2(file, 2)
+    os.close(file)
+    logs.configure("launcher", "json", "debug")
+    try:
+        yield
+    finally:
+        os.dup2(before, 2)
+        os.close(before)
+
+
+def read_parts(log: Path, killed: float, first: float) -> dict[str, float]:
+    """Returns the seconds of each part between two times of day."""
+    times: dict[str, list[float]] = {}
+    for line in log.read_text().splitlines():
+        with contextlib.suppress(json.JSONDecodeError):
+            fields = json.loads(line)
+            at = datetime.fromisoformat(fields["time"].replace("Z", "+00:00")).timestamp()
+            if killed <= at <= first:
+                times.setdefault(fields["event"], []).append(at)
+    ends = {DEATH[0]: min(times.get(DEATH[1], [killed]))}
+    ends |= {part: max(times[name]) for part, name in PARTS.items() if name in times}
+    parts, before = {}, killed
+    for part, at in (*ends.items(), (FIRST_ID, first)):
+        parts[part], before = at - before, at
+    return parts
+
+
+async def pause(path: Path, victim: str, way: Way, log: Path) -> Pause:
+    """Kills a process while a stream runs."""
     config = EngineConfig(
-        model=str(path), max_model_len=2560, max_num_seqs=8, num_gpu_blocks_override=2000, keep_kv_cache=keeps
+        model=str(path),
+        max_model_len=2560,
+        max_num_seqs=8,
+        num_gpu_blocks_override=2000,
+        keep_kv_cache=way.keep_kv_cache,
+        fork_server=way.fork_server,
+        log_format="json",
+        log_level="debug",
     )
     launcher = Launcher(config)
     launcher.start()
@@ -46,17 +122,18 @@ async def pause(path: Path, victim: str, keeps: bool) -> tuple[float, float, int
             killed = 0.0
             async with await client.submit(ids, params) as stream:
                 async for chunk in stream:
-                    times += [time.monotonic()] * len(chunk.ids)
+                    times += [time.time()] * len(chunk.ids)
                     if not killed and len(times) >= KILL_AT:
                         (target,) = [
                             child for child in launcher.units[0].children.values() if child.member.kind == victim
                         ]
+                        killed = time.time()
                         os.kill(target.pid, signal.SIGKILL)
-                        killed = time.monotonic()
             row = launcher.board.row(0)
             gaps = [later - earlier for earlier, later in itertools.pairwise(times)]
             first = next(at for at, gap in zip(times[1:], gaps, strict=True) if gap == max(gaps))
-            return first - killed, statistics.median(gaps), row[StatusBoard.RESUMED_TOKENS.at["computed"]]
+            computed = row[StatusBoard.RESUMED_TOKENS.at["computed"]]
+            return Pause(first - killed, statistics.median(gaps), computed, read_parts(log, killed, first))
     finally:
         await launcher.stop()
 
@@ -82,6 +159,11 @@ def ledger_cost() -> dict[str, float]:
     return medians
 
 
+def median_of(results: list[Pause]) -> Pause:
+    """Returns the pause of the median length: its parts add up."""
+    return sorted(results)[len(results) // 2]
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = command_line("kept_kv", __doc__)
     parser.add_argument("--shape", default=model.SMALL, choices=(model.SMALL, model.REAL))
@@ -95,12 +177,23 @@ def main(arguments: Sequence[str]) -> int:
         run.output.say(f"{ROWS} rows: a step takes and publishes {ROWS // BLOCK_SIZE} blocks in {least} µs")
         path = run.scratch / options.shape
         model.make(path, options.shape)
+        pauses: dict[Way, list[Pause]] = {way: [] for way in WAYS}
+        log = run.scratch / "log"
         for _ in range(options.rounds):
-            for keeps in (False, True):
-                seconds, gap, computed = asyncio.run(pause(path, options.victim, keeps))
-                run.output.record("pause", "penstock", keeps=keeps, pause_s=seconds, gap_ms=gap * 1e3, again=computed)
-                way = "kept" if keeps else "not kept"
-                run.output.say(f"{way}: {seconds:.2f} s, {computed} ids again, {gap * 1e3:.2f} ms an id")
+            for way in WAYS:
+                with logged_to(log):
+                    result = asyncio.run(pause(path, options.victim, way, log))
+                pauses[way].append(result)
+                figures = {"pause_s": result.seconds, "gap_ms": result.gap * 1e3, "again": result.computed}
+                run.output.record("pause", "penstock", keeps=way.name, **figures, parts=result.parts)
+                run.output.say(f"{way.name}: {result.seconds:.2f} s, {result.computed} ids again")
+        medians = {way: median_of(results) for way, results in pauses.items()}
+        names = dict.fromkeys(part for result in medians.values() for part in result.parts)
+        rows = [
+            (way.name, [*(f"{result.parts.get(part, 0.0):.3f}" for part in names), f"{result.seconds:.3f}"])
+            for way, result in medians.items()
+        ]
+        run.output.table("Pause by what is kept, in seconds", [*names, "pause"], rows)
     return 0
 
 

@@ -178,11 +178,11 @@ async def test_a_unit_for_which_there_is_no_descriptor_is_tried_again(
 ) -> None:
     start, failed = ChildProcess.start, []
 
-    def fail(member: ProcessId, run: Life, cluster: Cluster) -> ChildProcess:
+    def fail(member: ProcessId, *arguments: Any) -> ChildProcess:
         if member.kind == "worker" and len(failed) < FAILED:
             failed.append(member)
             raise OSError(errno.EMFILE, "Too many open files")
-        return start(member, run, cluster)
+        return start(member, *arguments)
 
     launcher = Launcher(EngineConfig(simulated=simulated_device()))
     try:

@@ -171,8 +171,8 @@ VLLM_SERVE = (
     "--shutdown-timeout --ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser --uds"
 ).split()
 OURS_SERVE = (
-    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --huge-pages --keep-kv-cache "
-    "--log-format --log-level --max-body-mb "
+    "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --fork-server --huge-pages "
+    "--keep-kv-cache --log-format --log-level --max-body-mb "
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
     "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from multiprocessing import resource_tracker
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
-from typing import NoReturn
+from typing import Any, NoReturn, Protocol
 
 from penstock import DeathCause, PeerDied, _native, stack_dump, standard_streams
 from penstock.engine.cluster import logs
@@ -65,6 +65,45 @@ def starting() -> Iterator[None]:
         raise
 
 
+class StartedProcess(Protocol):
+    """A child process that has been spawned or forked."""
+
+    @property
+    def pid(self) -> int | None: ...
+    @property
+    def exitcode(self) -> int | None: ...
+    def kill(self) -> None: ...
+    def join(self) -> None: ...
+    def close(self) -> None: ...
+
+
+Fork = Callable[[Callable[..., object], tuple[Any, ...], str], "StartedProcess | None"]
+
+
+def prctl(option: int, value: object) -> None:
+    """Raises OSError."""
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(number := ctypes.get_errno(), f"prctl({option}): {os.strerror(number)}")
+
+
+def spawn_process(target: Callable[..., object], values: tuple[Any, ...], name: str) -> SpawnProcess:
+    """Starts a process that runs `target(*values)`. Raises OSError.
+
+    Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first instruction
+    on. The tracker ignores the others, and keeps the mask for SIGHUP. It starts first, as starting it resets the mask
+    for the others.
+    """
+    process = multiprocessing.get_context("spawn").Process(target=target, args=values, name=name)
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
+    try:
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
+        process.start()
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    return process
+
+
 @dataclass
 class ChildProcess:
     """A child process of the launcher, watched by its pidfd."""
@@ -72,27 +111,24 @@ class ChildProcess:
     member: ProcessId
     pid: int
     pidfd: int
-    _process: SpawnProcess
+    is_forked: bool
+    _process: StartedProcess
     _last_words: Connection
     _end_of_patience: asyncio.TimerHandle | None = None  # set while the process is stopped
 
     @classmethod
-    def start(cls, member: ProcessId, run: Callable[[Cluster, ProcessId], object], cluster: Cluster) -> ChildProcess:
-        spawn = multiprocessing.get_context("spawn")
-        words_in, words_out = spawn.Pipe(duplex=False)
-        process = spawn.Process(
-            target=child_main, args=(run, words_out, os.getpid(), cluster, member), name=str(member)
-        )
-        # Signals of the terminal, or of an init system, reach all processes; a child blocks them from its first
-        # instruction on. The tracker ignores the others, and keeps the mask for SIGHUP. It starts first, as starting it
-        # resets the mask for the others.
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGHUP})
-        try:
-            resource_tracker.ensure_running()
-            signal.pthread_sigmask(signal.SIG_BLOCK, SENT_TO_ALL)
-            process.start()
-        finally:
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+    def start(
+        cls,
+        member: ProcessId,
+        run: Callable[[Cluster, ProcessId], object],
+        cluster: Cluster,
+        fork: Fork | None = None,
+    ) -> ChildProcess:
+        """Starts a process by `fork`; where that returns None, or is None, the process is spawned. Raises OSError."""
+        words_in, words_out = multiprocessing.Pipe(duplex=False)
+        values = run, words_out, os.getpid(), cluster, member
+        forked = None if fork is None else fork(child_main, values, str(member))
+        process = spawn_process(child_main, values, str(member)) if forked is None else forked
         words_out.close()
         assert process.pid is not None, "it has been started"
         try:
@@ -101,7 +137,7 @@ class ChildProcess:
             process.kill()
             process.join()
             raise
-        return cls(member, process.pid, pidfd, process, words_in)
+        return cls(member, process.pid, pidfd, forked is not None, process, words_in)
 
     def signal(self, number: int) -> None:
         with contextlib.suppress(ProcessLookupError):
@@ -166,9 +202,7 @@ def child_main(
 
     The process ends here, whatever happens to its streams: the teardown of the interpreter would close channel ends.
     """
-    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # the parent died before prctl
-        os._exit(1)
+    end_with_parent(parent)
     # A group ends when its core receives Stop, after the servers have ended; a server handles SIGTERM itself. SIGHUP is
     # for the launcher.
     for number in (signal.SIGINT, signal.SIGHUP):
@@ -200,6 +234,13 @@ def child_main(
     # Taking torch down takes seconds where processors are short. The ends of the process stay open: a sender that
     # closes ends its channel, which the next incarnation uses.
     os._exit(0)
+
+
+def end_with_parent(parent: int) -> None:
+    """Lets the kernel kill this process when its parent ends, and ends it if the parent has ended already."""
+    prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
 
 
 def _die(error_pipe: Connection, reason: str, status: int) -> NoReturn:

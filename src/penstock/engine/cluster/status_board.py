@@ -77,6 +77,13 @@ class StatusBoard(CounterSet, scope="engine"):
     )
     FAILED_STARTS = state(owner=LAUNCHER)  # in a row: how often the group has ended before it served
     KV_DISCARD = state(owner=LAUNCHER)  # 1 + index of the reason for which it has emptied the KV cache; 0: it has not
+    STARTS = counter(
+        "penstock_process_starts",
+        "processes of the engine that were started, by `way`: `forked` from the fork server, or `spawned`",
+        "`spawned` grows: the log says why there is no fork server",
+        owner=LAUNCHER,
+        labels={"way": ("forked", "spawned")},
+    )
     OPEN = gauge("open_in_engine", "open requests", owner=CORE)
     RUNNING = gauge(
         "vllm:num_requests_running", "sequences in the batch", "at `--max-num-seqs`: the batch is full", owner=CORE
@@ -246,10 +253,13 @@ class StatusBoard(CounterSet, scope="engine"):
         return self._words[begin : begin + self.WORDS]
 
     def begin(self, group: int) -> None:
-        """Clears the row of a group that restarts, or has ended."""
+        """Clears the row of a group that restarts, or has ended, but for the number of starts."""
         row = self.row(group)
+        starts = [row[word] for word in self.STARTS.at.values()]
         for word in range(self.WORDS):
             row[word] = 0
+        for word, number in zip(self.STARTS.at.values(), starts, strict=True):
+            row[word] = number
 
     @property
     def rows(self) -> list[Row]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import logging
 import signal
 import time
@@ -18,6 +19,7 @@ from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId, processes_of_group
 from penstock.engine.cluster.verdict_board import VerdictBoard
 from penstock.engine.core import engine_core
+from penstock.engine.launcher.fork_server import ForkServer
 from penstock.engine.launcher.process_group import ProcessGroup, Run
 from penstock.engine.model_dir import GENERATION, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig
@@ -48,6 +50,8 @@ class Launcher:
         self.board = StatusBoard(self.cluster.board, writable=True)
         self.verdicts = VerdictBoard(self.cluster.verdicts, writable=True)
         self.is_stopping = False
+        has_forks = config.fork_server == "auto" and config.device == "cpu"  # CUDA after a fork has not been tried
+        self.fork_server = ForkServer(functools.partial(import_programs, config)) if has_forks else None
         local, remote = range(config.data_parallel_size), range(config.data_parallel_size, config.all_groups)
         self._groups = [ProcessGroup(self, group, self._parts_of_group()) for group in local]
         self._bridges = [ProcessGroup(self, group, [("bridge", 0, run_bridge)]) for group in remote]
@@ -90,8 +94,13 @@ class Launcher:
             event("tensors travel", by=by, store_nbytes=config.store_nbytes, huge_pages=config.huge_pages)
         if self.cluster.encodings is not None:
             event("images are encoded once for all engines", store_nbytes=config.encoder_cache_nbytes)
+        if self.fork_server is not None:
+            self.fork_server.start()
         for unit in self.units:
-            unit.start()
+            if self.fork_server is not None and unit.is_group:
+                self.fork_server.call_when_settled(unit.start)  # else the group would import the same beside
+            else:
+                unit.start()
         self._forget_oom_kills()
 
     def _forget_oom_kills(self) -> None:
@@ -172,6 +181,8 @@ class Launcher:
     async def _migrate(self) -> None:
         self.board.cluster[StatusBoard.MIGRATIONS_BEGUN] += 1
         try:
+            if self.fork_server is not None:
+                await self.fork_server.renew(self.cluster.config.start_timeout)
             for group, inbox in zip(self._groups, self._inboxes, strict=True):
                 await self._until_groups_serve()
                 await self._restart(group, inbox)
@@ -214,6 +225,8 @@ class Launcher:
         for task in (self._migration, self._oom_timer):
             if task is not None:
                 task.cancel()
+        if self.fork_server is not None:
+            self.fork_server.close()
         self.board.drain()
         for unit in self.units:
             unit.forget()
@@ -274,12 +287,21 @@ class Launcher:
         for unit in self.units:
             for child in unit.children.values():
                 child.check_stopped(self.cluster.config.step_timeout)
+        if self.fork_server is not None:
+            self.fork_server.check_stopped()
 
 
 def _send_stop(inbox: Sender, reason: str) -> None:
     for _ in range(2):  # the first attempt may only raise PeerDied of the core's former process
         with contextlib.suppress(PeerDied, ChannelError):
             return inbox.send_nowait(Stop(reason))
+
+
+def import_programs(config: EngineConfig) -> None:
+    """Imports what the processes of a group import. The fork server runs it."""
+    from penstock.engine.output import output_processor  # noqa: F401
+
+    worker.import_device(config)
 
 
 def run_core(cluster: Cluster, me: ProcessId) -> object:

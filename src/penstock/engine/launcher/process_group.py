@@ -28,6 +28,7 @@ from penstock.engine.cluster.status_board import FAILED, KV_DISCARD_REASONS, MEM
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.cluster.verdict_board import Cause, VerdictBoard
 from penstock.engine.launcher.back_off import BackOff
+from penstock.engine.launcher.fork_server import ForkServer
 from penstock.engine.launcher.group_loss import GroupLoss
 from penstock.engine.launcher.output_lives import OutputLives
 
@@ -46,6 +47,7 @@ class Supervisor(Protocol):
     board: StatusBoard
     verdicts: VerdictBoard
     is_stopping: bool
+    fork_server: ForkServer | None
 
     @property
     def has_failed(self) -> bool: ...
@@ -103,7 +105,8 @@ class ProcessGroup:
     def is_loading(self) -> bool:
         """Returns whether the unit does not serve yet. Then it has no requests to drain, and reads no `Stop`."""
         if self.is_group:
-            return self._launcher.board.row(self._group)[StatusBoard.SERVING] != self._incarnation
+            serving = self._launcher.board.row(self._group)[StatusBoard.SERVING]
+            return self._incarnation == 0 or serving != self._incarnation
         return self._launcher.is_server_loading(self._parts[0][1])
 
     # ── start ──
@@ -145,8 +148,13 @@ class ProcessGroup:
 
     def _start_process(self, member: ProcessId, run: Run, cluster: Cluster) -> None:
         """Raises OSError."""
-        child = ChildProcess.start(member, run, cluster.for_member(member))
+        fork_server = self._launcher.fork_server if self.is_group else None
+        fork = None if fork_server is None else fork_server.fork
+        child = ChildProcess.start(member, run, cluster.for_member(member), fork)
         self.children[child.pidfd] = child
+        if self.is_group:
+            way = StatusBoard.STARTS.at["forked" if child.is_forked else "spawned"]
+            self._launcher.board.row(self._group)[way] += 1
         self._launcher.publish_pid(child.member, child.pid)
         asyncio.get_running_loop().add_reader(child.pidfd, self._ended, child)
         event("process started", child=str(child.member), child_pid=child.pid)

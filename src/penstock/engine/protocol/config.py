@@ -185,6 +185,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     are all of one node"""
     api_server_count: Annotated[int, Option("server", short="-asc", ge=1, le=32)] = 1
     """Number of API server processes, which share the port"""
+    fork_server: Annotated[str, Option("server", choices=("auto", "off"))] = "auto"
+    """Fork the processes of an engine on CPUs from a process that has imported their modules; off: each imports them"""
     nodes: Nodes | None = None
     """The machines of the server; None: this node is the only one"""
 

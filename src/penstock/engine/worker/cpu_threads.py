@@ -4,7 +4,7 @@ Threads of one product wait for each other, which in a small step takes longer t
 they use is one less for the cores and servers.
 
 Measurements count, and are remembered, if other processes left the processors alone meanwhile. Otherwise the processor
-time of a step decides, which other processes change little.
+time of a step decides, which other processes change little; it is remembered for the next lives of the engine only.
 """
 
 from __future__ import annotations
@@ -137,6 +137,7 @@ class ThreadRecord(msgspec.Struct, forbid_unknown_fields=True):
     key: list[str]
     short: int
     long: int
+    launcher: int = 0  # the pid: its workers may use disturbed measurements; 0: undisturbed
 
 
 class ThreadMemory:
@@ -147,8 +148,9 @@ class ThreadMemory:
         self._key = [*map(str, key), cpu_model(), str(len(os.sched_getaffinity(0)))]
         self._name = f"threads-{hashlib.sha256(repr(self._key).encode()).hexdigest()[:24]}.json"
 
-    def read(self, limit: int) -> CpuThreads | None:
-        """Returns None, with a line in the log, for a file that is damaged or of another key."""
+    def read(self, limit: int) -> TunedThreads | None:
+        """Returns None for disturbed measurements of another engine; with a line in the log, for a file that is damaged
+        or of another key."""
         try:
             record = msgspec.json.decode((cache_directory() / self._name).read_bytes(), type=ThreadRecord)
             if record.key != self._key or not 1 <= record.short <= record.long <= limit:
@@ -158,16 +160,19 @@ class ThreadMemory:
         except (OSError, RuntimeError, ValueError) as error:
             event("threads are not remembered", logging.WARNING, file=self._name, error=error)
             return None
+        if record.launcher not in (0, os.getppid()):
+            return None
         event("threads", short_steps=record.short, long_steps=record.long, of=limit, remembered=True)
-        return CpuThreads(record.short, record.long)
+        return TunedThreads(CpuThreads(record.short, record.long), record.launcher == 0)
 
-    def write(self, threads: CpuThreads) -> None:
+    def write(self, tuned: TunedThreads) -> None:
         """Logs a line, and raises nothing, if the file cannot be written."""
         try:
             directory = cache_directory()
             directory.mkdir(parents=True, exist_ok=True)
             new = directory / f"{self._name}.{os.getpid()}"
-            new.write_bytes(msgspec.json.encode(ThreadRecord(self._key, *threads)))
+            record = ThreadRecord(self._key, *tuned.threads, 0 if tuned.is_certain else os.getppid())
+            new.write_bytes(msgspec.json.encode(record))
             new.replace(directory / self._name)
         except (OSError, RuntimeError) as error:
             event("threads are not remembered", logging.WARNING, file=self._name, error=error)

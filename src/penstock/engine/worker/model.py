@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from logging import DEBUG
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import VISION, require_family
 from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.cpu_attention import replace_attentions
@@ -21,6 +23,8 @@ from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe
 from penstock.engine.worker.stock import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
@@ -95,7 +99,9 @@ class LoadedModel:
         return probe
 
     def memory(self, blocks: int, block_size: int, pages: KVPages | None = None) -> KVCache:
-        return KVCache(self.shapes, blocks, block_size, self.dtype, self.device, pages)
+        cache = KVCache(self.shapes, blocks, block_size, self.dtype, self.device, pages)
+        event("kv cache is mapped", DEBUG, blocks=blocks)
+        return cache
 
     @torch.inference_mode()
     def embeds(self, ids: Tensor) -> Tensor:
@@ -163,6 +169,7 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
     with without_compiler():
         weight_loader.rebuild_buffers(stock, device)
     weight_loader.load(stock, path, slices, device)
+    event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)
     if device.type == "cpu":
         pack_linears(stock)
@@ -170,7 +177,17 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
         replace_attentions(stock)
         if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
             replace_layers(stock)
-    return LoadedModel(stock, ranks, device, sums_attention=ranks.size == 1 or outputs_are_summed(stock, slices))
+    model = LoadedModel(stock, ranks, device, sums_attention=ranks.size == 1 or outputs_are_summed(stock, slices))
+    event("model is loaded", DEBUG)
+    return model
+
+
+def import_family(path: Path) -> None:
+    """Imports the modules of a model's family."""
+    config = AutoConfig.from_pretrained(path, local_files_only=True)
+    is_vision = config.model_type in VISION
+    with without_compiler():
+        (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
 
 
 def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe, ranks: TPGroup) -> CudaDecoder | None:

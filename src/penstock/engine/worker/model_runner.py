@@ -33,6 +33,7 @@ from penstock.engine.worker.cpu_threads import (
     TUNE_AFTER_S,
     CpuThreads,
     ThreadMemory,
+    TunedThreads,
     share,
     tune_threads,
 )
@@ -339,17 +340,16 @@ class ModelRunner:
         return blocks
 
     def _recall_threads(self) -> None:
-        remembered = self._thread_memory.read(self._max_threads) or CpuThreads(0, 0)
-        threads = CpuThreads(*self._ranks.least_of_each([*remembered]))
-        if threads.short:  # all ranks remember
-            self._threads = threads
+        remembered = self._thread_memory.read(self._max_threads) or TunedThreads(CpuThreads(0, 0), True)
+        *threads, is_certain = self._ranks.least_of_each([*remembered.threads, int(remembered.is_certain)])
+        if threads[0]:  # all ranks remember
+            self._use_tuned(TunedThreads(CpuThreads(*threads), bool(is_certain)))
         else:
             self.tune()
 
     @torch.inference_mode()  # as in `launch`
     def tune(self) -> None:
         """Measures the numbers of threads. A disturbed measurement is repeated by the worker after `tune_after`."""
-
         memory = self._model.memory(max(TRIED[0], -(-TRIED[1] // self.block_size)), self.block_size)
 
         def compute(tokens: int) -> None:
@@ -360,10 +360,14 @@ class ModelRunner:
             hidden = self._model.hidden(PagedAttention(memory, input_batch, self._device), zeros, zeros)
             self._model.logits(hidden[torch.from_numpy(input_batch.last)])
 
-        self._threads, is_certain = tune_threads(self._max_threads, compute, self._ranks)
-        if is_certain:
+        tuned = tune_threads(self._max_threads, compute, self._ranks)
+        self._thread_memory.write(tuned)
+        self._use_tuned(tuned)
+
+    def _use_tuned(self, tuned: TunedThreads) -> None:
+        self._threads = tuned.threads
+        if tuned.is_certain:
             self.tune_after = None
-            self._thread_memory.write(self._threads)
         elif self._ranks.size == 1:  # several ranks would have to begin together
             self.tune_after = TUNE_AFTER_S if self.tune_after is None else 2 * self.tune_after
 

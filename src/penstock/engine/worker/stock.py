@@ -72,7 +72,14 @@ torch.distributed.is_available = lambda: False
 try:
     with without_compiler():
         import transformers.masking_utils  # noqa: F401  # the module of each family imports it
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            MODEL_FOR_CAUSAL_LM_MAPPING,
+            MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+            AttentionInterface,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+        )
         from transformers.activations import SiLUActivation
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
@@ -88,6 +95,8 @@ finally:
     torch.distributed.is_available = _is_available
 
 __all__ = [
+    "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING",
     "ROPE_INIT_FUNCTIONS",
     "AttentionInterface",
     "AutoConfig",

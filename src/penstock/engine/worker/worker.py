@@ -7,9 +7,11 @@ worker ends with PeerDied, and the launcher restarts the group.
 from __future__ import annotations
 
 import gc
+import logging
 import os
 import time
 from collections import deque
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -73,15 +75,13 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         return SimulatedRunner(
             config.simulated, config.max_num_seqs, open_handle=open_handle, model=config.model, end_ids=config.end_ids
         )
-    # Torch reads these when it is loaded. Threads of a product that wait for each other spin for about as long as it
-    # takes to wake a thread, then yield their processor to the core and the servers, which prepare the next step.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    os.environ.setdefault("GOMP_SPINCOUNT", str(LOOKS))
+    set_openmp_waits()
     # Imported here: only workers need torch.
     from penstock.engine.worker.model_runner import ModelRunner
     from penstock.engine.worker.tensor_parallel import TPGroup
 
     device, files = config.device_of(me.group, me.index), cluster.kv_files_of(me.group)
+    event("device is imported", logging.DEBUG)
     rendezvous = await_rendezvous(cluster, me)
     ranks = TPGroup(me.index, config.tensor_parallel_size, rendezvous, device, config.collectives)
     return ModelRunner(
@@ -105,6 +105,24 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         takes_embeds=config.enable_prompt_embeds,
         kv_file=None if files is None else files.pages[me.index],
     )
+
+
+def import_device(config: EngineConfig) -> None:
+    """Imports what `device_of` and the model of its device import. Computes nothing, and opens no device."""
+    if config.simulated is None:
+        set_openmp_waits()
+        from penstock.engine.worker import model_runner, tensor_parallel  # noqa: F401
+        from penstock.engine.worker.model import import_family
+
+        import_family(Path(config.model))
+
+
+def set_openmp_waits() -> None:
+    """For the environment of torch, which reads it when it is loaded. Threads of a product that wait for each other
+    spin for about as long as it takes to wake a thread, then yield their processor to the core and the servers, which
+    prepare the next step."""
+    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+    os.environ.setdefault("GOMP_SPINCOUNT", str(LOOKS))
 
 
 def await_rendezvous(cluster: Cluster, me: ProcessId) -> Rendezvous | None:

@@ -217,6 +217,8 @@ def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd:
         config = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=2, output_processors=1, log_format="json")
         launcher = Loading(config, served=1)
         launcher.start()
+        while not all(unit.children for unit in launcher.units):
+            await asyncio.sleep(0.01)
         pids = [child.pid for unit in launcher.units for child in unit.children.values()]
         while not launcher.board.row(0)[StatusBoard.SERVING]:
             await asyncio.sleep(0.01)

@@ -142,6 +142,9 @@ def test_measurement_is_not_certain_where_others_are_unknown(
 
 
 # ── memory ───────────────────────────────────────────────────────────────────────────────────────────────────────────
+CERTAIN = TunedThreads(CpuThreads(1, 2), True)
+
+
 @pytest.fixture
 def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
     monkeypatch.setenv(CACHE_DIR.name, str(tmp_path / "cache"))
@@ -151,10 +154,20 @@ def cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 def test_threads_are_remembered_by_their_key_and_limit(cache: Path) -> None:
     memory = ThreadMemory("model", 1)
     assert memory.read(2) is None
-    memory.write(CpuThreads(1, 2))
-    assert ThreadMemory("model", 1).read(2) == (1, 2)
+    memory.write(CERTAIN)
+    assert ThreadMemory("model", 1).read(2) == CERTAIN
     assert ThreadMemory("model", 2).read(2) is None, "another key"
     assert memory.read(1) is None, "more threads than the limit"
+
+
+def test_disturbed_measurements_are_remembered_for_the_same_launcher(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    disturbed = TunedThreads(CpuThreads(2, 2), False)
+    ThreadMemory("model").write(disturbed)
+    assert ThreadMemory("model").read(2) == disturbed
+    monkeypatch.setattr(os, "getppid", lambda: 1)
+    assert ThreadMemory("model").read(2) is None
 
 
 @pytest.mark.parametrize("content", [b"", b'{"key":[],"short":1,"long":1}', b'{"key":["model"],"short":0}'])
@@ -162,19 +175,19 @@ def test_damaged_or_foreign_file_is_one_line_in_the_log(
     content: bytes, cache: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     memory = ThreadMemory("model")
-    memory.write(CpuThreads(1, 2))
+    memory.write(CERTAIN)
     (path,) = cache.iterdir()
     path.write_bytes(content)
     assert memory.read(2) is None
     assert [record.getMessage() for record in caplog.records] == ["threads are not remembered"]
-    memory.write(CpuThreads(2, 2))
-    assert memory.read(2) == (2, 2)
+    memory.write(CERTAIN)
+    assert memory.read(2) == CERTAIN
 
 
 def test_cache_directory_that_is_a_file_is_no_failure(cache: Path, caplog: pytest.LogCaptureFixture) -> None:
     cache.write_bytes(b"")
     memory = ThreadMemory("model")
-    memory.write(CpuThreads(1, 2))
+    memory.write(CERTAIN)
     assert memory.read(2) is None
     assert {record.getMessage() for record in caplog.records} == {"threads are not remembered"}
 
@@ -187,7 +200,10 @@ def test_model_runner_remembers_measurements_and_repeats_disturbed_ones(
     monkeypatch.setattr(model_runner, "tune_threads", lambda *_: results.pop(0))
     monkeypatch.setattr(model_runner, "share", lambda _: 2)
     first = ModelRunner(llama, slots=1, blocks=4)
-    assert (first.tune_after, [*cache.glob("*")]) == (TUNE_AFTER_S, [])
+    assert first.tune_after == TUNE_AFTER_S
+    next_life = ModelRunner(llama, slots=1, blocks=4)
+    assert len(results) == 2, "a restart measures nothing"
+    assert (next_life._threads, next_life.tune_after) == ((2, 2), TUNE_AFTER_S)
     first.tune()
     assert first.tune_after == 2 * TUNE_AFTER_S, "disturbed again"
     first.tune()

@@ -89,6 +89,7 @@ OURS = {
     "penstock_requests_given_up": ("counter", {"engine"}),
     "penstock_requests_waiting_to_resume": ("gauge", {"engine"}),
     "penstock_resumed_tokens": ("counter", {"engine", "way"}),
+    "penstock_process_starts": ("counter", {"engine", "way"}),
     "penstock_suspects": ("gauge", {"engine"}),
     "penstock_trials": ("counter", set()),
     "penstock_trials_refused": ("counter", set()),

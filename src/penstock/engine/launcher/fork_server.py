@@ -1,0 +1,289 @@
+"""The launcher's side of the fork server: a child process that has imported what the processes of a group import.
+
+A process that the fork server forks imports nothing. Where a fork fails, the launcher spawns the process.
+`cluster.forking` runs in the fork server.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import ctypes
+import logging
+import os
+import select
+import signal
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from multiprocessing import context
+from multiprocessing.context import SpawnProcess
+from multiprocessing.reduction import ForkingPickler
+from pathlib import Path
+from typing import Any
+
+from penstock import DeathCause
+from penstock.engine.cluster import forking
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.process import prctl, spawn_process
+from penstock.engine.launcher.back_off import BackOff
+
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
+REPLY_TIMEOUT_S = 5.0  # of a fork, which takes about 0.02 s
+REPLY_POLL_MS = 20  # between looks whether the fork server is stopped
+MAX_FAILED_STARTS = 3  # in a row: then processes are spawned
+
+
+class ForkedProcess:
+    """A child of this process that the fork server has forked, with the methods of multiprocessing's processes."""
+
+    def __init__(self, pid: int) -> None:
+        self.pid = pid
+        self.exitcode: int | None = None
+
+    def kill(self) -> None:
+        os.kill(self.pid, signal.SIGKILL)
+
+    def join(self) -> None:
+        self.exitcode = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+
+    def close(self) -> None: ...
+
+
+@dataclass
+class ForkServerProcess:
+    process: SpawnProcess
+    pidfd: int
+    connection: socket.socket
+    inherited: tuple[object, ...]
+    started: float
+    is_ready: bool = False
+
+    @classmethod
+    def start(cls, imports: Callable[[], object]) -> ForkServerProcess:
+        """Raises OSError."""
+        local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        try:
+            with remote:
+                process = spawn_process(forking.serve_forks, (imports, remote, os.getpid()), "fork server")
+            assert process.pid is not None, "it has been started"
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:
+                process.kill()
+                process.join()
+                raise
+        except BaseException:
+            local.close()
+            raise
+        local.settimeout(REPLY_TIMEOUT_S)
+        return cls(process, pidfd, local, inherited(), time.monotonic())
+
+    @property
+    def is_stopped(self) -> bool:
+        """Returns whether a signal has stopped the process."""
+        with contextlib.suppress(ChildProcessError):
+            return os.waitid(os.P_PIDFD, self.pidfd, os.WSTOPPED | os.WNOHANG | os.WNOWAIT) is not None
+        return False
+
+    def fork(self, descriptors: list[int]) -> int:
+        """Returns the pid of a fork. Raises OSError."""
+        forking.send_request(self.connection, descriptors)
+        poller = select.poll()
+        poller.register(self.connection, select.POLLIN)
+        deadline = time.monotonic() + REPLY_TIMEOUT_S
+        while not poller.poll(REPLY_POLL_MS):
+            if self.is_stopped:
+                raise TimeoutError("stopped by a signal")
+            if time.monotonic() >= deadline:
+                raise TimeoutError(f"no reply within {REPLY_TIMEOUT_S:g} s")
+        reply = self.connection.recv(forking.PID.size)
+        if len(reply) != forking.PID.size:
+            raise ConnectionError("ended during a fork")
+        pid = int(forking.PID.unpack(reply)[0])
+        if pid < 0:
+            raise OSError(-pid, os.strerror(-pid))
+        os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises ChildProcessError for a foreign process
+        return pid
+
+    def end(self) -> DeathCause:
+        """Kills the process, if alive, and returns how the process has ended."""
+        self.process.kill()
+        self.process.join()
+        death = DeathCause.of_exit_code(self.process.exitcode or 0)
+        reap_forks(forking.process_name(self.process.pid or 0))
+        self.process.close()
+        self.connection.close()
+        os.close(self.pidfd)
+        return death
+
+
+class ForkServer:
+    """Forks processes, or returns None: then the caller spawns. Watches the fork server, and starts the next."""
+
+    def __init__(self, imports: Callable[[], object]) -> None:
+        """`imports`: runs in the fork server, and imports what the processes need."""
+        self._imports = imports
+        self._server: ForkServerProcess | None = None
+        self._back_off = BackOff()
+        self._again: asyncio.TimerHandle | None = None
+        self._waiting: list[Callable[[], object]] = []  # for the end of the imports
+
+    def start(self) -> None:
+        self._again = None
+        try:
+            with adopting_orphans():
+                self._server = server = ForkServerProcess.start(self._imports)
+        except OSError as error:
+            return self._refuse(str(error))
+        loop = asyncio.get_running_loop()
+        loop.add_reader(server.pidfd, self._lose, "")
+        loop.add_reader(server.connection, self._receive_verdict, server)
+        return None
+
+    def call_when_settled(self, callback: Callable[[], object]) -> None:
+        """Calls back when the fork server has imported all, or has failed; at once, if it imports nothing now."""
+        if self._server is None or self._server.is_ready:
+            callback()
+        else:
+            self._waiting.append(callback)
+
+    async def renew(self, timeout: float) -> None:
+        """Replaces the process by a process that imports the files of this moment, and waits for the imports."""
+        self._end()
+        self._back_off = BackOff()
+        self.start()
+        settled = asyncio.Event()
+        self.call_when_settled(settled.set)
+        try:
+            await asyncio.wait_for(settled.wait(), timeout)
+        except asyncio.TimeoutError:
+            self._refuse(f"imports have not ended within {timeout:g} s")
+
+    def fork(self, target: Callable[..., object], values: tuple[Any, ...], name: str) -> ForkedProcess | None:
+        """Returns a child that runs `target(*values)`; None: the caller spawns the child. Raises OSError without
+        a free descriptor or memory."""
+        server = self._server
+        if server is None or not server.is_ready:
+            return None
+        if inherited() != server.inherited:
+            self._lose("the launcher has another environment, directory, limit or stream")
+            return None
+        arguments = forking.ArgumentsPickler()
+        context.set_spawning_popen(arguments)
+        try:
+            pickled = ForkingPickler.dumps((target, values, name))
+        finally:
+            context.set_spawning_popen(None)
+        with contextlib.ExitStack() as stack:
+            memory = os.memfd_create("arguments", os.MFD_CLOEXEC)
+            stack.callback(os.close, memory)
+            gate_in, gate_out = os.pipe()
+            stack.callback(os.close, gate_out)
+            stack.callback(os.close, gate_in)
+            os.pwrite(memory, pickled, 0)
+            with adopting_orphans():
+                try:
+                    pid = server.fork([memory, gate_in, *arguments.descriptors])
+                except OSError as error:
+                    self._lose(str(error))
+                    return None
+            os.write(gate_out, b"\0")
+        return ForkedProcess(pid)
+
+    def check_stopped(self) -> None:
+        """Handles SIGCHLD: a stopped fork server is killed, as nothing waits for its return."""
+        if self._server is not None and self._server.is_stopped:
+            self._lose("stopped by a signal")
+
+    def close(self) -> None:
+        """Ends the process. No callback runs later."""
+        self._waiting.clear()
+        self._end()
+
+    # ── the process ──
+    def _receive_verdict(self, server: ForkServerProcess) -> None:
+        asyncio.get_running_loop().remove_reader(server.connection)
+        verdict = ""
+        with contextlib.suppress(OSError):
+            verdict = server.connection.recv(forking.REASON_NBYTES).decode(errors="replace")
+        if verdict == forking.READY:
+            server.is_ready = True
+            seconds = round(time.monotonic() - server.started, 3)
+            event("fork server is ready", child_pid=server.process.pid, seconds=seconds)
+            self._settle()
+        elif verdict:
+            self._refuse(verdict)
+
+    def _lose(self, reason: str) -> None:
+        """Ends the process, which has ended already or is of no use (`reason`), and starts the next process later."""
+        was_ready, lived, death = self._end()
+        self._back_off.count(not was_ready, lived, is_from_outside=False)
+        if self._back_off.failed_starts >= MAX_FAILED_STARTS:
+            return self._refuse(reason or death)
+        after = self._back_off.seconds
+        event("fork server is lost", logging.WARNING, reason=reason or death, starts_again_after=after)
+        self._again = asyncio.get_running_loop().call_later(after, self.start)
+        return self._settle()
+
+    def _refuse(self, reason: str) -> None:
+        """Spawns all processes from now on, until `renew`."""
+        self._end()
+        event("processes are spawned, not forked", logging.WARNING, reason=reason)
+        self._settle()
+
+    def _end(self) -> tuple[bool, float, str]:
+        """Returns whether the process was ready, how long it has lived, and how it has ended."""
+        if self._again is not None:
+            self._again.cancel()
+            self._again = None
+        server, self._server = self._server, None
+        if server is None:
+            return False, 0.0, ""
+        loop = asyncio.get_running_loop()
+        loop.remove_reader(server.pidfd)
+        loop.remove_reader(server.connection)
+        return server.is_ready, time.monotonic() - server.started, server.end().text
+
+    def _settle(self) -> None:
+        waiting, self._waiting = self._waiting, []
+        for callback in waiting:
+            callback()
+
+
+@contextlib.contextmanager
+def adopting_orphans() -> Iterator[None]:
+    """Makes this process the parent of descendants that lose their parent inside the block. Raises OSError."""
+    before = ctypes.c_int()
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        prctl(PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def reap_forks(name: str) -> None:
+    """Kills forks of an ended fork server with unknown pids, by the name that a fork has until its request runs."""
+    for children in Path("/proc/self/task").glob("*/children"):  # none: the kernel lists no children
+        for pid in children.read_text().split():
+            with contextlib.suppress(OSError):
+                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                    os.kill(int(pid), signal.SIGKILL)
+                    os.waitpid(int(pid), 0)
+
+
+def inherited() -> tuple[object, ...]:
+    """Returns the facts that a process inherits. A fork inherits them from the fork server, not from the launcher."""
+    streams = []
+    for fd in range(3):
+        status = os.fstat(fd)
+        streams.append((status.st_dev, status.st_ino))
+    texts = []
+    for name in ("cgroup", "limits", "oom_score_adj"):
+        with contextlib.suppress(OSError):
+            texts.append(Path(f"/proc/self/{name}").read_text())
+    directory = os.readlink("/proc/self/cwd")
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    return dict(os.environ), directory, os.sched_getaffinity(0), nice, streams, texts

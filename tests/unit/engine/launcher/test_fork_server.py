@@ -1,0 +1,212 @@
+"""The fork server: forks equal spawned processes, and a broken fork server forks nothing."""
+
+import asyncio
+import contextlib
+import errno
+import logging
+import multiprocessing
+import os
+import signal
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from penstock.engine.cluster import logs
+from penstock.engine.cluster.process import StartedProcess, spawn_process
+from penstock.engine.launcher import back_off, fork_server
+from penstock.engine.launcher.fork_server import ForkedProcess, ForkServer
+from tests.support.loops import in_a_loop
+from tests.unit.engine.launcher import forked_lives as lives
+
+START = 60.0
+
+
+@contextlib.asynccontextmanager
+async def serving(imports: Callable[[], object]) -> AsyncIterator[ForkServer]:
+    """A fork server that has imported, or failed to."""
+    server = ForkServer(imports)
+    try:
+        server.start()
+        await settled(server)
+        yield server
+    finally:
+        server.close()
+
+
+async def settled(server: ForkServer) -> None:
+    event = asyncio.Event()
+    server.call_when_settled(event.set)
+    await asyncio.wait_for(event.wait(), START)
+
+
+def running(
+    target: Callable[..., object], start: Callable[..., StartedProcess | None]
+) -> tuple[StartedProcess | None, Any]:
+    """Returns a process, and the first message of its `target`."""
+    reply_in, reply_out = multiprocessing.Pipe(duplex=False)
+    with reply_in, reply_out:
+        process = start(target, (reply_out,), "a name")
+        if process is None:
+            return None, None
+        assert reply_in.poll(START)
+        return process, reply_in.recv()
+
+
+def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.__dict__["fields"]["reason"] for record in caplog.records if record.levelno == logging.WARNING]
+
+
+@pytest.fixture
+def log(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> pytest.LogCaptureFixture:
+    monkeypatch.setattr(logs.LOGGER, "propagate", True)
+    caplog.set_level(logging.INFO, logger=logs.LOGGER.name)
+    return caplog
+
+
+@in_a_loop
+async def test_forked_process_is_as_a_spawned_process() -> None:
+    async with serving(lives.import_nothing) as server:
+        spawned, (expected, *_) = running(lives.describe, spawn_process)
+        forks = [running(lives.describe, server.fork) for _ in range(2)]
+        for process in (spawned, *(fork for fork, _ in forks)):
+            assert process is not None
+            process.join()
+            assert process.exitcode == 7
+        for process, (facts, *_) in forks:
+            assert isinstance(process, ForkedProcess)
+            descriptors = Counter(facts["descriptors"])
+            assert descriptors <= Counter(expected["descriptors"])  # a spawned process has more pipes
+            assert {**facts, "descriptors": None} == {**expected, "descriptors": None}
+            assert facts["parent"] == os.getpid()
+        (_, (_, *first)), (_, (_, *second)) = forks
+        assert all(left != right for left, right in zip(first, second, strict=True)), "random numbers repeat"
+
+
+@in_a_loop
+async def test_kill_and_stop_of_a_fork_are_seen_by_its_parent() -> None:
+    async with serving(lives.import_nothing) as server:
+        process, pid = running(lives.wait_for_ever, server.fork)
+        assert process is not None and process.pid == pid
+        os.kill(pid, signal.SIGSTOP)
+        status = os.waitid(os.P_PID, pid, os.WSTOPPED)
+        assert status is not None and status.si_code == os.CLD_STOPPED
+        process.kill()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("imports", "reason"),
+    [
+        (lives.start_thread, "a module has started threads when it was imported: "),
+        (lives.fail_to_import, "ImportError: no module of that name"),
+    ],
+)
+@in_a_loop
+async def test_fork_server_refuses_once_for_imports_that_cannot_be_forked(
+    imports: Callable[[], object], reason: str, log: pytest.LogCaptureFixture
+) -> None:
+    async with serving(imports) as server:
+        assert server.fork(lives.describe, (), "") is None
+        assert server.fork(lives.describe, (), "") is None
+        (logged,) = reasons(log)
+        assert logged.startswith(reason)
+
+
+@in_a_loop
+async def test_fork_server_refuses_without_a_subreaper(
+    monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    def fail(option: int, value: object) -> None:
+        raise OSError(errno.EINVAL, "no such option")
+
+    monkeypatch.setattr(fork_server, "prctl", fail)
+    async with serving(lives.import_nothing) as server:
+        assert server.fork(lives.describe, (), "") is None
+        assert len(reasons(log)) == 1 and "no such option" in reasons(log)[0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@in_a_loop
+async def test_lost_fork_server_forks_nothing_until_the_next_one(
+    number: int, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(back_off, "MIN_START_INTERVAL_S", 0.0)
+    async with serving(lives.import_nothing) as server:
+        assert server._server is not None
+        os.kill(server._server.process.pid or 0, number)
+        if number == signal.SIGSTOP:
+            os.waitid(os.P_PIDFD, server._server.pidfd, os.WSTOPPED | os.WNOWAIT)
+        began = time.monotonic()
+        assert server.fork(lives.describe, (), "") is None
+        assert time.monotonic() - began < fork_server.REPLY_TIMEOUT_S / 2
+        assert len(reasons(log)) == 1
+        while server._server is None:
+            await asyncio.sleep(0.01)
+        await settled(server)
+        process, _ = running(lives.describe, server.fork)
+        assert process is not None
+        process.join()
+
+
+@pytest.mark.parametrize("imports", [lives.hang_in_fork, lives.end_between_forks])
+@in_a_loop
+async def test_fork_server_lost_in_a_fork_leaves_no_process(
+    imports: Callable[[], object], log: pytest.LogCaptureFixture
+) -> None:
+    async with serving(imports) as server:
+        before = children()
+        process, _ = running(lives.describe, server.fork)
+        assert process is None
+        assert len(children()) == len(before) - 1, "the fork server has ended, and nothing else is left"
+
+
+@in_a_loop
+async def test_stopped_imports_are_given_up_by_sigchld(log: pytest.LogCaptureFixture) -> None:
+    server = ForkServer(lives.import_for_ever)
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGCHLD, server.check_stopped)
+    try:
+        server.start()
+        assert server._server is not None
+        os.kill(server._server.process.pid or 0, signal.SIGSTOP)
+        await settled(server)
+        assert reasons(log) == ["stopped by a signal"]
+    finally:
+        loop.remove_signal_handler(signal.SIGCHLD)
+        server.close()
+
+
+@in_a_loop
+async def test_fork_server_is_replaced_when_the_environment_has_changed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(back_off, "MIN_START_INTERVAL_S", 0.0)
+    async with serving(lives.import_nothing) as server:
+        monkeypatch.setenv("PENSTOCK_OF_A_TEST", "1")
+        assert server.fork(lives.describe, (), "") is None
+        while server._server is None:
+            await asyncio.sleep(0.01)
+        await settled(server)
+        process, _ = running(lives.describe, server.fork)
+        assert process is not None
+        process.join()
+
+
+@in_a_loop
+async def test_renewed_fork_server_is_another_process_and_gives_up_in_time(log: pytest.LogCaptureFixture) -> None:
+    async with serving(lives.import_nothing) as server:
+        assert server._server is not None
+        pid = server._server.process.pid
+        await server.renew(START)
+        assert server._server.process.pid != pid
+        server._imports = lives.import_for_ever
+        await server.renew(0.2)
+        assert server.fork(lives.describe, (), "") is None
+        assert reasons(log) == ["imports have not ended within 0.2 s"]
+
+
+def children() -> list[str]:
+    return [pid for file in Path("/proc/self/task").glob("*/children") for pid in file.read_text().split()]
