@@ -1,5 +1,6 @@
 """Workers of vLLM's executor are killed, without a model: inside/executor_deaths.py."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -30,8 +31,8 @@ def test_executor_reports_each_death_with_its_cause(workers: int, seed: int, tmp
     match = re.search(r"^DEATHS (.*)$", done.stdout, re.MULTILINE)
     assert match is not None, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(match[1])
-    by_scene = {scene: sum(durations, []) for scene, durations in report["took"].items()}
-    took = sum(by_scene.values(), [])
+    by_scene = {scene: [*itertools.chain(*durations)] for scene, durations in report["took"].items()}
+    took = [*itertools.chain(*by_scene.values())]
     assert None not in took, report["took"]
     took.sort()
     for name, durations in {**by_scene, "all": took, "end of the process": report["ended"]}.items():

@@ -1,6 +1,6 @@
 """One combination of vLLM's options without the plugin, and with it: combinations.py FOLDER MODEL NAME PARTS.
 
-Prints "ANSWERS PARTS JSON" for both. Both are forks of one process with vLLM imported, and so are their engine cores and
+Prints "ANSWERS PARTS JSON" for both. Both are forks of one process with vLLM imported, as are their engine cores and
 workers: the answers take seconds, and the imports would take a minute. A refusal of vLLM's is the answer.
 """
 
