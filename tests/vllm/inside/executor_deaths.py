@@ -129,8 +129,9 @@ def kill_one_of(config, scene, chance, fifo):
         executor.shutdown()
 
 
-def import_modules_of_workers(config):
-    """Imports here what a worker imports after its fork."""
+def prepare_forks(config):
+    """Imports here what a worker imports after its fork, and looks for kernels here alone: no kernel runs."""
+    from vllm.platforms import current_platform
     from vllm.v1.executor.multiproc_executor import MultiprocExecutor
 
     executor = MultiprocExecutor(config)
@@ -139,6 +140,7 @@ def import_modules_of_workers(config):
             with suppress(ImportError):
                 importlib.import_module(name)
     executor.shutdown()
+    current_platform.register_triton_kernel_overrides = lambda: None  # walks over all modules of a worker
     gc.freeze()  # a collection in a fork would copy all pages
 
 
@@ -146,7 +148,7 @@ def main(count, seed, model, workers):
     sys.path.insert(0, str(Path(__file__).parent))
     register()
     config = config_of(model, workers)
-    import_modules_of_workers(config)
+    prepare_forks(config)
     chance = random.Random(seed)
     is_over = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())
