@@ -313,6 +313,35 @@ void bind_memory(nb::module_& m) {
         "    penstock.errors.PeerDied: receiver 1 of 'broadcast', 'worker 1' ...\n")
         .def(nb::init<>())
         .def(
+            "wait",
+            [](EndGroup& group, nb::handle timeout) {
+                u64 deadline = deadline_of(timeout);
+                for (int result = 0; !group.is_broken() && result != -ETIMEDOUT;) {
+                    {
+                        GilRelease released;
+                        result = group.sleep_until(deadline);
+                    }
+                    if (result == -EINTR) check_signals();
+                }
+                group.require_whole();
+            },
+            "timeout"_a.none() = nb::none(),
+            "Waits in no channel. Raises PeerDied at the first death, and returns when the timeout has passed.\n\n"
+            "Args:\n"
+            "    timeout: seconds; None: for ever.\n\n"
+            "Raises:\n"
+            "    PeerDied: an end in a channel of the group has died.\n\n"
+            "Examples:\n"
+            "    >>> ring, group = Ring(), EndGroup()\n"
+            "    >>> sender = ring.open_sender(group=group)\n"
+            "    >>> group.wait(timeout=0.01)\n"
+            "    >>> ring.open_receiver(name='worker 1').fail(RuntimeError('no such layer'))\n"
+            "    >>> group.wait()\n"
+            "    Traceback (most recent call last):\n"
+            "        ...\n"
+            "    penstock.errors.PeerDied: receiver 0 of 'ring', 'worker 1' ...\n",
+            nb::sig("def wait(self, timeout: float | None = None) -> None"))
+        .def(
             "__repr__",
             [](const EndGroup& group) {
                 std::optional<Error> death = group.death();

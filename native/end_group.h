@@ -5,18 +5,23 @@
 #include <optional>
 
 #include "errors.h"
+#include "wait.h"
 
 namespace penstock {
 
 // The watcher breaks it, for it learns of every death (Watcher::break_group), and then rings the bells of all members.
 class EndGroup {
    public:
-    bool is_broken() const { return is_broken_.load(RELAXED); }  // the bell orders it
+    bool is_broken() const { return is_broken_.load(RELAXED) != 0; }  // the bell orders it
     void break_by(const Error& death) {
         std::lock_guard guard(mutex_);
         if (!death_) death_ = death;
-        is_broken_.store(true, RELAXED);
+        is_broken_.store(1, RELAXED);
+        futex_wake(&is_broken_, INT_MAX);
     }
+    // For a thread that waits in no channel, until the group is broken. Returns an errno below 0 if the deadline has
+    // passed, or a signal has come.
+    int sleep_until(u64 deadline) { return is_broken() ? 0 : futex_wait(&is_broken_, 0, deadline); }
     std::optional<Error> death() const {
         std::lock_guard guard(mutex_);
         return death_;
@@ -28,7 +33,7 @@ class EndGroup {
    private:
     mutable std::mutex mutex_;
     std::optional<Error> death_;  // the first
-    Atomic<bool> is_broken_{false};
+    Shared<u32> is_broken_{0};
 };
 
 }  // namespace penstock

@@ -240,6 +240,27 @@ class EndGroup:
 
     def __init__(self) -> None: ...
 
+    def wait(self, timeout: float | None = None) -> None:
+        """
+        Waits in no channel. Raises PeerDied at the first death, and returns when the timeout has passed.
+
+        Args:
+            timeout: seconds; None: for ever.
+
+        Raises:
+            PeerDied: an end in a channel of the group has died.
+
+        Examples:
+            >>> ring, group = Ring(), EndGroup()
+            >>> sender = ring.open_sender(group=group)
+            >>> group.wait(timeout=0.01)
+            >>> ring.open_receiver(name='worker 1').fail(RuntimeError('no such layer'))
+            >>> group.wait()
+            Traceback (most recent call last):
+                ...
+            penstock.errors.PeerDied: receiver 0 of 'ring', 'worker 1' ...
+        """
+
     def __repr__(self) -> str: ...
 
 class Attachment:

@@ -1,5 +1,6 @@
 """Workers of vLLM's executor are killed, without a model: inside/executor_deaths.py."""
 
+import itertools
 import json
 import re
 import subprocess
@@ -30,10 +31,13 @@ def test_executor_reports_each_death_with_its_cause(workers: int, seed: int, tmp
     match = re.search(r"^DEATHS (.*)$", done.stdout, re.MULTILINE)
     assert match is not None, done.stdout[-3000:] + done.stderr[-3000:]
     report = json.loads(match[1])
-    took = [duration for scenes in report["took"].values() for durations in scenes for duration in durations]
+    by_scene = {scene: [*itertools.chain(*durations)] for scene, durations in report["took"].items()}
+    took = [*itertools.chain(*by_scene.values())]
     assert None not in took, report["took"]
-    middle = sorted(took)[len(took) // 2]
-    print(f"{count} deaths, {workers} workers: p50 {middle * 1e3:.0f} ms, max {max(took) * 1e3:.0f}")
+    took.sort()
+    for name, durations in {**by_scene, "all": took, "end of the process": report["ended"]}.items():
+        middle, most = sorted(durations)[len(durations) // 2], max(durations)
+        print(f"{workers} workers, {name}: {len(durations)} times, p50 {middle * 1e3:.0f} ms, max {most * 1e3:.0f}")
     assert not report["wrong"]
     assert report["left"] == [0, 0, 0]
-    assert middle <= PROMISED and max(took) <= PROMISED + SLACK
+    assert took[len(took) // 2] <= PROMISED and took[-1] <= PROMISED + SLACK

@@ -21,7 +21,8 @@ ENGINE_COMMANDS = ("generate", "serve", "migrate", "top")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    options = parser().parse_args(arguments)
+    words = sys.argv[1:] if arguments is None else list(arguments)
+    options = parser(words[:1]).parse_args(words)
     try:
         return int(options.run(options))
     except KeyboardInterrupt:
@@ -41,12 +42,13 @@ class PrintVersion(argparse.Action):
         parser.exit()
 
 
-def parser() -> ArgumentParser:
+def parser(only: Sequence[str] = ()) -> ArgumentParser:
+    """Returns the parser of all commands, or of the commands `only`: the options of the engine take long to import."""
     root = ArgumentParser(prog="penstock", description="The data plane of an inference engine.")
     root.add_argument("--version", action=PrintVersion, nargs=0, help="print the version and exit")
     commands = root.add_subparsers(title="commands", metavar="COMMAND", required=True)
     has_engine = importlib.util.find_spec("penstock.server") is not None  # the build of the data plane has none
-    for name in COMMANDS:
-        if has_engine or name not in ENGINE_COMMANDS:
-            importlib.import_module(f"penstock.cli.{name}").add_parser(commands)
+    names = [name for name in COMMANDS if has_engine or name not in ENGINE_COMMANDS]
+    for name in [name for name in names if name in only] or names:
+        importlib.import_module(f"penstock.cli.{name}").add_parser(commands)
     return root

@@ -12,6 +12,7 @@ from penstock.errors import LayoutMismatch
 from penstock.memory import Ticket
 from penstock.tools import inspect
 from penstock.tools.format import counted
+from penstock.tools.inspect.segments import PAGE_KIND
 from penstock.tools.load.arguments import above_0
 
 
@@ -74,6 +75,8 @@ def run(options: argparse.Namespace) -> int:
 
 def add_lost_groups(snapshot: inspect.Json, pid: int) -> None:
     """Adds a sentence for each group that is coming back, if the process is one of `penstock serve`."""
+    if all(segment["kind"] != PAGE_KIND for segment in snapshot["segments"]):
+        return  # the import below takes longer than the rest of the command
     try:
         from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
     except ImportError:  # the data plane is installed alone

@@ -85,6 +85,23 @@ def test_death_ends_a_wait_in_another_channel_of_the_group() -> None:
     soon(measure)
 
 
+def test_death_ends_a_wait_for_the_group_itself() -> None:
+    def measure() -> float:
+        with core() as scene:
+            began = time.monotonic()
+            scene.group.wait(timeout=0.1)
+            assert time.monotonic() >= began + 0.1
+            with thread(scene.group.wait) as waiting:
+                at = scene.other.kill()
+                error = waiting.ended().error
+            assert isinstance(error, PeerDied) and error.name == "worker 1" and error.cause.signal == 9
+            with pytest.raises(PeerDied):
+                scene.group.wait(timeout=0)
+            return float(waiting.ended_at - at)
+
+    soon(measure)
+
+
 def test_exception_of_a_living_process_ends_a_wait_of_the_group() -> None:
     def measure() -> float:
         with core() as scene:

@@ -109,6 +109,17 @@ def test_help_of_every_command_imports_no_package_of_an_extra() -> None:
     assert not HEAVY & imported
 
 
+def test_inspect_of_channels_alone_imports_no_engine() -> None:
+    """The time until a hang is named begins with the start of the command."""
+    program = "import sys; from penstock.cli import main; main(['inspect', sys.argv[1]]); print(*sys.modules)"
+    with Ring().open_sender():
+        words = [sys.executable, "-c", program, str(os.getpid())]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=60, check=True)
+    modules = done.stdout.splitlines()[-1].split()
+    assert "penstock.tools.inspect" in modules
+    assert not [name for name in modules if name.startswith(("penstock.engine", "penstock.server"))]
+
+
 def help_of(command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
     monkeypatch.setenv("COLUMNS", "4000")
     with pytest.raises(SystemExit) as ended:

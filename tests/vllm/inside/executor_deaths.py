@@ -1,19 +1,23 @@
 """Kills workers of vLLM's executor, which have no model: COUNT SEED MODEL WORKERS. SIGTERM: the next kill is the last.
 
 Prints as JSON, for each scene, the seconds from each kill until the failure callback was called and until the waiting
-call raised, the errors that are not as promised, and what was left behind.
+call raised, the seconds until the kernel had ended the process, the errors that are not as promised, and what was left
+behind. Workers are forks of this process, which imports what they import: a kill takes half a second.
 """
 
 import gc
+import importlib
 import json
 import multiprocessing
 import os
 import random
+import select
 import signal
 import sys
 import tempfile
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from penstock.integrations.vllm import register
@@ -58,8 +62,23 @@ class Call(threading.Thread):
             self.error, self.ended_at = error, time.monotonic()
 
 
+class End(threading.Thread):
+    """Waits until the kernel has ended a process."""
+
+    def __init__(self, pid):
+        super().__init__(daemon=True)
+        self.descriptor, self.at = os.pidfd_open(pid), None
+        self.start()
+
+    def run(self):
+        select.select([self.descriptor], [], [])
+        self.at = time.monotonic()
+        os.close(self.descriptor)
+
+
 def scene_of(executor, scene, chance, fifo):
-    """Kills a worker in the scene. Returns seconds until the callback, and until the call; and what is wrong."""
+    """Kills a worker in the scene. Returns seconds until the callback, and until the call; until the end of the worker;
+    and what is wrong."""
     called_at = []
     executor.register_failure_callback(lambda: called_at.append(time.monotonic()))
     call = Call(executor, scene, fifo)
@@ -69,22 +88,24 @@ def scene_of(executor, scene, chance, fifo):
         call.start()
     if scene != "first":
         time.sleep(0.02 + chance.random() * 0.05)
+    end = End(victim.proc.pid)
     killed_at = time.monotonic()
     victim.proc.kill()
     if scene != "idle":
         call.join(LIMIT)
     while not called_at and time.monotonic() < killed_at + LIMIT:
         time.sleep(0.001)
-    took = [called_at[0] - killed_at if called_at else None]
+    end.join(LIMIT)
+    took, ended = [called_at[0] - killed_at if called_at else None], end.at - killed_at
     if scene == "idle":
-        return took, None
+        return took, ended, None
     took.append(call.ended_at - killed_at if call.ended_at else None)
     error = call.error
     promised = (f"VllmWorker-{victim.rank}", victim.rank, victim.proc.pid, 9)
     actual = tuple(getattr(error, name, None) for name in ("name", "rank", "pid"))
     if (*actual, getattr(getattr(error, "cause", None), "signal", None)) != promised:
-        return took, f"{scene}: {type(error).__name__}: {error}"
-    return took, None
+        return took, ended, f"{scene}: {type(error).__name__}: {error}"
+    return took, ended, None
 
 
 def belongings():
@@ -108,28 +129,45 @@ def kill_one_of(config, scene, chance, fifo):
         executor.shutdown()
 
 
+def prepare_forks(config):
+    """Imports here what a worker imports after its fork, and looks for kernels here alone: no kernel runs."""
+    from vllm.platforms import current_platform
+    from vllm.v1.executor.multiproc_executor import MultiprocExecutor
+
+    executor = MultiprocExecutor(config)
+    for name in executor.collective_rpc("modules", unique_reply_rank=0):
+        if name not in sys.modules:
+            with suppress(ImportError):
+                importlib.import_module(name)
+    executor.shutdown()
+    current_platform.register_triton_kernel_overrides = lambda: None  # walks over all modules of a worker
+    gc.freeze()  # a collection in a fork would copy all pages
+
+
 def main(count, seed, model, workers):
     sys.path.insert(0, str(Path(__file__).parent))
     register()
     config = config_of(model, workers)
+    prepare_forks(config)
     chance = random.Random(seed)
     is_over = threading.Event()
     signal.signal(signal.SIGTERM, lambda *_: is_over.set())
-    took, wrong, before = {scene: [] for scene in SCENES}, [], belongings()
+    took, ended, wrong, before = {scene: [] for scene in SCENES}, [], [], belongings()
     with tempfile.TemporaryDirectory() as folder:
         fifo = os.path.join(folder, "fifo")
         os.mkfifo(fifo)
         for index in range(count):
             scene = SCENES[index % len(SCENES)]
-            durations, error = kill_one_of(config, scene, chance, fifo)
+            durations, end, error = kill_one_of(config, scene, chance, fifo)
             took[scene].append(durations)
+            ended.append(end)
             if error is not None:
                 wrong.append(error)
             if is_over.is_set():
                 break
     gc.collect()  # the executor, its calls and its threads know each other
     left = [now - then for now, then in zip(belongings(), before)]
-    print("DEATHS " + json.dumps({"took": took, "wrong": wrong, "left": left}))
+    print("DEATHS " + json.dumps({"took": took, "ended": ended, "wrong": wrong, "left": left}))
 
 
 if __name__ == "__main__":

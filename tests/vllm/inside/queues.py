@@ -222,6 +222,18 @@ def test_enqueue_raises_after_a_reader_died_and_sends_nothing_more():
         other.dequeue(timeout=0.05)
 
 
+def test_the_group_of_an_idle_writer_gets_the_death_of_a_reader():
+    writer = MessageQueue(1, 1)
+    ours, remote = FORK.Pipe()
+    child = FORK.Process(target=idle_reader, args=(writer.export_handle(), remote), name="VllmWorker-0")
+    child.start()
+    assert ours.recv() == "attached"
+    threading.Timer(0.2, child.kill).start()
+    with pytest.raises(penstock.PeerDied, match="VllmWorker-0"):
+        writer.end_group.wait(10)
+    child.join()
+
+
 def idle_writer(pipe):
     writer = MessageQueue(1, 1)
     pipe.send(writer.export_handle())

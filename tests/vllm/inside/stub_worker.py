@@ -1,6 +1,7 @@
 """A worker of vLLM without a model, for its executor: `EngineArgs(worker_cls="stub_worker.StubWorker")`."""
 
 import os
+import sys
 
 import torch
 from vllm.v1.worker.worker_base import WorkerBase
@@ -12,6 +13,9 @@ class StubWorker(WorkerBase):
 
     def load_model(self):
         pass
+
+    def modules(self):
+        return list(sys.modules)
 
     def step(self, number):
         return number

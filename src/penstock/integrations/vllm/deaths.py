@@ -1,7 +1,8 @@
 """The way of a death to the clients of vLLM: which process died, and how, in the exception, the log and each answer.
 
 queue.py           ends each wait with ProcessDied, whichever process of the executor has died
-the executor       calls its failure callback before it waits for its other workers to end, instead of after
+the executor       calls its failure callback at a death in the group of its queues, and before it waits for its other
+                   workers to end. vLLM sees a death when the kernel has freed the memory of the process
 each process       writes the death that it sees into the board; the first line is the cause of all others
 the API servers    put the first line into each EngineDeadError, and so into their answers
 the launcher       closes the port of several API servers at the first death, instead of with its own end
@@ -17,8 +18,10 @@ import socket
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from multiprocessing.connection import wait
+from threading import Thread
 from typing import Any
 
+from penstock import EndGroup
 from penstock.environment import VLLM_DEATHS
 from penstock.errors import DeathCause, PeerDied
 from penstock.integrations.vllm.left_files import remove_left_files
@@ -26,6 +29,7 @@ from penstock.integrations.vllm.settings import LOGGER
 
 RANK = re.compile(r"VllmWorker-(\d+)")  # vLLM's name of a worker's process
 REAPED_S = 0.2  # from the end of a process until it can be reaped
+SHUTDOWN_POLL_S = 5.0  # of a thread that waits for a death
 
 
 class ProcessDied(RuntimeError):
@@ -136,11 +140,32 @@ def replace_in_executor() -> None:
             note_failed([worker.proc for worker in executor.workers])
             callback()
 
+    @before(MultiprocExecutor, "register_failure_callback")
+    def watch(executor: Any, callback: Callable[[], None]) -> None:
+        """An idle engine waits for no reply."""
+        group = getattr(executor.rpc_broadcast_mq, "end_group", None)
+        if group is not None:
+            Thread(target=await_death, args=(executor, group), name="PenstockDeaths", daemon=True).start()
+
     @before(MultiprocExecutor, "collective_rpc")
     def require_workers(executor: Any, *_: Any, **__: Any) -> None:
         """Its monitor was first: vLLM's own error has no cause."""
         if executor.is_failed and (death := note_failed([worker.proc for worker in executor.workers])):
             raise death
+
+
+def await_death(executor: Any, group: EndGroup) -> None:
+    """Calls the failure callback at the first death in the group of the executor's queues."""
+    while not getattr(executor, "shutting_down", False):
+        try:
+            group.wait(SHUTDOWN_POLL_S)
+        except PeerDied as death:
+            callback = executor.failure_callback
+            if callback is not None and not getattr(executor, "shutting_down", False):
+                executor.failure_callback = None
+                process_died(death)
+                callback()
+            return
 
 
 def replace_in_servers() -> None:

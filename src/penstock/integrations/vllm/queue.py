@@ -167,6 +167,11 @@ class MessageQueue(VllmQueue):  # type: ignore[misc]
         elif self._receiver is None:
             super().wait_until_ready()
 
+    @property
+    def end_group(self) -> penstock.EndGroup | None:
+        """The group of the executor's queues. None: the queue is vLLM's own."""
+        return None if self._sender is None else _group(self.handle.group)
+
     def shutdown(self) -> None:
         self.shutting_down = True
         if self._receiver is not None:

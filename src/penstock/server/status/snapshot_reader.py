@@ -29,10 +29,9 @@ from penstock.server.status.snapshot import (
     awaited_processes,
 )
 from penstock.tools.inspect import Json, private_nbytes_of, process_of
-from penstock.tools.inspect.segments import Place, descriptors_of, page_at, snapshot_of
+from penstock.tools.inspect.segments import PAGE_KIND, Place, descriptors_of, page_at, snapshot_of
 
 PAGES = (NAME, "board", "tally", "history")
-RAW = "segment"  # the kind of pages; all segments of a different kind are channels and pools
 HOLDERS = 8  # listed holders of a store, by most bytes
 
 
@@ -60,7 +59,7 @@ class SnapshotReader:
                 except FileNotFoundError:  # it was open for a moment only
                     continue
                 places.add(place)
-                if segment["kind"] != RAW:
+                if segment["kind"] != PAGE_KIND:
                     self._others.append((number, place))
                     continue
                 self._raw_nbytes += segment["claimed_nbytes"]

@@ -18,6 +18,7 @@ from penstock.errors import LayoutMismatch
 from penstock.memory import Segment
 from penstock.tools.format import printable
 
+PAGE_KIND = "segment"  # the kind of a server's pages; all segments of a different kind are channels and pools
 Json = dict[str, Any]
 Place = tuple[int, int]  # device and inode: the same segment in whatever process
 

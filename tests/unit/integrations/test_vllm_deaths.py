@@ -1,0 +1,74 @@
+"""The wait for a death of a worker, while vLLM's engine waits for no reply."""
+
+import os
+import threading
+from collections.abc import Iterator
+from types import SimpleNamespace
+
+import pytest
+
+from penstock import EndGroup, Ring
+from penstock.environment import VLLM_DEATHS
+from penstock.integrations.vllm import deaths
+from tests.conftest import spawn
+
+
+@pytest.fixture(autouse=True)
+def board(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    descriptor = os.memfd_create("board")
+    monkeypatch.setenv(VLLM_DEATHS.name, f"/proc/self/fd/{descriptor}")
+    yield
+    os.close(descriptor)
+
+
+class Wait:
+    """An executor with a count of its callbacks, and its thread in `await_death`."""
+
+    def __init__(self) -> None:
+        self.group, self.calls = EndGroup(), 0
+        self.executor = SimpleNamespace(failure_callback=self.call, shutting_down=False)
+        self.thread = threading.Thread(target=deaths.await_death, args=(self.executor, self.group))
+        self.thread.start()
+
+    def call(self) -> None:
+        self.calls += 1
+
+
+def reply(ring: Ring[bytes], name: str) -> None:
+    with ring.open_sender(name=name) as sender:
+        sender.send(b"attached")
+        threading.Event().wait()
+
+
+def test_await_death_calls_back_once_with_the_death_on_the_board() -> None:
+    wait, replies = Wait(), Ring()
+    receiver = replies.open_receiver(group=wait.group)
+    with spawn(reply, replies, "VllmWorker-1") as worker:
+        assert receiver.receive(10) == b"attached"
+        pid = worker.pid
+        assert pid is not None
+        os.kill(pid, 9)
+        wait.thread.join(10)
+    assert wait.calls == 1 and wait.executor.failure_callback is None
+    assert deaths.first_death() == f"VllmWorker-1 (rank 1, pid {pid}) died: killed by SIGKILL"
+
+
+def test_await_death_ends_without_a_call_when_the_executor_has_shut_down(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(deaths, "SHUTDOWN_POLL_S", 0.01)
+    wait = Wait()
+    wait.executor.shutting_down = True
+    wait.thread.join(10)
+    assert not wait.thread.is_alive()
+    assert wait.calls == 0 and not deaths.first_death()
+
+
+def test_await_death_makes_no_call_while_the_executor_shuts_down() -> None:
+    wait, replies = Wait(), Ring()
+    receiver = replies.open_receiver(group=wait.group)
+    with spawn(reply, replies, "VllmWorker-0") as worker:
+        assert receiver.receive(10) == b"attached"
+        wait.executor.shutting_down = True
+        assert worker.pid is not None
+        os.kill(worker.pid, 9)
+        wait.thread.join(10)
+    assert wait.calls == 0 and not deaths.first_death()
