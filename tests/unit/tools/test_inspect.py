@@ -166,7 +166,7 @@ def answer_once(inbox: Channel, name: str) -> None:
     sender.close()
 
 
-def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
+def test_stopped_sender_of_many_is_named_as_suspect() -> None:
     inbox = penstock.Inbox(senders=2, name="answers")
     with (
         spawn(answer_once, inbox, "good"),
@@ -213,7 +213,7 @@ def run_a_loop(channel: Channel) -> None:
     asyncio.run(receive_in_a_loop(channel))
 
 
-def test_a_receiver_in_an_event_loop_is_seen_to_wait_too() -> None:
+def test_inspect_shows_a_wait_in_an_event_loop() -> None:
     ring = penstock.Ring(name="x")
     sender = ring.open_sender(name="us")
     with closing(sender), spawn(run_a_loop, ring):
@@ -352,7 +352,7 @@ def test_inspect_changes_nothing_in_a_segment() -> None:
     assert observed["segments"][0]["held_by"] == [{"pid": os.getpid(), "fd": ring.fd}]
 
 
-def test_idle_processes_are_one_line_and_the_headline_counts_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_processes_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = penstock.Ring(name="first"), penstock.Ring(name="second")
     ends = first.open_sender(name="us"), second.open_sender(name="us")
     with (
@@ -527,7 +527,7 @@ def test_numbers_are_shown_in_readable_units() -> None:
 
 
 # ── segments that lie ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_segment_of_garbage(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Anybody in a segment may write anything into its control part; the looker must neither crash nor believe it."""
     chance = random.Random(seed)
     for _ in range(60):

@@ -125,7 +125,7 @@ def formats(tools: str, reasoning: str | None = "qwen3") -> tuple[AnswerFormat, 
 @pytest.mark.parametrize("tools", ANSWERS)
 @pytest.mark.parametrize("before", ["", "<think>\nI think <b>.\n</think>\n\n"], ids=["", "thinks"])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_parsed_chunks_say_what_the_whole_answer_says(tools: str, before: str, interval: int) -> None:
+def test_parsed_chunks_add_up_to_the_parsed_answer(tools: str, before: str, interval: int) -> None:
     answer, chunk_format = formats(tools)
     text = before + ANSWERS[tools]
     texts = Scene(text, chunk_format, interval).run()
