@@ -59,10 +59,7 @@ def specs() -> tuple[LinkSpec, LinkSpec]:
     away = replace(
         home,
         name="node 1",
-        channels=[
-            InboundChannel("steps", Ring(Step)),
-            OutboundChannel("replies", Inbox(senders=2)),
-        ],
+        channels=[InboundChannel("steps", Ring(Step)), OutboundChannel("replies", Inbox(senders=2))],
         words=[OutboundWords("row", words)],
         info=b"from away",
     )
@@ -253,10 +250,7 @@ def _with_flipped_byte(home: LinkSpec, away: LinkSpec, number: int, place: int) 
 
 
 def _transcript(
-    home: LinkSpec,
-    away: LinkSpec,
-    flip: tuple[int, int] | None,
-    sides: tuple[Handshake, Handshake] | None = None,
+    home: LinkSpec, away: LinkSpec, flip: tuple[int, int] | None, sides: tuple[Handshake, Handshake] | None = None
 ) -> list[bytes]:
     """The messages in their order; one of them with a changed byte."""
     listener, connector = sides or (ListenerHandshake([home], SECRET), ConnectorHandshake(away, SECRET))

@@ -112,10 +112,7 @@ def test_any_byte_is_a_sign_of_life() -> None:
         (packet(packets.VALUE_PART, 0, 0, b"x"), "no values cross this link"),
         (packet(packets.DEATH, 0, 0, b"xyz"), "a death came that is none"),
         (packet(packets.FATAL, 0, 0, b"\x09x"), "the link ends for a reason 9: there are 4"),
-        (
-            packet(packets.BYE, 0, 0) + packet(packets.END, 0, 0),
-            "a packet of kind 5 came after its last one",
-        ),
+        (packet(packets.BYE, 0, 0) + packet(packets.END, 0, 0), "a packet of kind 5 came after its last one"),
     ],
 )
 def test_protocol_error_ends_the_link_with_its_reason(packet: bytes, how: str) -> None:

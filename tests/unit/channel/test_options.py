@@ -234,10 +234,7 @@ def test_each_latency_carries_records(latency: str) -> None:
 
 
 def test_the_smallest_and_the_largest_ring_work() -> None:
-    for options in (
-        {"capacity": 4096, "inline_limit": 64, "pool_nbytes": 64, "max_records": 1},
-        {"capacity": 1 << 26},
-    ):
+    for options in ({"capacity": 4096, "inline_limit": 64, "pool_nbytes": 64, "max_records": 1}, {"capacity": 1 << 26}):
         with MAKE["ring"](**options) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
             for record in (b"", b"x" * 64):
                 sender.send(record, timeout=1)

@@ -233,12 +233,7 @@ def test_ring_has_no_second_sender_after_a_clean_close() -> None:
 @pytest.mark.parametrize("index", [-1, -5, 2**31, 2**40])
 def test_an_impossible_index_is_refused(index: int) -> None:
     channel = penstock.Ring()
-    for end in (
-        channel.open_sender,
-        channel.open_receiver,
-        channel.open_async_sender,
-        channel.open_async_receiver,
-    ):
+    for end in (channel.open_sender, channel.open_receiver, channel.open_async_sender, channel.open_async_receiver):
         with pytest.raises(ValueError, match=str(index)):
             end(index)
 

@@ -525,9 +525,7 @@ ENDING = """
 
 
 @pytest.mark.parametrize(
-    "closer",
-    [*tiers.only_in_all(""), "closer = Closer(sender, receiver)"],
-    ids=["", "closed at the end"],
+    "closer", [*tiers.only_in_all(""), "closer = Closer(sender, receiver)"], ids=["", "closed at the end"]
 )
 @pytest.mark.parametrize("kind", DAEMONS)
 def test_program_keeps_its_status_with_daemon_threads_inside_calls(kind: str, closer: str) -> None:
@@ -617,11 +615,7 @@ def test_closing_ends_the_waits_of_all_threads_in_an_end() -> None:
 @pytest.mark.parametrize("nbytes", [900, 5000])
 def test_list_emptied_while_its_send_waits_is_sent_whole(nbytes: int) -> None:
     long_records = LongRecords(inline_limit=1024, pool_nbytes=1 << 20)
-    with ring(capacity=1 << 15, long_records=long_records) as (
-        channel,
-        sender,
-        receiver,
-    ):
+    with ring(capacity=1 << 15, long_records=long_records) as (channel, sender, receiver):
         fill(sender)
         parts = [os.urandom(nbytes) for _ in range(64 if nbytes == 5000 else 1)]
         expected = b"".join(bytearray(part) for part in parts)

@@ -70,11 +70,7 @@ def test_a_list_of_buffers_is_sent_as_one_record(nbytes: int) -> None:
         [record, Buffer(b"")],
     ]
     long_records = LongRecords(inline_limit=4096, pool_nbytes=1 << 20)
-    with ring(capacity=1 << 16, long_records=long_records) as (
-        _,
-        sender,
-        receiver,
-    ):
+    with ring(capacity=1 << 16, long_records=long_records) as (_, sender, receiver):
         for sent in pieces:
             for send in (sender.send, sender.send_nowait):
                 send(sent)

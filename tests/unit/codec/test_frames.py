@@ -241,9 +241,7 @@ def test_interrupted_encoding_leaves_nothing_in_the_next_frame(monkeypatch: pyte
     assert np.array_equal(wire.over(Arrays(np.arange(200, dtype=np.int32))).ids, np.arange(200))
 
 
-def test_encoding_in_a_signal_handler_keeps_the_interrupted_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_encoding_in_a_signal_handler_keeps_the_interrupted_message(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, inner = Wire(), []
     part = wire.encoder._part
 

@@ -350,9 +350,7 @@ def test_a_deadline_holds_while_another_thread_receives_messages() -> None:
 
 
 # A signal handler may use the end in the middle of a call of the thread that it interrupts.
-def test_send_in_a_signal_handler_leaves_the_interrupted_message_intact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_send_in_a_signal_handler_leaves_the_interrupted_message_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         part = FrameEncoder._part
         handled: list[int] = []
@@ -371,9 +369,7 @@ def test_send_in_a_signal_handler_leaves_the_interrupted_message_intact(
             assert job.number == number and np.array_equal(job.ids, np.arange(size))
 
 
-def test_receive_in_a_signal_handler_leaves_the_interrupted_message_intact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_receive_in_a_signal_handler_leaves_the_interrupted_message_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = FrameDecoder._hook
     handled: list[Job] = []
 

@@ -110,10 +110,7 @@ def test_wait_for_a_stopped_receiver_is_shown_with_names_and_lag() -> None:
 
 def test_two_processes_that_only_send_are_one_deadlock() -> None:
     there, back = penstock.Ring(name="there", capacity=4096), penstock.Ring(name="back", capacity=4096)
-    with (
-        spawn(send_and_never_receive, there, back, "a"),
-        spawn(send_and_never_receive, back, there, "b"),
-    ):
+    with spawn(send_and_never_receive, there, back, "a"), spawn(send_and_never_receive, back, there, "b"):
         text = eventually(finding("deadlock", "'a'", "'b'"), within=20)
         assert "waits for room in ring 'there'" in text or "waits for room in ring 'back'" in text
         assert "a deadlock" in text
@@ -307,9 +304,7 @@ def test_store_is_shown_with_its_counts_and_kept_values(capsys: pytest.CaptureFi
     del held
 
 
-def test_fill_of_a_stopped_peer_is_shown_with_name_and_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_fill_of_a_stopped_peer_is_shown_with_name_and_time(capsys: pytest.CaptureFixture[str]) -> None:
     with keeping_pool("images") as pool:
         pool.join("us")
         with spawn(begin_and_sleep, pool) as writer:

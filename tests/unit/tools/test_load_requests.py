@@ -27,19 +27,7 @@ from penstock.tools.load.chat_request import Outcome, Stream
 from penstock.tools.load.http_client import Failure
 from penstock.tools.load.sse_events import MAX_EVENT, SseParser
 from tests.conftest import eventually
-from tests.support.loads import (
-    END,
-    HEAD,
-    Script,
-    bench,
-    chunk,
-    ending,
-    event,
-    faked_in_a_thread,
-    refusal,
-    text,
-    usage,
-)
+from tests.support.loads import END, HEAD, Script, bench, chunk, ending, event, faked_in_a_thread, refusal, text, usage
 
 GOOD: Script = [HEAD, text(), text(), text(), ending(3)]
 
@@ -345,9 +333,7 @@ def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
     assert status == 0 and output["figures"]["counted_by_events"] == 2
 
 
-def test_load_stops_without_a_model_or_when_the_first_prompt_fails(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_load_stops_without_a_model_or_when_the_first_prompt_fails(capsys: pytest.CaptureFixture[str]) -> None:
     for script, words in (
         ([BUSY], "/v1/models: status 429"),
         ([refusal("200 OK", b"{}")], "name the model with --model"),

@@ -11,13 +11,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from penstock.server.status.counters import ITEM_FIELDS
-from penstock.server.status.snapshot import (
-    ChannelView,
-    HolderView,
-    ProcessView,
-    ServerSnapshot,
-    StoreView,
-)
+from penstock.server.status.snapshot import ChannelView, HolderView, ProcessView, ServerSnapshot, StoreView
 from penstock.server.status.snapshot_rates import View
 from penstock.tools.top.view import BARS, History, amount, drawn, sparkline
 from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, view, zero

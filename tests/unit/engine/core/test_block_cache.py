@@ -38,11 +38,7 @@ def test_releasing_a_block_too_often_is_an_assertion_error() -> None:
 
 def test_block_hash_covers_the_blocks_before_the_ids_and_the_images() -> None:
     image, other = b"k" * 32, b"l" * 32
-    begins = [
-        root_hash(b""),
-        root_hash(b"salt"),
-        hash_of(root_hash(b""), b"1111"),
-    ]
+    begins = [root_hash(b""), root_hash(b"salt"), hash_of(root_hash(b""), b"1111")]
     items = [
         [],
         [(image, 16, 4)],

@@ -501,11 +501,7 @@ def test_request_that_can_never_run_is_refused_with_the_numbers() -> None:
         (submit(1, MAX_MODEL_LEN), 400, f"1 to {MAX_MODEL_LEN - 1} tokens, got {MAX_MODEL_LEN}"),
         (Submit(0, 1, np.zeros(0, np.int32), submit(1).params), 400, "got 0"),
         (Submit(0, 1, np.array([3, -1], np.int32), submit(1).params), 400, "ids from 0 to"),
-        (
-            submit(1, 12, inputs=image(1, 9, 9)),
-            400,
-            "within a prompt of 12 tokens, got 9 at 9",
-        ),
+        (submit(1, 12, inputs=image(1, 9, 9)), 400, "within a prompt of 12 tokens, got 9 at 9"),
         (
             Submit(0, 1, np.array([3], np.int32), SamplingParams(min_tokens=1, allowed_token_ids=(EOS,))),
             400,

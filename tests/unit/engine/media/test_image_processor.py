@@ -226,10 +226,7 @@ def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> N
 
 def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path) -> None:
     with Store(1 << 20) as store:
-        with (
-            ImageProcessor(model_in(tmp_path), store, threads=1, max_tokens=3) as loader,
-            Scope(store) as scope,
-        ):
+        with ImageProcessor(model_in(tmp_path), store, threads=1, max_tokens=3) as loader, Scope(store) as scope:
             with pytest.raises(MediaRefused, match="at most 3 tokens, and the image takes 4"):
                 load(loader, scope, picture())
         assert store.stats().puts == 0

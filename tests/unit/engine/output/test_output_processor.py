@@ -143,9 +143,7 @@ def test_stop_string_aborts_its_sample_in_the_core() -> None:
         assert (abort.server, abort.requests.tolist(), abort.samples.tolist()) == (0, [6], [0])
 
 
-def test_server_that_reads_nothing_delays_no_other_and_is_aborted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_server_that_reads_nothing_delays_no_other_and_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     with playing() as scene:
         monkeypatch.setattr(group_ends, "MAX_KEPT", 3)
         head = b'{"id":"' + b"x" * 20_000 + b'"'  # so that little fits its lane

@@ -169,11 +169,7 @@ def test_parsed_chunks_have_all_ids_and_count_them(tools: str, params: dict[str,
     ids: list[int] = []
     for event in events(texts):
         ids += event["choices"][0]["token_ids"]
-        assert event["usage"] == {
-            "prompt_tokens": 9,
-            "completion_tokens": len(ids),
-            "total_tokens": 9 + len(ids),
-        }
+        assert event["usage"] == {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
     assert ids == [*range(len(ids))] and joined(texts) == joined(plain)
     if "stop" not in params:
         assert len(ids) == len(cut(text)) + 1
