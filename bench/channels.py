@@ -11,33 +11,23 @@ what was measured within the same seconds. Nothing is compared while foreign pro
 from __future__ import annotations
 
 import argparse
-import os
 import sys
-import tempfile
-import timeit
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from bench.harness import figures
 from bench.harness.figures import Figures
-from bench.harness.output import Output, machine, short, short_nbytes
+from bench.harness.output import short, short_nbytes
 from bench.harness.phases import Order
-from bench.harness.quiet import load_between, look
 from bench.harness.run import Run, numbers, one_of, side_by_side
-from bench.harness.sessions import Hogs
-from bench.harness.turns import Cell, Column, Outcome, Turns
-from bench.impls import IMPLEMENTATIONS, PENSTOCK, REPLY_NBYTES, Unavailable
-from bench.impls.floor import compile_floor, run_floor
-from penstock.tools import bar_chart
+from bench.harness.turns import Cell, Column, Turns
+from bench.impls import IMPLEMENTATIONS, PENSTOCK, REPLY_NBYTES
 
 STEP_NBYTES = 2600  # a decode step of 32 requests in today's engines
 LARGE_NBYTES = 65536  # from here on a paced sender waits for the replies: at most one such message is under way
 MILLISECOND = 1e-3
-SILENCE = 1.5  # seconds
 INBOX_SENDERS = 4
-PLOTS = Path(__file__).resolve().parent / "plots"
 
 
 @dataclass(frozen=True)
@@ -51,7 +41,6 @@ class Scale:
     paced_seconds: float
     slow_seconds: float  # of the phase with a message each 20 ms
     idle_seconds: float
-    silence_rounds: int
 
 
 FULL = Scale(
@@ -62,7 +51,6 @@ FULL = Scale(
     paced_seconds=0.25,
     slow_seconds=0.8,
     idle_seconds=2.0,
-    silence_rounds=2,
 )
 QUICK = Scale(
     receivers=(1, 4),
@@ -72,7 +60,6 @@ QUICK = Scale(
     paced_seconds=0.25,
     slow_seconds=0.4,
     idle_seconds=1.5,
-    silence_rounds=1,
 )
 
 LATENCY = ("p50_us", "p99_us", "p999_us", "max_us", "messages")
@@ -87,10 +74,6 @@ def spread(figures: Figures) -> str:
 
 def spread_and_send(figures: Figures) -> str:
     return f"{spread(figures)} (send {short(figures['send_p50_us'])})"
-
-
-def spread_and_worst(figures: Figures) -> str:
-    return f"{spread_and_send(figures)} max {short(figures['max_us'])}"
 
 
 def figure_cell(key: str, form: str) -> Cell:
@@ -150,16 +133,6 @@ def run_stream(turns: Turns, scale: Scale) -> None:
     turns.table(f"Stream, until the last of {receivers_of(turns)} has everything; messages per second", columns)
 
 
-def run_silence(turns: Turns, scale: Scale) -> None:
-    order = Order("paced", STEP_NBYTES, 1, SILENCE, is_acknowledged=True)
-    outcome = turns.take(turns.same_order(order), figures.paced, scale.silence_rounds)
-    parameters = {"receivers": turns.receivers, "nbytes": STEP_NBYTES, "silence_s": SILENCE}
-    turns.record("silence", outcome, ("p50_us", "max_us", "send_p50_us", "messages"), "p50_us", **parameters)
-    column = Column(outcome, lambda result: short(result["p50_us"]), "p50_us")
-    title = f"First message after {SILENCE} s of silence, one way, to the last of {receivers_of(turns)}; µs"
-    turns.table(title, {short_nbytes(STEP_NBYTES): column})
-
-
 def run_cpu(turns: Turns, scale: Scale) -> None:
     """What the ends burn while little or nothing is said. Idle counts from a message, as it does in a real lull."""
     parameters: dict[str, Any] = {"receivers": turns.receivers, "nbytes": STEP_NBYTES}
@@ -175,18 +148,6 @@ def run_cpu(turns: Turns, scale: Scale) -> None:
     turns.record("cpu", idle, CPU, "cpu_cores", **parameters, idle_s=scale.idle_seconds)
     columns[f"idle for {scale.idle_seconds:g} s"] = Column(idle, figure_cell("cpu_cores", ".4f"), "cpu_cores")
     turns.table(f"CPU of all ends, {STEP_NBYTES} B, {receivers_of(turns)}; cores", columns)
-
-
-def run_hogs(turns: Turns, scale: Scale) -> None:
-    hogs = len(os.sched_getaffinity(0))
-    order = Order("paced", STEP_NBYTES, int(scale.paced_seconds / MILLISECOND), MILLISECOND, is_acknowledged=False)
-    with Hogs(hogs):
-        outcome = turns.take(turns.same_order(order), figures.paced, turns.rounds)
-    parameters = {"receivers": turns.receivers, "nbytes": STEP_NBYTES, "pace_ms": 1, "hogs": hogs}
-    turns.record("hogs", outcome, LATENCY + SEND + CPU, "p50_us", **parameters)
-    title = f"One way each millisecond beside {hogs} processes that burn all CPUs, to the last of"
-    column = Column(outcome, spread_and_worst, "p50_us")
-    turns.table(f"{title} {receivers_of(turns)}; {SPREAD}", {short_nbytes(STEP_NBYTES): column})
 
 
 def run_inbox(turns: Turns, scale: Scale) -> None:
@@ -216,96 +177,6 @@ def report_memory(turns: Turns, reserved: dict[str, int]) -> None:
         turns.output.table(title, ["MiB"], rows)
 
 
-# The cases without processes of ours --------------------------------------------------------------------------------
-
-
-def run_floor_case(turns: Turns) -> None:
-    with tempfile.TemporaryDirectory(prefix="bench-") as scratch:
-        try:
-            commands = compile_floor(Path(scratch))
-        except Unavailable as missing:
-            turns.output.say(f"\nfloor: {missing}")
-            return
-        outcome = Outcome({name: [] for name in commands})
-        for _ in range(turns.rounds):
-            before = look()
-            for name, command in commands.items():
-                outcome.rounds[name].append(run_floor(command))
-            outcome.loads.append(load_between(before, look()))
-    turns.record("floor", outcome, LATENCY, "p50_us")
-    rows = [(name, [spread(outcome.figures(name))]) for name in outcome.rounds]
-    turns.output.table("Floor: round trip of one word between two processes in C", [SPREAD], rows)
-
-
-def call_ns(statement: str, names: dict[str, Any]) -> float:
-    """Best of seven, the loop subtracted."""
-    calls = 200_000
-    whole = min(timeit.repeat(statement, globals=names, number=calls, repeat=7))
-    loop = min(timeit.repeat("pass", globals=names, number=calls, repeat=7))
-    return (whole - loop) / calls * 1e9
-
-
-def run_call(turns: Turns) -> None:
-    before = look()
-    result = {"len(bytes)": call_ns("len(b)", {"b": b"x"}), "a Python function": call_ns("f()", {"f": lambda: 0})}
-    try:
-        IMPLEMENTATIONS[PENSTOCK].check()
-        import penstock
-
-        sender = penstock.Ring().open_sender()
-        result["penstock: sender.is_closed"] = call_ns("s.is_closed", {"s": sender})
-        sender.close()
-    except Unavailable as missing:
-        turns.output.say(f"\ncall: {missing}")
-    load = load_between(before, look())
-    for name, nanoseconds in result.items():
-        turns.output.record("call", name, ns=nanoseconds, foreign_cores=load.cores, quiet=load.is_quiet)
-    turns.output.table("One call from Python", ["ns"], [(name, [f"{ns:.1f}"]) for name, ns in result.items()])
-
-
-def draw(output: Output, folder: Path) -> None:
-    """One chart for each question, from the records of this run."""
-    about = machine()
-    subtitle = f"{about['cpus']} CPUs, {about['cpu_model']}, Python {about['python']}"
-    if not all(record.get("quiet", True) for record in output.records):
-        subtitle += "; the machine was not quiet"
-
-    def chart(name: str, title: str, unit: str, key: str, group_by: str, **fixed: Any) -> None:
-        groups: dict[Any, list[tuple[str, float]]] = {}
-        for record in output.records:
-            if key in record and all(record.get(each) == value for each, value in fixed.items()):
-                groups.setdefault(record[group_by], []).append((record["impl"], record[key]))
-        labels: dict[str, Callable[[int], str]] = {"nbytes": short_nbytes, "receivers": "1 → {}".format}
-        bar_chart.draw(
-            folder / f"{name}.svg",
-            title,
-            subtitle,
-            unit,
-            [(labels[group_by](value), groups[value]) for value in sorted(groups)],
-        )
-
-    measured = sorted({record["receivers"] for record in output.records if record["case"] == "round_trip"})
-    for receivers in measured:
-        chart(
-            f"round_trip_{receivers}",
-            f"Round trip, 1 → {receivers}, all reply: p50",
-            "µs",
-            "p50_us",
-            "nbytes",
-            case="round_trip",
-            receivers=receivers,
-        )
-    by_receivers: dict[str, Any] = {"group_by": "receivers", "nbytes": STEP_NBYTES}
-    title = f"One way, {STEP_NBYTES} B each millisecond, to the last receiver: p50"
-    chart("one_way", title, "µs", "p50_us", case="one_way", pace_ms=1, **by_receivers)
-    chart("stream", f"Stream of {STEP_NBYTES} B: messages per second", "/s", "per_s", case="stream", **by_receivers)
-    chart("silence", f"First message after {SILENCE} s of silence", "µs", "p50_us", case="silence", **by_receivers)
-    title = f"CPU of all ends, {STEP_NBYTES} B each millisecond"
-    chart("cpu", title, "cores", "cpu_cores", case="cpu", pace_ms=1, **by_receivers)
-    title = "One way each millisecond while all CPUs are busy: p99"
-    chart("hogs", title, "µs", "p99_us", case="hogs", **by_receivers)
-
-
 # The command --------------------------------------------------------------------------------------------------------
 
 Case = Callable[[Turns, Scale], None]
@@ -314,23 +185,19 @@ CASES: dict[str, tuple[Case, range]] = {  # the case, and for how many receivers
     "latency": (run_latency, range(1, 1000)),
     "paced": (run_paced, range(1, 1000)),
     "stream": (run_stream, range(1, 5)),
-    "silence": (run_silence, range(1, 5)),
     "cpu": (run_cpu, range(1, 5)),
-    "hogs": (run_hogs, range(1, 5, 3)),
     "inbox": (run_inbox, range(INBOX_SENDERS, INBOX_SENDERS + 1)),
 }
-OTHER_CASES = ("floor", "call", "memory")
 
 
 def parse(arguments: Sequence[str]) -> argparse.Namespace:
     parser = side_by_side(
         "channels",
         __doc__,
-        (*CASES, *OTHER_CASES),
+        (*CASES, "memory"),
         [*IMPLEMENTATIONS],
         usual=[name for name, each in IMPLEMENTATIONS.items() if each.is_default],
         quick="fewer sizes, receivers and rounds",
-        out=f"charts and records; of a full run: {PLOTS.name}/",
     )
     parser.add_argument("--receivers", metavar="N,…", type=numbers)
     parser.add_argument("--sizes", metavar="BYTES,…", type=numbers, help="of the latency and paced cases")
@@ -352,31 +219,21 @@ def scale_of(options: argparse.Namespace) -> Scale:
 def main(arguments: Sequence[str]) -> int:
     options = parse(arguments)
     scale, cases = scale_of(options), options.only.split(",")
-    is_full = not options.quick and set(cases) == {*CASES, *OTHER_CASES}
-    options.out = options.out or (PLOTS if is_full else None)
     with Run("channels", options, rounds=3, quick_rounds=2, patience=120.0) as run:
         turns = run.turns(options.reference, Turns, is_pinned=options.pin)
         run.output.say(f"×N: that figure over {options.reference}'s, round by round")
-        if "floor" in cases:
-            run_floor_case(turns)
-        if "call" in cases:
-            run_call(turns)
         try:
-            if set(cases) & {*CASES, "memory"}:
-                implementations = run.available(IMPLEMENTATIONS[name] for name in run.named("impl"))
-                for receivers in scale.receivers:
-                    turns.open(implementations, receivers)
-                    for name, (case, applies) in CASES.items():
-                        if name in cases and receivers in applies:
-                            case(turns, scale)
-                    reserved = turns.close()
-                    if "memory" in cases:
-                        report_memory(turns, reserved)
+            implementations = run.available(IMPLEMENTATIONS[name] for name in run.named("impl"))
+            for receivers in scale.receivers:
+                turns.open(implementations, receivers)
+                for name, (case, applies) in CASES.items():
+                    if name in cases and receivers in applies:
+                        case(turns, scale)
+                reserved = turns.close()
+                if "memory" in cases:
+                    report_memory(turns, reserved)
         finally:
             turns.kill()
-        if options.out:
-            draw(run.output, options.out)
-            run.output.say(f"\ncharts and records are in {options.out}")
     return 0
 
 

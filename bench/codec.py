@@ -1,12 +1,11 @@
 """How few bytes a decode step needs, and how little time: public vLLM issue #6241's experiment, and its targets.
 
-The same decode steps in vLLM's formats and in ours, bytes and times of each; what sampling parameters take; and one
-broadcast beside gloo's (public vLLM issue #4440).
+The same decode steps in vLLM's formats and in ours, bytes and times of each, and what sampling parameters take.
 
     scripts/bench codec                      everything, in about a minute
     scripts/bench codec --quick              fewer rounds
     scripts/bench codec --requests 4,256     fewer batch sizes
-    PENSTOCK_PEER_PYTHON=… scripts/bench codec   with vLLM's own classes, and gloo, where that interpreter has them
+    PENSTOCK_PEER_PYTHON=… scripts/bench codec   with vLLM's own classes
 """
 
 from __future__ import annotations
@@ -14,13 +13,12 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
 from bench.harness.output import Output
 from bench.harness.run import Run, command_line
 from bench.harness.targets import Target
-from bench.vs_vllm import collective, comparison, vllm_peer
+from bench.vs_vllm import comparison, vllm_peer
 from bench.vs_vllm.formats import OURS
 from penstock.tools.tables import Row, Table
 
@@ -31,7 +29,7 @@ ROUNDS, QUICK_ROUNDS = 9, 3
 Summary = dict[tuple[str, int], dict[str, dict[str, Any]]]
 
 
-def targets(summary: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -> Iterator[Target]:
+def targets(summary: Summary, params: Sequence[Row]) -> Iterator[Target]:
     def ours(case: str, requests: int, key: str) -> float | None:
         figures = summary.get((case, requests), {}).get(OURS)
         return figures[key] if figures else None
@@ -54,9 +52,6 @@ def targets(summary: Summary, params: Sequence[Row], broadcast: Sequence[Row]) -
     yield Target("default sampling parameters", 80, "B", nbytes[0])
     yield Target(f"request with {comparison.LONG_PROMPT:,} prompt tokens, encode + decode", 30, "µs",
                  ours("long_prompt", 1, "encode_decode_us"))  # fmt: skip
-    ratios = [item["one_way_ratio_to_penstock"] for item in broadcast if "one_way_ratio_to_penstock" in item]
-    yield Target(f"{collective.NBYTES:,} B to {collective.RECEIVERS} receivers, gloo's time over ours", 20, "x",
-                 ratios[0] if ratios else None, is_least=True)  # fmt: skip
 
 
 def show(output: Output, rows: Iterator[Row] | Sequence[Row], table: Table) -> None:
@@ -71,21 +66,17 @@ def show(output: Output, rows: Iterator[Row] | Sequence[Row], table: Table) -> N
 
 
 def measure(run: Run) -> list[Target]:
-    """Prints each table as soon as it is measured; draws what has been measured, also when it is interrupted."""
-    output, chart, outcomes = run.output, run.options.plot, []
+    """Prints each table as soon as it is measured."""
+    output, outcomes = run.output, []
     try:
         for outcome in comparison.run(run.options.requests, run.rounds):
             outcomes.append(outcome)
             show(output, list(comparison.rows_of(outcome)), comparison.table_of(outcome))
     finally:
         vllm_peer.close()
-        if chart is not None and outcomes:
-            comparison.draw(outcomes, chart)
     params, table = comparison.params_told()
     show(output, params, table)
-    broadcast, table = collective.report(run.rounds)
-    show(output, broadcast, table)
-    return list(targets(comparison.summary(outcomes), params, broadcast))
+    return list(targets(comparison.summary(outcomes), params))
 
 
 def parse_positive(text: str) -> int:
@@ -102,7 +93,6 @@ def main(arguments: Sequence[str]) -> int:
     parser = command_line("codec", __doc__, quick=f"{QUICK_ROUNDS} rounds, not {ROUNDS}")
     parser.add_argument("--requests", metavar="N,…", type=parse_counts, default=comparison.REQUESTS, help="batch sizes")
     parser.add_argument("--rounds", metavar="N", type=parse_positive, help="how many times each format is measured")
-    parser.add_argument("--plot", metavar="FILE.svg", type=Path, help="a chart of the bytes")
     with Run("codec", parser.parse_args(arguments), rounds=ROUNDS, quick_rounds=QUICK_ROUNDS) as run:
         return run.conclude(OURS, measure(run))
 

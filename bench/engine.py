@@ -3,7 +3,7 @@
 Ours, ours with a part taken away, and the classic way in the same engine: their trees are up at the same time and take
 turns in every round.
 
-    scripts/bench engine                         the targets' cells and a few around them, and images: six minutes
+    scripts/bench engine                         the targets' cells and a few around them: five minutes
     scripts/bench engine --all                   steps of 1 to 20 ms, batches of 1 to 1,024, TP of 1 to 4: an hour
     scripts/bench engine --quick                 small, few rounds: does it run?
     scripts/bench engine --only decode --cells 5x256x2,1x32x1 --impl penstock,classic-zeromq --style chat
@@ -18,13 +18,13 @@ import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from bench.engine_cases import decoding, first_token, goals, images, words
+from bench.engine_cases import decoding, first_token, goals, words
 from bench.engine_cases.decoding import Cell, Trees
 from bench.engine_cases.trees import OURS, SAID, WAYS
 from bench.harness.run import Run, side_by_side
 from penstock.engine.protocol.messages import Style
 
-CASES = ("decode", "first", "images")
+CASES = ("decode", "first")
 STEPS_MS, BATCHES, TENSOR_PARALLEL = (1, 2, 5, 20), (1, 32, 256, 1024), (1, 2, 4)
 STYLES = {"plain": None, "chat": Style.CHAT}
 GRID = tuple(Cell(*place) for place in itertools.product(STEPS_MS, BATCHES, TENSOR_PARALLEL))
@@ -36,18 +36,14 @@ class Scale:
 
     cells: tuple[Cell, ...]
     seconds: float  # of one way's turn
-    images: int
-    largest_image: int
 
 
 DEFAULT = Scale(
     cells=(Cell(1, 1, 1), Cell(2, 32, 2), Cell(1, 256, 1), goals.SMALL, *goals.OUTPUTS, goals.LARGE),
     seconds=0.8,
-    images=12,
-    largest_image=23 * images.MB,
 )
 ALL = replace(DEFAULT, cells=(*GRID, goals.OUTPUTS[1]))
-QUICK = Scale(cells=(Cell(2, 8, 1, Style.CHAT),), seconds=0.1, images=2, largest_image=images.MB)
+QUICK = Scale(cells=(Cell(2, 8, 1, Style.CHAT),), seconds=0.1)
 
 
 async def measure(run: Run, scale: Scale) -> goals.Found:
@@ -66,12 +62,6 @@ async def measure(run: Run, scale: Scale) -> goals.Found:
         style = scale.cells[0].style
         requests = first_token.REQUESTS if scale.seconds >= DEFAULT.seconds else 5
         await first_token.run_first(trees, ways, style, requests, model, vocabulary, scratch / "first")
-    if "images" in cases:
-        request = await images.run_images(
-            trees, ways, scale.images, scale.largest_image, model, vocabulary, scratch / "images"
-        )
-        if scale.largest_image == DEFAULT.largest_image:  # the target is not for small ones
-            result.images = request
     return result
 
 

@@ -18,10 +18,10 @@ from dataclasses import dataclass, replace
 from bench.harness.run import Run, numbers, side_by_side
 from bench.harness.turns import Turns
 from bench.impls import IMPLEMENTATIONS, SERVING, TENSORS, Implementation
-from bench.tensor_cases import carrying, goals, serving, trading
+from bench.tensor_cases import carrying, goals, serving
 
 MB = 1 << 20
-CASES = ("carry", "memory", "serve", "trade")
+CASES = ("carry", "memory", "serve")
 SLOW_TO_START = {"vllm-cache": (1, 4), "vllm-queue": (1, 4), "vllm-arena": (1, 4)}  # 8 s of CPU for each process
 
 
@@ -38,9 +38,6 @@ class Scale:
     largest_image: int
     messages: int  # of each server
     serving_rounds: int
-    trades: int
-    traded_nbytes: int
-    traders: tuple[tuple[int, int], ...]  # processes and threads of each
 
 
 FULL = Scale(
@@ -53,9 +50,6 @@ FULL = Scale(
     largest_image=23 * MB,
     messages=40,
     serving_rounds=2,
-    trades=100_000,
-    traded_nbytes=64 * MB,
-    traders=((4, 4), (16, 1)),
 )
 QUICK = Scale(
     readers=(2,),
@@ -67,9 +61,6 @@ QUICK = Scale(
     largest_image=MB,
     messages=5,
     serving_rounds=1,
-    trades=2000,
-    traded_nbytes=8 * MB,
-    traders=((2, 2), (4, 1)),
 )
 
 
@@ -149,8 +140,6 @@ def main(arguments: Sequence[str]) -> int:
         finally:
             carriers.kill()
             servers.kill()
-        if "trade" in cases:
-            result.traded = trading.run_trading(run.output, scale.traders, scale.trades, scale.traded_nbytes)
         return run.conclude("penstock", goals.targets(result))
 
 

@@ -1,1 +1,1 @@
-"""What bench/engine measures: steady decoding, and requests with images."""
+"""What bench/engine measures: steady decoding, and the first token."""

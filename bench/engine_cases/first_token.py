@@ -83,7 +83,7 @@ async def run_first(
         measure = partial(ask_all, beside, requests, np.random.default_rng(step_ms))
         try:
             await trees.start(
-                [way for way in ways if way.wire is None],
+                [way for way in ways if not way.is_classic],
                 scratch / str(step_ms),
                 {**options, "tensor_parallel_size": 1},
             )

@@ -21,7 +21,7 @@ from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 
 OURS, IN_CORE, NO_OVERLAP, NEITHER = "penstock", "outputs-in-core", "no-overlap", "neither"
-CLASSIC_ZEROMQ, CLASSIC_GLOO = "classic-zeromq", "classic-gloo"
+CLASSIC_ZEROMQ = "classic-zeromq"
 START = 120.0  # seconds; until a cluster serves beside others that start
 
 _CLASSIC = {"output_processors": 0, "async_scheduling": False}
@@ -29,18 +29,16 @@ _CLASSIC = {"output_processors": 0, "async_scheduling": False}
 
 @dataclass(frozen=True)
 class Way:
-    """A kind of cluster: how its configuration differs from ours, and how steps travel, if not by our broadcast."""
+    """A kind of cluster: how its configuration differs from ours, and whether steps are pickled."""
 
     name: str
     options: Mapping[str, Any] = field(default_factory=dict)
-    wire: str | None = None  # of `classic.WIRES`
-    needs: tuple[str, ...] = ()  # modules
+    is_classic: bool = False
 
     def check(self) -> None:
         """Raises Unavailable where it cannot run."""
-        missing = [need for need in self.needs if importlib.util.find_spec(need) is None]
-        if missing:
-            raise Unavailable(f"{' and '.join(missing)} is not installed")
+        if self.is_classic and importlib.util.find_spec("zmq") is None:
+            raise Unavailable("zmq is not installed")
 
 
 WAYS = {
@@ -50,8 +48,7 @@ WAYS = {
         Way(IN_CORE, {"output_processors": 0}),
         Way(NO_OVERLAP, {"async_scheduling": False}),
         Way(NEITHER, _CLASSIC),
-        Way(CLASSIC_ZEROMQ, _CLASSIC, "zeromq", ("zmq",)),
-        Way(CLASSIC_GLOO, _CLASSIC, "gloo", ("zmq", "torch")),
+        Way(CLASSIC_ZEROMQ, _CLASSIC, is_classic=True),
     )
 }
 SAID = {
@@ -60,7 +57,6 @@ SAID = {
     NO_OVERLAP: "ours, each step after the result of the one before it",
     NEITHER: "ours, --output-processors 0, and without overlap",
     CLASSIC_ZEROMQ: "whole state pickled in each step, by ZeroMQ; outputs in the core's loop; no overlap",
-    CLASSIC_GLOO: "the same by gloo's broadcast_object_list; results by ZeroMQ",
 }
 
 
@@ -79,16 +75,13 @@ class Bench(Launcher):
 
     def _parts_of_group(self) -> list[tuple[str, int, Any]]:
         parts = super()._parts_of_group()
-        if self.way.wire is None:
+        if not self.way.is_classic:
             core = partial(spent.run_core, str(self.scratch))
             return [(kind, index, partial(quietly, core if kind == "core" else run)) for kind, index, run in parts]
         from bench.engine_cases import classic
 
         runs = {"core": classic.run_core, "worker": classic.run_worker}
-        return [
-            (kind, index, partial(quietly, partial(runs[kind], self.way.wire, str(self.scratch))))
-            for kind, index, _ in parts
-        ]
+        return [(kind, index, partial(quietly, partial(runs[kind], str(self.scratch)))) for kind, index, _ in parts]
 
     def pid(self, kind: str) -> int:
         """Of the first process of that kind."""

@@ -5,5 +5,5 @@ A benchmark parses its options with `run.command_line` or `run.side_by_side`, me
 
 `phases` the timed loops · `role` one process · `sessions` the processes of one implementation · `turns` many
 implementations in turn · `run` options, and one run · `targets` · `quiet` CPU time of foreign processes · `figures` ·
-`output` · `beside` another build · `guard` ends what a benchmark starts; penstock.tools.bar_chart draws
+`output` · `beside` another build · `guard` ends what a benchmark starts
 """

@@ -12,7 +12,6 @@ import time
 from contextlib import suppress
 from multiprocessing import connection, get_context
 from multiprocessing.connection import Connection
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -167,28 +166,3 @@ def cpus_of(rank: int) -> frozenset[int]:
     if len(cpus) == 1 or rank == 0:
         return frozenset(cpus[:1])
     return frozenset({cpus[1 + (rank - 1) % (len(cpus) - 1)]})
-
-
-def _burn() -> None:
-    role.die_with_parent()
-    while True:
-        pass
-
-
-class Hogs:
-    """Processes that do nothing but use a CPU each."""
-
-    def __init__(self, hogs: int) -> None:
-        context = get_context("spawn")
-        self._processes: list[BaseProcess] = [context.Process(target=_burn, daemon=True) for _ in range(hogs)]
-
-    def __enter__(self) -> Hogs:
-        for process in self._processes:
-            process.start()
-        time.sleep(1.0)  # until their interpreters are up and burning
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for process in self._processes:
-            process.kill()
-            process.join()

@@ -1,1 +1,1 @@
-"""The cases of bench/tensors.py: `carrying` a tensor to others, `serving` requests with images, `trading` by key."""
+"""The cases of bench/tensors.py: `carrying` a tensor to others, `serving` requests with images."""

@@ -9,7 +9,6 @@ from bench.harness.targets import Target
 from bench.harness.turns import Outcome
 from bench.tensor_cases.carrying import PRODUCE, STORE, median_of
 from bench.tensor_cases.serving import OURS
-from bench.tensor_cases.trading import Trade
 
 MB = 1 << 20
 OF_DEFAULT = {15: 0.15, 32: 0.1}  # MiB: of the time of vLLM's queue as it is by default
@@ -24,7 +23,6 @@ class Found:
     memory: Outcome | None = None
     request_nbytes: float | None = None
     served: dict[float, Outcome] = field(default_factory=dict)  # by the share that is kept
-    traded: dict[str, Trade] = field(default_factory=dict)
 
     def figure(self, receivers: int, nbytes: int, name: str, key: str) -> float | None:
         outcome = self.carried.get(receivers, {}).get(nbytes)
@@ -57,6 +55,3 @@ def targets(result: Found) -> Iterator[Target]:
     touched = median_of(hits, OURS)["touched_nbytes"] if hits and OURS in hits.rounds else None
     yield Target("shared memory that servers and core touch per request, all hits (control structures)", 0.1, "MB",
                  None if touched is None else touched / 1e6)  # fmt: skip
-    for name, trade in result.traded.items():
-        yield Target(f"{name} threads, 3x the capacity: errors, duplicates, drift", 0, "", float(len(trade.faults)))
-        yield Target(f"{name} threads, 3x the capacity: longest operation", 50, "ms", trade.longest.wall / 1e6)

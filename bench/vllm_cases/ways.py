@@ -20,11 +20,6 @@ from bench.impls.peer import python_with
 
 AS_IT_IS, PARKING, OURS = "vllm", "vllm-parking", "penstock"
 WAYS = (AS_IT_IS, PARKING, OURS)
-ABOUT = {
-    AS_IT_IS: "vLLM as it is",
-    PARKING: "vLLM, whose readers park after 2 ms",
-    OURS: "vLLM on Penstock",
-}
 ON_DEVICE = "penstock-device"  # ours, with cached images as views, as where a worker copies them to a device
 GROUP = "vllm.general_plugins"
 COMMON = {

@@ -17,7 +17,6 @@ from pathlib import Path
 from typing import Any
 
 import penstock
-from bench.impls import Unavailable
 from bench.impls.peer import python_with
 from bench.vs_vllm.peer_process import PeerProcess
 from penstock.tools.format import short
@@ -135,12 +134,6 @@ def _one_round(running: Sequence[Group], gloo: Group, nbytes: int, devices: int)
     return figures
 
 
-def measure(rounds: int, *, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple[dict[str, Any], list[Figures]]:
-    """Measures messages of one size. Returns about what, and the figures of each round. Raises Unavailable."""
-    about, figures = sweep(rounds, receivers, [nbytes])
-    return about, figures[nbytes]
-
-
 def medians(rounds: Sequence[Figures]) -> Figures:
     """Returns each figure's median; a ratio to ours is taken in each round."""
     figures = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
@@ -154,18 +147,6 @@ def medians(rounds: Sequence[Figures]) -> Figures:
             figures[f"nccl_{key}_ratio"] = ratio(f"nccl_{key}_us", f"penstock_{key}_us")
     figures["known_ratio"] = ratio("known_one_way_us", "penstock_one_way_us")
     return figures
-
-
-def report(rounds: int, receivers: int = RECEIVERS, nbytes: int = NBYTES) -> tuple[list[Row], Table]:
-    parameters: dict[str, Any] = {"receivers": receivers, "nbytes": nbytes}
-    try:
-        about, result = measure(rounds, receivers=receivers, nbytes=nbytes)
-    except Unavailable as error:
-        title = f"One message of {nbytes:,} bytes to {receivers} receivers (#4440)"
-        return [row("codec", "broadcast", "gloo", **parameters, missing=str(error))], Table(
-            title, (), (), [f"not measured: {error}"]
-        )
-    return describe(medians(result), about, {**parameters, "rounds": rounds})
 
 
 def describe(figures: Figures, about: dict[str, Any], parameters: dict[str, Any]) -> tuple[list[Row], Table]:

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 from bench.vs_vllm import formats
 from bench.vs_vllm.formats import OURS
 from bench.vs_vllm.rounds import Found, Way, take_turns
-from penstock.tools import bar_chart
 from penstock.tools.format import short
 from penstock.tools.tables import Row, Table, row
 
@@ -113,16 +111,6 @@ def params_told() -> tuple[list[Row], Table]:
     rows = [row("codec", "sampling_params", name, bytes=nbytes) for name, nbytes in result.items()]
     cells = [[name, f"{nbytes:,}"] for name, nbytes in result.items()]
     return rows, Table("Default sampling parameters", ("", "bytes"), cells)
-
-
-def draw(outcomes: Sequence[Outcome], path: Path) -> None:
-    groups: list[tuple[str, list[tuple[str, float]]]] = []
-    for outcome in outcomes:
-        if outcome.case.key == "step_blocks":
-            result = [(name, outcome.figures(name)) for name in outcome.results]
-            bars: list[tuple[str, float]] = [(name, figures["bytes"]) for name, figures in result if figures]
-            groups.append((f"{outcome.case.requests} requests", bars))
-    bar_chart.draw(path, "Bytes of a decode step, new blocks where they fall due", "means of 16 steps", "B", groups)
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[tuple[str, int], dict[str, dict[str, Any]]]:

@@ -16,7 +16,6 @@ from tests import tiers
 from tests.faults.fault_campaign import ROOT, Campaign, Case, run
 from tests.faults.interposer import CORE, ERRORS, PYTHON, Fault, build
 
-REPEAT = "python -m tests.faults.fault_campaign --case NAME repeats one of them"
 # What the core calls wherever it runs. A call that the table of errors lacks has to be looked up first.
 MADE = set(
     "pidfd_open openat read write close mmap ftruncate fallocate fchmod fcntl futex_wait futex_wake epoll_create1 "

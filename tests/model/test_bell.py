@@ -301,7 +301,7 @@ def memory_bell(
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc"), "weak"])
 @pytest.mark.parametrize("bits", [(1, 2), (1, 1)])
-def test_two_that_wait_for_memory_get_it_even_when_they_share_a_bit(bits: tuple[int, int], model: str) -> None:
+def test_waiters_that_share_a_bit_both_get_memory(bits: tuple[int, int], model: str) -> None:
     memory_bell(bits).holds(5_000, model)
 
 

@@ -161,7 +161,7 @@ def test_explorer_reports_a_sleeper_without_a_waker_only() -> None:
         explore({"x": 0}, [Process("sleeps", sleeps), Process("wakes", wakes, may_stop=True)])
 
 
-def test_who_goes_round_for_ever_is_noticed() -> None:
+def test_endless_loop_is_reported() -> None:
     def spins() -> Step:
         actual = 1
         while actual != 0:
@@ -178,7 +178,7 @@ def test_who_goes_round_for_ever_is_noticed() -> None:
         explore({"x": 0}, [processes[0], Process("takes", takes, may_die=True)], must_end=True)
 
 
-def test_what_the_dead_had_stored_still_arrives_before_its_death_is_known() -> None:
+def test_stores_of_a_dead_process_arrive_before_its_death() -> None:
     def dies() -> Step:
         yield store("x", 1)
         yield load("x")

@@ -672,7 +672,7 @@ def two_evict(mutation: str = "") -> Scene:
 
 
 @pytest.mark.parametrize("model", [*tiers.only_in_all("sc", "tso"), "weak"])
-def test_what_two_have_chosen_goes_once(model: str) -> None:
+def test_value_chosen_by_two_evictions_is_evicted_once(model: str) -> None:
     two_evict().holds(200, model)
 
 

@@ -14,18 +14,7 @@ from penstock.bridge import BridgeRefused, LinkSpec
 from penstock.bridge.handshake import ConnectorHandshake, Handshake, ListenerHandshake
 from penstock.bridge.liveness import Liveness
 from tests import tiers
-from tests.model.explorer import (
-    Process,
-    Step,
-    View,
-    futex_wait,
-    futex_wake,
-    load,
-    must,
-    store,
-    until,
-    until_gone,
-)
+from tests.model.explorer import Process, Step, View, futex_wait, futex_wake, load, must, store, until, until_gone
 from tests.model.scene import ASLEEP, WAITS, Scene
 from tests.support.links import SECRET
 
@@ -257,9 +246,7 @@ def test_only_the_awaited_epoch_begins_when_two_epochs_connect(cut_new: int) -> 
     assert (began > 0) == (cut_new == whole[1]), "it begins with the last message"
 
 
-def test_handshake_without_epoch_check_lets_the_old_process_begin(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_handshake_without_epoch_check_lets_the_old_process_begin(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("penstock.bridge.handshake.differences", lambda here, there: [])
     connector, listener = sides(1, 2)
     for _ in steps(connector, listener):

@@ -223,7 +223,7 @@ def test_two_waiters_and_two_reapers_may_take_it_over_at_the_same_time() -> None
     lockers_of_whom_some_die(2, reapers=2).holds(10_000)
 
 
-def test_one_who_took_it_over_may_die_as_well() -> None:
+def test_process_that_took_a_lock_over_may_die() -> None:
     lockers_of_whom_some_die(3, reapers=0, faults=2).holds(10_000)
 
 

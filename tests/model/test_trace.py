@@ -12,12 +12,7 @@ from tests.model.explorer import Process, Step, fence, load, must, store
 from tests.model.scene import Scene
 
 EVENTS = 2
-MUTATIONS = [
-    "no fence before an event",
-    "the cursor first",
-    "the event that is being written counts",
-    "no second look",
-]
+MUTATIONS = ["no fence before an event", "the cursor first", "the event that is being written counts", "no second look"]
 
 
 def traced(mutation: str = "", events: int = 3) -> Scene:

@@ -17,7 +17,7 @@ MEMORY = {"scarce": 24, "plenty": 1000}  # blocks; the longest sample needs 16
 
 @pytest.mark.parametrize("depth", [1, 2])
 @pytest.mark.parametrize("seed", range(tiers.OUTPUTS_SEEDS))
-def test_every_sample_says_what_it_would_say_alone_and_ends_once(seed: int, depth: int) -> None:
+def test_sample_has_the_text_and_end_of_a_run_alone(seed: int, depth: int) -> None:
     chance = random.Random(1000 * depth + seed)
     memory, outputs = list(MEMORY)[seed % 2], 1 + seed // 2 % 2
     interval = (1, 1, 3, 20)[seed % 4]

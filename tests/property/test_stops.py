@@ -23,7 +23,7 @@ def plainly(text: str, free: int, stops: list[str], includes: bool) -> tuple[str
 @settings(max_examples=tiers.STOPS_EXAMPLES, deadline=None)
 @given(LETTERS, st.lists(st.integers(1, 9), max_size=40), STOPS, st.booleans(), st.integers(0, 6))
 @example("aab", [1, 1, 1], ["aab", "ab"], False, 0)
-def test_a_text_ends_where_the_plainest_search_ends_it_however_it_is_cut(
+def test_stop_strings_match_a_plain_search_however_a_text_is_cut(
     text: str, cuts: list[int], stops: list[str], includes: bool, least: int
 ) -> None:
     encoded = text.encode()

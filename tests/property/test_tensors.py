@@ -48,7 +48,7 @@ def same(actual: NDArray[Any], expected: NDArray[Any]) -> bool:
 
 @settings(max_examples=tiers.TENSORS_EXAMPLES)
 @given(view=views(), inline_nbytes=st.sampled_from((0, 64, 1 << 20)), as_torch=st.booleans())
-def test_what_comes_out_is_what_a_copy_would_be(view: NDArray[Any], inline_nbytes: int, as_torch: bool) -> None:
+def test_tensor_equals_a_plain_copy(view: NDArray[Any], inline_nbytes: int, as_torch: bool) -> None:
     with Store(1 << 17) as store:
         with Scope(store, inline_nbytes=inline_nbytes) as scope:
             handle = Handle.from_bytes(bytes(scope.put(view)))
@@ -94,7 +94,7 @@ def alike(actual: Any, expected: Any) -> bool:
 
 @settings(max_examples=tiers.TENSORS_EXAMPLES)
 @given(tree=trees)
-def test_a_tree_comes_back_as_it_was(tree: Any) -> None:
+def test_tree_of_tensors_is_equal_after_a_round_trip(tree: Any) -> None:
     planned = plan(tree)
     buffer = bytearray(planned.nbytes)
     planned.write(buffer)

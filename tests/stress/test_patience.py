@@ -47,7 +47,7 @@ def note_arrivals(talk: Connection, where: str, index: int) -> None:
 
 @pytest.mark.timeout(tiers.limit(120, soak=7200))
 @pytest.mark.parametrize("receivers", [1, 4, 16])
-def test_after_a_pause_a_burst_arrives_and_nobody_sleeps_on(zygote: Zygote, seed: int, receivers: int) -> None:
+def test_burst_after_a_pause_wakes_all_receivers(zygote: Zygote, seed: int, receivers: int) -> None:
     import random
 
     chance = random.Random(seed)
@@ -246,7 +246,7 @@ def wait_long(channel: Channel) -> None:
         assert time.process_time() - used < 0.1, "a receiver that waits uses a processor"
 
 
-def test_who_waits_for_nothing_costs_nothing() -> None:
+def test_idle_waiters_use_no_processor_time() -> None:
     with penstock.Ring() as ring, spawn(wait_long, ring) as process:
         process.join()
         assert process.exitcode == 0

@@ -28,12 +28,7 @@ from tests.support.tiny_models import END_OF_TURN, SPECIAL
 
 END = SPECIAL.index(END_OF_TURN)  # the end id
 VOCABULARY = len(SPECIAL) + 256
-PATTERNS = (
-    r"[1-9][0-9]{2,9}",
-    r"7(-[0-9]{2}){3,10}=(5|6|77)",
-    r"[ab]{1,40}(cd[0-9])?",
-    r"(x|yy|é){6}",
-)
+PATTERNS = (r"[1-9][0-9]{2,9}", r"7(-[0-9]{2}){3,10}=(5|6|77)", r"[ab]{1,40}(cd[0-9])?", r"(x|yy|é){6}")
 
 
 def write_byte_tokenizer(folder: Path, without: str = "") -> bytes:

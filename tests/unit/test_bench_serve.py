@@ -26,7 +26,7 @@ def test_no_server_is_asked_for_more_than_the_model_knows(config: dict[str, Any]
     assert longest(tmp_path) == tokens
 
 
-def test_what_is_no_model_is_said_before_anything_starts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_model_is_refused_before_servers_start(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "config.json").write_text("[]")
     for output, why in (("/nowhere", "got '/nowhere'"), (str(tmp_path), "config.json is invalid")):
         with pytest.raises(SystemExit) as ended:

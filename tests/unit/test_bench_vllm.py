@@ -17,8 +17,6 @@ from bench.vllm_cases.queues import MB, VIEWS
 from bench.vllm_cases.tables import ratio_to_better, spread
 from bench.vllm_cases.ways import AS_IT_IS, OURS, PARKING
 
-ROOT = Path(__file__).parent.parent.parent
-
 
 def rounds_of(key: str, **by_way: list[float]) -> Outcome:
     return Outcome({name.replace("_", "-"): [{key: value} for value in values] for name, values in by_way.items()})

@@ -75,7 +75,7 @@ def test_the_main_branch_is_compared_with_the_last_tag_before_it(repository: Rep
 
 
 @pytest.mark.parametrize("name", ["native/core.h", "native/new.h"])
-def test_what_is_not_committed_is_a_change(repository: Repository, name: str) -> None:
+def test_uncommitted_file_counts_as_a_change(repository: Repository, name: str) -> None:
     repository.git("tag", "v1")
     repository.commit("src/module.py", "one")
     assert repository.status("native") == UNCHANGED

@@ -128,7 +128,7 @@ def keys_of(value: Any) -> set[str]:
     return set()
 
 
-def test_everything_that_inspect_tells_is_explained() -> None:
+def test_names_of_inspect_are_explained() -> None:
     with penstock.Store(1 << 20) as store, penstock.Inbox(senders=2) as inbox:
         held = store.put(np.zeros(100_000, np.uint8), key=bytes(32))
         with inbox.open_sender() as first, inbox.open_sender() as second, inbox.open_receiver():

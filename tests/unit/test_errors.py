@@ -24,7 +24,7 @@ TREE = {
 }
 
 
-def test_the_tree_is_this_one_and_nothing_else() -> None:
+def test_tree_of_error_classes() -> None:
     result = {name: cls for name, cls in vars(errors).items() if isinstance(cls, type) and issubclass(cls, Exception)}
     assert {name: cls.__bases__ for name, cls in result.items()} == TREE
 
@@ -49,7 +49,7 @@ def test_a_time_out_is_also_pythons_own() -> None:
         receiver.receive(timeout=0)
 
 
-def test_everything_that_the_package_hands_out_is_there() -> None:
+def test_public_names_exist_and_are_sorted() -> None:
     for module in (penstock, lowlevel):
         for name in module.__all__:
             assert getattr(module, name) is not None

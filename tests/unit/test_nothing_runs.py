@@ -97,7 +97,7 @@ def frames(bomb: bytes) -> list[bytes]:
     return out
 
 
-def test_payloads_of_others_do_nothing(tmp_path: Path) -> None:
+def test_pickled_payloads_are_not_executed(tmp_path: Path) -> None:
     struck = tmp_path / "struck"
     payloads = [pickle.dumps(Bomb(struck), protocol) for protocol in range(6)]
     code = compile(f"import os; os.mkdir({str(struck)!r})", "bomb", "exec")

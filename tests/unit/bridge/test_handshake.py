@@ -59,10 +59,7 @@ def specs() -> tuple[LinkSpec, LinkSpec]:
     away = replace(
         home,
         name="node 1",
-        channels=[
-            InboundChannel("steps", Ring(Step)),
-            OutboundChannel("replies", Inbox(senders=2)),
-        ],
+        channels=[InboundChannel("steps", Ring(Step)), OutboundChannel("replies", Inbox(senders=2))],
         words=[OutboundWords("row", words)],
         info=b"from away",
     )
@@ -91,7 +88,7 @@ def both(home: LinkSpec, away: LinkSpec, secret: bytes = SECRET) -> dict[str, st
     return shake(ListenerHandshake([home], SECRET), ConnectorHandshake(away, secret))
 
 
-def test_two_sides_that_fit_introduce_themselves() -> None:
+def test_handshake_succeeds_between_sides_that_fit() -> None:
     home, away = specs()
     times = itertools.count(1_000, 10)
     listener = ListenerHandshake([home], SECRET, clock=lambda: next(times) + 5_000)
@@ -150,7 +147,7 @@ def test_mismatched_sides_refuse_each_other_with_the_differences(
     assert "the listener refuses: " in refused["connector"] and reason in refused["connector"]
 
 
-def test_another_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_handshake_refuses_another_build(monkeypatch: pytest.MonkeyPatch) -> None:
     home, away = specs()
     listener = ListenerHandshake([home], SECRET)
     connector = ConnectorHandshake(away, SECRET)
@@ -170,7 +167,7 @@ def test_another_build_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         listener.receive(connector.outbox.pop(0))
 
 
-def test_values_cross_only_where_both_sides_say_so() -> None:
+def test_handshake_refuses_sides_that_disagree_on_values() -> None:
     home, away = specs()
     with Store(1 << 20) as store:
         refused = both(replace(home, values=StoreValues(store)), away)
@@ -183,14 +180,14 @@ def test_many_differences_are_cut_short() -> None:
     assert "and 28 more" in refused["listener"] and len(refused["listener"]) < 1000
 
 
-def test_a_link_that_is_not_awaited_is_refused_with_those_that_are() -> None:
+def test_unexpected_link_is_refused_with_the_expected_links() -> None:
     home, away = specs()
     refused = both(home, replace(away, link="group 7"))
     assert "link 'group 7' of 'node 1' is not awaited here, but 'group 2'" in refused["listener"]
     assert refused["listener"] in refused["connector"]
 
 
-def test_a_listener_of_several_links_takes_the_one_that_is_named() -> None:
+def test_listener_of_several_links_accepts_by_name() -> None:
     home, away = specs()
     listener = ListenerHandshake([replace(home, link="group 1"), home], SECRET)
     assert shake(listener, ConnectorHandshake(away, SECRET)) == {}
@@ -198,7 +195,7 @@ def test_a_listener_of_several_links_takes_the_one_that_is_named() -> None:
 
 
 # ── strangers ──
-def test_wrong_secret_is_refused_before_the_listener_says_what_it_is() -> None:
+def test_wrong_secret_is_refused_before_the_listener_identifies_itself() -> None:
     home, away = specs()
     listener = ListenerHandshake([home], SECRET)
     connector = ConnectorHandshake(away, bytes(32))
@@ -253,10 +250,7 @@ def _with_flipped_byte(home: LinkSpec, away: LinkSpec, number: int, place: int) 
 
 
 def _transcript(
-    home: LinkSpec,
-    away: LinkSpec,
-    flip: tuple[int, int] | None,
-    sides: tuple[Handshake, Handshake] | None = None,
+    home: LinkSpec, away: LinkSpec, flip: tuple[int, int] | None, sides: tuple[Handshake, Handshake] | None = None
 ) -> list[bytes]:
     """The messages in their order; one of them with a changed byte."""
     listener, connector = sides or (ListenerHandshake([home], SECRET), ConnectorHandshake(away, SECRET))

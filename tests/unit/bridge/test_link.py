@@ -62,7 +62,7 @@ def test_a_frame_of_any_length_passes(nbytes: int) -> None:
             assert receiver.receive(10) == frame + last
 
 
-def test_buffers_pass_and_are_views_of_the_pool_over_there() -> None:
+def test_forwarded_buffers_are_views_of_the_remote_pool() -> None:
     source, target = Ring(Buffer), Ring(Buffer)
     with running(*one_way(source, target)), source.open_sender() as sender, target.open_receiver() as receiver:
         sender.send(b"x" * 1_000_000)
@@ -117,7 +117,7 @@ def test_both_sides_return_when_all_channels_have_ended() -> None:
         assert home.outcome() == away.outcome() == "all channels have ended"
 
 
-def test_a_channel_that_has_ended_ends_over_there_and_the_others_go_on() -> None:
+def test_end_of_a_channel_is_forwarded_and_other_channels_go_on() -> None:
     first, second, third, fourth = Ring(), Ring(), Ring(), Ring()
     home = replace(LINK, channels=[OutboundChannel("a", first), OutboundChannel("b", second)])
     away = replace(LINK, channels=[InboundChannel("b", fourth), InboundChannel("a", third)])

@@ -36,7 +36,7 @@ def raw(spec: LinkSpec = LINK) -> tuple[RunningLink, socket.socket]:
 
 
 # ── the connection ──
-def test_a_side_whose_connection_ends_without_a_word_has_been_killed() -> None:
+def test_connection_that_ends_without_a_goodbye_is_a_kill() -> None:
     running_link, connection = raw()
     connection.close()
     death = running_link.death()
@@ -45,7 +45,7 @@ def test_a_side_whose_connection_ends_without_a_word_has_been_killed() -> None:
     running_link.end()
 
 
-def test_a_side_that_says_nothing_for_too_long_is_dead_and_is_told_so() -> None:
+def test_silent_side_is_dead_and_gets_the_reason() -> None:
     running_link, connection = raw()
     began = time.monotonic()
     death = running_link.death()
@@ -75,7 +75,7 @@ def test_a_side_that_reads_but_does_not_send_is_silent_too() -> None:
     running_link.end()
 
 
-def test_a_side_that_is_not_heard_is_told_so_by_the_other_one() -> None:
+def test_side_whose_packets_are_lost_gets_the_reason() -> None:
     running_link, connection = raw()
     connection.sendall(packet(packets.FATAL, 0, 0, bytes([0]) + b"0.3 s"))
     death = running_link.death()
@@ -112,13 +112,10 @@ def test_any_byte_is_a_sign_of_life() -> None:
         (packet(packets.VALUE_PART, 0, 0, b"x"), "no values cross this link"),
         (packet(packets.DEATH, 0, 0, b"xyz"), "a death came that is none"),
         (packet(packets.FATAL, 0, 0, b"\x09x"), "the link ends for a reason 9: there are 4"),
-        (
-            packet(packets.BYE, 0, 0) + packet(packets.END, 0, 0),
-            "a packet of kind 5 came after its last one",
-        ),
+        (packet(packets.BYE, 0, 0) + packet(packets.END, 0, 0), "a packet of kind 5 came after its last one"),
     ],
 )
-def test_a_side_that_breaks_the_protocol_ends_the_link_and_is_told_why(packet: bytes, how: str) -> None:
+def test_protocol_error_ends_the_link_with_its_reason(packet: bytes, how: str) -> None:
     running_link, connection = raw()
     connection.sendall(packet)
     connection.settimeout(5)
@@ -157,7 +154,7 @@ def test_frames_that_do_not_fit_a_lane_break_the_protocol() -> None:
 
 
 @pytest.mark.parametrize("kind", sorted(SIZES))
-def test_a_connection_that_is_cut_within_a_packet_delivers_nothing_of_it(kind: int) -> None:
+def test_packet_that_is_cut_off_is_not_delivered(kind: int) -> None:
     """The prefix of what was sent arrives, whole frames only; a frame that has come in part has never been."""
     target = Ring()
     home, away = joined(*reversed(one_way(Ring(), target)))

@@ -78,7 +78,7 @@ def test_a_long_frame_for_a_full_channel_waits_aside_and_heartbeats_pass() -> No
         sending.join()
 
 
-def test_frames_of_other_channels_go_before_the_pieces_of_a_long_one() -> None:
+def test_short_frames_pass_between_parts_of_a_long_frame() -> None:
     """However long it takes until the wire has taken the long frame."""
     queue, stats = PacketQueue(), LinkStats()
     long, short = Ring(), Ring()
@@ -105,7 +105,7 @@ def test_frames_of_other_channels_go_before_the_pieces_of_a_long_one() -> None:
         lane.close()
 
 
-def test_senders_of_an_inbox_wait_for_their_credit_and_none_is_forgotten() -> None:
+def test_inbox_senders_without_credit_are_served_later() -> None:
     source, target = Inbox(senders=3, capacity=1 << 12), Inbox(senders=3, capacity=1 << 12)
     home = replace(QUICK, channels=[OutboundChannel("frames", source)])
     away = replace(

@@ -62,7 +62,7 @@ def test_a_link_begins_at_any_free_port(listener: Listener) -> None:
         assert not listener.refusals
 
 
-def test_the_side_that_connects_waits_for_one_that_listens() -> None:
+def test_connector_waits_for_a_listener() -> None:
     with Listener(HERE, secret=SECRET) as first:
         address = first.address
     links: list[Link] = []
@@ -105,7 +105,7 @@ def test_strangers_are_refused_with_a_reason_and_the_node_connects(listener: Lis
         assert "127.0.0.1:" in listener.last_refusal
 
 
-def test_silent_strangers_hold_nobody_up_and_are_dropped(listener: Listener) -> None:
+def test_silent_strangers_delay_no_link_and_are_dropped(listener: Listener) -> None:
     with socket.create_connection(listener.address) as silent:
         accepting = Accepting(listener, HOME)
         assert silent.recv(1) == b"", "it is closed after a while"
@@ -129,7 +129,7 @@ def test_stranger_announcing_a_long_message_is_refused_before_reading(listener: 
         assert "expected a message of up to 256 bytes, got one of 1073741824" in listener.last_refusal
 
 
-def test_a_listener_awaits_several_links_and_says_which_has_come(listener: Listener) -> None:
+def test_listener_returns_the_name_of_the_accepted_link(listener: Listener) -> None:
     other = replace(HOME, link="group 1")
     accepting = Accepting(listener, HOME, other)
     with connect(listener.address, replace(AWAY, link="group 1"), secret=SECRET), accepting.link() as home:
@@ -141,7 +141,7 @@ def test_a_listener_awaits_several_links_and_says_which_has_come(listener: Liste
         pass
 
 
-def test_a_connection_that_goes_in_the_handshake_is_no_end_of_it(listener: Listener) -> None:
+def test_listener_goes_on_after_a_connection_lost_in_the_handshake(listener: Listener) -> None:
     accepting = Accepting(listener, HOME)
     socket.create_connection(listener.address).close()
     with connect(listener.address, AWAY, secret=SECRET), accepting.link():

@@ -85,7 +85,7 @@ def test_packets_arrive_as_they_were_put_however_the_bytes_are_cut(sizes: list[i
     assert (queue.nbytes_sent, reader.nbytes) == (total, total)
 
 
-def test_pieces_are_read_into_their_places() -> None:
+def test_parts_are_read_into_their_buffers() -> None:
     queue, wire, recorder = PacketQueue(), CutWire([100_000]), Recorder()
     reader = PacketReader(recorder)
     pieces = [bytes([number]) * MAX_PAYLOAD for number in range(3)]
@@ -99,7 +99,7 @@ def test_pieces_are_read_into_their_places() -> None:
     assert recorder.placed_nbytes == 3 * MAX_PAYLOAD + len(b"short")
 
 
-def test_the_end_of_the_connection_is_seen_after_the_last_packet() -> None:
+def test_end_of_the_connection_is_reported_after_the_last_packet() -> None:
     queue, wire, recorder = PacketQueue(), CutWire([1 << 20]), Recorder()
     reader = PacketReader(recorder)
     assert reader.read(wire) is False

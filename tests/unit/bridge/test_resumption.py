@@ -489,7 +489,7 @@ def test_rewinding_before_an_acknowledgement_is_an_error() -> None:
         queue.rewind(0)
 
 
-def test_acknowledgement_of_what_was_not_sent_is_an_error() -> None:
+def test_acknowledgement_of_an_unsent_packet_is_an_error() -> None:
     for nbytes in (1, 12, 14, 1 << 40):
         queue, wire = PacketQueue(), CutWire([1 << 20])
         queue.put(packets.FRAME, payload=b"frame")

@@ -61,7 +61,7 @@ def test_a_value_is_pulled_into_the_store_of_the_node_that_asks() -> None:
         puller.close()
 
 
-def test_a_value_that_is_here_does_not_cross() -> None:
+def test_value_already_in_the_local_store_is_not_pulled() -> None:
     with two_nodes() as nodes:
         puller = nodes.puller(0)
         nodes.away.put(b"here", key=bytes(32)).release()
@@ -71,7 +71,7 @@ def test_a_value_that_is_here_does_not_cross() -> None:
         puller.close()
 
 
-def test_a_value_crosses_once_however_many_ask_for_it() -> None:
+def test_value_is_pulled_once_for_many_readers() -> None:
     with two_nodes() as nodes:
         pixels = np.arange(1 << 21)
         nodes.home.put(pixels, key=bytes(32)).release()
@@ -113,7 +113,8 @@ def test_a_value_without_room_is_refused_and_the_link_goes_on() -> None:
         puller.close()
 
 
-def test_a_value_that_another_process_is_writing_here_is_waited_for() -> None:
+@pytest.mark.parametrize(("is_committed", "expected"), [(True, 9), (False, 7)], ids=["committed", "abandoned"])
+def test_pull_waits_for_a_local_writer_of_the_value(is_committed: bool, expected: int) -> None:
     with two_nodes() as nodes:
         puller = nodes.puller(0)
         nodes.home.put(np.full(1000, 7), key=bytes(32)).release()
@@ -122,31 +123,17 @@ def test_a_value_that_another_process_is_writing_here_is_waited_for() -> None:
         asking = threading.Thread(target=lambda: results.append(int(puller.get(bytes(32)).value()[0])))
         asking.start()
         eventually(lambda: nodes.links[0].link.stats().values_declined == 1)
-        value = loan.value()
-        value[:] = 9
-        del value
-        loan.commit().release()
+        if is_committed:
+            loan.value()[:] = 9
+            loan.commit().release()
+        else:
+            loan.abandon()
         asking.join(5)
-        assert results == [9]
+        assert results == [expected]
         puller.close()
 
 
-def test_a_value_whose_writer_here_gives_up_is_pulled_again() -> None:
-    with two_nodes() as nodes:
-        puller = nodes.puller(0)
-        nodes.home.put(np.full(1000, 7), key=bytes(32)).release()
-        loan = nodes.away.loan(bytes(32), Empty(1000, "int64"))
-        results: list[int] = []
-        asking = threading.Thread(target=lambda: results.append(int(puller.get(bytes(32)).value()[0])))
-        asking.start()
-        eventually(lambda: nodes.links[0].link.stats().values_declined == 1)
-        loan.abandon()
-        asking.join(5)
-        assert results == [7]
-        puller.close()
-
-
-def test_an_answer_that_came_too_late_is_not_taken_for_the_next_one() -> None:
+def test_late_answer_is_not_mistaken_for_the_next_answer() -> None:
     pulls = PullChannels.open(1)
     with Store(1 << 20) as home, Store(1 << 20) as away:
         home.put(b"one", key=bytes([1]) * 32).release()

@@ -39,7 +39,7 @@ def test_words_are_mirrored_when_they_change() -> None:
         assert links[0].link.stats().nbytes_sent - sent < 200, "only what has changed"
 
 
-def test_only_the_places_that_are_named_are_written() -> None:
+def test_word_mirror_writes_only_the_named_words() -> None:
     source, mirror = words(4), words(4)
     source[0], source[1], source[3] = 1, 2, 4
     home = replace(LINK, words=[InboundWords("row", mirror, places=[1, 3])])

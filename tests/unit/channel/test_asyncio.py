@@ -83,7 +83,7 @@ async def test_async_receiver_gets_what_an_async_sender_sends(sender: AsyncSende
 
 
 @over_a_ring()
-async def test_a_pipe_that_a_loop_refused_is_added_by_the_next_wait(
+async def test_next_wait_adds_the_pipe_that_a_loop_refused(
     sender: AsyncSender, receiver: AsyncReceiver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*_: object) -> None:
@@ -131,7 +131,7 @@ async def test_a_sender_that_waits_for_memory_is_woken_when_a_view_is_released(
 
 
 @over_a_ring()
-async def test_nowait_says_that_there_is_nothing_or_no_room(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+async def test_nowait_raises_when_no_record_or_no_room(sender: AsyncSender, receiver: AsyncReceiver) -> None:
     with pytest.raises(WouldBlock):
         receiver.receive_nowait()
     await sender.send(b"x")
@@ -142,7 +142,7 @@ async def test_nowait_says_that_there_is_nothing_or_no_room(sender: AsyncSender,
 
 
 @pytest.mark.parametrize("timeout", [0, -1, 0.001, 0.05])
-def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: float) -> None:
+def test_async_timeout_has_the_text_of_the_synchronous_timeout(timeout: float) -> None:
     async def work(sender: AsyncSender, receiver: AsyncReceiver) -> None:
         started = time.monotonic()
         with pytest.raises(Timeout, match="no record for receiver 0 of 'ring' within"):
@@ -158,7 +158,7 @@ def test_a_deadline_is_kept_and_says_what_the_synchronous_one_says(timeout: floa
 
 
 @over_a_ring()
-async def test_a_record_that_is_there_comes_even_after_the_deadline(
+async def test_record_that_waits_is_received_with_a_passed_deadline(
     sender: AsyncSender, receiver: AsyncReceiver
 ) -> None:
     await sender.send(b"there")
@@ -167,7 +167,7 @@ async def test_a_record_that_is_there_comes_even_after_the_deadline(
 
 
 @over_a_ring()
-async def test_a_deadline_from_outside_loses_no_record(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+async def test_asyncio_wait_for_loses_no_record(sender: AsyncSender, receiver: AsyncReceiver) -> None:
     for number in range(50):
         with pytest.raises(asyncio.TimeoutError):
             await asyncio.wait_for(receiver.receive(), 0.001)
@@ -176,7 +176,7 @@ async def test_a_deadline_from_outside_loses_no_record(sender: AsyncSender, rece
 
 
 @over_a_ring()
-async def test_cancelling_at_any_moment_loses_no_record_and_doubles_none(
+async def test_cancellation_at_any_moment_loses_and_repeats_no_record(
     sender: AsyncSender, receiver: AsyncReceiver, seed: int
 ) -> None:
     import random
@@ -230,9 +230,7 @@ async def test_a_deadline_holds_while_another_task_is_in_the_end(sender: AsyncSe
 
 
 @over_a_ring()
-async def test_a_cancelled_send_sends_nothing_and_the_next_one_goes(
-    sender: AsyncSender, receiver: AsyncReceiver
-) -> None:
+async def test_cancelled_send_sends_no_record(sender: AsyncSender, receiver: AsyncReceiver) -> None:
     count = await fill(sender)
     for _ in range(20):
         waiting = asyncio.create_task(sender.send(b"cancelled" * 100))
@@ -249,9 +247,7 @@ async def test_a_cancelled_send_sends_nothing_and_the_next_one_goes(
 
 
 @over_a_ring()
-async def test_tasks_share_an_end_and_each_record_goes_to_one_of_them(
-    sender: AsyncSender, receiver: AsyncReceiver
-) -> None:
+async def test_record_goes_to_one_of_the_tasks_that_share_an_end(sender: AsyncSender, receiver: AsyncReceiver) -> None:
     async def consume() -> list[bytes]:
         return [record async for record in receiver]
 
@@ -263,9 +259,7 @@ async def test_tasks_share_an_end_and_each_record_goes_to_one_of_them(
 
 
 @over_a_ring()
-async def test_tasks_that_wait_are_served_in_the_order_in_which_they_came(
-    sender: AsyncSender, receiver: AsyncReceiver
-) -> None:
+async def test_waiting_tasks_are_served_in_order_of_arrival(sender: AsyncSender, receiver: AsyncReceiver) -> None:
     for _ in range(5):
         receiving = [asyncio.create_task(receiver.receive()) for _ in range(5)]
         await waits(receiving[-1])
@@ -310,7 +304,7 @@ async def test_closing_an_end_ends_the_waits_of_its_own_tasks(
 
 
 @over_a_ring()
-async def test_the_other_sides_close_ends_a_full_send(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+async def test_close_of_the_receiver_ends_a_waiting_async_send(sender: AsyncSender, receiver: AsyncReceiver) -> None:
     await fill(sender)
     waiting = asyncio.create_task(sender.send(b"x" * 960))
     await waits(waiting)
@@ -319,7 +313,7 @@ async def test_the_other_sides_close_ends_a_full_send(sender: AsyncSender, recei
         await waiting
 
 
-def test_the_same_ends_serve_one_loop_after_another() -> None:
+def test_ends_serve_several_loops_one_after_another() -> None:
     channel = new_ring()
     sender, receiver = channel.open_async_sender(), channel.open_async_receiver()
 
@@ -363,7 +357,7 @@ def test_loop_stopped_while_an_end_waits_leaves_the_next_loop_working() -> None:
 
 
 @over_a_ring()
-async def test_an_idle_loop_costs_nothing_and_no_thread(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+async def test_idle_loop_uses_no_processor_time_and_no_thread(sender: AsyncSender, receiver: AsyncReceiver) -> None:
     threads = len(os.listdir("/proc/self/task"))
     waiting = asyncio.create_task(receiver.receive())
     await waits(waiting)
@@ -402,8 +396,8 @@ def test_a_waiting_loop_is_woken_from_another_thread_soon() -> None:
     soon(measure, 0.02)
 
 
-@over_a_ring()
-async def test_a_waiting_end_is_seen_from_outside(sender: AsyncSender, receiver: AsyncReceiver) -> None:
+@in_a_loop
+async def test_waiting_async_end_is_in_the_snapshot() -> None:
     channel = penstock.Ring()
     async with channel.open_async_receiver() as waiting_end:
         task = asyncio.create_task(waiting_end.receive())
@@ -416,7 +410,7 @@ async def test_a_waiting_end_is_seen_from_outside(sender: AsyncSender, receiver:
 
 
 # ── with other processes ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_synchronous_sender_elsewhere_and_an_asynchronous_receiver_here() -> None:
+def test_async_receiver_reads_records_of_another_process() -> None:
     source = """
         with penstock.attach(sys.argv[1]).open_sender() as sender:
             for number in range(1500):
@@ -439,7 +433,7 @@ def test_a_synchronous_sender_elsewhere_and_an_asynchronous_receiver_here() -> N
         assert other.end() == 0
 
 
-def test_an_asynchronous_echo_elsewhere_answers_a_synchronous_one_here() -> None:
+def test_async_echo_of_another_process_answers() -> None:
     source = """
         import asyncio
 
@@ -464,7 +458,7 @@ def test_an_asynchronous_echo_elsewhere_answers_a_synchronous_one_here() -> None
         assert other.end() == 0
 
 
-def test_a_senders_death_ends_a_wait_within_a_tenth_of_a_second() -> None:
+def test_death_of_the_sender_ends_an_async_wait_within_100_ms() -> None:
     source = """
         sender = penstock.attach(sys.argv[1]).open_sender(name="victim")
         sender.send(b"ready")
@@ -492,7 +486,7 @@ def test_a_senders_death_ends_a_wait_within_a_tenth_of_a_second() -> None:
     soon(measure)
 
 
-def test_a_receivers_death_ends_a_full_send() -> None:
+def test_death_of_the_receiver_ends_a_waiting_async_send() -> None:
     source = """
         receiver = penstock.attach(sys.argv[1]).open_receiver(name="victim")
         say("ready")
@@ -519,7 +513,7 @@ def test_a_receivers_death_ends_a_full_send() -> None:
 
 
 @in_a_loop
-async def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -> None:
+async def test_each_async_receiver_of_a_broadcast_gets_each_record() -> None:
     channel = penstock.Broadcast(receivers=16, capacity=4096, long_records=SMALL_POOL)
     async with channel.open_async_sender() as sender, contextlib.AsyncExitStack() as ends:
         receivers = [await ends.enter_async_context(channel.open_async_receiver()) for _ in range(16)]
@@ -536,7 +530,7 @@ async def test_many_asynchronous_receivers_of_a_broadcast_all_get_everything() -
 
 
 @in_a_loop
-async def test_many_asynchronous_senders_of_an_inbox_are_all_heard() -> None:
+async def test_inbox_gets_the_records_of_each_async_sender() -> None:
     channel = penstock.Inbox(senders=8, capacity=4096)
     async with channel.open_async_receiver() as receiver, contextlib.AsyncExitStack() as ends:
         senders = [await ends.enter_async_context(channel.open_async_sender()) for _ in range(8)]
@@ -581,7 +575,7 @@ def test_a_child_of_fork_has_none_of_its_parents_ends() -> None:
 
 
 @in_a_loop
-async def test_ends_that_are_dropped_leave_nothing_with_the_loop() -> None:
+async def test_dropped_async_ends_leave_no_descriptor() -> None:
     before = len(os.listdir("/proc/self/fd"))
     for _ in range(10):
         channel = new_ring()
@@ -693,7 +687,7 @@ async def test_end_that_is_dropped_in_a_running_loop_has_died(end: str, has_wait
 
 
 @in_a_loop
-async def test_task_that_waits_in_an_end_is_not_garbage() -> None:
+async def test_waiting_task_keeps_its_end_from_garbage_collection() -> None:
     ring = new_ring()
     sender = ring.open_sender()
     actual: list[bytes] = []

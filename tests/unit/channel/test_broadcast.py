@@ -42,7 +42,7 @@ def test_sixty_four_receivers_share_one_copy_of_a_long_record() -> None:
         assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
-def test_the_slowest_receiver_is_the_one_that_is_named() -> None:
+def test_timeout_names_the_slowest_receiver() -> None:
     with broadcast(3) as (sender, receivers):
         for _ in range(4):
             sender.send(b"x" * 960)
@@ -73,7 +73,7 @@ def test_other_receivers_read_while_the_slowest_blocks_the_sender() -> None:
         assert reading.receive(timeout=1) == b"more"
 
 
-def test_an_expected_receiver_that_is_absent_has_its_records_kept() -> None:
+def test_records_wait_for_an_expected_receiver_that_is_absent() -> None:
     channel = penstock.Broadcast(receivers=2, capacity=4096)
     with channel.open_sender() as sender, channel.open_receiver() as first:
         for _ in range(4):
@@ -87,7 +87,7 @@ def test_an_expected_receiver_that_is_absent_has_its_records_kept() -> None:
             assert first.receive(timeout=1) == second.receive(timeout=1) == b"y"
 
 
-def test_places_are_given_by_number_or_first_come() -> None:
+def test_ends_are_opened_by_index_or_in_order() -> None:
     channel = penstock.Broadcast(receivers=3)
     with channel.open_receiver(1) as receiver, channel.open_receiver() as zero, channel.open_receiver() as two:
         assert (zero.index, receiver.index, two.index) == (0, 1, 2)
@@ -99,22 +99,7 @@ def test_places_are_given_by_number_or_first_come() -> None:
 
 
 # ── waiting for the receivers ────────────────────────────────────────────────────────────────────────────────────────
-def test_a_channel_waits_until_each_of_its_receivers_was_opened() -> None:
-    with penstock.Broadcast(receivers=3, name="steps") as channel, channel.open_sender():
-        receivers = [channel.open_receiver(0)]
-        with thread(lambda: channel.wait_for_receivers(timeout=20)) as waiting:
-            time.sleep(0.05)
-            assert waiting.is_alive()
-            receivers.append(channel.open_receiver(2))
-            time.sleep(0.05)
-            assert waiting.is_alive()
-            receivers.append(channel.open_receiver(1))
-            assert waiting.ended().error is None
-        for receiver in receivers:
-            receiver.close()
-
-
-def test_a_channel_whose_receivers_are_there_is_not_waited_for() -> None:
+def test_wait_for_receivers_returns_at_once_when_all_were_opened() -> None:
     for channel in (penstock.Ring(), penstock.Broadcast(receivers=3), penstock.Inbox(senders=2)):
         receivers = [channel.open_receiver() for _ in range(channel.receivers)]
         for timeout in (0, 1, None):
@@ -125,7 +110,7 @@ def test_a_channel_whose_receivers_are_there_is_not_waited_for() -> None:
             receiver.close()
 
 
-def test_the_receivers_that_did_not_come_in_time_are_named() -> None:
+def test_wait_for_receivers_names_the_missing_receivers() -> None:
     with penstock.Broadcast(receivers=4, name="steps") as channel:
         receivers = [channel.open_receiver(index) for index in (1, 2)]
         for timeout, text in ((0, "0"), (0.05, "0.05")):
@@ -137,7 +122,7 @@ def test_the_receivers_that_did_not_come_in_time_are_named() -> None:
             receiver.close()
 
 
-def test_receivers_of_other_processes_are_waited_for() -> None:
+def test_wait_for_receivers_waits_for_other_processes() -> None:
     source = """
         channel = penstock.attach(sys.argv[1])
         say("attached")
@@ -162,7 +147,7 @@ def test_receivers_of_other_processes_are_waited_for() -> None:
             assert (item.hear(), other.hear()) == ("to both", "to both")
 
 
-def test_a_receiver_that_comes_late_gets_what_is_sent_from_then_on() -> None:
+def test_late_receiver_gets_records_sent_after_its_opening() -> None:
     with penstock.Broadcast(receivers=2) as channel, channel.open_sender() as sender, channel.open_receiver() as stays:
         with channel.open_receiver() as leaves:
             sender.send(b"1")

@@ -117,7 +117,7 @@ def test_a_channel_without_a_type_carries_bytes(cls: type[Channel[Any]]) -> None
     ],
     ids=lambda type: f"{type!r:.60}",
 )
-def test_a_type_that_no_channel_carries_is_refused_with_those_that_it_does(type: Any) -> None:
+def test_unsupported_type_is_refused_with_the_supported_types(type: Any) -> None:
     accepted = "expected bytes, Buffer, a subclass of msgspec.Struct or a union of subclasses (Step | Stop), got "
     for cls in CLASSES:
         with pytest.raises(TypeError, match=re.escape(accepted + repr(type)[:100])):
@@ -195,7 +195,7 @@ def test_refused_attach_leaves_descriptor_and_channel_unchanged() -> None:
             assert channel.open_receiver().receive(timeout=5) == Step(1)
 
 
-def test_what_is_no_channel_cannot_be_attached_as_one() -> None:
+def test_attach_with_a_type_refuses_stores_pools_and_segments() -> None:
     for shared in (
         penstock.Store(4096, name="other"),
         Pool.create(4096, name="other"),

@@ -71,7 +71,7 @@ def test_parked_receiver_gets_its_senders_death_within_100_ms() -> None:
     soon(measure)
 
 
-def test_the_signal_is_named_of_a_peer_that_ended_before_it_was_watched() -> None:
+def test_signal_of_a_peer_that_ended_before_the_watch_is_named() -> None:
     with (
         penstock.Ring() as channel,
         victim(channel, "sender") as other,
@@ -83,7 +83,7 @@ def test_the_signal_is_named_of_a_peer_that_ended_before_it_was_watched() -> Non
             assert channel.peers()[0].how == "killed by SIGKILL"
 
 
-def test_what_a_dead_sender_had_sent_is_read_before_its_death_is_told() -> None:
+def test_records_of_a_dead_sender_are_received_before_its_death() -> None:
     with penstock.Ring() as channel, channel.open_receiver() as receiver, victim(channel, "sender") as other:
         for number in range(5):
             tell(other, "send", number)
@@ -150,7 +150,7 @@ def is_reaped(channel: Channel[bytes]) -> bool:
     return {peer["name"]: peer["state"] for peer in channel.snapshot()["peers"]}["victim"] == "dead"
 
 
-def test_a_place_that_was_its_dead_senders_is_free_for_another() -> None:
+def test_end_of_a_dead_sender_can_be_opened_by_another() -> None:
     channel = penstock.Ring()
     with victim(channel, "sender") as other, channel.open_receiver():
         with pytest.raises(ValueError, match=rf"'victim' \(pid {other.pid}\)"):
@@ -161,7 +161,7 @@ def test_a_place_that_was_its_dead_senders_is_free_for_another() -> None:
             assert sender.index == 0
 
 
-def test_an_inbox_tells_each_death_once_and_goes_on_with_the_others() -> None:
+def test_inbox_reports_each_death_once_and_goes_on() -> None:
     channel = penstock.Inbox(senders=4)
     with channel.open_receiver() as receiver, channel.open_sender(0) as alive, contextlib.ExitStack() as others:
         victims = [others.enter_context(victim(channel, "sender")) for _ in range(3)]
@@ -187,7 +187,7 @@ def test_an_inbox_tells_each_death_once_and_goes_on_with_the_others() -> None:
             receiver.receive(timeout=5)
 
 
-def test_senders_that_never_pause_do_not_keep_a_death_from_the_receiver() -> None:
+def test_busy_senders_do_not_delay_the_report_of_a_death() -> None:
     channel = penstock.Inbox(senders=2)
     with channel.open_receiver() as receiver, channel.open_sender(0) as alive, victim(channel, "sender") as other:
         for number in range(3):
@@ -205,7 +205,7 @@ def test_senders_that_never_pause_do_not_keep_a_death_from_the_receiver() -> Non
         assert len(records) <= 10  # the dead one's, and as many of the other's in turn
 
 
-def test_an_inbox_that_ignores_deaths_goes_on_without_a_word() -> None:
+def test_inbox_that_ignores_deaths_reports_none() -> None:
     channel = penstock.Inbox(senders=2, on_sender_death="ignore")
     with channel.open_receiver() as receiver, channel.open_sender(0) as alive, victim(channel, "sender") as other:
         tell(other, "send last words")
@@ -240,7 +240,7 @@ def test_parked_sender_gets_its_receivers_death_within_100_ms() -> None:
     soon(measure)
 
 
-def test_a_sender_that_waits_for_memory_is_told_of_the_holders_death() -> None:
+def test_death_of_the_holder_ends_a_wait_for_memory() -> None:
     with penstock.Ring(long_records=SMALL_POOL) as channel, channel.open_sender() as sender:
         with victim(channel, "receiver") as other:
             sender.send(bytes(700_000))
@@ -252,7 +252,7 @@ def test_a_sender_that_waits_for_memory_is_told_of_the_holders_death() -> None:
             assert channel.snapshot()["pool"][0]["blocks"] == 0
 
 
-def test_a_broadcast_tells_each_death_once_and_goes_on_with_the_others() -> None:
+def test_broadcast_reports_each_death_once_and_goes_on() -> None:
     channel = penstock.Broadcast(receivers=3, capacity=4096)
     with channel.open_sender() as sender, channel.open_receiver(0) as alive, contextlib.ExitStack() as others:
         victims = [others.enter_context(victim(channel, "receiver")) for _ in range(2)]
@@ -275,7 +275,7 @@ def test_a_broadcast_tells_each_death_once_and_goes_on_with_the_others() -> None
         assert sorted(output) == sorted(other.pid for other in victims)
 
 
-def test_a_broadcast_that_ignores_deaths_goes_on_without_a_word() -> None:
+def test_broadcast_that_ignores_deaths_reports_none() -> None:
     channel = penstock.Broadcast(receivers=2, capacity=4096, on_receiver_death="ignore")
     with channel.open_sender() as sender, channel.open_receiver(0) as alive, victim(channel, "receiver") as other:
         for number in range(4):
@@ -289,7 +289,7 @@ def test_a_broadcast_that_ignores_deaths_goes_on_without_a_word() -> None:
         assert channel.snapshot()["receivers"][1]["state"] == "dead"
 
 
-def test_what_a_dead_receiver_held_is_given_back() -> None:
+def test_blocks_of_a_dead_receiver_are_given_back() -> None:
     channel = penstock.Broadcast(receivers=2, long_records=SMALL_POOL, on_receiver_death="ignore")
     with channel.open_sender() as sender, channel.open_receiver(0) as alive, victim(channel, "receiver") as other:
         for _ in range(4):
@@ -307,7 +307,7 @@ def test_what_a_dead_receiver_held_is_given_back() -> None:
     [(2_000, "1 block (195.3 KiB), given back"), (300_000, "what has not been given back yet")],
     ids=["counted soon", "counted late"],
 )
-def test_a_death_is_told_with_what_was_held_only_when_that_is_counted(delay_us: int, held: str) -> None:
+def test_death_names_held_blocks_once_they_are_counted(delay_us: int, held: str) -> None:
     channel = penstock.Ring(long_records=SMALL_POOL)
     with channel.open_sender() as sender, victim(channel, "receiver") as other:
         sender.send(bytes(200_000))
@@ -343,7 +343,7 @@ def test_successor_of_a_dead_receiver_gets_records_from_then_on() -> None:
             assert receiver.try_receive() is None
 
 
-def test_a_death_is_told_once_only_to_each_sender_of_an_inbox() -> None:
+def test_each_sender_of_an_inbox_gets_a_death_once() -> None:
     channel = penstock.Inbox(senders=2)
     with channel.open_sender() as item, channel.open_sender() as other_sender:
         with victim(channel, "receiver") as other:

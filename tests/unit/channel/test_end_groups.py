@@ -152,7 +152,7 @@ def test_death_ends_a_wait_of_the_group_in_an_event_loop() -> None:
     soon(measure)
 
 
-def test_records_that_are_there_come_before_the_death_of_the_group() -> None:
+def test_waiting_records_are_received_before_the_death_of_the_group() -> None:
     with core() as scene:
         for number in range(3):
             scene.living.send(b"%d" % number)
@@ -192,7 +192,7 @@ def test_end_outside_of_the_group_waits_on() -> None:
             outside.receive(timeout=0.05)
 
 
-def test_close_in_peace_breaks_no_group() -> None:
+def test_clean_close_breaks_no_group() -> None:
     with core() as scene:
         scene.living.close()
         with pytest.raises(EndOfChannel):

@@ -72,7 +72,7 @@ def test_a_lock_that_another_thread_held_at_an_exec_is_taken_over() -> None:
             pool.take(2 << 20).release()
 
 
-def test_exec_without_a_witness_is_seen_by_the_next_peer() -> None:
+def test_next_peer_notices_an_exec_that_had_no_survivor() -> None:
     pool = Pool.create(1 << 20, peer_name="next")
     channel = penstock.Ring()
     with program(PEER + 'say("ready")' + EXEC, channel.ticket, pool.ticket) as other:
@@ -150,7 +150,7 @@ hear()
 
 
 @pytest.mark.parametrize("word", [0, OWNER_DIED, OWNER_DIED | 0x80000000, 0xFFFFFFFF, 1], ids=hex)
-def test_a_mark_that_the_kernel_did_not_make_is_not_believed(word: int) -> None:
+def test_forged_robust_futex_mark_is_no_death(word: int) -> None:
     source = """
 pool = lowlevel.Pool.attach(sys.argv[1], peer_name="peer")
 lease = pool.take(100)

@@ -37,7 +37,7 @@ async def test_ends_are_instances_of_the_public_classes(type: Any) -> None:
 
 
 @pytest.mark.parametrize(("type", "carries"), CARRIED)
-def test_repr_of_channels_and_ends_says_what_they_carry(type: Any, carries: str) -> None:
+def test_repr_of_channels_and_ends_names_the_carried_type(type: Any, carries: str) -> None:
     inbox = penstock.Inbox(type, senders=2, name="replies")
     sender, receiver = inbox.open_sender(1), inbox.open_receiver()
     ends = inbox.open_async_sender(0), penstock.Ring(type).open_async_receiver()
@@ -53,7 +53,7 @@ def test_repr_of_channels_and_ends_says_what_they_carry(type: Any, carries: str)
         assert repr(closable).endswith(f"{carries}, closed)")
 
 
-def test_repr_of_frame_ends_says_where_they_are() -> None:
+def test_repr_of_frame_ends_names_index_and_channel() -> None:
     with FrameReceiver(ring := penstock.Ring(Step)) as receiver, FrameSender(ring) as sender:
         assert (repr(receiver), repr(sender)) == ("FrameReceiver(0 of 'ring')", "FrameSender(0 of 'ring')")
 

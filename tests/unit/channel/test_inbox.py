@@ -40,7 +40,7 @@ def test_a_full_lane_holds_up_its_own_sender_only() -> None:
         assert sorted(receiver.receive(timeout=1) for _ in range(5)) == [b"free", *[b"x" * 960] * 4]
 
 
-def test_the_end_comes_when_all_senders_have_closed() -> None:
+def test_inbox_ends_when_all_senders_have_closed() -> None:
     with inbox(3) as (senders, receiver):
         for rank, sender in enumerate(senders):
             sender.send(b"%d" % rank)
@@ -52,7 +52,7 @@ def test_the_end_comes_when_all_senders_have_closed() -> None:
             receiver.receive_nowait()
 
 
-def test_a_place_that_nobody_has_taken_yet_is_waited_for() -> None:
+def test_inbox_waits_for_a_sender_that_was_not_opened_yet() -> None:
     channel = penstock.Inbox(senders=2)
     with channel.open_receiver() as receiver:
         channel.open_sender().close()
@@ -87,7 +87,7 @@ def next_record(receiver: ByteReceiver) -> bytes | None:
         return None
 
 
-def test_the_end_of_an_inbox_is_not_for_ever() -> None:
+def test_inbox_goes_on_after_its_end_with_a_new_sender() -> None:
     channel = penstock.Inbox(senders=1)
     with channel.open_receiver() as receiver:
         channel.open_sender().close()

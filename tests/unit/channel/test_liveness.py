@@ -122,7 +122,7 @@ def test_peer_that_cannot_be_watched_keeps_its_blocks() -> None:
 
 
 @needs_descriptors
-def test_a_lock_is_not_taken_over_from_a_holder_that_cannot_be_looked_at() -> None:
+def test_lock_of_a_holder_in_unknown_state_is_not_taken_over() -> None:
     source = """
         pool = lowlevel.Pool.attach(sys.argv[1], peer_name="waiter")
         pool.join()

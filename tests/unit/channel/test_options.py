@@ -123,7 +123,7 @@ def test_no_option_of_a_channel_is_left_out_above(cls: type) -> None:
     assert taken == {name for options, _ in REACHED for name in options}
 
 
-def test_the_channels_have_the_defaults_that_they_state(segment_of: Callable[..., dict[str, Any]]) -> None:
+def test_default_options_of_each_channel(segment_of: Callable[..., dict[str, Any]]) -> None:
     for shape, style, lanes, receivers, capacity in (
         ("ring", 1, 1, 1, 1 << 20),
         ("broadcast", 2, 1, 2, 1 << 20),
@@ -146,7 +146,7 @@ def test_the_channels_have_the_defaults_that_they_state(segment_of: Callable[...
 
 
 @pytest.mark.parametrize("shape", MAKE)
-def test_what_a_channel_was_made_with_is_in_its_snapshot(shape: str) -> None:
+def test_snapshot_has_the_options_of_the_channel(shape: str) -> None:
     options = {"capacity": 1 << 13, "latency": "eco", "max_peers": 8, "inline_limit": 100}
     with MAKE[shape](name="other", pool_nbytes=1 << 16, max_records=7, **options) as channel:
         result = channel.snapshot()
@@ -213,7 +213,7 @@ def test_a_segment_and_a_pool_have_at_least_one_byte(create: object, nbytes: int
 @pytest.mark.parametrize(
     "nbytes", [1 << 42, (1 << 44) - 4096, 1 << 44, (1 << 44) + 1, 1 << 50, (1 << 63) - 1, 1 << 64, 1 << 70]
 )
-def test_more_than_there_can_be_is_memory_exhausted_with_both_numbers(create: object, nbytes: int) -> None:
+def test_impossible_size_raises_memory_exhausted_with_both_numbers(create: object, nbytes: int) -> None:
     with pytest.raises(MemoryExhausted) as output:
         create(nbytes)  # type: ignore[operator]
     assert output.value.requested >= nbytes
@@ -234,10 +234,7 @@ def test_each_latency_carries_records(latency: str) -> None:
 
 
 def test_the_smallest_and_the_largest_ring_work() -> None:
-    for options in (
-        {"capacity": 4096, "inline_limit": 64, "pool_nbytes": 64, "max_records": 1},
-        {"capacity": 1 << 26},
-    ):
+    for options in ({"capacity": 4096, "inline_limit": 64, "pool_nbytes": 64, "max_records": 1}, {"capacity": 1 << 26}):
         with MAKE["ring"](**options) as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
             for record in (b"", b"x" * 64):
                 sender.send(record, timeout=1)
@@ -268,7 +265,7 @@ NAMES = [
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_any_name_will_do_and_is_shown_as_far_as_it_fits(name: str) -> None:
+def test_long_names_are_cut_where_they_are_shown(name: str) -> None:
     with penstock.Ring(name=name) as channel, channel.open_receiver(name=name) as receiver:
         for shown in (channel.name, receiver.name, penstock.attach(channel.ticket).name):
             assert name.startswith(shown)
@@ -292,7 +289,7 @@ def test_a_name_that_is_no_text_is_refused(name: object) -> None:
         penstock.Ring(name=name)  # type: ignore[arg-type]
 
 
-def test_ends_and_counts_are_told() -> None:
+def test_channels_have_their_numbers_of_ends() -> None:
     with penstock.Ring() as ring, penstock.Broadcast(receivers=3) as broadcast, penstock.Inbox(senders=5) as inbox:
         assert [(c.name, c.senders, c.receivers) for c in (ring, broadcast, inbox)] == [
             ("ring", 1, 1),

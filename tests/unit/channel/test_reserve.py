@@ -41,9 +41,7 @@ def test_an_array_is_computed_in_place() -> None:
 
 @pytest.mark.parametrize("nbytes", SIZES)
 @pytest.mark.parametrize("error", [ZeroDivisionError, KeyboardInterrupt])
-def test_an_exception_in_the_block_keeps_the_record_from_ever_being_seen(
-    nbytes: int, error: type[BaseException]
-) -> None:
+def test_exception_in_a_reservation_block_sends_no_record(nbytes: int, error: type[BaseException]) -> None:
     with ring() as (channel, sender, receiver):
         with pytest.raises(error), sender.reserve(nbytes) as room:
             memoryview(room)[:] = b"half" * (nbytes // 4) + b"-" * (nbytes % 4)
@@ -55,7 +53,7 @@ def test_an_exception_in_the_block_keeps_the_record_from_ever_being_seen(
 
 
 @pytest.mark.parametrize("nbytes", SIZES)
-def test_an_exception_goes_its_way_though_a_view_is_still_there(nbytes: int) -> None:
+def test_exception_in_a_reservation_block_passes_despite_a_live_view(nbytes: int) -> None:
     with ring() as (channel, sender, receiver):
 
         def fill_half() -> None:
@@ -154,7 +152,7 @@ def test_a_sender_has_one_reservation_at_a_time() -> None:
         assert [receiver.receive(timeout=1) for _ in range(2)] == [b"first", b"second"]
 
 
-def test_closing_the_sender_aborts_and_a_late_commit_says_so() -> None:
+def test_closing_the_sender_aborts_its_reservation() -> None:
     for nbytes in SIZES:
         with ring() as (channel, sender, receiver):
             room = sender.reserve(nbytes)
@@ -178,7 +176,7 @@ def inbox_of(lanes: int) -> Iterator[tuple[penstock.Inbox, ByteReceiver]]:
 
 @pytest.mark.parametrize("nbytes", [1, 1000, 5000])
 @pytest.mark.parametrize("is_aborted", [False, True], ids=["open", "aborted"])
-def test_a_view_that_outlives_its_sender_writes_over_no_other_record(nbytes: int, is_aborted: bool) -> None:
+def test_view_that_outlives_its_sender_overwrites_no_record(nbytes: int, is_aborted: bool) -> None:
     with inbox_of(1) as (inbox, receiver):
         first = inbox.open_sender(name="first")
         first.send(b"before")
@@ -218,7 +216,7 @@ def fill(sender: ByteSender, receiver: ByteReceiver, view: memoryview) -> None:
 
 
 @pytest.mark.parametrize("before", range(0, 4096, 480))
-def test_the_next_sender_waits_for_a_view_that_keeps_room_a_lap_behind(before: int) -> None:
+def test_next_sender_waits_for_the_room_of_a_leftover_view(before: int) -> None:
     with inbox_of(1) as (inbox, receiver):
         with inbox.open_sender(name="first") as first:
             for nbytes in [480] * (before // 480):  # so that the room lies anywhere, also behind a skip
@@ -238,7 +236,7 @@ def test_the_next_sender_waits_for_a_view_that_keeps_room_a_lap_behind(before: i
             assert inbox.snapshot()["senders"][0]["spills"] > 10
 
 
-def test_each_of_several_senders_of_a_lane_may_leave_a_view_behind() -> None:
+def test_several_senders_of_a_lane_may_leave_views_behind() -> None:
     with inbox_of(1) as (inbox, receiver):
         views = []
         for n in range(5):
@@ -256,7 +254,7 @@ def test_each_of_several_senders_of_a_lane_may_leave_a_view_behind() -> None:
             assert receiver.receive(timeout=1) == b"last"
 
 
-def test_a_death_gives_up_the_room_that_a_view_kept() -> None:
+def test_death_frees_the_room_of_a_leftover_view() -> None:
     keeps = """
 inbox = penstock.attach(sys.argv[1])
 with inbox.open_sender(name="first") as first:

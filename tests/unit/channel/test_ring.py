@@ -36,7 +36,7 @@ def test_sizes_around_alignment_and_the_inline_limit_arrive_whole(nbytes: int) -
 
 
 @pytest.mark.parametrize("nbytes", [CAPACITY - 1, CAPACITY, CAPACITY + 1, 100_000, (1 << 20) - 64])
-def test_a_record_longer_than_the_ring_goes_through_it_like_any_other(nbytes: int) -> None:
+def test_record_longer_than_the_ring_arrives_in_order(nbytes: int) -> None:
     with ring() as (_, sender, receiver):
         for number in range(3):
             sender.send(b"before")
@@ -78,7 +78,7 @@ def test_every_offset_at_the_end_of_the_ring_is_crossed() -> None:
     ],
     ids=repr,
 )
-def test_anything_with_a_buffer_and_lists_of_such_are_one_record(record: object) -> None:
+def test_buffers_and_lists_of_buffers_are_sent_as_one_record(record: object) -> None:
     with ring() as (_, sender, receiver):
         sender.send(record)
         assert receiver.receive(timeout=1) == b"abcdef"
@@ -108,7 +108,7 @@ def test_a_buffer_with_gaps_is_refused(record: object) -> None:
 @pytest.mark.parametrize(
     "record", ["text", None, 5, {"a": 1}, iter([b"x"]), ["text"], [b"x", None], [[b"x"]]], ids=repr
 )
-def test_what_has_no_buffer_is_refused_and_nothing_is_sent(record: object) -> None:
+def test_object_without_a_buffer_is_refused_by_send(record: object) -> None:
     with ring() as (_, sender, receiver):
         with pytest.raises(TypeError):
             sender.send(record)
@@ -117,7 +117,7 @@ def test_what_has_no_buffer_is_refused_and_nothing_is_sent(record: object) -> No
         assert receiver.receive(timeout=1) == b"next"
 
 
-def test_a_refused_record_lets_go_of_the_buffers_it_had_taken() -> None:
+def test_refused_send_releases_its_buffers() -> None:
     with ring() as (_, sender, _):
         part = bytearray(b"part")
         with pytest.raises(TypeError):
@@ -129,7 +129,7 @@ def test_a_refused_record_lets_go_of_the_buffers_it_had_taken() -> None:
         assert part == b"parts!"
 
 
-def test_a_sent_buffer_is_let_go_of() -> None:
+def test_send_releases_its_buffers() -> None:
     with ring() as (_, sender, receiver):
         part = bytearray(b"part")
         sender.send(part)
@@ -139,7 +139,7 @@ def test_a_sent_buffer_is_let_go_of() -> None:
 
 
 @pytest.mark.parametrize("nbytes", [10, 2000, 200_000])
-def test_what_the_sender_overwrites_after_send_was_sent_as_it_was(nbytes: int) -> None:
+def test_overwriting_a_sent_buffer_does_not_change_the_record(nbytes: int) -> None:
     with ring() as (_, sender, receiver):
         record = bytearray(b"a" * nbytes)
         sender.send(record)
@@ -168,7 +168,7 @@ def test_receiver_reads_records_and_then_the_end_of_a_closed_sender() -> None:
                 receive()
 
 
-def test_a_sender_is_told_that_the_receiver_has_closed() -> None:
+def test_send_raises_end_of_channel_after_the_receiver_closed() -> None:
     with ring() as (_, sender, receiver):
         sender.send(b"x")
         receiver.close()
@@ -179,7 +179,7 @@ def test_a_sender_is_told_that_the_receiver_has_closed() -> None:
             sender.reserve(5)
 
 
-def test_a_closed_end_says_so() -> None:
+def test_closed_end_raises_closed_error() -> None:
     with ring() as (_, sender, receiver):
         sender.close()
         receiver.close()
@@ -197,7 +197,7 @@ def test_a_closed_end_says_so() -> None:
             next(receiver)
 
 
-def test_ends_close_with_their_block() -> None:
+def test_with_block_closes_channel_and_ends() -> None:
     channel = penstock.Ring()
     with channel:
         with channel.open_sender() as sender:
@@ -210,7 +210,7 @@ def test_ends_close_with_their_block() -> None:
         channel.open_sender()
 
 
-def test_a_place_that_is_taken_is_refused_with_its_owner() -> None:
+def test_opening_a_taken_end_is_refused_with_its_owner() -> None:
     channel = penstock.Ring(name="numbers")
     with channel.open_sender(name="first"), channel.open_receiver(name="second"):
         with pytest.raises(ValueError, match="sender 0 of 'numbers' is taken: 'first'"):
@@ -223,7 +223,7 @@ def test_a_place_that_is_taken_is_refused_with_its_owner() -> None:
             channel.open_receiver(7)
 
 
-def test_a_ring_that_was_closed_in_peace_has_no_second_sender() -> None:
+def test_ring_has_no_second_sender_after_a_clean_close() -> None:
     channel = penstock.Ring()
     channel.open_sender().close()
     with pytest.raises(ValueError, match=r"was closed by .* and cannot be opened again"):
@@ -233,17 +233,12 @@ def test_a_ring_that_was_closed_in_peace_has_no_second_sender() -> None:
 @pytest.mark.parametrize("index", [-1, -5, 2**31, 2**40])
 def test_an_impossible_index_is_refused(index: int) -> None:
     channel = penstock.Ring()
-    for end in (
-        channel.open_sender,
-        channel.open_receiver,
-        channel.open_async_sender,
-        channel.open_async_receiver,
-    ):
+    for end in (channel.open_sender, channel.open_receiver, channel.open_async_sender, channel.open_async_receiver):
         with pytest.raises(ValueError, match=str(index)):
             end(index)
 
 
-def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
+def test_nowait_raises_when_no_record_or_no_room() -> None:
     with ring() as (_, sender, receiver):
         with pytest.raises(WouldBlock, match="no record now in 'ring'"):
             receiver.receive_nowait()
@@ -259,7 +254,7 @@ def test_nowait_says_that_there_is_nothing_or_no_room() -> None:
         sender.send_nowait(b"y" * 96)
 
 
-def test_a_full_ring_says_by_whom_how_far_and_for_how_long() -> None:
+def test_timeout_of_a_full_ring_names_receiver_distance_and_time() -> None:
     channel = penstock.Ring(name="steps", capacity=CAPACITY)
     with channel.open_sender() as sender, channel.open_receiver(name="worker"):
         for _ in range(32):
@@ -278,7 +273,7 @@ def test_a_full_ring_says_by_whom_how_far_and_for_how_long() -> None:
         assert 50_000_000 <= error.ns_behind < 10_000_000_000
 
 
-def test_a_receiver_that_never_came_is_named_as_such() -> None:
+def test_timeout_names_a_receiver_that_has_not_attached() -> None:
     channel = penstock.Ring(capacity=CAPACITY)
     with channel.open_sender() as sender:
         with pytest.raises(Timeout, match="receiver 0, which has not attached yet, is 4 records") as output:
@@ -287,7 +282,7 @@ def test_a_receiver_that_never_came_is_named_as_such() -> None:
         assert output.value.pid == 0
 
 
-def test_waiting_for_a_record_ends_with_the_deadline_and_says_of_whom() -> None:
+def test_receive_timeout_names_the_awaited_sender() -> None:
     channel = penstock.Ring(name="deltas")
     with channel.open_receiver() as receiver:
         with pytest.raises(Timeout, match=r"no record for receiver 0 of 'deltas' within \d+\.\d ms; no sender is open"):
@@ -357,7 +352,7 @@ def test_sender_times_out_on_a_full_pool_and_names_the_holders() -> None:
         assert receiver.receive(timeout=1) == bytes(500_000)
 
 
-def test_the_counters_add_up() -> None:
+def test_snapshot_counts_records_bytes_and_spills() -> None:
     channel = penstock.Ring(
         name="counted", capacity=CAPACITY, long_records=LongRecords(inline_limit=INLINE, pool_nbytes=1 << 20)
     )

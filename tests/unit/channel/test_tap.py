@@ -100,7 +100,7 @@ def test_a_busy_lane_does_not_keep_another_from_being_seen() -> None:
     assert b"rare" in frames(tap.read(4))
 
 
-def test_no_more_is_read_than_was_asked_for_and_the_rest_comes_next() -> None:
+def test_tap_reads_at_most_the_requested_number_of_records() -> None:
     channel = small()
     tap = tap_of(channel)
     with channel.open_sender() as sender:
@@ -141,7 +141,7 @@ def test_tap_begins_with_the_next_or_the_oldest_unread_record() -> None:
 
 
 # ── long records ─────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_long_record_is_seen_while_somebody_has_still_to_read_it() -> None:
+def test_tap_sees_a_long_record_that_is_still_unread() -> None:
     channel = small()
     tap = tap_of(channel)
     long = random.Random(1).randbytes(300_000)
@@ -151,7 +151,7 @@ def test_a_long_record_is_seen_while_somebody_has_still_to_read_it() -> None:
         assert receiver.receive() == long
 
 
-def test_a_long_record_that_is_gone_is_none_and_not_missed() -> None:
+def test_tap_returns_none_for_a_released_long_record() -> None:
     channel = small()
     tap = tap_of(channel)
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
@@ -175,7 +175,7 @@ def test_a_leased_long_record_can_still_be_seen() -> None:
 
 # ── what it misses ───────────────────────────────────────────────────────────────────────────────────────────────────
 @pytest.mark.parametrize("seed_of_sizes", range(5))
-def test_what_a_tap_did_not_see_it_has_counted_as_missed(seed_of_sizes: int) -> None:
+def test_tap_counts_missed_records(seed_of_sizes: int) -> None:
     channel = small()
     tap = tap_of(channel)
     sizes = random.Random(seed_of_sizes)
@@ -272,7 +272,7 @@ def test_a_tap_changes_no_byte_of_the_segment_and_joins_nothing() -> None:
         assert os.fstat(channel._segment.fd).st_blocks == pages
 
 
-def test_a_record_that_is_gone_does_not_bring_its_pages_back() -> None:
+def test_tap_does_not_claim_pages_of_a_released_record() -> None:
     channel = penstock.Ring()
     with channel.open_sender() as sender, channel.open_receiver() as receiver:
         tap = tap_of(channel)
@@ -294,7 +294,7 @@ def test_a_sender_that_has_no_room_does_not_wait_for_a_tap() -> None:
     assert len(all_of(tap)) + tap.missed == 500
 
 
-def test_a_segment_that_is_only_looked_at_cannot_be_joined_or_written() -> None:
+def test_observed_segment_cannot_be_joined_or_written() -> None:
     channel = small()
     segment = _native.Segment.adopt(os.dup(channel._segment.fd), is_observer=True)
     with channel.open_sender() as sender:

@@ -108,7 +108,7 @@ def test_last_array_or_slice_of_a_view_releases_its_bytes(nbytes: int) -> None:
         assert in_use() == 0
 
 
-def test_a_view_outlives_its_receiver_and_keeps_its_place() -> None:
+def test_view_outlives_its_receiver() -> None:
     for nbytes in (1000, 5000):
         with ring() as (channel, sender, receiver):
             sender.send(b"x" * nbytes)
@@ -151,7 +151,7 @@ def test_views_of_several_receivers_are_independent() -> None:
         sender.send(b"y" * 960, timeout=1)
 
 
-def test_views_from_one_sender_do_not_hold_another_one_up() -> None:
+def test_views_of_a_sender_do_not_block_another_sender() -> None:
     channel = penstock.Inbox(senders=2, capacity=4096)
     with channel.open_sender() as sender, channel.open_sender() as other, channel.open_receiver() as receiver:
         for _ in range(4):
@@ -167,7 +167,7 @@ def test_views_from_one_sender_do_not_hold_another_one_up() -> None:
         sender.send_nowait(b"y" * 960)
 
 
-def test_a_record_in_a_ring_is_not_shared_and_says_what_to_do() -> None:
+def test_inline_record_cannot_be_shared() -> None:
     with ring() as (_, sender, receiver):
         sender.send(b"x")
         lease = receiver.receive_view(timeout=1)

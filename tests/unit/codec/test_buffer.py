@@ -70,11 +70,7 @@ def test_a_list_of_buffers_is_sent_as_one_record(nbytes: int) -> None:
         [record, Buffer(b"")],
     ]
     long_records = LongRecords(inline_limit=4096, pool_nbytes=1 << 20)
-    with ring(capacity=1 << 16, long_records=long_records) as (
-        _,
-        sender,
-        receiver,
-    ):
+    with ring(capacity=1 << 16, long_records=long_records) as (_, sender, receiver):
         for sent in pieces:
             for send in (sender.send, sender.send_nowait):
                 send(sent)
@@ -96,7 +92,7 @@ def test_a_received_buffer_is_sent_on_as_it_is() -> None:
 
 
 @pytest.mark.parametrize("wrong", ["text", 5, None, [b"a", "text"], [b"a", 5], object()], ids=repr)
-def test_what_has_no_buffer_is_refused_and_costs_nothing(wrong: Any) -> None:
+def test_object_without_a_buffer_is_refused_before_the_next_send(wrong: Any) -> None:
     with ring() as (_, sender, receiver):
         for send in (sender.send, sender.send_nowait):
             with pytest.raises(TypeError):
@@ -203,7 +199,7 @@ def test_a_with_block_releases_though_a_view_of_it_lives(nbytes: int) -> None:
         assert in_use(channel) == 0
 
 
-def test_a_released_buffer_is_a_closed_error_whatever_is_done_with_it() -> None:
+def test_released_buffer_raises_closed_error() -> None:
     with ring() as (_, sender, receiver):
         sender.send(b"x" * 5000)
         buffer = receiver.receive(timeout=1)
@@ -428,7 +424,7 @@ def test_a_channel_of_buffers_reaches_a_spawned_process() -> None:
         assert list(receiver) == []
 
 
-def test_a_channel_of_bytes_and_one_of_buffers_are_one_on_the_wire() -> None:
+def test_bytes_and_buffers_have_the_same_wire_format() -> None:
     with penstock.Ring() as channel, channel.open_sender() as sender:
         sender.send(b"bytes")
         with penstock.attach(channel.ticket, Buffer) as attached, attached.open_receiver() as receiver:

@@ -115,7 +115,7 @@ def test_arrays_are_parts_of_the_frame_and_views_of_it() -> None:
     assert np.array_equal(text.ids, sent) and np.array_equal(text.wide, np.ones(700))
 
 
-def test_what_was_received_is_read_only_whatever_the_frame_is() -> None:
+def test_received_arrays_are_read_only_in_a_writable_frame() -> None:
     wire = Wire()
     sent = Arrays(np.arange(3, dtype=np.int32), wide=np.ones(700), image=Buffer(b"x" * 300))
     text = wire.decoder.decode(bytearray(wire.frame(sent)))
@@ -172,7 +172,7 @@ def test_shapes_arrive(shape: tuple[int, ...]) -> None:
     assert np.array_equal(actual, sent)
 
 
-def test_what_is_not_contiguous_or_not_of_our_byte_order_is_made_so() -> None:
+def test_non_contiguous_arrays_are_compacted() -> None:
     wire = Wire()
     square = np.arange(10_000, dtype=np.int32).reshape(100, 100)
     for sent in (square[:, 3], square.T, square[::2, ::-1], square[5:6, :2], square.astype(">i4")):
@@ -241,9 +241,7 @@ def test_interrupted_encoding_leaves_nothing_in_the_next_frame(monkeypatch: pyte
     assert np.array_equal(wire.over(Arrays(np.arange(200, dtype=np.int32))).ids, np.arange(200))
 
 
-def test_encoding_in_a_signal_handler_keeps_the_interrupted_message(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_encoding_in_a_signal_handler_keeps_the_interrupted_message(monkeypatch: pytest.MonkeyPatch) -> None:
     wire, inner = Wire(), []
     part = wire.encoder._part
 
@@ -277,7 +275,7 @@ def test_parts_carry_bytes_of_anything() -> None:
         assert actual.image.view.readonly
 
 
-def test_a_message_that_is_none_tells_what_it_was_meant_to_be() -> None:
+def test_decode_error_has_the_kind_and_fields_of_the_message() -> None:
     def meant(frame: bytes) -> tuple[type | None, tuple[object, ...]]:
         with pytest.raises(DecodeError) as caught:
             FrameDecoder(CATALOGUE).decode(frame)
@@ -325,7 +323,7 @@ def test_a_message_that_is_none_tells_what_it_was_meant_to_be() -> None:
         (b"\x03\x92\xa0\xa1x", r"Asking: expected `array`, got `str` at \$\.settings"),
     ],
 )
-def test_what_is_not_a_message_is_told_apart(frame: bytes, why: str) -> None:
+def test_malformed_frame_raises_decode_error_with_the_reason(frame: bytes, why: str) -> None:
     decoder = FrameDecoder(CATALOGUE)
     with pytest.raises(DecodeError, match=why):
         decoder.decode(frame)
@@ -372,7 +370,7 @@ def test_mutated_frames_are_messages_or_decode_errors(seed: int) -> None:
         assert type(wire.decoder.decode(frame)) is type(message)
 
 
-def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
+def test_frame_is_split_without_its_classes() -> None:
     wire = Wire()
     result = split(wire.frame(Asking("name", Settings(0.7))))
     assert result.number == 3
@@ -398,7 +396,7 @@ def test_a_frame_can_be_taken_apart_by_who_does_not_know_its_classes() -> None:
         (lambda: Catalogue(struct(a=int), struct(b=int)), "got two named M"),
     ],
 )
-def test_what_cannot_be_a_message_is_refused_when_the_channel_is_made(make: Any, why: str) -> None:
+def test_catalogue_refuses_unsupported_types(make: Any, why: str) -> None:
     with pytest.raises((TypeError, ValueError), match=why):
         make()
 
@@ -411,7 +409,7 @@ def struct(**fields: Any) -> type[msgspec.Struct]:
     return msgspec.defstruct("M", list(fields.items()), array_like=True)
 
 
-def test_what_is_no_message_of_this_channel_is_refused() -> None:
+def test_send_refuses_a_message_of_another_channel() -> None:
     wire = Wire()
     with pytest.raises(TypeError, match="Plain2 is not a message of this channel, which carries Plain, Arrays, Asking"):
         wire.frame(Plain2(1))

@@ -78,7 +78,7 @@ def test_messages_go_in_and_come_out(style: str) -> None:
             receiver.close()
 
 
-def test_what_was_received_stays_as_it_is_however_much_comes_after() -> None:
+def test_received_message_is_not_changed_by_later_messages() -> None:
     with (
         opened("ring", capacity=1 << 16) as channel,
         channel.open_sender() as sender,
@@ -98,7 +98,7 @@ def test_what_was_received_stays_as_it_is_however_much_comes_after() -> None:
 
 
 # ── the handshake ──
-def test_two_builds_that_differ_refuse_each_other_and_say_how() -> None:
+def test_attach_names_the_difference_of_two_builds() -> None:
     other = msgspec.defstruct("Job", [("number", int), ("settings", Settings | None, None)], array_like=True)
     with opened("ring") as channel, pytest.raises(LayoutMismatch) as caught:
         penstock.attach(channel.ticket, other | Stop)
@@ -108,7 +108,7 @@ def test_two_builds_that_differ_refuse_each_other_and_say_how() -> None:
     assert all(Catalogue(cls, Stop).fingerprint in text for cls in (Job, other))
 
 
-def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
+def test_schema_is_in_the_snapshot() -> None:
     with opened("ring") as channel:
         schema = Schema.decode(channel.snapshot()["schema"])
     assert [message.name for message in schema.messages] == ["Job", "Stop"]
@@ -116,7 +116,7 @@ def test_the_description_lies_in_the_segment_for_everybody_to_read() -> None:
     assert [struct.name for struct in schema.structs] == ["Settings"]
 
 
-def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
+def test_oversized_schema_is_refused_with_its_size() -> None:
     many = (
         msgspec.defstruct(f"M{n}", [(f"f{k}_{'x' * 900}", int) for k in range(20)], array_like=True) for n in range(64)
     )
@@ -127,7 +127,7 @@ def test_a_description_that_does_not_fit_says_how_long_it_is() -> None:
 
 
 # ── what goes wrong ──
-def test_a_message_that_cannot_be_decoded_costs_that_message_alone() -> None:
+def test_message_after_an_undecodable_message_is_received() -> None:
     with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         sender.send(Job("not a number", WARM))  # type: ignore[arg-type]
         sender.send(Job(2, WARM))
@@ -136,7 +136,7 @@ def test_a_message_that_cannot_be_decoded_costs_that_message_alone() -> None:
         assert receiver.receive(timeout=5) == Job(2, WARM)
 
 
-def test_a_message_that_cannot_be_encoded_costs_nothing() -> None:
+def test_message_after_an_unencodable_message_is_sent() -> None:
     with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         for wrong in (Job(1, WARM, np.zeros(3)), Settings(), Job(1j)):  # type: ignore[arg-type]
             with pytest.raises(TypeError):
@@ -194,7 +194,7 @@ def test_threads_share_ends() -> None:
             assert settings == sorted(float((number * 7 + which) % 50) for number in range(300))
 
 
-def test_closing_wakes_who_waits_in_another_thread() -> None:
+def test_close_ends_a_wait_of_another_thread() -> None:
     with opened("ring") as channel, channel.open_sender(), channel.open_receiver() as receiver:
         errors: list[BaseException] = []
 
@@ -238,7 +238,7 @@ async def test_event_loops_take_and_give_messages() -> None:
     channel.close()
 
 
-def test_what_could_not_be_sent_is_let_go() -> None:
+def test_failed_send_releases_its_message() -> None:
     with opened("ring", capacity=4096, long_records=LongRecords(inline_limit=1024)) as channel, channel.open_receiver():
 
         def held_by(send: Any) -> list[Any]:
@@ -350,9 +350,7 @@ def test_a_deadline_holds_while_another_thread_receives_messages() -> None:
 
 
 # A signal handler may use the end in the middle of a call of the thread that it interrupts.
-def test_send_in_a_signal_handler_leaves_the_interrupted_message_intact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_send_in_a_signal_handler_leaves_the_interrupted_message_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     with opened("ring") as channel, channel.open_sender() as sender, channel.open_receiver() as receiver:
         part = FrameEncoder._part
         handled: list[int] = []
@@ -371,9 +369,7 @@ def test_send_in_a_signal_handler_leaves_the_interrupted_message_intact(
             assert job.number == number and np.array_equal(job.ids, np.arange(size))
 
 
-def test_receive_in_a_signal_handler_leaves_the_interrupted_message_intact(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_receive_in_a_signal_handler_leaves_the_interrupted_message_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     hook = FrameDecoder._hook
     handled: list[Job] = []
 

@@ -1,11 +1,13 @@
 """Device memory: lent as blocks, reused in stream order, opened once, and returned after any death."""
 
+import contextlib
 import gc
 import os
 import random
 import subprocess
 import sys
 import textwrap
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -64,6 +66,14 @@ def partner(source: str, *arguments: object) -> Any:
     return program(CONSUMER + textwrap.dedent(source), *arguments)
 
 
+@contextlib.contextmanager
+def joined(pool: CudaPool, source: str, number: int = 0) -> Iterator[tuple[Any, int]]:
+    """A consumer with a peer of the pool, on a device of this number, and the index of its peer."""
+    begin = f"pool = attached(sys.argv[1], {number}); pool.books.join(); say(pool.peer.index)\n"
+    with partner(begin + textwrap.dedent(source), pool.ticket) as consumer:
+        yield consumer, int(consumer.hear())
+
+
 def words(ref: Ref) -> str:
     return " ".join(map(str, msgspec.structs.astuple(ref)))
 
@@ -89,7 +99,7 @@ def test_device_pool_takes_no_host_memory_and_reports_device_sizes() -> None:
     closed(pool)
 
 
-def test_a_pool_of_a_device_is_known_as_one_by_whoever_attaches_or_looks() -> None:
+def test_attach_and_inspect_recognize_a_device_pool() -> None:
     pool, _ = new_pool(name="gpu")
     attached = penstock.attach(pool.ticket)
     assert isinstance(attached, CudaPool) and attached.about == pool.about
@@ -126,7 +136,7 @@ def test_device_slices_are_aligned_for_vector_loads_and_disjoint() -> None:
     closed(pool)
 
 
-def test_a_slice_for_which_no_stream_can_be_had_is_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slice_is_released_when_the_driver_has_no_stream(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, driver = new_pool()
     wrong: list[object] = []
     monkeypatch.setattr(sys, "unraisablehook", wrong.append)
@@ -144,7 +154,7 @@ def test_a_slice_for_which_no_stream_can_be_had_is_given_back(monkeypatch: pytes
 
 
 # ── stream order ──
-def test_a_slice_is_reused_only_when_the_work_on_it_is_done() -> None:
+def test_slice_is_reused_only_after_its_stream_work_is_done() -> None:
     pool, driver = new_pool(KIB)
     part = filled(pool, KIB, 1)
     copied = driver.copy_of(np.zeros(KIB, np.uint8))
@@ -160,7 +170,7 @@ def test_a_slice_is_reused_only_when_the_work_on_it_is_done() -> None:
     closed(pool)
 
 
-def test_a_slice_waits_for_every_stream_that_it_was_used_on() -> None:
+def test_slice_is_released_after_all_streams_that_used_the_slice() -> None:
     pool, driver = new_pool()
     first, second, third = driver.current, Stream("second"), Stream("third")
     part = pool.take(KIB)  # opened on the first
@@ -176,7 +186,7 @@ def test_a_slice_waits_for_every_stream_that_it_was_used_on() -> None:
     closed(pool)
 
 
-def test_the_last_array_of_a_slice_gives_it_back_and_not_an_earlier_one() -> None:
+def test_slice_is_released_with_the_last_array_of_the_slice() -> None:
     pool, _ = new_pool()
     whole = array_of(pool, pool.take(KIB))
     part = whole[100:200].reshape(10, 10)
@@ -187,7 +197,7 @@ def test_the_last_array_of_a_slice_gives_it_back_and_not_an_earlier_one() -> Non
     closed(pool)
 
 
-def test_who_waits_for_room_gets_what_its_own_process_has_in_flight() -> None:
+def test_take_waits_for_slices_in_flight_of_its_own_process() -> None:
     pool, driver = new_pool(KIB)
     part = pool.take(KIB)
     stream = driver.current
@@ -218,7 +228,7 @@ def test_sharing_waits_for_the_writing_work_until_its_timeout() -> None:
     closed(pool)
 
 
-def test_what_cannot_be_marked_is_not_given_back(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slice_without_a_stream_marker_is_not_released(monkeypatch: pytest.MonkeyPatch) -> None:
     pool, driver = new_pool()
     part = pool.take(KIB)
 
@@ -234,7 +244,7 @@ def test_what_cannot_be_marked_is_not_given_back(monkeypatch: pytest.MonkeyPatch
     closed(pool)
 
 
-def test_a_marker_that_cannot_be_asked_keeps_what_it_is_for() -> None:
+def test_slice_stays_taken_when_a_query_of_its_marker_fails() -> None:
     pool, driver = new_pool()
     driver.current.stop()
     part = pool.take(KIB)
@@ -255,7 +265,7 @@ def test_a_marker_that_cannot_be_asked_keeps_what_it_is_for() -> None:
     closed(pool)
 
 
-def test_whatever_streams_do_nobody_reads_bytes_that_are_not_theirs(seed: int) -> None:
+def test_random_stream_schedules_read_only_their_own_bytes(seed: int) -> None:
     """Slices are written, read on streams that stop and go on, and let go of at once: in any order."""
     chance = random.Random(seed)
     pool, driver = new_pool(16 * KIB)
@@ -293,11 +303,9 @@ def test_whatever_streams_do_nobody_reads_bytes_that_are_not_theirs(seed: int) -
 # ── references ──
 def test_stale_or_forged_reference_is_refused_before_mapping() -> None:
     pool, _ = new_pool()
-    with partner(
+    with joined(
+        pool,
         """
-        pool = attached(sys.argv[1])
-        pool.books.join()
-        say(pool.peer.index)
         while True:
             try:
                 opened(pool, hear())
@@ -306,9 +314,7 @@ def test_stale_or_forged_reference_is_refused_before_mapping() -> None:
             else:
                 say("opened", pool.driver.opens)
         """,
-        pool.ticket,
-    ) as consumer:
-        peer = int(consumer.hear())
+    ) as (consumer, peer):
         part = pool.take(KIB)
         ref = pool.share(part, [peer])
         change = msgspec.structs.replace
@@ -331,21 +337,18 @@ def test_stale_or_forged_reference_is_refused_before_mapping() -> None:
     closed(pool)
 
 
-def test_a_process_on_another_device_is_refused_and_touches_nothing() -> None:
+def test_open_from_another_device_raises_and_maps_nothing() -> None:
     pool, _ = new_pool()
-    with partner(
+    with joined(
+        pool,
         """
-        pool = attached(sys.argv[1], number=5)
-        pool.books.join()
-        say(pool.peer.index)
         try:
             opened(pool, hear())
         except penstock.tensor.cuda.ForeignDevice as error:
             say(error, pool.driver.opens)
         """,
-        pool.ticket,
-    ) as consumer:
-        peer = int(consumer.hear())
+        number=5,
+    ) as (consumer, peer):
         ref = pool.share(filled(pool, KIB, 1), [peer])
         consumer.say(words(ref))
         assert consumer.hear().endswith("CudaTensors.place 0")
@@ -353,13 +356,11 @@ def test_a_process_on_another_device_is_refused_and_touches_nothing() -> None:
 
 
 # ── other processes ──
-def test_another_process_opens_the_memory_once_and_sees_every_slice_of_it() -> None:
+def test_consumer_maps_device_memory_once_for_all_slices() -> None:
     pool, driver = new_pool()
-    with partner(
+    with joined(
+        pool,
         """
-        pool = attached(sys.argv[1])
-        pool.books.join()
-        say(pool.peer.index)
         for _ in range(5):
             array = opened(pool, hear())
             say(array[0], array[-1], len(array), pool.driver.opens)
@@ -368,9 +369,7 @@ def test_another_process_opens_the_memory_once_and_sees_every_slice_of_it() -> N
         pool.close()
         say(len(pool.driver.mapped))
         """,
-        pool.ticket,
-    ) as consumer:
-        peer = int(consumer.hear())
+    ) as (consumer, peer):
         for value in range(5):
             ref = pool.share(filled(pool, (value + 1) * KIB, value), [peer])
             consumer.say(words(ref))
@@ -395,13 +394,11 @@ def test_producer_process_attaches_and_opens_no_handle() -> None:
     closed(pool)
 
 
-def test_the_producer_frees_no_memory_that_somebody_has_mapped() -> None:
+def test_close_of_the_producer_waits_for_consumers_to_unmap() -> None:
     pool, driver = new_pool()
-    with partner(
+    with joined(
+        pool,
         """
-        pool = attached(sys.argv[1])
-        pool.books.join()
-        say(pool.peer.index)
         array = opened(pool, hear())
         say("opened")
         hear()
@@ -412,9 +409,7 @@ def test_the_producer_frees_no_memory_that_somebody_has_mapped() -> None:
         say(len(pool.driver.mapped))
         hear()
         """,
-        pool.ticket,
-    ) as consumer:
-        peer = int(consumer.hear())
+    ) as (consumer, peer):
         part = filled(pool, KIB, 9)
         consumer.say(words(pool.share(part, [peer])))
         assert consumer.hear() == "opened"
@@ -432,18 +427,14 @@ def test_the_producer_frees_no_memory_that_somebody_has_mapped() -> None:
 
 def test_mapped_device_memory_is_not_freed_when_all_slices_are_back() -> None:
     pool, driver = new_pool()
-    with partner(
+    with joined(
+        pool,
         """
-        pool = attached(sys.argv[1])
-        pool.books.join()
-        say(pool.peer.index)
         opened(pool, hear())
         say(pool.flush(), len(pool.driver.mapped))
         hear()
         """,
-        pool.ticket,
-    ) as consumer:
-        peer = int(consumer.hear())
+    ) as (consumer, peer):
         consumer.say(words(pool.share(filled(pool, KIB, 1), [peer])))
         assert consumer.hear() == "True 1"
         eventually(lambda: pool.stats().blocks == 0)
@@ -453,7 +444,7 @@ def test_mapped_device_memory_is_not_freed_when_all_slices_are_back() -> None:
     assert not driver.allocated
 
 
-def test_memory_that_is_smaller_than_it_was_said_to_be_is_not_mapped() -> None:
+def test_open_refuses_device_memory_smaller_than_announced() -> None:
     pool, _ = new_pool(4 * KIB)
     with partner(
         """
@@ -468,7 +459,7 @@ def test_memory_that_is_smaller_than_it_was_said_to_be_is_not_mapped() -> None:
     closed(pool)
 
 
-def test_only_the_producer_takes() -> None:
+def test_take_by_a_consumer_is_refused() -> None:
     pool, _ = new_pool()
     with partner(
         """
@@ -483,7 +474,7 @@ def test_only_the_producer_takes() -> None:
     closed(pool)
 
 
-def test_a_pool_that_the_device_has_no_room_for_leaves_nothing() -> None:
+def test_device_pool_that_does_not_fit_allocates_nothing() -> None:
     driver = FakeDriver(memory_nbytes=KIB)
     with pytest.raises(MemoryExhausted):
         CudaPool.create(1 << 20, driver=driver)
@@ -506,7 +497,7 @@ except cuda.NoDevice as error:
     assert done.stdout.strip() == f"no tensors of a device: torch is not installed ({how_to_install('cuda')})"
 
 
-def test_a_torch_without_cuda_is_said_to_be_one() -> None:
+def test_torch_without_cuda_is_named_in_the_error() -> None:
     torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[torch]'")
     if torch.version.cuda is not None:
         pytest.skip("this torch is built with CUDA")

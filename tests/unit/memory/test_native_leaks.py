@@ -75,6 +75,6 @@ def test_native_objects_are_freed_when_a_program_ends_without_close() -> None:
     assert stderr_of(PROGRAM, PENSTOCK_LEAK_WARNINGS="1") == ""
 
 
-def test_leak_warnings_are_shown_when_asked_for_and_not_otherwise() -> None:
+def test_leak_warnings_are_shown_only_when_enabled() -> None:
     assert "leaked instance" in stderr_of(DAEMON, PENSTOCK_LEAK_WARNINGS="1")
     assert stderr_of(DAEMON) == ""

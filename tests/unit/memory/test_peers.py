@@ -46,18 +46,18 @@ def test_peer_joins_at_first_use_and_is_listed_by_name_pid_and_number() -> None:
     assert other.peers() == pool.peers()
 
 
-def test_a_peer_without_a_name_is_called_by_its_pid() -> None:
+def test_peer_without_a_name_is_named_after_its_pid() -> None:
     pool = Pool.create(4096)
     assert pool.peer.name == f"pid {os.getpid()}"
 
 
-def test_joining_again_is_the_same_place() -> None:
+def test_join_twice_returns_the_same_peer() -> None:
     pool = Pool.create(4096)
     assert pool.join("a") == pool.join() == pool.peer
     assert len(pool.peers()) == 1
 
 
-def test_leaving_is_seen_and_the_place_is_given_again_with_a_new_epoch() -> None:
+def test_slot_of_a_peer_that_left_is_reused_with_a_new_epoch() -> None:
     pool = Pool.create(4096, max_peers=2, peer_name="stays")
     pool.join()
     for generation in range(1, 6):
@@ -69,24 +69,21 @@ def test_leaving_is_seen_and_the_place_is_given_again_with_a_new_epoch() -> None
     assert len(pool.peers()) == 2
 
 
-def test_one_peer_more_than_there_are_places_is_refused() -> None:
+def test_join_is_refused_when_all_peer_slots_are_taken() -> None:
     pool = Pool.create(4096, max_peers=2, name="small")
     pool.join()
     other = Pool.attach(pool.ticket)
     other.join()
+    with Pool.create(4096, max_peers=1, name="own") as own:
+        own.join()
+        with pytest.raises(MemoryExhausted, match="segment 'own' has 1 peer and no place"):
+            Pool.attach(own.ticket).join()
     with pytest.raises(MemoryExhausted, match="segment 'small' has 2 peers and no place for one more: raise max_peers"):
         Pool.attach(pool.ticket).join()
     other.close()
     del other
     gc.collect()
     Pool.attach(pool.ticket).join()
-
-
-def test_a_pool_for_one_peer_says_so_in_the_singular() -> None:
-    pool = Pool.create(4096, max_peers=1, name="own")
-    pool.join()
-    with pytest.raises(MemoryExhausted, match="segment 'own' has 1 peer and no place"):
-        Pool.attach(pool.ticket).join()
 
 
 @pytest.mark.parametrize("kind", ["", "async_"], ids=["synchronous", "asynchronous"])
@@ -108,7 +105,7 @@ def test_a_closed_end_has_left(kind: str) -> None:
     ],
     ids=["SIGKILL", "SIGABRT", "exit 7"],
 )
-def test_a_death_is_told_with_how(end: object, how: str) -> None:
+def test_dead_peer_has_the_cause_of_its_death(end: object, how: str) -> None:
     pool = Pool.create(4096)
     pool.join("survivor")
     with program(PEER, pool.ticket, "victim", env=DYING) as other:
@@ -131,7 +128,7 @@ def test_death_has_its_cause_in_a_survivor_idle_since_the_peer_came() -> None:
         assert named(pool)["victim"].how == "killed by SIGKILL"
 
 
-def test_a_peer_that_ends_in_order_has_left() -> None:
+def test_peer_that_closes_and_exits_has_left() -> None:
     pool = Pool.create(4096)
     pool.join("survivor")
     with program(PEER, pool.ticket, "guest") as other:
@@ -147,7 +144,7 @@ def dead_in_table(pool: Pool) -> bool:
     return any(peer["state"] == "dead" for peer in _native.snapshot(os.dup(pool.fd))["peers"])
 
 
-def test_death_is_found_within_100_ms_when_all_survivors_are_idle() -> None:
+def test_idle_survivors_notice_a_death_within_100_ms() -> None:
     def measure() -> float:
         pool = Pool.create(4096)
         pool.join("survivor")
@@ -162,7 +159,7 @@ def test_death_is_found_within_100_ms_when_all_survivors_are_idle() -> None:
     soon(measure)
 
 
-def test_death_is_found_by_a_process_that_is_not_the_parent() -> None:
+def test_process_that_is_not_the_parent_notices_a_death() -> None:
     def measure() -> float:
         pool = Pool.create(4096)  # we do not join
         with program(PEER, pool.ticket, "victim") as victim, program(PEER, pool.ticket, "other") as other:
@@ -175,7 +172,7 @@ def test_death_is_found_by_a_process_that_is_not_the_parent() -> None:
     soon(measure)
 
 
-def test_a_death_while_nobody_is_there_is_found_by_the_next_who_comes() -> None:
+def test_next_peer_notices_a_death_that_had_no_survivor() -> None:
     pool = Pool.create(4096)
     with program(PEER, pool.ticket, "victim") as victim:
         assert victim.hear() == "0"
@@ -185,7 +182,7 @@ def test_a_death_while_nobody_is_there_is_found_by_the_next_who_comes() -> None:
     assert named(pool)["victim"].state == "dead"
 
 
-def test_what_a_dead_peer_held_is_free_when_its_death_is_told() -> None:
+def test_blocks_of_a_dead_peer_are_free_when_the_peer_is_dead() -> None:
     source = """
         pool = lowlevel.Pool.attach(sys.argv[1], peer_name="victim")
         leases = [pool.take(100) for _ in range(10)]
@@ -205,7 +202,7 @@ def test_what_a_dead_peer_held_is_free_when_its_death_is_told() -> None:
         assert table["survivor"]["reaps"] == 1
 
 
-def test_a_stopped_peer_is_stopped_and_nothing_is_taken_from_it() -> None:
+def test_stopped_peer_is_named_and_keeps_its_blocks() -> None:
     source = """
         pool = lowlevel.Pool.attach(sys.argv[1], peer_name="sleeper")
         lease = pool.take(100)
@@ -228,7 +225,7 @@ def test_a_stopped_peer_is_stopped_and_nothing_is_taken_from_it() -> None:
         assert other.hear() == "100"
 
 
-def test_a_peer_is_known_by_its_pid_and_the_time_it_started() -> None:
+def test_process_identity_is_pid_and_start_time() -> None:
     pid, start = _native.process_identity()
     assert (pid, start) == (os.getpid(), _native.start_ticks(os.getpid()))
     with pytest.raises(OSError, match=r"pid 4194305: reading /proc/PID/stat: No such file"):
@@ -242,7 +239,7 @@ def test_a_peer_is_known_by_its_pid_and_the_time_it_started() -> None:
     assert _native.process_identity() == (pid, start)
 
 
-def test_a_process_with_a_strange_name_is_known_too() -> None:
+def test_peer_with_parentheses_in_its_process_name_is_watched() -> None:
     source = """
         open("/proc/self/comm", "w").write(") R 1 (x")
         pool = lowlevel.Pool.attach(sys.argv[1], peer_name="odd")
@@ -259,7 +256,7 @@ def test_a_process_with_a_strange_name_is_known_too() -> None:
         eventually(lambda: named(pool)["odd"].state == "dead")
 
 
-def test_a_process_with_several_segments_dies_in_all_of_them() -> None:
+def test_death_is_noticed_in_each_segment_of_the_process() -> None:
     source = """
         ends = []
         for ticket in sys.argv[1:]:
@@ -279,7 +276,7 @@ def test_a_process_with_several_segments_dies_in_all_of_them() -> None:
         receiver.close()
 
 
-def test_peers_come_and_die_a_hundred_times_and_leave_nothing() -> None:
+def test_hundred_killed_peers_leave_no_block() -> None:
     pool = Pool.create(1 << 16, max_peers=4)
     pool.join()
 
@@ -323,7 +320,7 @@ def test_watcher_sleeps_after_a_death_when_a_forked_child_has_its_files() -> Non
         assert float(parent.hear()) < 0.12  # it was 0.3
 
 
-def test_the_watcher_is_one_thread_whatever_there_is_to_watch() -> None:
+def test_one_thread_watches_all_peers() -> None:
     def threads() -> int:
         return len(os.listdir("/proc/self/task"))
 

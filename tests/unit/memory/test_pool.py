@@ -3,7 +3,6 @@
 import random
 import time
 
-import numpy as np
 import pytest
 
 from penstock import ClosedError, MemoryExhausted
@@ -36,7 +35,7 @@ while True:
 """
 
 
-def test_a_block_is_written_by_its_taker_and_read_by_all() -> None:
+def test_block_is_read_by_other_peers() -> None:
     pool = Pool.create(1 << 16, name="images")
     with pool.take(5) as lease:
         assert isinstance(lease, BlockLease)
@@ -76,58 +75,7 @@ def test_a_pool_of_any_size_can_be_taken_whole(nbytes: int) -> None:
         pool.take(nbytes + ALIGNMENT)
 
 
-def test_what_stats_calls_the_largest_free_block_can_be_taken(seed: int) -> None:
-    choose = random.Random(seed)
-    pool = Pool.create(100_000)
-    leases = [pool.take(choose.randrange(3000)) for _ in range(40)]
-    for _ in range(20):
-        leases.pop(choose.randrange(len(leases))).release()
-        largest = pool.stats().largest_free_nbytes
-        with pool.take(largest) as lease:
-            assert len(lease) == largest
-        with pytest.raises(MemoryExhausted) as raised:
-            pool.take(largest + 1)
-        assert raised.value.largest == largest
-
-
-def test_blocks_do_not_overlap(seed: int) -> None:
-    choose = random.Random(seed)
-    pool = Pool.create(1 << 18)
-    held: list[tuple[BlockLease, int]] = []
-    for number in range(1500):
-        if held and (choose.random() < 0.45 or len(held) > 60):
-            lease, written = held.pop(choose.randrange(len(held)))
-            assert (np.frombuffer(lease, np.uint8) == written).all() if len(lease) else True
-            lease.release()
-        else:
-            try:
-                lease = pool.take(choose.choice([choose.randrange(100), choose.randrange(20_000)]))
-            except MemoryExhausted:
-                continue
-            memoryview(lease)[:] = bytes([number % 256]) * len(lease)
-            held.append((lease, number % 256))
-    for lease, written in held:
-        assert bytes(lease) == bytes([written]) * len(lease)
-        lease.release()
-    stats = pool.stats()
-    assert (stats.blocks, stats.free_nbytes, stats.largest_free_nbytes) == (0, 1 << 18, 1 << 18)
-    assert stats.holders == ()
-
-
-def test_adjacent_blocks_released_in_any_order_become_one_gap(seed: int) -> None:
-    choose = random.Random(seed)
-    pool = Pool.create(64 * 1000, max_blocks=1000)
-    for _ in range(5):
-        leases = [pool.take(64) for _ in range(1000)]
-        assert pool.stats().free_nbytes == 0
-        choose.shuffle(leases)
-        while leases:
-            leases.pop().release()
-        assert pool.stats().largest_free_nbytes == pool.stats().free_nbytes == 64 * 1000
-        pool.take(64 * 1000).release()
-
-
-def test_an_old_small_block_does_not_keep_a_large_one_out() -> None:
+def test_old_small_block_leaves_room_for_a_large_block() -> None:
     pool = Pool.create(1 << 20)
     old = pool.take(100)
     for _ in range(50):
@@ -178,7 +126,7 @@ def test_more_than_the_pool_has_is_refused_at_once_with_advice() -> None:
         assert raised.value.free == raised.value.largest == 1 << 16
 
 
-def test_a_pool_may_run_out_of_blocks_and_says_so() -> None:
+def test_take_names_max_blocks_when_block_numbers_run_out() -> None:
     pool = Pool.create(1 << 16, max_blocks=3)
     leases = [pool.take(1) for _ in range(3)]
     with pytest.raises(MemoryExhausted, match="all blocks are taken, raise max_blocks"):
@@ -242,7 +190,7 @@ def test_take_waits_for_a_holder_to_go(how: str) -> None:
     soon(measure)
 
 
-def test_take_waits_until_its_deadline_and_no_longer() -> None:
+def test_take_ends_at_its_deadline() -> None:
     pool = Pool.create(4096)
     lease = pool.take(1)
     for timeout in (0, 0.05):
@@ -253,7 +201,7 @@ def test_take_waits_until_its_deadline_and_no_longer() -> None:
     assert len(lease) == 1
 
 
-def test_a_release_that_is_not_enough_does_not_end_the_wait() -> None:
+def test_take_waits_on_after_a_release_that_is_too_small() -> None:
     pool = Pool.create(64 * 4)
     leases = [pool.take(64) for _ in range(4)]
     with thread(lambda: pool.take(64 * 4, timeout=20)) as waiting:
@@ -264,7 +212,7 @@ def test_a_release_that_is_not_enough_does_not_end_the_wait() -> None:
         waiting.value = None
 
 
-def test_stats_add_up() -> None:
+def test_stats_count_blocks_bytes_takes_and_holders() -> None:
     pool = Pool.create(1 << 16, peer_name="one")
     other = Pool.attach(pool.ticket, peer_name="other")
     assert pool.peer.index == 0
@@ -295,7 +243,7 @@ def test_stats_add_up() -> None:
     assert pool.stats().blocks == 0
 
 
-def test_a_closed_pool_says_so_and_its_leases_live_on() -> None:
+def test_leases_outlive_a_closed_pool() -> None:
     pool = Pool.create(4096, name="gone")
     watching = Pool.attach(pool.ticket)
     watching.join("watcher")

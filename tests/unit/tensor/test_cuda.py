@@ -149,7 +149,7 @@ def test_driver_calls_run_in_the_context_of_the_device() -> None:
     assert cuda.calls == ["cuCtxPushCurrent", "cuMemAlloc", "cuMemGetInfo", "cuCtxPopCurrent"]
 
 
-def test_a_handle_that_leads_to_less_memory_than_was_said_is_closed_again() -> None:
+def test_ipc_handle_of_less_memory_than_announced_is_closed() -> None:
     cuda = Asked(cuIpcOpenMemHandle=(0, 4096), cuMemGetAddressRange=(0, 4096, 511))
     with pytest.raises(DeviceError, match="of 512 bytes, got 511"):
         asking(cuda).open(bytes(64), 512)
@@ -159,7 +159,7 @@ def test_a_handle_that_leads_to_less_memory_than_was_said_is_closed_again() -> N
         asking(Asked()).open(b"short", 512)
 
 
-def test_a_refusal_says_the_call_and_the_result() -> None:
+def test_device_error_names_the_call_and_the_result() -> None:
     with pytest.raises(DeviceError, match="cuMemHostRegister of device 0: CUDA_ERROR_OUT_OF_MEMORY"):
         asking(Asked(cuMemHostRegister=(Result(2),))).register(4096, 4096)
 
@@ -237,7 +237,7 @@ def test_a_slice_is_not_reused_while_kernels_of_another_process_read_it() -> Non
         tensors.close()
 
 
-def test_within_one_process_the_tensor_is_the_same_memory() -> None:
+def test_shared_tensor_is_the_same_memory_within_a_process() -> None:
     with new_pool(8 * MIB) as pool, Store(MIB) as host:
         tensors = CudaTensors(pool, host)
         tensor = tensors.empty((100, 100), torch.bfloat16)

@@ -59,15 +59,20 @@ def on_device(driver: FakeDriver, array: Any) -> Any:
 
 
 # ── to the same device ──
+@pytest.mark.parametrize("device", [0, 3], ids=["by a slice", "by host memory"])
 @pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "float32", "complex128", "int64"])
 @pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1000,), (7, 11, 13)], ids=str)
-def test_what_is_put_is_seen_bit_by_bit(dtype: str, shape: tuple[int, ...]) -> None:
-    ends = Ends()
+def test_tensor_arrives_bit_by_bit(dtype: str, shape: tuple[int, ...], device: int) -> None:
+    ends = Ends(consumer_device=device)
     source = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
     ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
-    assert isinstance(ref, CudaRef)
+    if device == 0:
+        assert isinstance(ref, CudaRef)
+    else:
+        assert isinstance(ref, HostRef) and ref.handle.is_inline == (source.nbytes <= 64)
     view = ends.consumer.view(ref)
     assert view.dtype == source.dtype and view.shape == source.shape and view.tobytes() == source.tobytes()
+    assert view.uuid == ends.other.uuid
     del view
     ends.close()
 
@@ -90,7 +95,7 @@ def test_writes_of_the_sender_after_put_change_nothing() -> None:
     ends.close()
 
 
-def test_references_travel_in_messages_and_are_checked_there() -> None:
+def test_device_references_in_messages_are_validated() -> None:
     ends = Ends(nbytes=KIB)
     with penstock.Ring(Image) as ring, ring.open_sender() as sender, ring.open_receiver() as receiver:
         for number, size in enumerate((512, 5000)):  # in a slice; too large for the pool
@@ -145,7 +150,7 @@ def test_used_on_records_the_stream_for_the_right_slice(which: int) -> None:
     ends.close()
 
 
-def test_what_is_not_viewed_is_dropped_or_revoked() -> None:
+def test_dropped_and_revoked_references_hold_nothing() -> None:
     for nbytes in (64 * KIB, 512):  # in slices; by host memory
         ends = Ends(nbytes=nbytes)
         dropped, revoked = (
@@ -180,20 +185,6 @@ def test_a_pool_that_is_full_falls_back_to_host_memory_and_counts() -> None:
     with pytest.raises(MemoryExhausted):
         ends.producer.empty(1, "uint8")
     del held
-    ends.close()
-
-
-@pytest.mark.parametrize("dtype", ["uint8", "bool", "float16", "float32", "complex128", "int64"])
-@pytest.mark.parametrize("shape", [(), (0,), (3, 0, 2), (1000,), (7, 11, 13)], ids=str)
-def test_a_tensor_by_host_memory_is_seen_bit_by_bit(dtype: str, shape: tuple[int, ...]) -> None:
-    ends = Ends(consumer_device=3)
-    source = np.arange(int(np.prod(shape))).reshape(shape).astype(dtype)
-    ref = ends.producer.put(on_device(ends.device, source), [ends.consumer.place])
-    assert isinstance(ref, HostRef) and ref.handle.is_inline == (source.nbytes <= 64)
-    view = ends.consumer.view(ref)
-    assert view.dtype == source.dtype and view.shape == source.shape and view.tobytes() == source.tobytes()
-    assert view.uuid == ends.other.uuid
-    del view
     ends.close()
 
 
@@ -423,7 +414,7 @@ def test_unregistrable_memory_is_copied_counted_and_tried_once() -> None:
         del view
 
 
-def test_what_lies_in_no_segment_is_copied_too_and_counted() -> None:
+def test_upload_of_private_memory_is_counted_as_pageable() -> None:
     device = FakeDriver()
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
         assert (uploads.copy_to_device(np.arange(10)) == np.arange(10)).all()
@@ -434,7 +425,7 @@ def test_what_lies_in_no_segment_is_copied_too_and_counted() -> None:
         Uploads(ring, driver=device)
 
 
-def test_a_copy_goes_to_the_stream_that_was_asked_for() -> None:
+def test_upload_runs_on_the_requested_stream() -> None:
     device, stream = FakeDriver(), Stream("copies")
     stream.stop()
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:

@@ -153,7 +153,7 @@ def opened(encoded: bytes, store: Store) -> str:
 
 # ── what is gone, and what never was ──
 @WAYS
-def test_handle_opened_too_late_misses_and_its_value_can_be_put_again(value_key: bytes | None) -> None:
+def test_handle_opened_too_late_is_missing_until_put_again(value_key: bytes | None) -> None:
     """Evicted, or the store was cleared, between the server and the worker."""
     with images() as store:
         scope, other = Scope(store), Scope(store)
@@ -175,7 +175,7 @@ def test_handle_opened_too_late_misses_and_its_value_can_be_put_again(value_key:
         other.release()
 
 
-def test_a_miss_keeps_nothing_that_its_caller_has_opened() -> None:
+def test_missing_value_keeps_no_lease_of_the_caller() -> None:
     with images() as store:
         with Scope(store) as scope:
             gone, there = scope.put(image(1)), scope.put(image(2), key=key(2))

@@ -73,7 +73,7 @@ def outcome(read: Any) -> Any:
 
 @pytest.mark.parametrize("tree", TREES, ids=range(len(TREES)))
 @pytest.mark.parametrize("as_", ["numpy", "bits"])
-def test_both_read_the_same_value(tree: Any, as_: Any) -> None:
+def test_native_and_python_readers_agree_on_values(tree: Any, as_: Any) -> None:
     with Store(MB) as store:
         stored, lease = lent(store, block_of(store, tree))
         assert shown(stored.value(as_)) == shown(read_block(lease, as_, False))
@@ -81,7 +81,7 @@ def test_both_read_the_same_value(tree: Any, as_: Any) -> None:
         assert shown(stored.value(as_, writable=True)) == shown(read_block(lease, as_, True))
 
 
-def test_both_say_the_same_of_a_block_of_which_any_byte_is_another(seed: int) -> None:
+def test_native_and_python_readers_agree_on_damaged_blocks(seed: int) -> None:
     with Store(MB) as store:
         chance = random.Random(seed)
         blocks = [block_of(store, tree) for tree in TREES]
@@ -129,7 +129,7 @@ def test_a_block_that_does_not_begin_at_a_multiple_of_64_is_read_too() -> None:
                 assert view.flags.aligned and not view.flags.writeable
 
 
-def test_arrays_hold_a_value_that_was_released_and_none_can_write_it() -> None:
+def test_arrays_keep_a_released_value_and_are_read_only() -> None:
     with Store(MB) as store:
         store.put({"x": np.arange(1000)}, key=key(0))
         lease = store.get(key(0))
@@ -171,7 +171,7 @@ def test_each_hold_is_released_by_itself() -> None:
         assert blocks(store) == 0
 
 
-def test_a_value_whose_block_has_been_released_is_not_shown() -> None:
+def test_value_of_a_released_block_raises_closed_error() -> None:
     with Store(MB) as store:
         first = store.put(np.arange(9))
         with store.pool.open(first.ref) as block:

@@ -250,7 +250,7 @@ def test_impossible_layout_is_refused_with_its_path_and_takes_nothing(
         assert blocks(store) == 0
 
 
-def test_what_is_put_has_numbers() -> None:
+def test_put_of_an_empty_spec_is_refused() -> None:
     with Store(MB) as store, pytest.raises(UnsupportedTensor, match=r"has no numbers yet.* at \$\['pixels'\]"):
         store.put(spec(), key=key(1))
     with pytest.raises(UnsupportedTensor, match="has no numbers yet"):
@@ -259,7 +259,7 @@ def test_what_is_put_has_numbers() -> None:
         Empty((1.5,), "int8")  # type: ignore[arg-type]
 
 
-def test_a_process_that_wants_what_is_being_made_waits_and_has_it() -> None:
+def test_put_of_a_key_that_is_being_made_waits_for_the_value() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as other:
         actual: list[Any] = []
 
@@ -284,7 +284,7 @@ def test_a_process_that_wants_what_is_being_made_waits_and_has_it() -> None:
         assert store.stats().puts == 1
 
 
-def test_one_of_those_that_wait_makes_what_was_abandoned() -> None:
+def test_waiter_makes_an_abandoned_value() -> None:
     with Store(MB) as store, Store.attach(store.ticket) as other:
         are_loans: list[bool] = []
 
@@ -315,7 +315,7 @@ MAKING = """
 
 
 @pytest.mark.parametrize("by", ["put", "loan"])
-def test_what_a_dead_process_was_making_is_made_by_one_that_waits_for_it(by: str) -> None:
+def test_waiter_makes_the_value_of_a_dead_process(by: str) -> None:
     with Store(MB) as store, program(MAKING, store.ticket, key(1).hex()) as other:
         assert other.hear() == "half-way"
         with pytest.raises(Missing):
@@ -348,7 +348,7 @@ def test_a_loan_without_a_key_of_a_dead_process_is_given_back() -> None:
         eventually(lambda: blocks(store) == 0)
 
 
-def test_what_is_taken_out_while_it_is_made_is_had_by_its_maker_alone() -> None:
+def test_value_cleared_while_it_is_made_stays_with_its_maker() -> None:
     with Store(MB) as store:
         with lent(store, key(1)) as loan:
             with thread(lambda: store.put({"a": 1}, key=key(1), timeout=20)) as waiting:

@@ -136,7 +136,7 @@ def test_a_waiter_is_woken_by_the_commit_within_what_is_promised() -> None:
     soon(wakes, promised=0.05)
 
 
-def test_only_what_begin_gave_to_write_can_be_committed_and_once() -> None:
+def test_commit_accepts_only_leases_of_begin_once() -> None:
     peer = Kept()
     _, lease = peer.store.begin(key("a"), 5, 0)
     peer.store.commit(lease)
@@ -151,7 +151,7 @@ def test_only_what_begin_gave_to_write_can_be_committed_and_once() -> None:
 
 
 # ── a writer that leaves ─────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_a_peer_was_writing_when_it_left_is_nobodys() -> None:
+def test_key_is_free_when_its_writer_leaves() -> None:
     peer = Kept()
     other = other_of(peer)
     _, lease = other.store.begin(key("a"), 5, 0)
@@ -168,7 +168,7 @@ def fill_with(peer: Kept, nbytes: int, many: int, between: float = 0.002) -> Non
         time.sleep(between)
 
 
-def test_of_those_unused_equally_long_a_small_one_goes_for_a_small_need() -> None:
+def test_small_value_is_evicted_for_a_small_need() -> None:
     peer = Kept()
     peer.put("large", bytes(NBYTES - 2048))
     peer.put("small", bytes(2048))
@@ -189,7 +189,7 @@ def test_eviction_prefers_a_large_old_value_to_small_used_values() -> None:
     assert peer.names("large", *range(8)) == set(range(8))
 
 
-def test_for_a_large_one_neighbours_go_together_and_no_more_than_must() -> None:
+def test_neighbours_are_evicted_for_a_large_value() -> None:
     peer = Kept()
     fill_with(peer, NBYTES // 32, 32, between=0)
     assert peer.put("large", bytes(NBYTES // 4))
@@ -200,7 +200,7 @@ def test_for_a_large_one_neighbours_go_together_and_no_more_than_must() -> None:
         assert peer.read(i) == bytes([i]) * (NBYTES // 32)
 
 
-def test_what_is_being_written_is_never_given_up() -> None:
+def test_value_that_is_being_written_is_not_evicted() -> None:
     peer = Kept()
     _, lease = peer.store.begin(key("a"), NBYTES // 2, 0)
     with pytest.raises(MemoryExhausted):
@@ -218,7 +218,7 @@ def test_value_is_evicted_when_block_numbers_run_out_before_room() -> None:
     assert len(peer.names(*range(4))) == 3
 
 
-def test_a_number_is_given_up_for_a_gap_that_lies_elsewhere() -> None:
+def test_value_is_evicted_for_its_block_number() -> None:
     peer = Kept(max_blocks=3)
     peer.put("free", bytes(64))
     peer.put("held", bytes(64))
@@ -272,7 +272,7 @@ def test_store_is_refused_in_a_forked_child_and_parent_goes_on() -> None:
     assert peer.read("a") == bytes(5)
 
 
-def test_the_statistics_say_what_is_there_how_old_it_is_and_who_holds_it() -> None:
+def test_stats_have_size_age_and_holders_of_each_value() -> None:
     peer = Kept()
     other = other_of(peer)
     peer.put("a", b"bytes")

@@ -45,7 +45,7 @@ def test_a_value_is_copied_once_and_seen_where_it_lies(value_key: bytes | None) 
         assert scope.stats() == ScopeStats(handles=1, nbytes=handle.nbytes, puts=1)
 
 
-def test_what_is_in_the_store_is_not_looked_at_again() -> None:
+def test_value_already_in_the_store_is_not_read_again() -> None:
     with images() as store:
         store.put(image(1), key=key(1)).release()
 
@@ -61,7 +61,7 @@ def test_what_is_in_the_store_is_not_looked_at_again() -> None:
             assert scope.stats() == ScopeStats(handles=1, nbytes=handle.nbytes, hits=1)
 
 
-def test_what_was_found_in_the_store_is_added_and_held_by_the_scope() -> None:
+def test_lease_added_to_a_scope_is_held_by_the_scope() -> None:
     with images() as store:
         store.put(image(1), key=key(1)).release()
         scope = Scope(store)
@@ -193,7 +193,7 @@ def test_value_larger_than_the_store_travels_inline_with_one_warning() -> None:
         assert store.stats().evictions == 0
 
 
-def test_what_cannot_be_sent_is_refused_and_nothing_is_held() -> None:
+def test_unsupported_value_is_refused_and_not_held() -> None:
     with images() as store:
         with Scope(store) as scope:
             with pytest.raises(UnsupportedTensor):
@@ -350,7 +350,7 @@ def test_forked_child_attaches_when_a_thread_of_its_parent_held_the_lock() -> No
 
 
 @pytest.mark.parametrize("nbytes", [1 << 16, 2 * MB])
-def test_a_value_that_has_no_room_is_one_miss(nbytes: int) -> None:
+def test_value_without_room_counts_one_miss(nbytes: int) -> None:
     with Store(MB) as store, Scope(store, timeout=0) as full, store.pool.take(store.nbytes):
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -358,16 +358,6 @@ def test_a_value_that_has_no_room_is_one_miss(nbytes: int) -> None:
             assert (store.stats().misses, store.stats().hits) == (1, 0)
             assert full.put(image(2, nbytes)).is_inline  # without a key nothing is looked up
             assert (store.stats().misses, store.stats().hits) == (1, 0)
-
-
-def test_a_handle_that_is_never_opened_is_given_up_without_being_read() -> None:
-    """The prefix is cached, so no worker needs the image."""
-    with images() as store:
-        with Scope(store) as scope:
-            travelled(scope.put(image(1), key=key(1)))
-            travelled(scope.put(image(2)))
-        assert is_not_held(store)
-        assert store.clear() == 1 and blocks(store) == 0
 
 
 # ── processes ──
@@ -426,7 +416,7 @@ def test_core_without_a_store_forwards_handles_without_mapping_values() -> None:
         assert is_not_held(store)
 
 
-def test_no_warning_comes_from_what_is_ordinary() -> None:
+def test_full_store_emits_no_warning() -> None:
     with images() as store:
         with warnings.catch_warnings(), Scope(store, timeout=0.01) as scope:
             warnings.simplefilter("error")

@@ -42,7 +42,7 @@ def opened(store: Store, ref: lowlevel.Ref) -> Lease:
     return Lease(store.pool.open(ref))
 
 
-def test_what_was_put_is_got_by_all_without_a_copy() -> None:
+def test_value_is_read_by_each_process_without_a_copy() -> None:
     with Store(4 * MB) as store, Store.attach(store.ticket) as other:
         put = store.put(tree(1, MB), key=key(1))
         for peer in (store, other):
@@ -58,7 +58,7 @@ def test_what_was_put_is_got_by_all_without_a_copy() -> None:
         assert holds(other.get(key(1)).value(), 1), "gone with its last lease"
 
 
-def test_a_second_put_of_a_key_copies_nothing_and_gives_the_first() -> None:
+def test_second_put_of_a_key_returns_the_first_value() -> None:
     with Store(4 * MB) as store:
         first = store.put(tree(1), key=key(1))
         second = store.put(tree(2, 2000), key=key(1))
@@ -67,7 +67,7 @@ def test_a_second_put_of_a_key_copies_nothing_and_gives_the_first() -> None:
         assert store.stats().puts == 1
 
 
-def test_what_is_not_there_is_missing_and_says_so() -> None:
+def test_get_of_an_unknown_key_raises_missing() -> None:
     with Store(MB) as store:
         with pytest.raises(Missing, match="'store' keeps nothing under 0000"):
             store.get(key(7))
@@ -91,7 +91,7 @@ def test_a_key_is_32_bytes(wrong: Any) -> None:
         assert blocks(store) == 0
 
 
-def test_room_is_made_of_what_nobody_holds_the_longest_unused_first() -> None:
+def test_eviction_takes_unheld_values_least_recently_used_first() -> None:
     with Store(MB) as store:
         nbytes = store.put(
             tree(100, 100_000), key=key(100)
@@ -115,7 +115,7 @@ def test_room_is_made_of_what_nobody_holds_the_longest_unused_first() -> None:
 
 
 @pytest.mark.parametrize("meanwhile", ["held", "put again", "nothing"])
-def test_what_was_chosen_to_go_stays_if_it_is_wanted_by_then(meanwhile: str) -> None:
+def test_chosen_value_stays_when_it_is_held_or_put_meanwhile(meanwhile: str) -> None:
     source = """
         import numpy as np
         from penstock import _native, MemoryExhausted
@@ -148,7 +148,7 @@ def test_what_was_chosen_to_go_stays_if_it_is_wanted_by_then(meanwhile: str) -> 
         assert len(stats.items) == 1 and stats.evictions == (held is None)
 
 
-def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:
+def test_full_store_names_the_holders() -> None:
     with Store(MB, peer_name="holder") as store:
         held = [store.put(tree(number, 300_000), key=key(number)) for number in range(3)]
         with pytest.raises(MemoryExhausted, match=r"'holder' \(pid \d+\) holds"):
@@ -161,7 +161,7 @@ def test_a_full_store_says_who_holds_what_is_in_the_way() -> None:
         store.put(tree(9, 300_000), key=key(9))
 
 
-def test_a_value_that_cannot_be_kept_leaves_nothing() -> None:
+def test_unsupported_value_leaves_no_block() -> None:
     with Store(MB) as store:
         with pytest.raises(UnsupportedTensor, match=r"at \$\['a'\]\[0\]"):
             store.put({"a": [object()]}, key=key(1))
@@ -207,7 +207,7 @@ def test_reference_opens_a_value_elsewhere_and_is_stale_once_evicted() -> None:
 
 
 @pytest.mark.parametrize("take_out", [Store.clear, lambda store: store.remove(key(1))], ids=["clear", "remove"])
-def test_what_is_held_outlives_its_key(take_out: Callable[[Store], int]) -> None:
+def test_held_value_outlives_its_key(take_out: Callable[[Store], int]) -> None:
     with Store(MB) as store:
         array = store.put(tree(1), key=key(1)).value()["pixels"]
         assert take_out(store) == 1
@@ -279,7 +279,7 @@ def test_value_without_key_is_read_only_and_lives_while_held() -> None:
         assert holds(store.put(plan(tree(1))).value(), 1)
 
 
-def test_values_without_a_key_are_each_their_own() -> None:
+def test_puts_without_a_key_are_separate_values() -> None:
     with Store(MB) as store:
         first, second = store.put(tree(1)), store.put(tree(1))
         assert first.ref != second.ref and blocks(store) == 2
@@ -343,7 +343,7 @@ def test_keys_tell_contents_apart() -> None:
 
 
 # ── many processes ──
-def test_one_of_many_that_put_the_same_key_writes_and_all_get_it() -> None:
+def test_processes_that_put_the_same_key_write_it_once() -> None:
     source = """
         import numpy as np
         from penstock import Store
@@ -401,7 +401,7 @@ def test_a_put_that_waits_is_interrupted_and_has_begun_nothing(awaited: str) -> 
             assert holds(store.put(tree(3), key=bytes(32), timeout=0).value(), 3)
 
 
-def test_a_child_of_fork_has_a_place_and_leases_of_its_own() -> None:
+def test_forked_child_is_a_new_peer_with_its_own_leases() -> None:
     with Store(MB) as store:
         store.put(tree(1), key=key(1)).release()
         held = store.get(key(1))

@@ -165,7 +165,7 @@ def test_a_granted_value_is_not_evicted_for_others() -> None:
 
 
 # ── evict ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_evict_gives_up_only_what_no_process_holds() -> None:
+def test_evict_removes_only_unheld_values() -> None:
     store = new_store()
     other = attached(store, "other")
     with store.put(1, key=key(1)):
@@ -178,7 +178,7 @@ def test_evict_gives_up_only_what_no_process_holds() -> None:
         store.get(key(1))
 
 
-def test_evict_leaves_what_is_being_written_and_what_an_array_shows() -> None:
+def test_evict_leaves_values_in_use() -> None:
     store = new_store()
     with store.loan(key(1), [1]) as loan:
         assert not store.evict(key(1))

@@ -171,7 +171,7 @@ def test_arrays_and_buffers_of_arrow_go_in_as_numbers_or_say_why_not() -> None:
 
 
 @IN_A_STORE_AND_INLINE
-def test_what_comes_out_offers_dlpack_and_says_that_it_is_read_only(new_store: NewStore) -> None:
+def test_arrays_offer_read_only_dlpack(new_store: NewStore) -> None:
     store = new_store()
 
     class Through:
@@ -219,7 +219,7 @@ def test_what_comes_out_offers_dlpack_and_says_that_it_is_read_only(new_store: N
     ],
     ids=lambda parameter: None if isinstance(parameter, str) else type(parameter).__name__,
 )
-def test_what_cannot_be_sent_is_refused_and_the_error_says_what_to_do(source: Any, words: str) -> None:
+def test_unsupported_tensor_is_refused_with_advice(source: Any, words: str) -> None:
     with Store(MB) as store:
         for put in (store.put, Scope(store).put, Scope().put):
             with pytest.raises(UnsupportedTensor, match=words):
@@ -235,7 +235,7 @@ def test_more_dimensions_than_every_numpy_has_are_refused() -> None:
 
 
 # ── copies, and their number ──
-def test_what_the_sender_writes_afterwards_is_not_seen() -> None:
+def test_later_writes_of_the_sender_do_not_change_the_value() -> None:
     for store in (Store(MB), None):
         for nbytes in (8, 80_000):
             source = np.zeros(nbytes // 8)
@@ -254,7 +254,7 @@ def test_only_what_a_view_shows_of_its_storage_is_copied() -> None:
     assert 500 < Scope().put(whole[::100, :50]).nbytes < 564
 
 
-def test_a_library_that_there_is_no_view_for_is_refused() -> None:
+def test_unknown_view_library_is_refused() -> None:
     for lease in (Store(MB).put(np.zeros(3)), Scope().put(np.zeros(3)).open()):
         with pytest.raises(ValueError, match="expected as_ to be"):
             lease.value("jax")  # type: ignore[arg-type]

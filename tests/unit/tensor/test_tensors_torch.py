@@ -69,7 +69,7 @@ def test_a_tensor_of_any_dtype_comes_back_bit_by_bit(kind: Any, seed: int) -> No
     assert blocks(store) == 0
 
 
-def test_numbers_that_are_only_promised_are_made_before_they_are_sent() -> None:
+def test_conjugate_and_negative_views_are_resolved_before_put() -> None:
     store = Store(MB)
     numbers = torch.complex(torch.arange(6.0), torch.arange(6.0) + 1).reshape(2, 3)
     for source in (
@@ -148,7 +148,7 @@ def fake() -> Any:
         (fake, "wraps other tensors|lies on"),
     ],
 )
-def test_what_cannot_be_sent_is_refused_and_the_error_says_what_to_do(make: Callable[[], Any], words: str) -> None:
+def test_unsupported_tensor_is_refused_with_advice(make: Callable[[], Any], words: str) -> None:
     store = Store(MB)
     for put in (store.put, Scope(store).put, Scope().put):
         with pytest.raises(UnsupportedTensor, match=words):
@@ -237,7 +237,7 @@ def test_a_tensor_that_came_inline_is_a_copy_of_its_own() -> None:
     assert handle.open().value().tobytes() == b"x"
 
 
-def test_what_no_mapping_guards_is_copied_for_torch() -> None:
+def test_torch_gets_a_copy_of_writable_memory() -> None:
     """A block seen through a writable lease, or plain bytes: a write through torch would be one in the original."""
     pool = Pool.create(MB)
     planned = plan([torch.arange(8)])
@@ -270,18 +270,6 @@ def test_a_view_is_a_view_and_makes_no_copy() -> None:
     lease = Store(MB).put(torch.arange(100))
     first, second = lease.value("torch"), lease.value("torch")
     assert first.data_ptr() == second.data_ptr() == lease.value().ctypes.data
-
-
-STRAY = """
-    import os, torch
-    from penstock import Handle, Store
-    store = Store.attach(sys.argv[1], peer_name="stray")
-    seen = Handle.from_bytes(bytes.fromhex(sys.argv[2])).open(store).value("torch")
-    say(seen.sum().item())
-    hear()
-    seen.add_(1)
-    say("written")
-"""
 
 
 def test_numbers_that_only_torch_has_come_by_dlpack_of_another_library() -> None:

@@ -53,7 +53,7 @@ def test_a_plan_does_not_fit_less_room_than_it_says() -> None:
         planned.write(bytearray(planned.nbytes - 1))
 
 
-def test_what_cannot_be_in_a_tree_is_refused_with_the_path_to_it() -> None:
+def test_unsupported_leaf_is_refused_with_its_path() -> None:
     endless: list[Any] = []
     endless.append(endless)
     pair = collections.namedtuple("pair", "a b")
@@ -73,7 +73,7 @@ def test_what_cannot_be_in_a_tree_is_refused_with_the_path_to_it() -> None:
             plan(tree)
 
 
-def test_a_forged_layout_is_an_error_that_says_where() -> None:
+def test_forged_layout_is_refused_with_its_path() -> None:
     buffer = bytes(256)
     for node, words in (
         ([0, 1, 0, 257], "within 256 bytes"),

@@ -43,9 +43,7 @@ def test_a_recording_is_measured(tmp_path: Path, capsys: pytest.CaptureFixture[s
     assert "ring 'steps'" in capsys.readouterr().out
 
 
-def test_a_recording_that_was_cut_off_is_measured_and_it_is_said(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_cut_off_recording_is_measured_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path / "x.rec", b"hello world", b"hello w0rld")
     path.write_bytes(path.read_bytes()[:-1])
     assert measure(path, "--json") == 0
@@ -54,7 +52,7 @@ def test_a_recording_that_was_cut_off_is_measured_and_it_is_said(
     assert "was cut off: its last 42 bytes are no whole record" in captured.err
 
 
-def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_file_that_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = recorded(tmp_path / "x.rec", b"hello")
     (tmp_path / "y.rec").write_bytes(path.read_bytes().replace(b"recording 1\n", b"recording 2\n"))
     (tmp_path / "z.rec").write_bytes(b"something else\n")
@@ -72,7 +70,7 @@ def test_what_is_no_recording_is_refused(tmp_path: Path, capsys: pytest.CaptureF
 
 
 # ── mistakes ─────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_there_is_not_cannot_be_measured(capsys: pytest.CaptureFixture[str]) -> None:
+def test_measuring_a_target_without_channels_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     dead = subprocess.Popen([sys.executable, "-c", ""])
     dead.wait()
     with subprocess.Popen(["sleep", "60"]) as idle, lowlevel.Segment.create(4096, name="raw") as segment:
@@ -102,7 +100,7 @@ def test_a_ticket_of_another_build_is_refused_with_both_layouts(capsys: pytest.C
             os.close(fd)
 
 
-def test_what_is_neither_process_nor_ticket_nor_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_argument_that_is_no_process_ticket_or_file_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     for arguments in (["nonsense"], ["penstock:1:2"], ["--seconds", "no", "1"]):
         with pytest.raises(SystemExit):
             measure(*arguments)
@@ -116,7 +114,7 @@ def test_measure_without_an_argument_names_the_argument(capsys: pytest.CaptureFi
     assert "the following arguments are required: PID|TICKET|FILE" in capsys.readouterr().err
 
 
-def test_without_the_library_it_is_said_what_to_install(
+def test_missing_library_is_reported_with_the_install_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = recorded(tmp_path / "x.rec", b"hello")

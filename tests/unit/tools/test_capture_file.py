@@ -25,7 +25,7 @@ def recorded(path: Path) -> bytes:
     return path.read_bytes()
 
 
-def test_what_was_written_is_read(tmp_path: Path) -> None:
+def test_capture_file_is_equal_after_a_round_trip(tmp_path: Path) -> None:
     recorded(tmp_path / "x")
     recording = CaptureFile(tmp_path / "x")
     assert recording.sources == SOURCES
@@ -34,7 +34,7 @@ def test_what_was_written_is_read(tmp_path: Path) -> None:
     assert recording.left_over == 0
 
 
-def test_a_file_that_was_cut_off_anywhere_gives_what_is_whole(tmp_path: Path) -> None:
+def test_cut_off_capture_file_has_its_whole_entries(tmp_path: Path) -> None:
     whole = recorded(tmp_path / "x")
     ends = [len(whole)]
     for entry in reversed(ENTRIES):
@@ -72,7 +72,7 @@ def test_something_else_is_no_recording(tmp_path: Path) -> None:
             CaptureFile(tmp_path / "y")
 
 
-def test_bytes_that_are_no_entry_are_said_with_their_place(tmp_path: Path) -> None:
+def test_damaged_capture_entry_is_reported_with_its_offset(tmp_path: Path) -> None:
     whole = bytearray(recorded(tmp_path / "x"))
     second = len(whole) - sum(32 + len(entry.frame or b"") for entry in ENTRIES[1:])
     for at, byte in ((second, 9), (second + 4, 3)):  # a channel, a kind of entry that there is not

@@ -56,14 +56,14 @@ def test_consecutive_messages_are_compared() -> None:
     assert item.repeated_share == 21 / 22
 
 
-def test_what_follows_a_gap_is_not_compared() -> None:
+def test_messages_after_a_gap_are_not_compared() -> None:
     stats = stats_of(PLAIN, b"aaaa", 5, b"bbbb", b"bbbb", None, b"cccc")
     item = stats.classes["bytes"]
     assert (item.nbytes.count, item.edits.count, item.edits.total) == (4, 1, 0)
     assert (stats.missed, stats.gone, stats.records) == (5, 1, 5)
 
 
-def test_lanes_are_told_apart() -> None:
+def test_lanes_are_compared_separately() -> None:
     stats = ChannelStats(PLAIN, is_live=False)
     for sequence in range(3):
         stats.add(CaptureEntry(0, 0, sequence, 1, b"aaaa"))
@@ -83,7 +83,7 @@ def test_a_message_is_compared_with_the_last_of_its_class() -> None:
     assert step.decode_ns.count == step.encode_ns.count == 2
 
 
-def test_what_is_not_described_is_counted_and_disturbs_nothing() -> None:
+def test_message_without_a_description_is_counted_only() -> None:
     good = frame_of(Stop("x"))
     stats = stats_of(TYPED, good, b"\x05nonsense", good)
     assert stats.undecodable == 1
@@ -112,7 +112,7 @@ def test_lines_of_json_have_the_same_keys_for_every_class_and_add_up() -> None:
     assert sum(line["share"] for line in fields) == pytest.approx(1, abs=0.001)
 
 
-def test_the_table_says_what_was_missed() -> None:
+def test_table_has_the_number_of_missed_messages() -> None:
     string_i_o = io.StringIO()
     tables.print_tables(channel_report.tables_of(stats_of(PLAIN, b"[bold]x", 30, b"x", None)), string_i_o)
     assert "30 more (90.9 %) were overwritten before they were seen" in string_i_o.getvalue()

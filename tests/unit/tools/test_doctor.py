@@ -29,7 +29,7 @@ def torch_is_not_imported_each_time(monkeypatch: pytest.MonkeyPatch) -> Iterator
         yield
 
 
-def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_doctor_finds_this_machine_fit(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["doctor"]) == 0
     lines = capsys.readouterr().out.splitlines()
     subjects = [
@@ -41,9 +41,7 @@ def test_the_doctor_looks_at_everything_and_finds_this_machine_fit(capsys: pytes
         assert subject in line
 
 
-def test_the_doctor_says_who_leaves_no_more_memory(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_doctor_names_what_limits_memory(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     nbytes, owner = _native.memory_available()
     assert nbytes > 0
     assert owner in ("the machine", "its control group")
@@ -60,7 +58,7 @@ def test_the_doctor_says_who_leaves_no_more_memory(
         ((0, "there is one processor"), "waits never spin"),
     ],
 )
-def test_the_doctor_says_how_long_waits_spin(
+def test_doctor_reports_how_long_waits_spin(
     spin: tuple[int, str | None], text: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(_native, "max_spin", lambda: spin)
@@ -69,7 +67,7 @@ def test_the_doctor_says_how_long_waits_spin(
 
 
 @pytest.mark.parametrize(("module", "name"), [(os, "pidfd_open"), (os, "P_PIDFD"), (signal, "pidfd_send_signal")])
-def test_the_doctor_says_what_a_python_was_built_without(
+def test_doctor_names_missing_modules_of_python(
     module: Any, name: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delattr(module, name)
@@ -86,7 +84,7 @@ def test_torch_and_its_devices_are_named() -> None:
 
 
 @pytest.mark.parametrize(("number", "level"), [(0, "ok"), (None, "warning"), (1, "warning")])
-def test_torch_that_finds_no_device_is_told_with_what_the_driver_says(
+def test_doctor_reports_the_driver_when_torch_finds_no_device(
     number: int | None, level: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(doctor, "_asked_of_torch", lambda: ("2.13.0", "13.0", 3.21, []))
@@ -95,7 +93,7 @@ def test_torch_that_finds_no_device_is_told_with_what_the_driver_says(
     assert cuda.level == level and "finds no device: the driver says so" in cuda.text
 
 
-def test_the_real_torch_is_asked_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_queries_torch_in_a_separate_process(monkeypatch: pytest.MonkeyPatch) -> None:
     if importlib.util.find_spec("torch") is None:
         pytest.skip("torch is not installed")
     monkeypatch.setattr(doctor, "_asked_of_torch", ASKED)
@@ -110,7 +108,7 @@ def test_a_torch_that_cannot_be_imported_is_missing_with_its_last_line(monkeypat
     assert torch.level == "missing" and torch.text.endswith("ImportError: libcudart.so.13: not found")
 
 
-def test_packages_that_are_not_installed_are_named_with_what_to_type(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_names_missing_packages_with_install_commands(monkeypatch: pytest.MonkeyPatch) -> None:
     def version(name: str) -> str:
         if name in ("starlette", "tokenizers"):
             raise metadata.PackageNotFoundError(name)

@@ -76,7 +76,7 @@ def test_the_bytes_of_an_array_belong_to_its_field_wherever_they_lie() -> None:
         assert 4 * count <= result["rows"] <= 4 * count + 6
 
 
-def test_arrays_inside_of_structs_lists_dicts_and_tuples_are_told_apart() -> None:
+def test_arrays_inside_of_containers_have_their_own_fields() -> None:
     message = Step(
         1,
         numbers(100),
@@ -122,12 +122,12 @@ def test_the_pieces_are_the_frame_to_the_byte_whatever_the_message(seed: int) ->
         assert result.get(PADDING, 0) < 64 * 12
 
 
-def test_plain_bytes_are_one_piece() -> None:
+def test_plain_bytes_are_one_field() -> None:
     message = FrameLayout(b"").take_apart(b"anything")
     assert (message.name, sizes(message)) == ("bytes", {"": 8})
 
 
-def test_what_is_no_frame_of_this_layout_is_a_decode_error() -> None:
+def test_frame_of_another_layout_is_a_decode_error() -> None:
     good = frame_of(Step(7, numbers(100)))
     for bad in (b"", b"\x03\x90", b"\x00\x90", b"\x01", b"\x01\xc0", b"\x01\xdd\xff\xff\xff\xff", b"\x81", good[:-1]):
         with pytest.raises(DecodeError):

@@ -99,7 +99,7 @@ def test_inspect_names_the_step_that_a_worker_has_not_answered(hang: int) -> Non
     eventually(lambda: levels_of_waits() == ["warning", "idle"], within=20)
 
 
-def test_inspect_says_that_a_stopped_worker_owes_the_reply(hang: int) -> None:
+def test_inspect_names_the_stopped_worker_that_owes_a_reply(hang: int) -> None:
     eventually(owed, within=20)
     os.kill(hang, signal.SIGSTOP)
     text = eventually(lambda: owed() if "stopped" in owed() else "", within=20)

@@ -110,10 +110,7 @@ def test_wait_for_a_stopped_receiver_is_shown_with_names_and_lag() -> None:
 
 def test_two_processes_that_only_send_are_one_deadlock() -> None:
     there, back = penstock.Ring(name="there", capacity=4096), penstock.Ring(name="back", capacity=4096)
-    with (
-        spawn(send_and_never_receive, there, back, "a"),
-        spawn(send_and_never_receive, back, there, "b"),
-    ):
+    with spawn(send_and_never_receive, there, back, "a"), spawn(send_and_never_receive, back, there, "b"):
         text = eventually(finding("deadlock", "'a'", "'b'"), within=20)
         assert "waits for room in ring 'there'" in text or "waits for room in ring 'back'" in text
         assert "a deadlock" in text
@@ -166,7 +163,7 @@ def answer_once(inbox: Channel, name: str) -> None:
     sender.close()
 
 
-def test_of_many_senders_the_stopped_one_is_named_as_a_suspect() -> None:
+def test_stopped_sender_of_many_is_named_as_suspect() -> None:
     inbox = penstock.Inbox(senders=2, name="answers")
     with (
         spawn(answer_once, inbox, "good"),
@@ -213,7 +210,7 @@ def run_a_loop(channel: Channel) -> None:
     asyncio.run(receive_in_a_loop(channel))
 
 
-def test_a_receiver_in_an_event_loop_is_seen_to_wait_too() -> None:
+def test_inspect_shows_a_wait_in_an_event_loop() -> None:
     ring = penstock.Ring(name="x")
     sender = ring.open_sender(name="us")
     with closing(sender), spawn(run_a_loop, ring):
@@ -307,9 +304,7 @@ def test_store_is_shown_with_its_counts_and_kept_values(capsys: pytest.CaptureFi
     del held
 
 
-def test_fill_of_a_stopped_peer_is_shown_with_name_and_time(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_fill_of_a_stopped_peer_is_shown_with_name_and_time(capsys: pytest.CaptureFixture[str]) -> None:
     with keeping_pool("images") as pool:
         pool.join("us")
         with spawn(begin_and_sleep, pool) as writer:
@@ -352,7 +347,7 @@ def test_inspect_changes_nothing_in_a_segment() -> None:
     assert observed["segments"][0]["held_by"] == [{"pid": os.getpid(), "fd": ring.fd}]
 
 
-def test_idle_processes_are_one_line_and_the_headline_counts_the_rows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_idle_processes_share_a_line(capsys: pytest.CaptureFixture[str]) -> None:
     first, second = penstock.Ring(name="first"), penstock.Ring(name="second")
     ends = first.open_sender(name="us"), second.open_sender(name="us")
     with (
@@ -527,7 +522,7 @@ def test_numbers_are_shown_in_readable_units() -> None:
 
 
 # ── segments that lie ────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_segment_full_of_garbage_is_shown_all_the_same(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
+def test_inspect_shows_a_segment_of_garbage(seed: int, capsys: pytest.CaptureFixture[str]) -> None:
     """Anybody in a segment may write anything into its control part; the looker must neither crash nor believe it."""
     chance = random.Random(seed)
     for _ in range(60):

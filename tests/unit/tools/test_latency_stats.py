@@ -28,7 +28,7 @@ def itl(outcome: Outcome) -> list[tuple[float, float]]:
     return [(round(float(each), 6), round(float(many), 6)) for each, many in zip(*Paces.of(outcome), strict=True)]
 
 
-def test_with_one_token_an_event_itl_is_the_gap_and_tpot_its_mean() -> None:
+def test_itl_is_the_gap_between_events_of_one_token() -> None:
     outcome = answered(0.2, 0.3, 0.6, tokens=3)
     assert itl(outcome) == [(0.1, 1), (0.3, 1)]
     result = figures(outcome)
@@ -40,7 +40,7 @@ def test_with_one_token_an_event_itl_is_the_gap_and_tpot_its_mean() -> None:
     assert result.cpu_cores == pytest.approx(0.1)
 
 
-def test_tokens_that_came_in_one_event_share_its_gap() -> None:
+def test_tokens_of_an_event_share_its_gap() -> None:
     """By the server's own running count: 2, then 4 more, then 1."""
     outcome = answered(0.2, 0.6, 0.7, tokens=7, counts=(2, 6, 7))
     assert itl(outcome) == [(0.1, 4), (0.1, 1)]
@@ -71,12 +71,12 @@ def test_an_event_that_brought_no_token_lends_its_gap_to_the_next() -> None:
     assert itl(outcome) == [(0.3, 1), (0.1, 1)]
 
 
-def test_events_without_usage_count_as_tokens_and_it_is_said() -> None:
+def test_events_without_usage_count_as_tokens_with_a_note() -> None:
     result = figures(answered(0.1, 0.2), answered(0.1, tokens=9))
     assert (result.output_tokens, result.counted_by_events) == (11, 1)
 
 
-def test_one_event_has_a_ttft_and_no_itl_and_none_has_neither() -> None:
+def test_answer_of_one_event_has_a_ttft_and_no_itl() -> None:
     result = figures(answered(0.1, tokens=4))
     assert result.itl is None and result.tpot is None
     assert result.ttft == Spread(*[pytest.approx(100)] * 4)
@@ -93,7 +93,7 @@ def test_quantiles_are_nearest_ranks_and_a_weight_of_three_is_three_values() -> 
     assert Spread.of(np.zeros(0)) is None
 
 
-def test_what_failed_or_was_interrupted_is_counted_and_in_no_figure() -> None:
+def test_failed_requests_are_counted_and_in_no_figure() -> None:
     failed = [answered(0.1, tokens=5), answered(0.1, tokens=5)]
     failed[0].failure, failed[1].failure = Failure("closed", "first"), Failure("closed", "second")
     failed.append(answered(0.1))
@@ -108,7 +108,7 @@ def test_what_failed_or_was_interrupted_is_counted_and_in_no_figure() -> None:
     assert (nothing.requests, nothing.ttft, nothing.errors) == (0, None, [])
 
 
-def test_a_request_that_is_sent_late_is_timed_from_when_it_was_due() -> None:
+def test_late_request_is_timed_from_its_due_time() -> None:
     outcome = answered(0.3, tokens=1)
     outcome.sent = outcome.due + 0.2
     result = figures(outcome)

@@ -90,14 +90,14 @@ def test_messages_of_a_process_are_measured_by_class_and_by_field(capsys: pytest
         assert (unchanged["rows"], unchanged["number"]) == (1, 0)
 
 
-def test_a_ticket_leads_to_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_capture_accepts_a_ticket(capsys: pytest.CaptureFixture[str]) -> None:
     with in_use() as (ring, _):
         assert cli.main(["measure", str(ring.ticket), "--seconds", "0.3"]) == 0
         output = capsys.readouterr().out
         assert "ring 'steps'" in output and "Step, by field" in output
 
 
-def test_what_is_recorded_is_measured_to_the_same_figures(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_recording_has_the_figures_of_the_live_capture(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with in_use() as (_, pid):
         path = tmp_path / "x.rec"
         assert cli.main(["measure", str(pid), "--seconds", "0.3", "--json", "--record", str(path)]) == 0
@@ -116,7 +116,7 @@ def test_only_the_channel_that_was_named_is_measured(capsys: pytest.CaptureFixtu
         assert "has no channel 'other' open; there are 'steps'" in capsys.readouterr().err
 
 
-def test_nobody_notices_that_somebody_looks() -> None:
+def test_capture_changes_neither_counters_nor_peers() -> None:
     with in_use() as (ring, pid):
         before = ring.snapshot()
         assert cli.main(["measure", str(pid), "--seconds", "0.2"]) == 0
@@ -125,7 +125,7 @@ def test_nobody_notices_that_somebody_looks() -> None:
         assert len(after["receivers"]) == len(before["receivers"])
 
 
-def test_under_load_what_was_seen_and_what_was_missed_is_all_that_was_sent() -> None:
+def test_captured_and_missed_messages_add_up_under_load() -> None:
     with penstock.Ring(name="fast", capacity=1 << 16) as ring, spawn(send_at_full_speed, ring) as child:
         eventually(lambda: has_sent(ring), within=20)
         assert child.pid is not None
@@ -149,7 +149,7 @@ def test_under_load_what_was_seen_and_what_was_missed_is_all_that_was_sent() -> 
         assert observed <= last - first + 1 <= observed + missed
 
 
-def test_when_those_who_had_the_channel_are_gone_it_ends_with_the_table(tmp_path: Path) -> None:
+def test_capture_ends_with_its_table_when_the_channel_is_gone(tmp_path: Path) -> None:
     with in_use() as (_, pid), looking_at(pid, tmp_path / "x.rec") as looking:
         os.kill(pid, signal.SIGKILL)
         output = ended(looking)
@@ -157,7 +157,7 @@ def test_when_those_who_had_the_channel_are_gone_it_ends_with_the_table(tmp_path
     assert "Step, by field" in output
 
 
-def test_an_interrupt_ends_it_with_the_table(tmp_path: Path) -> None:
+def test_interrupt_ends_a_capture_with_its_table(tmp_path: Path) -> None:
     with in_use() as (_, pid), looking_at(pid, tmp_path / "x.rec") as looking:
         os.kill(looking.pid, signal.SIGINT)
         output = ended(looking)
@@ -182,7 +182,7 @@ def ended(looking: "subprocess.Popen[str]") -> str:
     return looking.communicate(timeout=20)[0]
 
 
-def test_a_channel_on_which_nothing_happens_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_capture_of_an_idle_channel_reports_no_messages(capsys: pytest.CaptureFixture[str]) -> None:
     with penstock.Broadcast(receivers=2, name="quiet"):
         options = command.CaptureOptions(os.getpid(), channel="quiet", seconds=0.05)
         assert command.run(options) == 0

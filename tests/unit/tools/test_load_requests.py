@@ -27,19 +27,7 @@ from penstock.tools.load.chat_request import Outcome, Stream
 from penstock.tools.load.http_client import Failure
 from penstock.tools.load.sse_events import MAX_EVENT, SseParser
 from tests.conftest import eventually
-from tests.support.loads import (
-    END,
-    HEAD,
-    Script,
-    bench,
-    chunk,
-    ending,
-    event,
-    faked_in_a_thread,
-    refusal,
-    text,
-    usage,
-)
+from tests.support.loads import END, HEAD, Script, bench, chunk, ending, event, faked_in_a_thread, refusal, text, usage
 
 GOOD: Script = [HEAD, text(), text(), text(), ending(3)]
 
@@ -54,7 +42,7 @@ def answering(script: Script) -> Any:
 
 
 # ── times ────────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_delays_of_a_script_are_what_is_measured(tmp_path: Path) -> None:
+def test_measured_times_are_the_delays_of_the_server(tmp_path: Path) -> None:
     """Least times only: a busy machine adds to them. A first token that is read late shortens what follows it."""
     script: Script = [HEAD, 0.2, text(), 0.1, text(), 0.1, text(), 0.3, ending(3)]
     with answering(script) as (_, url):
@@ -67,7 +55,7 @@ def test_delays_of_a_script_are_what_is_measured(tmp_path: Path) -> None:
     assert result["prompt_tokens"] == 20 and result["counted_by_events"] == 0
 
 
-def test_events_that_come_in_pieces_or_together_are_the_same_events(tmp_path: Path) -> None:
+def test_split_and_joined_sse_events_are_parsed_alike(tmp_path: Path) -> None:
     whole = text() + text(" ünd") + ending(2)
     pieces: Script = [HEAD]
     for at in range(0, len(whole), 7):
@@ -90,7 +78,7 @@ def test_a_running_count_says_which_event_brought_how_many(tmp_path: Path) -> No
     assert output["figures"]["tokens_per_event"] == 2
 
 
-def test_data_of_events_is_cut_out_as_the_standard_says() -> None:
+def test_sse_data_is_parsed_as_in_the_standard() -> None:
     stream = b": a comment\ndata: one\n\ndata:two\r\nid: 4\r\n\r\nevent: x\n\ndata: a\ndata: b\n\ndata: half"
     for size in range(1, len(stream)):
         data, result = SseParser(), []
@@ -110,7 +98,7 @@ def test_an_event_that_does_not_end_is_not_awaited() -> None:
 
 
 # ── what is asked, and when ──────────────────────────────────────────────────────────────────────────────────────────
-def test_no_more_are_open_than_were_asked_for_and_connections_are_kept(tmp_path: Path) -> None:
+def test_load_keeps_to_max_concurrency_and_reuses_connections(tmp_path: Path) -> None:
     with answering([HEAD, text(), 0.01, ending(1)]) as (fake, url):
         status, output = bench(url, tmp_path, "--num-prompts", 30, "--max-concurrency", 3)
     assert status == 0 and fake.most_open == fake.connections == output["figures"]["most_open"] == 3
@@ -210,7 +198,7 @@ def test_videos_are_mp4_files_of_the_size_and_duration_asked_for() -> None:
             assert stream.frames in (5, 10, 15) and len(list(container.decode(stream))) == stream.frames
 
 
-def test_lines_of_a_file_are_asked_in_turn_with_the_fields_they_have(tmp_path: Path) -> None:
+def test_load_sends_the_lines_of_a_file_in_order(tmp_path: Path) -> None:
     lines = ('"one"', "", "[1, 2]", '{"prompt": "three", "max_tokens": 9, "temperature": 1.5}')
     (tmp_path / "lines").write_text("\n".join(lines))
     with answering(GOOD) as (fake, url):
@@ -231,7 +219,7 @@ def test_prompts_may_come_through_a_pipe() -> None:
     assert [body["prompt"] for _, body in fake.requests] == ["one", "two", "one"]
 
 
-def test_what_makes_no_sense_is_refused_before_anybody_is_asked(
+def test_invalid_load_options_are_refused_before_any_request(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "bad").write_text('"fine"\n{"text": 1}\n')
@@ -287,7 +275,7 @@ MISDEEDS: list[tuple[Script, str, str]] = [
 @pytest.mark.parametrize(
     ("script", "kind", "words"), MISDEEDS, ids=[f"{misdeed[1]}-{at}" for at, misdeed in enumerate(MISDEEDS)]
 )
-def test_a_misdeed_is_counted_under_its_name_and_the_others_are_measured(
+def test_faulty_answers_are_counted_by_kind(
     script: Script, kind: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with faked_in_a_thread(lambda index, body: GOOD if index % 2 else script) as (_, url):
@@ -321,7 +309,7 @@ def test_a_connection_that_was_idle_for_long_is_not_used_again(tmp_path: Path, m
     assert status == 0 and fake.connections == 5
 
 
-def test_a_server_that_closes_whatever_it_is_asked_is_not_asked_twice(tmp_path: Path) -> None:
+def test_connection_that_closes_at_once_is_not_retried(tmp_path: Path) -> None:
     with answering([None]) as (fake, url):
         status, output = bench(url, tmp_path, "--num-prompts", 5)
     assert status == 1 and output["figures"]["failed"] == len(fake.requests) == 5
@@ -345,9 +333,7 @@ def test_an_answer_may_end_with_its_connection(tmp_path: Path) -> None:
     assert status == 0 and output["figures"]["counted_by_events"] == 2
 
 
-def test_load_stops_without_a_model_or_when_the_first_prompt_fails(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_load_stops_without_a_model_or_when_the_first_prompt_fails(capsys: pytest.CaptureFixture[str]) -> None:
     for script, words in (
         ([BUSY], "/v1/models: status 429"),
         ([refusal("200 OK", b"{}")], "name the model with --model"),

@@ -30,13 +30,13 @@ def options(svg: Path) -> Options:
     return Options(target=None, key="", interval=0.001, seconds=None, is_once=False, is_json=False, svg=svg)
 
 
-def test_ctrl_c_in_a_look_ends_it_well(tmp_path: Path) -> None:
+def test_ctrl_c_while_top_reads_ends_top(tmp_path: Path) -> None:
     scene = Scene()
     assert show(options(tmp_path / "svg"), scene) == 0
     assert scene.looks == 3 and "<svg" in (tmp_path / "svg").read_text()
 
 
-def test_ctrl_c_in_a_drawing_ends_it_well(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_while_top_draws_ends_top(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     scene, drawn = Scene(), command.drawn
 
     def interrupted(*arguments: Any) -> Any:

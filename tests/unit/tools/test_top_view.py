@@ -11,13 +11,7 @@ pytest.importorskip("rich")
 from rich.console import Console
 
 from penstock.server.status.counters import ITEM_FIELDS
-from penstock.server.status.snapshot import (
-    ChannelView,
-    HolderView,
-    ProcessView,
-    ServerSnapshot,
-    StoreView,
-)
+from penstock.server.status.snapshot import ChannelView, HolderView, ProcessView, ServerSnapshot, StoreView
 from penstock.server.status.snapshot_rates import View
 from penstock.tools.top.view import BARS, History, amount, drawn, sparkline
 from tests.unit.server.status.test_snapshot_rates import NOTICE, moment, view, zero
@@ -61,7 +55,7 @@ def shown(width: int, height: int, name: str = "m", is_terminal: bool = True, **
     return console.file.getvalue().splitlines()  # type: ignore[attr-defined,no-any-return]
 
 
-def test_memory_of_each_process_is_its_own_and_what_is_shared_stands_once() -> None:
+def test_top_counts_shared_memory_once() -> None:
     result, _ = view_and_history()
     known = zero(ProcessView, role="core", pid=1, state="serves", private_nbytes=3 << 20)
     gone = zero(ProcessView, role="core", index=1, state="gone", private_nbytes=None)
@@ -81,7 +75,7 @@ def test_view_is_never_larger_than_the_terminal(width: int, height: int) -> None
     assert any("7 open" in line for line in lines)
 
 
-def test_what_does_not_fit_is_counted() -> None:
+def test_rows_that_do_not_fit_are_counted() -> None:
     lines = shown(120, 20)
     assert any("worker 0.0" in line for line in lines)
     left = [line for line in lines if "more" in line]
@@ -89,12 +83,12 @@ def test_what_does_not_fit_is_counted() -> None:
     assert not any("more" in line.split() for line in shown(120, 100))
 
 
-def test_where_it_goes_into_a_pipe_everything_is_shown() -> None:
+def test_top_prints_all_rows_into_a_pipe() -> None:
     lines = shown(120, 10, is_terminal=False)
     assert sum(" inbox " in line for line in lines) == 30
 
 
-def test_the_numbers_are_those_of_the_moment_and_its_rates() -> None:
+def test_view_shows_current_numbers_and_rates() -> None:
     text = "\n".join(shown(160, 100))
     assert "14 running" not in text and "8 running" in text and "6 waiting" in text
     assert "800 generated/s" in text and "150 of 200 (75%) KV blocks" in text
@@ -164,7 +158,7 @@ def test_keys_are_named_where_they_have_an_effect() -> None:
     assert shown(120, 30)[1].strip() == ""
 
 
-def test_before_there_are_rates_nothing_is_made_up() -> None:
+def test_view_shows_no_rates_before_the_second_reading() -> None:
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(drawn(View(busy(10.0), None), History(), console))
     text = console.file.getvalue()  # type: ignore[attr-defined]
@@ -183,7 +177,7 @@ def test_group_that_is_coming_back_has_a_line_with_the_requests_that_wait() -> N
     assert "group 0" not in text and "to resume" not in "\n".join(shown(120, 100))
 
 
-def test_view_says_when_the_server_is_gone() -> None:
+def test_view_reports_a_gone_server() -> None:
     assert "GONE: process 7 has ended" in shown(120, 30, gone="process 7 has ended\nmore")[0]
 
 

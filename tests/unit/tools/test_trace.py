@@ -164,7 +164,7 @@ def test_a_process_that_opens_an_end_while_it_is_traced_owns_what_follows() -> N
     }  # fmt: skip
 
 
-def test_steps_are_found_by_leader_and_number_with_their_replies() -> None:
+def test_steps_are_matched_with_replies_by_leader_and_number() -> None:
     steps = penstock.Broadcast(Step | Stop, receivers=1, name="steps")
     results = penstock.Ring(StepDone, name="results")
     with (
@@ -239,7 +239,7 @@ def test_events_that_were_overwritten_are_counted() -> None:
     assert all(record.takes[0].taken_ns >= record.sent_ns for record in timeline.records.values() if record.takes)
 
 
-def test_a_tracer_that_was_too_slow_says_so() -> None:
+def test_trace_has_the_number_of_lost_events() -> None:
     tracing = Tracing(penstock.Ring(name="steps"))
     tracing.channels[0].extend()
     assert tracing.channels[0].lapses == 0
@@ -379,7 +379,7 @@ def test_a_process_that_dies_in_the_middle_is_traced_until_then(tmp_path: Path) 
     assert 0 < last <= deaths[0]["ts"] + 1e5
 
 
-def test_what_cannot_be_traced_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_trace_refuses_invalid_targets_with_the_reason(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     with in_use() as (_, pid):
         assert cli.main(["trace", str(pid), "-o", str(tmp_path / "none" / "x.json")]) == 2
         assert "No such file" in capsys.readouterr().err

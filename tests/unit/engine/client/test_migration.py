@@ -64,6 +64,15 @@ async def until(condition: Callable[[], Any]) -> None:
         await asyncio.sleep(0.002)
 
 
+async def restart(
+    group: Group, client: Client, cause: Cause = Cause.OUTSIDE, *streams: OutputStream, waiting: int = 1, model: int = 0
+) -> None:
+    """Lose the group, with `streams` in flight, and serve again when so many requests wait."""
+    group.lose(cause, *streams)
+    await until(lambda: client.counters[0][MigrationCounters.WAITING] == waiting)
+    group.serve(model)
+
+
 async def read(stream: OutputStream) -> list[int]:
     return [token for chunk in [chunk async for chunk in stream] for token in chunk.ids]
 
@@ -148,9 +157,7 @@ async def test_begun_answer_ends_with_503_when_only_another_model_serves() -> No
         group.answer(first.request, [65])
         group.answer(second.request, [66], FinishReason.STOP, sample=1)  # the other sample has not begun
         await until(lambda: begun.completion_tokens == other.completion_tokens == 1)
-        group.lose()
-        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
-        group.serve(model=7)
+        await restart(group, client, waiting=2, model=7)
         for stream in (begun, other):
             error = await error_of(stream)
             assert error.status == 503 and "the model's files have been replaced since the answer began" in error.reason
@@ -164,16 +171,12 @@ async def test_request_that_has_not_begun_is_answered_by_the_other_model() -> No
         stream = await client.submit([1, 2])
         await group.submitted()
         for model in (7, 8):
-            group.lose()
-            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-            group.serve(model)
+            await restart(group, client, model=model)
             again = await group.submitted()
             assert again.progress is None
         group.answer(again.request, [65])
         await until(lambda: stream.completion_tokens == 1)
-        group.lose()
-        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-        group.serve(model=8)
+        await restart(group, client, model=8)
         last = await group.submitted()
         assert progress_of(last) == [[65]]
         group.answer(last.request, [66], FinishReason.STOP)
@@ -271,9 +274,7 @@ async def test_drawn_seed_stays_the_request_s_and_stands_in_the_log(events: Even
         await client.submit([1])
         first, other = await group.submitted(), await group.submitted()
         assert 0 <= first.seed < 1 << 63 and first.seed != other.seed
-        group.lose()
-        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
-        group.serve()
+        await restart(group, client, waiting=2)
         assert (await group.submitted()).seed == first.seed
     logged = {"request_id": "req-1", "request": first.request, "group": 0, "seed": first.seed}
     assert events.fields("request submitted")[0] == logged
@@ -287,9 +288,7 @@ async def test_samples_that_are_over_are_not_run_again() -> None:
         group.answer(first.request, [65], sample=2)
         group.answer(first.request, [66, 67], FinishReason.STOP, sample=0)
         await until(lambda: stream.completion_tokens == 3)
-        group.lose()
-        await until(lambda: client.counters[0][MigrationCounters.WAITING])
-        group.serve()
+        await restart(group, client)
         again = await group.submitted()
         assert progress_of(again) == [None, [], [65]]
         for sample in (1, 2):
@@ -306,9 +305,7 @@ async def test_requests_go_by_priority_and_arrival_when_a_group_serves() -> None
         for number, priority in enumerate((1, 0, 1, 0)):
             await client.submit([number], priority=priority)
             await group.submitted()
-        group.lose()
-        await until(lambda: client.counters[0][MigrationCounters.WAITING])
-        group.serve()
+        await restart(group, client, waiting=4)
         assert [int((await group.submitted()).prompt[0]) for _ in range(4)] == [1, 3, 0, 2]
 
 
@@ -324,9 +321,7 @@ async def test_request_is_submitted_again_each_time_its_group_is_lost() -> None:
                 ids.append(65 + loss)
                 group.answer(submit.request, ids[-1:])
                 await until(lambda: stream.completion_tokens == len(ids))
-            group.lose()
-            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-            group.serve()
+            await restart(group, client)
         submit = await group.submitted()
         group.answer(submit.request, [70], FinishReason.STOP)
         assert await read(stream) == [65, 67, 70]
@@ -340,9 +335,7 @@ async def test_images_stay_as_they_were_until_the_request_is_over() -> None:
         images = [ImageInput({"pixel_values": large}, 2, 4, bytes(32)), ImageInput({"pixel_values": small}, 8, 2)]
         stream = await client.submit(range(20), values=images)
         first = await group.submitted()
-        group.lose()
-        await until(lambda: client.counters[0][MigrationCounters.WAITING])
-        group.serve()
+        await restart(group, client)
         again = await group.submitted()
         assert again.inputs is not None and first.inputs is not None
         assert [item.is_inline for item in again.inputs.items] == [False, True]
@@ -621,9 +614,7 @@ async def test_request_ends_with_503_after_as_many_losses_as_the_limit_says() ->
         stream = await client.submit([1])
         for cause in (Cause.PLANNED, Cause.OUTSIDE, Cause.PLANNED):
             await group.submitted()
-            group.lose(cause)
-            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-            group.serve()
+            await restart(group, client, cause)
         for resume in (Resume.SUSPECT_RUNS, Resume.SUSPECT_RUNS, Resume.OUTPUT_DIED, Resume.OUTPUT_DIED):
             request = (await group.submitted()).request
             group.core.send(Failed(request, 503, "an output died", resume), PATIENCE)
@@ -666,9 +657,7 @@ async def test_failures_count_requests_in_steps_of_a_group_failed_by_itself(caus
     async with engine() as ([group], client):
         running, queued = await client.submit([1]), await client.submit([2])
         await group.submitted(), await group.submitted()
-        group.lose(cause, running)
-        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
-        group.serve()
+        await restart(group, client, cause, running, waiting=2)
         assert sorted([(await group.submitted()).failures for _ in range(2)]) == [0, failures]
         queued.abort()
 
@@ -702,9 +691,7 @@ async def test_request_of_another_server_on_trial_clears_this_server_s() -> None
     async with engine() as ([group], client):
         stream = await client.submit([1])
         await group.submitted()
-        group.lose(Cause.ITSELF, stream)
-        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-        group.serve()
+        await restart(group, client, Cause.ITSELF, stream)
         again = await group.submitted()
         assert again.failures == 1
         group.judge(Cause.ITSELF, [(7, again.request)], is_trial=True)
@@ -720,9 +707,9 @@ async def test_failure_without_a_suspect_of_one_failure_clears_the_suspect() -> 
         stream, other = await client.submit([1]), await client.submit([2])
         for failures in ([0, 0], [1, 1], [0, 2]):
             assert [(await group.submitted()).failures for _ in range(2)] == failures
-            group.lose(Cause.ITSELF, *((stream, other) if failures == [0, 0] else (other,)))
-            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 2)
-            group.serve()
+            await restart(
+                group, client, Cause.ITSELF, *((stream, other) if failures == [0, 0] else (other,)), waiting=2
+            )
         stream.abort(), other.abort()
 
 
@@ -748,13 +735,9 @@ async def test_request_that_was_cleared_survives_as_many_failures_again() -> Non
             group.answer(suspect.request, range(TRIAL_TOKENS))
             await until(lambda count=clearings + 1: stream.completion_tokens == count * TRIAL_TOKENS)
             if clearings < 2:
-                group.lose(Cause.PLANNED)
-                await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-                group.serve()
+                await restart(group, client, Cause.PLANNED)
         for _ in range(2):  # a failure counts half
-            group.lose(Cause.ITSELF, stream)
-            await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-            group.serve()
+            await restart(group, client, Cause.ITSELF, stream)
             await group.submitted()
         group.lose(Cause.ITSELF, stream)
         error = await error_of(stream)
@@ -766,9 +749,7 @@ async def test_request_that_makes_room_for_a_suspect_stays_as_suspect_as_it_was(
     async with engine() as ([group], client):
         stream = await client.submit([1])
         await group.submitted()
-        group.lose(Cause.ITSELF, stream)
-        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-        group.serve()
+        await restart(group, client, Cause.ITSELF, stream)
         again = await group.submitted()
         group.core.send(Failed(again.request, 503, "a suspect runs", Resume.SUSPECT_RUNS), PATIENCE)
         assert (await group.submitted()).failures == again.failures == 1
@@ -826,9 +807,7 @@ async def test_submit_that_arrives_after_its_group_was_lost_is_aborted(monkeypat
         slow = SlowSenders(monkeypatch)
         submitting = asyncio.ensure_future(client.submit([1]))
         await slow.began.wait()
-        group.lose()
-        await until(lambda: client.counters[0][MigrationCounters.WAITING] == 1)
-        group.serve()
+        await restart(group, client)
         await until(lambda: client.counters[0][MigrationCounters.WAITING] == 0)
         slow.go.set()
         stream = await submitting

@@ -29,7 +29,7 @@ def release(cache: BlockCache, *blocks: int) -> None:
     cache.release(np.array(blocks, np.int32))
 
 
-def test_releasing_too_often_is_a_bug_of_ours_and_says_so() -> None:
+def test_releasing_a_block_too_often_is_an_assertion_error() -> None:
     cache, blocks = filled(A)
     release(cache, *blocks)
     with pytest.raises(AssertionError, match="more often than it was taken"):
@@ -38,11 +38,7 @@ def test_releasing_too_often_is_a_bug_of_ours_and_says_so() -> None:
 
 def test_block_hash_covers_the_blocks_before_the_ids_and_the_images() -> None:
     image, other = b"k" * 32, b"l" * 32
-    begins = [
-        root_hash(b""),
-        root_hash(b"salt"),
-        hash_of(root_hash(b""), b"1111"),
-    ]
+    begins = [root_hash(b""), root_hash(b"salt"), hash_of(root_hash(b""), b"1111")]
     items = [
         [],
         [(image, 16, 4)],
@@ -61,6 +57,6 @@ def test_block_hash_covers_the_blocks_before_the_ids_and_the_images() -> None:
     assert len(hashes) == len(begins) * 2 * len(items)
 
 
-def test_what_lies_in_other_blocks_does_not_count() -> None:
+def test_image_of_another_block_does_not_change_the_hash() -> None:
     assert image_salt([(b"k" * 32, 8, 8), (b"k" * 32, 32, 1)], 16, 32) == b""
     assert image_salt([(b"k" * 32, 0, 17)], 16, 32) and image_salt([(b"k" * 32, 31, 9)], 16, 32)

@@ -109,7 +109,7 @@ def test_end_by_id_discards_one_token_and_end_by_length_none() -> None:
         assert most_computed(by_id) == 10 + len(answer(ending, 0)) - 1 + has_overlap
 
 
-def test_there_is_no_step_while_all_that_is_left_are_results() -> None:
+def test_no_step_is_scheduled_while_only_results_are_left() -> None:
     engine_core = core()
     engine_core.submit(patient(1, most=2))
     assert engine_core.begin() and engine_core.begin() and engine_core.scheduler.in_flight == 2
@@ -149,7 +149,7 @@ def test_blocks_are_allocated_for_many_at_once_and_most_steps_have_none() -> Non
 
 
 # ── the prefix cache ─────────────────────────────────────────────────────────────────────────────────────────────────
-def test_never_is_all_of_a_prompt_found_as_its_last_token_must_be_computed() -> None:
+def test_last_token_of_a_prompt_is_never_found_in_the_cache() -> None:
     engine_core = core()
     engine_core.submit(submit(1, 12, 1, begin=7))
     engine_core.drain()
@@ -168,7 +168,7 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last_one() -> N
     assert engine_core.cached_tokens == 20  # of 24: the last token sampled was not computed
 
 
-def test_what_is_being_computed_is_not_found_before_it_is_done() -> None:
+def test_blocks_in_computation_are_not_cache_hits() -> None:
     engine_core = core()
     engine_core.submit(submit(1, 12, begin=7))
     engine_core.begin()
@@ -432,7 +432,7 @@ def test_a_request_is_aborted_wherever_it_is() -> None:
     assert set(engine_core.ended.values()) == {"aborted"}
 
 
-def test_who_is_preempted_can_be_aborted() -> None:
+def test_preempted_request_can_be_aborted() -> None:
     engine_core = core(blocks=15)
     for number in (1, 2):
         engine_core.submit(patient(number, 16))
@@ -501,11 +501,7 @@ def test_request_that_can_never_run_is_refused_with_the_numbers() -> None:
         (submit(1, MAX_MODEL_LEN), 400, f"1 to {MAX_MODEL_LEN - 1} tokens, got {MAX_MODEL_LEN}"),
         (Submit(0, 1, np.zeros(0, np.int32), submit(1).params), 400, "got 0"),
         (Submit(0, 1, np.array([3, -1], np.int32), submit(1).params), 400, "ids from 0 to"),
-        (
-            submit(1, 12, inputs=image(1, 9, 9)),
-            400,
-            "within a prompt of 12 tokens, got 9 at 9",
-        ),
+        (submit(1, 12, inputs=image(1, 9, 9)), 400, "within a prompt of 12 tokens, got 9 at 9"),
         (
             Submit(0, 1, np.array([3], np.int32), SamplingParams(min_tokens=1, allowed_token_ids=(EOS,))),
             400,

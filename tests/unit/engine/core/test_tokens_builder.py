@@ -34,7 +34,7 @@ def only(messages: list[tuple[int, Tokens]]) -> Tokens:
     return tokens
 
 
-def test_a_sample_is_told_with_what_its_text_begins_from() -> None:
+def test_started_sample_has_its_context() -> None:
     builder = TokensBuilder(8, 1)
     long = request(7, *range(100, 120), server=3, n=2, chunk_format=FORMAT)
     long.cached = 16
@@ -63,7 +63,7 @@ def test_slots_are_sent_only_where_they_differ_from_those_before() -> None:
     assert other.slots is not None and other.slots.tolist() == [4]
 
 
-def test_nothing_is_sent_while_nothing_is_new() -> None:
+def test_no_tokens_message_is_built_without_news() -> None:
     builder = TokensBuilder(8, 1)
     none = np.zeros(0, np.intp)
     assert builder.build(none, ints(), None, None, []) == builder.build_started() == []

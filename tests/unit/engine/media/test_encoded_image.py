@@ -109,7 +109,7 @@ def in_many_chunks(raw: bytes) -> bytes:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_what_is_left_of_a_file_decodes_to_the_same_picture(name: str) -> None:
+def test_trimmed_jpeg_decodes_to_the_same_picture(name: str) -> None:
     raw = FILES[name]()
     encoded = EncodedImage.parse(raw)
     before, after = pillow.open(io.BytesIO(raw)), pillow.open(io.BytesIO(encoded.data))
@@ -161,7 +161,7 @@ def test_a_scan_within_what_is_not_needed_is_not_counted() -> None:
         (b"RIFF\0\0\0\0WEBP" + b"ABCD\0\0\0\0" * MAX_PARTS, "more than 65536 parts"),
     ],
 )
-def test_a_file_that_is_none_says_what_is_wrong(raw: bytes, reason: str) -> None:
+def test_invalid_image_file_is_refused_with_the_reason(raw: bytes, reason: str) -> None:
     with pytest.raises(ValueError, match=reason):
         EncodedImage.parse(raw)
 

@@ -44,7 +44,7 @@ def order(*owners: str) -> list[str]:
     return done
 
 
-def test_an_owner_with_one_piece_goes_before_the_second_of_another() -> None:
+def test_thread_pool_serves_owners_in_rotation() -> None:
     assert order(*"aaab") == list("abaa")
     assert order(*"abab", *"cc") == list("abcabc")
 
@@ -55,7 +55,7 @@ def test_a_piece_is_overtaken_by_a_bounded_number_of_others() -> None:
 
 
 @in_a_loop
-async def test_what_is_cancelled_before_it_has_begun_is_not_done() -> None:
+async def test_cancelled_task_is_not_run() -> None:
     with one_thread() as (turns, goes_on):
         done = []
         first = asyncio.ensure_future(turns.run("a", lambda: goes_on.wait(10)))
@@ -70,7 +70,7 @@ async def test_what_is_cancelled_before_it_has_begun_is_not_done() -> None:
 
 
 @in_a_loop
-async def test_what_waits_when_it_is_closed_is_cancelled() -> None:
+async def test_closing_the_pool_cancels_waiting_tasks() -> None:
     with one_thread() as (turns, goes_on):
         begun = threading.Event()
         first = asyncio.ensure_future(turns.run("a", lambda: begun.set() or goes_on.wait(10)))
@@ -95,7 +95,7 @@ def fail(much: Much) -> Callable[[], None]:
     return work
 
 
-def test_what_failed_is_raised_and_nothing_of_it_is_kept() -> None:
+def test_failed_task_raises_and_leaves_no_reference() -> None:
     async def run() -> weakref.ref[Much]:
         with contextlib.closing(FairThreadPool(1, "turns")) as turns:
             much = Much()

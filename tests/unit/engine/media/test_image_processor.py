@@ -82,7 +82,7 @@ def test_grey_and_translucent_images_are_images_too(tmp_path: Path) -> None:
         assert {image.tokens for image in load(loader, scope, picture(mode="L"), picture(mode="RGBA"))} == {4}
 
 
-def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_known_image_is_not_decoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     model_in(tmp_path, "idefics3")
     with Store(8 << 20) as store:
         with ImageProcessor(tmp_path, store, threads=2) as loader:
@@ -96,7 +96,7 @@ def test_an_image_that_has_been_made_is_found_and_not_decoded(tmp_path: Path, mo
             assert not any(item.holders for item in store.stats().items)
 
 
-def test_what_is_made_otherwise_or_for_somebody_else_is_another_image(tmp_path: Path) -> None:
+def test_key_of_an_image_covers_settings_and_salt(tmp_path: Path) -> None:
 
     def key(**options: Any) -> bytes | None:
         with ImageProcessor(tmp_path, None, threads=1, **options) as loader, Scope() as scope:
@@ -133,9 +133,7 @@ def png_of(width: int, height: int) -> bytes:
     ],
     ids=["pixels", "bomb", "warned of", "bytes", "empty", "gif", "cut off", "one of two"],
 )
-def test_an_image_that_is_too_much_or_none_is_refused(
-    raws: list[bytes], status: int, reason: str, tmp_path: Path
-) -> None:
+def test_oversized_or_invalid_image_is_refused(raws: list[bytes], status: int, reason: str, tmp_path: Path) -> None:
     limits = ImageLimits(nbytes=10_000, pixels=2000)
     with ImageProcessor(model_in(tmp_path), None, limits=limits, threads=1) as loader, Scope() as scope:
         with pytest.raises(MediaRefused, match=reason) as caught:
@@ -144,7 +142,7 @@ def test_an_image_that_is_too_much_or_none_is_refused(
         assert load(loader, scope, picture())[0].tokens == 4
 
 
-def test_what_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_image_that_the_model_cannot_take_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(image_processor, "MAX_RATIO", 1000)
     with ImageProcessor(model_in(tmp_path, "qwen2_vl"), None, threads=1) as loader, Scope() as scope:
         with pytest.raises(MediaRefused, match="takes no image of 1000 x 2: absolute aspect ratio"):
@@ -228,10 +226,7 @@ def test_an_image_that_is_made_a_square_is_as_large_as_that(tmp_path: Path) -> N
 
 def test_an_image_of_more_tokens_than_the_model_takes_is_not_kept(tmp_path: Path) -> None:
     with Store(1 << 20) as store:
-        with (
-            ImageProcessor(model_in(tmp_path), store, threads=1, max_tokens=3) as loader,
-            Scope(store) as scope,
-        ):
+        with ImageProcessor(model_in(tmp_path), store, threads=1, max_tokens=3) as loader, Scope(store) as scope:
             with pytest.raises(MediaRefused, match="at most 3 tokens, and the image takes 4"):
                 load(loader, scope, picture())
         assert store.stats().puts == 0

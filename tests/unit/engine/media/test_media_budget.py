@@ -52,7 +52,7 @@ async def test_more_than_the_semaphore_has_is_refused_with_both_numbers() -> Non
 
 
 @in_a_loop
-async def test_a_wait_ends_when_enough_has_been_given_back() -> None:
+async def test_media_budget_wait_ends_when_enough_bytes_are_free() -> None:
     semaphore = ByteSemaphore(10)
     granted = Granted(semaphore)
     first = await semaphore.acquire("a", 8)
@@ -68,7 +68,7 @@ async def test_a_wait_ends_when_enough_has_been_given_back() -> None:
 
 
 @in_a_loop
-async def test_clients_take_turns_and_a_client_keeps_its_order() -> None:
+async def test_media_budget_serves_clients_in_rotation() -> None:
     semaphore = ByteSemaphore(1)
     granted = Granted(semaphore)
     lease = await semaphore.acquire("a", 1)
@@ -103,7 +103,7 @@ async def test_a_large_wait_is_not_overtaken_for_ever() -> None:
 
 
 @in_a_loop
-async def test_a_wait_that_is_cancelled_lets_the_next_one_pass() -> None:
+async def test_cancelled_budget_wait_lets_the_next_pass() -> None:
     semaphore = ByteSemaphore(10)
     granted = Granted(semaphore)
     held = await semaphore.acquire("a", 5)

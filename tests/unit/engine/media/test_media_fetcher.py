@@ -207,7 +207,7 @@ def test_a_host_without_a_port_is_open_at_the_ports_of_its_schemes_alone() -> No
 
 
 @pytest.mark.parametrize("address", ["", "a/b", "http://a", "u@a", "a b", "a:x", "a:99999", "a:0", "*.a?", "é", "[::1"])
-def test_what_is_no_host_is_refused_where_it_is_said(address: str) -> None:
+def test_invalid_allowed_host_is_refused_at_start(address: str) -> None:
     with pytest.raises(ValueError):
         ServerOptions(allowed_media_domains=(address,))
 
@@ -229,12 +229,12 @@ def test_hosts_are_told_apart_by_name_and_port() -> None:
         *("2001:0:c000:221:0:0:f5ff:fffe",),
     ],
 )
-def test_an_address_that_is_not_of_the_internet_is_not_asked(address: str) -> None:
+def test_private_address_is_not_connected_to(address: str) -> None:
     assert not is_public(ipaddress.ip_address(address))
 
 
 @pytest.mark.parametrize("address", ["8.8.8.8", "1.1.1.1", "2606:4700::1111", "::ffff:8.8.8.8", "64:ff9b::808:808"])
-def test_address_of_the_internet_may_be_asked(address: str) -> None:
+def test_public_address_is_connected_to(address: str) -> None:
     assert is_public(ipaddress.ip_address(address))
 
 
@@ -267,7 +267,7 @@ def test_fetch_connects_to_the_address_that_was_checked(host: Elsewhere) -> None
     assert looked == ["10.0.0.1", "127.0.0.1", "127.0.0.1"] and f"Host: {name}" in host.heads[0]
 
 
-def test_the_next_address_is_tried_where_one_does_not_answer(host: Elsewhere) -> None:
+def test_fetcher_tries_the_next_address_of_a_host(host: Elsewhere) -> None:
     name = f"images.test:{host.port}"
     resolve, every = resolved("::1", "127.0.0.1"), lambda _: True
     assert fetched(f"http://{name}/", (name,), resolve=resolve, is_open=every) == PNG
@@ -316,7 +316,9 @@ def test_behind_tls_the_host_must_be_the_one_that_was_named(tmp_path: Path) -> N
         (bare(), 400, FAILED),
     ],
 )
-def test_what_is_no_image_or_too_long_is_refused(host: Elsewhere, script: Script, status: int, reason: str) -> None:
+def test_fetched_body_that_is_no_image_or_too_long_is_refused(
+    host: Elsewhere, script: Script, status: int, reason: str
+) -> None:
     host.script = script
     place = f"127.0.0.1:{host.port}"
     error = refusal(f"http://{place}/x", (place,))
@@ -350,7 +352,7 @@ def test_a_host_that_drips_wins_no_time(host: Elsewhere) -> None:
 
 
 @in_a_loop
-async def test_whoever_waits_no_longer_ends_the_connection(host: Elsewhere) -> None:
+async def test_cancelled_fetch_closes_its_connection(host: Elsewhere) -> None:
     host.script = bare(b"HTTP/1.1 200 OK\r\n", until_gone=True)
     place = f"127.0.0.1:{host.port}"
     with contextlib.closing(MediaFetcher((place,), seconds=60.0)) as fetcher:

@@ -87,7 +87,7 @@ def text_of_transformers(scene: Scene, plan: VideoPlan, info: VideoInfo, monkeyp
 
 
 @pytest.mark.parametrize("scene", VIDEO, indirect=True)
-def test_videos_become_what_transformers_writes_for_them(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_video_prompts_equal_those_of_transformers(scene: Scene, monkeypatch: pytest.MonkeyPatch) -> None:
     written = [
         scene.video.replace(scene.video_token, text_of_transformers(scene, plan, info, monkeypatch))
         for plan, info in zip(scene.plans, INFOS, strict=True)
@@ -136,7 +136,7 @@ def test_a_tokenizer_without_a_token_for_videos_is_refused(tmp_path: Path) -> No
     scene.images.close()
 
 
-def test_numbers_are_spelled_as_the_model_has_seen_them() -> None:
+def test_numbers_are_spelled_in_english() -> None:
     words = {0: "zero", 13: "thirteen", 20: "twenty", 64: "sixty-four", 100: "one hundred", 105: "one hundred and five"}
     words |= {768: "seven hundred and sixty-eight", 1000: "one thousand", 1101: "one thousand, one hundred and one"}
     assert {number: spell(number) for number in words} == words

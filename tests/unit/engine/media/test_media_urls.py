@@ -41,7 +41,7 @@ def test_a_data_url_carries_an_image_of_the_type_it_names(kind: str) -> None:
     assert read(data_url(raw, f"{kind};charset=x"), MOST, []) == raw
 
 
-def test_a_long_one_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_long_data_url_is_decoded_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     assert CHUNK % 4 == 0
     monkeypatch.setattr(base64_text, "CHUNK", 8)
     for nbytes in range(20, 40):
@@ -73,7 +73,7 @@ def test_a_long_one_is_decoded_in_pieces(monkeypatch: pytest.MonkeyPatch) -> Non
         ("", "expected a URL that begins with data:"),
     ],
 )
-def test_what_is_no_image_that_is_carried_is_refused(url: str, reason: str) -> None:
+def test_invalid_data_url_is_refused(url: str, reason: str) -> None:
     error = refusal(url)
     assert error.status == 400 and reason in error.reason
 

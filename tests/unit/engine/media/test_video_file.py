@@ -119,7 +119,7 @@ def test_limits_are_not_exceeded_by_one() -> None:
         (video(FRAMES, SIZE, "webm", "libvpx")[:200], "expected a video"),
     ],
 )
-def test_what_is_no_video_is_refused(raw: bytes, reason: str) -> None:
+def test_invalid_video_is_refused(raw: bytes, reason: str) -> None:
     error = refusal(raw)
     assert error.status == 400 and reason in error.reason and len(error.reason) < 200
 
@@ -164,7 +164,7 @@ def test_size_known_only_to_the_stream_is_refused_before_allocation() -> None:
 @pytest.mark.parametrize(
     "bad", [{"count": -1}, {"pixels": 0}, {"nbytes": 1.5}, {"seconds": 0}, {"decoder_seconds": 1e9}]
 )
-def test_limits_that_are_none_are_refused_by_name(bad: dict[str, Any]) -> None:
+def test_invalid_video_limits_are_refused_by_name(bad: dict[str, Any]) -> None:
     with pytest.raises(TypeError if "nbytes" in bad else ValueError, match=f"expected {next(iter(bad))}"):
         VideoLimits(**bad)
 

@@ -41,7 +41,7 @@ def processed(case: Case, folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("number", NUMBERS)
-def test_a_video_becomes_what_transformers_makes_of_it(number: int, tmp_path: Path) -> None:
+def test_video_tensors_equal_those_of_transformers(number: int, tmp_path: Path) -> None:
     case, reference = CASES[number], np.load(FILE)
     videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
     plan = videos.plan(info_of(case))
@@ -85,7 +85,7 @@ def test_a_long_video_is_processed_in_pieces_that_fit_together(tmp_path: Path, m
 
 
 @pytest.mark.parametrize("number", [0, 5, 8])
-def test_a_video_is_processed_where_it_stays(number: int, tmp_path: Path) -> None:
+def test_video_is_processed_in_place(number: int, tmp_path: Path) -> None:
     """In the store; and what is found there says all that a prompt needs."""
     case = CASES[number]
     videos = VideoProcessor(VideoSettings.from_model(model_in(tmp_path, case)))
@@ -168,7 +168,7 @@ def test_a_video_that_no_processor_takes_is_refused(info: VideoInfo, text: str, 
     assert text in refused.value.reason and refused.value.status == 400
 
 
-def test_a_plan_of_any_video_is_one_that_can_be_processed(tmp_path: Path) -> None:
+def test_every_video_plan_can_be_processed(tmp_path: Path) -> None:
     """Or it is refused: whatever a container says, and each family's limits hold."""
     chance = np.random.default_rng(3)
     for case in (CASES[0], CASES[3], CASES[5], CASES[6], CASES[8]):
@@ -186,7 +186,7 @@ def test_a_plan_of_any_video_is_one_that_can_be_processed(tmp_path: Path) -> Non
             assert plan.groups == len(plan.timestamps) and plan.tokens > 0 and plan.tokens % plan.groups == 0
 
 
-def test_settings_are_plain_data_and_their_salt_is_theirs(tmp_path: Path) -> None:
+def test_salt_covers_the_settings_of_the_video_processor(tmp_path: Path) -> None:
     settings = VideoSettings.from_model(model_in(tmp_path, CASES[0]))
     again = msgspec.msgpack.decode(msgspec.msgpack.encode(settings), type=VideoSettings)
     assert again == settings and again.salt == settings.salt

@@ -7,14 +7,7 @@ import pytest
 from msgspec.structs import replace
 
 from penstock.bridge.link_offer import LinkOffer, differences
-from penstock.engine.nodes.group_link import (
-    group_link,
-    home_number,
-    model_facts,
-    model_word,
-    node_secret,
-    port_of,
-)
+from penstock.engine.nodes.group_link import group_link, home_number, model_facts, model_word, node_secret, port_of
 from penstock.engine.nodes.rank_link import rank_link
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 from penstock.environment import NODE_SECRET

@@ -69,7 +69,7 @@ def least(values: list[float]) -> list[float]:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_rows_say_together_what_each_says_alone(seed: int) -> None:
+def test_logprobs_json_of_a_batch_equals_that_of_each_row(seed: int) -> None:
     chance = random.Random(seed)
     rows = [random_row(chance) for _ in range(chance.choice([1, 2, 40]))]
     offsets = [chance.choice([0, 7, 1 << 40]) for _ in rows]
@@ -81,7 +81,7 @@ def test_rows_say_together_what_each_says_alone(seed: int) -> None:
         ]
 
 
-def test_a_token_is_told_with_its_name_and_its_bytes() -> None:
+def test_logprobs_have_name_and_bytes_of_each_token() -> None:
     (value,) = map(json.loads, LogprobsWriter(VOCABULARY).of_chats(columns([([1, 6], [-0.5, -2.0])])))
     second: dict[str, Any] = {"token": "100%", "bytes": list(b"100%"), "logprob": -2}
     assert value == {"content": [{"token": "\ufffd", "bytes": [0xC3], "logprob": -0.5, "top_logprobs": [second]}]}

@@ -132,7 +132,7 @@ def test_the_last_token_comes_with_the_end_of_its_sample() -> None:
         assert (delta.requests.tolist(), delta.text, delta.finished.rows.tolist()) == ([5, 6], b"ab", [1])
 
 
-def test_the_core_is_told_which_sample_a_stop_string_has_ended() -> None:
+def test_stop_string_aborts_its_sample_in_the_core() -> None:
     with playing() as scene:
         scene.start(5)
         scene.start(6, stop=("ab",))
@@ -143,9 +143,7 @@ def test_the_core_is_told_which_sample_a_stop_string_has_ended() -> None:
         assert (abort.server, abort.requests.tolist(), abort.samples.tolist()) == (0, [6], [0])
 
 
-def test_server_that_reads_nothing_delays_no_other_and_is_aborted(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_server_that_reads_nothing_delays_no_other_and_is_aborted(monkeypatch: pytest.MonkeyPatch) -> None:
     with playing() as scene:
         monkeypatch.setattr(group_ends, "MAX_KEPT", 3)
         head = b'{"id":"' + b"x" * 20_000 + b'"'  # so that little fits its lane
@@ -166,7 +164,7 @@ def test_server_that_reads_nothing_delays_no_other_and_is_aborted(
         assert scene.servers[0].receive(1).rows == 1
 
 
-def test_what_the_core_has_no_room_for_is_kept_and_delays_no_answer() -> None:
+def test_aborts_wait_for_a_full_core_without_delaying_answers() -> None:
     with playing() as scene:
         for request in range(8):
             scene.start(request, stop=("ab",))
@@ -207,7 +205,7 @@ def core(cluster: Cluster, words: Connection) -> None:
         words.recv()
 
 
-def test_the_death_of_the_core_is_told_within_a_tenth_of_a_second() -> None:
+def test_output_processor_notices_death_of_the_core_within_100_ms() -> None:
     def measure() -> float:
         ours, remote = multiprocessing.Pipe()
         with laid() as cluster, closing(an_output(cluster)) as mine, spawn(core, cluster, remote) as process:

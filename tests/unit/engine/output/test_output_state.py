@@ -58,7 +58,7 @@ def test_half_a_character_waits_for_the_other_half() -> None:
     assert shown == ["", "é", "é", "éé", "ééb"]
 
 
-def test_the_id_by_which_a_sample_ends_is_no_text_but_is_told() -> None:
+def test_ending_id_is_delivered_without_text() -> None:
     silent, shown = answered(
         saying(A, B, max_tokens=9, stop_token_ids=(B,)),
         saying(A, B, key=(0, 2, 0), max_tokens=9, stop_token_ids=(B,), include_stop_str_in_output=True),
@@ -79,12 +79,12 @@ def test_stop_string_in_the_last_token_is_the_reason_without_an_abort() -> None:
     assert (actual.text, actual.end) == (b"", (FinishReason.STOP, "ab")) and not engine.aborts
 
 
-def test_who_does_not_want_text_gets_none() -> None:
+def test_sample_without_detokenize_gets_no_text() -> None:
     (actual,) = answered(saying(A, EURO, detokenize=False))
     assert (actual.ids, actual.text) == ([A, EURO], b"")
 
 
-def test_numbers_that_are_none_end_a_sample_with_an_error() -> None:
+def test_failed_sample_ends_with_an_error_and_others_go_on() -> None:
     engine = Speaking()
     engine.ask(saying(A, A, A))
     engine.ask(saying(B, B, B, key=(0, 2, 0)))
@@ -165,7 +165,7 @@ def test_a_server_that_is_forgotten_is_answered_no_more() -> None:
     assert engine.servers.got[1, 9, 0].text == b"b", "its slot is another one's now"
 
 
-def test_a_stop_string_aborts_its_own_sample_and_no_other() -> None:
+def test_stop_string_ends_only_its_own_sample() -> None:
     engine = Speaking(depth=2)
     others = [saying(A, A, A, A, key=(0, 1, which), n=3, stop=("ab",)) for which in (0, 2)]
     engine.ask(others[0], saying(A, B, key=(0, 1, 1), n=3, stop=("ab",), max_tokens=4), others[1])
@@ -238,7 +238,7 @@ def test_a_completion_comes_as_lines_with_text() -> None:
     ]
 
 
-def test_each_sample_of_a_request_has_its_index_and_says_first_who_speaks() -> None:
+def test_first_chunk_of_each_sample_has_index_and_role() -> None:
     samples = [saying(A, B, key=(0, 1, which), n=3) for which in range(3)]
     engine = Speaking()
     engine.ask(*samples, chunk_format=ChunkFormat(Style.CHAT, HEAD, 4))
@@ -282,7 +282,7 @@ def test_log_probabilities_of_a_completion_stand_in_its_lines() -> None:
     ]
 
 
-def test_log_probabilities_of_some_change_nothing_of_what_the_others_say() -> None:
+def test_logprobs_of_a_sample_do_not_change_other_samples() -> None:
     ids = (EURO, QUOTE, E_BEGINS, E_ENDS, SPECIAL, A, B)
     ways = [(style, likely) for style in (None, *Style) for likely in (None, 1)]
     keys = [(0, number, 0) for number in range(len(ways))]
@@ -308,7 +308,7 @@ def test_log_probabilities_of_some_change_nothing_of_what_the_others_say() -> No
 
 
 # ── frames ──
-def test_what_is_told_can_be_sent() -> None:
+def test_deltas_can_be_encoded() -> None:
     engine = Speaking()
     for key, written in (((0, 1, 0), None), ((0, 2, 0), ChunkFormat(Style.CHAT, HEAD))):
         engine.ask(saying(A, B, EURO, key=key, logprobs=1, stop=("€",)), chunk_format=written)
@@ -369,9 +369,7 @@ def resumed(sample: Sample, count: int, chunk_format: ChunkFormat | None = None)
     ],
     ids=["half characters", "stop string", "min_tokens", "min_tokens and a stop", "logprobs", "no text"],
 )
-def test_a_sample_that_is_resumed_says_what_it_would_have_said(
-    sample: Sample, chunk_format: ChunkFormat | None
-) -> None:
+def test_resumed_sample_continues_its_text(sample: Sample, chunk_format: ChunkFormat | None) -> None:
     for count in range(1, len(answered(sample)[0].ids)):
         whole, cut = resumed(sample, count, chunk_format)
         assert (cut.ids, cut.text, cut.end, cut.logprobs) == (whole.ids, whole.text, whole.end, whole.logprobs), count

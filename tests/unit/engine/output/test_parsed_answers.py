@@ -125,7 +125,7 @@ def formats(tools: str, reasoning: str | None = "qwen3") -> tuple[AnswerFormat, 
 @pytest.mark.parametrize("tools", ANSWERS)
 @pytest.mark.parametrize("before", ["", "<think>\nI think <b>.\n</think>\n\n"], ids=["", "thinks"])
 @pytest.mark.parametrize("interval", [1, 3])
-def test_parsed_chunks_say_what_the_whole_answer_says(tools: str, before: str, interval: int) -> None:
+def test_parsed_chunks_add_up_to_the_parsed_answer(tools: str, before: str, interval: int) -> None:
     answer, chunk_format = formats(tools)
     text = before + ANSWERS[tools]
     texts = Scene(text, chunk_format, interval).run()
@@ -169,11 +169,7 @@ def test_parsed_chunks_have_all_ids_and_count_them(tools: str, params: dict[str,
     ids: list[int] = []
     for event in events(texts):
         ids += event["choices"][0]["token_ids"]
-        assert event["usage"] == {
-            "prompt_tokens": 9,
-            "completion_tokens": len(ids),
-            "total_tokens": 9 + len(ids),
-        }
+        assert event["usage"] == {"prompt_tokens": 9, "completion_tokens": len(ids), "total_tokens": 9 + len(ids)}
     assert ids == [*range(len(ids))] and joined(texts) == joined(plain)
     if "stop" not in params:
         assert len(ids) == len(cut(text)) + 1

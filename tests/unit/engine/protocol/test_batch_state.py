@@ -87,15 +87,6 @@ def one_input(**changes: object) -> Inputs:
     return Inputs(**{**columns, **changes})  # type: ignore[arg-type]
 
 
-def test_rows_not_in_advances_compute_one_token() -> None:
-    schedule = running(3)
-    schedule.apply(Step(1, 2))
-    assert schedule.computed[:4].tolist() == [21, 21, 21, 0]
-    assert schedule.counts[:4].tolist() == [1, 1, 1, 0] and schedule.rows.tolist() == [0, 1, 2]
-    schedule.apply(Step(1, 3, advances=Advances(slots(0), ints(0))))
-    assert schedule.computed[:4].tolist() == [21, 22, 22, 0] and schedule.counts[:4].tolist() == [0, 1, 1, 0]
-
-
 def joining(prompt: int, chunk: int, computed: int = 0, sample: int = 0) -> BatchState:
     """Slot 0 decodes; slot 1 has so long a prompt and computes a chunk of it, next to a decode of slot 0."""
     schedule = running(1)
@@ -103,26 +94,6 @@ def joining(prompt: int, chunk: int, computed: int = 0, sample: int = 0) -> Batc
     plan.join(7, np.arange(prompt, dtype=np.int32), PARAMS, range(6), computed=computed, chunk=chunk, sample=sample)
     schedule.apply(plan.build(1, 2))
     return schedule
-
-
-def test_row_with_all_tokens_computed_samples_and_gains_a_token() -> None:
-    schedule = running(3)
-    assert schedule.sampled.tolist() == [0, 1, 2] and schedule.known[:4].tolist() == [21, 21, 21, 0]
-    schedule.apply(Step(1, 2))
-    assert schedule.sampled.tolist() == [0, 1, 2] and schedule.known[:4].tolist() == [22, 22, 22, 0]
-    schedule.apply(Step(1, 3, advances=Advances(slots(1), ints(0))))
-    assert schedule.sampled.tolist() == [0, 2] and schedule.known[:4].tolist() == [23, 22, 23, 0]
-
-
-def test_row_samples_only_after_the_last_chunk_of_its_prompt() -> None:
-    schedule = joining(prompt=30, chunk=28)
-    assert schedule.sampled.tolist() == [0] and schedule.known[:2].tolist() == [22, 30]
-    schedule.apply(Step(1, 3))
-    assert schedule.sampled.tolist() == [0] and schedule.known[:2].tolist() == [23, 30]
-    schedule.apply(Step(1, 4))
-    assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [24, 31]
-    schedule.apply(Step(1, 5))
-    assert schedule.sampled.tolist() == [0, 1] and schedule.known[:2].tolist() == [25, 32]
 
 
 def test_step_that_computes_an_unknown_token_is_refused() -> None:
@@ -164,13 +135,6 @@ def test_a_step_for_which_the_blocks_do_not_suffice_is_refused_in_time() -> None
         schedule.apply(Step(1, 9, advances=Advances(slots(1), ints(16))))
 
 
-def test_a_slot_that_is_left_may_be_taken_in_the_same_step() -> None:
-    schedule = running(8)
-    schedule.apply(Step(1, 2, left=slots(7), joined=one_joins()))
-    assert schedule.prompts[7].tolist() == [5, 6, 7] and schedule.blocks_of(7).tolist() == [50]
-    assert schedule.computed[7] == 1 and schedule.requests[7] == 9
-
-
 def test_who_leaves_leaves_nothing_behind() -> None:
     schedule = running(2)
     prompt = weakref.ref(schedule.prompts[1])
@@ -178,17 +142,6 @@ def test_who_leaves_leaves_nothing_behind() -> None:
     gc.collect()
     assert prompt() is None and schedule.params[1] is None
     assert schedule.status[1] == FREE and schedule.computed[1] == 0 and schedule.rows.tolist() == [0]
-
-
-def test_preempted_row_keeps_slot_and_prompt_and_resumes_with_new_blocks() -> None:
-    schedule = running(2)
-    prompt = schedule.prompts[1]
-    schedule.apply(Step(1, 2, preempted=slots(1)))
-    schedule.apply(Step(1, 3))
-    assert schedule.status[1] == PREEMPTED and schedule.computed[1] == 0 and not schedule.blocks_of(1).size
-    resumed = Resumed(slots(1), ints(2), ints(90, 91), ints(16))
-    schedule.apply(Step(1, 4, resumed=resumed, advances=Advances(slots(1), ints(4))))
-    assert schedule.prompts[1] is prompt and schedule.computed[1] == 20 and schedule.blocks_of(1).tolist() == [90, 91]
 
 
 def test_samples_of_one_prompt_share_it() -> None:
@@ -318,24 +271,6 @@ def test_a_malformed_step_is_refused_with_its_place_and_changes_nothing(step: St
     schedule = running(4, preempted=(3,))
     before = state_of(schedule)
     with pytest.raises(DecodeError, match=where):
-        schedule.apply(step)
-    assert state_of(schedule) == before
-
-
-def test_the_last_column_that_is_wrong_undoes_all_that_were_right() -> None:
-    schedule = running(4, preempted=(3,))
-    before = state_of(schedule)
-    step = Step(
-        1,
-        9,
-        left=slots(1),
-        preempted=slots(2),
-        joined=one_joins(),
-        resumed=Resumed(slots(3), ints(1), ints(1)),
-        appended=Appended(slots(0), ints(99)),
-        advances=Advances(slots(0), ints(-1)),
-    )
-    with pytest.raises(DecodeError):
         schedule.apply(step)
     assert state_of(schedule) == before
 

@@ -201,7 +201,7 @@ def test_of_many_hostile_schemas_a_few_are_tried(monkeypatch: pytest.MonkeyPatch
     assert all(tool.function.parameters is None for tool in relaxed.tools)
 
 
-def test_what_a_format_cannot_hold_is_refused() -> None:
+def test_grammar_of_an_unsupported_format_is_refused() -> None:
     pattern = {"type": "object", "properties": {"a": {"type": "string", "maxLength": 3}}}
     tool = Tool(FunctionDefinition("f", parameters=pattern, strict=True))
     with pytest.raises(GrammarError) as caught:

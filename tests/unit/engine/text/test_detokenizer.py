@@ -77,7 +77,7 @@ def of(*stops: str, includes: bool = False) -> StopStringFilter:
 
 # ── characters ──
 @pytest.mark.parametrize("sentence", SENTENCES)
-def test_a_text_comes_out_as_it_was_and_never_half_a_character(sentence: str) -> None:
+def test_detokenized_text_has_no_half_characters(sentence: str) -> None:
     tokenizer = byte_level()
     vocabulary = build_vocabulary(tokenizer)
     shown, _ = written(StopStringFilter(vocabulary.stream((), True)), tokenizer.encode(sentence).ids)
@@ -113,7 +113,7 @@ def test_bytes_for_want_of_a_piece_become_characters() -> None:
     assert "".join(shown) == " the cat€s</s>"
 
 
-def test_a_tokenizer_of_another_kind_is_asked_itself() -> None:
+def test_unknown_tokenizer_decodes_by_itself() -> None:
     tokenizer = word_piece()
     vocabulary = build_vocabulary(tokenizer)
     assert not vocabulary.is_whole[: vocabulary.stride].any()
@@ -130,7 +130,7 @@ def test_a_tokenizers_own_stream_is_flushed_as_well() -> None:
     assert "".join(shown) == "a\ufffd" and "\ufffd" not in "".join(shown[:-1])
 
 
-def test_the_tables_tell_what_an_id_is_alone_and_quoted() -> None:
+def test_vocabulary_has_plain_and_quoted_text_of_each_id() -> None:
     tokenizer = byte_level()
     vocabulary = build_vocabulary(tokenizer)
     quote, eos = tokenizer.token_to_id('"'), tokenizer.token_to_id("</s>")
@@ -143,17 +143,17 @@ def test_the_tables_tell_what_an_id_is_alone_and_quoted() -> None:
 
 
 # ── stop strings ──
-def test_what_may_become_a_stop_string_is_held_back_until_it_is_certain() -> None:
+def test_possible_stop_string_is_held_back() -> None:
     shown, stop = written(of("stop"), b"a st stop b")
     assert shown == ["a", " ", "", "", "st ", "", "", "", ""] and stop == "stop"
 
 
-def test_a_stop_string_is_shown_where_that_is_asked_for() -> None:
+def test_stop_string_is_shown_when_requested() -> None:
     shown, stop = written(of("stop", includes=True), b"a stop b")
     assert "".join(shown) == "a stop" and stop == "stop"
 
 
-def test_what_was_held_back_is_shown_at_the_end() -> None:
+def test_held_back_text_is_shown_at_the_end() -> None:
     assert written(of("stop"), b"a sto") == (["a", " ", "", "", "", "sto"], None)
 
 
