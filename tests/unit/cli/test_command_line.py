@@ -52,7 +52,7 @@ def test_misspelled_word_is_answered_with_the_nearest_in_one_line(
         (["--kv-cache-memory-bytes", "1"], "--num-gpu-blocks-override"),
         (["--seed=1"], "the field `seed` of a request"),
         (["--mm-tensor-ipc", "torch_shm"], "--tensor-transport"),
-        (["--enable-lora"], "not supported"),
+        (["--max-cpu-loras", "2"], "all adapters of `--lora-modules`"),
         (["--no-async-scheduling"], "always on"),
         (["--scheduling-policy", "random"], "always on"),
         (["--zzz", "--middleware", "x"], "a proxy in front of the server"),

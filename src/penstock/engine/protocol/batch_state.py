@@ -21,8 +21,8 @@ from penstock.engine.protocol.columns import (
     check_column,
     ragged,
     rows_of_generated,
-    rows_of_grammars,
     rows_of_inputs,
+    rows_of_numbers,
     rows_of_params,
 )
 from penstock.engine.protocol.messages import (
@@ -72,6 +72,7 @@ class BatchState:
         self.params: list[SamplingParams | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
         self.grammars: dict[int, Handle] = {}  # of the slots with one
+        self.adapters: dict[int, bytes] = {}  # of the slots with one
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
         self.known = np.zeros(slots, np.int32)  # prompt and generated tokens, that being sampled included; 0 if free
         self.block_counts = np.zeros(slots, np.int32)  # 0 for a free slot
@@ -148,6 +149,7 @@ class StepDraft:
         self._new_rows: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
         self._generated: list[tuple[int, Ints]] = []  # of joined rows that have generated ids before
         self._grammars: list[tuple[int, Handle]] = []  # of joined rows
+        self._adapters: list[tuple[int, bytes]] = []
         self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
 
     def _copy(self) -> None:
@@ -194,7 +196,8 @@ class StepDraft:
         parents = [] if joined.parents is None else check_column(joined.parents, size, "joined.parents").tolist()
         params = rows_of_params(joined, size)
         self._generated = rows_of_generated(joined, slots)
-        self._grammars = rows_of_grammars(joined, slots)
+        self._grammars = rows_of_numbers(joined.grammars, joined.grammars_of, slots, "grammars_of")
+        self._adapters = rows_of_numbers(joined.adapters, joined.adapters_of, slots, "adapters_of")
         inputs = rows_of_inputs(joined.inputs, size)
         if joined.seeds is not None and joined.seeds.shape != (size,):
             raise DecodeError(f"expected {size} numbers, got a shape of {joined.seeds.shape} at $.joined.seeds")
@@ -357,6 +360,7 @@ class StepDraft:
         for slot in self._left:
             now.prompts[slot], now.generated[slot], now.params[slot], now.inputs[slot] = NOTHING, NOTHING, None, ()
             now.grammars.pop(slot, None)
+            now.adapters.pop(slot, None)
         if self._joined is not None:
             now.requests[self._joined.slots] = self._joined.requests
             now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
@@ -367,6 +371,7 @@ class StepDraft:
             for slot, generated in self._generated:
                 now.generated[slot] = generated
             now.grammars.update(self._grammars)
+            now.adapters.update(self._adapters)
         now.rows, now.counts, now._running, now._room = self._rows, self._counts, self._running, self._room
 
     def _slots(self, slots: Slots, place: str, *expected: int) -> Index:

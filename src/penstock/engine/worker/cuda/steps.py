@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -17,6 +17,7 @@ from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, 
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, InputSizes, StepInput, StepTensors, chunk_queries
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler, TokenChooser
 from penstock.engine.worker.input_batch import InputBatch, pinned
+from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 from penstock.engine.worker.sampler import Sampler, is_penalized, seed_of
@@ -117,9 +118,11 @@ class CudaSteps:
         layout.write(values, here.numpy())
         return layout.tensors(here.to(self.state.table.device, non_blocking=True), self.state, self._memory)
 
-    def compute(self, tensors: StepTensors, embeds: InputEmbeds | None) -> StepLogits:
+    def compute(
+        self, tensors: StepTensors, embeds: InputEmbeds | None, runs: Sequence[AdapterRun] = ()
+    ) -> StepLogits:
         """Computes a step without a graph. `embeds`: of its tokens, instead of those of their ids."""
-        hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds)
+        hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds, runs)
         result = StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)
         self.sampler.sample(result)
         return result
