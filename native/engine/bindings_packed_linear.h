@@ -45,8 +45,8 @@ class Linear {
         pack_weights(linear_, buffer_.data(), rows.data(), rows.shape(0), first_panel, step, threads);
     }
 
-    void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads,
-                 u64 added_address, u64 added_stride) const {
+    void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads, u64 added_address,
+                 u64 added_stride) const {
         const void* x = reinterpret_cast<const void*>(x_address);
         void* out = reinterpret_cast<void*>(out_address);
         python::GilRelease released;

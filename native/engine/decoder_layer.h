@@ -37,10 +37,10 @@ struct DecoderLayer {
     const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated
     u64 num_heads, num_kv_heads, head_size, value_size;
     float scale;
-    u64 window;          // see PrefillAttention
-    float softcap;       // see PagedAttention
-    const float* sinks;  // see PagedAttention
-    u64 cache;           // index of the layer's keys and values
+    u64 window;                                           // see PrefillAttention
+    float softcap;                                        // see PagedAttention
+    const float* sinks;                                   // see PagedAttention
+    u64 cache;                                            // index of the layer's keys and values
     std::vector<std::array<LowRank, PRODUCTS>> adapters;  // by number
 
     DType dtype() const { return output->dtype; }  // of all linear layers, norms and caches
@@ -67,8 +67,8 @@ struct AttentionStep {
     u64 num_seqs, table_width;
     const i32* block_tables;  // [num_seqs][table_width]
     const i64* seq_lens;
-    std::vector<i64> zeros;     // first positions without a window
-    std::vector<Chunk> chunks;  // none in float32, for which there is no kernel
+    std::vector<i64> zeros;        // first positions without a window
+    std::vector<Chunk> chunks;     // none in float32, for which there is no kernel
     std::vector<AdapterRun> runs;  // in the order of the tokens
 };
 

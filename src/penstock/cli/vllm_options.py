@@ -55,8 +55,8 @@ DIFFERENCES = {
     "Redirects are never followed",
     "--chat-template": "",
     "--default-chat-template-kwargs": "",
-    "--enable-lora": "adapters are loaded at the start only ([which](serve.md#lora-adapters)). Steps with their tokens run "
-    "without CUDA graphs",
+    "--enable-lora": "adapters are loaded at the start only ([which](serve.md#lora-adapters)). Steps with their tokens "
+    "run without CUDA graphs",
     "--lora-modules": "NAME=DIR, no JSON",
     "--max-lora-rank": "",
     "--max-loras": "no limit unless it is given; vLLM has 1. All adapters are in memory",

@@ -19,6 +19,7 @@ from penstock.engine.protocol.columns import (
     Index,
     Input,
     check_column,
+    check_optional,
     ragged,
     rows_of_generated,
     rows_of_inputs,
@@ -184,15 +185,10 @@ class StepDraft:
         slots = self._slots(joined.slots, "joined.slots", FREE)
         size = slots.size
         check_column(joined.requests, size, "joined.requests")
-        if joined.servers is not None:
-            check_column(joined.servers, size, "joined.servers")
+        check_optional(joined.servers, size, "joined.servers")
         lengths = check_column(joined.lengths, size, "joined.lengths")
         ids = check_column(joined.ids, int(lengths.sum(dtype=np.int64)), "joined.ids")
-        computed = (
-            None
-            if joined.computed is None
-            else check_column(joined.computed, size, "joined.computed", self._now._positions)
-        )
+        computed = check_optional(joined.computed, size, "joined.computed", self._now._positions)
         parents = [] if joined.parents is None else check_column(joined.parents, size, "joined.parents").tolist()
         params = rows_of_params(joined, size)
         self._generated = rows_of_generated(joined, slots)
@@ -201,8 +197,7 @@ class StepDraft:
         inputs = rows_of_inputs(joined.inputs, size)
         if joined.seeds is not None and joined.seeds.shape != (size,):
             raise DecodeError(f"expected {size} numbers, got a shape of {joined.seeds.shape} at $.joined.seeds")
-        if joined.samples is not None:
-            check_column(joined.samples, size, "joined.samples")
+        check_optional(joined.samples, size, "joined.samples")
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
         self._give(slots, joined.block_counts, joined.blocks, "joined")
@@ -251,11 +246,7 @@ class StepDraft:
 
     def resume(self, resumed: Resumed) -> None:
         slots = self._slots(resumed.slots, "resumed.slots", PREEMPTED)
-        computed = (
-            None
-            if resumed.computed is None
-            else check_column(resumed.computed, slots.size, "resumed.computed", self._now._positions)
-        )
+        computed = check_optional(resumed.computed, slots.size, "resumed.computed", self._now._positions)
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
         self._require_more_known(slots, "resumed")

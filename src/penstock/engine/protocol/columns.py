@@ -117,6 +117,11 @@ def check_column(column: Column, size: int, place: str, below: int | None = None
     return column
 
 
+def check_optional(column: Column | None, size: int, place: str, below: int | None = None) -> Column | None:
+    """Returns the column, as `check_column` does; None: there is no such column."""
+    return None if column is None else check_column(column, size, place, below)
+
+
 _UNSIGNED: dict[np.dtype[Any], Any] = {
     np.dtype(np.int32): np.dtype(np.uint32),
     np.dtype(np.uint16): np.dtype(np.uint16),

@@ -168,7 +168,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     lora: LoraConfig = LoraConfig()
     """LoRA adapters of the model"""
-
     tensor_parallel_size: Annotated[int, Option("parallelism", short="-tp", ge=1, le=16)] = 1
     """Number of workers that share the model of each engine"""
     collectives: Annotated[str, Option("parallelism", choices=("auto", "nccl", "gloo"))] = "auto"

@@ -1,6 +1,6 @@
 """LoRA adapters of a model: the tokens of an adapter get y = W x + scale * B A x from the layers that it changes.
 
-W x is computed for all tokens of a step at once, by the same kernels as without adapters; the tokens of an adapter stand
+W x is computed for all tokens of a step at once, by the same kernels as without adapters; tokens of one adapter stand
 together. Native layers know the adapters. Where modules compute, their products are swapped for the time of a step with
 tokens of adapters: other steps compute as without adapters.
 """
@@ -222,7 +222,7 @@ def _adapted(place: LayerPlace) -> AdaptedProduct:
 def _own_part(
     layer: nn.Linear, tensors: Mapping[str, Tensor], low_rank: LowRank, cut: WeightSlice | None
 ) -> tuple[Tensor, Tensor]:
-    """Returns this rank's part of A and of B, times the scale: the layer has a part of its inputs, or of its outputs."""
+    """Returns this rank's part of A, and of B times the scale: a layer has a part of its inputs, or of its outputs."""
     a, b = tensors[low_rank.a], tensors[low_rank.b].float() * low_rank.scale
     if cut is not None and cut.dimension == -1:
         a = cut.of(a, a.shape, low_rank.a)

@@ -122,7 +122,9 @@ def test_packed_linear_adds_numbers_to_its_sums(kernel: str, rows: int, dtype: t
     computed, alone = layer.forward(x, added), layer.forward(x)
     assert torch.equal(layer.forward(x, torch.zeros(rows, 50, dtype=dtype)), alone)
     expected = exact(x.float()) + added.float()
-    assert (computed.float() - expected).abs().max() <= (0.01 if dtype == torch.bfloat16 else 1e-6) * expected.abs().max()
+    assert (computed.float() - expected).abs().max() <= (
+        0.01 if dtype == torch.bfloat16 else 1e-6
+    ) * expected.abs().max()
 
 
 @torch.inference_mode()

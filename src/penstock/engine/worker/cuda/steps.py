@@ -11,13 +11,13 @@ import torch
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
+from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.cuda.attention import FEW_ROWS
 from penstock.engine.worker.cuda.state import DeviceState, JoinedSample
 from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps
 from penstock.engine.worker.cuda.step_input import EMPTY, InputLayout, InputSizes, StepInput, StepTensors, chunk_queries
 from penstock.engine.worker.cuda.step_sampler import StepLogits, StepSampler, TokenChooser
 from penstock.engine.worker.input_batch import InputBatch, pinned
-from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 from penstock.engine.worker.sampler import Sampler, is_penalized, seed_of
@@ -118,9 +118,7 @@ class CudaSteps:
         layout.write(values, here.numpy())
         return layout.tensors(here.to(self.state.table.device, non_blocking=True), self.state, self._memory)
 
-    def compute(
-        self, tensors: StepTensors, embeds: InputEmbeds | None, runs: Sequence[AdapterRun] = ()
-    ) -> StepLogits:
+    def compute(self, tensors: StepTensors, embeds: InputEmbeds | None, runs: Sequence[AdapterRun] = ()) -> StepLogits:
         """Computes a step without a graph. `embeds`: of its tokens, instead of those of their ids."""
         hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds, runs)
         result = StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)
