@@ -1,7 +1,7 @@
 """What LoRA adapters cost: tokens a second of streams over several adapters, over none, and without the option.
 
-Random weights in layers of Qwen3-0.6B's shape, in bfloat16; adapters of all seven linear layers.
-Two engines take turns: one without adapters, and one that answers streams without an adapter and streams over all adapters.
+Random weights in layers of Qwen3-0.6B's shape, in bfloat16; adapters of all seven linear layers. One engine has no
+adapters; another one answers streams without an adapter, and streams over all adapters. All three take turns.
 
     scripts/bench lora [--streams 64] [--adapters 4] [--rank 16] [--layers 4] [--tokens 64] [--rounds 7]
 """
