@@ -178,6 +178,8 @@ def load_adapters(
     if device.type == "cpu":
         pack_linears(nn.ModuleList(layer for each in factors for layer in each))
     event("adapters loaded", adapters=len(adapters), products=len(places))
+    if device.type == "cuda":
+        event("steps with adapters run modules", why="the kernels of layers, and graphs, know no adapters")
     return LoadedAdapters(decoder, [adapter.digest for adapter in adapters], places)
 
 
