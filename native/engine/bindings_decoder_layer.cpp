@@ -21,6 +21,7 @@ namespace {
 
 using NormArgument = std::tuple<u64, float, bool>;
 using LinearArguments = std::tuple<const Linear*, const Linear*, const Linear*, const Linear*>;
+constexpr u64 MAX_ADAPTERS = 1 << 16;
 using FloatArray = Array<float, nb::ndim<1>>;
 
 NormWeights norm_of(const NormArgument& argument) {
@@ -58,7 +59,8 @@ struct BoundLayer {
                  window,
                  softcap,
                  sinks ? sinks->data() : nullptr,
-                 cache};
+                 cache,
+                 {}};
         require(layer.num_kv_heads != 0 && layer.num_heads % layer.num_kv_heads == 0,
                 "expected a number of query heads that is a multiple of the number of KV heads");
         require(layer.head_size != 0 && layer.head_size % 2 == 0 && layer.head_size <= Rotary::MAX_SIZE,
@@ -75,8 +77,19 @@ struct BoundLayer {
             require(linear->get().dtype == layer.dtype(), "expected linear layers of one dtype");
         require(!sinks || sinks->size() == layer.num_heads, "expected a sink for each query head, or none");
     }
+
+    void set_adapter(u64 adapter, u64 product, const Linear& a, const Linear& b) {
+        require(adapter < MAX_ADAPTERS && product < DecoderLayer::PRODUCTS, "expected an adapter and a product");
+        const PackedLinear* linear = std::array{layer.qkv, layer.output, layer.gate_up, layer.down}[product];
+        require(a.inputs() == linear->inputs && b.inputs() == a.results() && b.results() == linear->outputs &&
+                    a.get().dtype == linear->dtype && b.get().dtype == linear->dtype,
+                "expected A and B for the inputs and outputs of the product, of its dtype");
+        if (layer.adapters.size() <= adapter) layer.adapters.resize(adapter + 1);
+        layer.adapters[adapter][product] = {&a.get(), &b.get()};
+    }
 };
 
+using RunArgument = std::tuple<u64, u64, u64>;
 using ChunkArgument = std::tuple<u64, u64, u64, Int32Array>;
 
 struct BoundStep {
@@ -84,6 +97,16 @@ struct BoundStep {
     Int64Array places, seq_lens;
     Array<i32, nb::ndim<2>> block_tables;
     std::vector<ChunkArgument> chunks;
+
+    void set_runs(const std::vector<RunArgument>& runs) {
+        step.runs.clear();
+        u64 last = 0;
+        for (auto [adapter, begin, end] : runs) {
+            require(last <= begin && begin < end && end <= step.tokens, "expected runs of tokens that are there");
+            step.runs.push_back({adapter, begin, end});
+            last = end;
+        }
+    }
 
     BoundStep(const Array<i64, nb::ndim<2>>& caches, u64 num_blocks, u64 block_size, Int64Array own_places,
               Array<i32, nb::ndim<2>> own_tables, Int64Array own_lens, std::vector<ChunkArgument> own_chunks,
@@ -160,6 +183,9 @@ void bind_decoder_layer(nb::module_& m) {
              "the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys "
              "and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of "
              "a value. The rest is as in `prefill_attention`. The caller checks the addresses.")
+        .def("set_adapter", &BoundLayer::set_adapter, "adapter"_a, "product"_a, "a"_a, "b"_a, nb::keep_alive<1, 4>(),
+             nb::keep_alive<1, 5>(),
+             "Adds x A^T B^T to a product for tokens with an adapter. `product`: index in `linears`.")
         .def_prop_ro("size", [](const BoundLayer& bound) { return bound.layer.size(); }, "Elements of a hidden state.");
     nb::class_<BoundStep>(m, "AttentionStep",
                           "The tokens of a step, and where in the KV cache their keys and values lie.")
@@ -175,7 +201,10 @@ void bind_decoder_layer(nb::module_& m) {
              "are of sequences with one token each, of `block_tables` and `seq_lens`. `chunks`: first token, number "
              "of tokens, length and blocks of each other sequence, in bfloat16 only. Raises ValueError for places and "
              "blocks that are "
-             "not there.");
+             "not there.")
+        .def("set_runs", &BoundStep::set_runs, "runs"_a,
+             "Sets the tokens that have an adapter: number of the adapter, first token and token behind the last, in "
+             "the order of the tokens.");
     m.def("compute_layers", &compute, "layers"_a, "step"_a, "x"_a, "cos_sin"_a, "final_norm"_a, "out_address"_a,
           "threads"_a,
           "Computes hidden states [tokens, size] of the layers' dtype. `x`: address and stride between tokens in "

@@ -62,10 +62,12 @@ void bind_packed_linear(nb::module_& m) {
                      "threads: int = 1) -> None"),
              "Packs rows of W, the bits of its elements, into the panels `first_panel`, `first_panel + step`, …")
         .def("compute", &Linear::compute, "x_address"_a, "x_stride"_a, "rows"_a, "out_address"_a, "out_stride"_a,
-             "threads"_a,
+             "threads"_a, "added_address"_a = 0, "added_stride"_a = 0,
              "Computes rows of y. The caller checks that `x_address` has `rows` rows of `inputs` elements, and "
-             "`out_address` room for as many of `results`; strides are in elements.")
+             "`out_address` room for as many of `results`; strides are in elements. `added_address`: as many rows of "
+             "`outputs` elements, which are added to x W^T, before the gate; 0: none are.")
         .def_prop_ro("inputs", &Linear::inputs)
+        .def_prop_ro("outputs", &Linear::outputs)
         .def_prop_ro("results", &Linear::results);
     m.def("packed_size", &packed_size, "inputs"_a, "outputs"_a, "is_float32"_a = false,
           "Elements of 2 bytes of a buffer for these packed weights.");

@@ -45,15 +45,18 @@ class Linear {
         pack_weights(linear_, buffer_.data(), rows.data(), rows.shape(0), first_panel, step, threads);
     }
 
-    void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads) const {
+    void compute(u64 x_address, u64 x_stride, u64 rows, u64 out_address, u64 out_stride, u64 threads, u64 added_address,
+                 u64 added_stride) const {
         const void* x = reinterpret_cast<const void*>(x_address);
         void* out = reinterpret_cast<void*>(out_address);
         python::GilRelease released;
-        compute_linear(linear_, x, x_stride, rows, out, out_stride, threads);
+        Addend addend{reinterpret_cast<const void*>(added_address), added_stride};
+        compute_linear(linear_, x, x_stride, rows, out, out_stride, threads, addend);
     }
 
     const PackedLinear& get() const { return linear_; }
     u64 inputs() const { return linear_.inputs; }
+    u64 outputs() const { return linear_.outputs; }
     u64 results() const { return linear_.results(); }
 
    private:

@@ -2,6 +2,7 @@
 #include "decoder_layer.h"
 
 #include <algorithm>
+#include <cstring>
 
 #include "prefill_attention.h"
 #include "rms_norm.h"
@@ -104,6 +105,28 @@ void attend(const DecoderLayer& layer, const AttentionStep& step, const Buffers&
                      threads);
 }
 
+// Returns what the adapters of a step add to a product for all tokens. `from`: the input of the product.
+Addend low_ranks(const DecoderLayer& layer, DecoderLayer::Product product, const PackedLinear& linear,
+                 const AttentionStep& step, const void* from, u64 threads) {
+    u64 nbytes = nbytes_of(linear.dtype), row_nbytes = linear.outputs * nbytes, end = 0;
+    u8* numbers = nullptr;
+    for (const AdapterRun& run : step.runs) {
+        LowRank low = run.adapter < layer.adapters.size() ? layer.adapters[run.adapter][product] : LowRank{};
+        if (low.a == nullptr) continue;
+        if (numbers == nullptr) numbers = scratch<AdapterRun, u8>(step.tokens * row_nbytes);
+        std::memset(numbers + end * row_nbytes, 0, (run.begin - end) * row_nbytes);
+        end = run.end;
+        u64 rows = run.end - run.begin, rank = low.a->outputs;
+        u8* projected = scratch<LowRank, u8>(rows * rank * nbytes);
+        const u8* x = static_cast<const u8*>(from) + run.begin * linear.inputs * nbytes;
+        compute_linear(*low.a, x, linear.inputs, rows, projected, rank, threads);
+        compute_linear(*low.b, projected, rank, rows, numbers + run.begin * row_nbytes, linear.outputs, threads);
+    }
+    if (numbers == nullptr) return {};
+    std::memset(numbers + end * row_nbytes, 0, (step.tokens - end) * row_nbytes);
+    return {numbers, linear.outputs};
+}
+
 }  // namespace
 
 void compute_layers(const std::vector<const DecoderLayer*>& layers, const AttentionStep& step, const void* x,
@@ -119,18 +142,19 @@ void compute_layers(const std::vector<const DecoderLayer*>& layers, const Attent
         if (added != nullptr) x = out, x_stride = size;
         added = buffers.delta;
     };
-    auto multiply = [&](const PackedLinear& linear, const void* from, void* to) {
-        compute_linear(linear, from, linear.inputs, tokens, to, linear.results(), threads);
-    };
     for (const DecoderLayer* layer : layers) {
+        auto multiply = [&](DecoderLayer::Product product, const PackedLinear& linear, const void* from, void* to) {
+            Addend addend = low_ranks(*layer, product, linear, step, from, threads);
+            compute_linear(linear, from, linear.inputs, tokens, to, linear.results(), threads, addend);
+        };
         norm(layer->attention_norm, buffers.normed);
-        multiply(*layer->qkv, buffers.normed, buffers.wide);
+        multiply(DecoderLayer::QKV, *layer->qkv, buffers.normed, buffers.wide);
         rotate(*layer, step, cos, sin, buffers, threads);
         attend(*layer, step, buffers, threads);
-        multiply(*layer->output, buffers.attended, buffers.delta);
+        multiply(DecoderLayer::OUTPUT, *layer->output, buffers.attended, buffers.delta);
         norm(layer->mlp_norm, buffers.normed);
-        multiply(*layer->gate_up, buffers.normed, buffers.wide);
-        multiply(*layer->down, buffers.wide, buffers.delta);
+        multiply(DecoderLayer::GATE_UP, *layer->gate_up, buffers.normed, buffers.wide);
+        multiply(DecoderLayer::DOWN, *layer->down, buffers.wide, buffers.delta);
     }
     norm(final_norm, out);
 }

@@ -5,6 +5,7 @@
 //
 // All numbers between two kernels lie in memory that the calling thread keeps from one call to the next.
 #pragma once
+#include <array>
 #include <vector>
 
 #include "packed_linear.h"
@@ -17,17 +18,30 @@ struct NormWeights {
     bool adds_one;  // see RmsNorm
 };
 
+// What an adapter (LoRA) adds to a product: x A^T B^T.
+struct LowRank {
+    const PackedLinear *a = nullptr, *b = nullptr;  // nullptr: the adapter adds nothing
+};
+
+// Consecutive tokens of a step with one adapter.
+struct AdapterRun {
+    u64 adapter, begin, end;
+};
+
 // Pointers are to what the caller keeps alive.
 struct DecoderLayer {
+    enum Product : u64 { QKV, OUTPUT, GATE_UP, DOWN, PRODUCTS };
+
     NormWeights attention_norm, mlp_norm;
     NormWeights query_norm, key_norm;                   // of heads, of one kind
     const PackedLinear *qkv, *output, *gate_up, *down;  // `gate_up` is gated
     u64 num_heads, num_kv_heads, head_size, value_size;
     float scale;
-    u64 window;          // see PrefillAttention
-    float softcap;       // see PagedAttention
-    const float* sinks;  // see PagedAttention
-    u64 cache;           // index of the layer's keys and values
+    u64 window;                                           // see PrefillAttention
+    float softcap;                                        // see PagedAttention
+    const float* sinks;                                   // see PagedAttention
+    u64 cache;                                            // index of the layer's keys and values
+    std::vector<std::array<LowRank, PRODUCTS>> adapters;  // by number
 
     DType dtype() const { return output->dtype; }  // of all linear layers, norms and caches
     u64 size() const { return output->outputs; }   // of a hidden state
@@ -53,8 +67,9 @@ struct AttentionStep {
     u64 num_seqs, table_width;
     const i32* block_tables;  // [num_seqs][table_width]
     const i64* seq_lens;
-    std::vector<i64> zeros;     // first positions without a window
-    std::vector<Chunk> chunks;  // none in float32, for which there is no kernel
+    std::vector<i64> zeros;        // first positions without a window
+    std::vector<Chunk> chunks;     // none in float32, for which there is no kernel
+    std::vector<AdapterRun> runs;  // in the order of the tokens
 };
 
 // Computes the hidden states of all tokens, all of one dtype: `x` [tokens] with a stride becomes `out` [tokens][size].

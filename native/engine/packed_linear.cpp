@@ -109,7 +109,7 @@ void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 halves, u16* tiles) {
 }
 
 void compute_linear(const PackedLinear& linear, const void* x, u64 x_stride, u64 rows, void* out, u64 out_stride,
-                    u64 threads) {
+                    u64 threads, const Addend& addend) {
     if (rows == 0) return;
     u64 row_tiles = PackedLinear::divide_up(rows, PackedLinear::TILE_ROWS);
     u16* tiles = scratch<PackedLinear, u16>(row_tiles * linear.panel_size());
@@ -136,7 +136,8 @@ void compute_linear(const PackedLinear& linear, const void* x, u64 x_stride, u64
         u64 first = (is_by_rows ? number % chunks : number / blocks) * panels, last = first + panels;
         u64 count = rows - row < block ? rows - row : block;
         kernel(linear, tiles + row / PackedLinear::TILE_ROWS * linear.panel_size(), count, first,
-               last < linear.panels() ? last : linear.panels(), results + row * out_halves, out_stride);
+               last < linear.panels() ? last : linear.panels(), results + row * out_halves, out_stride,
+               addend.from_row(linear, row));
     });
 }
 

@@ -60,14 +60,25 @@ void pack_weights(const PackedLinear& linear, u16* weights, const u16* rows, u64
 // Copies `rows` rows of x into one row of tiles; the rest of the tiles becomes zeros.
 void pack_rows(const u16* x, u64 row_stride, u64 rows, u64 halves, u16* tiles);
 
+// Numbers that are added to the sums before a gate and before rounding: for each row one of W's dtype for each output.
+struct Addend {
+    const void* numbers = nullptr;  // nullptr: nothing is added
+    u64 stride = 0;                 // elements from row to row
+
+    [[gnu::always_inline]] Addend from_row(const PackedLinear& linear, u64 row) const {
+        if (numbers == nullptr) return *this;
+        return {static_cast<const u16*>(numbers) + row * stride * linear.width(), stride};
+    }
+};
+
 // Computes all of y with the kernel in use. Strides are in elements. Nothing is checked.
 void compute_linear(const PackedLinear& linear, const void* x, u64 x_stride, u64 rows, void* out, u64 out_stride,
-                    u64 threads);
+                    u64 threads, const Addend& addend = {});
 
 // Computes the panels [first, last) for all rows. `tiles`: these rows of x. Nothing is checked. With a gate, `first`
 // and `last` are even.
 using LinearKernel = void(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, void* out,
-                          u64 out_stride);
+                          u64 out_stride, const Addend& addend);
 LinearKernel packed_linear_portable;
 #if defined(__x86_64__)
 LinearKernel packed_linear_avx2;

@@ -40,11 +40,32 @@ inline void store(const PackedLinear& linear, void* out, Outputs numbers, u64 fi
         store<u16>(out, to_bfloat16<Halves, OutputBits>(numbers), first, linear.results());
 }
 
+// Returns the numbers of a panel; behind the last output: zeros.
+template <class Element, class Vector>
+inline Vector load(const void* row, u64 first, u64 outputs) {
+    const Element* from = static_cast<const Element*>(row) + first;
+    Vector numbers{};
+    if (outputs - first >= PackedLinear::PANEL) {
+        __builtin_memcpy(&numbers, from, sizeof numbers);
+        return numbers;
+    }
+    for (u64 lane = 0; lane < outputs - first; ++lane) numbers[lane] = from[lane];
+    return numbers;
+}
+
+inline Outputs load(const PackedLinear& linear, const Addend& addend, u64 row, u64 first) {
+    const void* numbers = addend.from_row(linear, row).numbers;
+    if (linear.dtype == DType::float32) return load<float, Outputs>(numbers, first, linear.outputs);
+    auto halves = load<u16, Halves>(numbers, first, linear.outputs);
+    return __builtin_bit_cast(Outputs, __builtin_convertvector(halves, OutputBits) << 16);
+}
+
 inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 first, u64 panels, void* out,
-                   u64 out_stride) {
+                   u64 out_stride, const Addend& addend) {
     auto sum_of = [&](u64 row, u64 panel) {
         Outputs sum, bias;
         __builtin_memcpy(&sum, sums + (row * panels + panel) * PackedLinear::PANEL, sizeof sum);
+        if (addend.numbers != nullptr) sum += load(linear, addend, row, (first + panel) * PackedLinear::PANEL);
         if (linear.bias == nullptr) return sum;
         __builtin_memcpy(&bias, linear.bias + (first + panel) * PackedLinear::PANEL, sizeof bias);
         return sum + bias;
@@ -69,7 +90,7 @@ inline void finish(const PackedLinear& linear, const float* sums, u64 rows, u64 
 void PENSTOCK_SUFFIXED(PENSTOCK_KERNEL, _sums)(const Product& product, float* sums) { multiply(product, sums); }
 
 void PENSTOCK_KERNEL(const PackedLinear& linear, const u16* tiles, u64 rows, u64 first, u64 last, void* out,
-                     u64 out_stride) {
+                     u64 out_stride, const Addend& addend) {
     alignas(64) float sums[PackedLinear::MAX_ROWS * PackedLinear::MAX_PANELS * PackedLinear::PANEL];
     u64 input_tiles = linear.input_tiles();
     for (u64 row = 0; row < rows; row += PackedLinear::MAX_ROWS) {
@@ -81,7 +102,7 @@ void PENSTOCK_KERNEL(const PackedLinear& linear, const u16* tiles, u64 rows, u64
             const u16* weights = linear.weights + panel * linear.panel_size();
             Product product{x, input_tiles, count, weights, input_tiles, together, input_tiles, false};
             linear.dtype == DType::float32 ? multiply_float32(product, sums) : multiply(product, sums);
-            finish(linear, sums, count, panel, together, to, out_stride);
+            finish(linear, sums, count, panel, together, to, out_stride, addend.from_row(linear, row));
         }
     }
 }

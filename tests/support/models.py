@@ -379,11 +379,12 @@ def ask(
     logprobs: int | None = None,
     resumed: Sequence[list[int]] = (),
     params: Sequence[SamplingParams] = (),
+    adapters: Sequence[bytes] = (b"",),
 ) -> Told:
     """Gives requests to the scheduler, one after the other, and its steps to the device, until all have ended.
 
-    `resumed`: the ids of each request before it was resumed; the answers are the ids after these. `params`: of the
-    requests, in turn.
+    `resumed`: the ids of each request before it was resumed; the answers are the ids after these. `params` and
+    `adapters`: of the requests, in turn.
     """
     schedule = BatchState(slots, device.blocks, device.block_size)
     config = SchedulerConfig(
@@ -391,6 +392,7 @@ def ask(
         max_num_batched_tokens=budget,
         has_overlap=depth > 1,
         max_short_prompt=device.max_short_prompt,
+        adapters=frozenset(adapters),
     )
     scheduler, plan = Scheduler(schedule, config), StepBuilder(schedule)
     temperature = 0.0 if seed is None else 1.0
@@ -402,15 +404,10 @@ def ask(
     number, steps, cached_tokens = 0, itertools.count(1), 0
     while number < len(requests) or scheduler.open_requests or flights:
         if number < len(requests):
-            scheduler.submit(
-                _submit(
-                    number,
-                    requests[number],
-                    params[number % len(params)],
-                    seed or 0,
-                    resumed[number] if resumed else [],
-                )
+            submit = _submit(
+                number, requests[number], params[number % len(params)], seed or 0, resumed[number] if resumed else []
             )
+            scheduler.submit(msgspec.structs.replace(submit, adapter=adapters[number % len(adapters)]))
             number += 1
         while len(flights) < depth and scheduler.schedule(plan):
             step = plan.build(1, next(steps))

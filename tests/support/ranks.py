@@ -124,8 +124,8 @@ def answers_of_threads(size: int, of: Family, requests: Sequence[Asked], **optio
 
 
 def results_of_threads(size: int, of: Family, requests: Sequence[Asked], **options: Any) -> list[Told]:
-    """Of each rank. `options` are the device's, and the budget of a step."""
-    budget = options.pop("budget", 6)
+    """Of each rank. `options` are the device's, the budget of a step, and `of_requests`: adapters of the requests."""
+    budget, adapters = options.pop("budget", 6), options.pop("of_requests", (b"",))
     shared, barrier = [None] * size, threading.Barrier(size, timeout=60)
     ranks = [Threads(rank, shared, barrier) for rank in range(size)]
     devices = [device(of, ranks=group, **options) for group in ranks]
@@ -133,7 +133,7 @@ def results_of_threads(size: int, of: Family, requests: Sequence[Asked], **optio
     def results(rank: int) -> Told:
         ranks[rank].is_running = True
         try:
-            return ask(devices[rank], requests, budget=budget, logprobs=0)
+            return ask(devices[rank], requests, budget=budget, logprobs=0, adapters=adapters)
         except Exception:
             barrier.abort()
             raise

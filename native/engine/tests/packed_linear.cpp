@@ -87,7 +87,7 @@ struct Case {
         u64 chunks = PackedLinear::divide_up(linear.panels(), chunk);
         ThreadTeam::get().run(threads, chunks, [&](u64 number) {
             u64 first = number * chunk, last = std::min(first + chunk, linear.panels());
-            kernel(linear, tiles.data(), rows, first, last, out.data(), linear.results());
+            kernel(linear, tiles.data(), rows, first, last, out.data(), linear.results(), {});
         });
         REQUIRE(out.back() == 0x7777, "the kernel wrote beyond the last result");
         out.pop_back();
@@ -138,7 +138,7 @@ void check_extremes() {
         u16 x = bits_of(value);
         pack_rows(&x, 1, 1, 1, tiles.data());
         for (u64 index = 0; index < linear_kernels().count; ++index) {
-            linear_kernels().kernels[index].kernel(linear, tiles.data(), 1, 0, 1, out.data(), 3);
+            linear_kernels().kernels[index].kernel(linear, tiles.data(), 1, 0, 1, out.data(), 3, {});
             float expected = float_of(x), actual = float_of(out[0]);
             const char* name = linear_kernels().kernels[index].name;
             REQUIRE(std::isnan(expected) ? std::isnan(actual) : actual == expected, "%s: %g", name, double{actual});
@@ -208,7 +208,7 @@ void check_gate_far_below_zero() {
         u16 x = bits_of(value);
         pack_rows(&x, 1, 1, 1, tiles.data());
         for (u64 index = 0; index < linear_kernels().count; ++index) {
-            linear_kernels().kernels[index].kernel(linear, tiles.data(), 1, 0, 2, out.data(), PANEL);
+            linear_kernels().kernels[index].kernel(linear, tiles.data(), 1, 0, 2, out.data(), PANEL, {});
             REQUIRE(float_of(out[0]) == 0.0f, "%s: %g", linear_kernels().kernels[index].name, double{float_of(out[0])});
         }
     }

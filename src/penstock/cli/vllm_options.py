@@ -55,6 +55,11 @@ DIFFERENCES = {
     "Redirects are never followed",
     "--chat-template": "",
     "--default-chat-template-kwargs": "",
+    "--enable-lora": "adapters are loaded at the start only ([which](serve.md#lora-adapters)). Steps with their tokens "
+    "run without CUDA graphs",
+    "--lora-modules": "NAME=DIR, no JSON",
+    "--max-lora-rank": "",
+    "--max-loras": "no limit unless it is given; vLLM has 1. All adapters are in memory",
     "--override-generation-config": "only the sampling parameters that Penstock reads",
     "--max-logprobs": "at most 1,024; -1 is refused",
     "--uds": "a socket to which no process listens any more is replaced",
@@ -131,8 +136,8 @@ UNSUPPORTED = (
     ),
     Absent("--speculative-config --spec-method --speculative-model --num-speculative-tokens", "not supported"),
     Absent(
-        "--enable-lora --lora-modules --max-loras --max-lora-rank --max-cpu-loras --lora-dtype --fully-sharded-loras",
-        "not supported",
+        "--max-cpu-loras --lora-dtype --fully-sharded-loras --lora-extra-vocab-size --default-mm-loras",
+        "not supported; all adapters of `--lora-modules` are loaded at the start, in the model's dtype",
     ),
     Absent(
         "--tool-parser-plugin --tool-server --exclude-tools-when-tool-choice-none",

@@ -153,13 +153,16 @@ class PackedLinear:
         Packs rows of W, the bits of its elements, into the panels `first_panel`, `first_panel + step`, …
         """
 
-    def compute(self, x_address: int, x_stride: int, rows: int, out_address: int, out_stride: int, threads: int) -> None:
+    def compute(self, x_address: int, x_stride: int, rows: int, out_address: int, out_stride: int, threads: int, added_address: int = 0, added_stride: int = 0) -> None:
         """
-        Computes rows of y. The caller checks that `x_address` has `rows` rows of `inputs` elements, and `out_address` room for as many of `results`; strides are in elements.
+        Computes rows of y. The caller checks that `x_address` has `rows` rows of `inputs` elements, and `out_address` room for as many of `results`; strides are in elements. `added_address`: as many rows of `outputs` elements, which are added to x W^T, before the gate; 0: none are.
         """
 
     @property
     def inputs(self) -> int: ...
+
+    @property
+    def outputs(self) -> int: ...
 
     @property
     def results(self) -> int: ...
@@ -191,6 +194,11 @@ class DecoderLayer:
         `cache`: index of the layer's keys and values. `norms`: address of the weights or 0, epsilon, whether the factor is 1 + w; before attention, before the MLP, of queries, of keys. `linears`: queries, keys and values; output; gate and up; down. `heads`: numbers of heads and of KV heads, sizes of a key and of a value. The rest is as in `prefill_attention`. The caller checks the addresses.
         """
 
+    def set_adapter(self, adapter: int, product: int, a: PackedLinear, b: PackedLinear) -> None:
+        """
+        Adds x A^T B^T to a product for tokens with an adapter. `product`: index in `linears`.
+        """
+
     @property
     def size(self) -> int:
         """Elements of a hidden state."""
@@ -203,6 +211,11 @@ class AttentionStep:
     def __init__(self, caches: numpy.typing.NDArray[numpy.int64], num_blocks: int, block_size: int, places: numpy.typing.NDArray[numpy.int64], block_tables: numpy.typing.NDArray[numpy.int32], seq_lens: numpy.typing.NDArray[numpy.int64], chunks: Sequence[tuple[int, int, int, numpy.typing.NDArray[numpy.int32]]], is_float32: bool = False) -> None:
         """
         `caches` [layers, 2]: addresses of all keys and of all values. `places`: of each token. The first tokens are of sequences with one token each, of `block_tables` and `seq_lens`. `chunks`: first token, number of tokens, length and blocks of each other sequence, in bfloat16 only. Raises ValueError for places and blocks that are not there.
+        """
+
+    def set_runs(self, runs: Sequence[tuple[int, int, int]]) -> None:
+        """
+        Sets the tokens that have an adapter: number of the adapter, first token and token behind the last, in the order of the tokens.
         """
 
 def compute_layers(layers: Sequence[DecoderLayer], step: AttentionStep, x: tuple[int, int], cos_sin: tuple[int, int], final_norm: tuple[int, float, bool], out_address: int, threads: int) -> None:

@@ -14,7 +14,9 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.cluster.adapter_files import SETTINGS, WEIGHTS, read_digest
 from penstock.engine.protocol.config import EngineConfig, SamplingDefaults
+from penstock.engine.protocol.lora import LoraConfig
 
 TEXT = {
     "gemma2": "Gemma2ForCausalLM",
@@ -93,7 +95,19 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
         end_ids=tuple(sorted(end_ids)),
         max_model_len=min(config.max_model_len, longest or config.max_model_len),
         sampling_defaults=sampling_defaults(config),
+        lora=with_digests(config.lora),
     )
+
+
+def with_digests(lora: LoraConfig) -> LoraConfig:
+    """Returns the adapters with hashes of their files. Raises ValueError."""
+    if lora.digests or not lora.lora_modules:
+        return lora
+    directories = [Path(adapter.path) for adapter in lora.adapters]
+    for path in (directory / name for directory in directories for name in (SETTINGS, WEIGHTS)):
+        if not path.exists():
+            raise ValueError(f"{path} is missing: expected the directory of a LoRA adapter in PEFT's format")
+    return msgspec.structs.replace(lora, digests=tuple(map(read_digest, directories)))
 
 
 def require_length(config: EngineConfig) -> None:

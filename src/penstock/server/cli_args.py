@@ -14,12 +14,13 @@ from penstock.engine.media.image_processor import ImageLimits
 from penstock.engine.media.video_file import VideoLimits
 from penstock.engine.model_dir import takes_images
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
+from penstock.engine.protocol.lora import LoraConfig
 from penstock.engine.protocol.option import Option, add_options, option_values
 from penstock.environment import API_KEY, TENSOR_TRANSPORT
 from penstock.server import node_args
 from penstock.server.options import ServerOptions
 
-GROUPS = (*engine_args.GROUPS, "nodes", "server", "multimodal", "limits", "logging")
+GROUPS = (*engine_args.GROUPS, "lora", "nodes", "server", "multimodal", "limits", "logging")
 CACHE_NBYTES = 1 << 28  # of a model that takes images
 IMAGES, VIDEOS = ImageLimits(), VideoLimits()  # defaults
 
@@ -58,7 +59,7 @@ class MediaCounts(msgspec.Struct):
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    engine = (EngineConfig, engine_args.DeviceModel, SimulatedDevice, HubOptions, Nodes, node_args.NodeRole)
+    engine = (EngineConfig, engine_args.DeviceModel, SimulatedDevice, HubOptions, LoraConfig, Nodes, node_args.NodeRole)
     add_options(parser, GROUPS, (*engine, ServerOptions, MediaCounts, ImageLimits, VideoLimits))
 
 
@@ -69,6 +70,7 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     if options.mm_processor_cache_gb is None and transport != "inline":
         has_tensors = options.enable_prompt_embeds or takes_images(EngineConfig(**engine_args.model_fields(options)))
         fields["store_nbytes"] = CACHE_NBYTES if has_tensors or transport == "store" else 0
+    fields["lora"] = LoraConfig(**option_values(LoraConfig, options))
     return engine_args.engine_config(options, tensor_transport=transport, **fields)
 
 

@@ -45,6 +45,9 @@ def run(config: EngineConfig, options: ServerOptions, ray_address: str | None = 
     if config.simulated is None:
         require_tokenizer(config)
     tls_context(options)
+    served = {*options.served_model_name, served_name(config, options), config.model}
+    if twice := [adapter.name for adapter in config.lora.adapters if adapter.name in served]:
+        raise ValueError(f"expected lora_modules with other names than the model's, got {twice[0]!r}")
     if reserved := sorted(RESERVED & options.default_chat_template_kwargs.keys()):
         raise ValueError(f"{reserved[0]} is set by the server: expected other names in --default-chat-template-kwargs")
     if config.nodes is not None:

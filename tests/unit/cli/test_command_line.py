@@ -52,7 +52,7 @@ def test_misspelled_word_is_answered_with_the_nearest_in_one_line(
         (["--kv-cache-memory-bytes", "1"], "--num-gpu-blocks-override"),
         (["--seed=1"], "the field `seed` of a request"),
         (["--mm-tensor-ipc", "torch_shm"], "--tensor-transport"),
-        (["--enable-lora"], "not supported"),
+        (["--max-cpu-loras", "2"], "all adapters of `--lora-modules`"),
         (["--no-async-scheduling"], "always on"),
         (["--scheduling-policy", "random"], "always on"),
         (["--zzz", "--middleware", "x"], "a proxy in front of the server"),
@@ -164,7 +164,7 @@ def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monke
     groups = re.findall(r"^(\w+):$", help_of("serve", capsys, monkeypatch), re.MULTILINE)
     engine, server = (
         "model parallelism scheduling cache migration".split(),
-        "nodes server multimodal limits logging".split(),
+        "lora nodes server multimodal limits logging".split(),
     )
     assert groups == ["options", *engine, *server]
 
@@ -174,9 +174,9 @@ VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
     "--allowed-origins --api-key --api-server-count --block-size --chat-template --config --data-parallel-size "
     "--default-chat-template-kwargs --download-dir --dtype --enable-log-requests --enable-prefix-caching "
-    "--enable-prompt-embeds --enforce-eager --generation-config --gpu-memory-utilization --headless --host "
-    "--limit-mm-per-prompt --master-addr "
-    "--master-port --max-logprobs --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
+    "--enable-lora --enable-prompt-embeds --enforce-eager --generation-config --gpu-memory-utilization --headless "
+    "--host --limit-mm-per-prompt --lora-modules --master-addr --master-port --max-logprobs --max-lora-rank "
+    "--max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
     "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
     "--override-generation-config --port --reasoning-parser --revision --root-path --served-model-name "
     "--shutdown-timeout --ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser --uds"

@@ -26,8 +26,8 @@ CONVICTION = 2  # failures of a group while the request ran alone
 
 
 def quarantine_key(submit: Submit) -> bytes | None:
-    """Returns the hash of a prompt, of its images, its grammar and its parameters but for the seed; None: an image has
-    no key."""
+    """Returns the hash of a prompt, of its images, its grammar, its adapter and its parameters but for the seed; None:
+    an image has no key."""
     items = () if submit.inputs is None else submit.inputs.items
     if submit.grammar is not None:
         items = (*items, submit.grammar)
@@ -35,7 +35,7 @@ def quarantine_key(submit: Submit) -> bytes | None:
     if len(keys) < len(items):
         return None
     params = msgspec.msgpack.encode(replace(submit.params, seed=None))
-    return ledger_key(submit.prompt.tobytes(), params, *keys)
+    return ledger_key(submit.prompt.tobytes(), params, *keys, *filter(None, [submit.adapter]))
 
 
 class Blame:

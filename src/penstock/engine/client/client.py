@@ -156,6 +156,7 @@ class Client:
         timeout: float | None = None,
         request_id: str = "",
         grammar: Grammar | None = None,
+        adapter: bytes = b"",
     ) -> OutputStream:
         """Sends a request to a group, and returns the stream of its answer.
 
@@ -165,6 +166,7 @@ class Client:
         its lines, and the index of its first choice. `timeout`: seconds from now until the end of the answer.
         `account`: of the client, which has a budget of trials of requests that may make processes fail; "": none has.
         `request_id`: how the log names the request. `grammar`: of the answer, which the caller has checked.
+        `adapter`: the digest of a LoRA adapter in the config; b"": the model alone.
 
         Where a group is started again, and no other one serves, the request waits for it, `queue_timeout` seconds at
         most. Raises EngineError if no group accepts the request.
@@ -196,6 +198,7 @@ class Client:
                 time.monotonic_ns(),
                 request_id=request_id,
                 grammar=handle,
+                adapter=adapter,
             )
             submitted = SubmittedRequest(submit, request_id, self._config.migration_max_seq_len, account)
             self._blame.require_no_quarantine(submitted)

@@ -115,7 +115,7 @@ class SubmittedRequest:
         """Returns the keys of the request's affinity to a group."""
         inputs = self.first.inputs
         keys = [] if inputs is None else [item.key for item in inputs.items if item.key is not None]
-        return traces(self.first.prompt, self.first.salt, keys)
+        return traces(self.first.prompt, self.first.adapter + self.first.salt, keys)
 
     def add(self, sample: int, ids: list[int]) -> None:
         """Adds ids that a sample has generated."""

@@ -61,6 +61,7 @@ class Request:
         self.client = submit.client
         self.chunk_format = submit.chunk_format
         self.grammar = submit.grammar
+        self.adapter = submit.adapter
         self.queued_ns = queued_ns
         self.cached = 0  # tokens of the prompt that the cache had when the request began, if it has begun here
         self.is_waiting = False
@@ -199,6 +200,8 @@ def build_request(
     kind = b"s" if max_short_prompt is None or length <= max_short_prompt else b"l"
     # Each token of a prompt with log-probabilities is computed, once more only after a preemption or a loss.
     is_shared = has_prefix_cache and submit.params.prompt_logprobs is None
+    if submit.adapter:  # of a fixed length, and no other kind begins like this one
+        kind = b"a" + submit.adapter + kind
     salt = kind + submit.salt if is_shared else b"n" + submit.name
     return Request(submit, block_size, arrival=arrival, salt=salt, inputs=inputs, keys=keys, queued_ns=queued_ns)
 

@@ -93,6 +93,8 @@ class Scheduler:
         check_submit(submit, config.max_model_len, config.vocabulary, config.eos_ids)
         if submit.params.prompt_logprobs is not None and not config.scores_prompts:
             raise RequestRefused(400, "prompt_logprobs are not supported on a CUDA device")
+        if submit.adapter and submit.adapter not in config.adapters:
+            raise RequestRefused(400, "this engine has no LoRA adapter of this content: nodes have different files")
         if number in self._requests:
             raise RequestRefused(409, f"request {number[1]} of server {number[0]} is open already")
         self._submitted += 1
@@ -292,6 +294,14 @@ class Scheduler:
         return min(budget, rest)
 
     # ── admission ──
+    def _takes_adapter_of(self, sample: Sample) -> bool:
+        """Returns whether the batch has the sample's adapter, or may have one adapter more."""
+        adapter, limit = sample.request.adapter, self._config.max_loras
+        if not adapter or limit is None:
+            return True
+        others = {request.adapter for request in self._requests.values() if request.slots} - {b"", adapter}
+        return len(others) < limit
+
     def _known(self, sample: Sample) -> int:
         return sample.num_tokens if sample.slot is None else self._in_flight.ids(sample.slot)
 
@@ -304,7 +314,7 @@ class Scheduler:
         Further prompts would only delay the first tokens of those in a full step."""
         while budget > 0 and scheduled < self._full_step_tokens:
             sample = self._queue.next(builder.free_slots)
-            if sample is None or (sample.slot is None and not builder.free_slots):
+            if sample is None or (sample.slot is None and not (builder.free_slots and self._takes_adapter_of(sample))):
                 return
             before = sample, self.cache.num_free, rows > 0
             if before == self._refused:
@@ -349,6 +359,7 @@ class Scheduler:
                 seed=request.seed,
                 generated=sample.generated,
                 grammar=request.grammar,
+                adapter=request.adapter,
             )
             self._take_slot(sample, slot)
             if not sample.generated.size:  # else the lost group did all of the above

@@ -23,6 +23,8 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     full_step_tokens: int | None = None  # of prompts, with which a step admits no more of them; None: no limit
     scores_prompts: bool = True  # the device computes log-probabilities of prompts
     output_processors: int = 1
+    adapters: frozenset[bytes] = frozenset()  # `Submit.adapter` of the requests that may run
+    max_loras: int | None = None  # adapters in a batch; None: no limit
     repeats_singly: bool = False  # ids of the last block of a resumed sample are computed one a step, as before
 
     @classmethod
@@ -39,5 +41,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             full_step_tokens=ready[0].full_step_tokens,
             scores_prompts=config.device == "cpu",
             output_processors=max(1, config.output_processors),
+            adapters=frozenset(config.lora.digests),
+            max_loras=config.lora.max_loras,
             repeats_singly=all(message.kv_epoch is not None and message.dtype != "float32" for message in ready),
         )

@@ -21,6 +21,7 @@ from penstock.engine.protocol.columns import (
     Index,
     Input,
     LogprobRows,
+    columns_of_adapters,
     columns_of_grammars,
     columns_of_inputs,
     columns_of_params,
@@ -82,6 +83,7 @@ class StepBuilder:
         seed: int = 0,
         generated: Ints = NOTHING,
         grammar: Handle | None = None,
+        adapter: bytes = b"",
     ) -> int:
         """Gives a request a slot. `computed` tokens are in the blocks already; this step computes `chunk` more.
 
@@ -92,7 +94,7 @@ class StepBuilder:
             raise ValueError("no slot is free")
         slot = heapq.heappop(self._free)
         self._joined[slot] = _NewRow(
-            request, prompt, params, blocks, computed, parent, server, inputs, sample, seed, generated, grammar
+            request, prompt, params, blocks, computed, parent, server, inputs, sample, seed, generated, grammar, adapter
         )
         if chunk != 1:
             self.advance(slot, chunk)
@@ -154,6 +156,7 @@ class StepBuilder:
         params, params_of = columns_of_params([row.params for row in rows])
         are_resumed = any(row.generated.size for row in rows)
         grammars, grammars_of = columns_of_grammars([row.grammar for row in rows])
+        adapters, adapters_of = columns_of_adapters([row.adapter for row in rows])
         return Joined(
             slots=_slots(slots),
             requests=_ints([row.request for row in rows]),
@@ -175,6 +178,8 @@ class StepBuilder:
             generated=np.concatenate([row.generated for row in rows]) if are_resumed else None,
             grammars=grammars,
             grammars_of=grammars_of,
+            adapters=adapters,
+            adapters_of=adapters_of,
         )
 
     def _columns_of_resumed(self) -> Resumed:
@@ -203,6 +208,7 @@ class _NewRow:
     """One row of `Joined`."""
 
     __slots__ = (
+        "adapter",
         "blocks",
         "computed",
         "generated",
@@ -231,6 +237,7 @@ class _NewRow:
         seed: int,
         generated: Ints,
         grammar: Handle | None,
+        adapter: bytes,
     ) -> None:
         self.request = request
         self.prompt = prompt
@@ -244,6 +251,7 @@ class _NewRow:
         self.seed = seed
         self.generated = generated
         self.grammar = grammar
+        self.adapter = adapter
 
 
 def _slots(slots: Any) -> Slots:

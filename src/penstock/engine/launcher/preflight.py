@@ -16,6 +16,7 @@ from typing import Any
 
 import msgspec
 
+from penstock.engine.cluster.adapter_files import base_shapes, require_adapter
 from penstock.engine.cluster.cuda_devices import Devices, cuda_devices, torch_build, uuid_digits
 from penstock.engine.cluster.numa import require_node
 from penstock.engine.cluster.weight_files import read_weights
@@ -62,6 +63,10 @@ def require_model(config: EngineConfig) -> None:
     )
     _require_heads(text or whole, config.tensor_parallel_size)
     read_weights(directory)
+    if config.lora.lora_modules:
+        base = base_shapes(directory)
+        for adapter in config.lora.adapters:
+            require_adapter(Path(adapter.path), base, config.lora.max_lora_rank)
     for name in OTHER_FILES:
         if (directory / name).exists():
             read_config(directory / name)

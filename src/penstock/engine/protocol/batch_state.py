@@ -19,10 +19,11 @@ from penstock.engine.protocol.columns import (
     Index,
     Input,
     check_column,
+    check_optional,
     ragged,
     rows_of_generated,
-    rows_of_grammars,
     rows_of_inputs,
+    rows_of_numbers,
     rows_of_params,
 )
 from penstock.engine.protocol.messages import (
@@ -72,6 +73,7 @@ class BatchState:
         self.params: list[SamplingParams | None] = [None] * slots
         self.inputs: list[tuple[Input, ...]] = [()] * slots
         self.grammars: dict[int, Handle] = {}  # of the slots with one
+        self.adapters: dict[int, bytes] = {}  # of the slots with one
         self.computed = np.zeros(slots, np.int32)  # positions, those of the last step included; 0 for a free slot
         self.known = np.zeros(slots, np.int32)  # prompt and generated tokens, that being sampled included; 0 if free
         self.block_counts = np.zeros(slots, np.int32)  # 0 for a free slot
@@ -148,6 +150,7 @@ class StepDraft:
         self._new_rows: list[tuple[int, Ints, SamplingParams, tuple[Input, ...]]] = []
         self._generated: list[tuple[int, Ints]] = []  # of joined rows that have generated ids before
         self._grammars: list[tuple[int, Handle]] = []  # of joined rows
+        self._adapters: list[tuple[int, bytes]] = []
         self._writes: list[tuple[tuple[Index, Index], Ints]] = []  # blocks, and where in the table
 
     def _copy(self) -> None:
@@ -182,24 +185,19 @@ class StepDraft:
         slots = self._slots(joined.slots, "joined.slots", FREE)
         size = slots.size
         check_column(joined.requests, size, "joined.requests")
-        if joined.servers is not None:
-            check_column(joined.servers, size, "joined.servers")
+        check_optional(joined.servers, size, "joined.servers")
         lengths = check_column(joined.lengths, size, "joined.lengths")
         ids = check_column(joined.ids, int(lengths.sum(dtype=np.int64)), "joined.ids")
-        computed = (
-            None
-            if joined.computed is None
-            else check_column(joined.computed, size, "joined.computed", self._now._positions)
-        )
+        computed = check_optional(joined.computed, size, "joined.computed", self._now._positions)
         parents = [] if joined.parents is None else check_column(joined.parents, size, "joined.parents").tolist()
         params = rows_of_params(joined, size)
         self._generated = rows_of_generated(joined, slots)
-        self._grammars = rows_of_grammars(joined, slots)
+        self._grammars = rows_of_numbers(joined.grammars, joined.grammars_of, slots, "grammars_of")
+        self._adapters = rows_of_numbers(joined.adapters, joined.adapters_of, slots, "adapters_of")
         inputs = rows_of_inputs(joined.inputs, size)
         if joined.seeds is not None and joined.seeds.shape != (size,):
             raise DecodeError(f"expected {size} numbers, got a shape of {joined.seeds.shape} at $.joined.seeds")
-        if joined.samples is not None:
-            check_column(joined.samples, size, "joined.samples")
+        check_optional(joined.samples, size, "joined.samples")
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
         self._give(slots, joined.block_counts, joined.blocks, "joined")
@@ -248,11 +246,7 @@ class StepDraft:
 
     def resume(self, resumed: Resumed) -> None:
         slots = self._slots(resumed.slots, "resumed.slots", PREEMPTED)
-        computed = (
-            None
-            if resumed.computed is None
-            else check_column(resumed.computed, slots.size, "resumed.computed", self._now._positions)
-        )
+        computed = check_optional(resumed.computed, slots.size, "resumed.computed", self._now._positions)
         self._turn(slots, RUNNING)
         self._computed[slots] = 0 if computed is None else computed
         self._require_more_known(slots, "resumed")
@@ -357,6 +351,7 @@ class StepDraft:
         for slot in self._left:
             now.prompts[slot], now.generated[slot], now.params[slot], now.inputs[slot] = NOTHING, NOTHING, None, ()
             now.grammars.pop(slot, None)
+            now.adapters.pop(slot, None)
         if self._joined is not None:
             now.requests[self._joined.slots] = self._joined.requests
             now.servers[self._joined.slots] = 0 if self._joined.servers is None else self._joined.servers
@@ -367,6 +362,7 @@ class StepDraft:
             for slot, generated in self._generated:
                 now.generated[slot] = generated
             now.grammars.update(self._grammars)
+            now.adapters.update(self._adapters)
         now.rows, now.counts, now._running, now._room = self._rows, self._counts, self._running, self._room
 
     def _slots(self, slots: Slots, place: str, *expected: int) -> Index:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +22,7 @@ EMBEDS = "prompt_embeds"  # name of the tensor in an item of prompt embeddings: 
 
 MAX_POSITIONS = 1 << 30  # so that two of them can be added
 NOTHING: Ints = np.zeros(0, np.int32)
+V = TypeVar("V")
 
 
 def columns_of_params(params: list[SamplingParams]) -> tuple[tuple[SamplingParams, ...], Slots]:
@@ -68,13 +69,20 @@ def columns_of_grammars(grammars: list[Handle | None]) -> tuple[tuple[Handle, ..
     return tuple(handles.values()), np.array(numbers, np.uint16) if handles else None
 
 
-def rows_of_grammars(joined: Joined, slots: Index) -> list[tuple[int, Handle]]:
-    """Returns the slots of rows with a grammar, and the grammars."""
-    if joined.grammars_of is None:
+def columns_of_adapters(adapters: list[bytes]) -> tuple[tuple[bytes, ...], Slots | None]:
+    """Returns the distinct adapters in the order of their first use, and the number of each row's adapter."""
+    known = [*dict.fromkeys(filter(None, adapters))]
+    numbers = [known.index(adapter) + 1 if adapter else 0 for adapter in adapters]
+    return tuple(known), np.array(numbers, np.uint16) if known else None
+
+
+def rows_of_numbers(values: Sequence[V], numbers: Slots | None, slots: Index, place: str) -> list[tuple[int, V]]:
+    """Returns the slots of rows with a value, and the values. `numbers`: of each row's value, from 1; 0: none."""
+    if numbers is None:
         return []
-    numbers = check_column(joined.grammars_of, slots.size, "joined.grammars_of", len(joined.grammars) + 1)
+    check_column(numbers, slots.size, f"joined.{place}", len(values) + 1)
     rows = zip(slots.tolist(), numbers.tolist(), strict=True)
-    return [(slot, joined.grammars[number - 1]) for slot, number in rows if number]
+    return [(slot, values[number - 1]) for slot, number in rows if number]
 
 
 def columns_of_inputs(inputs: list[tuple[Input, ...]]) -> Inputs | None:
@@ -107,6 +115,11 @@ def check_column(column: Column, size: int, place: str, below: int | None = None
             allowed = "0 or more" if column[at] < 0 else f"less than {below}"
             raise DecodeError(f"expected {allowed}, got {column[at]} at $.{place}[{at}]")
     return column
+
+
+def check_optional(column: Column | None, size: int, place: str, below: int | None = None) -> Column | None:
+    """Returns the column, as `check_column` does; None: there is no such column."""
+    return None if column is None else check_column(column, size, place, below)
 
 
 _UNSIGNED: dict[np.dtype[Any], Any] = {

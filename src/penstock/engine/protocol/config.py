@@ -13,6 +13,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from penstock.engine.protocol.lora import LoraConfig
 from penstock.engine.protocol.messages import MAX_SLOTS, SamplingParams
 from penstock.engine.protocol.option import (
     GIB,
@@ -165,6 +166,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     devices: Annotated[str, Option("model", metavar="LIST", if_absent="those of --device")] = ""
     """CUDA devices of this node's workers, in turn: numbers or UUIDs, as in 2,3"""
 
+    lora: LoraConfig = LoraConfig()
+    """LoRA adapters of the model"""
     tensor_parallel_size: Annotated[int, Option("parallelism", short="-tp", ge=1, le=16)] = 1
     """Number of workers that share the model of each engine"""
     collectives: Annotated[str, Option("parallelism", choices=("auto", "nccl", "gloo"))] = "auto"
@@ -292,6 +295,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         check_options(self)
         if self.simulated is None and not self.model:
             raise ValueError("expected model, a directory, or simulated, got neither")
+        if self.simulated is not None and self.lora.lora_modules:
+            raise ValueError("lora_modules need a model that is computed: a simulated device has no weights")
         if self.max_num_batched_tokens < self.max_num_seqs:
             raise ValueError(
                 f"expected max_num_batched_tokens of max_num_seqs ({self.max_num_seqs}) or more, "

@@ -110,6 +110,7 @@ class Submit(msgspec.Struct, array_like=True, frozen=True, eq=False):
     may_be_tried: bool = True  # alone, if the request is a suspect: its client has a budget of trials
     request_id: str = ""  # as clients and logs name the request; for observers
     grammar: Handle | None = None  # text that the answer follows (`text.grammar`). The core passes the handle on
+    adapter: bytes = b""  # `Adapter.digest`; b"": the model alone
     # Random, and kept when an answer is resumed: names its inputs without keys, and its blocks where none are shared.
     # A number that a core counts would name inputs of two users alike, as blocks may outlive the core.
     name: bytes = msgspec.field(default_factory=partial(os.urandom, NAME_NBYTES))
@@ -160,6 +161,8 @@ class Joined(msgspec.Struct, array_like=True, frozen=True, eq=False):
     generated: Ints | None = None  # the ids, row after row
     grammars: tuple[Handle, ...] = ()  # each once; an inline grammar keeps its frame alive
     grammars_of: Slots | None = None  # number of each row's grammar, from 1; 0: none. None: all 0
+    adapters: tuple[bytes, ...] = ()  # each once: `Submit.adapter`
+    adapters_of: Slots | None = None  # as `grammars_of`
 
 
 class Resumed(msgspec.Struct, array_like=True, frozen=True, eq=False):

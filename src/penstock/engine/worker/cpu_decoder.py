@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor, nn
@@ -23,6 +23,7 @@ from penstock.engine.worker.paged_attention import PagedAttention
 
 PARTS = ("input_layernorm", "self_attn", "post_attention_layernorm", "mlp")
 NO_NORM = (0, 0.0, False)
+AdapterRun: TypeAlias = "tuple[int, int, int]"  # number of an adapter, first token, and token behind the last
 
 
 class CpuLayer:
@@ -31,7 +32,7 @@ class CpuLayer:
     def __init__(self, layer: Any, attention: CpuAttention, native: _native.DecoderLayer) -> None:
         self.attention = attention
         self.native = native
-        self._stock = layer.forward
+        self.stock = layer.forward
 
     def __call__(self, hidden_states: Tensor, **options: Any) -> Any:
         paged, embeddings = options.get("paged"), options.get("position_embeddings")
@@ -39,7 +40,7 @@ class CpuLayer:
             step = paged.native_step
             if step is not None:
                 return compute([self.native], step, hidden_states, embeddings, NO_NORM)
-        return self._stock(hidden_states, **options)
+        return self.stock(hidden_states, **options)
 
 
 class CpuDecoder:
@@ -51,11 +52,16 @@ class CpuDecoder:
         self._layers = [layer.native for layer in layers]
         self._norm: RmsNorm = decoder.norm.forward
 
-    def hidden(self, embeds: Tensor, position_ids: Tensor, paged: PagedAttention) -> Tensor | None:
-        """Returns hidden states [1, tokens, size] of embeddings; None: the step needs the modules of the decoder."""
+    def hidden(
+        self, embeds: Tensor, position_ids: Tensor, paged: PagedAttention, runs: Sequence[AdapterRun] = ()
+    ) -> Tensor | None:
+        """Returns hidden states [1, tokens, size] of embeddings; None: the step needs the modules of the decoder.
+        `runs`: tokens with adapters."""
         step = paged.native_step
         if step is None:
             return None
+        if runs:
+            step.set_runs(runs)
         embeddings = self._rotary(embeds, position_ids)
         if not self._attention.can_rotate(embeds, embeddings):
             return None
@@ -92,6 +98,7 @@ def find_layer(layer: Any) -> CpuLayer | None:
     norms = [layer.input_layernorm.forward, layer.post_attention_layernorm.forward]
     if not isinstance(attention, CpuAttention) or not isinstance(mlp, GatedMlp):
         return None
+    assert isinstance(mlp.product, Product), "the model has no adapters yet"
     dtype = mlp.product.dtype
     if not all(isinstance(norm, RmsNorm) and norm.weight.dtype == dtype for norm in norms):
         return None

@@ -6,7 +6,7 @@ same input (queries, keys and values; gate and up) are one product.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -216,20 +216,22 @@ class Product:
         self._inputs = packed.inputs
         self._width = packed.results
 
-    def __call__(self, x: Tensor) -> Tensor:
+    def __call__(self, x: Tensor, added: Tensor | None = None) -> Tensor:
+        """`added` [rows, outputs]: is added to x W^T, before a gate."""
         rows = rows_of(x, self._inputs, self.dtype)
         count = rows.shape[0]
         out = torch.empty(*x.shape[:-1], self._width, dtype=self.dtype)
         if count:
+            addend = (0, 0) if added is None else (added.data_ptr(), added.stride(0))
             arguments = (rows.data_ptr(), rows.stride(0), count, out.data_ptr(), self._width)
-            self.packed.compute(*arguments, kernel_threads())
+            self.packed.compute(*arguments, kernel_threads(), *addend)
         return out
 
 
 class GatedMlp(NamedTuple):
     """Computes a gated MLP. `product` is that of the gate and the up projection."""
 
-    product: Product
+    product: Callable[[Tensor], Tensor]
     mlp: Any
 
     def __call__(self, x: Tensor) -> Any:
@@ -240,7 +242,7 @@ class SharedProduct:
     """Computes several layers of one input at the first call for this input. The other layers take their slices."""
 
     def __init__(self, product: Product) -> None:
-        self._product = product
+        self.product: Callable[[Tensor], Tensor] = product
         self._x: Tensor | None = None
         self._out: Tensor | None = None
         self._left = 0  # slices that have not been taken
@@ -252,13 +254,14 @@ class SharedProduct:
         slices = [layer.forward for layer in layers if isinstance(layer.forward, SharedSlice)]
         if len(slices) < len(layers) or len({part.shared for part in slices}) != 1:
             return None
-        product = slices[0].shared._product
+        product = slices[0].shared.product
         ends = [part.end for part in slices]
+        assert isinstance(product, Product), "the model has no adapters yet"
         return product if [0, *ends] == [*(part.begin for part in slices), product.packed.results] else None
 
     def take(self, x: Tensor, begin: int, end: int) -> Tensor:
         if x is not self._x or self._out is None:
-            self._x, self._out, self._left = x, self._product(x), self.slices
+            self._x, self._out, self._left = x, self.product(x), self.slices
         out = self._out[..., begin:end]
         self._left -= 1
         if not self._left:

@@ -46,9 +46,10 @@ class InputBatch(NamedTuple):
         return np.zeros_like(self.lengths) if window is None else np.maximum(self.lengths - window, 0)
 
 
-def build_batch(batch: BatchState) -> InputBatch:
-    """Builds the input of the step that `batch` has just applied."""
-    rows = batch.rows
+def build_batch(batch: BatchState, adapters: Index | None = None) -> InputBatch:
+    """Builds the input of the step that `batch` has just applied. `adapters`: numbers by slot; rows, and chunks, of one
+    adapter stand together."""
+    rows = batch.rows if adapters is None else batch.rows[np.argsort(adapters[batch.rows], kind="stable")]
     short, long = batch.counts[rows] == 1, batch.counts[rows] > 1
     rows = np.concatenate((rows[short], rows[long]))
     counts = batch.counts[rows].astype(np.intp)

@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from logging import DEBUG
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -15,12 +16,14 @@ from torch import Tensor, nn
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import VISION, require_family
+from penstock.engine.protocol.lora import Adapter
 from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.cpu_attention import replace_attentions
-from penstock.engine.worker.cpu_decoder import find_decoder, replace_layers
+from penstock.engine.worker.cpu_decoder import AdapterRun, find_decoder, replace_layers
 from penstock.engine.worker.cpu_linear import is_packed, pack_linears
 from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.kv_pages import KVPages
+from penstock.engine.worker.lora import LoadedAdapters, load_adapters
 from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe
 from penstock.engine.worker.stock import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -58,8 +61,17 @@ class LoadedModel:
     """A model that can run a step. `stock` is the model of transformers; `max_short_prompt`: see `rope.by_row`.
     `sums_attention`: no rank ends a step before all ranks have written keys and values of every layer."""
 
-    def __init__(self, stock: Any, ranks: TPGroup, device: torch.device, *, sums_attention: bool) -> None:
+    def __init__(
+        self,
+        stock: Any,
+        ranks: TPGroup,
+        device: torch.device,
+        *,
+        sums_attention: bool,
+        adapters: LoadedAdapters | None = None,
+    ) -> None:
         self.stock = stock
+        self.adapters = adapters
         self.sums_attention = sums_attention
         self.ranks = ranks
         self.device = device
@@ -115,18 +127,25 @@ class LoadedModel:
         ids: Tensor,
         positions: Tensor,
         embeds: InputEmbeds | None = None,
+        runs: Sequence[AdapterRun] = (),
     ) -> Tensor:
         """Returns the hidden states of a sequence of tokens: `ids` [tokens], or `embeds` instead of their embeddings;
-        `positions` [tokens] or [3, tokens], see `rope`."""
+        `positions` [tokens] or [3, tokens], see `rope`. `runs`: tokens with adapters."""
         if self._decoder is not None and isinstance(paged, PagedAttention) and (embeds is None or not embeds.added):
             tokens = self.embeds(ids) if embeds is None else embeds.tokens
-            native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged)
+            native = self._decoder.hidden(tokens[None], positions.unsqueeze(-2), paged, runs)
             if native is not None:
                 return native[0]
+        if runs and self.adapters is not None:
+            with self.adapters.applied(runs, len(ids)):
+                return self._run_modules(paged, ids, positions, embeds)
         if self._cuda_decoder is not None and (embeds is None or not embeds.added) and positions.dim() == 1:
             native = self._cuda_decoder.hidden(self.embeds(ids) if embeds is None else embeds.tokens, positions, paged)
             if native is not None:
                 return native
+        return self._run_modules(paged, ids, positions, embeds)
+
+    def _run_modules(self, paged: Attention, ids: Tensor, positions: Tensor, embeds: InputEmbeds | None) -> Tensor:
         inputs: dict[str, Any] = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds.tokens[None]}
         if embeds is not None and embeds.is_visual is not None:
             inputs |= {"visual_pos_masks": embeds.is_visual[None], "deepstack_visual_embeds": embeds.added}
@@ -148,8 +167,14 @@ class LoadedModel:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
-def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Loads this rank's shard of a model. `dtype`: None for that of config.json.
+def load(
+    path: Path,
+    ranks: TPGroup,
+    device: torch.device,
+    dtype: torch.dtype | None = None,
+    adapters: Sequence[Adapter] = (),
+) -> LoadedModel:
+    """Loads this rank's shard of a model, and of its adapters. `dtype`: None for that of config.json.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
@@ -177,7 +202,9 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
         replace_attentions(stock)
         if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
             replace_layers(stock)
-    model = LoadedModel(stock, ranks, device, sums_attention=ranks.size == 1 or outputs_are_summed(stock, slices))
+    loaded = load_adapters(stock, adapters, slices, device) if adapters else None
+    sums_attention = ranks.size == 1 or outputs_are_summed(stock, slices)
+    model = LoadedModel(stock, ranks, device, sums_attention=sums_attention, adapters=loaded)
     event("model is loaded", DEBUG)
     return model
 

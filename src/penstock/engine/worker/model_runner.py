@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from concurrent.futures import Future
 from logging import WARNING
 from pathlib import Path
@@ -23,9 +23,11 @@ from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.config import require_dtype
+from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import FinishReason, Ints, PromptLogprobs, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
+from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
 from penstock.engine.worker.cpu_threads import (
     SHORT,
@@ -42,6 +44,7 @@ from penstock.engine.worker.encoding_exchange import EncoderOptions
 from penstock.engine.worker.image_encoder import Open
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
+from penstock.engine.worker.lora import adapter_runs
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.prompt_logprobs import PromptScorer
 from penstock.engine.worker.sampler import SampledTokens, Sampler
@@ -86,12 +89,14 @@ class ModelRunner:
         encoder: EncoderOptions | None = None,
         takes_embeds: bool = False,
         kv_file: MemoryFile | None = None,
+        adapters: Sequence[Adapter] = (),
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
         of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
         prompts may be embeddings. `kv_file`: of the launcher, for keys and values that outlive this process.
+        `adapters`: requests may have one of them.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -104,13 +109,14 @@ class ModelRunner:
         if where.type == "cpu":
             keep_freed_memory()
         files = ModelFiles(Path(path))
-        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype))
+        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype), adapters)
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
         self.max_short_prompt = self._model.max_short_prompt
         self.full_step_tokens = FULL_STEP_TOKENS if where.type == "cpu" else None
         self._prompt_lengths = np.zeros(slots, np.intp)
+        self._adapters = np.zeros(slots, np.intp)  # number of each slot's adapter; 0: none
         self.tune_after: float | None = None
         self.block_size = block_size
         self._max_threads = max_threads
@@ -178,7 +184,7 @@ class ModelRunner:
         self._follow(batch, step)
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
-        input_batch = build_batch(batch)
+        input_batch = self._build_batch(batch)
         has_products = not self._model.is_packed or bool(input_batch.chunks)  # of torch: in attention, or of images
         use_threads(self._threads, input_batch.slots.size, has_products=has_products)
         try:
@@ -245,25 +251,27 @@ class ModelRunner:
     def _sample_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> tuple[StepLogits, dict[int, FinishReason]]:
         """Returns the logits of a step, and the slots that fail, with the reasons."""
         images = self._images
-        if cuda.is_decoding(batch):
+        has_adapters = bool(batch.adapters) and bool(self._adapters[batch.rows].any())
+        if not has_adapters and cuda.is_decoding(batch):
             if images is None or images.is_text(batch.sampled, batch.computed[batch.sampled] - 1):
                 if images is not None:
                     images.begin_step()
                 return cuda.decode(batch), {}
-        input_batch = build_batch(batch)
+        input_batch = self._build_batch(batch)
         is_text = images is None or images.is_text(input_batch.slots, input_batch.positions)
         step = cuda.input_of(batch, input_batch, self._positions(input_batch))
         if is_text:
             if images is not None:
                 images.begin_step()
-            result = cuda.replay(step)
+            result = None if has_adapters else cuda.replay(step)
             if result is not None:
                 return result, {}
         tensors = cuda.tensors(step)
+        runs = self._runs(input_batch)
         if images is None:
-            return cuda.compute(tensors, None), {}
+            return cuda.compute(tensors, None, runs), {}
         embeds, failed = images.embeds(input_batch, tensors.ids)
-        return cuda.compute(tensors, embeds), failed
+        return cuda.compute(tensors, embeds, runs), failed
 
     def _follow(self, batch: BatchState, step: Step) -> None:
         """Applies leaves and joins to what is kept by slot."""
@@ -291,6 +299,8 @@ class ModelRunner:
             self._images.join(slot, prompt, batch.inputs[slot])
             text, rope_offsets = self._images.ids_of_text(slot, prompt), self._images.offsets(slot)
         self._prompt_lengths[slot] = prompt.size
+        if self._model.adapters is not None:
+            self._adapters[slot] = self._model.adapters.number_of(batch.adapters.get(slot))
         if self._cuda is not None:
             self._cuda.join(slot, batch, text, rope_offsets)
             return
@@ -307,6 +317,12 @@ class ModelRunner:
             return positions
         return rope.mark_long(positions, input_batch, self._prompt_lengths[input_batch.rows], self.max_short_prompt)
 
+    def _build_batch(self, batch: BatchState) -> InputBatch:
+        return build_batch(batch, self._adapters if batch.adapters else None)
+
+    def _runs(self, input_batch: InputBatch) -> list[AdapterRun]:
+        return [] if self._model.adapters is None else adapter_runs(self._adapters[input_batch.slots])
+
     def _compute(self, input_batch: InputBatch) -> tuple[Tensor, dict[int, FinishReason]]:
         """Returns the hidden states of the step's tokens, and the slots that fail, with the reasons."""
         where = torch.from_numpy(np.stack((input_batch.slots, input_batch.positions)))
@@ -316,7 +332,7 @@ class ModelRunner:
         if self._images is not None:
             embeds, failed = self._images.embeds(input_batch, ids)
         paged = PagedAttention(self._memory, input_batch, self._device)
-        return self._model.hidden(paged, ids, positions, embeds), failed
+        return self._model.hidden(paged, ids, positions, embeds, self._runs(input_batch)), failed
 
     def _room(self, token_budget: int, slots: int, memory_utilization: float, reserved: int) -> int:
         """Returns the number of blocks that fit into memory, on the rank with the least memory. `reserved`: bytes of a

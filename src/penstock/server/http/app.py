@@ -113,6 +113,7 @@ class ApiServer:
         self._dashboard = Dashboard()
         self._name = served_name(config, options)
         self._names = options.served_model_name or (self._name,)
+        self._adapters = {adapter.name: adapter for adapter in config.lora.adapters}
         self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._heap = Heap()
@@ -177,8 +178,8 @@ class ApiServer:
         return ApiError(error.status_code, message, headers=headers).response()
 
     def _require_model(self, name: str | None) -> None:
-        if name is not None and name not in (*self._names, self._config.model):
-            message = f"there is no model {name!r} here, but {' and '.join(map(repr, self._names))}"
+        if name is not None and name not in (*self._names, self._config.model, *self._adapters):
+            message = f"there is no model {name!r} here, but {' and '.join(map(repr, (*self._names, *self._adapters)))}"
             raise ApiError(404, message, param="model", code="model_not_found")
 
     # ── what is generated ──
@@ -405,6 +406,7 @@ class ApiServer:
             chunk_format=chunk_format,
             request_id=request_id,
             grammar=grammar,
+            adapter=self._adapters[sampling.model].digest if sampling.model in self._adapters else b"",
         )
 
     async def _whole(
@@ -460,21 +462,22 @@ class ApiServer:
         return _json({"server_load": sum(row[ProcessCounters.OPEN] for row in self._tally.rows)})
 
     async def _list_models(self, request: Request) -> Answer:
-        return _json({"object": "list", "data": [self._described(name) for name in self._names]})
+        return _json({"object": "list", "data": [self._described(name) for name in (*self._names, *self._adapters)]})
 
     async def _show_model(self, request: Request) -> Answer:
         name = request.path_params["name"]
         self._require_model(name)
-        return _json(self._described(name if name in self._names else self._name))
+        return _json(self._described(name if name in (*self._names, *self._adapters) else self._name))
 
     def _described(self, name: str) -> dict[str, Any]:
+        adapter = self._adapters.get(name)
         return {
             "id": name,
             "object": "model",
             "created": self._started,
             "owned_by": "penstock",
-            "root": self._config.model or self._name,
-            "parent": None,
+            "root": (self._config.model or self._name) if adapter is None else adapter.path,
+            "parent": None if adapter is None else self._name,
             "max_model_len": self._config.max_model_len,
         }
 

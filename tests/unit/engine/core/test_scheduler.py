@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from penstock import DecodeError
-from penstock.engine.core.request import Request, RequestRefused
+from penstock.engine.core.request import HASH_NBYTES, Request, RequestRefused, build_request
 from penstock.engine.core.request_queue import MAX_STALE, OLDEST_EVERY, FairQueue
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
@@ -543,3 +543,35 @@ def test_a_scheduler_with_a_plan_of_its_own_runs_a_request_to_its_end() -> None:
         ids.append(schedule.sampled.size)
         scheduler.on_result(StepDone(1, number, np.full(schedule.sampled.size, 9, np.int32)))
     assert ids == [0, 1, 1, 1, 1, 1, 0] and RUNNING not in schedule.status and scheduler.open_requests == 0
+
+
+# ── LoRA adapters ────────────────────────────────────────────────────────────────────────────────────────────────────
+ADAPTERS = [bytes([number]) * 32 for number in range(3)]
+
+
+def test_batch_has_at_most_max_loras_adapters() -> None:
+    engine_core = core(adapters=frozenset(ADAPTERS), max_loras=2)  # type: ignore[arg-type]
+    for number, adapter in enumerate((ADAPTERS[0], ADAPTERS[1], ADAPTERS[2], ADAPTERS[0])):
+        engine_core.submit(patient(number, adapter=adapter))
+    steps(engine_core, 1)
+    assert running(engine_core) == [0, 1]  # the third would be one adapter too many, and the fourth is behind it
+    engine_core.abort(0, 0)
+    steps(engine_core, 2)
+    assert sorted(running(engine_core)) == [1, 2]
+    engine_core.abort(0, 1)
+    engine_core.drain()
+
+
+def test_request_for_an_unknown_adapter_is_refused() -> None:
+    engine_core = core(adapters=frozenset(ADAPTERS[:2]))  # type: ignore[arg-type]
+    with pytest.raises(RequestRefused, match="no LoRA adapter of this content"):
+        engine_core.submit(submit(0, adapter=ADAPTERS[2]))
+
+
+def test_no_salt_shares_blocks_with_an_adapter() -> None:
+    def root(**fields: object) -> bytes:
+        return build_request(submit(0, **fields), BLOCK_SIZE, 0, 0, True, None).chain[:HASH_NBYTES]  # type: ignore[arg-type]
+
+    salts = [b"", ADAPTERS[0], ADAPTERS[0] + b"s", b"a" + ADAPTERS[0] + b"s"]
+    roots = [*(root(salt=salt) for salt in salts), *(root(adapter=ADAPTERS[0], salt=salt) for salt in salts)]
+    assert len(set(roots)) == 8 and root(adapter=ADAPTERS[0]) == root(adapter=ADAPTERS[0])

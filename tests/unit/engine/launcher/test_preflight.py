@@ -3,6 +3,7 @@
 import errno
 import importlib.util
 import json
+import math
 import socket
 import subprocess
 import sys
@@ -15,11 +16,13 @@ from typing import Any
 import pytest
 
 from penstock.engine.cluster import cuda_devices
+from penstock.engine.cluster.adapter_files import base_shapes
 from penstock.engine.cluster.cuda_devices import Devices, TorchBuild
 from penstock.engine.launcher import preflight
 from penstock.engine.launcher.preflight import require_startable, require_tokenizer
 from penstock.engine.model_dir import FAMILIES, TEXT, VIDEO, VISION, with_model_defaults
 from penstock.engine.protocol.config import SHIPPED, EngineConfig, SimulatedDevice
+from penstock.engine.protocol.lora import LoraConfig
 from tests.support.documents import ROOT
 
 
@@ -398,3 +401,89 @@ def test_a_port_that_is_taken_is_named_and_only_after_the_model(model: Path) -> 
         (model / "tokenizer.json").unlink()
         done = subprocess.run(command, capture_output=True, text=True, timeout=60)
         assert done.returncode == 2 and "is missing" in done.stderr and "tokenizer.json" in done.stderr
+
+
+# ── LoRA adapters ────────────────────────────────────────────────────────────────────────────────────────────────────
+SETTINGS = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "bias": "none", "modules_to_save": None}
+LAYER = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
+
+
+def write_adapter(folder: Path, tensors: dict[str, tuple[int, ...]], **settings: Any) -> None:
+    """Writes an adapter with zeros."""
+    header, end = {}, 0
+    for name, shape in tensors.items():
+        begin, end = end, end + 4 * math.prod(shape)
+        header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}
+    text = json.dumps(header).encode()
+    (folder / "adapter_model.safetensors").write_bytes(len(text).to_bytes(8, "little") + text + bytes(end))
+    (folder / "adapter_config.json").write_text(json.dumps({**SETTINGS, **settings}))
+
+
+def q_proj_shape() -> tuple[int, int]:
+    return base_shapes(Path(SHIPPED))["layers.0.self_attn.q_proj"]  # type: ignore[return-value]
+
+
+def low_rank(layer: str = LAYER, rank: int = 4, more: int = 0) -> dict[str, tuple[int, ...]]:
+    outputs, inputs = q_proj_shape()
+    return {f"{layer}.lora_A.weight": (rank, inputs + more), f"{layer}.lora_B.weight": (outputs, rank)}
+
+
+def lora_of(folder: Path, **options: Any) -> LoraConfig:
+    return LoraConfig(enable_lora=True, lora_modules=(f"sql={folder}",), **options)
+
+
+def test_adapter_that_fits_the_model_can_be_started(tmp_path: Path) -> None:
+    write_adapter(tmp_path, low_rank())
+    config = with_model_defaults(EngineConfig(model=SHIPPED, lora=lora_of(tmp_path)))
+    require_startable(config)
+    (adapter,) = config.lora.adapters
+    assert (adapter.name, adapter.path, len(adapter.digest)) == ("sql", str(tmp_path), 32)
+    assert with_model_defaults(config).lora == config.lora
+
+
+@pytest.mark.parametrize(
+    ("tensors", "settings", "text"),
+    [
+        (low_rank, {"use_dora": True}, "adapter_config.json: use_dora True is not supported"),
+        (low_rank, {"modules_to_save": ["lm_head"]}, "modules_to_save ['lm_head'] is not supported"),
+        (low_rank, {"bias": "all"}, "bias 'all' is not supported"),
+        (low_rank, {"peft_type": "IA3"}, "peft_type 'IA3' is not supported: expected 'LORA'"),
+        (low_rank, {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
+        (low_rank, {"r": 8}, "expected A [8, …] and B […, 8] of layers.0.self_attn.q_proj"),
+        (low_rank, {"r": "x"}, "adapter_config.json is invalid"),
+        (lambda: low_rank(rank=32), {"r": 32}, "has rank 32, more than --max-lora-rank 16"),
+        (lambda: low_rank(more=1), {}, "inputs and"),
+        (lambda: low_rank(LAYER.replace(".0.", ".99.")), {}, "the model has no linear layer layers.99."),
+        (lambda: low_rank("base_model.model.lm_head"), {}, "base_model.model.lm_head.lora_A.weight is not supported"),
+        (lambda: {"base_model.model.model.embed_tokens.lora_embedding_A": (4, 4)}, {}, "is not supported"),
+        (lambda: dict([*low_rank().items()][:1]), {}, "layers.0.self_attn.q_proj has lora_A alone"),
+        (dict, {}, "has no tensors"),
+    ],
+)
+def test_bad_adapter_is_refused_in_a_sentence(
+    tensors: Callable[[], dict[str, tuple[int, ...]]], settings: dict[str, Any], text: str, tmp_path: Path
+) -> None:
+    write_adapter(tmp_path, tensors(), **settings)
+    assert text in (message := refusal(Path(SHIPPED), lora=lora_of(tmp_path))) and str(tmp_path) in message
+
+
+def test_directory_without_adapter_is_refused(tmp_path: Path) -> None:
+    assert f"{tmp_path}/adapter_config.json is missing" in refusal(Path(SHIPPED), lora=lora_of(tmp_path))
+
+
+@pytest.mark.parametrize(
+    ("options", "text"),
+    [
+        ({"lora_modules": ("a=b",)}, "lora_modules need enable_lora"),
+        ({"enable_lora": True, "lora_modules": ("a",)}, "expected lora_modules as in NAME=DIR, got 'a'"),
+        ({"enable_lora": True, "lora_modules": ("a=b", "a=c")}, "got 'a' twice"),
+    ],
+)
+def test_wrong_options_of_adapters_are_refused(options: dict[str, Any], text: str) -> None:
+    with pytest.raises(ValueError, match=text):
+        LoraConfig(**options)
+
+
+def test_simulated_device_has_no_adapters(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="a simulated device has no weights"):
+        EngineConfig(simulated=SimulatedDevice(), lora=lora_of(tmp_path))

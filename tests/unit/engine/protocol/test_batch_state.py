@@ -409,3 +409,19 @@ def test_number_of_a_grammar_that_was_not_sent_is_refused() -> None:
     with pytest.raises(DecodeError, match="grammars_of"):
         batch.apply(msgspec.structs.replace(step, joined=joined))
     assert not batch.grammars and not batch.rows.size
+
+
+def test_adapters_are_sent_once_and_kept_by_slot_until_the_sample_leaves() -> None:
+    batch, digests = BatchState(8, 64), [b"a" * 32, b"b" * 32]
+    builder = StepBuilder(batch)
+    for number, adapter in enumerate((digests[0], b"", digests[1], digests[0])):
+        builder.join(number, np.arange(3, dtype=np.int32), SamplingParams(), [number], chunk=3, adapter=adapter)
+    step = builder.build(1, 1)
+    assert step.joined is not None and step.joined.adapters == tuple(digests)
+    assert step.joined.adapters_of is not None and step.joined.adapters_of.tolist() == [1, 0, 2, 1]
+    batch.apply(step)
+    assert batch.adapters == {0: digests[0], 2: digests[1], 3: digests[0]}
+    builder.preempt(0)
+    builder.leave(2)
+    batch.apply(builder.build(1, 2))
+    assert batch.adapters == {0: digests[0], 3: digests[0]}

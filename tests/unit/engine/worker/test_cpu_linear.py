@@ -10,7 +10,7 @@ import transformers
 from torch import nn
 
 from penstock.engine import _native
-from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, find_groups, pack_linears
+from penstock.engine.worker.cpu_linear import FLOAT32_KERNELS, PANEL, find_groups, pack_linears
 from penstock.engine.worker.cpu_tensors import kernel_threads, set_threads
 
 FASTEST = _native.linear_kernel()
@@ -105,6 +105,38 @@ def test_gate_is_fused_where_the_module_computes_one(kind: type[Mlp], act_fn: nn
     packed, exact = pack(model)
     x = torch.randn(1, 20, 64).to(torch.bfloat16)
     require_close(packed(x), exact(x.float()))
+
+
+@torch.inference_mode()
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 17, 600])
+def test_packed_linear_adds_numbers_to_its_sums(kernel: str, rows: int, dtype: torch.dtype) -> None:
+    if dtype == torch.float32 and kernel not in FLOAT32_KERNELS:
+        pytest.skip("torch computes")
+    torch.manual_seed(rows)
+    layer = nn.Linear(70, 50).to(dtype).requires_grad_(False)
+    exact = copy.deepcopy(layer).float()
+    pack_linears(layer)
+    x, wide = torch.randn(rows, 70).to(dtype), 3 * torch.randn(rows, 64).to(dtype)
+    added: Any = wide[:, :50]  # a stride of its own
+    computed, alone = layer.forward(x, added), layer.forward(x)
+    assert torch.equal(layer.forward(x, torch.zeros(rows, 50, dtype=dtype)), alone)
+    expected = exact(x.float()) + added.float()
+    assert (computed.float() - expected).abs().max() <= (
+        0.01 if dtype == torch.bfloat16 else 1e-6
+    ) * expected.abs().max()
+
+
+@torch.inference_mode()
+def test_gate_is_applied_to_sums_with_added_numbers(kernel: str) -> None:
+    torch.manual_seed(0)
+    packed, exact = pack(Mlp(64, 96, nn.SiLU()))
+    x = torch.randn(20, 64).to(torch.bfloat16)
+    gate, up = torch.randn(2, 20, 96).to(torch.bfloat16)
+    panels = torch.stack((gate.view(20, -1, PANEL), up.view(20, -1, PANEL)), dim=2).flatten(1)
+    computed = packed.forward.product(x, panels)  # type: ignore[union-attr]
+    layers: Any = exact
+    require_close(computed, nn.functional.silu(layers.gate_proj(x.float()) + gate) * (layers.up_proj(x.float()) + up))
 
 
 class OtherMlp(Mlp):

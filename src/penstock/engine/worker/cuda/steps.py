@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 import msgspec
@@ -11,6 +11,7 @@ import torch
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import Ints
+from penstock.engine.worker.cpu_decoder import AdapterRun
 from penstock.engine.worker.cuda.attention import FEW_ROWS
 from penstock.engine.worker.cuda.state import DeviceState, JoinedSample
 from penstock.engine.worker.cuda.step_graphs import DecodeSteps, GraphRecorder, MixedSteps
@@ -117,9 +118,9 @@ class CudaSteps:
         layout.write(values, here.numpy())
         return layout.tensors(here.to(self.state.table.device, non_blocking=True), self.state, self._memory)
 
-    def compute(self, tensors: StepTensors, embeds: InputEmbeds | None) -> StepLogits:
+    def compute(self, tensors: StepTensors, embeds: InputEmbeds | None, runs: Sequence[AdapterRun] = ()) -> StepLogits:
         """Computes a step without a graph. `embeds`: of its tokens, instead of those of their ids."""
-        hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds)
+        hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds, runs)
         result = StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)
         self.sampler.sample(result)
         return result

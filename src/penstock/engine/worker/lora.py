@@ -1,0 +1,249 @@
+"""LoRA adapters of a model: the tokens of an adapter get y = W x + scale * B A x from the layers that it changes.
+
+W x is computed for all tokens of a step at once, by the same kernels as without adapters; tokens of one adapter stand
+together. Native layers know the adapters. Where modules compute, their products are swapped for the time of a step with
+tokens of adapters: other steps compute as without adapters.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
+
+import numpy as np
+import torch
+from safetensors.torch import load as load_tensors
+from torch import Tensor, nn
+
+from penstock.engine.cluster.adapter_files import (
+    SETTINGS,
+    WEIGHTS,
+    LowRank,
+    digest_of,
+    find_low_ranks,
+    read_settings,
+)
+from penstock.engine.cluster.logs import event
+from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.lora import Adapter
+from penstock.engine.worker.cpu_decoder import AdapterRun, CpuLayer
+from penstock.engine.worker.cpu_linear import PANEL, GatedMlp, Product, SharedSlice, pack_linears
+from penstock.engine.worker.weight_slices import WeightSlice
+
+
+def adapter_runs(numbers: Index) -> list[AdapterRun]:
+    """Returns the runs of tokens with an adapter. `numbers`: of each token's adapter, from 1; 0: none."""
+    if not numbers.any():
+        return []
+    bounds = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), numbers.size]
+    runs = zip(numbers[bounds[:-1]].tolist(), bounds[:-1], bounds[1:], strict=True)
+    return [run for run in runs if run[0]]
+
+
+class Factors(NamedTuple):
+    """A and B of one adapter, for all layers of a product. B has the scale."""
+
+    a: Any  # nn.Linear
+    b: Any
+
+    @classmethod
+    def of(cls, a: Tensor, b: Tensor) -> Factors:
+        layers = [nn.Linear(*matrix.shape[::-1], bias=False, device="meta") for matrix in (a, b)]
+        for layer, matrix in zip(layers, (a, b), strict=True):
+            layer.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
+        return cls(*layers)
+
+
+class AdaptedProduct:
+    """A product of linear layers with one input, and what each adapter adds to it."""
+
+    def __init__(self, product: Callable[[Tensor], Tensor], outputs: int) -> None:
+        self._product = product
+        self.outputs = outputs
+        self.factors: dict[int, Factors] = {}  # by the number of the adapter
+        self.runs: Sequence[AdapterRun] = ()  # of the step that is computed
+        self.tokens = 0
+
+    def __call__(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, x.shape[-1])
+        if len(flat) != self.tokens:
+            raise RuntimeError(f"expected all {self.tokens} tokens of a step with adapters, got {len(flat)}")
+        if isinstance(self._product, Product):
+            added = flat.new_zeros(self.tokens, self.outputs)
+            for run, rows in self._added(flat):
+                added[run] = rows
+            return self._product(x, added)
+        out = self._product(x)
+        for run, rows in self._added(flat):
+            out.view(-1, self.outputs)[run] += rows
+        return out
+
+    def _added(self, x: Tensor) -> Iterator[tuple[slice, Tensor]]:
+        for number, begin, end in self.runs:
+            factors = self.factors.get(number)
+            if factors is not None:
+                yield slice(begin, end), factors.b(factors.a(x[begin:end]))
+
+
+class LayerPlace(NamedTuple):
+    """Where a layer's product is computed, and which of its outputs are the layer's."""
+
+    owner: Any  # object with the attribute that computes the product
+    name: str  # of the attribute
+    outputs: Tensor | None  # None: all
+
+
+Adapted: TypeAlias = "tuple[LayerPlace, AdaptedProduct]"
+
+
+def set_adapters(layer: CpuLayer, module: Any, places: Mapping[tuple[int, str], Adapted]) -> None:
+    """Gives a native layer the adapters of its four products."""
+    attention, mlp = module.self_attn, module.mlp
+    shared = attention.q_proj.forward.shared
+    owners = (shared, "product"), (attention.o_proj, "forward"), (mlp, "forward"), (mlp.down_proj, "forward")
+    for index, (owner, name) in enumerate(owners):
+        _, product = places.get((id(owner), name), (None, None))
+        for number, factors in () if product is None else product.factors.items():
+            layer.native.set_adapter(number, index, factors.a.forward.packed, factors.b.forward.packed)
+
+
+class LoadedAdapters:
+    """The adapters of a model on this rank, with numbers from 1 in the order of the config."""
+
+    def __init__(self, decoder: Any, digests: Sequence[bytes], places: Mapping[tuple[int, str], Adapted]) -> None:
+        self._numbers = {digest: number for number, digest in enumerate(digests, 1)}
+        self._products = [product for _, product in places.values()]
+        self._swaps = []
+        for place, product in places.values():
+            is_gated = isinstance(getattr(place.owner, place.name), GatedMlp)
+            self._swaps.append((vars(place.owner), place.name, GatedMlp(product, place.owner) if is_gated else product))
+        for module in decoder.modules():
+            layer = vars(module).get("forward")
+            if isinstance(layer, CpuLayer):
+                set_adapters(layer, module, places)
+                self._swaps.append((vars(module), "forward", layer.stock))  # where modules compute, all of them do
+
+    def number_of(self, digest: bytes | None) -> int:
+        """Returns the number of an adapter; of None: 0. Raises RuntimeError for an adapter that this rank lacks."""
+        if digest is None:
+            return 0
+        number = self._numbers.get(digest)
+        if number is None:
+            raise RuntimeError(f"expected a LoRA adapter of this rank, got {digest.hex()}: nodes have different files")
+        return number
+
+    @contextlib.contextmanager
+    def applied(self, runs: Sequence[AdapterRun], tokens: int) -> Iterator[None]:
+        """Lets the modules of the decoder compute a step of so many tokens with their adapters."""
+        before = [attributes.get(name) for attributes, name, _ in self._swaps]
+        for product in self._products:
+            product.runs, product.tokens = runs, tokens
+        for attributes, name, replacement in self._swaps:
+            attributes[name] = replacement
+        try:
+            yield
+        finally:
+            for (attributes, name, _), former in zip(self._swaps, before, strict=True):
+                if former is None:  # a method of the class computes
+                    del attributes[name]
+                else:
+                    attributes[name] = former
+
+
+def load_adapters(
+    stock: Any, adapters: Sequence[Adapter], slices: Mapping[str, WeightSlice], device: torch.device
+) -> LoadedAdapters:
+    """Loads this rank's part of the adapters of a loaded model. Raises ValueError if an adapter does not fit the model,
+    or its files are not those that were read before; and OSError."""
+    decoder = stock.get_decoder()
+    prefix = next(name for name, module in stock.named_modules() if module is decoder)
+    places: dict[tuple[int, str], Adapted] = {}
+    for number, adapter in enumerate(adapters, 1):
+        parts: dict[tuple[int, str], list[tuple[LayerPlace, Tensor, Tensor]]] = {}
+        tensors, low_ranks = read_adapter(adapter)
+        for low_rank in low_ranks:
+            place = find_place(decoder, low_rank.layer, adapter)
+            key = id(place.owner), place.name
+            if key not in places:
+                places[key] = place, _adapted(place)
+            cut = slices.get(f"{prefix}.{low_rank.layer}.weight")
+            a, b = _own_part(decoder.get_submodule(low_rank.layer), tensors, low_rank, cut)
+            parts.setdefault(key, []).append((place, a, b))
+        for key, layers in parts.items():
+            product = places[key][1]
+            product.factors[number] = _together(layers, product.outputs, stock.dtype, device)
+    factors = [each for _, product in places.values() for each in product.factors.values()]
+    if device.type == "cpu":
+        pack_linears(nn.ModuleList(layer for each in factors for layer in each))
+    event("adapters loaded", adapters=len(adapters), products=len(places))
+    if device.type == "cuda":
+        event("steps with adapters run modules", why="the kernels of layers, and graphs, know no adapters")
+    return LoadedAdapters(decoder, [adapter.digest for adapter in adapters], places)
+
+
+def read_adapter(adapter: Adapter) -> tuple[dict[str, Tensor], list[LowRank]]:
+    """Returns the tensors of an adapter, and what they add to each layer."""
+    directory = Path(adapter.path)
+    weights = (directory / WEIGHTS).read_bytes()
+    if digest_of((directory / SETTINGS).read_bytes(), weights) != adapter.digest:
+        raise ValueError(f"{directory}: the LoRA adapter {adapter.name!r} is not the one with which the engine started")
+    tensors = load_tensors(weights)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    return tensors, find_low_ranks(directory, shapes, read_settings(directory))
+
+
+def find_place(decoder: nn.Module, layer: str, adapter: Adapter) -> LayerPlace:
+    """Raises ValueError if the decoder has no such linear layer."""
+    path, _, name = layer.rpartition(".")
+    try:
+        module, parent = decoder.get_submodule(layer), decoder.get_submodule(path)
+    except AttributeError:
+        module = parent = nn.Module()
+    if not isinstance(module, nn.Linear):
+        raise ValueError(f"{adapter.path}: the model has no linear layer {layer}")
+    forward = vars(module).get("forward")
+    if isinstance(forward, SharedSlice):
+        return LayerPlace(forward.shared, "product", torch.arange(forward.begin, forward.end))
+    if isinstance(vars(parent).get("forward"), GatedMlp) and name in ("gate_proj", "up_proj"):
+        panels = torch.arange(2 * module.weight.shape[0]).view(-1, 2, PANEL)
+        return LayerPlace(parent, "forward", panels[:, int(name == "up_proj")].flatten())
+    return LayerPlace(module, "forward", None)
+
+
+def _adapted(place: LayerPlace) -> AdaptedProduct:
+    product = getattr(place.owner, place.name)
+    if isinstance(product, GatedMlp):
+        product = product.product
+    return AdaptedProduct(
+        product, product.packed.outputs if isinstance(product, Product) else place.owner.weight.shape[0]
+    )
+
+
+def _own_part(
+    layer: nn.Linear, tensors: Mapping[str, Tensor], low_rank: LowRank, cut: WeightSlice | None
+) -> tuple[Tensor, Tensor]:
+    """Returns this rank's part of A, and of B times the scale: a layer has a part of its inputs, or of its outputs."""
+    a, b = tensors[low_rank.a], tensors[low_rank.b].float() * low_rank.scale
+    if cut is not None and cut.dimension == -1:
+        a = cut.of(a, a.shape, low_rank.a)
+    elif cut is not None:
+        b = cut.of(b, b.shape, low_rank.b)
+    if (b.shape[0], a.shape[1]) != tuple(layer.weight.shape):
+        raise ValueError(f"{low_rank.layer}: expected a LoRA adapter for a weight of {tuple(layer.weight.shape)}")
+    return a, b
+
+
+def _together(
+    layers: Sequence[tuple[LayerPlace, Tensor, Tensor]], outputs: int, dtype: torch.dtype, device: torch.device
+) -> Factors:
+    """Joins A and B of the layers of one product: each layer's part of B is in its own columns, and the rest is 0."""
+    whole = torch.zeros(outputs, sum(len(a) for _, a, _ in layers))
+    first = 0
+    for place, a, b in layers:
+        own = slice(None) if place.outputs is None else place.outputs
+        whole[own, first : first + len(a)] = b
+        first += len(a)
+    joined = torch.cat([a for _, a, _ in layers])
+    return Factors.of(joined.to(device, dtype), whole.to(device, dtype))
