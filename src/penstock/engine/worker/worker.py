@@ -104,6 +104,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         encoder=encoder_options_of(cluster),
         takes_embeds=config.enable_prompt_embeds,
         kv_file=None if files is None else files.pages[me.index],
+        weight_file=cluster.weights,
     )
 
 

@@ -54,7 +54,9 @@ def lines_of_stacks(snapshot: Json) -> Iterator[str]:
 
 
 def memory_line(snapshot: Json) -> str:
-    return "memory: " + ", ".join(f"{in_units(nbytes)} of {kind}" for kind, nbytes in sorted(snapshot["memory"].items()))
+    return "memory: " + ", ".join(
+        f"{in_units(nbytes)} of {kind}" for kind, nbytes in sorted(snapshot["memory"].items())
+    )
 
 
 def known_as(process: Json) -> str:
