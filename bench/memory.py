@@ -108,38 +108,42 @@ def proportional_mb(pid: int) -> float:
         return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")) / MB
 
 
-async def start_engines(path: Path, engines: int, shares: bool) -> tuple[float, float, float, float]:
-    """Returns the MB of all workers, the seconds of the start, the seconds from a kill of a worker to its next life, and
-    the milliseconds of a decode step."""
+async def step_ms(client: Client) -> float:
+    """Returns the median time between two ids of an answer."""
+    times = []
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    async with await client.submit(np.arange(3, 40, dtype=np.int32), params) as stream:
+        async for _ in stream:
+            times.append(time.monotonic())
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times)) * 1e3
+
+
+async def start_engines(path: Path, engines: int, shares: bool) -> dict[str, float]:
+    """Starts engines, and kills a worker of the first."""
     config = EngineConfig(
-        model=str(path), dtype="float32", data_parallel_size=engines, max_model_len=256, max_num_seqs=8,
-        num_gpu_blocks_override=64, share_weights=shares,
-    )  # fmt: skip
+        model=str(path),
+        dtype="float32",
+        data_parallel_size=engines,
+        max_model_len=256,
+        max_num_seqs=8,
+        num_gpu_blocks_override=64,
+        share_weights=shares,
+    )
     launcher, began = Launcher(config), time.monotonic()
     launcher.start()
     try:
         await launcher.serving(600)
-        start_s = time.monotonic() - began
+        figures = {"start_s": time.monotonic() - began}
         async with Client(launcher.cluster, 0) as client:
-
-            async def answer() -> float:
-                times = []
-                params = SamplingParams(max_tokens=24, ignore_eos=True)
-                async with await client.submit(np.arange(3, 40, dtype=np.int32), params) as stream:
-                    async for _ in stream:
-                        times.append(time.monotonic())
-                return statistics.median(b - a for a, b in itertools.pairwise(times)) * 1e3
-
-            step_ms = await answer()
-            workers = [
-                child for unit in launcher.units for child in unit.children.values() if child.member.kind == "worker"
-            ]
-            mb = sum(proportional_mb(child.pid) for child in workers)
-            os.kill(workers[0].pid, signal.SIGKILL)
-            killed = time.monotonic()
-            while launcher.board.row(0)[StatusBoard.SERVING] != 2:
-                await asyncio.sleep(0.01)
-            return mb, start_s, time.monotonic() - killed, step_ms
+            figures["step_ms"] = await step_ms(client)
+        children = [child for unit in launcher.units for child in unit.children.values()]
+        workers = [child for child in children if child.member.kind == "worker"]
+        figures["mb"] = sum(proportional_mb(child.pid) for child in workers)
+        os.kill(workers[0].pid, signal.SIGKILL)
+        began = time.monotonic()
+        while launcher.board.row(0)[StatusBoard.SERVING] != 2:
+            await asyncio.sleep(0.01)
+        return {**figures, "restart_s": time.monotonic() - began}
     finally:
         await launcher.stop()
 
@@ -151,15 +155,12 @@ def measure_workers(run: Run) -> None:
     for shares in (False, True):
         alone = 0.0
         for engines in (1, 2):
-            mb, start_s, restart_s, step_ms = asyncio.run(start_engines(path, engines, shares))
-            alone = alone or mb
-            run.output.record(
-                "workers", "penstock", engines=engines, shares=shares, mb=mb, start_s=start_s, restart_s=restart_s,
-                step_ms=step_ms,
-            )  # fmt: skip
+            figures = asyncio.run(start_engines(path, engines, shares))
+            alone = alone or figures["mb"]
+            run.output.record("workers", "penstock", engines=engines, shares=shares, **figures)
             name = f"{engines} engine{'s' * (engines > 1)}, {'shared' if shares else 'own'} weights"
-            figures = f"{mb:.0f}", f"{mb / alone:.2f}x", f"{start_s:.1f}", f"{restart_s:.1f}", f"{step_ms:.1f}"
-            rows.append((name, list(figures)))
+            texts = [f"{figures['mb']:.0f}", f"{figures['mb'] / alone:.2f}x"]
+            rows.append((name, texts + [f"{figures[key]:.1f}" for key in ("start_s", "restart_s", "step_ms")]))
     columns = ["MB", "of one engine", "start, s", "kill to the next life, s", "decode step, ms"]
     run.output.table("Proportional memory of all workers: 0.6B, float32 of bfloat16 files", columns, rows)
 

@@ -1,4 +1,4 @@
-"""The kernel kills a worker for want of memory: the pages of the KV cache are given back, and the engine serves again."""
+"""The kernel kills a worker for want of memory: the pages of its KV cache are given back, and the engine serves."""
 
 from __future__ import annotations
 

@@ -120,7 +120,8 @@ class SharedWeights:
     def complete(self) -> None:
         """Seals the file, if this worker has filled it. From now on other workers map it.
 
-        Between `open` and `complete` no rank may wait for another one: a rank of another group may fill that one's file.
+        Between `open` and `complete` no rank may wait for another rank: the other rank may wait for another group, and
+        that group for this rank.
         """
         if self.is_complete or self._mapping is None:
             return

@@ -1,7 +1,8 @@
 """`penstock inspect`: the state of other processes' segments, and why a process waits. It only reads.
 
 `discovery` finds processes and segments (`processes`, `segments`), `diagnosis` explains waits (`wait_graph`,
-`owed_replies`), `node_memory` adds up bytes, `stacks` reads Python stacks, and `render` prints (`tables`). The native core reads one segment.
+`owed_replies`), `node_memory` adds up bytes, `stacks` reads Python stacks, and `render` prints (`tables`). The native
+core reads one segment.
 """
 
 from penstock.tools.inspect.diagnosis import add_sentence, verdict_of
