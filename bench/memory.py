@@ -1,24 +1,38 @@
-"""Memory that only a server process has: before, during and after large bodies and images, by `penstock serve`.
+"""Memory of a server process under large bodies and images, by `penstock serve`; and of the workers of two engines.
 
-    scripts/bench memory [--model DIRECTORY] [--requests 8] [--at-once 4] [--rest 60]
+    scripts/bench memory [--only server|workers] [--model DIRECTORY] [--requests 8] [--at-once 4] [--rest 60]
 
-Sends prompts of 7 MB to /tokenize and images of 40 megapixels in chats, some at a time, then nothing.
+Sends prompts of 7 MB to /tokenize and images of 40 megapixels in chats, some at a time, then nothing. Then starts one
+and two engines that compute in float32 with weights in bfloat16, and kills a worker.
 """
 
 from __future__ import annotations
 
+import asyncio
 import base64
 import io
+import itertools
 import os
+import signal
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from bench.harness.run import Run, command_line
+from bench.serve_cases import model
 from bench.serve_cases.servers import NAME, Ours, Peak
+from penstock.engine.client.client import Client
+from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.launcher.launcher import Launcher
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import SamplingParams
 from penstock.tools.inspect import private_nbytes_of
 
 MB = 1e6
@@ -88,19 +102,86 @@ def measure(run: Run, server: Ours) -> None:
     run.output.say(f"other processes: {', '.join(f'{mb:.0f} MB' for mb in others)}")
 
 
+def proportional_mb(pid: int) -> float:
+    """Returns the memory of a process, of which shared pages count in parts."""
+    with open(f"/proc/{pid}/smaps_rollup") as file:
+        return sum(int(line.split()[1]) << 10 for line in file if line.startswith("Pss:")) / MB
+
+
+async def step_ms(client: Client) -> float:
+    """Returns the median time between two ids of an answer."""
+    times = []
+    params = SamplingParams(max_tokens=24, ignore_eos=True)
+    async with await client.submit(np.arange(3, 40, dtype=np.int32), params) as stream:
+        async for _ in stream:
+            times.append(time.monotonic())
+    return statistics.median(later - earlier for earlier, later in itertools.pairwise(times)) * 1e3
+
+
+async def start_engines(path: Path, engines: int, shares: bool) -> dict[str, float]:
+    """Starts engines, and kills a worker of the first."""
+    config = EngineConfig(
+        model=str(path),
+        dtype="float32",
+        data_parallel_size=engines,
+        max_model_len=256,
+        max_num_seqs=8,
+        num_gpu_blocks_override=64,
+        share_weights=shares,
+    )
+    launcher, began = Launcher(config), time.monotonic()
+    launcher.start()
+    try:
+        await launcher.serving(600)
+        figures = {"start_s": time.monotonic() - began}
+        async with Client(launcher.cluster, 0) as client:
+            figures["step_ms"] = await step_ms(client)
+        children = [child for unit in launcher.units for child in unit.children.values()]
+        workers = [child for child in children if child.member.kind == "worker"]
+        figures["mb"] = sum(proportional_mb(child.pid) for child in workers)
+        os.kill(workers[0].pid, signal.SIGKILL)
+        began = time.monotonic()
+        while launcher.board.row(0)[StatusBoard.SERVING] != 2:
+            await asyncio.sleep(0.01)
+        return {**figures, "restart_s": time.monotonic() - began}
+    finally:
+        await launcher.stop()
+
+
+def measure_workers(run: Run) -> None:
+    path = run.scratch / model.REAL
+    model.make(path, model.REAL)
+    rows: list[tuple[str, list[str]]] = []
+    for shares in (False, True):
+        alone = 0.0
+        for engines in (1, 2):
+            figures = asyncio.run(start_engines(path, engines, shares))
+            alone = alone or figures["mb"]
+            run.output.record("workers", "penstock", engines=engines, shares=shares, **figures)
+            name = f"{engines} engine{'s' * (engines > 1)}, {'shared' if shares else 'own'} weights"
+            texts = [f"{figures['mb']:.0f}", f"{figures['mb'] / alone:.2f}x"]
+            rows.append((name, texts + [f"{figures[key]:.1f}" for key in ("start_s", "restart_s", "step_ms")]))
+    columns = ["MB", "of one engine", "start, s", "kill to the next life, s", "decode step, ms"]
+    run.output.table("Proportional memory of all workers: 0.6B, float32 of bfloat16 files", columns, rows)
+
+
 def main(arguments: Sequence[str]) -> int:
     parser = command_line("memory", __doc__)
+    parser.add_argument("--only", choices=("server", "workers"), help="one of the two (both)")
     parser.add_argument("--model", help="directory of a model that takes images (default: the one that ships)")
     parser.add_argument("--requests", type=int, default=8, help="of each kind (8)")
     parser.add_argument("--at-once", type=int, default=4, help="requests at a time (4)")
     parser.add_argument("--rest", type=float, default=60.0, help="seconds without requests, at the end (60)")
     options = parser.parse_args(arguments)
     with Run("memory", options) as run:
-        server = Ours.of([*filter(None, [options.model])], run.scratch / "log")
-        try:
-            measure(run, server)
-        finally:
-            server.stop()
+        if options.only != "workers":
+            server = Ours.of([*filter(None, [options.model])], run.scratch / "log")
+            try:
+                measure(run, server)
+            finally:
+                server.stop()
+        if options.only != "server":
+            measure_workers(run)
     return 0
 
 

@@ -8,6 +8,7 @@ NB_MODULE(_native, m) {
         "of videos, records of fatal signals.";
     penstock::engine::bind_block_cache(m);
     penstock::engine::bind_fatal_signals(m);
+    penstock::engine::bind_file_mapping(m);
     penstock::engine::bind_paged_attention(m);
     penstock::engine::bind_packed_linear(m);
     penstock::engine::bind_decoder_layer(m);

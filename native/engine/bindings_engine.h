@@ -17,6 +17,7 @@ using Int64Array = Array<i64, nb::ndim<1>>;
 void bind_block_cache(nb::module_& m);
 void bind_decoder_layer(nb::module_& m);
 void bind_fatal_signals(nb::module_& m);
+void bind_file_mapping(nb::module_& m);
 void bind_packed_linear(nb::module_& m);
 void bind_paged_attention(nb::module_& m);
 void bind_pixels(nb::module_& m);

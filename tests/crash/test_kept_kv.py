@@ -30,7 +30,7 @@ from tests.support import tiny_models
 from tests.support.loops import in_a_loop
 
 BLOCK_SIZE = 16
-TOKENS, KILL_AT = 80, 37
+TOKENS, KILL_AT, MAX_CUT = 80, 37, 64
 REQUESTS = 30  # of a round
 PROMPT = np.random.default_rng(7).integers(10, 250, 300).tolist()
 Got = list[tuple[int, float]]  # ids with their log-probabilities
@@ -40,15 +40,17 @@ def options_of(models: Path, **more: Any) -> dict[str, Any]:
     return {**MODEL, "model": str(models / tiny_models.LLAMA), **more}
 
 
-async def answer(engine: Migrating, salt: str, victim: tuple[str, int] | None = None, number: int = 9) -> Got:
-    """Returns an answer. `victim`: a process that gets the signal after KILL_AT ids."""
+async def answer(
+    engine: Migrating, salt: str, victim: tuple[str, int] | None = None, number: int = 9, at: int = KILL_AT
+) -> Got:
+    """Returns an answer. `victim`: a process that gets the signal after `at` ids."""
     params = SamplingParams(max_tokens=TOKENS, ignore_eos=True, logprobs=0, temperature=0.8, seed=3)
     got: Got = []
     async with await engine.engine_client.submit(PROMPT, params, salt=salt.encode()) as stream:
         async for part in stream:
             assert part.logprobs is not None
             got += zip(part.ids, part.logprobs.values.tolist(), strict=True)
-            if victim is not None and len(got) >= KILL_AT:
+            if victim is not None and len(got) >= at:
                 os.kill(engine.child(*victim).pid, number)
                 victim = None
     return got
@@ -66,7 +68,7 @@ def resumed(engine: Migrating) -> dict[str, int]:
 def kv_files(pid: int) -> list[str]:
     """Returns the names of the files of KV caches that a process has open."""
     links = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
-    return sorted({link.partition("penstock kv: ")[2].removesuffix(" (deleted)") for link in links} - {""})
+    return sorted({link.partition("penstock kv ")[2].removesuffix(" (deleted)") for link in links} - {""})
 
 
 def discards(engine: Migrating) -> list[str]:
@@ -103,6 +105,18 @@ async def test_resumed_answer_is_the_undisturbed_one_in_bfloat16_bitwise(
         assert not discards(engine)
 
 
+@pytest.mark.timeout(tiers.limit(900.0, 900.0))
+@in_a_loop
+async def test_answer_that_is_cut_anywhere_is_the_undisturbed_one_bitwise(models: Path) -> None:
+    async with migrating({}, MODEL_START, **options_of(models, dtype="bfloat16")) as engine:
+        undisturbed = await answer(engine, "undisturbed")
+        for at in np.linspace(1, MAX_CUT, tiers.KEPT_KV_CUTS).astype(int).tolist():
+            victim = ("worker", 0) if at % 2 else ("core", 0)
+            assert await answer(engine, f"cut {at}", victim, at=at) == undisturbed, (at, victim)
+            assert resumed(engine)["computed"] <= BLOCK_SIZE + 1, at
+            await engine.must_be_whole(MODEL_START)
+
+
 @pytest.mark.timeout(300)
 @in_a_loop
 async def test_kv_cache_is_discarded_with_a_reason_and_kept_when_planned(models: Path) -> None:
@@ -113,7 +127,7 @@ async def test_kv_cache_is_discarded_with_a_reason_and_kept_when_planned(models:
         assert resumed(engine)["found"] == 0
 
         assert kv_files(engine.child("output", 0).pid) == []
-        assert kv_files(engine.child("core", 0).pid) == ["ledger 0", "pages 0.0"]
+        assert kv_files(engine.child("core", 0).pid) == ["ledger: 0", "pages: 0.0"]
         files = engine.launcher.cluster.kv_files_of(0)
         assert files is not None
         with files.ledger.map() as ledger:

@@ -124,11 +124,13 @@ def answers_of_threads(size: int, of: Family, requests: Sequence[Asked], **optio
 
 
 def results_of_threads(size: int, of: Family, requests: Sequence[Asked], **options: Any) -> list[Told]:
-    """Of each rank. `options` are the device's, the budget of a step, and `of_requests`: adapters of the requests."""
+    """Of each rank. `options` are the device's, the budget of a step, `of_requests`: adapters of the requests, and the
+    file of each rank's weights."""
     budget, adapters = options.pop("budget", 6), options.pop("of_requests", (b"",))
+    files = options.pop("weight_files", [None] * size)
     shared, barrier = [None] * size, threading.Barrier(size, timeout=60)
     ranks = [Threads(rank, shared, barrier) for rank in range(size)]
-    devices = [device(of, ranks=group, **options) for group in ranks]
+    devices = [device(of, ranks=group, weight_file=file, **options) for group, file in zip(ranks, files, strict=True)]
 
     def results(rank: int) -> Told:
         ranks[rank].is_running = True

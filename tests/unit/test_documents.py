@@ -111,7 +111,7 @@ def test_every_metric_is_explained() -> None:
 
     board = StatusBoard(StatusBoard.create(1))
     with Store(1 << 20) as store, Ring(bytes) as ring, ring.open_sender():
-        segments = SegmentMetrics([ring], store, EngineConfig(simulated=SimulatedDevice()))
+        segments = SegmentMetrics([ring], store, EngineConfig(simulated=SimulatedDevice()), os.getpid())
         text = Metrics(ServerCounters(ServerCounters.create(1), 1), board, "m", segments).text().decode()
     board.close()
     names = set(re.findall(r"^# HELP (\S+)", text, re.MULTILINE))

@@ -1,14 +1,20 @@
 // block_ledger.cpp: a core and a worker are killed at random moments, with two steps in flight. In the ledger that they
 // leave, each valid block has the content of its hash. The next life adopts the blocks and goes on.
 //
-//   block_ledger                100,000 kills
-//   block_ledger --quick        500
+// Then a core is stepped, and this process does the work of the worker: the ledger after each instruction is what a
+// SIGKILL there would leave.
+//
+//   block_ledger                1,000,000 kills, 1,000,000 instructions
+//   block_ledger --quick        500 kills, 20,000 instructions
 #include "block_ledger.h"
 
 #include <sched.h>
 #include <signal.h>
 #include <sys/mman.h>
+#include <sys/ptrace.h>
 #include <unistd.h>
+
+#include <cstdlib>
 
 #include "block_cache.h"
 #include "tests/testing.h"
@@ -82,20 +88,41 @@ void require_killed(pid_t pid) {
     REQUIRE(waitpid(pid, &status, 0) == pid && WIFSIGNALED(status) && WTERMSIG(status) == SIGKILL, "status %d", status);
 }
 
-}  // namespace
-
-int main(int argc, char** argv) {
-    Arguments arguments(argc, argv);
-    const u64 kills = arguments.is_quick ? 500 : 100'000 * arguments.scale;
-    void* at = mmap(nullptr, sizeof(Survivors), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
+template <class T>
+T& shared_memory() {
+    void* at = mmap(nullptr, sizeof(T), PROT_READ | PROT_WRITE, MAP_SHARED | MAP_ANONYMOUS, -1, 0);
     REQUIRE(at != MAP_FAILED, "mmap: %d", errno);
-    Survivors& shared = *static_cast<Survivors*>(at);
-    Random random(arguments.seed);
+    return *static_cast<T*>(at);
+}
+
+// Returns the number of valid blocks.
+u64 require_right(const Survivors& shared, u64 seed, u64 life) {
+    u64 valid = 0;
+    BlockLedger ledger(const_cast<LedgerEntry*>(shared.entries), BLOCKS);
+    const std::string damage = ledger.find_damage();
+    REQUIRE(damage.empty(), "seed %" PRIu64 ", life %" PRIu64 ": %s", seed, life, damage.c_str());
+    for (u32 block = 0; block < BLOCKS; ++block) {
+        if (!ledger.is_valid(block)) continue;
+        ++valid;
+        const BlockHash& hash = ledger.hash(block);
+        for (u64 word : shared.pages[block])
+            REQUIRE(std::memcmp(hash.data(), &word, sizeof word) == 0,
+                    "seed %" PRIu64 ", life %" PRIu64 ": block %u is wrong", seed, life, block);
+    }
+    return valid;
+}
+
+struct Totals {
+    Atomic<u64> valid, steps;
+};
+
+void run_lives(Survivors& shared, u64 kills, u64 seed, Totals& totals) {
+    Random random(seed);
     u64 valid = 0, steps = 0;
     for (u64 life = 1; life <= kills; ++life) {
         shared.sent.store(0, RELAXED);
         shared.done.store(0, RELAXED);
-        pid_t victims[] = {start([&] { run_core(shared, life << 32, arguments.seed + life); }),
+        pid_t victims[] = {start([&] { run_core(shared, life << 32, seed + life); }),
                            start([&] { run_worker(shared); })};
         // Most lives have a step before the kill, however slow the machine is: under emulation a start takes
         // milliseconds.
@@ -107,18 +134,93 @@ int main(int argc, char** argv) {
         kill(victims[1 - first], SIGKILL);
         for (pid_t victim : victims) require_killed(victim);
         steps += shared.done.load(RELAXED);
-        BlockLedger ledger(shared.entries, BLOCKS);
-        const std::string damage = ledger.find_damage();
-        REQUIRE(damage.empty(), "seed %" PRIu64 ", life %" PRIu64 ": %s", arguments.seed, life, damage.c_str());
-        for (u32 block = 0; block < BLOCKS; ++block) {
-            if (!ledger.is_valid(block)) continue;
-            ++valid;
-            for (u64 word : shared.pages[block])
-                REQUIRE(hash_of(word) == ledger.hash(block), "seed %" PRIu64 ", life %" PRIu64 ": block %u is wrong",
-                        arguments.seed, life, block);
+        valid += require_right(shared, seed, life);
+    }
+    totals.valid.fetch_add(valid, RELAXED);
+    totals.steps.fetch_add(steps, RELAXED);
+}
+
+// The worker of a core that is stepped. It writes a few words at a time.
+class SteppedWorker {
+   public:
+    explicit SteppedWorker(Survivors& shared) : shared_(shared) {}
+    void write(u64 words) {
+        for (; words != 0 && shared_.sent.load(order::publish.acquire) > done_; --words) {
+            const Sent& sent = shared_.steps[done_ % IN_FLIGHT];
+            shared_.pages[sent.blocks[at_ / WORDS]][at_ % WORDS] = sent.content + at_ / WORDS;
+            if (++at_ < PER_STEP * WORDS) continue;
+            at_ = 0;
+            shared_.done.store(++done_, order::publish.release);
         }
     }
+
+   private:
+    Survivors& shared_;
+    u64 done_ = 0;
+    u32 at_ = 0;  // the next word of the step
+};
+
+void walk_instructions(Survivors& shared, u64 instructions, u64 seed) {
+    Random random(seed);
+    u64 valid = 0, life = 0, steps = 0, instruction = 0;
+    while (instruction < instructions) {
+        shared.sent.store(0, RELAXED);
+        shared.done.store(0, RELAXED);
+        ++life;
+        pid_t core = start([&] {
+            if (ptrace(PTRACE_TRACEME, 0, nullptr, nullptr) != 0) _exit(5);
+            raise(SIGSTOP);
+            run_core(shared, life << 32, seed + life);
+        });
+        SteppedWorker worker(shared);
+        int status = 0;
+        REQUIRE(waitpid(core, &status, 0) == core, "waitpid: %d", errno);
+        if (WIFEXITED(status) && WEXITSTATUS(status) == 5 && life == 1) {
+            std::printf("no instruction is walked: ptrace is not allowed\n");
+            return;
+        }
+        do {
+            REQUIRE(WIFSTOPPED(status), "seed %" PRIu64 ", life %" PRIu64 ": status %d", seed, life, status);
+            REQUIRE(ptrace(PTRACE_SINGLESTEP, core, nullptr, nullptr) == 0, "ptrace: %d", errno);
+            REQUIRE(waitpid(core, &status, 0) == core, "waitpid: %d", errno);
+            if (random.one_in(8)) worker.write(random.below(16));
+            valid += require_right(shared, seed, life);
+        } while (++instruction < instructions && !random.one_in(20'000));
+        kill(core, SIGKILL);
+        require_killed(core);
+        worker.write(random.below(PER_STEP * WORDS));  // it goes on for a while
+        require_right(shared, seed, life);
+        steps += shared.done.load(RELAXED);
+    }
+    REQUIRE(valid > instructions / 8 && steps > 0, "%" PRIu64 " valid blocks, %" PRIu64 " steps", valid, steps);
+    std::printf("%" PRIu64 " instructions of %" PRIu64 " lives, %" PRIu64 " steps, 0 wrong\n", instruction, life,
+                steps);
+}
+
+}  // namespace
+
+int main(int argc, char** argv) {
+    Arguments arguments(argc, argv);
+    // Several pairs of processes at once: most of a life is the start and the end of its processes.
+    const u64 pairs = arguments.is_quick ? 1 : 4;
+    const u64 kills = arguments.is_quick ? 500 : 1'000'000 * arguments.scale;
+    Totals& totals = shared_memory<Totals>();
+    std::vector<pid_t> killers;
+    for (u64 pair = 0; pair < pairs; ++pair)
+        killers.push_back(start([&] {
+            run_lives(shared_memory<Survivors>(), kills / pairs, arguments.seed + pair, totals);
+            _exit(0);
+        }));
+    for (pid_t killer : killers) {
+        int status = 0;
+        REQUIRE(waitpid(killer, &status, 0) == killer && status == 0, "status %d", status);
+    }
+    u64 valid = totals.valid.load(RELAXED), steps = totals.steps.load(RELAXED);
     REQUIRE(valid > kills / 2 && steps > kills / 2, "%" PRIu64 " blocks, %" PRIu64 " steps", valid, steps);
     std::printf("%" PRIu64 " kills, %" PRIu64 " steps, %" PRIu64 " valid blocks, 0 wrong\n", kills, steps, valid);
+    std::fflush(stdout);
+    if (getenv("PENSTOCK_EMULATED") == nullptr)  // an emulator has no ptrace
+        walk_instructions(shared_memory<Survivors>(), arguments.is_quick ? 20'000 : 1'000'000 * arguments.scale,
+                          arguments.seed);
     return 0;
 }

@@ -128,6 +128,21 @@ def record_fatal_signals(words: Annotated[NDArray[numpy.uint64], dict(shape=(Non
     Stores the number, the code and the sender of the first signal that ends this process in a word of shared memory: number | code << 8 | sender << 32. The array is kept until the process ends.
     """
 
+LARGE_PAGE_NBYTES: int = 2097152
+
+def map_file(fd: int, nbytes: int, is_writable: bool) -> numpy.typing.NDArray[numpy.uint8]:
+    """
+    Maps a file for all processes at a multiple of 2 MiB. NumPy writes to each array: without `is_writable`, a write is a SIGSEGV. Raises OSError.
+    """
+
+def claim_large_pages(mapping: numpy.typing.NDArray[numpy.uint8]) -> bool:
+    """
+    Writes a zero to each page of 2 MiB of a mapping, and asks the kernel for large ones. False: for some of the mapping there are none.
+    """
+
+def protect(mapping: numpy.typing.NDArray[numpy.uint8]) -> None:
+    """Makes a mapping read-only. Raises OSError."""
+
 def paged_attention(queries: numpy.typing.NDArray[Any], keys: numpy.typing.NDArray[Any], values: numpy.typing.NDArray[Any], out: numpy.typing.NDArray[Any], block_tables: numpy.typing.NDArray[numpy.int32], first_positions: numpy.typing.NDArray[numpy.int64], seq_lens: numpy.typing.NDArray[numpy.int64], block_size: int, scale: float, softcap: float = 0.0, sinks: numpy.typing.NDArray[numpy.float32] | None = None, threads: int = 1) -> None:
     """
     Writes to `out` [sequences, heads, value size] the attention of one query per sequence: `queries` [sequences, heads, key size] attend to `keys` and `values` [positions, KV heads, size] in the blocks of `block_tables` [sequences, width], from `first_positions` up to `seq_lens`. Arrays are of float32, or of uint16 with the bits of bfloat16. `softcap` bounds scores by tanh; `sinks` has a score without a value for each head. Raises ValueError for shapes that do not fit and for blocks that are not there.

@@ -173,7 +173,7 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
     log = EventRecorder(history.events[me.index + 1], f"server {me.index}")
     with contextlib.closing(PromptBuilder(cluster.config, words, media, embeds)) as reader, log:
         async with Client(cluster, me, [served.migration for served in row.engines], row.queue) as client:
-            segments = SegmentMetrics(cluster.channels, cluster.store, cluster.config)
+            segments = SegmentMetrics(cluster.channels, cluster.store, cluster.config, os.getppid())
             api = ApiServer(cluster.config, shared.options, client, reader, tally, board, me.index, segments, budget)
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()

@@ -187,7 +187,7 @@ OURS_SERVE = (
     "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
     "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "
-    "--nodes-tls-key --numa-node --output-processors --queue-timeout --ray-address --step-ms "
+    "--nodes-tls-key --numa-node --output-processors --queue-timeout --ray-address --share-weights --step-ms "
     "--tensor-parallel-over-nodes --tensor-transport --threads --video-decode-timeout"
 ).split()
 VLLM_BENCH = (

@@ -462,7 +462,7 @@ def test_json_has_the_segments_and_the_findings(capsys: pytest.CaptureFixture[st
     with closing(ring.open_sender(name="a")):
         assert cli.main(["inspect", str(os.getpid()), "--json"]) == 0
     parsed = json.loads(capsys.readouterr().out)
-    assert set(parsed) == {"target", "verdict", "processes", "segments", "unreadable"}
+    assert set(parsed) == {"target", "verdict", "processes", "segments", "memory", "unreadable"}
     assert parsed["segments"][0]["senders"][0]["name"] == "a"
     assert all(set(item) == {"level", "kind", "text", "pids"} for item in parsed["verdict"])
 

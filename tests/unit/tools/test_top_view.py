@@ -59,11 +59,17 @@ def test_top_counts_shared_memory_once() -> None:
     result, _ = view_and_history()
     known = zero(ProcessView, role="core", pid=1, state="serves", private_nbytes=3 << 20)
     gone = zero(ProcessView, role="core", index=1, state="gone", private_nbytes=None)
-    moment = msgspec.structs.replace(result.moment, processes=(known, gone), shared_nbytes=5 << 30)
+    moment = msgspec.structs.replace(
+        result.moment, processes=(known, gone), memory={"channels": 2 << 30, "kv pages": 3 << 30}
+    )
     console = Console(file=io.StringIO(), width=120, color_system=None)
     console.print(drawn(View(moment, None), History(), console))
     rows = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
     assert ["shared", "5.0", "GiB"] in rows
+    assert [row for row in rows if row[-1:] == ["GiB"]][1:] == [
+        ["kv", "pages", "3.0", "GiB"],
+        ["channels", "2.0", "GiB"],
+    ]
     assert [row[-2:] for row in rows if row[:1] == ["core"]] == [["3.0", "MiB"], ["–", "–"]]
 
 

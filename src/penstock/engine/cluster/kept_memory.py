@@ -11,34 +11,50 @@ import contextlib
 import mmap
 import os
 import struct
+from importlib.metadata import PackageNotFoundError, version
 from logging import WARNING
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.cluster.logs import event
 
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+PACKAGES = "penstock", "torch", "transformers"  # decide weights, keys and values; a restart may find newer ones
 KEY_NBYTES, EPOCH_NBYTES = 32, 16
 HEADER = struct.Struct(f"<{KEY_NBYTES}s{EPOCH_NBYTES}sQ")  # key, epoch, count
 CONTENT_AT = 4096
 
 
+def read_versions() -> tuple[str, ...]:
+    """Returns the versions of the packages, as they are installed now."""
+    versions = []
+    for name in PACKAGES:
+        with contextlib.suppress(PackageNotFoundError):  # a launcher needs none of them
+            versions.append(f"{name} {version(name)}")
+    return tuple(versions)
+
+
 class MemoryFile:
     """A file in memory without a name. The content lives as long as any process holds the file."""
+
+    FLAGS = os.MFD_CLOEXEC
 
     def __init__(self, fd: int) -> None:
         self._fd = fd
 
     @classmethod
-    def create(cls, name: str) -> MemoryFile:
-        """`name`: for /proc only. Raises OSError."""
-        return cls(os.memfd_create(f"penstock kv: {name}", os.MFD_CLOEXEC))
+    def create(cls, kind: str, label: str) -> Self:
+        """The name stands in /proc: `penstock inspect` adds up the bytes of each kind. Raises OSError."""
+        return cls(os.memfd_create(f"penstock {kind}: {label}", cls.FLAGS))
 
     def __reduce__(self) -> tuple[Any, ...]:
         from multiprocessing import reduction
 
-        return _from_spawn, (reduction.DupFd(self._fd),)  # works only while a process is being spawned
+        return _from_spawn, (type(self), reduction.DupFd(self._fd))  # works only while a process is being spawned
 
     def __repr__(self) -> str:
-        return f"MemoryFile({self.nbytes} bytes)"
+        return f"{type(self).__name__}({self.nbytes} bytes)"
 
     @property
     def nbytes(self) -> int:
@@ -69,10 +85,10 @@ class MemoryFile:
         os.close(self._fd)
 
 
-def _from_spawn(duplicate: Any) -> MemoryFile:
+def _from_spawn(kind: type[MemoryFile], duplicate: Any) -> MemoryFile:
     fd = duplicate.detach()
     os.set_inheritable(fd, False)  # spawn passes inheritable descriptors, and a program would get them, too
-    return MemoryFile(fd)
+    return kind(fd)
 
 
 class KeptMemory:
@@ -111,8 +127,8 @@ class KVFiles(NamedTuple):
         """Returns None, and logs why, if the system has no memory or descriptors left."""
         files: list[MemoryFile] = []
         try:
-            for name in (*(f"pages {group}.{rank}" for rank in range(ranks)), f"ledger {group}"):
-                files.append(MemoryFile.create(name))
+            files += [MemoryFile.create("kv pages", f"{group}.{rank}") for rank in range(ranks)]
+            files.append(MemoryFile.create("kv ledger", str(group)))
         except OSError as error:
             for file in files:
                 file.close()

@@ -80,6 +80,11 @@ class ModelFiles:
                 raise RuntimeError(f"{path} was written or replaced while the model was loaded: start again")
 
 
+def files_state(directory: Path) -> list[tuple[str, int, int, int, int, int]]:
+    """Returns name, device, inode, size and times of each file of a model. Raises OSError."""
+    return [(path.name, *_state(about), about.st_ctime_ns) for path, about in _files(directory).items()]
+
+
 def model_fingerprint(directory: Path) -> ModelFingerprint:
     """Returns the fingerprint of the model in a directory. Raises ValueError and OSError, as `read_weights` does."""
     config, tokenizer = (file_hash(directory / name) for name in WHOLE_FILES)

@@ -7,6 +7,7 @@ takes the ends of the dead one. `launcher` starts and restarts processes.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import penstock
@@ -15,6 +16,7 @@ from penstock.bridge import PullChannels
 from penstock.channel import Channel
 from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.kept_memory import KVFiles
+from penstock.engine.cluster.node_weights import NodeWeights, WeightFile
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.verdict_board import VerdictBoard
@@ -54,6 +56,8 @@ class Cluster:
     encodings: Store | None  # of images, where engines share them
     pulls: tuple[PullChannels, ...]  # of each group on a node without servers: workers ask its uplink for images
     kv_files: tuple[KVFiles | None, ...]  # of each group; None: its KV cache is not kept
+    node_weights: NodeWeights | None = None  # in the launcher, where workers share weights
+    weights: WeightFile | None = None  # in a worker
     rendezvous: Rendezvous | None = None  # in a worker that shares its model with other ranks: where they meet
 
     @classmethod
@@ -72,6 +76,7 @@ class Cluster:
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,
             _open_pulls(config) if config.is_headless and config.store_nbytes else (),
             _open_kv_files(config) if config.keeps_kv_cache else (),
+            NodeWeights(Path(config.model)) if config.shares_weights else None,
         )
 
     @property
@@ -100,6 +105,8 @@ class Cluster:
         for files in self.kv_files:
             if files is not None:
                 files.close()
+        if self.node_weights is not None:
+            self.node_weights.close()
         self.board.close()
         self.verdicts.close()
         self.blame.close()
@@ -109,10 +116,15 @@ class Cluster:
 
     def for_member(self, member: ProcessId) -> Cluster:
         """Returns the cluster for a process: core and workers of a group have the files of their KV cache, servers have
-        none."""
+        none. A worker has the file of its weights."""
         has_files = member.kind in ("core", "worker")
+        weights = None
+        if self.node_weights is not None and member.kind == "worker":
+            weights = self.node_weights.file_of(member.index)
         return replace(
             self,
+            node_weights=None,
+            weights=weights,
             kv_files=tuple(
                 files if has_files and group == member.group else None for group, files in enumerate(self.kv_files)
             ),

@@ -51,26 +51,46 @@ class LinearGroup(NamedTuple):
         return int(_native.packed_size(self.inputs, sum(self.outputs), self.dtype == torch.float32))
 
 
-def pack_linears(model: nn.Module) -> None:
-    """Packs all linear layers in bfloat16 or float32 of a model on a CPU. Their `weight` loses its memory."""
-    groups = list(find_groups(model))
+def pack_linears(
+    model: nn.Module,
+    groups: Sequence[LinearGroup] | None = None,
+    buffer: npt.NDArray[np.uint16] | None = None,
+    *,
+    is_packed: bool = False,
+) -> None:
+    """Packs linear layers of a model on a CPU: all in bfloat16 or float32, or those of `groups`. Their `weight` loses
+    its memory. `buffer`: of `packed_nbytes`; None: memory of this process. `is_packed`: the buffer has the weights."""
+    groups = list(find_groups(model)) if groups is None else groups
     if not groups:
         return
-    # Large pages: with small ones a decode step takes 1.1 to 1.6 times as long.
-    buffer = np.frombuffer(huge_pages(2 * sum(round_up(group.size) for group in groups)), np.uint16)
+    if buffer is None:  # large pages: with small ones a decode step takes 1.1 to 1.6 times as long
+        buffer = np.frombuffer(huge_pages(packed_nbytes(groups)), np.uint16)
     held = [range_of(tensor) for tensor in kept_tensors(model, groups)]
     unpacked = [[layer.weight for layer in group.layers] for group in groups]
     used = 0
     for number, group in enumerate(groups):
         end = used + group.size
-        pack_group(group, buffer[used:end])
-        later = [range_of(weight) for weights in unpacked[number + 1 :] for weight in weights]
-        forget(unpacked[number], [*held, *later])
+        pack_group(group, buffer[used:end], is_packed=is_packed)
+        if not is_packed:
+            later = [range_of(weight) for weights in unpacked[number + 1 :] for weight in weights]
+            forget(unpacked[number], [*held, *later])
         unpacked[number] = []
         used = round_up(end)
     fused = sum(len(group.layers) > 1 for group in groups)
     layers = sum(len(group.layers) for group in groups)
-    event("linears packed", layers=layers, fused=fused, kernel=_native.linear_kernel(), mib=buffer.nbytes >> 20)
+    name = "packed linears mapped" if is_packed else "linears packed"
+    event(name, layers=layers, fused=fused, kernel=_native.linear_kernel(), mib=buffer.nbytes >> 20)
+
+
+def packed_nbytes(groups: Sequence[LinearGroup]) -> int:
+    return 2 * sum(round_up(group.size) for group in groups)
+
+
+def weight_names(model: nn.Module, groups: Sequence[LinearGroup]) -> set[str]:
+    """Returns the names of the weights that are packed."""
+    packed = {id(layer) for group in groups for layer in group.layers}
+    modules = model.named_modules(remove_duplicate=False)
+    return {f"{name}.weight" if name else "weight" for name, module in modules if id(module) in packed}
 
 
 def is_packed(decoder: nn.Module) -> bool:
@@ -134,7 +154,8 @@ def is_packable(module: Any) -> bool:
         return False
     weight = module.weight
     is_fast = weight.dtype == torch.float32 and _native.linear_kernel() in FLOAT32_KERNELS
-    return (is_fast or weight.dtype == torch.bfloat16) and weight.device.type == "cpu" and weight.numel() > 0
+    is_of_cpu = weight.device.type in ("cpu", "meta")  # meta: not loaded yet
+    return (is_fast or weight.dtype == torch.bfloat16) and is_of_cpu and weight.numel() > 0
 
 
 def can_group(layers: Sequence[Any]) -> bool:
@@ -174,17 +195,18 @@ def computes_gate(mlp: Any) -> bool:
             setattr(mlp, name, layer)
 
 
-def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16]) -> None:
+def pack_group(group: LinearGroup, buffer: npt.NDArray[np.uint16], *, is_packed: bool = False) -> None:
     is_gated = group.gated is not None
     outputs, dtype = group.outputs, group.dtype
     sizes = group.inputs, sum(outputs)
     packed = _native.PackedLinear(*sizes, buffer, bias_of(group.layers), is_gated, dtype == torch.float32)
     first = 0
     for layer in group.layers:
-        rows = layer.weight.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
-        packed.pack(rows, first, 2 if is_gated else 1, kernel_threads())
-        first += 1 if is_gated else -(-rows.shape[0] // PANEL)
         shape = layer.weight.shape
+        if not is_packed:
+            rows = layer.weight.detach().contiguous().view(torch.int16).numpy().view(np.uint16)
+            packed.pack(rows, first, 2 if is_gated else 1, kernel_threads())
+        first += 1 if is_gated else -(-shape[0] // PANEL)
         layer.weight = nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False)
     product = Product(packed, dtype)
     if group.gated is not None:

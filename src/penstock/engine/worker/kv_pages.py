@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-from importlib.metadata import version
 from logging import WARNING
 
-from penstock.engine.cluster.kept_memory import KeptMemory, MemoryFile
+from penstock.engine.cluster.kept_memory import KeptMemory, MemoryFile, read_versions
 from penstock.engine.cluster.logs import event
 
-PACKAGES = "penstock", "torch", "transformers"  # compute keys and values; a restart may find newer ones
 LAYOUT = 1  # of keys and values in a block; another number discards what earlier workers have left
 
 
@@ -19,8 +17,7 @@ class KVPages:
     def __init__(self, file: MemoryFile | None, *parts: object) -> None:
         """`parts`: what decides keys and values of a block, beside ids and inputs, and their layout."""
         self._file = file
-        versions = [version(name) for name in PACKAGES]
-        self._key = hashlib.sha256(repr((LAYOUT, versions, *parts)).encode()).digest()
+        self._key = hashlib.sha256(repr((LAYOUT, read_versions(), *parts)).encode()).digest()
         self.epoch: bytes | None = None
 
     @property

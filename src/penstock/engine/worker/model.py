@@ -16,15 +16,17 @@ from torch import Tensor, nn
 
 from penstock.engine.cluster.logs import event
 from penstock.engine.model_dir import VISION, require_family
+from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.worker import rope, weight_loader
 from penstock.engine.worker.cpu_attention import replace_attentions
 from penstock.engine.worker.cpu_decoder import AdapterRun, find_decoder, replace_layers
-from penstock.engine.worker.cpu_linear import is_packed, pack_linears
+from penstock.engine.worker.cpu_linear import find_groups, is_packed, pack_linears, packed_nbytes, weight_names
 from penstock.engine.worker.cpu_norm import replace_norms
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.lora import LoadedAdapters, load_adapters
 from penstock.engine.worker.paged_attention import NAME, Attention, KVCache, PagedAttention, Probe
+from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.stock import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
@@ -34,7 +36,7 @@ from penstock.engine.worker.stock import (
     without_compiler,
 )
 from penstock.engine.worker.tensor_parallel import TPGroup, outputs_are_summed, shard
-from penstock.engine.worker.weight_slices import HeadSlices
+from penstock.engine.worker.weight_slices import HeadSlices, WeightSlice
 
 TEXT_OF = {
     "qwen3_vl": "qwen3"
@@ -171,20 +173,23 @@ def load(
     path: Path,
     ranks: TPGroup,
     device: torch.device,
-    dtype: torch.dtype | None = None,
+    dtype: str = "auto",
     adapters: Sequence[Adapter] = (),
+    shared: SharedWeights | None = None,
 ) -> LoadedModel:
-    """Loads this rank's shard of a model, and of its adapters. `dtype`: None for that of config.json.
+    """Loads this rank's shard of a model, and of its adapters. `dtype`: "auto" for that of config.json. `shared`:
+    weights of the node, which are mapped, or filled.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
+    require_dtype(dtype)
     if not path.is_dir():
         raise ValueError(f"{path}: expected a local directory with config.json and safetensors")
     config = AutoConfig.from_pretrained(path, local_files_only=True)
     require_supported(config)
     text = config.get_text_config()
     heads = HeadSlices(text.num_attention_heads, text.num_key_value_heads)
-    chosen = dtype or config.dtype or torch.float32
+    chosen = (config.dtype or torch.float32) if dtype == "auto" else getattr(torch, dtype)
     kind: Any = AutoModelForImageTextToText if config.model_type in VISION else AutoModelForCausalLM
     own = {"text_config": NAME, "vision_config": "sdpa"} if config.model_type in VISION else NAME
     with torch.device("meta"), without_compiler():
@@ -193,11 +198,13 @@ def load(
     slices = shard(stock, tp_plan(stock), ranks, heads)
     with without_compiler():
         weight_loader.rebuild_buffers(stock, device)
-    weight_loader.load(stock, path, slices, device)
+    if device.type == "cpu":
+        load_on_cpu(stock, path, slices, device, shared)
+    else:
+        weight_loader.load(stock, path, slices, device)
     event("weights are loaded", DEBUG)
     replace_patch_convolutions(stock)
     if device.type == "cpu":
-        pack_linears(stock)
         replace_norms(stock)
         replace_attentions(stock)
         if ranks.size == 1:  # hooks of the parts of a layer add up what several ranks have
@@ -215,6 +222,26 @@ def import_family(path: Path) -> None:
     is_vision = config.model_type in VISION
     with without_compiler():
         (MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING if is_vision else MODEL_FOR_CAUSAL_LM_MAPPING)[type(config)]
+
+
+def load_on_cpu(
+    stock: Any, path: Path, slices: dict[str, WeightSlice], device: torch.device, shared: SharedWeights | None
+) -> None:
+    """Loads and packs weights, or maps those that another worker has converted and packed."""
+    groups = list(find_groups(stock))
+    to_pack = weight_names(stock, groups)
+    is_mapped = shared is not None and shared.is_complete
+    mapped = shared.tensors if shared is not None and is_mapped else {}
+    packed = shared.packed if shared is not None and is_mapped else None
+    converted = weight_loader.load(stock, path, slices, device, mapped, to_pack if packed is not None else ())
+    if shared is not None and not is_mapped:
+        tensors = {name: stock.get_parameter(name) for name in converted if name not in to_pack}
+        if shared.fill(tensors, packed_nbytes(groups)):
+            weight_loader.put(stock, shared.tensors)
+            packed = shared.packed
+    pack_linears(stock, groups, packed, is_packed=is_mapped and packed is not None)
+    if shared is not None:
+        shared.complete()
 
 
 def find_cuda_decoder(decoder: Any, embeddings: Any, probe: Probe, ranks: TPGroup) -> CudaDecoder | None:

@@ -20,9 +20,9 @@ from penstock._native import memory_available
 from penstock.engine.cluster.kept_memory import MemoryFile
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.model_fingerprint import ModelFiles
+from penstock.engine.cluster.node_weights import WeightFile
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
-from penstock.engine.protocol.config import require_dtype
 from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import FinishReason, Ints, PromptLogprobs, Step
 from penstock.engine.worker import model as models
@@ -48,6 +48,7 @@ from penstock.engine.worker.lora import adapter_runs
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
 from penstock.engine.worker.prompt_logprobs import PromptScorer
 from penstock.engine.worker.sampler import SampledTokens, Sampler
+from penstock.engine.worker.shared_weights import SharedWeights
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
 from penstock.tensor import Handle
@@ -90,13 +91,14 @@ class ModelRunner:
         takes_embeds: bool = False,
         kv_file: MemoryFile | None = None,
         adapters: Sequence[Adapter] = (),
+        weight_file: WeightFile | None = None,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
         of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
-        prompts may be embeddings. `kv_file`: of the launcher, for keys and values that outlive this process.
-        `adapters`: requests may have one of them.
+        prompts may be embeddings. `kv_file`, `weight_file`: of the launcher, for keys and values and for weights that
+        outlive this process. `adapters`: requests may have one of them.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -109,7 +111,9 @@ class ModelRunner:
         if where.type == "cpu":
             keep_freed_memory()
         files = ModelFiles(Path(path))
-        self._model = models.load(Path(path), self._ranks, where, _dtype(dtype), adapters)
+        parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size
+        shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
+        self._model = models.load(Path(path), self._ranks, where, dtype, adapters, shared)
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
@@ -133,8 +137,7 @@ class ModelRunner:
         if kv_file is not None and not self._model.sums_attention:
             event("kv cache is not kept", WARNING, reason="a rank may end a step before all ranks have attended")
             kv_file = None
-        parts = *key[:3], files.weights_identity, self._ranks.rank, self._model.shapes, block_size
-        pages = KVPages(kv_file, *parts)
+        pages = KVPages(kv_file, *parts, self._model.dtype, self._model.shapes, block_size)
         if blocks is None:  # memory is measured by the first life: pages that are kept count as used
             blocks = self._ranks.least(pages.num_blocks) or None
         if blocks is None:
@@ -446,9 +449,3 @@ def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) 
     is_short = tokens <= SHORT
     count = threads.short if is_short else threads.long
     set_threads(count, 1 if is_short and not has_products else count)
-
-
-def _dtype(name: str) -> torch.dtype | None:
-    """None: the model's own."""
-    require_dtype(name)
-    return None if name == "auto" else getattr(torch, name)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -46,31 +46,60 @@ class WeightFiles:
         return whole
 
 
-def load(model: Any, path: Path, slices: dict[str, WeightSlice], device: torch.device) -> None:
-    """Loads the parameters of a model on the meta device, in the model's dtypes.
+def load(
+    model: Any,
+    path: Path,
+    slices: dict[str, WeightSlice],
+    device: torch.device,
+    mapped: Mapping[str, Tensor] | None = None,
+    packed: Collection[str] = (),
+) -> set[str]:
+    """Loads the parameters of a model on the meta device, in the model's dtypes: those in `mapped` from there, those in
+    `packed` not at all. Returns the names of the parameters that are no views of the files of the model.
 
     Raises ValueError if a parameter is missing from the files, or has another shape.
     """
     files = WeightFiles(path)
-    missing = {
+    parameters = {
         name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if isinstance(tensor, torch.Tensor)
     }
-    for name, tensor in _converted(model, files, missing, slices):
-        _put(model, name, tensor, missing, device)
-        del missing[name]
+    buffers = dict(model.named_buffers(remove_duplicate=False))
+    put(model, mapped or {})
+    missing = {name: tensor for name, tensor in parameters.items() if name not in {*(mapped or ()), *packed}}
+    converted = set()
+    for name, tensor, is_view in _converted(model, files, parameters, missing, slices):
+        _put(model, name, tensor, parameters, device)
+        if name not in buffers and not (is_view and tensor.dtype == parameters[name].dtype):
+            converted.add(name)
+        missing.pop(name, None)
     for name, source in model.all_tied_weights_keys.items():
         if name in missing:
-            _put(model, name, _tied(model, name, source, slices), missing, device)
+            _put(model, name, _tied(model, name, source, slices), parameters, device)
+            if source in converted or slices.get(name) != slices.get(source):
+                converted.add(name)
             del missing[name]
     if missing:
         some = ", ".join(list(missing)[:4])
         raise ValueError(f"{path}: {len(missing)} parameters of {type(model).__name__} are not there: {some}")
+    return converted
+
+
+def put(model: Any, tensors: Mapping[str, Tensor]) -> None:
+    """Sets parameters of a model. Raises ValueError if one has another shape."""
+    parameters = model.state_dict(keep_vars=True)
+    for name, tensor in tensors.items():
+        _put(model, name, tensor, parameters, tensor.device)
 
 
 def _converted(
-    model: Any, files: WeightFiles, parameters: dict[str, Tensor], slices: dict[str, WeightSlice]
-) -> Iterator[tuple[str, Tensor]]:
-    """Yields each parameter in the files, under the model's name for it."""
+    model: Any,
+    files: WeightFiles,
+    parameters: dict[str, Tensor],
+    missing: Collection[str],
+    slices: dict[str, WeightSlice],
+) -> Iterator[tuple[str, Tensor, bool]]:
+    """Yields each parameter in the files that is missing, under the model's name for it, and whether it is a view of a
+    file."""
     known = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in known if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in known if isinstance(conversion, WeightConverter)]
@@ -79,20 +108,21 @@ def _converted(
         name, pattern = rename_source_key(key, renamings, converters, model.base_model_prefix, parameters)
         if name not in parameters and key in parameters:
             name, pattern = key, None
-        if name not in parameters:
-            continue  # a tensor that this model class does not have
+        if name not in missing:
+            continue  # a tensor that this model class does not have, or that is in memory
         if pattern is None:
             part = slices.get(name)
-            yield (
-                name,
-                torch.zeros_like(parameters[name], device="cpu") if part is FIRST_ONLY else files.read(key, part),
-            )
+            if part is FIRST_ONLY:
+                yield name, torch.zeros_like(parameters[name], device="cpu"), False
+            else:
+                yield name, files.read(key, part), part is None
         else:
             merged[name][pattern].append(key)
     for name, keys in merged.items():
         first = next(iter(keys))
         converter = copy.deepcopy(next(conversion for conversion in converters if first in conversion.source_patterns))
-        yield from _merged(model, files, name, keys, converter, slices)
+        merging = _merged(model, files, name, keys, converter, slices)
+        yield from ((target, tensor, False) for target, tensor in merging if target in missing)
 
 
 def _merged(

@@ -105,6 +105,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         takes_embeds=config.enable_prompt_embeds,
         kv_file=None if files is None else files.pages[me.index],
         adapters=config.lora.adapters,
+        weight_file=cluster.weights,
     )
 
 

@@ -1,4 +1,4 @@
-"""Metrics of channels and of the store, read from the segments for each request of `/metrics`; and the cache's options.
+"""Metrics of channels, store and memory, read for each request of `/metrics`; and the options of the KV cache.
 
 The ends of channels and the store count in shared memory, each in separate words, so reports add no cost to a message
 or a value.
@@ -17,6 +17,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.server.http.metrics import Family, family_of, labels_of
 from penstock.server.status.counters import PARTS
 from penstock.tensor import Store
+from penstock.tools.inspect import memory_of
 
 BOTH, SENDERS, RECEIVERS = ("senders", "receivers"), ("senders",), ("receivers",)
 BY_END: dict[str, tuple[str, ...]] = {"channel": (), "end": ()}
@@ -94,6 +95,13 @@ CACHE_CONFIG = CounterSpec(
     kind="gauge",
     labels={"engine": (), **dict.fromkeys(CACHE_OPTIONS, ())},
 )
+MEMORY_BYTES = CounterSpec(
+    "penstock_memory_bytes",
+    "bytes of shared memory of the node by `kind`: `channels`, `stores`, `pages` (of counters), `kv pages` and `kv "
+    "ledger` (of kept KV caches), `weights` (of all engines)",
+    kind="gauge",
+    labels={"kind": ()},
+)
 STORE_BYTES = CounterSpec(
     "penstock_store_bytes",
     "bytes of the store for images, by `kind`: `size`, `claimed` (memory), `taken` (by values)",
@@ -128,12 +136,16 @@ def declared_metrics() -> dict[CounterSpec, tuple[str, ...]]:
         if counter.spec.is_metric
     }
     of_store = (STORE_BYTES, STORE_VALUES, STORE_LEASES, *STORE_COUNTERS.values())
-    of_segments = (CACHE_CONFIG, *(counter.spec for counter in CHANNEL_COUNTERS), *of_store)
+    of_segments = (CACHE_CONFIG, *(counter.spec for counter in CHANNEL_COUNTERS), MEMORY_BYTES, *of_store)
     return {**counted, **{spec: tuple(spec.labels) for spec in of_segments}}
 
 
 class SegmentMetrics(Collector):
-    def __init__(self, channels: Sequence[Channel[Any]], store: Store | None, config: EngineConfig) -> None:
+    def __init__(
+        self, channels: Sequence[Channel[Any]], store: Store | None, config: EngineConfig, launcher: int
+    ) -> None:
+        """`launcher`: the pid of the process that has all memory of the node open."""
+        self._launcher = launcher
         self._channels = channels
         self._store = store
         options = [str(getattr(config, name)) for name in CACHE_OPTIONS]
@@ -142,6 +154,7 @@ class SegmentMetrics(Collector):
     def collect(self) -> Iterator[Family]:
         yield family_of(CACHE_CONFIG, (), ((labels, 1) for labels in self._engines))
         yield from _of_channels([channel.snapshot() for channel in self._channels])
+        yield family_of(MEMORY_BYTES, (), (([kind], nbytes) for kind, nbytes in memory_of(self._launcher).items()))
         if self._store is not None:
             yield from _of_store(self._store)
 

@@ -148,7 +148,7 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
     time: float  # seconds since 1970
     server_info: ServerInfo
     is_draining: bool
-    shared_nbytes: int  # memory of all segments, counted once for all processes
+    memory: dict[str, int]  # bytes of segments and kept files by kind, counted once for all processes
     processes: tuple[ProcessView, ...]
     channels: tuple[ChannelView, ...]
     stores: tuple[StoreView, ...]
@@ -167,6 +167,10 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
     def total(self, key: str) -> Number:
         """Returns a counter of all engines or servers."""
         return sum(view[key] for view in (*self.engines, *self.served, *self.servers) if key in view)
+
+    @property
+    def shared_nbytes(self) -> int:
+        return sum(self.memory.values())
 
     @property
     def prefix_hit_share(self) -> float | None:

@@ -28,7 +28,7 @@ from penstock.server.status.snapshot import (
     StoreView,
     awaited_processes,
 )
-from penstock.tools.inspect import Json, private_nbytes_of, process_of
+from penstock.tools.inspect import Json, memory_by_kind, private_nbytes_of, process_of
 from penstock.tools.inspect.segments import PAGE_KIND, Place, descriptors_of, page_at, snapshot_of
 
 PAGES = (NAME, "board", "tally", "history")
@@ -48,7 +48,7 @@ class SnapshotReader:
         self._start = _start_of(pid)
         self._pages: dict[str, tuple[int, Place]] = {}
         self._others: list[tuple[int, Place]] = []
-        self._raw_nbytes = 0  # of pages, which never grow
+        self._raw: list[Json] = []  # pages, which never grow
         places: set[Place] = set()
         try:
             for number, place in descriptors_of(pid):
@@ -62,7 +62,7 @@ class SnapshotReader:
                 if segment["kind"] != PAGE_KIND:
                     self._others.append((number, place))
                     continue
-                self._raw_nbytes += segment["claimed_nbytes"]
+                self._raw.append(segment)
                 if segment["name"] in PAGES:
                     self._pages[segment["name"]] = number, place
         except (OSError, PenstockError, ValueError) as error:
@@ -130,7 +130,7 @@ class SnapshotReader:
             time=time.time(),
             server_info=server_info,
             is_draining=board.is_draining,
-            shared_nbytes=self._raw_nbytes + sum(segment["claimed_nbytes"] for segment in segments),
+            memory=memory_by_kind([*self._raw, *segments], [server_info.pid]),
             processes=processes,
             channels=channels,
             awaited=awaited_processes(channels, _idle(processes, board)),

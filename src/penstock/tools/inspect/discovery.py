@@ -10,6 +10,7 @@ from collections.abc import Iterable
 from penstock.errors import PenstockError
 from penstock.memory import Ticket
 from penstock.tools.inspect.diagnosis import verdict_of
+from penstock.tools.inspect.node_memory import memory_by_kind
 from penstock.tools.inspect.processes import Process, all_processes, owner_of, process_of, with_descendants
 from penstock.tools.inspect.segments import Json, Place, descriptors_of, snapshot_of
 
@@ -83,6 +84,7 @@ def look(target: int | Ticket) -> Json:
             for process in shown
         ],
         "segments": in_order,
+        "memory": memory_by_kind((segment for segment in in_order if segment["asked"]), roots),
         "unreadable": [*closed_to_us, *unreadable.values()],
     }
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 
-from penstock.tools.format import counted
+from penstock.tools.format import counted, in_units
 from penstock.tools.inspect.segments import Json
 from penstock.tools.inspect.tables import processes_with_segments, tables_of
 from penstock.tools.tables import Table
@@ -53,13 +53,19 @@ def lines_of_stacks(snapshot: Json) -> Iterator[str]:
             yield f"    and {len(stack['frames']) - MAX_FRAMES} more"
 
 
+def memory_line(snapshot: Json) -> str:
+    return "memory: " + ", ".join(
+        f"{in_units(nbytes)} of {kind}" for kind, nbytes in sorted(snapshot["memory"].items())
+    )
+
+
 def known_as(process: Json) -> str:
     return f"'{process['peers'][0]}'" if process["peers"] else f"pid {process['pid']}"
 
 
 def show(snapshot: Json) -> None:
     """Prints verdict and tables."""
-    lines = [headline(snapshot), *sentences(snapshot)]
+    lines = [headline(snapshot), *sentences(snapshot), memory_line(snapshot)]
     lines += [f"unreadable: {text}" for text in snapshot["unreadable"]]
     lines += lines_of_stacks(snapshot)
     try:

@@ -27,7 +27,7 @@ STATES = {"serves": "green", "starting": "yellow", "draining": "yellow", "stoppe
 UNKNOWN = "–"
 POOL_COLUMNS = ("spills", "no room")  # shown if one of them is not 0 everywhere
 ITEMS = "images and embeddings"
-TEXT_COLUMNS = ("process", "state", "channel", "kind", "slowest", "store", "held by", ITEMS, "counter")
+TEXT_COLUMNS = ("process", "state", "channel", "kind", "slowest", "store", "held by", "shared memory", ITEMS, "counter")
 
 
 class History:
@@ -55,6 +55,7 @@ def drawn(view: View, history: History, console: Console, gone: str = "", keys: 
         (("process", "pid", "state", "restarts", "CPU", "own memory"), processes(view)),
         ((*ways, *POOL_COLUMNS) if has_pool_counts(moment) else ways, channels(view)),
         (("store", "kept", "hits", "hits/s", "keys held", "evicted", "held by"), stores(view)),
+        (("shared memory", "size"), memory(moment)),
         ((ITEMS, *moment.items), items(moment)),
         (("counter", "number", "per second"), counters(view)),
     ]
@@ -262,6 +263,11 @@ def channels(view: View) -> list[tuple[Text, ...]]:
 
 def pool_counts(channel: ChannelView) -> tuple[Text, Text]:
     return Text(f"{channel.spills:,}"), Text(f"{channel.exhaustions:,}", style="red" if channel.exhaustions else "")
+
+
+def memory(moment: ServerSnapshot) -> list[tuple[Text, ...]]:
+    kinds = sorted(moment.memory.items(), key=lambda item: -item[1])
+    return [(Text(kind), Text(in_units(nbytes))) for kind, nbytes in kinds]
 
 
 def items(moment: ServerSnapshot) -> list[tuple[Text, ...]]:

@@ -18,7 +18,7 @@ NBYTES, COUNT = 10_000, 4
 
 @pytest.fixture
 def file() -> Iterator[MemoryFile]:
-    file = MemoryFile.create("test")
+    file = MemoryFile.create("kv pages", "test")
     yield file
     file.close()
 
@@ -83,15 +83,19 @@ def test_file_that_cannot_grow_is_an_error_and_has_no_key(file: MemoryFile) -> N
     assert file.read_header()[0] == bytes(32)
 
 
-def test_files_of_a_group_are_none_where_descriptors_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENOMEM])
+def test_files_of_a_group_are_none_where_the_system_has_none(
+    number: int, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
     before = len(os.listdir("/proc/self/fd"))
     create = os.memfd_create
 
     def refuse_ledgers(name: str, flags: int) -> int:
         if "ledger" in name:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+            raise OSError(number, os.strerror(number))
         return create(name, flags)
 
     monkeypatch.setattr(kept_memory.os, "memfd_create", refuse_ledgers)
     assert KVFiles.create(0, 2) is None
+    assert [record.message for record in caplog.records] == ["kv cache is not kept"]
     assert len(os.listdir("/proc/self/fd")) == before

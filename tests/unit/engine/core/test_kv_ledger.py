@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import errno
+import logging
 import mmap
 import os
+import random
+import struct
 from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine._native import BlockCache
-from penstock.engine.cluster.kept_memory import KVFiles, MemoryFile
+from penstock.engine._native import LEDGER_NBYTES, BlockCache
+from penstock.engine.cluster.kept_memory import CONTENT_AT, KVFiles, MemoryFile
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.core import kv_ledger
 from penstock.engine.core.kv_ledger import open_cache
 from penstock.engine.protocol.messages import Ready
 from tests.unit.engine.core.test_block_cache import A, B, filled
@@ -28,10 +32,10 @@ def files() -> Iterator[KVFiles]:
     files.close()
 
 
-def opened(files: KVFiles, ready: list[Ready]) -> BlockCache:
+def opened(files: KVFiles, ready: list[Ready], blocks: int = BLOCKS) -> BlockCache:
     page = StatusBoard.create(1)
     board = StatusBoard(page, writable=True)
-    cache = open_cache(files, ready, BLOCKS, BLOCK_SIZE, board.row(0))
+    cache = open_cache(files, ready, blocks, BLOCK_SIZE, board.row(0))
     board.close()
     return cache
 
@@ -58,3 +62,49 @@ def test_life_without_a_ledger_leaves_none_of_a_former_life(files: KVFiles, monk
         patch.setattr(MemoryFile, "map", refuse)
         assert opened(files, READY).num_adopted == 0
     assert opened(files, READY).num_adopted == 0
+
+
+@pytest.mark.parametrize(
+    ("how", "reason"),
+    [
+        ("zeros", "changed"),
+        ("random bytes", "changed"),
+        ("cut short", "changed"),
+        ("another version", "changed"),
+        ("pages of another size", "changed"),
+        ("random entries", "damaged"),
+        ("a hash twice", "damaged"),
+        ("a state that is no state", "damaged"),
+    ],
+)
+def test_ledger_that_no_core_has_left_is_an_empty_cache_and_a_line(
+    files: KVFiles,
+    how: str,
+    reason: str,
+    seed: int,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(kv_ledger, "VERSION", 0 if how == "another version" else kv_ledger.VERSION)
+        filled(A, B, cache=opened(files, READY, BLOCKS + 1 if how == "pages of another size" else BLOCKS))
+    with files.ledger.map() as ledger:
+        first, second, end = (CONTENT_AT + number * LEDGER_NBYTES for number in (0, 1, 2))
+        assert ledger[first:second] != ledger[second:end]
+        if how == "zeros":
+            ledger[:] = bytes(len(ledger))
+        elif how == "random bytes":
+            ledger[:] = random.Random(seed).randbytes(len(ledger))
+        elif how == "random entries":
+            ledger[CONTENT_AT:] = random.Random(seed).randbytes(len(ledger) - CONTENT_AT)
+        elif how == "a hash twice":
+            ledger[second:end] = ledger[first:second]
+        elif how == "a state that is no state":
+            ledger[first : first + 4] = struct.pack("<I", 2)
+    if how == "cut short":
+        files.ledger.resize(end)
+    with caplog.at_level(logging.WARNING, "penstock.engine"):
+        assert opened(files, READY).num_adopted == 0
+    assert [record.fields["reason"] for record in caplog.records] == [reason]  # type: ignore[attr-defined]
+    filled(A, B, cache=opened(files, READY))
+    assert opened(files, READY).num_adopted == 2

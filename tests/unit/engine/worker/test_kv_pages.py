@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -14,9 +15,10 @@ import pytest
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
 
+from penstock.engine.cluster import kept_memory
 from penstock.engine.cluster.kept_memory import MemoryFile
 from penstock.engine.cluster.model_fingerprint import model_fingerprint
-from penstock.engine.worker import kv_pages, model_runner
+from penstock.engine.worker import model_runner
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.model_runner import ModelRunner
 from tests.support.models import build_family
@@ -26,7 +28,7 @@ AVAILABLE = 1 << 20  # bytes, while nothing is kept
 
 @pytest.fixture
 def file() -> Iterator[MemoryFile]:
-    file = MemoryFile.create("test")
+    file = MemoryFile.create("kv pages", "test")
     yield file
     file.close()
 
@@ -65,14 +67,27 @@ def test_pages_of_former_weights_are_discarded(llama: Path, file: MemoryFile, ch
     assert started(llama, file, blocks=8).kv_epoch != first.kv_epoch
 
 
-@pytest.mark.parametrize("package", kv_pages.PACKAGES)
+@pytest.mark.parametrize("package", kept_memory.PACKAGES)
 def test_pages_of_another_version_are_discarded(
     file: MemoryFile, package: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     KVPages(file).open(8, 100)
     assert KVPages(file).num_blocks == 8
-    monkeypatch.setattr(kv_pages, "version", lambda name: "0" if name == package else version(name))
+    monkeypatch.setattr(kept_memory, "version", lambda name: "0" if name == package else version(name))
     assert KVPages(file).num_blocks == 0
+
+
+@pytest.mark.parametrize("call", ["resize", "map"])
+def test_pages_that_cannot_be_had_are_memory_of_the_worker(
+    llama: Path, file: MemoryFile, call: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+
+    monkeypatch.setattr(MemoryFile, call, refuse)
+    runner = started(llama, file, blocks=8)
+    assert runner.kv_epoch is None and runner.blocks == 8
+    assert [record.message for record in caplog.records] == ["kv cache is not kept"]
 
 
 def test_memory_is_measured_without_pages_that_are_discarded(

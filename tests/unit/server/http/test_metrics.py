@@ -1,6 +1,7 @@
 """`/metrics`: names, types, labels and buckets are vLLM's where the meaning is, and each number is the one counted."""
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from typing import Any
@@ -109,6 +110,7 @@ OF_SEGMENTS = {
     "penstock_channel_parks": ("counter", {"channel", "end"}),
     "penstock_channel_records": ("counter", {"channel", "end"}),
     "penstock_channel_spills": ("counter", {"channel", "end"}),
+    "penstock_memory_bytes": ("gauge", {"kind"}),
     "penstock_store_bytes": ("gauge", {"kind"}),
     "penstock_store_evictions": ("counter", set()),
     "penstock_store_fills_awaited": ("counter", set()),
@@ -180,7 +182,7 @@ def test_reasons_are_those_of_vllm(pages: Pages) -> None:
 
 def families_of_segments() -> dict[str, Metric]:
     with Store(1 << 20) as store, Ring(bytes) as ring, ring.open_sender(), ring.open_receiver():
-        return {family.name: family for family in SegmentMetrics([ring], store, CONFIG).collect()}
+        return {family.name: family for family in SegmentMetrics([ring], store, CONFIG, os.getpid()).collect()}
 
 
 def test_metrics_of_segments_have_their_types_and_labels() -> None:
@@ -362,7 +364,7 @@ def test_channels_and_store_are_reported_as_their_segments_count() -> None:
                 sender.send(record)
             receiver.receive()
             registry = CollectorRegistry()
-            registry.register(SegmentMetrics([ring], store, CONFIG))
+            registry.register(SegmentMetrics([ring], store, CONFIG, os.getpid()))
             numbers = {
                 (sample.name, *sample.labels.values()): sample.value
                 for family in registry.collect()
@@ -387,7 +389,7 @@ def test_channels_and_store_are_reported_as_their_segments_count() -> None:
 def test_an_end_that_no_process_has_taken_is_not_reported() -> None:
     with Inbox(bytes, senders=3, name="inbox 0") as inbox, inbox.open_sender(1):
         registry = CollectorRegistry()
-        registry.register(SegmentMetrics([inbox], None, CONFIG))
+        registry.register(SegmentMetrics([inbox], None, CONFIG, os.getpid()))
         samples = [sample for family in registry.collect() for sample in family.samples]
         ends = {sample.labels["end"] for sample in samples if "end" in sample.labels}
     assert ends == {"sender 1"}

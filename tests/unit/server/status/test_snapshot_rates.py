@@ -28,7 +28,7 @@ NOTICE = ServerInfo(
 
 def zero(kind: type[Any], /, **numbers: Any) -> Any:
     """All numbers are 0, but those that are given."""
-    kinds = {int: 0, float: 0.0, str: "", bool: False, int | None: None}
+    kinds = {int: 0, float: 0.0, str: "", bool: False, int | None: None, dict[str, int]: {}}
     result = {field.name: kinds.get(field.type, ()) for field in msgspec.structs.fields(kind)}
     return kind(**{**result, **numbers})
 

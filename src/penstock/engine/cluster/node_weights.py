@@ -1,0 +1,82 @@
+"""Files for the weights of a node: one for each rank, which the workers of all groups and lives share.
+
+The launcher holds the files, and a worker fills each of them once (`worker/shared_weights.py`).
+"""
+
+from __future__ import annotations
+
+import fcntl
+import os
+from logging import WARNING
+from pathlib import Path
+
+from penstock.engine.cluster.kept_memory import MemoryFile, read_versions
+from penstock.engine.cluster.logs import event
+from penstock.engine.cluster.model_fingerprint import files_state
+
+F_SEAL_FUTURE_WRITE = 0x10  # of Linux 5.1, and Python 3.13
+SEALS = fcntl.F_SEAL_SEAL | fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | F_SEAL_FUTURE_WRITE
+
+
+class WeightFile(MemoryFile):
+    """A file that one worker at a time may fill, until it is sealed. The lock of a process that dies is free."""
+
+    FLAGS = os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING
+
+    def fileno(self) -> int:
+        return self._fd
+
+    @property
+    def is_sealed(self) -> bool:
+        return fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & SEALS == SEALS
+
+    @property
+    def claimed_nbytes(self) -> int:
+        return 512 * os.fstat(self._fd).st_blocks
+
+    def read(self, nbytes: int, at: int) -> bytes:
+        return os.pread(self._fd, nbytes, at)
+
+    def lock(self) -> bool:
+        """Returns False if another process has the lock. Raises OSError."""
+        try:
+            fcntl.lockf(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except (BlockingIOError, PermissionError):
+            return False
+        return True
+
+    def unlock(self) -> None:
+        fcntl.lockf(self._fd, fcntl.LOCK_UN)
+
+    def seal(self) -> None:
+        """Lets no process write to the file any more, but by mappings that are there. Raises OSError."""
+        fcntl.fcntl(self._fd, fcntl.F_ADD_SEALS, SEALS)
+
+
+class NodeWeights:
+    """The files of the launcher, for the files of the model as they are when a worker starts."""
+
+    def __init__(self, model: Path) -> None:
+        self._model = model
+        self._state: object = None
+        self._files: dict[int, WeightFile] = {}
+
+    def file_of(self, rank: int) -> WeightFile | None:
+        """Returns the file of a rank. Another file follows when the model, or a package that loads it, has changed: a
+        sealed one keeps its content. None, with a line in the log: the system has no memory or descriptors left."""
+        try:
+            state = files_state(self._model), read_versions()
+            if state != self._state:
+                self.close()
+                self._state = state
+            if rank not in self._files:
+                self._files[rank] = WeightFile.create("weights", str(rank))
+            return self._files[rank]
+        except OSError as error:
+            event("weights are not shared", WARNING, rank=rank, reason=error)
+            return None
+
+    def close(self) -> None:
+        for file in self._files.values():
+            file.close()
+        self._files.clear()
