@@ -85,7 +85,8 @@ class LoadedModel:
             )
         if device.type == "cuda":
             self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe, ranks)
-        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        has_head = not isinstance(stock.get_output_embeddings(), nn.Identity)
+        self._softcap: float | None = getattr(text, "final_logit_softcapping", None) if has_head else None
 
     def _probe(self) -> Probe:
         """Returns how each layer attends, found by running the model once."""
@@ -142,8 +143,11 @@ class LoadedModel:
         return logits if self._softcap is None else torch.tanh(logits / self._softcap) * self._softcap
 
 
-def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None) -> LoadedModel:
-    """Loads this rank's shard of a model. `dtype`: None for that of config.json.
+def load(
+    path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None, *, has_head: bool = True
+) -> LoadedModel:
+    """Loads this rank's shard of a model. `dtype`: None for that of config.json. Without its head, whose weights need
+    not be in the files, `logits` returns hidden states.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
@@ -162,6 +166,8 @@ def load(path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | 
     slices = shard(stock, tp_plan(stock), ranks, heads)
     with without_compiler():
         weight_loader.rebuild_buffers(stock, device)
+    if not has_head:
+        stock.set_output_embeddings(nn.Identity())
     weight_loader.load(stock, path, slices, device)
     replace_patch_convolutions(stock)
     if device.type == "cpu":
