@@ -92,7 +92,7 @@ async def measure(run: Run, model: Path, number: int) -> dict[str, Any]:
         max_num_seqs=number, log_level="warning",
     )  # fmt: skip
     launcher = Launcher(config)
-    ours, theirs, cosines, inline = [], [], [], 0
+    engine, batched, cosines, inline = [], [], [], 0
     try:
         launcher.start()
         await launcher.serving()
@@ -107,20 +107,20 @@ async def measure(run: Run, model: Path, number: int) -> dict[str, Any]:
                 cosines.append(float((answers.vectors * expected).sum(-1).min()))
                 inline += answers.inline_nbytes
                 if turn:  # the first turn warms up
-                    ours.append(between - began)
-                    theirs.append(ended - between)
+                    engine.append(between - began)
+                    batched.append(ended - between)
     finally:
         await launcher.stop()
-    return {"seconds": ours, "transformers_seconds": theirs, "cosine": min(cosines), "inline_nbytes": inline}
+    return {"seconds": engine, "transformers_seconds": batched, "cosine": min(cosines), "inline_nbytes": inline}
 
 
 def targets(run: Run, model: Path, number: int) -> Iterator[Target]:
     figures = asyncio.run(measure(run, model, number))
-    ours, theirs = (median(figures[name]) for name in ("seconds", "transformers_seconds"))
+    engine, batched = (median(figures[name]) for name in ("seconds", "transformers_seconds"))
     ratio = median(a / b for a, b in zip(figures["seconds"], figures["transformers_seconds"], strict=True))
     run.output.record("embeddings", "penstock", texts=number, **figures, ratio=ratio)
     columns = ["penstock", "transformers", "ratio", "least cosine", "bytes in messages"]
-    cells = [ours * 1e3, theirs * 1e3, ratio, figures["cosine"], figures["inline_nbytes"]]
+    cells = [engine * 1e3, batched * 1e3, ratio, figures["cosine"], figures["inline_nbytes"]]
     run.output.table(f"{number} texts of 8 to 39 tokens", columns, [("ms", [short(cell) for cell in cells])])
     yield Target("time over a batch of transformers", MAX_RATIO, "x", ratio)
     yield Target("cosine with transformers", MIN_COSINE, "", figures["cosine"], is_least=True)

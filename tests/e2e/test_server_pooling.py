@@ -1,11 +1,8 @@
 """Embeddings, scores and reranking as clients see them, on a tiny real model: what transformers computes."""
 
-import asyncio
 import base64
 import functools
 import json
-import os
-import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -175,19 +172,6 @@ async def documents_are_ranked_by_their_scores(served: Served, path: Path) -> No
     assert [entry["index"] for entry in answer["results"]] == order[:2] and "document" not in answer["results"][0]
 
 
-async def killed_worker_costs_no_answer(served: Served, path: Path) -> None:
-    """64 requests, of which each is answered, while the worker is killed amid."""
-    texts = [f"{number} " + "the quick brown fox " * 5 for number in range(64)]
-    whole = asyncio.ensure_future(served.client.embeddings.create(model=LLAMA, input=texts))
-    begun = await served.total("vllm:prompt_tokens_total")
-    while await served.total("vllm:prompt_tokens_total") < begun + 400:
-        assert not whole.done(), "it was too late"
-    os.kill(served.child("worker").pid, signal.SIGKILL)
-    answer = await whole
-    for text, entry in list(zip(texts, answer.data, strict=True))[::9]:
-        assert np.abs(np.array(entry.embedding) - reference(path, tokenized(path, text))).max() <= 1e-4
-
-
 @in_a_loop
 async def test_embeddings_are_as_clients_know_them(model: Path) -> None:
     async with run_server(LIMITS, model=str(model), **SIZES) as served:
@@ -198,7 +182,6 @@ async def test_embeddings_are_as_clients_know_them(model: Path) -> None:
         ):
             await scene(served, model)
         assert served.launcher.cluster.store.stats().items == ()  # type: ignore[union-attr]
-        await killed_worker_costs_no_answer(served, model)
 
 
 # ── scores ───────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -42,7 +42,7 @@ _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it cla
 GENERATION = "generation_config.json"
 CONFIG_FILES = (GENERATION, "config.json")  # the first that names an end id
 MODULES = "modules.json"  # of sentence-transformers
-MODE = "pooling_mode_"  # the beginning of fields of its modules for pooling; other fields have numbers or texts
+MODE = "pooling_mode_"  # the beginning of a field for each mode of pooling
 SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
     **{name: name for name in SamplingDefaults.__struct_fields__},
     "max_tokens": "max_new_tokens",
@@ -87,7 +87,7 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
     directory = Path(config.model)
     if not directory.is_dir():
         raise ValueError(f"expected the directory of a model, got {config.model!r}")
-    if is_pooling(config):  # what its processes send has no text
+    if is_pooling(config):  # without text, there is no work for output processors
         config = msgspec.structs.replace(config, runner="pooling", output_processors=0)
     end: int | list[int] | None = _read_field(directory, "eos_token_id", CONFIG_FILES, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
@@ -174,8 +174,8 @@ def is_pooling(config: EngineConfig) -> bool:
 
 
 def require_pooling(config: EngineConfig) -> None:
-    """Raises ValueError if a model for vectors expects other vectors than those of its last position, or scores need
-    ids that its tokenizer does not have."""
+    """Raises ValueError if the model pools otherwise than by the last position, or the tokenizer has no token for yes
+    or no."""
     if config.pooling == "classify":
         classifier_ids(config)
         return
@@ -195,7 +195,7 @@ def require_pooling(config: EngineConfig) -> None:
 
 
 def classifier_ids(config: EngineConfig) -> tuple[int, int]:
-    """Returns the ids of no and yes: of `classifier_from_token` in config.json, as vLLM reads it, or of these words.
+    """Returns the ids of no and yes, by `classifier_from_token` in config.json, a field of vLLM, or by these words.
     Raises ValueError."""
     words = _read_field(Path(config.model), "classifier_from_token", CONFIG_FILES[-1:], tuple[str, str])
     words = words or ("no", "yes")

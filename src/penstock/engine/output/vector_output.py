@@ -44,13 +44,13 @@ def build_delta(rows: list[Row]) -> Delta:
     size = len(rows)
     requests = [started.request for started, _, _ in rows]
     cached = np.array([started.cached for started, _, _ in rows], np.int32)
-    found = np.flatnonzero(cached)
+    cached_rows = np.flatnonzero(cached)
     return Delta(
         size,
         np.array([*requests, *([0] * size)], np.int32),
         b"",
         counts=np.zeros(size, np.uint16),
         finished=Finished(np.arange(size, dtype=np.uint16), np.array([reason for _, _, reason in rows], np.uint8)),
-        began=Began(found.astype(np.uint16), cached[found]) if found.size else None,
+        began=Began(cached_rows.astype(np.uint16), cached[cached_rows]) if cached_rows.size else None,
         vectors=tuple(vector for _, vector, _ in rows if vector is not None),
     )

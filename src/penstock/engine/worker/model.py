@@ -146,8 +146,8 @@ class LoadedModel:
 def load(
     path: Path, ranks: TPGroup, device: torch.device, dtype: torch.dtype | None = None, *, has_head: bool = True
 ) -> LoadedModel:
-    """Loads this rank's shard of a model. `dtype`: None for that of config.json. Without its head, whose weights need
-    not be in the files, `logits` returns hidden states.
+    """Loads this rank's shard of a model. `dtype`: None for that of config.json. `has_head`: False for vectors, with
+    hidden states as `logits`; the files need no weights of the head.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """

@@ -154,16 +154,16 @@ class PoolingRoutes:
     # ── prompts ──
     async def _ids(self, inputs: Sequence[str | list[int]], fields: PoolingFields, param: str) -> list[list[int]]:
         """Returns the ids of texts. Raises ApiError for an empty or too long prompt."""
-        max_tokens, kept, prompts = self._config.max_model_len, fields.truncate_prompt_tokens, []
+        max_tokens, keep, prompts = self._config.max_model_len, fields.truncate_prompt_tokens, []
         limit = Limit(max_tokens, param, None)
-        if kept is not None and kept > max_tokens:
+        if keep is not None and keep > max_tokens:
             name = "truncate_prompt_tokens"
-            message = f"expected at most {max_tokens} tokens, as many as the model has, got {kept} at $.{name}"
+            message = f"expected at most {max_tokens} tokens, as many as the model has, got {keep} at $.{name}"
             raise ApiError(400, message, param=name)
         for value in inputs:
-            ids = await self._reader.ids(value, fields.add_special_tokens is not False, limit if kept is None else None)
-            if kept is not None:
-                ids = ids[max(0, len(ids) - (max_tokens if kept == -1 else kept)) :]
+            ids = await self._reader.ids(value, fields.add_special_tokens is not False, limit if keep is None else None)
+            if keep is not None:
+                ids = ids[max(0, len(ids) - (max_tokens if keep == -1 else keep)) :]
             if not ids:
                 raise ApiError(
                     400, f"expected a prompt of 1 to {max_tokens} tokens, got none at $.{param}", param=param
