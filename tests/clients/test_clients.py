@@ -4,6 +4,7 @@ import asyncio
 import os
 import subprocess
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -28,23 +29,41 @@ LIMITS = {"max_open_requests": 64, "max_body_nbytes": 1 << 20, "client_timeout":
 WITHOUT_TRACES = {"LANGSMITH_TRACING": "false", "LITELLM_LOG": "ERROR", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
+pytestmark = pytest.mark.timeout(300)
+needs_clients = pytest.mark.skipif(
+    not PYTHON, reason="PENSTOCK_CLIENTS_PYTHON names no interpreter: scripts/test clients makes it"
+)
+
+
 def is_installed(module: str) -> bool:
     look = f"import importlib.util, sys; sys.exit(importlib.util.find_spec({module!r}) is None)"
     return subprocess.run([PYTHON, "-c", look], check=False).returncode == 0
 
 
-@pytest.mark.skipif(not PYTHON, reason="PENSTOCK_CLIENTS_PYTHON names no interpreter: scripts/test clients makes it")
-@pytest.mark.timeout(300)
+@needs_clients
 @pytest.mark.parametrize("name", MODULES)
 @in_a_loop
 async def test_client_gets_each_kind_of_answer(name: str, tmp_path: Path) -> None:
-    if not is_installed(MODULES[name]):
-        pytest.skip(f"the client {name} is not installed")
-    model = write_llama(tmp_path)
-    async with run_server(LIMITS, model=str(model), simulated=None, api_server_count=1, max_num_seqs=16) as served:
+    await run_script(f"with_{name}.py", MODULES[name], tmp_path)
+
+
+@needs_clients
+@pytest.mark.parametrize("name", ["openai", "langchain"])
+@in_a_loop
+async def test_client_gets_embeddings(name: str, tmp_path: Path) -> None:
+    await run_script(f"with_{name}_embeddings.py", MODULES[name], tmp_path, runner="pooling", store_nbytes=1 << 22)
+
+
+async def run_script(name: str, module: str, folder: Path, **options: Any) -> None:
+    """Runs a script at a server with a random model, which it writes into `folder`."""
+    if not is_installed(module):
+        pytest.skip(f"the client {module} is not installed")
+    model = write_llama(folder)
+    sizes = {"simulated": None, "api_server_count": 1, "max_num_seqs": 16, **options}
+    async with run_server(LIMITS, model=str(model), **sizes) as served:
         url = {"OPENAI_BASE_URL": f"http://127.0.0.1:{served.port}/v1", "OPENAI_API_KEY": KEY}
         process = await asyncio.create_subprocess_exec(
-            *(PYTHON, str(FOLDER / f"with_{name}.py")),
+            *(PYTHON, str(FOLDER / name)),
             env={**os.environ, **WITHOUT_TRACES, **url, "PENSTOCK_CLIENT_MODEL": LLAMA},
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.STDOUT,

@@ -16,6 +16,9 @@ DIFFERENCES = {
     "--dtype": "`auto` is the type that `config.json` names, also where that is float32",
     "--max-model-len": "at most 4,096 unless it is given; `auto` and -1 are refused",
     "--generation-config": "`auto` or `vllm`, no path",
+    "--runner": "`pooling` is for causal models on a CPU; models that attend both ways, as BERT, are refused "
+    "([how](serve.md#embeddings-and-scores))",
+    "--convert": "`classify` is the probability of yes before no, for which vLLM needs `--hf-overrides`",
     "--enforce-eager": "has an effect on a CUDA device only",
     "--gpu-memory-utilization": "of the whole memory of a CUDA device, as in vLLM; no effect on a CPU",
     "--tensor-parallel-size": "N need not divide the number of attention heads; above `num_key_value_heads` it must be "
@@ -178,8 +181,8 @@ UNSUPPORTED = (
     ),
     Absent("--disable-frontend-multiprocessing --disable-fastapi-docs --h11-max-header-count", "not supported"),
     Absent(
-        "--task --runner --convert --pooler-config --override-pooler-config",
-        "not supported; there are no pooling models",
+        "--task --pooler-config --override-pooler-config",
+        "`--runner pooling` with `--convert embed` or `classify`; vectors are those of the last position, of length 1",
     ),
 )
 _ABSENT = {option: row for row in (*ALWAYS_ON, *UNSUPPORTED) for option in row.options.split()}

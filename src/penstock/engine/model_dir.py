@@ -43,6 +43,8 @@ _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it cla
 
 GENERATION = "generation_config.json"
 CONFIG_FILES = (GENERATION, "config.json")  # the first that names an end id
+MODULES = "modules.json"  # of sentence-transformers
+MODE = "pooling_mode_"  # the beginning of a field for each mode of pooling
 SAMPLING_FIELDS = {  # of SamplingDefaults, and the names that they have in generation_config.json
     **{name: name for name in SamplingDefaults.__struct_fields__},
     "max_tokens": "max_new_tokens",
@@ -87,6 +89,8 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
     directory = Path(config.model)
     if not directory.is_dir():
         raise ValueError(f"expected the directory of a model, got {config.model!r}")
+    if is_pooling(config):  # without text, there is no work for output processors
+        config = msgspec.structs.replace(config, runner="pooling", output_processors=0)
     end: int | list[int] | None = _read_field(directory, "eos_token_id", CONFIG_FILES, int | list[int])
     end_ids = {*config.end_ids, *(end if isinstance(end, list) else () if end is None else (end,))}
     longest = _longest(directory)
@@ -167,6 +171,63 @@ def _model_type(config: EngineConfig) -> str:
         return ""
     whole, _ = read_config(path)
     return str(whole.get("model_type"))
+
+
+# ── pooling ──
+class _Module(msgspec.Struct):
+    type: str
+    path: str = ""
+
+
+def is_pooling(config: EngineConfig) -> bool:
+    """Returns whether the engine makes vectors or scores: as `runner` says, or modules.json of sentence-transformers.
+    Raises ValueError."""
+    if config.runner != "auto" or config.simulated is not None:
+        return config.runner == "pooling"
+    return any(module.type.endswith(".Pooling") for module in _modules(Path(config.model)))
+
+
+def require_pooling(config: EngineConfig) -> None:
+    """Raises ValueError if the model pools otherwise than by the last position, or the tokenizer has no token for yes
+    or no."""
+    if config.pooling == "classify":
+        classifier_ids(config)
+        return
+    directory = Path(config.model)
+    for module in _modules(directory):
+        name = module.type.rpartition(".")[2]
+        if name not in ("Transformer", "Pooling", "Normalize"):
+            raise ValueError(
+                f"{directory / MODULES} names a module {name}: only pooling of the last token is supported"
+            )
+        path = directory / module.path / "config.json"
+        if name == "Pooling" and path.exists():
+            fields = read_config(path)[0].items()
+            modes = [key.removeprefix(MODE) for key, is_on in fields if key.startswith(MODE) and is_on]
+            if modes != ["lasttoken"]:
+                raise ValueError(f"{path} asks for pooling by {modes}: only pooling of the last token is supported")
+
+
+def classifier_ids(config: EngineConfig) -> tuple[int, int]:
+    """Returns the ids of no and yes, by `classifier_from_token` in config.json, a field of vLLM, or by these words.
+    Raises ValueError."""
+    words = _read_field(Path(config.model), "classifier_from_token", CONFIG_FILES[-1:], tuple[str, str])
+    words = words or ("no", "yes")
+    no, yes = map(load_tokenizer(config).token_to_id, words)
+    if no is None or yes is None:
+        raise ValueError(
+            f"the tokenizer of {config.model} has no token {words[0 if no is None else 1]!r}: expected "
+            "classifier_from_token in config.json, the tokens of no and yes"
+        )
+    return no, yes
+
+
+def _modules(directory: Path) -> list[_Module]:
+    path = directory / MODULES
+    if not path.exists():
+        return []
+    with expected(str(path)):
+        return msgspec.json.decode(path.read_bytes(), type=list[_Module])
 
 
 def hidden_size_of(config: EngineConfig) -> int | None:

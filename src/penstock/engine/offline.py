@@ -60,6 +60,8 @@ def run(config: EngineConfig, prompts: str, output: str, defaults: dict[str, Any
     """
     logs.configure("launcher", config.log_format, config.log_level)
     config = with_model_defaults(config)
+    if config.pooling:
+        raise ValueError(f"{config.model} makes vectors: penstock serve answers them, or --runner generate")
     require_startable(config)
     defaults = {**GREEDY, **config.sampling_defaults.explicit, **defaults}
     with contextlib.ExitStack() as files:

@@ -12,7 +12,7 @@ from penstock.engine import cli_args as engine_args
 from penstock.engine.launcher.hub_model import HubOptions
 from penstock.engine.media.image_processor import ImageLimits
 from penstock.engine.media.video_file import VideoLimits
-from penstock.engine.model_dir import takes_images
+from penstock.engine.model_dir import is_pooling, takes_images
 from penstock.engine.protocol.config import EngineConfig, Nodes, SimulatedDevice
 from penstock.engine.protocol.lora import LoraConfig
 from penstock.engine.protocol.option import Option, add_options, option_values
@@ -68,7 +68,9 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     fields = {"data_parallel_size": node_args.groups_of_this_node(options), "nodes": node_args.nodes(options)}
     transport = options.tensor_transport or TENSOR_TRANSPORT.read()
     if options.mm_processor_cache_gb is None and transport != "inline":
-        has_tensors = options.enable_prompt_embeds or takes_images(EngineConfig(**engine_args.model_fields(options)))
+        model = EngineConfig(**engine_args.model_fields(options))
+        has_tensors = options.enable_prompt_embeds or options.runner == "pooling" or takes_images(model)
+        has_tensors = has_tensors or (options.runner == "auto" and is_pooling(model))
         fields["store_nbytes"] = CACHE_NBYTES if has_tensors or transport == "store" else 0
     fields["lora"] = LoraConfig(**option_values(LoraConfig, options))
     return engine_args.engine_config(options, tensor_transport=transport, **fields)

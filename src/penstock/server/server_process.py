@@ -33,6 +33,7 @@ from penstock.server.embeds.embeds_prompts import EmbedsPrompts
 from penstock.server.http.app import ApiServer
 from penstock.server.http.http_server import HttpServer
 from penstock.server.http.loop_errors import LoopErrors
+from penstock.server.http.pooling_routes import RERANK_TEMPLATE
 from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
@@ -165,7 +166,8 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
         row[ProcessCounters.MEDIA_LIMITS + number] = getattr(budget, stage).nbytes
     history = ServerHistory(shared.history_segment, cluster.config.api_server_count, writable=True)
     with starting():
-        words = build_tokenizer(cluster.config, shared.options.chat_template)
+        template = RERANK_TEMPLATE if cluster.config.pooling == "classify" else ""
+        words = build_tokenizer(cluster.config, shared.options.chat_template or template)
         media = build_media_prompts(cluster.config, shared.options, cluster.store, words.tokenizer, budget, row)
         embeds = None
         if cluster.config.enable_prompt_embeds:

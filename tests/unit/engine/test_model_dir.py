@@ -7,7 +7,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from penstock.engine.model_dir import with_model_defaults
+from penstock.engine.model_dir import classifier_ids, require_pooling, with_model_defaults
 from penstock.engine.protocol.config import EngineConfig, SimulatedDevice
 from penstock.engine.text.detokenizer import load_vocabulary
 from penstock.engine.worker.simulated_device import TokenRule
@@ -80,3 +80,41 @@ def test_impossible_sampling_defaults_are_refused_with_a_way_out(tmp_path: Path,
         with_model_defaults(EngineConfig(model=str(tmp_path)))
     assert why in str(caught.value)
     with_model_defaults(EngineConfig(model=str(tmp_path), generation_config="vllm"))
+
+
+# ── pooling ──
+def modules(*names: str) -> str:
+    return json.dumps([{"type": f"sentence_transformers.models.{name}", "path": f"1_{name}"} for name in names])
+
+
+def test_model_of_sentence_transformers_pools_unless_told_otherwise(tmp_path: Path) -> None:
+    assert with_model_defaults(EngineConfig(model=str(tmp_path))).pooling == ""
+    (tmp_path / "modules.json").write_text(modules("Transformer", "Pooling", "Normalize"))
+    config = with_model_defaults(EngineConfig(model=str(tmp_path)))
+    assert (config.pooling, config.output_processors) == ("embed", 0)
+    assert with_model_defaults(EngineConfig(model=str(tmp_path), runner="generate")).pooling == ""
+
+
+def test_pooling_of_other_tokens_than_the_last_is_refused(tmp_path: Path) -> None:
+    config = EngineConfig(model=str(tmp_path), runner="pooling")
+    (tmp_path / "modules.json").write_text(modules("Transformer", "Pooling"))
+    require_pooling(config)  # no file says how: as the last token
+    (tmp_path / "1_Pooling").mkdir()
+    path = tmp_path / "1_Pooling" / "config.json"
+    path.write_text('{"word_embedding_dimension": 8, "pooling_mode_lasttoken": true, "pooling_mode_cls_token": false}')
+    require_pooling(config)
+    path.write_text('{"pooling_mode_mean_tokens": true}')
+    with pytest.raises(ValueError, match=r"1_Pooling/config.json asks for pooling by \['mean_tokens'\]"):
+        require_pooling(config)
+    (tmp_path / "modules.json").write_text(modules("Transformer", "Dense"))
+    with pytest.raises(ValueError, match="names a module Dense"):
+        require_pooling(config)
+
+
+def test_ids_of_no_and_yes_are_those_of_the_tokenizer(tmp_path: Path) -> None:
+    save_tokenizer(tmp_path)
+    config = EngineConfig(model=str(tmp_path), runner="pooling", convert="classify")
+    with pytest.raises(ValueError, match="has no token 'no': expected classifier_from_token"):
+        classifier_ids(config)
+    (tmp_path / "config.json").write_text('{"classifier_from_token": ["s", "Ġcat"]}')
+    assert classifier_ids(config) == (1, 0)

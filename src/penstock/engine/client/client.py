@@ -21,7 +21,7 @@ from penstock import ClosedError, DecodeError, PeerDied
 from penstock.engine.client.blame import Blame
 from penstock.engine.client.groups import CoreSenders, GroupLost, GroupReturn, NoGroupServes, Router
 from penstock.engine.client.migration import Migration, ModelChanged
-from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta
+from penstock.engine.client.stream import EngineError, OutputStream, Placement, split_delta, take_vector
 from penstock.engine.client.submitted_request import SubmittedRequest
 from penstock.engine.cluster.blame_ledger import BlameLedger
 from penstock.engine.cluster.logs import event
@@ -36,12 +36,13 @@ from penstock.engine.protocol.messages import (
     Delta,
     Failed,
     FinishReason,
+    Floats,
     Ints,
     SamplingParams,
     Submit,
 )
 from penstock.engine.text.grammar_fields import Grammar
-from penstock.tensor import Scope
+from penstock.tensor import Handle, Scope
 
 MAX_AT_ONCE = 8  # messages, before other tasks of the loop have their turn
 GROUP_POLL_S = 0.1  # seconds; whether a group has ended in peace, or began anew while this process was stopped
@@ -132,6 +133,10 @@ class Client:
     @property
     def open_requests(self) -> int:
         return len(self._streams) + len(self._migration)
+
+    def take_vector(self, handle: Handle) -> Floats | None:
+        """Returns the vector of a chunk, which the store keeps no longer; None: the store has given it up before."""
+        return take_vector(handle, self._store)
 
     @property
     def serving_groups(self) -> dict[int, int]:

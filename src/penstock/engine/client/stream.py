@@ -12,10 +12,12 @@ from itertools import repeat
 from typing import NamedTuple
 
 import msgspec
+import numpy as np
 
 from penstock.engine.client.submitted_request import SubmittedRequest
-from penstock.engine.protocol.messages import Delta, FinishReason, Logprobs, PromptLogprobs
-from penstock.tensor import Scope
+from penstock.engine.protocol.messages import Delta, FinishReason, Floats, Logprobs, PromptLogprobs
+from penstock.errors import Missing
+from penstock.tensor import Handle, Scope, Store
 
 MAX_KEPT_NBYTES = 4 << 20  # of unread chunks, above which the request is aborted
 CHUNK_NBYTES = 256  # of an empty chunk
@@ -40,6 +42,7 @@ class OutputChunk(msgspec.Struct, eq=False):
     stop: int | str | None = None  # the stop string or stop token id that ended the sample, if one did
     cached: int = 0  # prompt tokens found in the prefix cache; set in the first chunk of a sample
     logprobs: Logprobs | None = None  # of these ids
+    vector_handle: Handle | None = None  # of a request to a pooling engine, in its only chunk
     reasoning: int = 0  # ids of the sample's reasoning; set in the last chunk of a sample
 
     @property
@@ -223,6 +226,19 @@ class OutputStream:
             self._scope = None
 
 
+def take_vector(handle: Handle, store: Store | None) -> Floats | None:
+    """Returns a copy of a vector that a worker has put under a key of its own, and gives the key up. None: the store
+    has needed the room."""
+    try:
+        with handle.open(store) as lease:
+            vector: Floats = np.array(lease.value(), np.float32)
+    except Missing:
+        return None
+    if store is not None and handle.key is not None:
+        store.remove(handle.key)
+    return vector
+
+
 # ── the rows of a Delta ──────────────────────────────────────────────────────────────────────────────────────────────
 def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
     """Yields the request number and the chunk of each row."""
@@ -251,6 +267,8 @@ def split_delta(delta: Delta) -> Iterator[tuple[int, OutputChunk]]:
     if delta.began is not None:
         for row, cached in zip(delta.began.rows.tolist(), delta.began.cached.tolist(), strict=True):
             chunks[row][1].cached = cached
+    for (_, chunk), vector in zip(chunks, delta.vectors, strict=False):
+        chunk.vector_handle = vector
     return iter(chunks)
 
 

@@ -416,7 +416,8 @@ class Scheduler:
             shared = (request.prompt.size - 1) // self._size * self._size
             if in_flight.has_computed(slot, step, shared):
                 self._queue.fork(slot)
-        return self._tokens.build(step.sampled, done.ids, rows, done.logprobs, failed + ended, prompts)
+        news = rows, done.logprobs, failed + ended, prompts, done.vectors
+        return self._tokens.build(step.sampled, done.ids, *news)
 
     def _end(self, sample: Sample) -> None:
         """Ends a sample: later ids are discarded. The sample leaves the slot with the next step."""

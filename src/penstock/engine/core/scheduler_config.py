@@ -31,7 +31,7 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     def of(cls, config: EngineConfig, ready: Sequence[Ready]) -> SchedulerConfig:
         """Returns what the engine's options and its workers allow."""
         return cls(
-            max_model_len=config.max_model_len,
+            max_model_len=config.max_sequence_len,
             max_num_batched_tokens=config.max_num_batched_tokens,
             vocabulary=min(message.vocabulary for message in ready),
             eos_ids=config.end_ids,

@@ -306,15 +306,18 @@ class TokensBuilder:
         logprobs: Logprobs | None,
         ended: Sequence[Ended],
         prompts: Sequence[PromptLogprobs] = (),
+        vectors: Sequence[Handle] = (),
     ) -> list[tuple[int, Tokens]]:
         """Returns pairs of an output processor and its message, of those with something new. `rows`: which of the ids
-        belong to samples that had not ended before; None: all. `prompts`: log-probabilities of prompts."""
+        belong to samples that had not ended before; None: all. `prompts`: log-probabilities of prompts. `vectors`: of
+        a pooling engine, which has no output processors."""
         if rows is not None:
             logprobs = _logprobs_of(rows, logprobs, slots.size)
             slots, ids = slots[rows], ids[rows]
+            vectors = [vectors[row] for row in rows.tolist()] if vectors else ()
         if len(self._outputs) == 1:
             is_new = bool(ids.size or ended or self._aborted[0] or prompts)
-            return [(0, self._build(0, ids, slots, logprobs, ended, prompts))] if is_new else []
+            return [(0, self._build(0, ids, slots, logprobs, ended, prompts, vectors))] if is_new else []
         messages = []
         output_of = self._output_of[slots]
         for output in self._outputs:
@@ -334,6 +337,7 @@ class TokensBuilder:
         logprobs: Logprobs | None = None,
         ended: Sequence[Ended] = (),
         prompts: Sequence[PromptLogprobs] = (),
+        vectors: Sequence[Handle] = (),
     ) -> Tokens:
         new_slots = None
         if ids.size and slots is not (before := self._slots[output]):
@@ -342,7 +346,7 @@ class TokensBuilder:
             if before is None or not np.array_equal(slots, before):
                 new_slots = slots.astype(np.uint16)
         samples = tuple(self._aborted[output]), tuple(self._started[output]), tuple(ended)
-        tokens = Tokens(ids, new_slots, logprobs, *samples, tuple(prompts))
+        tokens = Tokens(ids, new_slots, logprobs, *samples, tuple(prompts), tuple(vectors))
         self._aborted[output].clear()
         self._started[output].clear()
         return tokens

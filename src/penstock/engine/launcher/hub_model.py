@@ -16,11 +16,14 @@ import msgspec
 
 from penstock.engine.cluster.weight_files import ALONE, INDEX, read_index
 from penstock.engine.launcher.preflight import OTHER_FILES
-from penstock.engine.model_dir import CONFIG_FILES
+from penstock.engine.model_dir import CONFIG_FILES, MODULES
 from penstock.engine.protocol.option import Option
 
 NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[\w.-]+")
-FILES = (*CONFIG_FILES, *OTHER_FILES, "tokenizer.json", "chat_template.jinja", "video_preprocessor_config.json", INDEX)
+FILES = (
+    *(*CONFIG_FILES, *OTHER_FILES, "tokenizer.json", "chat_template.jinja", "video_preprocessor_config.json", INDEX),
+    *(MODULES, "1_Pooling/config.json"),
+)
 FILE_NAME = re.compile(r"[\w.-]+\.safetensors")  # of weights, as an index names it
 
 
@@ -55,9 +58,7 @@ def download(name: str, revision: str | None = None, download_dir: str | None = 
     from huggingface_hub import snapshot_download
 
     def fetch(commit: str | None, files: list[str]) -> str:
-        return snapshot_download(
-            name, revision=commit, cache_dir=download_dir, allow_patterns=files, ignore_patterns="*/*"
-        )
+        return snapshot_download(name, revision=commit, cache_dir=download_dir, allow_patterns=files)
 
     try:
         directory = fetch(revision, list(FILES))

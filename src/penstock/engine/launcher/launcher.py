@@ -307,9 +307,13 @@ def import_programs(config: EngineConfig) -> None:
 def run_core(cluster: Cluster, me: ProcessId) -> object:
     if cluster.config.output_processors > 0:
         return engine_core.run(cluster, me)
+    if cluster.config.pooling:
+        from penstock.engine.output.vector_output import VectorOutput
+
+        return engine_core.run(cluster, me, VectorOutput)  # the core imports nothing of output
     from penstock.engine.output.output_state import OutputState
 
-    return engine_core.run(cluster, me, OutputState.of)  # the core imports nothing of output
+    return engine_core.run(cluster, me, OutputState.of)
 
 
 def run_bridge(cluster: Cluster, me: ProcessId) -> None:

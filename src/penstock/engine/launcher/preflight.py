@@ -20,7 +20,7 @@ from penstock.engine.cluster.adapter_files import base_shapes, require_adapter
 from penstock.engine.cluster.cuda_devices import Devices, cuda_devices, torch_build, uuid_digits
 from penstock.engine.cluster.numa import require_node
 from penstock.engine.cluster.weight_files import read_weights
-from penstock.engine.model_dir import expected, read_config, require_family, tokenizer_path
+from penstock.engine.model_dir import expected, read_config, require_family, require_pooling, tokenizer_path
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.worker.weight_slices import HeadSlices
 
@@ -61,6 +61,8 @@ def require_model(config: EngineConfig) -> None:
         whole.get("quantization_config") is not None,
         str(text.get("model_type", "")),
     )
+    if config.pooling:
+        require_pooling(config)
     _require_heads(text or whole, config.tensor_parallel_size)
     read_weights(directory)
     if config.lora.lora_modules:

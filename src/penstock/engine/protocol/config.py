@@ -158,6 +158,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     ] = None
     """Sampling defaults that take precedence over that source, by the names of generation_config.json, as in
     {"temperature": 0.5}"""
+    runner: Annotated[str, Option("model", choices=("auto", "generate", "pooling"))] = "auto"
+    """What the engine makes of a prompt: generate makes an answer, pooling a vector or a score; auto is pooling for a
+    model with modules.json, as sentence-transformers writes it"""
+    convert: Annotated[str, Option("model", choices=("auto", "none", "embed", "classify"))] = "auto"
+    """What pooling makes: embed makes a vector, the hidden state of the last position; classify makes a score, the
+    probability of yes before no; auto is embed"""
     enforce_eager: Annotated[bool, Option("model")] = False
     """Run every step eagerly on a CUDA device; steps are not replayed from CUDA graphs"""
     device: Annotated[str, Option("model", metavar="DEVICE")] = "cpu"
@@ -235,7 +241,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             name="mm-processor-cache-gb",
             unit=GIB,
             parse=float,
-            if_absent="0.25 GiB if the model takes images or --enable-prompt-embeds is given, else 0",
+            if_absent="0.25 GiB if the model takes images or --enable-prompt-embeds is given, or for pooling, else 0",
         ),
     ] = 0
     """Size of the store for processed images, videos and prompt embeddings, which all processes share; 0 disables
@@ -312,6 +318,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             raise ValueError(f"expected end_ids of 0 or more, got {self.end_ids}")
         self._check_stores()
         self._check_nodes()
+        self._check_pooling()
 
     def _check_devices(self) -> None:
         if self.collectives == "nccl" and self.device == "cpu":
@@ -369,6 +376,28 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
                 "mm_encoder_tp_mode 'store' needs all workers of an engine on one node, which share the store of "
                 "encodings: expected weights or data with tensor_parallel_over_nodes"
             )
+
+    def _check_pooling(self) -> None:
+        if self.runner != "pooling":
+            if self.convert in ("embed", "classify"):
+                raise ValueError(f"convert {self.convert!r} needs runner 'pooling', got {self.runner!r}")
+            return
+        if self.convert == "none":
+            raise ValueError("expected convert embed or classify with runner 'pooling', got 'none'")
+        if self.simulated is not None or self.device != "cpu" or self.nodes is not None:
+            raise ValueError("runner 'pooling' needs a model that CPUs of this machine compute")
+
+    @property
+    def pooling(self) -> str:
+        """Returns what the engine makes of a prompt instead of an answer, embed or classify; "": it generates."""
+        if self.runner != "pooling":
+            return ""
+        return "classify" if self.convert == "classify" else "embed"
+
+    @property
+    def max_sequence_len(self) -> int:
+        """Returns the most tokens of a sample: those of the model, and for pooling the id that means nothing."""
+        return self.max_model_len + bool(self.pooling)
 
     # ── nodes ──
     @property
@@ -456,12 +485,12 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
         if self.has_spread_ranks:
             return "weights"
         is_shared = self.device == "cpu" and self.simulated is None and self.store_nbytes and self.encoder_cache_nbytes
-        return "store" if is_shared else "weights"
+        return "store" if is_shared and not self.pooling else "weights"
 
     @property
     def max_blocks_per_request(self) -> int:
         """Returns how many blocks one sample has at most."""
-        return -(-self.max_model_len // self.block_size)
+        return -(-self.max_sequence_len // self.block_size)
 
 
 def require_dtype(name: str) -> None:

@@ -255,11 +255,14 @@ class StepDone(msgspec.Struct, array_like=True, frozen=True, eq=False):
     failed: Slots | None = None  # slots of samples that end without an answer
     reasons: Bytes | None = None  # FinishReason of each of them; None: all ERROR
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    vectors: tuple[Handle, ...] = ()  # of a pooling engine: one for each of the ids, which mean nothing there
 
     def require_fit(self, sampled: int) -> None:
         """Raises DecodeError unless there is one id for each of the `sampled` rows, and a reason for each failure."""
         if self.ids.shape != (sampled,):
             raise DecodeError(f"expected {sampled} numbers, got a shape of {self.ids.shape} at $.ids")
+        if self.vectors and len(self.vectors) != sampled:
+            raise DecodeError(f"expected {sampled} vectors, got {len(self.vectors)} at $.vectors")
         if self.reasons is not None and (self.failed is None or self.reasons.shape != self.failed.shape):
             raise DecodeError(
                 f"expected a reason for each failed slot, got a shape of {self.reasons.shape} at $.reasons"
@@ -335,6 +338,7 @@ class Tokens(msgspec.Struct, array_like=True, frozen=True, eq=False):
     started: tuple[Started, ...] = ()
     ended: tuple[Ended, ...] = ()  # a slot that is not in `slots` gets no more token
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    vectors: tuple[Handle, ...] = ()  # as in `StepDone`
 
 
 # ── output processor → server, by the server's inbox ─────────────────────────────────────────────────────────────────
@@ -369,6 +373,7 @@ class Delta(msgspec.Struct, array_like=True, frozen=True, eq=False):
     logprobs: Logprobs | None = None
     began: Began | None = None
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()  # those of a request come before the first row of it
+    vectors: tuple[Handle, ...] = ()  # of the first rows, one each, without ids
 
     def __post_init__(self) -> None:
         """Raises ValueError, which decoding turns into an error with a path."""

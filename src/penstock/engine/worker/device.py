@@ -27,6 +27,7 @@ class SamplerOutput:
     logprobs: Logprobs | None = None
     failed: Mapping[int, FinishReason] = field(default_factory=dict)  # by slot
     prompt_logprobs: tuple[PromptLogprobs, ...] = ()
+    vectors: tuple[Handle, ...] = ()  # as in `StepDone`
 
 
 @dataclass

@@ -103,7 +103,8 @@ class LoadedModel:
             )
         if device.type == "cuda":
             self._cuda_decoder = find_cuda_decoder(stock.get_decoder(), stock.get_input_embeddings(), probe, ranks)
-        self._softcap: float | None = getattr(text, "final_logit_softcapping", None)
+        has_head = not isinstance(stock.get_output_embeddings(), nn.Identity)
+        self._softcap: float | None = getattr(text, "final_logit_softcapping", None) if has_head else None
 
     def _probe(self) -> Probe:
         """Returns how each layer attends, found by running the model once."""
@@ -176,9 +177,12 @@ def load(
     dtype: str = "auto",
     adapters: Sequence[Adapter] = (),
     shared: SharedWeights | None = None,
+    *,
+    has_head: bool = True,
 ) -> LoadedModel:
     """Loads this rank's shard of a model, and of its adapters. `dtype`: "auto" for that of config.json. `shared`:
-    weights of the node, which are mapped, or filled.
+    weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden states as `logits`; the
+    files need no weights of the head.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """
@@ -198,6 +202,8 @@ def load(
     slices = shard(stock, tp_plan(stock), ranks, heads)
     with without_compiler():
         weight_loader.rebuild_buffers(stock, device)
+    if not has_head:
+        stock.set_output_embeddings(nn.Identity())
     if device.type == "cpu":
         load_on_cpu(stock, path, slices, device, shared)
     else:

@@ -46,6 +46,7 @@ from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_bat
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.lora import adapter_runs
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
+from penstock.engine.worker.pooler import Pooler
 from penstock.engine.worker.prompt_logprobs import PromptScorer
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.shared_weights import SharedWeights
@@ -92,13 +93,15 @@ class ModelRunner:
         kv_file: MemoryFile | None = None,
         adapters: Sequence[Adapter] = (),
         weight_file: WeightFile | None = None,
+        pooler: Pooler | None = None,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
         of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
         prompts may be embeddings. `kv_file`, `weight_file`: of the launcher, for keys and values and for weights that
-        outlive this process. `adapters`: requests may have one of them.
+        outlive this process. `adapters`: requests may have one of them. `pooler`: makes vectors of prompts, in place of
+        the sampler, on a CPU.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -111,9 +114,11 @@ class ModelRunner:
         if where.type == "cpu":
             keep_freed_memory()
         files = ModelFiles(Path(path))
-        parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size
+        self._pooler = pooler
+        has_head = pooler is None or pooler.needs_logits
+        parts = files.fingerprint.digest, files.weights_identity, dtype, self._ranks.rank, self._ranks.size, has_head
         shared = SharedWeights.open(weight_file, *parts, check=files.require_unchanged)
-        self._model = models.load(Path(path), self._ranks, where, dtype, adapters, shared)
+        self._model = models.load(Path(path), self._ranks, where, dtype, adapters, shared, has_head=has_head)
         files.require_unchanged()
         self.model = files.fingerprint.word
         self.vocabulary: int = self._model.vocab_size
@@ -130,7 +135,8 @@ class ModelRunner:
         if not threads and where.type == "cpu" and max_threads > 1:
             self._recall_threads()
         # Only rank 0 samples: logits of ranks that add up in another order may differ in the last bit.
-        self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if self._ranks.rank == 0 else None
+        samples = self._ranks.rank == 0 and pooler is None
+        self._sampler = Sampler(slots, self._model.vocab_size, end_ids, where) if samples else None
         self._prompts = PromptScorer(self._model)
         self._grammars = LazyGrammars(Path(path), self.vocabulary, end_ids, open_handle or Handle.open)
         self._masks: Future[TokenMasks] | None = None  # of the step that is launched
@@ -194,6 +200,8 @@ class ModelRunner:
             hidden, failed = self._compute(input_batch)
             prompts = self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
             logits = self._model.logits(hidden[torch.from_numpy(input_batch.last)]) if input_batch.last.size else None
+            if logits is not None and self._pooler is not None:
+                return self._pool(self._pooler, logits, batch.sampled, failed)
         finally:
             set_threads(kernel_threads())  # torch's, too: to sort the logits of random samples
         if logits is None:
@@ -202,6 +210,16 @@ class ModelRunner:
         pending = self._sample(logits, slots, failed, prompts)
         self._tokens.write(slots, batch.computed[slots], pending.device_ids)
         return pending
+
+    def _pool(self, pooler: Pooler, outputs: Tensor, slots: Index, failed: dict[int, FinishReason]) -> TorchPendingStep:
+        """Makes the vectors of a step, on rank 0. `outputs`: logits, or hidden states of a model without its head."""
+        ids = torch.zeros(slots.size, dtype=torch.int32)
+        if self._ranks.rank != 0:
+            return TorchPendingStep(ids, slots, None, failed)
+        vectors = pooler.vectors(outputs)
+        wrong = slots[~torch.isfinite(vectors).all(-1).numpy()].tolist()
+        failed = {**dict.fromkeys(wrong, FinishReason.ERROR), **failed}
+        return TorchPendingStep(ids, slots, None, failed, vectors=pooler.put(vectors))
 
     def _sample(
         self, logits: Tensor, slots: Index, failed: dict[int, FinishReason], prompts: tuple[PromptLogprobs, ...]
@@ -413,9 +431,10 @@ class TorchPendingStep:
         chosen: SampledTokens | None,
         failed: dict[int, FinishReason],
         prompts: tuple[PromptLogprobs, ...] = (),
+        vectors: tuple[Handle, ...] = (),
     ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
-        self._prompts = prompts
+        self._prompts, self._vectors = prompts, vectors
         self.device_ids = ids
         self._slots = slots
         self._chosen = chosen
@@ -437,7 +456,7 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(self.ids(), logprobs, failed, self._prompts)
+        return SamplerOutput(self.ids(), logprobs, failed, self._prompts, self._vectors)
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:

@@ -26,6 +26,7 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
+from penstock.engine.model_dir import classifier_ids
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import Begin, Ready, Step, StepDone, Stop
@@ -35,6 +36,7 @@ from penstock.engine.worker.simulated_device import SimulatedRunner
 if TYPE_CHECKING:  # these import torch
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.encoding_exchange import EncoderOptions
+    from penstock.engine.worker.pooler import Pooler
 
 MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them
 LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
@@ -106,6 +108,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         kv_file=None if files is None else files.pages[me.index],
         adapters=config.lora.adapters,
         weight_file=cluster.weights,
+        pooler=pooler_of(cluster),
     )
 
 
@@ -171,6 +174,16 @@ def encoder_options_of(cluster: Cluster) -> EncoderOptions:
         config.encoder_cache_nbytes,
         timeout=config.step_timeout / 2,
     )
+
+
+def pooler_of(cluster: Cluster) -> Pooler | None:
+    """Returns what makes vectors or scores of prompts; None: the engine generates."""
+    from penstock.engine.worker.pooler import Pooler
+
+    config = cluster.config
+    if not config.pooling:
+        return None
+    return Pooler(cluster.store, classifier_ids(config) if config.pooling == "classify" else None)
 
 
 def recorder_of(config: EngineConfig) -> GraphRecorder | None:
@@ -281,6 +294,7 @@ def build_result(step: Step, sampled: SamplerOutput) -> StepDone:
         failed=failed,
         reasons=reasons,
         prompt_logprobs=sampled.prompt_logprobs,
+        vectors=sampled.vectors,
     )
 
 

@@ -351,8 +351,9 @@ class PromptBuilder:
             # Ids beyond the limit need no check: the prompt is refused for its length.
             looked_at = prompt if limit is None else prompt[: limit.tokens + 1]
             if looked_at and max(looked_at) >= self.tokenizer.vocab_size:
-                message = f"expected ids below {self.tokenizer.vocab_size}, got {max(looked_at)} at $.prompt"
-                raise ApiError(400, message, param="prompt")
+                param = "prompt" if limit is None else limit.param
+                message = f"expected ids below {self.tokenizer.vocab_size}, got {max(looked_at)} at $.{param}"
+                raise ApiError(400, message, param=param)
             return prompt
         if len(prompt) <= LONG:
             return self.tokenizer.encode(prompt, add_special)

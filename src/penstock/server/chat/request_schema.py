@@ -18,7 +18,9 @@ from penstock.engine.media.media_kind import IMAGE, VIDEO, MediaRef
 from penstock.engine.protocol.messages import SamplingParams
 from penstock.engine.text.grammar_fields import GrammarError, GrammarFields, GrammarSource, Tool, require_fit
 from penstock.server.chat.data_urls import LONG, extract_data_urls
-from penstock.server.chat.json_limits import MAX_NBYTES, MAX_VALUES, check_json_size
+from penstock.server.chat.json_limits import MAX_NBYTES, check_json_size
+from penstock.server.chat.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
+from penstock.server.chat.prompt_list import MAX_PARTS, Id, PromptList, separate_prompts
 from penstock.server.chat.request_fields import NEUTRAL_ONLY, require_neutral, strict, unknown_fields
 from penstock.server.chat.tool_fields import CallFields, CallResults, ToolChoice, Tools, check_tools, tools_for_template
 from penstock.server.errors import ApiError, body_error
@@ -27,7 +29,7 @@ from penstock.server.options import MAX_LOGPROBS
 T = TypeVar("T", bound=msgspec.Struct)
 
 MAX_SAMPLES = 128  # of one prompt
-MAX_PARTS, MAX_MESSAGES = MAX_VALUES, 1 << 14  # more are no prompt of any model, and are not looked at
+MAX_MESSAGES = 1 << 14  # more are no prompt of any model, and are not looked at
 MAX_PROMPTS = 128
 MAX_STOPS = 64
 MAX_CHARACTERS = 1024  # of one of them, and of what a client is called
@@ -39,7 +41,6 @@ REQUEST_ID_PATTERN = "^[!-~]{1,128}$"
 
 Defaults: TypeAlias = Mapping[str, Any]  # of sampling parameters, by name: `SamplingDefaults.explicit`
 NO_DEFAULTS: Defaults = MappingProxyType({})
-Id = Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)]
 Short = Annotated[str, msgspec.Meta(max_length=MAX_CHARACTERS)]
 Word = Annotated[int, msgspec.Meta(ge=-(1 << 63), le=(1 << 63) - 1)]
 Stop = Annotated[str, msgspec.Meta(min_length=1, max_length=MAX_CHARACTERS)]
@@ -145,7 +146,7 @@ _PASSED_THROUGH = (
 
 # ── completions ──────────────────────────────────────────────────────────────────────────────────────────────────────
 class CompletionRequest(Sampling, kw_only=True):
-    prompt: str | Annotated[list[str | Id | list[Id]], msgspec.Meta(max_length=MAX_PARTS)] | None = None
+    prompt: PromptList | None = None
     prompt_embeds: str | Annotated[list[str], msgspec.Meta(max_length=MAX_PROMPTS)] | None = None  # in base64
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
@@ -175,19 +176,7 @@ class CompletionRequest(Sampling, kw_only=True):
             return []
         if self.prompt is None:
             raise ApiError(400, "object missing required field prompt at $.prompt", param="prompt")
-        if isinstance(self.prompt, str):
-            return [self.prompt]
-        kinds = {type(item) for item in self.prompt}
-        if kinds != {int} and len(self.prompt) + embeds > MAX_PROMPTS:
-            message = f"expected at most {MAX_PROMPTS} prompts, got {len(self.prompt) + embeds}"
-            raise ApiError(400, message, param="prompt")
-        if len(kinds) != 1:
-            raise ApiError(
-                400, "expected either texts or lists of token ids, got both or none at $.prompt", param="prompt"
-            )
-        if kinds == {int}:
-            return [[item for item in self.prompt if isinstance(item, int)]]
-        return [item for item in self.prompt if not isinstance(item, int)]
+        return separate_prompts(self.prompt, "prompt", MAX_PROMPTS, embeds)
 
 
 # ── chats ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -330,7 +319,11 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
 
 
 DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind) for kind in (CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest)
+    kind: msgspec.json.Decoder(kind)
+    for kind in (
+        *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest),
+        *(EmbeddingRequest, ScoreRequest, RerankRequest),
+    )
 }
 STRICT: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
     kind: msgspec.json.Decoder(strict(kind, StreamOptions)) for kind in DECODERS

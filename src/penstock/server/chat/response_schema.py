@@ -191,6 +191,55 @@ class CompletionChunk(ChunkBase, kw_only=True):
     choices: list[CompletionStep]
 
 
+# ── vectors and scores ───────────────────────────────────────────────────────────────────────────────────────────────
+class PoolingUsage(ResponseModel):
+    prompt_tokens: Natural
+    total_tokens: Natural
+
+
+class PoolingAnswer(ResponseModel):
+    id: str
+    created: Natural
+    model: str
+    usage: PoolingUsage
+
+
+class EmbeddingData(ResponseModel):
+    object: Literal["embedding"]
+    index: Natural
+    embedding: list[float] | str  # or in base64
+
+
+class EmbeddingResponse(PoolingAnswer):
+    object: Literal["list"]
+    data: list[EmbeddingData]
+
+
+class ScoreData(ResponseModel):
+    object: Literal["score"]
+    index: Natural
+    score: float
+
+
+class ScoreResponse(PoolingAnswer):
+    object: Literal["list"]
+    data: list[ScoreData]
+
+
+class RankedDocument(ResponseModel):
+    text: str
+
+
+class RerankResult(ResponseModel):
+    index: Natural
+    relevance_score: float
+    document: RankedDocument | msgspec.UnsetType = msgspec.UNSET
+
+
+class RerankResponse(PoolingAnswer):
+    results: list[RerankResult]
+
+
 # ── other routes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class TokenizeResponse(ResponseModel):
     count: Natural
@@ -265,6 +314,6 @@ class HealthResponse(Readiness):
 
 ALL = (
     *(ErrorResponse, ChatCompletion, ChatChunk, TextCompletion, CompletionChunk, TokenizeResponse),
-    *(DetokenizeResponse, ServerVersion, ServerLoad),
+    *(EmbeddingResponse, ScoreResponse, RerankResponse, DetokenizeResponse, ServerVersion, ServerLoad),
     *(ModelCard, ModelList, Live, Readiness, HealthResponse),
 )

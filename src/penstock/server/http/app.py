@@ -73,6 +73,7 @@ from penstock.server.http.endpoint import (
 )
 from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
+from penstock.server.http.pooling_routes import PoolingRoutes
 from penstock.server.http.segment_metrics import SegmentMetrics
 from penstock.server.options import ServerOptions
 from penstock.server.status.counters import ProcessCounters, ServerCounters
@@ -121,6 +122,7 @@ class ApiServer:
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
+        self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, self._require_model)
         self._formats = AnswerFormats(options, reader.tokenizer.tool_template, reader.tokenizer.tokenizer)
 
     def app(self) -> ASGIApp:
@@ -133,9 +135,12 @@ class ApiServer:
 
     @functools.cached_property
     def _posts(self) -> dict[str, Endpoint]:
+        pools = bool(self._config.pooling)
+        chat, completions = (self._no_answers,) * 2 if pools else (self._chat, self._completions)
         return {
-            "/v1/chat/completions": Endpoint(self._admission, "chat", self._chat),
-            "/v1/completions": Endpoint(self._admission, "completions", self._completions),
+            "/v1/chat/completions": Endpoint(self._admission, "chat", chat),
+            "/v1/completions": Endpoint(self._admission, "completions", completions),
+            **self._pooling.posts(self._admission),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
         }
@@ -177,12 +182,19 @@ class ApiServer:
             message = f"there is no route {path}: {way_out}"
         return ApiError(error.status_code, message, headers=headers).response()
 
-    def _require_model(self, name: str | None) -> None:
+    def _require_model(self, name: str | None) -> str:
+        """Returns the name for an answer. Raises ApiError."""
         if name is not None and name not in (*self._names, self._config.model, *self._adapters):
             message = f"there is no model {name!r} here, but {' and '.join(map(repr, (*self._names, *self._adapters)))}"
             raise ApiError(404, message, param="model", code="model_not_found")
+        return name or self._name
 
     # ── what is generated ──
+    async def _no_answers(self, request: Request) -> Answer:
+        raise ApiError(
+            400, "this server makes vectors and scores, no answers: --runner generate serves a model for those"
+        )
+
     async def _chat(self, request: Request) -> Answer:
         async with self._bodies.receive(request) as body:
             chat = await self._bodies.decode(request, body, ChatRequest)

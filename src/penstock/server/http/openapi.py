@@ -16,6 +16,7 @@ from starlette.routing import Route
 
 import penstock
 from penstock.server.chat import request_fields, response_schema
+from penstock.server.chat.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.server.chat.request_schema import (
     DECODERS,
     ChatRequest,
@@ -122,9 +123,15 @@ def _paths(has_keys: bool) -> dict[str, Any]:
     completion = post(
         "Continue a text", CompletionRequest, response_schema.TextCompletion, response_schema.CompletionChunk
     )
+    embeddings = post("Vectors of texts", EmbeddingRequest, response_schema.EmbeddingResponse)
+    score = post("Scores of pairs of texts", ScoreRequest, response_schema.ScoreResponse)
+    rerank = post("Documents by their scores", RerankRequest, response_schema.RerankResponse)
     return {
         "/v1/chat/completions": {"post": chat},
         "/v1/completions": {"post": completion},
+        "/v1/embeddings": {"post": embeddings},
+        **{path: {"post": _named(score, path)} for path in ("/score", "/v1/score")},
+        **{path: {"post": _named(rerank, path)} for path in ("/rerank", "/v1/rerank", "/v2/rerank")},
         "/tokenize": {"post": post("The ids of a text", TokenizeRequest, response_schema.TokenizeResponse)},
         "/detokenize": {"post": post("The text of ids", DetokenizeRequest, response_schema.DetokenizeResponse)},
         "/version": {"get": get("The version", response_schema.ServerVersion, is_open=True)},
@@ -142,6 +149,11 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/health/live": {"get": get("Whether this process lives", response_schema.Live, is_open=True)},
         "/health/ready": {"get": health("Whether a request would be answered now", response_schema.Readiness)},
     }
+
+
+def _named(operation: dict[str, Any], path: str) -> dict[str, Any]:
+    """Returns an operation with an id of its own: several paths have it."""
+    return {**operation, "operationId": operation["operationId"] + path.title().replace("/", "")}
 
 
 def _schema(kind: type) -> dict[str, Any]:

@@ -10,6 +10,7 @@ import pytest
 
 pytest.importorskip("starlette")
 
+from penstock.server.chat.pooling_schema import EmbeddingRequest, RerankRequest, ScoreRequest
 from penstock.server.chat.request_fields import (
     IGNORED,
     MAX_NAMES,
@@ -32,6 +33,7 @@ from penstock.server.http import openapi
 from penstock.server.options import ServerOptions
 
 SERVE = Path(__file__).parents[4] / "docs/howto/serve.md"
+STREAMED = {"stream_options.include_usage", "stream_options.continuous_usage_stats"}  # of each kind in the table
 MESSAGES = [{"role": "user", "content": "hi"}]
 
 # As `openai` 2.54 and vLLM's main branch of 2026 name them.
@@ -61,6 +63,9 @@ def body_of(kind: type, **fields: Any) -> bytes:
         CompletionRequest: {"prompt": "x"},
         TokenizeRequest: {"prompt": "x"},
         DetokenizeRequest: {"tokens": [1]},
+        EmbeddingRequest: {"input": "x"},
+        ScoreRequest: {"text_1": "x", "text_2": "y"},
+        RerankRequest: {"query": "x", "documents": ["y"]},
     }[kind]
     return json.dumps({**needed, **fields}).encode()
 
@@ -69,7 +74,8 @@ def test_every_field_of_openai_and_of_vllm_has_one_place() -> None:
     honoured = FIELDS[ChatRequest] | FIELDS[CompletionRequest]
     partly = {ChatRequest: {"tools", "tool_choice", "parallel_tool_calls"}, TokenizeRequest: {"tools"}}
     partly[CompletionRequest] = {"prompt_embeds", "echo"}
-    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - set().union(*partly.values()):
+    partly |= {ScoreRequest: {"documents"}, RerankRequest: {"documents"}}
+    for name in {*" ".join(OF_OPENAI | OF_VLLM).split()} - set().union(*partly.values()) | {"documents"}:
         assert (name in honoured) + (name in NEUTRAL_ONLY) + (name in IGNORED) == 1, name
     for kind, names in partly.items():
         assert FIELDS[kind] & (NEUTRAL_ONLY.keys() | IGNORED) == names
@@ -165,5 +171,8 @@ def test_the_page_on_serving_lists_every_field() -> None:
     assert listed["honoured by both"] == FIELDS[ChatRequest] & FIELDS[CompletionRequest]
     assert listed["honoured by chats"] == FIELDS[ChatRequest] - FIELDS[CompletionRequest]
     assert listed["honoured by completions"] == FIELDS[CompletionRequest] - FIELDS[ChatRequest]
+    assert listed["honoured by embeddings"] == FIELDS[EmbeddingRequest] - STREAMED
+    assert listed["honoured by score"] == FIELDS[ScoreRequest] - STREAMED
+    assert listed["honoured by rerank"] == FIELDS[RerankRequest] - STREAMED
     assert listed["refused"] == NEUTRAL_ONLY.keys()
     assert listed["ignored"] == IGNORED

@@ -1,0 +1,256 @@
+"""The routes of a server that makes vectors and scores: embeddings, score and rerank.
+
+The engine computes each prompt as a request of its own. A vector lies in the store, where this process reads it; the
+chunk of the answer has the handle.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import contextlib
+import functools
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import numpy as np
+from starlette.requests import Request
+from starlette.responses import Response
+
+from penstock.engine.client.client import Client
+from penstock.engine.client.stream import EngineError, OutputStream
+from penstock.engine.model_dir import hidden_size_of
+from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.messages import Floats, SamplingParams
+from penstock.server.chat.latency_recorder import LatencyRecorder
+from penstock.server.chat.pooling_schema import (
+    MAX_INPUTS,
+    EmbeddingRequest,
+    PoolingFields,
+    RerankRequest,
+    ScoreRequest,
+)
+from penstock.server.chat.prompt_builder import PromptBuilder
+from penstock.server.chat.prompt_list import separate_prompts
+from penstock.server.chat.request_schema import Conversation
+from penstock.server.chat.streaming import RequestStreams, cancel_on_disconnect
+from penstock.server.errors import ApiError, Limit, context_length_exceeded
+from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, account_of
+from penstock.server.options import ServerOptions
+from penstock.server.status.counters import ProcessCounters, Served
+
+ATTEMPTS = 3  # to compute a vector that the store gives up before it is read
+PARAMS = SamplingParams(max_tokens=1, temperature=0.0, detokenize=False)  # the id that ends a request means nothing
+# Of Qwen3-Reranker, as its page and vLLM write it, for a model without a --chat-template.
+RERANK_TEMPLATE = (
+    "<|im_start|>system\nJudge whether the Document meets the requirements based on the Query and the Instruct "
+    'provided. Note that the answer can only be "yes" or "no".<|im_end|>\n<|im_start|>user\n<Instruct>: '
+    '{{ messages | selectattr("role", "eq", "system") | map(attribute="content") | first '
+    '| default("Given a web search query, retrieve relevant passages that answer the query") }}\n<Query>: '
+    '{{ messages | selectattr("role", "eq", "query") | map(attribute="content") | first }}\n<Document>: '
+    '{{ messages | selectattr("role", "eq", "document") | map(attribute="content") | first }}<|im_end|>\n'
+    '<|im_start|>assistant\n<think>\n\n</think>\n\n{{ "" }}'
+)
+
+
+class PoolingRoutes:
+    def __init__(
+        self,
+        config: EngineConfig,
+        options: ServerOptions,
+        client: Client,
+        reader: PromptBuilder,
+        bodies: BodyReader,
+        row: ProcessCounters,
+        check_model: Callable[[str | None], str],
+    ) -> None:
+        """`check_model` returns the name of the model for answers, and raises ApiError for another one."""
+        self._config = config
+        self._options = options
+        self._client = client
+        self._reader = reader
+        self._bodies = bodies
+        self._row = row
+        self._check_model = check_model
+        self._size = hidden_size_of(config)
+        self._max_open = max(1, config.max_num_seqs * config.all_groups // 2)  # the other slots are for other requests
+
+    def posts(self, admission: Admission) -> dict[str, Endpoint]:
+        score = Endpoint(admission, "score", self._score)
+        rerank = Endpoint(admission, "rerank", self._rerank)
+        return {
+            "/v1/embeddings": Endpoint(admission, "embeddings", self._embeddings),
+            **dict.fromkeys(("/score", "/v1/score"), score),
+            **dict.fromkeys(("/rerank", "/v1/rerank", "/v2/rerank"), rerank),
+        }
+
+    def _require(self, *kinds: str) -> None:
+        """Raises ApiError unless the engine pools in one of these ways."""
+        if not self._config.pooling:
+            raise ApiError(
+                400, "this server generates answers: --runner pooling serves a model for embeddings and scores"
+            )
+        if self._config.pooling not in kinds:
+            raise ApiError(400, "this server makes scores: --convert embed serves a model for embeddings")
+
+    # ── routes ──
+    async def _embeddings(self, request: Request) -> Answer:
+        self._require("embed")
+        async with self._bodies.receive(request) as body:
+            fields = await self._bodies.decode(request, body, EmbeddingRequest)
+            name = self._check_model(fields.model)
+            if fields.dimensions is not None and self._size is not None and fields.dimensions > self._size:
+                message = f"expected dimensions from 1 to {self._size}, got {fields.dimensions}"
+                raise ApiError(400, message, param="dimensions")
+            inputs = separate_prompts(fields.input, "input", MAX_INPUTS)
+            prompts = await self._ids(inputs, fields, "input")
+        vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
+        data = []
+        for index, vector in enumerate(vectors):
+            shown = _shown(_cut(vector, fields.dimensions), fields.encoding_format)
+            data.append(msgspec.Raw(msgspec.json.encode({"object": "embedding", "index": index, "embedding": shown})))
+            await asyncio.sleep(0)  # thousands of numbers take up to 1 ms, and others go on in between
+        return self._answer(request, "embd", name, prompts, object="list", data=data)
+
+    async def _score(self, request: Request) -> Answer:
+        self._require("embed", "classify")
+        async with self._bodies.receive(request) as body:
+            fields = await self._bodies.decode(request, body, ScoreRequest)
+            name, pairs = self._check_model(fields.model), fields.pairs()
+            texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction)
+        vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
+        scores = self._scores(pairs, texts, vectors)
+        data = [{"index": index, "object": "score", "score": score} for index, score in enumerate(scores)]
+        return self._answer(request, "score", name, prompts, object="list", data=data)
+
+    async def _rerank(self, request: Request) -> Answer:
+        self._require("embed", "classify")
+        async with self._bodies.receive(request) as body:
+            fields = await self._bodies.decode(request, body, RerankRequest)
+            name, pairs = self._check_model(fields.model), [(fields.query, text) for text in fields.texts]
+            texts, prompts = await self._pair_prompts(pairs, fields, fields.instruction)
+        vectors = await cancel_on_disconnect(request.receive, self._vectors(request, fields, prompts))
+        scores = self._scores(pairs, texts, vectors)
+        order = sorted(range(len(scores)), key=lambda index: -scores[index])[: fields.top_n or len(scores)]
+        shows = fields.return_documents is not False
+        results = [
+            {
+                "index": index,
+                **({"document": {"text": pairs[index][1]}} if shows else {}),
+                "relevance_score": scores[index],
+            }
+            for index in order
+        ]
+        return self._answer(request, "rerank", name, prompts, results=results)
+
+    def _answer(self, request: Request, kind: str, model: str, prompts: Sequence[list[int]], **fields: Any) -> Response:
+        tokens = sum(map(len, prompts))
+        head = {"id": f"{kind}-{request.state.request_id}", "created": int(time.time()), "model": model}
+        answer = {**head, **fields, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
+        return Response(msgspec.json.encode(answer), media_type="application/json")
+
+    # ── prompts ──
+    async def _ids(self, inputs: Sequence[str | list[int]], fields: PoolingFields, param: str) -> list[list[int]]:
+        """Returns the ids of texts. Raises ApiError for an empty or too long prompt."""
+        max_tokens, keep, prompts = self._config.max_model_len, fields.truncate_prompt_tokens, []
+        limit = Limit(max_tokens, param, None)
+        if keep is not None and keep > max_tokens:
+            name = "truncate_prompt_tokens"
+            message = f"expected at most {max_tokens} tokens, as many as the model has, got {keep} at $.{name}"
+            raise ApiError(400, message, param=name)
+        for value in inputs:
+            ids = await self._reader.ids(value, fields.add_special_tokens is not False, limit if keep is None else None)
+            if keep is not None:
+                ids = ids[max(0, len(ids) - (max_tokens if keep == -1 else keep)) :]
+            if not ids:
+                raise ApiError(
+                    400, f"expected a prompt of 1 to {max_tokens} tokens, got none at $.{param}", param=param
+                )
+            if len(ids) > max_tokens:
+                raise context_length_exceeded(max_tokens, len(ids), limit)
+            prompts.append(ids)
+            await asyncio.sleep(0)  # each takes up to 1 ms
+        return prompts
+
+    async def _pair_prompts(
+        self, pairs: Sequence[tuple[str, str]], fields: PoolingFields, instruction: str | None
+    ) -> tuple[list[str], list[list[int]]]:
+        """Returns prompts, and the texts of those that are a text alone. Raises ApiError."""
+        if self._config.pooling == "embed":
+            if instruction is not None:
+                raise ApiError(400, "instruction is for a model of scores: write it into the text", param="instruction")
+            texts = list(dict.fromkeys(text for pair in pairs for text in pair))
+            return texts, await self._ids(texts, fields, "documents")
+        if fields.truncate_prompt_tokens is not None:
+            message = "truncate_prompt_tokens is not supported for scores: the end of the prompt is the question"
+            raise ApiError(400, message, param="truncate_prompt_tokens")
+        prompts = []
+        for query, document in pairs:
+            messages = [{"role": "query", "content": query}, {"role": "document", "content": document}]
+            if instruction is not None:
+                messages.insert(0, {"role": "system", "content": instruction})
+            limit = Limit(self._config.max_model_len, "documents", None)
+            kwargs = self._options.default_chat_template_kwargs
+            prompt = await self._reader.conversation(Conversation(messages, [], []), True, kwargs, False, limit)
+            prompts += await self._ids([prompt.ids], fields, "documents")
+        return [], prompts
+
+    def _scores(self, pairs: Sequence[tuple[str, str]], texts: Sequence[str], vectors: Sequence[Floats]) -> list[float]:
+        """Returns the score of each pair: the model's, or the cosine of two embeddings."""
+        if not texts:
+            return [float(vector[0]) for vector in vectors]
+        of_text = dict(zip(texts, vectors, strict=True))
+        return [float(of_text[query] @ of_text[document]) for query, document in pairs]
+
+    # ── vectors ──
+    async def _vectors(self, request: Request, fields: PoolingFields, prompts: Sequence[list[int]]) -> list[Floats]:
+        """Returns the vector of each prompt. Raises EngineError."""
+        logged_id = request.state.request_id if self._options.enable_log_requests else None
+        latencies = LatencyRecorder(self._row, request.state.began, logged_id)
+        vectors: dict[int, Floats] = {}
+        for _ in range(ATTEMPTS):
+            missing = [number for number in range(len(prompts)) if number not in vectors]
+            submits = [functools.partial(self._submit, request, fields, prompts[number]) for number in missing]
+            batch = RequestStreams(submits, self._max_open)
+            with latencies.watching(batch.streams):
+                async with contextlib.aclosing(batch.chunks()) as chunks:
+                    async for place, chunk in chunks:
+                        stream = batch.streams[place]
+                        latencies.chunk(stream, chunk)
+                        self._row.engines[stream.group][Served.PROMPT_TOKENS] += stream.prompt_tokens
+                        self._row.engines[stream.group][Served.PROMPT_TOKENS_CACHED] += stream.cached_tokens
+                        vector = None if chunk.vector_handle is None else self._client.take_vector(chunk.vector_handle)
+                        if vector is not None:
+                            vectors[missing[place]] = vector
+            if len(vectors) == len(prompts):
+                return [vectors[number] for number in range(len(prompts))]
+        raise EngineError(503, "the store had no room for a vector until it was read: send the request again")
+
+    async def _submit(self, request: Request, fields: PoolingFields, ids: list[int]) -> OutputStream:
+        return await self._client.submit(
+            ids,
+            PARAMS,
+            priority=fields.priority or 0,
+            client=fields.user or "",
+            account=account_of(request, fields.user, bool(self._options.api_keys)),
+            salt=(fields.cache_salt or "").encode(),
+            request_id=request.state.request_id,
+        )
+
+
+def _cut(vector: Floats, dimensions: int | None) -> Floats:
+    """Returns the first numbers of a vector, of length 1 again."""
+    if dimensions is None or dimensions >= vector.size:
+        return vector
+    short = vector[:dimensions]
+    cut: Floats = short / max(float(np.linalg.norm(short)), 1e-12)
+    return cut
+
+
+def _shown(vector: Floats, encoding_format: str | None) -> list[float] | str:
+    if encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    numbers: list[float] = vector.tolist()
+    return numbers
