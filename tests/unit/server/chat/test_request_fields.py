@@ -29,7 +29,9 @@ from penstock.server.chat.request_schema import (
 )
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
+from penstock.server.messages.messages_request import CountTokensRequest, MessagesRequest
 from penstock.server.options import ServerOptions
+from penstock.server.responses.responses_request import ResponsesRequest
 
 SERVE = Path(__file__).parents[4] / "docs/howto/serve.md"
 MESSAGES = [{"role": "user", "content": "hi"}]
@@ -61,6 +63,9 @@ def body_of(kind: type, **fields: Any) -> bytes:
         CompletionRequest: {"prompt": "x"},
         TokenizeRequest: {"prompt": "x"},
         DetokenizeRequest: {"tokens": [1]},
+        ResponsesRequest: {"input": "x"},
+        CountTokensRequest: {"messages": MESSAGES},
+        MessagesRequest: {"messages": MESSAGES, "max_tokens": 1},
     }[kind]
     return json.dumps({**needed, **fields}).encode()
 
