@@ -1,7 +1,7 @@
 """Answers that the server writes itself, event by event, from the text that the output processors send.
 
-An answer is a list of items, one after the other: text, reasoning, calls. All that an event holds but its number is
-a function of the request and the text so far, so an answer that goes on after the loss of a process has the same items.
+An answer is a list of items, one after the other: text, reasoning, calls. The items are a
+function of the request and the text, so an answer has equal items after the loss of a process.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from penstock.server.chat.streaming import RequestStreams, SSEResponse, collect
 from penstock.server.chat.tool_fields import ToolUse
 from penstock.server.errors import ApiError
 
-Event: TypeAlias = dict[str, Any]  # with its type under "type"
+Event: TypeAlias = dict[str, Any]  # with a type under "type"
 
 
 class ItemKind(enum.Enum):
@@ -37,11 +37,11 @@ class ItemKind(enum.Enum):
 
 
 class PieceEvents(abc.ABC):
-    """Writes the events of an answer of one sample. A subclass knows what an API calls them."""
+    """Writes the events of an answer of one sample. A subclass has the names of an API."""
 
     def __init__(self, answer_format: AnswerFormat | None) -> None:
         """`answer_format`: None where all text is content."""
-        self.items: list[dict[str, Any]] = []  # that are complete, as `close` has built them
+        self.items: list[dict[str, Any]] = []  # complete ones, as `close` has built them
         self.texts: list[str] = []  # of the open item
         self.kind: ItemKind | None = None  # of the open item; None: no item is open
         self.reason: FinishReason | None = None  # None: more text will come
@@ -77,7 +77,7 @@ class PieceEvents(abc.ABC):
         """Returns the answer, after `add` with all its text."""
 
     def number(self, event: Event) -> Event:
-        """Returns an event with its number, if the API has numbers."""
+        """Returns an event with a number, if the API has numbers."""
         return event
 
     def add(self, text: str, reason: FinishReason | None, stop: int | str | None) -> Iterator[Event]:
@@ -183,7 +183,7 @@ _MESSAGE = re.compile(r"messages\[(\d+)\]")
 
 
 def translated(error: ApiError, paths: Sequence[str], names: Iterable[tuple[str, str]]) -> ApiError:
-    """Returns an error of a chat with the fields of the request that the chat was made of.
+    """Returns an error of a chat with the fields of the request behind the chat.
 
     `paths`: of each message of the chat; empty: the chat was not made yet, and the error is of the request itself.
     `names`: patterns of a chat's fields, and the fields of the request.

@@ -1,1 +1,1 @@
-"""`/v1/messages`, as Anthropic has it: its bodies, its events, its errors."""
+"""`/v1/messages`, in the form of Anthropic's API: bodies, events, errors."""

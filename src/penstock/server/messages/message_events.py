@@ -21,7 +21,7 @@ ERROR_TYPES = {
     503: "overloaded_error",
     504: "timeout_error",
 }
-DELTAS = {  # type of the delta, and its field
+DELTAS = {  # type and field of the delta
     ItemKind.TEXT: ("text_delta", "text"),
     ItemKind.REASONING: ("thinking_delta", "thinking"),
     ItemKind.CALL: ("input_json_delta", "partial_json"),
@@ -37,7 +37,7 @@ class MessageEvents(PieceEvents):
     def __init__(self, answer_format: AnswerFormat | None, message_id: str, model: str) -> None:
         super().__init__(answer_format)
         self._head = {"id": message_id, "type": "message", "role": "assistant", "model": model}
-        self._block: dict[str, Any] = {}  # the open one
+        self._block: dict[str, Any] = {}  # of the open item
 
     def begin(self, stream: OutputStream) -> list[Event]:
         message = {
@@ -93,7 +93,7 @@ class MessageEvents(PieceEvents):
 
 
 def _usage(stream: OutputStream) -> dict[str, int]:
-    """Returns the usage, in which tokens of the input are those that no cache had."""
+    """Returns the usage. Tokens from the cache are no tokens of the input."""
     return {
         "input_tokens": stream.prompt_tokens - stream.cached_tokens,
         "cache_creation_input_tokens": 0,
@@ -103,7 +103,7 @@ def _usage(stream: OutputStream) -> dict[str, int]:
 
 
 def _parsed(arguments: str) -> dict[str, Any]:
-    """Returns the arguments of a call; those that are no JSON object, as where the length cut them, as text."""
+    """Returns the arguments of a call; the text, where `max_tokens` has cut the arguments."""
     try:
         return msgspec.json.decode(arguments or "{}", type=dict[str, Any])
     except (msgspec.DecodeError, RecursionError):

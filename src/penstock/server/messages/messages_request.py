@@ -1,4 +1,4 @@
-"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`, and the chat that answers them."""
+"""The bodies of `/v1/messages` and `/v1/messages/count_tokens`, and the chat for an answer."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ from penstock.server.chat.tool_fields import (
 )
 from penstock.server.errors import ApiError
 
-# Patterns of a chat's fields, as errors have them, and the fields of this body.
+# Patterns of a chat's fields, as errors have them, and the fields of the body.
 NAMES = (
     (r"(tools\[\d+\])\.function\.parameters", r"\1.input_schema"),
     (r"(tools\[\d+\])\.function", r"\1"),
     (r"response_format\.json_schema", "output_config.format"),
     (r"stop\Z", "stop_sequences"),
 )
-# Fields that are refused by name, with the values that change nothing.
+# Fields refused by name, with the values without effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "best_of": (1,),
     "container": (),
@@ -134,7 +134,7 @@ def _chat_messages(message: InputMessage) -> list[Message]:
 
 
 def _plain(parts: Any) -> Any:
-    """Returns a single text without its part: some templates take nothing else."""
+    """Returns a single text without a part: some templates take texts only."""
     return parts[0].text if len(parts) == 1 and isinstance(parts[0], TextPart) else parts
 
 
@@ -216,7 +216,7 @@ class CountTokensRequest(Sampling, kw_only=True):
     inference_geo: Any = None
 
     def restore(self, urls: dict[str, str]) -> None:
-        """Puts long images in place of their marks."""
+        """Puts long images in the place of marks."""
         blocks = [block for message in self.messages if isinstance(message.content, list) for block in message.content]
         blocks += [
             inner
@@ -229,7 +229,7 @@ class CountTokensRequest(Sampling, kw_only=True):
                 block.source.data = urls.pop(block.source.data, block.source.data)
 
     def translate(self) -> tuple[ChatRequest, list[str]]:
-        """Returns the chat that answers, and the path of each of its messages. Raises ApiError."""
+        """Returns the chat for an answer, and the path of each message of the chat. Raises ApiError."""
         for name, neutral in REFUSED.items():
             if not is_neutral(getattr(self, name), neutral):
                 raise ApiError(400, f"{name} is not supported{INSTEAD.get(name, '')}", param=name)
@@ -243,7 +243,7 @@ class CountTokensRequest(Sampling, kw_only=True):
         return ChatRequest(**{**self._shared(), "messages": messages}), paths
 
     def _shared(self) -> dict[str, Any]:
-        """Returns the fields of the chat besides its messages."""
+        """Returns the fields of the chat besides the messages."""
         choice, output = self.tool_choice, self.output_config
         output_format = None if output is None or output.format is None else output.format
         return {

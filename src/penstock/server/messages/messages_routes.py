@@ -23,7 +23,7 @@ def refuse(error: ApiError) -> Response:
 
 class MessagesRoutes:
     def __init__(self, api: ChatApi, bodies: BodyReader, model: str) -> None:
-        """`model`: the name in answers to requests that name none."""
+        """`model`: the name in answers to requests without a model."""
         self._api = api
         self._bodies = bodies
         self._model = model
@@ -34,7 +34,7 @@ class MessagesRoutes:
             async with self._bodies.receive(request) as body:
                 posted = await self._bodies.decode(request, body, MessagesRequest)
                 chat, paths = await self._bodies.run(request, body, posted.translate)
-                posted.messages = []  # images are long, and it may take long to answer
+                posted.messages = []  # images are long, and an answer may take long
                 prepared = await self._api.prepare(request, body, chat)
             build = functools.partial(self._events, request, posted.model or self._model)
             return await self._api.answer(request, chat, prepared, build)

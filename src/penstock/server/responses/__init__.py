@@ -1,1 +1,1 @@
-"""`/v1/responses`, as OpenAI has it: its bodies, its events, and the store of responses."""
+"""`/v1/responses`, in the form of OpenAI's API: bodies, events, and the store of responses."""

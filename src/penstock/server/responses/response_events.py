@@ -22,7 +22,7 @@ DELTAS = {
 
 
 class ResponseEvents(PieceEvents):
-    """Numbers its events. The answer is stored before its last event says that the answer is complete."""
+    """Numbers the events. The answer is stored before the last event, which has the whole answer."""
 
     def __init__(
         self,
@@ -30,12 +30,12 @@ class ResponseEvents(PieceEvents):
         response: dict[str, Any],
         save: Callable[[dict[str, Any]], bool],
     ) -> None:
-        """`response`: with all fields, as it is before the answer. `save` returns whether a response is stored."""
+        """`response`: with all fields, before the answer begins. `save` returns whether a response is stored."""
         super().__init__(answer_format)
         self._response = response
         self._save = save
         self._numbers = 0
-        self._item: dict[str, Any] = {}  # the open one
+        self._item: dict[str, Any] = {}  # that is open
 
     def number(self, event: Event) -> Event:
         self._numbers += 1

@@ -1,4 +1,4 @@
-"""The body of `/v1/responses`, and the chat that answers it."""
+"""The body of `/v1/responses`, and the chat for an answer."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from penstock.server.chat.tool_fields import (
 )
 from penstock.server.errors import ApiError
 
-# Patterns of a chat's fields, as errors have them, and the fields of this body.
+# Patterns of a chat's fields, as errors have them, and the fields of the body.
 NAMES = (
     (r"response_format\.json_schema", "text.format"),
     (r"response_format", "text.format"),
@@ -41,7 +41,7 @@ NAMES = (
     (r"messages\Z", "input"),
     (r"(tools\[\d+\])\.function", r"\1"),
 )
-# Fields that are refused by name, with the values that change nothing.
+# Fields refused by name, with the values without effect.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "background": (False,),
     "best_of": (1,),
@@ -301,7 +301,7 @@ class ResponsesRequest(Sampling, kw_only=True):
         return [ResponseItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
     def restore(self, urls: dict[str, str]) -> None:
-        """Puts long images in place of their marks."""
+        """Puts long images in the place of marks."""
         for image in (image for item in self.items for image in item.images):
             image.image_url = urls.pop(image.image_url or "", image.image_url)
 

@@ -38,7 +38,7 @@ class ResponsesRoutes:
         model: str,
         store: Store | None,
     ) -> None:
-        """`model`: the name in answers to requests that name none. `store`: shared by all server processes; None: no
+        """`model`: the name in answers to requests without a model. `store`: shared by all server processes; None: no
         response is stored."""
         self._api = api
         self._model = model
@@ -60,7 +60,7 @@ class ResponsesRoutes:
                 if is_stored:
                     put = functools.partial(self._store.put_input, owner, response_id, posted.items)
                     is_stored = await self._run(is_long, lambda: put(posted.previous_response_id))
-                posted.input = ""  # images are long, and it may take long to answer
+                posted.input = ""  # images are long, and an answer may take long
             build = functools.partial(self._events, owner, response_id, posted, is_stored)
             return await self._api.answer(request, chat, prepared, build)
         except ApiError as error:
@@ -121,7 +121,7 @@ class ResponsesRoutes:
         """Returns a hash of the API key; without keys, all clients are one owner."""
         return account_of(request, None, True) if self._has_keys else ""
 
-    # ── what is stored ──
+    # ── stored responses ──
     async def show(self, request: Request) -> Response:
         if request.query_params.get("stream") == "true":
             raise ApiError(400, "a stored response is not streamed: expected no stream in the query", param="stream")
