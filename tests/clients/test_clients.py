@@ -19,6 +19,8 @@ FOLDER = Path(__file__).parent
 PYTHON = os.environ.get("PENSTOCK_CLIENTS_PYTHON", "")
 MODULES = {
     "openai": "openai",
+    "anthropic": "anthropic",
+    "agents": "agents",
     "langchain": "langchain_openai",
     "instructor": "instructor",
     "litellm": "litellm",

@@ -1,4 +1,4 @@
-"""OpenAI's client: chats, streams, tools, parsed answers, and a loop of calls and results."""
+"""OpenAI's client: chats, streams, tools, parsed answers, and a loop of calls and results; responses, the same."""
 
 import json
 from typing import Any
@@ -76,8 +76,75 @@ def legacy_functions_are_refused() -> None:
     raise AssertionError("no error")
 
 
+# ── responses ──
+RESPONSE: dict[str, Any] = {
+    "model": MODEL,
+    "input": MESSAGES,
+    "max_output_tokens": 300,
+    "extra_body": {"logit_bias": TO_THE_END},
+}
+RESPONSE_TOOL: Any = {"type": "function", **TOOL["function"]}
+
+
+def response() -> None:
+    short = {"model": MODEL, "input": "hi", "max_output_tokens": 5}
+    first = client.responses.create(**short)
+    assert first.status == "incomplete" and first.usage.output_tokens == 5
+    second = client.responses.create(**short, previous_response_id=first.id)
+    assert second.usage.input_tokens > first.usage.input_tokens
+    assert client.responses.retrieve(second.id).output_text == second.output_text
+    assert client.responses.input_items.list(second.id).data[0].content[0].text == "hi"
+    client.responses.delete(first.id)
+    try:
+        client.responses.create(**short, previous_response_id=second.id)
+    except openai.NotFoundError as error:
+        assert error.param == "previous_response_id"
+        return
+    raise AssertionError("no error")
+
+
+def response_parsed() -> None:
+    answer = client.responses.parse(**RESPONSE, text_format=Forecast)
+    assert isinstance(answer.output_parsed, Forecast)
+
+
+def response_streamed() -> None:
+    with client.responses.stream(**RESPONSE, text_format=Forecast) as events:
+        kinds = {event.type for event in events}
+        answer = events.get_final_response()
+    assert isinstance(answer.output_parsed, Forecast)
+    assert {"response.output_text.delta", "response.output_text.done", "response.completed"} <= kinds
+
+
+def response_calls_and_results() -> None:
+    previous, answer_input = None, RESPONSE["input"]
+    for turn in range(3):
+        fields = {**RESPONSE, "input": answer_input, "previous_response_id": previous, "tools": [RESPONSE_TOOL]}
+        answer = client.responses.create(**fields, tool_choice="required" if turn < 2 else "none")
+        calls = [item for item in answer.output if item.type == "function_call"]
+        assert bool(calls) == (turn < 2)
+        answer_input = [
+            {
+                "type": "function_call_output",
+                "call_id": call.call_id,
+                "output": weather(**json.loads(call.arguments)),
+            }
+            for call in calls
+        ]
+        previous = answer.id
+
+
+def response_calls_streamed() -> None:
+    with client.responses.stream(**RESPONSE, tools=[RESPONSE_TOOL], tool_choice="required") as events:
+        kinds = [event.type for event in events]
+        (call, *_) = events.get_final_response().output
+    assert "response.function_call_arguments.done" in kinds
+    Forecast.model_validate_json(call.arguments)
+
+
 if __name__ == "__main__":
     run(
         *(chat, stream, tools_auto_and_none, tools_required, stream_of_tools, parse_response_format, parse_tools),
-        *(calls_and_results, legacy_functions_are_refused),
+        *(calls_and_results, legacy_functions_are_refused, response, response_parsed, response_streamed),
+        *(response_calls_and_results, response_calls_streamed),
     )

@@ -103,6 +103,14 @@ class ServerOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Maximum number of open requests of an API server process"""
     max_body_nbytes: Annotated[int, Option("limits", name="max-body-mb", unit=MIB, ge=1, le=1 << 40)] = 64 << 20
     """Maximum size of a request's body"""
+    response_store_nbytes: Annotated[int, Option("limits", name="response-store-mb", unit=MIB, ge=0, le=1 << 40)] = (
+        64 << 20
+    )
+    """Maximum size of the responses of /v1/responses that the server keeps; 0 keeps none"""
+    max_stored_responses: Annotated[int, Option("limits", ge=1, le=1 << 15)] = 1024
+    """Maximum number of responses that the server keeps; the least recently used ones go first"""
+    response_store_seconds: Annotated[float, Option("limits", metavar="SECONDS", ge=1, le=MAX_SECONDS)] = 86400.0
+    """Seconds after which a stored response is gone"""
     client_timeout: Annotated[float, Option("limits", metavar="SECONDS", ge=0.1, le=MAX_SECONDS)] = 30.0
     """Seconds after which a client that neither reads nor sends is cut off"""
     enable_log_requests: Annotated[bool, Option("logging")] = False

@@ -26,6 +26,7 @@ from penstock.engine.protocol.config import EngineConfig
 from penstock.server.chat.prompt_builder import RESERVED
 from penstock.server.options import ServerOptions
 from penstock.server.placed_nodes import PlacedNodes
+from penstock.server.responses.response_store import open_response_store
 from penstock.server.server_process import ServerArgs, listen, serve, tls_context
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.history import EventRecorder, ServerHistory
@@ -118,7 +119,8 @@ class ServerLauncher(Launcher):
         self._history = ServerHistory(self._history_page, servers, writable=True)
         self._recording: asyncio.Task[None] | None = None
         self._log = contextlib.ExitStack()
-        shared = ServerArgs(options, listener, self.tally, self.server_info, self._history_page)
+        response_store = open_response_store(options, servers)
+        shared = ServerArgs(options, listener, self.tally, self.server_info, self._history_page, response_store)
         super().__init__(config, functools.partial(serve, shared))
         self._recorder = HistoryRecorder(self._history, self.board, ServerCounters(self.tally, servers))
 

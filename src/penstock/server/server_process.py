@@ -20,7 +20,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from penstock import lowlevel
+from penstock import Store, lowlevel
 from penstock.engine.client.client import Client
 from penstock.engine.cluster.logs import LOGGER, event
 from penstock.engine.cluster.process import starting
@@ -56,6 +56,7 @@ class ServerArgs:
     tally: lowlevel.Segment
     server_info: lowlevel.Segment  # kept open, as `penstock top` finds the server by it
     history_segment: lowlevel.Segment
+    response_store: Store | None  # None: no response is stored
 
 
 def listen(options: ServerOptions) -> socket.socket:
@@ -176,7 +177,10 @@ async def _serve(shared: ServerArgs, cluster: Cluster, me: ProcessId) -> None:
     with contextlib.closing(PromptBuilder(cluster.config, words, media, embeds)) as reader, log:
         async with Client(cluster, me, [served.migration for served in row.engines], row.queue) as client:
             segments = SegmentMetrics(cluster.channels, cluster.store, cluster.config, os.getppid())
-            api = ApiServer(cluster.config, shared.options, client, reader, tally, board, me.index, segments, budget)
+            api = ApiServer(
+                *(cluster.config, shared.options, client, reader, tally, board, me.index),
+                *(segments, budget, shared.response_store),
+            )
             server = HttpServer(api.app(), _max_connections(shared.options), shared.options.client_timeout)
             stopping = asyncio.Event()
             asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, stopping.set)

@@ -184,7 +184,8 @@ VLLM_SERVE = (
 OURS_SERVE = (
     "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --fork-server --huge-pages "
     "--keep-kv-cache --log-format --log-level --max-body-mb "
-    "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-video-frames "
+    "--max-concurrent-videos --max-image-mb --max-image-megapixels --max-open-requests --max-stored-responses "
+    "--max-video-frames --response-store-mb --response-store-seconds "
     "--max-video-mb --max-video-megapixels --max-video-seconds --media-mb-in-flight --migration-limit "
     "--migration-max-seq-len --migration-timeout --nodes-tls-ca --nodes-tls-cert "
     "--nodes-tls-key --numa-node --output-processors --queue-timeout --ray-address --share-weights --step-ms "

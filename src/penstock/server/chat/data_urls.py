@@ -10,8 +10,9 @@ from __future__ import annotations
 import re
 import secrets
 
-# A data URL, or base64: of npy, of safetensors (8 bytes of a length below 64 KiB, then a brace), of a zip archive.
-BEGIN = re.compile(rb'"(?:data:(?:image|video)/|k05VTVBZ|[A-Za-z0-9+/]{4}AAAAAAB7|UEsDB)')
+# A data URL, or base64: of npy, of safetensors (8 bytes of a length below 64 KiB, then a brace), of a zip archive, or
+# of an image (PNG, JPEG, GIF, WebP).
+BEGIN = re.compile(rb'"(?:data:(?:image|video)/|k05VTVBZ|[A-Za-z0-9+/]{4}AAAAAAB7|UEsDB|iVBORw0K|/9j/|R0lGOD|UklGR)')
 BEGIN_NBYTES = 13  # of the longest
 CHUNK = 1 << 18  # bytes that are searched in one go: 0.2 ms, or 2 ms where every other character is a quotation mark
 LONG = 64 << 10  # bytes of an image or a video as it stands there: shorter ones are decoded in less than 0.1 ms

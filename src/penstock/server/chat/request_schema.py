@@ -318,20 +318,25 @@ class TokenizeRequest(msgspec.Struct, kw_only=True):
         return Conversation.of(self.messages, self.tools)
 
 
-DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(kind)
-    for kind in (
-        *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest),
-        *(EmbeddingRequest, ScoreRequest, RerankRequest),
-    )
-}
-STRICT: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {
-    kind: msgspec.json.Decoder(strict(kind, StreamOptions)) for kind in DECODERS
-}
-FIELDS: dict[type[msgspec.Struct], frozenset[str]] = {
-    kind: frozenset((*kind.__struct_fields__, *(f"stream_options.{name}" for name in StreamOptions.__struct_fields__)))
-    for kind in DECODERS
-}
+DECODERS: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
+STRICT: dict[type[msgspec.Struct], msgspec.json.Decoder[Any]] = {}
+FIELDS: dict[type[msgspec.Struct], frozenset[str]] = {}
+
+
+def register_body(kind: type[T]) -> type[T]:
+    """Adds a body of requests to those that `decoded` takes."""
+    DECODERS[kind] = msgspec.json.Decoder(kind)
+    STRICT[kind] = msgspec.json.Decoder(strict(kind, StreamOptions))
+    options = (f"stream_options.{name}" for name in StreamOptions.__struct_fields__)
+    FIELDS[kind] = frozenset((*kind.__struct_fields__, *options))
+    return kind
+
+
+for body_kind in (
+    *(CompletionRequest, ChatRequest, TokenizeRequest, DetokenizeRequest),
+    *(EmbeddingRequest, ScoreRequest, RerankRequest),
+):
+    register_body(body_kind)
 
 WRONG = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 
@@ -420,6 +425,9 @@ def _whole_numbers(kind: type[msgspec.Struct]) -> frozenset[str]:
 
 def _is_whole_with(request: msgspec.Struct, urls: dict[str, str]) -> bool:
     """Puts the long strings in place of their marks. Returns False if a mark is none of a medium or embeddings."""
+    if restore := getattr(request, "restore", None):
+        restore(urls)
+        return not urls
     if isinstance(request, CompletionRequest):
         embeds = request.prompt_embeds
         if isinstance(embeds, str):

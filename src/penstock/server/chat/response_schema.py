@@ -5,7 +5,7 @@ The code that answers builds its JSON without these classes.
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import msgspec
 
@@ -240,6 +240,86 @@ class RerankResponse(PoolingAnswer):
     results: list[RerankResult]
 
 
+# ── /v1/responses and /v1/messages: clients' own types say what their objects hold ──
+JsonObject = dict[str, Any]
+
+
+class ResponseUsage(ResponseModel):
+    input_tokens: Natural
+    input_tokens_details: dict[str, Natural]
+    output_tokens: Natural
+    output_tokens_details: dict[str, Natural]
+    total_tokens: Natural
+
+
+class ResponseObject(msgspec.Struct):
+    id: str
+    object: Literal["response"]
+    created_at: Natural
+    status: Literal["in_progress", "completed", "incomplete", "failed"]
+    model: str
+    output: list[JsonObject]
+    usage: ResponseUsage | None
+    error: JsonObject | None
+    previous_response_id: str | None
+    store: bool
+
+
+class ResponseEvent(msgspec.Struct):
+    type: str
+    sequence_number: Natural
+
+
+class DeletedResponse(ResponseModel):
+    id: str
+    object: Literal["response"]
+    deleted: Literal[True]
+
+
+class ResponseItemList(ResponseModel):
+    object: Literal["list"]
+    data: list[JsonObject]
+    first_id: str | None
+    last_id: str | None
+    has_more: bool
+
+
+class MessageUsage(ResponseModel):
+    input_tokens: Natural
+    cache_creation_input_tokens: Natural
+    cache_read_input_tokens: Natural
+    output_tokens: Natural
+
+
+class MessageObject(ResponseModel):
+    id: str
+    type: Literal["message"]
+    role: Literal["assistant"]
+    model: str
+    content: list[JsonObject]
+    stop_reason: Literal["end_turn", "max_tokens", "stop_sequence", "tool_use"]
+    stop_sequence: str | None
+    usage: MessageUsage
+
+
+class MessageEvent(msgspec.Struct):
+    type: str
+
+
+class TokenCount(ResponseModel):
+    input_tokens: Natural
+
+
+class MessageErrorDetail(ResponseModel):
+    type: str
+    message: str
+
+
+class MessageError(ResponseModel):
+    type: Literal["error"]
+    error: MessageErrorDetail
+
+
 # ── other routes ─────────────────────────────────────────────────────────────────────────────────────────────────────
 class TokenizeResponse(ResponseModel):
     count: Natural
@@ -315,5 +395,7 @@ class HealthResponse(Readiness):
 ALL = (
     *(ErrorResponse, ChatCompletion, ChatChunk, TextCompletion, CompletionChunk, TokenizeResponse),
     *(EmbeddingResponse, ScoreResponse, RerankResponse, DetokenizeResponse, ServerVersion, ServerLoad),
+    *(ResponseObject, ResponseEvent, DeletedResponse, ResponseItemList),
+    *(MessageObject, MessageEvent, TokenCount, MessageError),
     *(ModelCard, ModelList, Live, Readiness, HealthResponse),
 )

@@ -197,6 +197,28 @@ class SSEResponse:
             self._batch.release()
         await send({"type": "http.response.body", "body": last, "more_body": False})
 
+    # ── what a subclass writes otherwise ──
+    is_verbatim = True  # the bytes of a chunk are its text
+
+    def begin(self) -> bytes:
+        """Returns the bytes before the first chunk, which has come."""
+        return self._first
+
+    def translate(self, chunk: OutputChunk) -> bytes:
+        return chunk.utf8
+
+    def end(self) -> bytes:
+        """Returns the bytes behind a complete answer."""
+        if not self._includes_usage:
+            return DONE
+        usage = msgspec.json.encode(usage_of(*self._batch.streams.values()))
+        return b'data: %b,"choices":[],"usage":%b}\n\n%b' % (self._head, usage, DONE)
+
+    def fail(self, error: ApiError) -> bytes:
+        """Returns the bytes behind an incomplete answer."""
+        return b"data: %b\n\n" % error.body
+
+    # ── events ──
     def _deliver(self, stream: OutputStream, write: Callable[[bytes], bool], chunk: OutputChunk) -> bool:
         if chunk.utf8 and not write(chunk.utf8):
             return False
@@ -215,24 +237,22 @@ class SSEResponse:
                         self._latencies.chunk(stream, chunk)
                         if not has_begun:
                             await send({"type": "http.response.start", "status": 200, "headers": HEADERS})
-                            if self._first:
-                                await send({"type": "http.response.body", "body": self._first, "more_body": True})
+                            if first := self.begin():
+                                await send({"type": "http.response.body", "body": first, "more_body": True})
                             has_begun = True
-                            if write is not None and self._batch.is_single:
+                            if write is not None and self._batch.is_single and self.is_verbatim:
                                 stream.deliver_to(functools.partial(self._deliver, stream, write))
+                        body = self.translate(chunk)
                         if self._batch.is_single and stream.is_over:
-                            last += chunk.utf8
-                        elif chunk.utf8:
-                            await send({"type": "http.response.body", "body": chunk.utf8, "more_body": True})
+                            last += body
+                        elif body:
+                            await send({"type": "http.response.body", "body": body, "more_body": True})
+            return last + self.end()
         except EngineError as error:
             if not has_begun:
                 raise
             self.status_code = error.status
-            return last + b"data: %b\n\n" % engine_failed(error, self._request_id).body
-        if not self._includes_usage:
-            return last + DONE
-        usage = msgspec.json.encode(usage_of(*self._batch.streams.values()))
-        return b'%bdata: %b,"choices":[],"usage":%b}\n\n%b' % (last, self._head, usage, DONE)
+            return last + self.fail(engine_failed(error, self._request_id))
 
 
 # ── whole ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -257,6 +277,10 @@ class StreamedChoice:
         if chunk.reason is not None:
             self.reason, self.stop = chunk.reason, chunk.stop
 
+    @property
+    def text(self) -> str:
+        return "".join(self._texts)
+
     def _finish(self) -> dict[str, Any]:
         return {"finish_reason": self.reason and self.reason.name.lower(), "stop_reason": self.stop}
 
@@ -264,7 +288,7 @@ class StreamedChoice:
         self, index: int, vocabulary: Vocabulary | None, answer_format: AnswerFormat | None = None
     ) -> dict[str, Any]:
         """`answer_format`: None where all text is content. A chat has one prompt, so the index is the sample's."""
-        message, finish = build_message(answer_format, "".join(self._texts), index), self._finish()
+        message, finish = build_message(answer_format, self.text, index), self._finish()
         if "tool_calls" in message and self.reason == FinishReason.STOP:
             finish["finish_reason"] = "tool_calls"
         return {
@@ -300,7 +324,7 @@ class StreamedChoice:
                     {token_text(vocabulary, token_id): value for token_id, value in row[1:]} for row in rows
                 ],
             }
-        return {"index": index, "text": "".join(self._texts), "logprobs": logprobs, **self._finish()}
+        return {"index": index, "text": self.text, "logprobs": logprobs, **self._finish()}
 
 
 def token_text(vocabulary: Vocabulary, token_id: int) -> str:

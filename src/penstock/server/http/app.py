@@ -23,6 +23,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp
 
 import penstock
+from penstock import Store
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import OutputStream
 from penstock.engine.cluster.status_board import StatusBoard
@@ -35,6 +36,7 @@ from penstock.server.chat.answer_formats import AnswerFormats
 from penstock.server.chat.grammars import GrammarChecker
 from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.media_prompts import Prompt
+from penstock.server.chat.piece_events import BuildEvents, PieceResponse, PreparedChat
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.prompt_fields import PromptFields
 from penstock.server.chat.request_schema import (
@@ -75,7 +77,9 @@ from penstock.server.http.health import HealthReport
 from penstock.server.http.metrics import Metrics
 from penstock.server.http.pooling_routes import PoolingRoutes
 from penstock.server.http.segment_metrics import SegmentMetrics
+from penstock.server.messages.messages_routes import MessagesRoutes, refuse
 from penstock.server.options import ServerOptions
+from penstock.server.responses.responses_routes import ResponsesRoutes
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 from penstock.server.status.server_info import served_name
 
@@ -99,8 +103,9 @@ class ApiServer:
         me: int,
         segments: SegmentMetrics | None = None,
         budget: MediaBudget | None = None,
+        response_store: Store | None = None,
     ) -> None:
-        """`budget`: of the media of `reader`; None: a new budget for bodies."""
+        """`budget`: of the media of `reader`; None: a new budget for bodies. `response_store`: of all servers."""
         self._config = config
         self._options = options
         self._client = client
@@ -124,6 +129,8 @@ class ApiServer:
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
         self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, self._require_model)
         self._formats = AnswerFormats(options, reader.tokenizer.tool_template, reader.tokenizer.tokenizer)
+        self._responses = ResponsesRoutes(self, self._bodies, reader, options, self._name, response_store)
+        self._messages = MessagesRoutes(self, self._bodies, self._name)
 
     def app(self) -> ASGIApp:
         """Returns the application. POSTs go past the layers of Starlette, a tenth of the time of a short request."""
@@ -143,6 +150,9 @@ class ApiServer:
             **self._pooling.posts(self._admission),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
+            "/v1/responses": Endpoint(self._admission, "responses", self._responses.create),
+            "/v1/messages": Endpoint(self._admission, "messages", self._messages.create, refuse),
+            "/v1/messages/count_tokens": Endpoint(self._admission, "messages", self._messages.count_tokens, refuse),
         }
 
     def routes(self) -> Starlette:
@@ -150,6 +160,18 @@ class ApiServer:
             *(Route(path, endpoint, methods=["POST"]) for path, endpoint in self._posts.items()),
             Route("/v1/models", Endpoint(self._admission, "models", self._list_models), methods=["GET"]),
             Route("/v1/models/{name:path}", Endpoint(self._admission, "models", self._show_model), methods=["GET"]),
+            *(
+                Route(
+                    f"/v1/responses/{{response_id}}{path}",
+                    Endpoint(self._admission, "responses", answer),
+                    methods=[method],
+                )
+                for method, path, answer in (
+                    ("GET", "", self._responses.show),
+                    ("DELETE", "", self._responses.delete),
+                    ("GET", "/input_items", self._responses.list_input),
+                )
+            ),
             Route("/metrics", Endpoint(self._admission, "metrics", self._show_metrics), methods=["GET"]),
             Route("/", self._show_start, methods=["GET"]),
             Route("/dashboard", self._dashboard.page),
@@ -198,22 +220,34 @@ class ApiServer:
     async def _chat(self, request: Request) -> Answer:
         async with self._bodies.receive(request) as body:
             chat = await self._bodies.decode(request, body, ChatRequest)
-            self._require_model(chat.model)
-            params = self._checked(chat.sampling(self._defaults), "top_logprobs")
-            use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
-            conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages, chat.tools))
-            body.clear()  # its strings are held, and twice would be too much
-            limit = self._limit(chat, params, "messages")
-            grammar = await self._grammars.check(self._formats.grammar_source(chat, use, params))
-            options = {**self._options.default_chat_template_kwargs, **chat.template_options}
-            prompt = await self._prompt(request, conversation, options, chat, limit)
-            chat.messages = []  # media are long, and it may take long to answer
+            prepared = await self.prepare(request, body, chat)
+        return await self.answer(request, chat, prepared)
+
+    async def prepare(self, request: Request, body: bytearray, chat: ChatRequest) -> PreparedChat:
+        """Returns a chat with its prompt, for `answer`. Keeps no message. Raises ApiError."""
+        self._require_model(chat.model)
+        params = self._checked(chat.sampling(self._defaults), "top_logprobs")
+        use = tool_use(chat.tools, chat.tool_choice, chat.parallel_tool_calls)
+        conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages, chat.tools))
+        body.clear()  # its strings are held, and twice would be too much
+        limit = self._limit(chat, params, "messages")
+        grammar = await self._grammars.check(self._formats.grammar_source(chat, use, params))
+        options = {**self._options.default_chat_template_kwargs, **chat.template_options}
+        prompt = await self._prompt(request, conversation, options, chat, limit)
+        chat.messages = []  # media are long, and it may take long to answer
+        return PreparedChat(params, prompt, grammar, use)
+
+    async def answer(
+        self, request: Request, chat: ChatRequest, prepared: PreparedChat, build: BuildEvents | None = None
+    ) -> Answer:
+        """Submits a chat. `build`: the events of another API than OpenAI's chats. Raises ApiError, EngineError."""
+        params, prompt, grammar, use = prepared
         try:
             answer_format = self._formats.answer_format(use, prompt.text_end, bool(chat.continue_final_message))
             if answer_format is not None:
                 params = replace(params, skip_special_tokens=False)  # marks are special tokens of some models
                 grammar = self._formats.behind_reasoning(grammar, answer_format)
-            return await self._generate(request, Style.CHAT, chat, params, [prompt], grammar, answer_format)
+            return await self._generate(request, Style.CHAT, chat, params, [prompt], grammar, answer_format, build)
         except BaseException:
             prompt.release()
             raise
@@ -292,6 +326,7 @@ class ApiServer:
         prompts: Sequence[Prompt],
         grammar: Grammar | None,
         answer_format: AnswerFormat | None = None,
+        build: BuildEvents | None = None,
     ) -> Answer:
         fields = PromptFields(sampling, style == Style.CHAT)
         if sampling.bad_words:
@@ -315,9 +350,12 @@ class ApiServer:
         answer["model"] = sampling.model or self._name
         account = account_of(request, sampling.user, bool(self._options.api_keys))
         submit = functools.partial(self._submit, sampling, params, request_id, account, grammar)
-        if not sampling.stream:
+        if not sampling.stream or build is not None:
             counted = None if answer_format is None else ChunkFormat(Style.TEXT, b"", answer=answer_format)
             batch = self._batch(submit, params, prompts, counted)
+            if build is not None:
+                response = PieceResponse(build(answer_format, params), batch, latencies, request_id)
+                return response if sampling.stream else await cancel_on_disconnect(request.receive, response.whole())
             choice = StreamedChoice.of_completion
             if style == Style.CHAT:
                 choice = functools.partial(StreamedChoice.of_chat, answer_format=answer_format)

@@ -111,11 +111,11 @@ class Admission:
         """Raises ApiError if there are keys, and the request has none of them."""
         if not self._keys:
             return
-        scheme, _, key = request.headers.get("authorization", "").partition(" ")
-        presented = key.strip().encode()
+        presented = key_of(request)
         is_ours = [hmac.compare_digest(presented, own) for own in self._keys]  # all, so that time tells nothing
-        if scheme.lower() != "bearer" or not any(is_ours):
-            message, headers = "expected an API key: Authorization: Bearer KEY", {"WWW-Authenticate": "Bearer"}
+        if not any(is_ours):
+            message = "expected an API key: Authorization: Bearer KEY, or x-api-key: KEY"
+            headers = {"WWW-Authenticate": "Bearer"}
             raise ApiError(401, message, headers=headers, code="invalid_api_key")
 
     def enter(self) -> None:
@@ -133,12 +133,19 @@ class Admission:
 
 
 class Endpoint:
-    """A route. A request without a key, above a limit or invalid gets an error in OpenAI's form."""
+    """A route. A request without a key, above a limit or invalid gets an error, in OpenAI's form by default."""
 
-    def __init__(self, admission: Admission, route: str, answer: Callable[[Request], Awaitable[Answer]]) -> None:
+    def __init__(
+        self,
+        admission: Admission,
+        route: str,
+        answer: Callable[[Request], Awaitable[Answer]],
+        refuse: Callable[[ApiError], Response] = ApiError.response,
+    ) -> None:
         self._admission = admission
         self._route = route
         self._answer = answer
+        self._refuse = refuse
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         request = Request(scope, receive, send)
@@ -175,7 +182,7 @@ class Endpoint:
         finally:
             if is_admitted:
                 self._admission.leave()
-        await refused.response()(scope, receive, send)
+        await self._refuse(refused)(scope, receive, send)
         return refused.status
 
 
@@ -281,8 +288,14 @@ class BodyReader:
 def account_of(request: Request, user: str | None, has_keys: bool) -> str:
     """Returns the account of a request, which has a budget of trials: an API key, else a user, else an address."""
     if has_keys:
-        return "key " + hashlib.sha256(request.headers.get("authorization", "").encode()).hexdigest()
+        return "key " + hashlib.sha256(key_of(request)).hexdigest()
     return f"user {user}" if user else f"address {client_of(request)}"
+
+
+def key_of(request: Request) -> bytes:
+    """Returns the API key of a request, as OpenAI's clients send it or as Anthropic's do; empty: it has none."""
+    scheme, _, key = request.headers.get("authorization", "").partition(" ")
+    return (key.strip() if scheme.lower() == "bearer" else request.headers.get("x-api-key", "")).encode()
 
 
 def client_of(request: Request) -> str:

@@ -26,7 +26,9 @@ from penstock.server.chat.request_schema import (
 )
 from penstock.server.errors import RETRIED
 from penstock.server.http.dashboard import DashboardData
+from penstock.server.messages.messages_request import CountTokensRequest, MessagesRequest
 from penstock.server.options import ServerOptions
+from penstock.server.responses.responses_request import ResponsesRequest
 from penstock.server.status.history import HistoryView
 
 PATH = "/openapi.json"
@@ -93,22 +95,29 @@ def _set_maximum(schema: dict[str, Any], maximum: int) -> None:
 def _paths(has_keys: bool) -> dict[str, Any]:
     security: list[Any] = [{KEY: []}] if has_keys else []
 
-    def post(summary: str, kind: type, answer: type, chunk: type | None = None) -> dict[str, Any]:
+    def post(
+        summary: str, kind: type, answer: type, chunk: type | None = None, error: type = response_schema.ErrorResponse
+    ) -> dict[str, Any]:
         content = {JSON: _schema(answer)} | ({} if chunk is None else {EVENTS: _events(chunk)})
         return {
             "summary": summary,
             "operationId": kind.__name__,
             "security": security,
             "requestBody": {"required": True, "content": {JSON: _schema(kind)}},
-            "responses": {"200": {"description": "the answer", "content": content}, **_refusals(*OF_A_BODY)},
+            "responses": {
+                "200": {"description": "the answer", "content": content},
+                **_refusals(*OF_A_BODY, error=error),
+            },
         }
 
-    def get(summary: str, answer: type | str, *refusals: int, is_open: bool = False) -> dict[str, Any]:
-        """`answer`: the schema's class, or the media type of a text."""
+    def get(summary: str, answer: type | str, *refusals: int, is_open: bool = False, path: str = "") -> dict[str, Any]:
+        """`answer`: the schema's class, or the media type of a text. `path`: a parameter in the path."""
+        parameter = {"name": path, "in": "path", "required": True, "schema": {"type": "string"}}
         content = {answer: {"schema": {"type": "string"}}} if isinstance(answer, str) else {JSON: _schema(answer)}
         return {
             "summary": summary,
             "security": [] if is_open else security,
+            **({"parameters": [parameter]} if path else {}),
             "responses": {"200": {"description": "what is known", "content": content}, **_refusals(*refusals)},
         }
 
@@ -117,8 +126,13 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         unready = {"description": "no group serves, or the server is about to end", "content": {JSON: _schema(answer)}}
         return {**operation, "responses": {**operation["responses"], "503": unready}}
 
-    name = {"name": "name", "in": "path", "required": True, "schema": {"type": "string"}}
-    model = get("One model", response_schema.ModelCard, 404, *OF_A_QUESTION)
+    model = get("One model", response_schema.ModelCard, 404, *OF_A_QUESTION, path="name")
+    answers = response_schema
+    responses = post("Create a response", ResponsesRequest, answers.ResponseObject, answers.ResponseEvent)
+    messages = post(
+        "Create a message", MessagesRequest, answers.MessageObject, answers.MessageEvent, answers.MessageError
+    )
+    count = post("The tokens of messages", CountTokensRequest, answers.TokenCount, error=answers.MessageError)
     chat = post("Continue a conversation", ChatRequest, response_schema.ChatCompletion, response_schema.ChatChunk)
     completion = post(
         "Continue a text", CompletionRequest, response_schema.TextCompletion, response_schema.CompletionChunk
@@ -138,7 +152,17 @@ def _paths(has_keys: bool) -> dict[str, Any]:
         "/load": {"get": get("Open requests", response_schema.ServerLoad, *OF_A_QUESTION)},
         "/ping": {method: health("As /health/ready", response_schema.Readiness) for method in ("get", "post")},
         "/v1/models": {"get": get("All models", response_schema.ModelList, *OF_A_QUESTION)},
-        "/v1/models/{name}": {"get": {**model, "parameters": [name]}},
+        "/v1/models/{name}": {"get": model},
+        "/v1/responses": {"post": responses},
+        "/v1/responses/{response_id}": {
+            "get": get("A stored response", answers.ResponseObject, 400, 404, *OF_A_QUESTION, path="response_id"),
+            "delete": get("Delete a response", answers.DeletedResponse, 404, *OF_A_QUESTION, path="response_id"),
+        },
+        "/v1/responses/{response_id}/input_items": {
+            "get": get("Its input", answers.ResponseItemList, 400, 404, *OF_A_QUESTION, path="response_id")
+        },
+        "/v1/messages": {"post": messages},
+        "/v1/messages/count_tokens": {"post": count},
         "/metrics": {"get": get("Counters, as Prometheus reads them", METRICS, *OF_A_QUESTION)},
         "/": {"get": {"summary": "Leads to the dashboard", "security": [], "responses": {"307": TO_THE_DASHBOARD}}},
         "/dashboard/grafana.json": {"get": get("A dashboard for Grafana to import", JSON, is_open=True)},
@@ -161,19 +185,23 @@ def _schema(kind: type) -> dict[str, Any]:
 
 
 def _events(chunk: type) -> dict[str, Any]:
-    """Returns the schema of a stream's events: chunks, an error after the first chunk, and [DONE]."""
+    """Returns the schema of a stream's events: chunks, an error after the first chunk, and [DONE] in some APIs."""
     schema = {"anyOf": [_schema(kind)["schema"] for kind in (chunk, response_schema.ErrorResponse)]}
     data = {"type": "string", "contentMediaType": JSON, "contentSchema": schema}
     events = [{"properties": {"data": data_schema}} for data_schema in (data, {"const": "[DONE]"})]
     return {"schema": {"type": "object", "required": ["data"], "anyOf": events}}
 
 
-def _refusals(*statuses: int) -> dict[str, Any]:
+def _refusals(*statuses: int, error: type = response_schema.ErrorResponse) -> dict[str, Any]:
+    """`error`: the form of errors; those of a connection are OpenAI's on all routes."""
+    kinds = dict.fromkeys((response_schema.ErrorResponse, error))
+    schemas = [_schema(kind)["schema"] for kind in kinds]
+    schema = {"schema": schemas[0] if len(schemas) == 1 else {"anyOf": schemas}}
     again = {"Retry-After": {"description": "seconds", "schema": {"type": "integer"}}}
     return {
         str(status): {
             "description": REFUSALS[status],
-            "content": {JSON: _schema(response_schema.ErrorResponse)},
+            "content": {JSON: schema},
             **({"headers": again} if status in RETRIED else {}),
         }
         for status in statuses

@@ -25,7 +25,7 @@ from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.media.media_budget import STAGES
 from penstock.tensor import ScopeStats
 
-ROUTES = ("chat", "completions", "embeddings", "score", "rerank", "tokenize", "models")
+ROUTES = ("chat", "completions", "embeddings", "score", "rerank", "tokenize", "models", "responses", "messages")
 STATUSES = (200, 400, 401, 404, 413, 422, 429, 499, 500, 503, 504)  # 499: the client has gone
 FINISHED_REASONS = ("stop", "length", "abort", "error")  # as vLLM names them
 # How the tensors of prompts travel: the name in metrics, and the field of `ScopeStats`.

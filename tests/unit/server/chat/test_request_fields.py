@@ -30,7 +30,9 @@ from penstock.server.chat.request_schema import (
 )
 from penstock.server.errors import ApiError
 from penstock.server.http import openapi
+from penstock.server.messages.messages_request import CountTokensRequest, MessagesRequest
 from penstock.server.options import ServerOptions
+from penstock.server.responses.responses_request import ResponsesRequest
 
 SERVE = Path(__file__).parents[4] / "docs/howto/serve.md"
 STREAMED = {"stream_options.include_usage", "stream_options.continuous_usage_stats"}  # of each kind in the table
@@ -66,6 +68,9 @@ def body_of(kind: type, **fields: Any) -> bytes:
         EmbeddingRequest: {"input": "x"},
         ScoreRequest: {"text_1": "x", "text_2": "y"},
         RerankRequest: {"query": "x", "documents": ["y"]},
+        ResponsesRequest: {"input": "x"},
+        CountTokensRequest: {"messages": MESSAGES},
+        MessagesRequest: {"messages": MESSAGES, "max_tokens": 1},
     }[kind]
     return json.dumps({**needed, **fields}).encode()
 
