@@ -7,7 +7,6 @@ preemption changes it. `stop_conditions` decides which samples have ended, and t
 from __future__ import annotations
 
 import hashlib
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -23,6 +22,7 @@ if TYPE_CHECKING:
     from penstock.engine.worker.grammars import TokenMasks
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
+ANY_ID, NO_ID = -1, -2
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
 Pairs = tuple[torch.Tensor, torch.Tensor]  # rows of the batch, and ids
 Chosen = tuple[torch.Tensor, torch.Tensor]  # an id for each row (int32), and whether its logits are not finite
@@ -92,21 +92,34 @@ def has_ids(params: SamplingParams) -> bool:
 
 
 class BadWords:
-    """Sequences of ids that an answer may not have, and the last ids of the answer."""
+    """Sequences of ids that an answer may not have, and the last ids of the answer, on the device of the sampler."""
 
-    def __init__(self, sequences: Sequence[Sequence[int]], vocabulary: int, generated: Ints) -> None:
+    def __init__(
+        self, sequences: Sequence[Sequence[int]], vocabulary: int, generated: Ints, device: torch.device
+    ) -> None:
         """Sequences with ids beyond the vocabulary cannot come, and are left out."""
         known = [ids for ids in sequences if all(0 <= token_id < vocabulary for token_id in ids)]
-        self._sequences = [(list(ids[:-1]), ids[-1]) for ids in known]
-        self._last = deque(generated.tolist(), max((len(before) for before, _ in self._sequences), default=0))
+        width = max((len(ids) - 1 for ids in known), default=0)
+        before = np.full((len(known), width), ANY_ID, np.int64)
+        for row, ids in enumerate(known):
+            before[row, width - len(ids) + 1 :] = ids[:-1]
+        last = np.full(width, NO_ID, np.int64)
+        if width:
+            last[max(0, width - generated.size) :] = generated[-width:]
+        self._before = moved(before, device)
+        self._is_any = moved(before == ANY_ID, device)
+        self._ends = moved(np.array([ids[-1] for ids in known], np.int64), device)
+        self._last = moved(last, device)
 
-    def add(self, token_id: int) -> None:
-        self._last.append(token_id)
+    def add(self, token_id: torch.Tensor) -> None:
+        """`token_id` [1]."""
+        self._last = torch.cat([self._last, token_id.long()])[1:]
 
-    def banned(self) -> list[int]:
-        """Returns the ids that would complete a sequence."""
-        last = list(self._last)
-        return [end for before, end in self._sequences if not before or last[-len(before) :] == before]
+    def ban(self, logits: torch.Tensor) -> None:
+        """Rules out the ids that would complete a sequence. `logits`: of the row, float32."""
+        is_complete = (self._is_any | (self._before == self._last)).all(-1)
+        banned = torch.zeros_like(self._ends, dtype=torch.float32).masked_fill(is_complete, -torch.inf)
+        logits.index_put_((self._ends,), banned, accumulate=True)  # several sequences may have one end
 
 
 class Sampler:
@@ -173,7 +186,7 @@ class Sampler:
         if params.min_tokens:
             self._ends[slot] = self._known({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
         if params.bad_words_ids:
-            self._bad_words[slot] = BadWords(params.bad_words_ids, self._vocabulary, generated)
+            self._bad_words[slot] = BadWords(params.bad_words_ids, self._vocabulary, generated, self._device)
         self._has_ids[slot] = has_ids(params)
         if is_penalized(params):
             self._remember(slot, prompt, generated)
@@ -240,7 +253,7 @@ class Sampler:
             unit = torch.ones((), dtype=torch.int32, device=self._device)
             self._counts.index_put_((batch.places, ids[batch.penalized].long()), unit, accumulate=True)
         for row, bad_words in batch.bad_words:
-            bad_words.add(int(ids[row]))  # waits for the device
+            bad_words.add(ids[row : row + 1])
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
 
     def _adjusted(self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None) -> torch.Tensor:
@@ -251,8 +264,7 @@ class Sampler:
         if batch.has_ids:
             batch.restrict(logits)
         for row, bad_words in batch.bad_words:
-            if banned := bad_words.banned():
-                logits[row, self._ids(np.array(banned, np.int64))] = -torch.inf
+            bad_words.ban(logits[row])
         if is_early is not None and is_early.any():
             slots = batch.slots
             rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)
