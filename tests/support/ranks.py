@@ -75,9 +75,7 @@ def _one_of_them(
         _answer(rank, rendezvous, size, folder, device, short_at)
 
 
-def _answer(
-    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, short_at: Sequence[int]
-) -> None:
+def _answer(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, short_at: Sequence[int]) -> None:
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous, device if device == "cpu" else "cuda:0", "gloo")
     results = {}
@@ -98,8 +96,8 @@ def _answer(
             assert ours._model._cuda_decoder is not None, "the layers are not computed by kernels"
         if short_at:
             _run_short(ours, short_at)
-        told = ask(ours, requests, budget=10)
-        results[path] = {"answers": told.answers, "failed": sorted(told.failed)}
+        result = ask(ours, requests, budget=10)
+        results[path] = {"answers": result.answers, "failed": sorted(result.failed)}
     Path(folder, str(rank)).write_text(json.dumps(results))
     ranks.close()
 

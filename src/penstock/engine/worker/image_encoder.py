@@ -9,6 +9,7 @@ model wants vectors for several of its layers (`InputEmbeds`), the encoding of a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from logging import WARNING
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
@@ -23,7 +24,7 @@ from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker import vision_inputs
 from penstock.engine.worker.input_batch import queued
 from penstock.engine.worker.model import LoadedModel
-from penstock.tensor import Handle, Lease
+from penstock.tensor import Handle, Lease, Store
 
 if TYPE_CHECKING:
     from penstock.tensor.cuda import Uploads
@@ -108,7 +109,7 @@ class ImageEncoder:
         return on_device.to(dtype or tensor.dtype)
 
     def release_copied(self) -> None:
-        """Releases images whose copies to the device are done."""
+        """Releases images that have been copied to the device."""
         if self._uploads is not None:
             self._uploads.flush()
 
@@ -122,6 +123,24 @@ class ImageEncoder:
             raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
         layers = self._model.deepstack_layers
         return queued(F.pad(cast, (0, layers * cast.shape[-1])) if layers else cast, self._model.device)
+
+
+def register_store(store: Store) -> Uploads | None:
+    """Registers the store with the CUDA device, so that images are copied from there; None: it cannot be done."""
+    from penstock.tensor.cuda import NoDevice, Uploads
+
+    try:
+        uploads = Uploads(store)
+    except NoDevice as error:
+        event("store is not registered", why=str(error))
+        return None
+    uploads.register()
+    refusals = uploads.refusals()
+    if refusals:
+        event("store is not registered", WARNING, why=refusals[0])
+        return None
+    event("store registered", nbytes=uploads.stats.registered_nbytes)
+    return uploads
 
 
 def _cut(tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:

@@ -38,7 +38,7 @@ from penstock.engine.worker.cpu_threads import (
 )
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
-from penstock.engine.worker.image_encoder import Open
+from penstock.engine.worker.image_encoder import Open, register_store
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
@@ -53,7 +53,6 @@ if TYPE_CHECKING:  # these import Triton and llguidance
     from penstock.engine.worker.cuda.step_sampler import StepLogits
     from penstock.engine.worker.cuda.steps import CudaSteps
     from penstock.engine.worker.grammars import TokenMasks
-    from penstock.tensor.cuda import Uploads
 
 FULL_STEP_TOKENS = 512  # of a CPU: linear layers of 64 rows reach 98 % of the rate of 259, with AVX-512 and bfloat16
 CPU_SHARE = 0.3  # of the memory that is available
@@ -151,17 +150,11 @@ class ModelRunner:
         self._tokens = TokenTable(
             slots if where.type == "cpu" else 0, where
         )  # `DeviceState` has those of other devices
-        self._images = (
-            EncoderCache(
-                self._model,
-                open_handle or Handle.open,
-                slots,
-                (encoder or EncoderOptions())._replace(salt=files.fingerprint.digest),
-                None if store is None or where.type == "cpu" else register_store(store),
-            )
-            if takes_embeds or self._model.image_id is not None
-            else None
-        )
+        self._images: EncoderCache | None = None
+        if takes_embeds or self._model.image_id is not None:
+            options = (encoder or EncoderOptions())._replace(salt=files.fingerprint.digest)
+            uploads = None if store is None or where.type == "cpu" else register_store(store)
+            self._images = EncoderCache(self._model, open_handle or Handle.open, slots, options, uploads)
         self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._cuda: CudaSteps | None = None
         self._num_failed = 0  # steps in a row, as memory was short
@@ -385,24 +378,6 @@ class ModelRunner:
         logits = self._model.logits(self._model.hidden(Probe(), tokens, tokens)[: max(slots, MAX_ROWS)])
         torch.log_softmax(logits.float(), dim=-1)
         return torch.cuda.max_memory_allocated(self._device) - before
-
-
-def register_store(store: Store) -> Uploads | None:
-    """Registers the store with the CUDA device, so that images are copied from there; None: it cannot be done."""
-    from penstock.tensor.cuda import NoDevice, Uploads
-
-    try:
-        uploads = Uploads(store)
-    except NoDevice as error:
-        event("store is not registered", why=str(error))
-        return None
-    uploads.register()
-    refusals = uploads.refusals()
-    if refusals:
-        event("store is not registered", WARNING, why=refusals[0])
-        return None
-    event("store registered", nbytes=uploads.stats.registered_nbytes)
-    return uploads
 
 
 class TorchPendingStep:

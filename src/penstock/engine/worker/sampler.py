@@ -7,7 +7,7 @@ preemption changes it. `stop_conditions` decides which samples have ended, and t
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -16,13 +16,13 @@ import torch
 
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
+from penstock.engine.worker.bad_words import BadWords
 from penstock.engine.worker.input_batch import moved, unpacked
 
 if TYPE_CHECKING:
     from penstock.engine.worker.grammars import TokenMasks
 
 GREEDY = 1e-5  # below this temperature, the likeliest id is chosen
-ANY_ID, NO_ID = -1, -2
 DRAWS = 23  # bits of a draw: a float32 below 1 times any sum stays below that sum
 Pairs = tuple[torch.Tensor, torch.Tensor]  # rows of the batch, and ids
 Chosen = tuple[torch.Tensor, torch.Tensor]  # an id for each row (int32), and whether its logits are not finite
@@ -89,37 +89,6 @@ def is_penalized(params: SamplingParams) -> bool:
 def has_ids(params: SamplingParams) -> bool:
     """Whether some ids have a bias, or are the only ones, or end bad words, or may not come before `min_tokens`."""
     return bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens or params.bad_words_ids)
-
-
-class BadWords:
-    """Sequences of ids that an answer may not have, and the last ids of the answer, on the device of the sampler."""
-
-    def __init__(
-        self, sequences: Sequence[Sequence[int]], vocabulary: int, generated: Ints, device: torch.device
-    ) -> None:
-        """Sequences with ids beyond the vocabulary cannot come, and are left out."""
-        known = [ids for ids in sequences if all(0 <= token_id < vocabulary for token_id in ids)]
-        width = max((len(ids) - 1 for ids in known), default=0)
-        before = np.full((len(known), width), ANY_ID, np.int64)
-        for row, ids in enumerate(known):
-            before[row, width - len(ids) + 1 :] = ids[:-1]
-        last = np.full(width, NO_ID, np.int64)
-        if width:
-            last[max(0, width - generated.size) :] = generated[-width:]
-        self._before = moved(before, device)
-        self._is_any = moved(before == ANY_ID, device)
-        self._ends = moved(np.array([ids[-1] for ids in known], np.int64), device)
-        self._last = moved(last, device)
-
-    def add(self, token_id: torch.Tensor) -> None:
-        """`token_id` [1]."""
-        self._last = torch.cat([self._last, token_id.long()])[1:]
-
-    def ban(self, logits: torch.Tensor) -> None:
-        """Rules out the ids that would complete a sequence. `logits`: of the row, float32."""
-        is_complete = (self._is_any | (self._before == self._last)).all(-1)
-        banned = torch.zeros_like(self._ends, dtype=torch.float32).masked_fill(is_complete, -torch.inf)
-        logits.index_put_((self._ends,), banned, accumulate=True)  # several sequences may have one end
 
 
 class Sampler:

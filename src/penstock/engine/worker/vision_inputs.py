@@ -52,7 +52,7 @@ def grid_inputs(encoder: Any, grid: Tensor) -> dict[str, Tensor]:
     if hasattr(encoder, "window_size"):
         sizes = merge, encoder.window_size, encoder.patch_size
         inputs["window_index"], inputs["cu_window_seqlens"] = vision_utils.get_vision_window_index(grid, *sizes)
-    if hasattr(encoder, "num_grid_per_side"):
+    if hasattr(encoder, "interpolation_mode"):
         names = "interp_indices", "interp_weights"
         taps = vision_utils.get_vision_interpolation_indices_and_weights(
             grid,
@@ -61,6 +61,10 @@ def grid_inputs(encoder: Any, grid: Tensor) -> dict[str, Tensor]:
             align_corners=encoder.interpolation_align_corners,
             spatial_merge_size=merge,
         )
+        inputs |= dict(zip(names, taps, strict=True))
+    elif hasattr(encoder, "num_grid_per_side"):  # transformers 5.10, for one
+        names = "bilinear_indices", "bilinear_weights"
+        taps = vision_utils.get_vision_bilinear_indices_and_weights(grid, encoder.num_grid_per_side, merge)
         inputs |= dict(zip(names, taps, strict=True))
     return inputs
 

@@ -1,4 +1,4 @@
-"""Images on their way from the store to a CUDA device, on a double of the driver, and on a device where there is one."""
+"""Images on their way from the store to a CUDA device: on a double of the driver, or on a device."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
 
 from penstock import Store  # noqa: E402
-from penstock.engine.worker import model_runner  # noqa: E402
+from penstock.engine.worker import image_encoder  # noqa: E402
 from penstock.engine.worker.image_encoder import ImageEncoder  # noqa: E402
 from penstock.tensor.cuda import Uploads  # noqa: E402
 from tests.support.libcuda import has_device, open_device  # noqa: E402
@@ -29,15 +29,13 @@ def device_of_tests() -> contextlib.AbstractContextManager[Any]:
 def encoder_of(uploads: Uploads | None) -> ImageEncoder:
     text = SimpleNamespace(hidden_size=8)
     stock = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
-    model: Any = SimpleNamespace(
-        stock=stock, deepstack_layers=0, device=torch.device("cuda", 0), dtype=torch.float16
-    )
+    model: Any = SimpleNamespace(stock=stock, deepstack_layers=0, device=torch.device("cuda", 0), dtype=torch.float16)
     return ImageEncoder(model, lambda handle: pytest.fail("opened"), uploads)
 
 
 def test_image_is_copied_from_the_store_to_the_device_without_a_host_copy() -> None:
     with device_of_tests(), Store(1 << 20) as store:
-        uploads = model_runner.register_store(store)
+        uploads = image_encoder.register_store(store)
         assert uploads is not None and uploads.stats.registered_nbytes >= 1 << 20
         encoder = encoder_of(uploads)
         with store.put({"pixels": PIXELS}, key=b"k" * 32) as lease:
@@ -51,7 +49,7 @@ def test_image_is_copied_from_the_store_to_the_device_without_a_host_copy() -> N
 def test_image_outside_the_store_is_copied_by_pinned_memory() -> None:
     """An image that travels inline, and a part that is not contiguous."""
     with device_of_tests() as double, Store(1 << 20) as store:
-        uploads = model_runner.register_store(store)
+        uploads = image_encoder.register_store(store)
         assert uploads is not None
         encoder = encoder_of(uploads)
         with store.put({"pixels": PIXELS}, key=b"k" * 32) as lease:
@@ -67,4 +65,4 @@ def test_image_outside_the_store_is_copied_by_pinned_memory() -> None:
 def test_store_that_cannot_be_registered_is_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
     with device_of_tests(), Store(1 << 20) as store:
         monkeypatch.setattr(Uploads, "refusals", lambda uploads: ["no room for so many pinned pages"])
-        assert model_runner.register_store(store) is None
+        assert image_encoder.register_store(store) is None

@@ -15,7 +15,7 @@ WITHIN = 10.0
 
 
 class Pending:
-    """A step whose end the test sets."""
+    """A step that ends when the test says."""
 
     def __init__(self, *, is_done: bool = False, error: Exception | None = None) -> None:
         self.end = threading.Event()

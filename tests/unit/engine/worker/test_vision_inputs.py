@@ -1,4 +1,4 @@
-"""Vision encoders with inputs of the host: the vectors are those of the stock calls, for sizes and padding of all kinds."""
+"""Vision encoders with inputs of the host: vectors are those of the stock calls, for all sizes and paddings."""
 
 from __future__ import annotations
 

@@ -181,9 +181,7 @@ def test_images_are_answered_as_by_transformers(
 
 
 @pytest.mark.parametrize("name", chosen(*VIDEO))
-def test_videos_are_answered_as_by_transformers(
-    name: str, tmp_path: Path, on_double: Callable[..., OnDouble]
-) -> None:
+def test_videos_are_answered_as_by_transformers(name: str, tmp_path: Path, on_double: Callable[..., OnDouble]) -> None:
     of = made_with_videos(name, tmp_path)
     runner = on_double(of)
     assert runner.ask(of.requests[:2]).answers == of.answers[:2]
