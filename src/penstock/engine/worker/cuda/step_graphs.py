@@ -67,7 +67,8 @@ class Recordings:
         """
         if self._recorder is None:
             return
-        began, lacking, why = time.monotonic(), [], ""
+        began, why = time.monotonic(), ""
+        lacking: list[int] = []
         for size in reversed(self._all_sizes):
             state, reason = self._try_to_record(size, self._recorder, compute, prepare)
             if state == NO_MEMORY:
