@@ -18,7 +18,9 @@ from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
-from tests.support.models import BLOCK_SIZE, Asked, Family, Told, ask, device, longest, opener
+from tests.support.models import BLOCK_SIZE, COUNT, Asked, Family, Told, ask, device, longest, opener
+
+WITHIN = 110.0  # seconds
 
 
 def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some: slice, *, device: str = "cpu") -> None:
@@ -30,7 +32,14 @@ def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some:
 
 
 def run_ranks(
-    size: int, families: Sequence[Family], folder: Path, some: slice, device: str, short_at: Sequence[int] = ()
+    size: int,
+    families: Sequence[Family],
+    folder: Path,
+    some: slice,
+    device: str,
+    *,
+    tokens: int = COUNT,
+    short_at: Sequence[int] = (),
 ) -> list[dict[str, dict[str, Any]]]:
     """Returns what each rank has answered, and which requests failed, by the folder of the model. `short_at`: numbers
     of the steps for which the last rank has no memory."""
@@ -44,13 +53,13 @@ def run_ranks(
         work[str(of.path)] = requests
     (folder / "work").write_text(json.dumps(work))
     with contextlib.ExitStack() as stack:
-        arguments = (size, str(folder), device)
+        arguments = (size, str(folder), device, tokens)
         rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open()))
         ranks = [
             stack.enter_context(
                 spawn(
                     _one_of_them, rank, rendezvous.of_rank(rank), *arguments,
-                    short_at if rank == size - 1 else (), within=110,
+                    short_at if rank == size - 1 else (), within=WITHIN,
                 )
             )
             for rank in range(size)
@@ -62,7 +71,7 @@ def run_ranks(
 
 
 def _one_of_them(
-    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, short_at: Sequence[int]
+    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, tokens: int, short_at: Sequence[int]
 ) -> None:
     """Answers, and writes down what."""
     with contextlib.ExitStack() as stack:
@@ -72,15 +81,17 @@ def _one_of_them(
 
             for context in (device_arithmetic(), fast_calls(), CudaDouble()):
                 stack.enter_context(context)
-        _answer(rank, rendezvous, size, folder, device, short_at)
+        _answer(rank, rendezvous, size, folder, device, tokens, short_at)
 
 
-def _answer(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, short_at: Sequence[int]) -> None:
+def _answer(
+    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, tokens: int, short_at: Sequence[int]
+) -> None:
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous, device if device == "cpu" else "cuda:0", "gloo")
     results = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
-        requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
+        requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs], tokens) for prompt, inputs in raw]
         ours = ModelRunner(
             path,
             slots=4,
