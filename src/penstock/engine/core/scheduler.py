@@ -91,8 +91,6 @@ class Scheduler:
         """Queues a request. `queued_ns`: when it came. Raises RequestRefused if it can never run."""
         config, number = self._config, (submit.server, submit.request)
         check_submit(submit, config.max_model_len, config.vocabulary, config.eos_ids)
-        if submit.params.prompt_logprobs is not None and not config.scores_prompts:
-            raise RequestRefused(400, "prompt_logprobs are not supported on a CUDA device")
         if submit.adapter and submit.adapter not in config.adapters:
             raise RequestRefused(400, "this engine has no LoRA adapter of this content: nodes have different files")
         if number in self._requests:

@@ -79,6 +79,7 @@ try:
             AutoConfig,
             AutoModelForCausalLM,
             AutoModelForImageTextToText,
+            vision_utils,
         )
         from transformers.activations import SiLUActivation
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -110,5 +111,6 @@ __all__ = [
     "dot_natural_key",
     "get_model_conversion_mapping",
     "rename_source_key",
+    "vision_utils",
     "without_compiler",
 ]
