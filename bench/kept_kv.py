@@ -95,7 +95,7 @@ def read_parts(log: Path, killed: float, first: float) -> dict[str, float]:
     ends |= {part: max(times[name]) for part, name in PARTS.items() if name in times}
     parts, before = {}, killed
     for part, at in (*ends.items(), (FIRST_ID, first)):
-        parts[part], before = at - before, at
+        parts[part], before = max(0.0, at - before), max(at, before)  # processes start beside each other
     return parts
 
 
