@@ -11,12 +11,13 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import msgspec
 
 from penstock.engine.cluster.weight_files import read_header, read_weights
 
+N = TypeVar("N", int, float)
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DECODER = r"(?:model\.|language_model\.|text_model\.)*"  # in front of a layer's path
 _LAYER = r"layers\.\d+\.(?!\S*\bexperts\.)[\w.]+\.(?:[qkvo]|gate|up|down)_proj"
@@ -54,7 +55,7 @@ class AdapterSettings(msgspec.Struct, frozen=True):
         return _by_pattern(self.alpha_pattern, layer, self.lora_alpha) / (math.sqrt(rank) if self.use_rslora else rank)
 
 
-def _by_pattern(patterns: Mapping[str, Any] | None, layer: str, default: Any) -> Any:
+def _by_pattern(patterns: Mapping[str, N] | None, layer: str, default: N) -> N:
     """Returns the value of the first pattern that fits a layer, as PEFT finds it."""
     values = (value for key, value in (patterns or {}).items() if re.match(rf"(.*\.)?({key})$", f"model.{layer}"))
     return next(values, default)

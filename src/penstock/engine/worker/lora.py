@@ -50,9 +50,10 @@ class Factors(NamedTuple):
 
     @classmethod
     def of(cls, a: Tensor, b: Tensor) -> Factors:
-        layers = [nn.Linear(*matrix.shape[::-1], bias=False, device="meta") for matrix in (a, b)]
-        for layer, matrix in zip(layers, (a, b), strict=True):
-            layer.weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
+        layers = []
+        for matrix in (a, b):
+            layers.append(nn.Linear(matrix.shape[1], matrix.shape[0], bias=False, device="meta"))
+            layers[-1].weight = nn.Parameter(matrix.contiguous(), requires_grad=False)
         return cls(*layers)
 
 
@@ -104,9 +105,9 @@ def set_adapters(layer: CpuLayer, module: Any, places: Mapping[tuple[int, str], 
     shared = attention.q_proj.forward.shared
     owners = (shared, "product"), (attention.o_proj, "forward"), (mlp, "forward"), (mlp.down_proj, "forward")
     for index, (owner, name) in enumerate(owners):
-        _, product = places.get((id(owner), name), (None, None))
-        for number, factors in () if product is None else product.factors.items():
-            layer.native.set_adapter(number, index, factors.a.forward.packed, factors.b.forward.packed)
+        if (id(owner), name) in places:
+            for number, (a, b) in places[id(owner), name][1].factors.items():
+                layer.native.set_adapter(number, index, a.forward.packed, b.forward.packed)
 
 
 class LoadedAdapters:

@@ -410,7 +410,8 @@ LAYER = "base_model.model.model.language_model.layers.0.self_attn.q_proj"
 
 def write_adapter(folder: Path, tensors: dict[str, tuple[int, ...]], **settings: Any) -> None:
     """Writes an adapter with zeros."""
-    header, end = {}, 0
+    header: dict[str, Any] = {}
+    end = 0
     for name, shape in tensors.items():
         begin, end = end, end + 4 * math.prod(shape)
         header[name] = {"dtype": "F32", "shape": shape, "data_offsets": [begin, end]}

@@ -114,7 +114,7 @@ def test_packed_linear_adds_numbers_to_its_sums(kernel: str, rows: int, dtype: t
     if dtype == torch.float32 and kernel not in FLOAT32_KERNELS:
         pytest.skip("torch computes")
     torch.manual_seed(rows)
-    layer = nn.Linear(70, 50).to(dtype).requires_grad_(False)
+    layer: Any = nn.Linear(70, 50).to(dtype).requires_grad_(False)
     exact = copy.deepcopy(layer).float()
     pack_linears(layer)
     x, wide = torch.randn(rows, 70).to(dtype), 3 * torch.randn(rows, 64).to(dtype)
@@ -134,9 +134,9 @@ def test_gate_is_applied_to_sums_with_added_numbers(kernel: str) -> None:
     x = torch.randn(20, 64).to(torch.bfloat16)
     gate, up = torch.randn(2, 20, 96).to(torch.bfloat16)
     panels = torch.stack((gate.view(20, -1, PANEL), up.view(20, -1, PANEL)), dim=2).flatten(1)
-    computed = packed.forward.product(x, panels)  # type: ignore[union-attr]
-    layers: Any = exact
-    require_close(computed, nn.functional.silu(layers.gate_proj(x.float()) + gate) * (layers.up_proj(x.float()) + up))
+    fused: Any = packed.forward
+    gate_sums, up_sums = (getattr(exact, name)(x.float()) for name in ("gate_proj", "up_proj"))
+    require_close(fused.product(x, panels), nn.functional.silu(gate_sums + gate) * (up_sums + up))
 
 
 class OtherMlp(Mlp):
