@@ -1,4 +1,4 @@
-"""Bytes of a node by kind: segments, and files that a launcher keeps for the lives after this one."""
+"""Bytes of a node by kind: segments, and files that a launcher keeps for later workers."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ def test_memory_is_counted_by_kind_and_each_file_once(files: KVFiles) -> None:
         fill(file, MIB)
     fill(files.ledger, 4096)
     duplicate = os.dup(files.pages[0]._fd)
-    kept = memory_by_kind([], [os.getpid(), os.getpid()])
+    nbytes = memory_by_kind([], [os.getpid(), os.getpid()])
     os.close(duplicate)
-    assert kept == {"kv pages": 2 * MIB, "kv ledger": 4096}
+    assert nbytes == {"kv pages": 2 * MIB, "kv ledger": 4096}
 
 
 def test_emptied_files_and_untouched_pages_occupy_nothing(files: KVFiles) -> None:
@@ -49,7 +49,7 @@ def test_memory_of_a_process_covers_channels_and_stores(files: KVFiles) -> None:
     with Store(MIB) as store, Ring() as ring:
         nbytes = memory_of(os.getpid())
         assert nbytes["stores"] >= store.segment_nbytes and nbytes["channels"] > 0
-        assert ring.name is not None and nbytes["kv pages"] == 0
+        assert nbytes["kv pages"] == 0 and ring.receivers == 1
 
 
 def test_memory_of_a_process_that_has_ended_is_empty() -> None:

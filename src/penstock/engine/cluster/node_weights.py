@@ -26,7 +26,6 @@ class WeightFile(MemoryFile):
     def fileno(self) -> int:
         return self._fd
 
-    @property
     def is_sealed(self) -> bool:
         return fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & SEALS == SEALS
 

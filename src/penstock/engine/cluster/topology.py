@@ -64,6 +64,7 @@ class Cluster:
     def open(cls, config: EngineConfig) -> Cluster:
         processes = len(all_processes(config))
         decoders = config.api_server_count * config.max_concurrent_videos
+        has_weights = config.simulated is None and config.device == "cpu"
         return cls(
             config,
             tuple(_open_channels(config, number) for number in range(config.data_parallel_size)),
@@ -76,7 +77,7 @@ class Cluster:
             _open_encodings(config) if config.encoder_tp_mode == "store" else None,
             _open_pulls(config) if config.is_headless and config.store_nbytes else (),
             _open_kv_files(config) if config.keeps_kv_cache else (),
-            NodeWeights(Path(config.model)) if config.shares_weights else None,
+            NodeWeights(Path(config.model)) if has_weights and config.share_weights else None,
         )
 
     @property

@@ -225,8 +225,7 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     """Keep the KV cache of an engine that computes on CPUs when one of its processes is killed from outside, or the
     engine is restarted; not with several nodes"""
     share_weights: Annotated[bool, Option("cache")] = True
-    """Keep weights that are converted, sliced or packed for CPUs in memory that all engines of the node share, and that
-    outlives their processes"""
+    """Keep weights converted, sliced or packed for CPUs in memory that all engines share and that outlives processes"""
 
     end_ids: tuple[int, ...] = ()
     """Tokens that end a sample, besides those that the model's own files name"""
@@ -453,10 +452,6 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def keeps_kv_cache(self) -> bool:
         return self.keep_kv_cache and self.nodes is None and self.simulated is None and self.device == "cpu"
-
-    @property
-    def shares_weights(self) -> bool:
-        return self.share_weights and self.simulated is None and self.device == "cpu"
 
     @property
     def num_workers(self) -> int:

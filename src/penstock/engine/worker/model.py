@@ -252,7 +252,7 @@ def import_family(path: Path) -> None:
 def load_on_cpu(
     stock: Any, path: Path, slices: dict[str, WeightSlice], device: torch.device, shared: SharedWeights | None
 ) -> None:
-    """Loads and packs weights, or maps those that another worker has converted and packed."""
+    """Loads and packs weights, or maps weights that another worker has converted and packed."""
     groups = list(find_groups(stock))
     to_pack = weight_names(stock, groups)
     is_mapped = shared is not None and shared.is_complete

@@ -1,8 +1,8 @@
 """Weights of a rank, once per node: the first worker fills a file of the launcher, and all later workers map it.
 
 The file has weights that differ from the files of the model: converted, sliced, merged or packed ones. Views of the
-files of the model are shared already. A file is filled once, then sealed, and no process can change it. A worker that
-dies before the seal is followed by the next worker, which begins anew.
+files of the model are shared already. A file is filled once, then sealed, and no process can change the content. When
+a worker dies before the seal, the next worker begins anew.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ LAYOUT = 1  # of the file and of packed weights; another number keeps workers fr
 LENGTH = struct.Struct("<Q")  # of the table, in front of it
 ALIGNED, PAGE_NBYTES = 64, 4096
 FILL_POLL_S = 0.01  # seconds between looks at a file that another worker fills
-FILL_TIMEOUT_S = 120.0  # seconds without growth of the file, after which a worker loads weights of its own
+FILL_TIMEOUT_S = 120.0  # seconds without growth of the file, after which a worker loads weights for itself
 
 
 class SharedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -45,7 +45,7 @@ class SharedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class WeightTable(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Begins the file. Tensors that share memory have the same `begin`."""
+    """Begins the file. Tensors that share memory have equal `begin`."""
 
     key: str
     nbytes: int  # of the content: packed weights, then tensors
@@ -76,9 +76,9 @@ class SharedWeights:
     def open(
         cls, file: WeightFile | None, *parts: object, check: Callable[[], object] = lambda: None
     ) -> SharedWeights | None:
-        """Waits while another worker fills the file. `parts`: what decides the weights, beside versions and the kernel.
-        `check`: raises if the files of the model have changed. Returns None, and logs why, if this worker has to load
-        weights of its own."""
+        """Waits while another worker fills the file. `parts`: all that decides the weights, beside versions and the
+        kernel. `check`: raises if files of the model have changed. Returns None, and logs why, if this worker has to load
+        weights for itself."""
         if file is None:
             return None
         parts = LAYOUT, read_versions(), _native.linear_kernel(), *parts
@@ -121,7 +121,7 @@ class SharedWeights:
         """Seals the file, if this worker has filled it. From now on other workers map it.
 
         Between `open` and `complete` no rank may wait for another rank: the other rank may wait for another group, and
-        that group for this rank.
+        the other group for this rank.
         """
         if self.is_complete or self._mapping is None:
             return
@@ -145,7 +145,7 @@ class SharedWeights:
 
 
 class Table(NamedTuple):
-    """A table and how it lies in the file."""
+    """A table, and the places in the file."""
 
     table: WeightTable
     encoded: bytes
@@ -185,9 +185,9 @@ def await_seal(file: WeightFile) -> bool:
     """Waits while another process fills a file. Returns False if this process has to fill the file, and has its lock.
     Raises OSError."""
     claimed, deadline = -1, 0.0
-    while not file.is_sealed:
+    while not file.is_sealed():
         if file.lock():
-            if not file.is_sealed:
+            if not file.is_sealed():
                 return False
             file.unlock()
             break

@@ -54,8 +54,8 @@ def load(
     mapped: Mapping[str, Tensor] | None = None,
     packed: Collection[str] = (),
 ) -> set[str]:
-    """Loads the parameters of a model on the meta device, in the model's dtypes: those in `mapped` from there, those in
-    `packed` not at all. Returns the names of the parameters that are no views of the files of the model.
+    """Loads the parameters of a model on the meta device, in the model's dtypes. Tensors of `mapped` replace those of
+    the files, and parameters of `packed` are not loaded. Returns the names of parameters that are no views of a file.
 
     Raises ValueError if a parameter is missing from the files, or has another shape.
     """
@@ -98,8 +98,7 @@ def _converted(
     missing: Collection[str],
     slices: dict[str, WeightSlice],
 ) -> Iterator[tuple[str, Tensor, bool]]:
-    """Yields each parameter in the files that is missing, under the model's name for it, and whether it is a view of a
-    file."""
+    """Yields each missing parameter in the files, under the model's name, and whether the tensor is a view of one."""
     known = get_model_conversion_mapping(model)
     renamings = [conversion for conversion in known if isinstance(conversion, WeightRenaming)]
     converters = [conversion for conversion in known if isinstance(conversion, WeightConverter)]
@@ -109,7 +108,7 @@ def _converted(
         if name not in parameters and key in parameters:
             name, pattern = key, None
         if name not in missing:
-            continue  # a tensor that this model class does not have, or that is in memory
+            continue  # a tensor that this model class does not have, or has in memory
         if pattern is None:
             part = slices.get(name)
             if part is FIRST_ONLY:

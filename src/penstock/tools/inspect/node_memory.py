@@ -22,8 +22,8 @@ def memory_by_kind(segments: Iterable[Json], pids: Iterable[int]) -> dict[str, i
     nbytes = Counter[str]()
     for segment in segments:
         nbytes[kind_of(segment)] += segment["claimed_nbytes"]
-    kept = {place: (kind, size) for pid in pids for place, kind, size in kept_files_of(pid)}
-    for kind, size in kept.values():
+    files = {place: (kind, size) for pid in pids for place, kind, size in kept_files_of(pid)}
+    for kind, size in files.values():
         nbytes[kind] += size
     return dict(nbytes)
 

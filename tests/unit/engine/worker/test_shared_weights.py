@@ -196,7 +196,7 @@ def test_no_memory_for_the_file_leaves_the_worker_its_own_weights(
         shared = SharedWeights.open(file)
         assert shared is not None and not shared.fill(tensors(), 0)
         shared.complete()
-    assert reasons(caplog) == ["[Errno 12] Cannot allocate memory"] and not file.is_sealed
+    assert reasons(caplog) == ["[Errno 12] Cannot allocate memory"] and not file.is_sealed()
     must_have_all(filled(file))
 
 
@@ -215,7 +215,7 @@ def test_models_with_shared_weights_answer_as_with_their_own(
         runner = device(of, dtype=dtype, weight_file=weight_file)
         results.append(ask(runner, of.requests, logprobs=0))
     assert results[1] == results[0] == results[2]
-    assert file.is_sealed
+    assert file.is_sealed()
 
 
 @pytest.mark.parametrize("name", ["llama", "mixtral"])
@@ -223,7 +223,7 @@ def test_ranks_with_shared_slices_answer_as_with_their_own(name: str, tmp_path: 
     of, files = build_family(name, tmp_path), [WeightFile.create("weights", str(rank)) for rank in range(2)]
     results = [results_of_threads(2, of, of.requests[:4], weight_files=lent) for lent in ([None] * 2, files, files)]
     assert results[1] == results[0] == results[2]
-    assert all(file.is_sealed for file in files)
+    assert all(file.is_sealed() for file in files)
     for file in files:
         file.close()
 
