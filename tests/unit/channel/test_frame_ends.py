@@ -105,6 +105,11 @@ def test_the_source_of_a_frame_of_an_inbox_is_its_sender() -> None:
         assert (receiver.try_receive(), receiver.source) == (b"x", 2)
 
 
+def test_frame_receiver_has_the_index_it_was_opened_with() -> None:
+    with FrameReceiver(Broadcast(receivers=3), 1) as receiver:
+        assert receiver.index == 1
+
+
 def test_frame_receiver_reports_death_close_and_end_of_channel() -> None:
     ring = Ring(name="steps")
     with FrameReceiver(ring, name="bridge") as receiver:

@@ -177,18 +177,6 @@ def test_resumed_sample_is_not_timed_in_the_slot_of_an_aborted_one() -> None:
     assert engine_core.scheduler.answered == []
 
 
-def test_resumed_request_can_be_aborted_while_waiting_and_running() -> None:
-    engine_core = core(slots=1)
-    engine_core.submit(submit(1, 5, 5))
-    engine_core.submit(submit(2, 5))
-    engine_core.begin()
-    engine_core.abort(0, 2)
-    engine_core.abort(0, 1)
-    engine_core.finish()
-    engine_core.drain()
-    assert set(engine_core.ended.values()) == {"aborted"}
-
-
 def test_blocks_of_generated_ids_are_found_by_hash() -> None:
     engine_core = core()
     whole = submit(1)

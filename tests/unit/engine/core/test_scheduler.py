@@ -168,19 +168,6 @@ def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last_one() -> N
     assert engine_core.cached_tokens == 20  # of 24: the last token sampled was not computed
 
 
-def test_blocks_in_computation_are_not_cache_hits() -> None:
-    engine_core = core()
-    engine_core.submit(submit(1, 12, begin=7))
-    engine_core.begin()
-    engine_core.submit(submit(2, 12, begin=7))
-    engine_core.begin()
-    assert engine_core.cached_tokens == 0
-    engine_core.finish()
-    engine_core.submit(submit(3, 12, begin=7))
-    engine_core.begin()
-    assert engine_core.cached_tokens == 8
-
-
 def test_another_salt_another_image_or_one_elsewhere_is_another_prefix() -> None:
     engine_core = core(slots=6)
     for number, fields in enumerate(
@@ -265,13 +252,6 @@ def test_samples_of_one_request_share_the_full_blocks_of_its_prompt() -> None:
     assert len({tuple(table[:2]) for table in tables}) == 1 and len({table[2] for table in tables}) == 3
     assert engine_core.schedule.prompts[2] is engine_core.schedule.prompts[0]
     engine_core.drain()
-
-
-def test_samples_beyond_the_slots_are_answered_one_after_the_other() -> None:
-    engine_core = core(slots=2)
-    engine_core.submit(submit(1, 10, 3, n=7))
-    engine_core.drain()
-    assert len(engine_core.answers()) == 7
 
 
 # ── too little room ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -432,18 +412,6 @@ def test_a_request_is_aborted_wherever_it_is() -> None:
     assert set(engine_core.ended.values()) == {"aborted"}
 
 
-def test_preempted_request_can_be_aborted() -> None:
-    engine_core = core(blocks=15)
-    for number in (1, 2):
-        engine_core.submit(patient(number, 16))
-    while not engine_core.preempted:
-        steps(engine_core, 1)
-    engine_core.abort(0, 2)
-    steps(engine_core, 1)
-    assert PREEMPTED not in engine_core.schedule.status
-    engine_core.drain()
-
-
 def test_abort_of_an_ended_sample_leaves_the_new_owner_of_its_slot() -> None:
     engine_core = core(slots=1)
     engine_core.submit(patient(1, most=2))
@@ -458,41 +426,6 @@ def test_abort_of_an_ended_sample_leaves_the_new_owner_of_its_slot() -> None:
     steps(engine_core, 1)
     assert not running(engine_core)
     engine_core.drain()
-
-
-def test_an_abort_of_one_sample_leaves_the_others_of_its_request() -> None:
-    engine_core = core(slots=4)
-    engine_core.submit(patient(1, 16, n=3))
-    steps(engine_core, 6)
-    assert running(engine_core) == [1, 1, 1]
-    engine_core.stop((0, 1, 1))
-    steps(engine_core, 1)
-    assert running(engine_core) == [1, 1]
-    engine_core.abort(0, 1)
-    engine_core.drain()
-
-
-def test_the_requests_of_a_server_that_died_end_and_those_of_others_do_not() -> None:
-    engine_core = core()
-    engine_core.submit(patient(1))
-    other = patient(1)
-    engine_core.submit(Submit(3, 1, other.prompt, other.params))
-    steps(engine_core, 2)
-    engine_core.forget_server(0)
-    steps(engine_core, 1)
-    assert engine_core.schedule.servers[engine_core.schedule.rows].tolist() == [3]
-    engine_core.drain()
-
-
-def test_blocks_of_a_failed_request_are_not_in_the_prefix_cache() -> None:
-    engine_core = core()
-    engine_core.failing = 1
-    engine_core.submit(submit(1, 12, begin=7))
-    steps(engine_core, 1)
-    engine_core.failing = 0
-    engine_core.submit(submit(2, 12, begin=7))
-    engine_core.drain()
-    assert engine_core.ended[0, 1, 0] == "failed" and engine_core.cached_tokens == 0
 
 
 def test_request_that_can_never_run_is_refused_with_the_numbers() -> None:

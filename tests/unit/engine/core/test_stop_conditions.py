@@ -39,33 +39,6 @@ def test_an_end_id_of_the_model_ends_a_sample_and_is_no_stop_of_its_own() -> Non
     assert when(SamplingParams(stop_token_ids=(EOS,)), [EOS]) == (1, STOP, None)
 
 
-def test_stop_id_ends_a_sample_and_is_reported() -> None:
-    assert when(SamplingParams(stop_token_ids=(9, 11)), [5, 11]) == (2, STOP, 11)
-
-
-def test_an_end_id_that_is_ignored_may_still_be_a_stop_id() -> None:
-    assert when(SamplingParams(ignore_eos=True), [EOS] * 3) is None
-    assert when(SamplingParams(ignore_eos=True, stop_token_ids=(EOS,)), [EOS]) == (1, STOP, EOS)
-
-
-def test_stop_id_ends_no_sample_before_min_tokens_other_tokens() -> None:
-    params = SamplingParams(min_tokens=2, stop_token_ids=(9,))
-    assert when(params, [EOS, 9, 9]) == (3, STOP, 9)
-    assert when(params, [EOS, 9, EOS]) == (3, STOP, None)
-    assert when(SamplingParams(min_tokens=2, max_tokens=2), [EOS, EOS]) == (2, LENGTH, None)
-
-
-def test_a_length_ends_a_sample() -> None:
-    assert when(SamplingParams(max_tokens=3), [5] * 5) == (3, LENGTH, None)
-    assert when(SamplingParams(max_tokens=50), [5] * 99, prompt_length=98) == (2, LENGTH, None)
-    assert when(SamplingParams(max_tokens=None), [5] * 200, prompt_length=10) == (90, LENGTH, None)
-
-
-def test_stop_id_at_max_tokens_is_the_finish_reason() -> None:
-    assert when(SamplingParams(max_tokens=2), [5, EOS]) == (2, STOP, None)
-    assert when(SamplingParams(max_tokens=2, stop_token_ids=(9,)), [5, 9]) == (2, STOP, 9)
-
-
 def test_a_prompt_that_leaves_no_room_is_refused_with_the_numbers() -> None:
     with pytest.raises(ValueError, match=r"less than 100 tokens.*got 100"):
         endings().join(0, SamplingParams(), 100)

@@ -58,17 +58,6 @@ def test_half_a_character_waits_for_the_other_half() -> None:
     assert shown == ["", "é", "é", "éé", "ééb"]
 
 
-def test_ending_id_is_delivered_without_text() -> None:
-    silent, shown = answered(
-        saying(A, B, max_tokens=9, stop_token_ids=(B,)),
-        saying(A, B, key=(0, 2, 0), max_tokens=9, stop_token_ids=(B,), include_stop_str_in_output=True),
-    )
-    assert (silent.ids, silent.text, silent.end) == ([A, B], b"a", (FinishReason.STOP, B))
-    assert (shown.ids, shown.text, shown.end) == ([A, B], b"ab", (FinishReason.STOP, B))
-    (ended,) = answered(saying(A, EOS, max_tokens=9, ignore_eos=False))
-    assert (ended.ids, ended.end) == ([A, EOS], (FinishReason.STOP, None))
-
-
 def test_stop_string_in_the_last_token_is_the_reason_without_an_abort() -> None:
     engine = Speaking()
     engine.ask(saying(A, B, stop=("ab",)))
@@ -77,24 +66,6 @@ def test_stop_string_in_the_last_token_is_the_reason_without_an_abort() -> None:
         engine.hear()
     actual = engine.servers.got[0, 1, 0]
     assert (actual.text, actual.end) == (b"", (FinishReason.STOP, "ab")) and not engine.aborts
-
-
-def test_sample_without_detokenize_gets_no_text() -> None:
-    (actual,) = answered(saying(A, EURO, detokenize=False))
-    assert (actual.ids, actual.text) == ([A, EURO], b"")
-
-
-def test_failed_sample_ends_with_an_error_and_others_go_on() -> None:
-    engine = Speaking()
-    engine.ask(saying(A, A, A))
-    engine.ask(saying(B, B, B, key=(0, 2, 0)))
-    engine.step()
-    engine.hear()
-    engine.fails = {(0, 1, 0): FinishReason.ERROR}
-    engine.finish()
-    failed, other = engine.servers.got[0, 1, 0], engine.servers.got[0, 2, 0]
-    assert (failed.ids, failed.text, failed.end) == ([A], b"a", (FinishReason.ERROR, None))
-    assert (other.text, other.end) == (b"bbb", (FinishReason.LENGTH, None))
 
 
 def test_events_have_as_many_tokens_as_the_interval() -> None:

@@ -61,18 +61,9 @@ def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
 
-def written(text: StopStringFilter, ids: Any, least: int = 0) -> tuple[list[str], str | None]:
-    """What is shown with each id, what is shown at the end, and the stop string."""
-    shown = []
-    for count, token in enumerate(ids, 1):
-        shown.append(text.add(token, count > least))
-        if text.stop is not None:
-            return shown, text.stop
-    return [*shown, text.end(len(ids) > least)], text.stop
-
-
-def of(*stops: str, includes: bool = False) -> StopStringFilter:
-    return StopStringFilter(BYTES.stream((), True), stops, includes)
+def written(text: StopStringFilter, ids: Any) -> list[str]:
+    """What is shown with each id, and at the end."""
+    return [*(text.add(token) for token in ids), text.end()]
 
 
 # ── characters ──
@@ -80,7 +71,7 @@ def of(*stops: str, includes: bool = False) -> StopStringFilter:
 def test_detokenized_text_has_no_half_characters(sentence: str) -> None:
     tokenizer = byte_level()
     vocabulary = build_vocabulary(tokenizer)
-    shown, _ = written(StopStringFilter(vocabulary.stream((), True)), tokenizer.encode(sentence).ids)
+    shown = written(StopStringFilter(vocabulary.stream((), True)), tokenizer.encode(sentence).ids)
     assert "".join(shown) == sentence and len(shown) > 2
     assert all("\ufffd" not in text for text in shown)
 
@@ -92,14 +83,14 @@ def test_any_ids_give_the_text_that_the_tokenizer_gives_for_all_at_once(seed: in
     vocabulary = build_vocabulary(tokenizer)
     chance = random.Random(seed)
     ids = [chance.randrange(tokenizer.get_vocab_size() + 3) for _ in range(200)]
-    shown, _ = written(StopStringFilter(vocabulary.stream((), skip_special)), ids)
+    shown = written(StopStringFilter(vocabulary.stream((), skip_special)), ids)
     assert "".join(shown) == tokenizer.decode(ids, skip_special_tokens=skip_special)
 
 
 def test_bytes_at_the_end_that_are_no_character_are_shown_as_such() -> None:
-    shown, _ = written(of(), "é".encode()[:1])
+    shown = written(StopStringFilter(BYTES.stream((), True)), "é".encode()[:1])
     assert shown == ["", "\ufffd"]
-    shown, _ = written(of(), b"\xe2\x82a")
+    shown = written(StopStringFilter(BYTES.stream((), True)), b"\xe2\x82a")
     assert shown == ["", "", "\ufffda", ""]
 
 
@@ -107,9 +98,9 @@ def test_bytes_for_want_of_a_piece_become_characters() -> None:
     tokenizer = with_fallback()
     vocabulary = build_vocabulary(tokenizer)
     ids = [tokenizer.token_to_id(piece) for piece in ("▁the", "▁cat", "<0xE2>", "<0x82>", "<0xAC>", "s", "</s>")]
-    shown, _ = written(StopStringFilter(vocabulary.stream((0, 4), True)), ids)
+    shown = written(StopStringFilter(vocabulary.stream((0, 4), True)), ids)
     assert shown == [" the", " cat", "", "", "€", "s", "", ""]
-    shown, _ = written(StopStringFilter(vocabulary.stream((0, 4), False)), ids)
+    shown = written(StopStringFilter(vocabulary.stream((0, 4), False)), ids)
     assert "".join(shown) == " the cat€s</s>"
 
 
@@ -117,7 +108,7 @@ def test_unknown_tokenizer_decodes_by_itself() -> None:
     tokenizer = word_piece()
     vocabulary = build_vocabulary(tokenizer)
     assert not vocabulary.is_whole[: vocabulary.stride].any()
-    shown, _ = written(StopStringFilter(vocabulary.stream((1,), True)), [2, 3, 4, 6, 7, 5, 1])
+    shown = written(StopStringFilter(vocabulary.stream((1,), True)), [2, 3, 4, 6, 7, 5, 1])
     assert "".join(shown) == " cats sat on, the"
 
 
@@ -126,7 +117,7 @@ def test_a_tokenizers_own_stream_is_flushed_as_well() -> None:
     pieces = [b""] * tokenizer.get_vocab_size()
     vocabulary = Vocabulary(pieces, (), tokenizer)
     ids = tokenizer.encode("a€").ids
-    shown, _ = written(StopStringFilter(vocabulary.stream(ids[-8:], True)), ids[:-1])
+    shown = written(StopStringFilter(vocabulary.stream(ids[-8:], True)), ids[:-1])
     assert "".join(shown) == "a\ufffd" and "\ufffd" not in "".join(shown[:-1])
 
 
@@ -143,40 +134,6 @@ def test_vocabulary_has_plain_and_quoted_text_of_each_id() -> None:
 
 
 # ── stop strings ──
-def test_possible_stop_string_is_held_back() -> None:
-    shown, stop = written(of("stop"), b"a st stop b")
-    assert shown == ["a", " ", "", "", "st ", "", "", "", ""] and stop == "stop"
-
-
-def test_stop_string_is_shown_when_requested() -> None:
-    shown, stop = written(of("stop", includes=True), b"a stop b")
-    assert "".join(shown) == "a stop" and stop == "stop"
-
-
-def test_held_back_text_is_shown_at_the_end() -> None:
-    assert written(of("stop"), b"a sto") == (["a", " ", "", "", "", "sto"], None)
-
-
-def test_first_complete_stop_string_wins_then_the_longest() -> None:
-    assert written(of("abcd", "bc"), b"xabcd")[1] == "bc"
-    shown, stop = written(of("c", "abc", "bc"), b"xxabcd")
-    assert "".join(shown) == "xx" and stop == "abc"
-
-
-def test_one_id_may_hold_several_stop_strings_and_more() -> None:
-    words = Vocabulary([b"one two three", b" tw"])
-    text = StopStringFilter(words.stream((), True), ("three", "two"))
-    assert text.add(0) == "one " and text.stop == "two"
-
-
-def test_a_stop_string_that_is_complete_before_min_tokens_is_text() -> None:
-    shown, stop = written(of("ab"), b"abxab", least=2)
-    assert "".join(shown) == "abx" and stop == "ab"
-    shown, stop = written(of("ab"), b"ab", least=1)
-    assert "".join(shown) == "" and stop == "ab"
-    assert written(of("ab"), b"abx", least=3) == (["", "ab", "x", ""], None)
-
-
 def test_stop_string_may_end_in_a_character_completed_by_the_end() -> None:
-    shown, stop = written(of("a\ufffd"), b"xa\xe2")
-    assert "".join(shown) == "x" and stop == "a\ufffd"
+    text = StopStringFilter(BYTES.stream((), True), ("a\ufffd",))
+    assert "".join(written(text, b"xa\xe2")) == "x" and text.stop == "a\ufffd"
