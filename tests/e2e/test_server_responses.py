@@ -132,6 +132,17 @@ async def what_is_not_stored_is_not_found(served: Served) -> None:
         assert caught.value.param == "previous_response_id"
 
 
+async def a_response_outlives_the_servers(served: Served) -> None:
+    response = await served.client.responses.create(model=MODEL, input="hi", max_output_tokens=2)
+    killed = {served.child("server", index).pid for index in range(2)}
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    await served.until(lambda: not killed & {child.pid for child in served.children()}, START)
+    await served.launcher.serving(START)
+    async with served.with_key(KEY) as client:
+        assert (await client.responses.retrieve(response.id)).output_text == response.output_text
+
+
 async def what_makes_no_sense_is_refused(served: Served) -> None:
     for fields, param in (
         ({"background": True}, "background"),
@@ -154,6 +165,7 @@ SCENES = [
     a_response_is_for_its_own_key,
     what_is_not_stored_is_not_found,
     what_makes_no_sense_is_refused,
+    a_response_outlives_the_servers,
 ]
 
 
