@@ -7,11 +7,13 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 for library in ("openai", "httptools"):
     pytest.importorskip(library)
 
+from penstock.server.chat import response_schema  # noqa: E402
 from tests.e2e.test_server import KEY, Served, run_server  # noqa: E402
 from tests.support.engine import START, simulated_device  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
@@ -66,6 +68,7 @@ def texts(events: list[dict[str, Any]], field: str = "text") -> str:
 async def a_message_is_the_answer_of_a_chat(served: Served) -> None:
     status, message = await post(served, max_tokens=6)
     assert status == 200 and message["stop_reason"] == "max_tokens" and message["role"] == "assistant"
+    msgspec.convert(message, response_schema.MessageObject)
     assert message["content"] == [{"type": "text", "text": served.answer(PROMPT, 6)}]
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 19 and usage["output_tokens"] == 6
@@ -103,6 +106,7 @@ async def errors_have_anthropics_form(served: Served) -> None:
     ):
         answered, body = await post(served, **fields)  # type: ignore[arg-type]
         assert (answered, body["type"], body["error"]["type"]) == (status, "error", kind), body
+        msgspec.convert(body, response_schema.MessageError)
 
 
 @in_a_loop

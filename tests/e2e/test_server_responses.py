@@ -8,11 +8,13 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 for library in ("openai", "httptools"):
     pytest.importorskip(library)
 
+from penstock.server.chat import response_schema  # noqa: E402
 from tests.e2e.test_server import AUTHORIZED, KEY, Served, refused, run_server  # noqa: E402
 from tests.support.engine import START, simulated_device  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
@@ -70,7 +72,14 @@ async def a_stream_has_the_events_of_the_whole_response(served: Served) -> None:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
     assert events[-1].response.output_text == text and events[-1].response.usage.output_tokens == 30
     assert sum(event.type == "response.output_text.delta" for event in events) > 5
-    assert (await served.client.responses.retrieve(events[0].response.id)).output_text == text
+    response_id = events[0].response.id
+    assert (await served.client.responses.retrieve(response_id)).output_text == text
+    # As the document at /openapi.json has them.
+    msgspec.json.decode((await served.get(f"/v1/responses/{response_id}"))[1], type=response_schema.ResponseObject)
+    items = (await served.get(f"/v1/responses/{response_id}/input_items"))[1]
+    msgspec.json.decode(items, type=response_schema.ResponseItemList)
+    for query in ("?limit=0", "?order=x", "?after=x"):
+        assert (await served.get(f"/v1/responses/{response_id}/input_items{query}"))[0] == 400
 
 
 async def any_server_knows_a_response(served: Served) -> None:
