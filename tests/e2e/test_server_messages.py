@@ -7,17 +7,20 @@ import signal
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 for library in ("openai", "httptools"):
     pytest.importorskip(library)
 
+from penstock.server.chat import response_schema  # noqa: E402
 from tests.e2e.test_server import KEY, Served, run_server  # noqa: E402
 from tests.support.engine import START, simulated_device  # noqa: E402
+from tests.support.grammars import simulated_chats  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
-from tests.support.tiny_models import LLAMA, write_llama  # noqa: E402
 
 LIMITS: dict[str, Any] = {"max_open_requests": 256, "max_body_nbytes": 1 << 20, "client_timeout": 20.0}
+MODEL = "simulated"
 USER = {"role": "user", "content": "hi"}
 PROMPT = "user: hi\nassistant:"
 WEATHER = {
@@ -31,7 +34,7 @@ TOOL = {"name": "weather", "description": "of a city", "input_schema": WEATHER}
 
 async def post(served: Served, path: str = "", key: str = f"x-api-key: {KEY}", **fields: Any) -> tuple[int, Any]:
     """Status and JSON of an answer."""
-    body = json.dumps({"model": "simulated", "messages": [USER], **fields}).encode()
+    body = json.dumps({"model": MODEL, "messages": [USER], **fields}).encode()
     head = f"POST /v1/messages{path} HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{key}\r\ncontent-length: {len(body)}"
     reader, writer = await asyncio.open_connection("127.0.0.1", served.port)
     writer.write(f"{head}\r\n\r\n".encode() + body)
@@ -43,7 +46,7 @@ async def post(served: Served, path: str = "", key: str = f"x-api-key: {KEY}", *
 async def events_of(served: Served, kill: str = "", **fields: Any) -> list[dict[str, Any]]:
     """`kill`: a process that is killed after some events."""
     reader, writer = await served.connect(
-        "/v1/messages", {"model": "simulated", "messages": [USER], "stream": True, **fields}
+        "/v1/messages", {"model": MODEL, "messages": [USER], "stream": True, **fields}
     )
     assert b" 200 " in await reader.readuntil(b"\r\n\r\n")
     events: list[dict[str, Any]] = []
@@ -66,6 +69,7 @@ def texts(events: list[dict[str, Any]], field: str = "text") -> str:
 async def a_message_is_the_answer_of_a_chat(served: Served) -> None:
     status, message = await post(served, max_tokens=6)
     assert status == 200 and message["stop_reason"] == "max_tokens" and message["role"] == "assistant"
+    msgspec.convert(message, response_schema.MessageObject)
     assert message["content"] == [{"type": "text", "text": served.answer(PROMPT, 6)}]
     usage = message["usage"]
     assert usage["input_tokens"] + usage["cache_read_input_tokens"] == 19 and usage["output_tokens"] == 6
@@ -103,6 +107,7 @@ async def errors_have_anthropics_form(served: Served) -> None:
     ):
         answered, body = await post(served, **fields)  # type: ignore[arg-type]
         assert (answered, body["type"], body["error"]["type"]) == (status, "error", kind), body
+        msgspec.convert(body, response_schema.MessageError)
 
 
 @in_a_loop
@@ -130,11 +135,9 @@ async def test_stream_of_a_message_goes_on_when_a_process_is_killed() -> None:
 
 @in_a_loop
 async def test_tools_of_messages_are_those_of_chats(tmp_path: Path) -> None:
-    for library in ("torch", "llguidance"):
-        pytest.importorskip(library)
-    model = write_llama(tmp_path)
-    async with run_server(LIMITS, model=str(model), simulated=None, api_server_count=1, max_num_seqs=16) as served:
-        fields: dict[str, Any] = {"model": LLAMA, "tools": [TOOL], "max_tokens": 400, "seed": 3}
+    pytest.importorskip("llguidance")
+    async with run_server({**LIMITS, "served_model_name": (MODEL,)}, **simulated_chats(tmp_path)) as served:
+        fields: dict[str, Any] = {"model": MODEL, "tools": [TOOL], "max_tokens": 400, "seed": 3}
         fields["tool_choice"] = {"type": "tool", "name": "weather"}
         status, message = await post(served, **fields)
         assert status == 200 and message["stop_reason"] == "tool_use", message
@@ -144,7 +147,7 @@ async def test_tools_of_messages_are_those_of_chats(tmp_path: Path) -> None:
         assert json.loads(texts(events, "partial_json")) == use["input"]
         result = {"type": "tool_result", "tool_use_id": use["id"], "content": [{"type": "text", "text": "sunny"}]}
         history = [USER, {"role": "assistant", "content": [use]}, {"role": "user", "content": [result]}]
-        status, message = await post(served, model=LLAMA, tools=[TOOL], messages=history, max_tokens=4)
+        status, message = await post(served, model=MODEL, tools=[TOOL], messages=history, max_tokens=4)
         assert status == 200 and message["stop_reason"] == "max_tokens"
-        status, body = await post(served, model=LLAMA, tools=[TOOL], messages=history[:2], max_tokens=4)
+        status, body = await post(served, model=MODEL, tools=[TOOL], messages=history[:2], max_tokens=4)
         assert status == 400 and "weather" in body["error"]["message"]

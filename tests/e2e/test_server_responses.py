@@ -8,15 +8,17 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 for library in ("openai", "httptools"):
     pytest.importorskip(library)
 
+from penstock.server.chat import response_schema  # noqa: E402
 from tests.e2e.test_server import AUTHORIZED, KEY, Served, refused, run_server  # noqa: E402
 from tests.support.engine import START, simulated_device  # noqa: E402
+from tests.support.grammars import simulated_chats  # noqa: E402
 from tests.support.loops import in_a_loop  # noqa: E402
-from tests.support.tiny_models import LLAMA, write_llama  # noqa: E402
 
 ANOTHER_KEY = "open"
 LIMITS: dict[str, Any] = {"max_open_requests": 256, "max_body_nbytes": 1 << 20, "client_timeout": 20.0}
@@ -70,7 +72,14 @@ async def a_stream_has_the_events_of_the_whole_response(served: Served) -> None:
     assert "".join(event.delta for event in events if event.type == "response.output_text.delta") == text
     assert events[-1].response.output_text == text and events[-1].response.usage.output_tokens == 30
     assert sum(event.type == "response.output_text.delta" for event in events) > 5
-    assert (await served.client.responses.retrieve(events[0].response.id)).output_text == text
+    response_id = events[0].response.id
+    assert (await served.client.responses.retrieve(response_id)).output_text == text
+    # As the document at /openapi.json has them.
+    msgspec.json.decode((await served.get(f"/v1/responses/{response_id}"))[1], type=response_schema.ResponseObject)
+    items = (await served.get(f"/v1/responses/{response_id}/input_items"))[1]
+    msgspec.json.decode(items, type=response_schema.ResponseItemList)
+    for query in ("?limit=0", "?order=x", "?after=x"):
+        assert (await served.get(f"/v1/responses/{response_id}/input_items{query}"))[0] == 400
 
 
 async def any_server_knows_a_response(served: Served) -> None:
@@ -132,6 +141,17 @@ async def what_is_not_stored_is_not_found(served: Served) -> None:
         assert caught.value.param == "previous_response_id"
 
 
+async def a_response_outlives_the_servers(served: Served) -> None:
+    response = await served.client.responses.create(model=MODEL, input="hi", max_output_tokens=2)
+    killed = {served.child("server", index).pid for index in range(2)}
+    for pid in killed:
+        os.kill(pid, signal.SIGKILL)
+    await served.until(lambda: not killed & {child.pid for child in served.children()}, START)
+    await served.launcher.serving(START)
+    async with served.with_key(KEY) as client:
+        assert (await client.responses.retrieve(response.id)).output_text == response.output_text
+
+
 async def what_makes_no_sense_is_refused(served: Served) -> None:
     for fields, param in (
         ({"background": True}, "background"),
@@ -154,6 +174,7 @@ SCENES = [
     a_response_is_for_its_own_key,
     what_is_not_stored_is_not_found,
     what_makes_no_sense_is_refused,
+    a_response_outlives_the_servers,
 ]
 
 
@@ -188,7 +209,7 @@ async def test_stream_goes_on_with_its_numbers_when_a_process_is_killed() -> Non
 
 # ── with a model ─────────────────────────────────────────────────────────────────────────────────────────────────────
 async def calls_are_forced_and_read_back(served: Served) -> None:
-    fields: dict[str, Any] = {"model": LLAMA, "input": "hi", "tools": [TOOL], "max_output_tokens": 400}
+    fields: dict[str, Any] = {"model": MODEL, "input": "hi", "tools": [TOOL], "max_output_tokens": 400}
     fields |= {"tool_choice": {"type": "function", "name": "weather"}, "extra_body": {"seed": 3}}
     response = await served.client.responses.create(**fields)
     (call,) = response.output
@@ -200,7 +221,7 @@ async def calls_are_forced_and_read_back(served: Served) -> None:
     arguments = [event.delta for event in events if event.type == "response.function_call_arguments.delta"]
     assert "".join(arguments) == call.arguments and len(arguments) > 1
     result = {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}
-    more = {"model": LLAMA, "tools": [TOOL], "max_output_tokens": 4}
+    more = {"model": MODEL, "tools": [TOOL], "max_output_tokens": 4}
     for before in (
         {"previous_response_id": response.id, "input": [result]},
         {"input": [{"role": "user", "content": "hi"}, call.model_dump(), result]},
@@ -213,17 +234,15 @@ async def calls_are_forced_and_read_back(served: Served) -> None:
 async def answers_follow_a_schema(served: Served) -> None:
     text_format = {"type": "json_schema", "name": "x", "schema": WEATHER, "strict": True}
     for kind in (text_format, {"type": "json_object"}):
-        fields = {"model": LLAMA, "input": "hi", "text": {"format": kind}, "max_output_tokens": 300}
+        fields = {"model": MODEL, "input": "hi", "text": {"format": kind}, "max_output_tokens": 300}
         response = await served.client.responses.create(**fields, temperature=0.0, extra_body={"logit_bias": {"2": 40}})
         assert isinstance(json.loads(response.output_text), dict) and response.status == "completed"
 
 
 @in_a_loop
 async def test_tools_and_formats_of_responses_are_those_of_chats(tmp_path: Path) -> None:
-    for library in ("torch", "llguidance"):
-        pytest.importorskip(library)
-    model = write_llama(tmp_path)
-    async with run_server(LIMITS, model=str(model), simulated=None, api_server_count=1, max_num_seqs=16) as served:
+    pytest.importorskip("llguidance")
+    async with run_server({**LIMITS, "served_model_name": (MODEL,)}, **simulated_chats(tmp_path)) as served:
         await calls_are_forced_and_read_back(served)
         await answers_follow_a_schema(served)
         options = f"DELETE /v1/responses/resp_x HTTP/1.1\r\nhost: x\r\nconnection: close\r\n{AUTHORIZED}\r\n"

@@ -6,6 +6,7 @@ The tokenizer has a token for each byte, behind the special tokens.
 from __future__ import annotations
 
 import itertools
+import json
 import re
 from collections import deque
 from collections.abc import Sequence
@@ -24,7 +25,8 @@ from penstock.engine.text.grammar import build_grammar
 from penstock.engine.text.grammar_fields import GrammarSource
 from penstock.engine.worker.worker import build_result
 from penstock.tensor import Handle, Scope
-from tests.support.tiny_models import END_OF_TURN, SPECIAL
+from tests.support.engine import simulated_device
+from tests.support.tiny_models import CHAT, END_OF_TURN, SPECIAL
 
 END = SPECIAL.index(END_OF_TURN)  # the end id
 VOCABULARY = len(SPECIAL) + 256
@@ -45,6 +47,14 @@ def write_byte_tokenizer(folder: Path, without: str = "") -> bytes:
     tokenizer.save(str(folder / "tokenizer.json"))
     texts = build_vocabulary(tokenizer).texts
     return b"".join(text if len(text) == 1 else b"?" for text in texts[:VOCABULARY])
+
+
+def simulated_chats(folder: Path) -> dict[str, Any]:
+    """Options of a simulated engine that answers chats and follows grammars, without torch."""
+    write_byte_tokenizer(folder)
+    (folder / "tokenizer_config.json").write_text(json.dumps({"chat_template": CHAT}))
+    device = simulated_device(vocabulary=VOCABULARY, end_id=END, end_one_in=100_000)
+    return {"simulated": device, "model": str(folder), "end_ids": (END,), "api_server_count": 1}
 
 
 def grammar_handle(pattern: str) -> Handle:

@@ -40,7 +40,7 @@ class MessageEvents(PieceEvents):
         self._block: dict[str, Any] = {}  # of the open item
 
     def begin(self, stream: OutputStream) -> list[Event]:
-        message = {
+        message: dict[str, Any] = {
             **self._head,
             "content": [],
             "stop_reason": None,

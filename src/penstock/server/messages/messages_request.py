@@ -265,4 +265,4 @@ class CountTokensRequest(Sampling, kw_only=True):
 
 @register_body
 class MessagesRequest(CountTokensRequest, kw_only=True):
-    max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]  # type: ignore[assignment]  # required here
+    max_tokens: Annotated[int, msgspec.Meta(ge=1, lt=1 << 31)]  # required here

@@ -71,7 +71,7 @@ class ResponseEvents(PieceEvents):
 
     def _text_event(self, suffix: str, field: str, text: str) -> Event:
         assert self.kind is not None, "an item is open"
-        logprobs = {"logprobs": []} if self.kind is ItemKind.TEXT else {}
+        logprobs: dict[str, Any] = {"logprobs": []} if self.kind is ItemKind.TEXT else {}
         return {**self._place(f"{DELTAS[self.kind]}.{suffix}"), field: text, **logprobs}
 
     def delta(self, text: str) -> Event:
