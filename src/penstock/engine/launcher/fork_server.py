@@ -171,7 +171,7 @@ class ForkServer:
             self._lose("the launcher has another environment, directory, limit or stream")
             return None
         arguments = forking.ArgumentsPickler()
-        context.set_spawning_popen(arguments)
+        context.set_spawning_popen(arguments)  # type: ignore[arg-type]  # as much of one as pickling uses
         try:
             pickled = ForkingPickler.dumps((target, values, name))
         finally:
