@@ -89,5 +89,6 @@ async def test_answers_keep_their_adapters_when_a_worker_is_killed(ranks: int, t
         assert await answers(client, requests, digests) == expected
         running = asyncio.ensure_future(answers(client, requests, digests))
         await asyncio.sleep(0.05)
+        assert not running.done()
         kill(engine, "worker", ranks - 1)
         assert await running == expected
