@@ -59,7 +59,7 @@ class SharedWeights:
     A worker that fills the file calls `fill`, packs linear layers into `packed`, and calls `complete`.
     """
 
-    def __init__(self, file: WeightFile, key: str, table: Table | None, check: Callable[[], object]) -> None:
+    def __init__(self, file: WeightFile, key: str, table: WeightLayout | None, check: Callable[[], object]) -> None:
         """`table`: of a complete file. Raises OSError."""
         self._file = file
         self._key = key
@@ -77,7 +77,7 @@ class SharedWeights:
         cls, file: WeightFile | None, *parts: object, check: Callable[[], object] = lambda: None
     ) -> SharedWeights | None:
         """Waits while another worker fills the file. `parts`: all that decides the weights, beside versions and the
-        kernel. `check`: raises if files of the model have changed. Returns None, and logs why, if this worker has to load
+        kernel. `check`: raises if files of the model have changed. Returns None, and logs why, if this worker loads
         weights for itself."""
         if file is None:
             return None
@@ -86,7 +86,7 @@ class SharedWeights:
         try:
             if not await_seal(file):
                 return cls(file, key, None, check)
-            table = Table.read(file)
+            table = WeightLayout.read(file)
             if table.table.key != key:
                 raise ValueError("the file has weights of another model, dtype or version")
             return cls(file, key, table, check)
@@ -99,7 +99,7 @@ class SharedWeights:
         if packed_nbytes and not gives_large_pages():
             event("packed weights are not shared", WARNING, reason="files in memory get no large pages")
             packed_nbytes = 0
-        table = Table.build(self._key, tensors, packed_nbytes)
+        table = WeightLayout.build(self._key, tensors, packed_nbytes)
         try:
             self._file.empty()
             self._file.resize(table.file_nbytes)
@@ -132,7 +132,7 @@ class SharedWeights:
         self.is_complete = True
         event("weights shared", tensors=len(self.tensors), mib=self._file.nbytes >> 20)
 
-    def _map(self, table: Table, *, is_writable: bool) -> npt.NDArray[np.uint8]:
+    def _map(self, table: WeightLayout, *, is_writable: bool) -> npt.NDArray[np.uint8]:
         """Raises OSError."""
         self._mapping = mapping = _native.map_file(self._file.fileno(), self._file.nbytes, is_writable)
         content = mapping[table.content_at :]
@@ -144,8 +144,8 @@ class SharedWeights:
         return mapping
 
 
-class Table(NamedTuple):
-    """A table, and the places in the file."""
+class WeightLayout(NamedTuple):
+    """A table, and its places in the file."""
 
     table: WeightTable
     encoded: bytes
@@ -159,7 +159,7 @@ class Table(NamedTuple):
         return round_up(self.content_at + self.table.nbytes, _native.LARGE_PAGE_NBYTES)
 
     @classmethod
-    def build(cls, key: str, tensors: Mapping[str, Tensor], packed_nbytes: int) -> Table:
+    def build(cls, key: str, tensors: Mapping[str, Tensor], packed_nbytes: int) -> WeightLayout:
         end, places, begins = round_up(packed_nbytes, ALIGNED), {}, dict[tuple[int, int], int]()
         for name, tensor in tensors.items():
             memory = tensor.data_ptr(), tensor.nbytes
@@ -171,7 +171,7 @@ class Table(NamedTuple):
         return cls(table, msgspec.json.encode(table))
 
     @classmethod
-    def read(cls, file: WeightFile) -> Table:
+    def read(cls, file: WeightFile) -> WeightLayout:
         """Reads the table of a sealed file. Raises OSError and ValueError."""
         (length,) = LENGTH.unpack(file.read(LENGTH.size, 0).ljust(LENGTH.size, b"\0"))
         encoded = file.read(min(length, file.nbytes), LENGTH.size)

@@ -23,7 +23,7 @@ import torch
 
 from penstock.engine.cluster.node_weights import NodeWeights, WeightFile
 from penstock.engine.worker import shared_weights
-from penstock.engine.worker.shared_weights import LENGTH, SharedWeights, Table
+from penstock.engine.worker.shared_weights import LENGTH, SharedWeights, WeightLayout
 from tests.conftest import eventually
 from tests.support.processes import forked
 from tests.support.ranks import results_of_threads
@@ -173,7 +173,7 @@ def test_file_with_other_content_is_not_mapped(
     if how == "another key":
         filled(file, "other")
     else:
-        table = Table.build("key", tensors(), 0)
+        table = WeightLayout.build("key", tensors(), 0)
         file.resize(table.file_nbytes)
         head = {"zeros": bytes(100), "random bytes": random.Random(seed).randbytes(5000)}
         os.pwrite(file.fileno(), head.get(how, LENGTH.pack(len(table.encoded)) + table.encoded), 0)
