@@ -172,6 +172,7 @@ async def documents_are_ranked_by_their_scores(served: Served, path: Path) -> No
     assert [entry["index"] for entry in answer["results"]] == order[:2] and "document" not in answer["results"][0]
 
 
+@pytest.mark.timeout(300)
 @in_a_loop
 async def test_embeddings_are_as_clients_know_them(model: Path) -> None:
     async with run_server(LIMITS, model=str(model), **SIZES) as served:

@@ -172,7 +172,7 @@ def test_the_document_lists_every_field_with_what_passes() -> None:
 
 def test_the_page_on_serving_lists_every_field() -> None:
     rows = dict(re.findall(r"^\| ([a-z ,]+) \| (`.+`) \|$", SERVE.read_text(), re.MULTILINE))
-    listed = {title: set(re.findall(r"`([a-z_.]+)`", names)) for title, names in rows.items()}
+    listed = {title: set(re.findall(r"`([a-z0-9_.]+)`", names)) for title, names in rows.items()}
     assert listed["honoured by both"] == FIELDS[ChatRequest] & FIELDS[CompletionRequest]
     assert listed["honoured by chats"] == FIELDS[ChatRequest] - FIELDS[CompletionRequest]
     assert listed["honoured by completions"] == FIELDS[CompletionRequest] - FIELDS[ChatRequest]
