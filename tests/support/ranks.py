@@ -20,7 +20,7 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
 from tests.support.models import BLOCK_SIZE, COUNT, Asked, Family, Told, ask, device, longest, opener
 
-WITHIN = 110.0  # seconds
+WITHIN = 300.0  # seconds; a test ends before, unless its time is longer
 
 
 def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some: slice, *, device: str = "cpu") -> None:

@@ -16,6 +16,7 @@ require_interpreter()
 
 from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
 from penstock.engine.worker.cuda.step_graphs import NO_MEMORY, RECORDED, Recordings  # noqa: E402
+from penstock.engine.worker.cuda.steps import AgreedShortage, CudaSteps, StepSizes  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
 from tests.support.cuda_double import CudaDouble  # noqa: E402
 
@@ -114,3 +115,18 @@ def test_step_runs_by_the_next_larger_graph_or_without(double: CudaDouble) -> No
 
 def test_all_ranks_have_no_graphs_if_one_cannot_record(double: CudaDouble) -> None:
     assert Model(TwoRanks(lambda number: 0 if number == 4 else RECORDED)).record().sizes == []
+
+
+@pytest.mark.parametrize(("own_nbytes", "other_has_room"), [(1 << 20, True), (1 << 29, False)])
+def test_step_without_room_on_a_rank_fails_on_all_ranks_before_it(
+    own_nbytes: int, other_has_room: bool, double: CudaDouble
+) -> None:
+    ranks = TwoRanks(lambda call: int(other_has_room))
+    steps: Any = object.__new__(CudaSteps)
+    steps._model = SimpleNamespace(ranks=ranks, device=torch.device("cuda"))
+    steps._sizes = StepSizes(4, 8, 16, 1, step_nbytes=1 << 24)
+    steps._require_room() if other_has_room else None
+    double.total_nbytes = double.held_nbytes + own_nbytes
+    with pytest.raises(AgreedShortage) as raised:
+        steps._require_room()
+    assert CudaSteps.is_agreed(raised.value) and not CudaSteps.is_agreed(torch.OutOfMemoryError())
