@@ -22,9 +22,10 @@ from penstock.engine.launcher.back_off import BackOff
 from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.output import output_processor
 from penstock.engine.protocol.config import EngineConfig
-from penstock.engine.protocol.messages import Abort, SamplingParams, Submit
+from penstock.engine.protocol.messages import Abort, SamplingParams, Step, Submit
 from penstock.engine.text.detokenizer import load_vocabulary
 from penstock.engine.worker import worker
+from penstock.engine.worker.device import PendingStep, SamplerOutput
 from penstock.engine.worker.worker import Worker, device_of
 from tests import tiers
 from tests.crash.test_engine_deaths import must_serve_again
@@ -50,13 +51,36 @@ def raises_in_a_step(cluster: Cluster, me: ProcessId) -> None:
     Worker(cluster, me, device).run()
 
 
+def raises_while_a_thread_waits(cluster: Cluster, me: ProcessId) -> None:
+    device = device_of(cluster, me)
+    begin = device.launch
+
+    def fail() -> SamplerOutput:
+        raise ArithmeticError("the device has caught fire")
+
+    def launch(schedule: Any, step: Any) -> Any:
+        pending = begin(schedule, step)
+        if step.number > LAST and me.incarnation == 1:
+            pending.is_done, pending.result = lambda: False, fail  # type: ignore[method-assign]
+        return pending
+
+    device.launch = launch  # type: ignore[method-assign]
+    Worker(cluster, me, device).run()
+
+
 class Forgetful(Worker):
     """Misses a step: what comes next is out of step, or nothing comes, and the core finds out by its deadline."""
 
-    def _turn(self) -> None:
-        if self._flights and self._flights[-1][0].number == LAST:
-            self._steps.receive()
-        super()._turn()
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        add = self._pending.add
+
+        def add_and_miss(step: Step, pending: PendingStep) -> None:
+            add(step, pending)
+            if step.number == LAST:
+                self._steps.receive()
+
+        self._pending.add = add_and_miss  # type: ignore[method-assign]
 
 
 def misses_a_step(cluster: Cluster, me: ProcessId) -> None:
@@ -102,7 +126,12 @@ async def tree_with(kind: str, life: Life, **options: Any) -> AsyncIterator[Runn
         await launcher.stop()
 
 
-FAILURES = [("worker", raises_in_a_step), ("worker", misses_a_step), ("output", dies_between_result_and_answer)]
+FAILURES = [
+    ("worker", raises_in_a_step),
+    ("worker", raises_while_a_thread_waits),
+    ("worker", misses_a_step),
+    ("output", dies_between_result_and_answer),
+]
 
 
 @pytest.mark.parametrize(("kind", "life"), FAILURES)

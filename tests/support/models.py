@@ -362,6 +362,7 @@ class Told(NamedTuple):
     cached_tokens: int  # that need not be computed, of all samples each time that they were admitted
     preemptions: int
     logprobs: list[list[float]]  # of the sampled ids, where they are asked for
+    prompt_logprobs: dict[tuple[int, int], list[float]]  # by request and position: of the token, and the likeliest ones
 
     @property
     def failed(self) -> set[int]:
@@ -399,6 +400,7 @@ def ask(
     likely: list[list[float]] = [[] for _ in requests]
     flights: deque[Any] = deque()
     reasons: dict[int, FinishReason] = {}
+    scores: dict[tuple[int, int], list[float]] = {}
     number, steps, cached_tokens = 0, itertools.count(1), 0
     while number < len(requests) or scheduler.open_requests or flights:
         if number < len(requests):
@@ -424,6 +426,9 @@ def ask(
             done = build_result(step, sampled)
             for slot, why in done.failures():
                 reasons.setdefault(int(numbers[slot]), why)
+            for entry in sampled.prompt_logprobs:
+                for at, row in enumerate(np.split(entry.logprobs.values, np.cumsum(entry.logprobs.counts)[:-1])):
+                    scores[int(numbers[entry.number]), entry.position + at] = row.tolist()
             values = _sampled_logprobs(sampled, rows.size)
             for slot, token, value in zip(rows.tolist(), sampled.ids.tolist(), values, strict=True):
                 answers[numbers[slot]].append(token)
@@ -433,7 +438,7 @@ def ask(
     ends = [request.tokens - (len(resumed[at]) if resumed else 0) for at, request in enumerate(requests)]
     answers = [answer[:end] for end, answer in zip(ends, answers, strict=True)]
     likely = [values[:end] for end, values in zip(ends, likely, strict=True)]
-    return Told(answers, reasons, cached_tokens, scheduler.preemptions, likely)
+    return Told(answers, reasons, cached_tokens, scheduler.preemptions, likely, scores)
 
 
 def _sampled_logprobs(sampled: Any, rows: int) -> list[float]:

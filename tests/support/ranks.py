@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import threading
 from collections.abc import Sequence
@@ -17,12 +18,31 @@ from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.worker.model_runner import ModelRunner
 from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.conftest import spawn
-from tests.support.models import BLOCK_SIZE, Asked, Family, Told, ask, device, longest, opener
+from tests.support.models import BLOCK_SIZE, COUNT, Asked, Family, Told, ask, device, longest, opener
+
+WITHIN = 300.0  # seconds; a test ends before, unless its time is longer
 
 
 def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some: slice, *, device: str = "cpu") -> None:
     """As transformers did, each of them, to some of the requests: they wait for each other, which takes its time.
     `device`: "cuda" is a double, which all ranks share."""
+    expected = [{"answers": of.answers[some], "failed": []} for of in families]
+    for rank, result in enumerate(run_ranks(size, families, folder, some, device)):
+        assert [result[str(of.path)] for of in families] == expected, f"rank {rank}"
+
+
+def run_ranks(
+    size: int,
+    families: Sequence[Family],
+    folder: Path,
+    some: slice,
+    device: str,
+    *,
+    tokens: int = COUNT,
+    short_at: Sequence[int] = (),
+) -> list[dict[str, dict[str, Any]]]:
+    """Returns what each rank has answered, and which requests failed, by the folder of the model. `short_at`: numbers
+    of the steps for which the last rank has no memory."""
     work = {}
     for of in families:
         torch.save(of.images, of.path / "images.pt")
@@ -33,21 +53,26 @@ def ranks_must_answer(size: int, families: Sequence[Family], folder: Path, some:
         work[str(of.path)] = requests
     (folder / "work").write_text(json.dumps(work))
     with contextlib.ExitStack() as stack:
-        arguments = (size, str(folder), device)
+        arguments = (size, str(folder), device, tokens)
         rendezvous = stack.enter_context(contextlib.closing(Rendezvous.open()))
         ranks = [
-            stack.enter_context(spawn(_one_of_them, rank, rendezvous.of_rank(rank), *arguments, within=110))
+            stack.enter_context(
+                spawn(
+                    _one_of_them, rank, rendezvous.of_rank(rank), *arguments,
+                    short_at if rank == size - 1 else (), within=WITHIN,
+                )
+            )
             for rank in range(size)
-        ]
+        ]  # fmt: skip
         for process in ranks:
             process.join()
         assert [process.exitcode for process in ranks] == [0] * size
-    expected = {str(of.path): of.answers[some] for of in families}
-    for rank in range(size):
-        assert json.loads((folder / str(rank)).read_text()) == expected, f"rank {rank}"
+    return [json.loads((folder / str(rank)).read_text()) for rank in range(size)]
 
 
-def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str) -> None:
+def _one_of_them(
+    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, tokens: int, short_at: Sequence[int]
+) -> None:
     """Answers, and writes down what."""
     with contextlib.ExitStack() as stack:
         if device != "cpu":
@@ -56,15 +81,17 @@ def _one_of_them(rank: int, rendezvous: Rendezvous, size: int, folder: str, devi
 
             for context in (device_arithmetic(), fast_calls(), CudaDouble()):
                 stack.enter_context(context)
-        _answer(rank, rendezvous, size, folder, device)
+        _answer(rank, rendezvous, size, folder, device, tokens, short_at)
 
 
-def _answer(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str) -> None:
+def _answer(
+    rank: int, rendezvous: Rendezvous, size: int, folder: str, device: str, tokens: int, short_at: Sequence[int]
+) -> None:
     torch.set_num_threads(1)
     ranks = TPGroup(rank, size, rendezvous, device if device == "cpu" else "cuda:0", "gloo")
-    answers = {}
+    results = {}
     for path, raw in json.loads(Path(folder, "work").read_text()).items():
-        requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs]) for prompt, inputs in raw]
+        requests = [Asked(prompt, [(key.encode(), *place) for key, *place in inputs], tokens) for prompt, inputs in raw]
         ours = ModelRunner(
             path,
             slots=4,
@@ -78,9 +105,31 @@ def _answer(rank: int, rendezvous: Rendezvous, size: int, folder: str, device: s
         )
         if device != "cpu":
             assert ours._model._cuda_decoder is not None, "the layers are not computed by kernels"
-        answers[path] = ask(ours, requests, budget=10).answers
-    Path(folder, str(rank)).write_text(json.dumps(answers))
+        if short_at:
+            _run_short(ours, short_at)
+        result = ask(ours, requests, budget=10)
+        results[path] = {"answers": result.answers, "failed": sorted(result.failed)}
+    Path(folder, str(rank)).write_text(json.dumps(results))
     ranks.close()
+
+
+def _run_short(runner: ModelRunner, short_at: Sequence[int]) -> None:
+    """The double of the device has no memory for the steps with these numbers."""
+    from tests.support.cuda_double import CudaDouble
+
+    launch, numbers = runner.launch, itertools.count(1)
+
+    def launch_with_less(*arguments: Any) -> Any:
+        double = CudaDouble.current
+        total = double.total_nbytes
+        if next(numbers) in short_at:
+            double.total_nbytes = double.held_nbytes + 8192  # for the input of the step
+        try:
+            return launch(*arguments)
+        finally:
+            double.total_nbytes = total
+
+    runner.launch = launch_with_less  # type: ignore[method-assign]
 
 
 class Threads(TPGroup):

@@ -400,6 +400,15 @@ def test_memory_is_registered_once_from_first_copy_to_close() -> None:
         assert not device.registered and uploads.stats.registered_nbytes == 0
 
 
+def test_memory_can_be_registered_before_the_first_copy() -> None:
+    device = FakeDriver()
+    with Pool.create(1 << 16) as pool, Store(1 << 16) as store, Uploads(pool, store, driver=device) as uploads:
+        uploads.register()
+        assert len(device.registered) == 2 and not uploads.refusals()
+        assert uploads.is_registered(lent(pool, 1)) and not uploads.is_registered(np.zeros(9))
+        assert len(device.registered) == 2
+
+
 def test_a_block_that_this_process_writes_is_copied_from_where_it_lies() -> None:
     device = FakeDriver()
     with Pool.create(1 << 16) as pool, Uploads(pool, driver=device) as uploads:
@@ -419,6 +428,7 @@ def test_unregistrable_memory_is_copied_counted_and_tried_once() -> None:
             assert (uploads.copy_to_device(view, non_blocking=False) == 3).all()
         assert (uploads.stats.copies, uploads.stats.pageable, uploads.stats.refusals) == (3, 3, 1)
         assert uploads.refusals() == ["no context, or no room for so many pinned pages"]
+        assert not uploads.is_registered(view)
         assert device.uploaded_from == [view.ctypes.data] * 3
         del view
 

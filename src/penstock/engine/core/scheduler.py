@@ -91,8 +91,6 @@ class Scheduler:
         """Queues a request. `queued_ns`: when it came. Raises RequestRefused if it can never run."""
         config, number = self._config, (submit.server, submit.request)
         check_submit(submit, config.max_model_len, config.vocabulary, config.eos_ids)
-        if submit.params.prompt_logprobs is not None and not config.scores_prompts:
-            raise RequestRefused(400, "prompt_logprobs are not supported on a CUDA device")
         if number in self._requests:
             raise RequestRefused(409, f"request {number[1]} of server {number[0]} is open already")
         self._submitted += 1

@@ -21,7 +21,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
     has_overlap: bool = True  # a step is planned while the one before it runs
     max_short_prompt: int | None = None  # prompts of more tokens share no blocks with those of fewer; None: all share
     full_step_tokens: int | None = None  # of prompts, with which a step admits no more of them; None: no limit
-    scores_prompts: bool = True  # the device computes log-probabilities of prompts
     output_processors: int = 1
     repeats_singly: bool = False  # ids of the last block of a resumed sample are computed one a step, as before
 
@@ -37,7 +36,6 @@ class SchedulerConfig(msgspec.Struct, frozen=True, kw_only=True):
             has_overlap=config.async_scheduling,
             max_short_prompt=ready[0].max_short_prompt,
             full_step_tokens=ready[0].full_step_tokens,
-            scores_prompts=config.device == "cpu",
             output_processors=max(1, config.output_processors),
             repeats_singly=all(message.kv_epoch is not None and message.dtype != "float32" for message in ready),
         )

@@ -41,14 +41,10 @@ class EncodingCounts:
 class PendingStep(Protocol):
     """A step that has been launched."""
 
-    @property
-    def done_at(self) -> float | None:
-        """Returns the time at which the step will be done, by `time.monotonic()`; None: unknown."""
-
     def is_done(self) -> bool: ...
 
     def result(self) -> SamplerOutput:
-        """Blocks until the step is done."""
+        """Blocks until the step is done. Another thread than the one of `launch` may call it."""
 
 
 class Device(Protocol):

@@ -19,8 +19,10 @@ from __future__ import annotations
 import hashlib
 import time
 from collections.abc import Sequence
+from logging import WARNING
 from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from penstock import Empty, Lease, MemoryExhausted, Store, Timeout
@@ -32,8 +34,8 @@ from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.tensor import Handle
 
 # The state of an image on a rank. The least of all ranks counts: one that fails an image fails it on all of them.
-MISSING, MISFIT, OWN, ENCODED, FOUND, OF_ANOTHER = range(6)
-WHY = {MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
+LACKING, MISSING, MISFIT, OWN, ENCODED, FOUND, OF_ANOTHER = range(7)
+WHY = {LACKING: FinishReason.ERROR, MISSING: FinishReason.MISSING, MISFIT: FinishReason.MISFIT}
 STATE_OF = {why: state for state, why in WHY.items()}
 MAX_NBYTES = 1 << 28  # of encodings that a worker keeps in its own memory from one step to the next
 
@@ -149,6 +151,12 @@ class EncodingExchange:
             return OWN, self._encoder.encode(image.item, image.length, image.part)
         except Unusable as unusable:
             return STATE_OF[unusable.why], None
+        except torch.OutOfMemoryError as error:
+            if self._ranks.size == 1:
+                raise
+            event("out of memory", WARNING, images=1, why=str(error).partition("\n")[0])
+            torch.cuda.empty_cache()
+            return LACKING, None  # the other ranks wait for the outcomes of this one
 
     def _view(self, image: PromptImage) -> Tensor:
         """Returns the encoding that another rank has in the store, and holds there."""

@@ -9,7 +9,8 @@ model wants vectors for several of its layers (`InputEmbeds`), the encoding of a
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
+from logging import WARNING
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 import torch.distributed
@@ -20,8 +21,13 @@ from penstock import DecodeError, Missing
 from penstock.engine.cluster.logs import event
 from penstock.engine.protocol.columns import EMBEDS
 from penstock.engine.protocol.messages import FinishReason
+from penstock.engine.worker import vision_inputs
+from penstock.engine.worker.input_batch import queued
 from penstock.engine.worker.model import LoadedModel
-from penstock.tensor import Handle, Lease
+from penstock.tensor import Handle, Lease, Store
+
+if TYPE_CHECKING:
+    from penstock.tensor.cuda import Uploads
 
 Open = Callable[[Handle], Lease]  # raises Missing
 VIDEO, GRID = "pixel_values_videos", "video_grid_thw"  # of a video; SmolVLM's videos are images with many tiles
@@ -46,9 +52,11 @@ class Unusable(Exception):
 class ImageEncoder:
     """The vision encoder of the model, on this rank."""
 
-    def __init__(self, model: LoadedModel, open_handle: Open) -> None:
+    def __init__(self, model: LoadedModel, open_handle: Open, uploads: Uploads | None = None) -> None:
+        """`uploads`: from the store to a CUDA device; None: tensors are copied to pinned memory before."""
         self._model = model
         self._open_handle = open_handle
+        self._uploads = uploads
         # Of the encoding of a token.
         self.size: int = model.stock.config.get_text_config().hidden_size * (1 + model.deepstack_layers)
 
@@ -88,29 +96,51 @@ class ImageEncoder:
         return encoded
 
     def _encode(self, tensors: Mapping[str, Tensor]) -> Tensor:
-        model = self._model
         if EMBEDS in tensors:
             return self._cast(tensors[EMBEDS])
-        inputs: dict[str, Any] = {
-            name: tensor.to(model.device, model.dtype if tensor.is_floating_point() else None)
-            for name, tensor in tensors.items()
-        }
-        encode = model.stock.get_video_features if VIDEO in inputs else model.stock.get_image_features
-        outcome = encode(**inputs, return_dict=True)
-        layers = [outcome.pooler_output, *(getattr(outcome, "deepstack_features", None) or ())]
-        vectors = [torch.cat([feature.flatten(0, -2) for feature in features]) for features in layers]
-        return torch.cat(vectors, dim=-1).to(model.dtype)
+        layers = vision_inputs.encode(self._model, tensors, self._upload, is_video=VIDEO in tensors)
+        return torch.cat(layers, dim=-1).to(self._model.dtype)
+
+    def _upload(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        uploads = self._uploads
+        if uploads is None or not tensor.is_contiguous() or not uploads.is_registered(tensor):
+            return queued(tensor, self._model.device, dtype)
+        on_device: Tensor = uploads.copy_to_device(tensor)
+        return on_device.to(dtype or tensor.dtype)
+
+    def release_copied(self) -> None:
+        """Releases images that have been copied to the device."""
+        if self._uploads is not None:
+            self._uploads.flush()
 
     def _cast(self, embeds: Tensor) -> Tensor:
         """Returns prompt embeddings in the model's dtype, and zeros for further layers: a copy, as the value is held
         for this step only. Raises ValueError."""
         if embeds.dtype == torch.int16:  # the server has no torch, and NumPy no bfloat16
             embeds = embeds.view(torch.bfloat16)
-        cast = embeds.to(self._model.device, self._model.dtype, copy=True)
+        cast = embeds.to(self._model.dtype, copy=True)
         if not cast.isfinite().all():
             raise ValueError(f"a number of the prompt embeddings is too large for {cast.dtype}")
         layers = self._model.deepstack_layers
-        return F.pad(cast, (0, layers * cast.shape[-1])) if layers else cast
+        return queued(F.pad(cast, (0, layers * cast.shape[-1])) if layers else cast, self._model.device)
+
+
+def register_store(store: Store) -> Uploads | None:
+    """Registers the store with the CUDA device, so that images are copied from there; None: it cannot be done."""
+    from penstock.tensor.cuda import NoDevice, Uploads
+
+    try:
+        uploads = Uploads(store)
+    except NoDevice as error:
+        event("store is not registered", why=str(error))
+        return None
+    uploads.register()
+    refusals = uploads.refusals()
+    if refusals:
+        event("store is not registered", WARNING, why=refusals[0])
+        return None
+    event("store registered", nbytes=uploads.stats.registered_nbytes)
+    return uploads
 
 
 def _cut(tensors: Mapping[str, Tensor], part: Part) -> dict[str, Tensor]:

@@ -105,6 +105,15 @@ def moved(array: npt.NDArray[Any], device: torch.device) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def queued(tensor: Tensor, device: torch.device, dtype: torch.dtype | None = None) -> Tensor:
+    """Copies a tensor of the host to the device, in another type if there is one. The copy does not wait for a CUDA
+    device's work: it reads pinned memory, into which this casts."""
+    if device.type != "cuda":
+        return tensor.to(device, dtype)
+    here = torch.empty(tensor.shape, dtype=dtype or tensor.dtype, pin_memory=True).copy_(tensor)
+    return here.to(device, non_blocking=True)
+
+
 def unpacked(bits: npt.NDArray[np.int32], count: int, device: torch.device) -> Tensor:
     """Returns the first `count` bits of each row as booleans, on the device."""
     if device.type == "cpu":

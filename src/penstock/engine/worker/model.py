@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -46,8 +47,24 @@ class InputEmbeds(NamedTuple):
     """
 
     tokens: Tensor  # [tokens, size]
-    is_visual: Tensor | None = None  # [tokens]; None: nothing is added
-    added: tuple[Tensor, ...] = ()  # after each layer: [visual tokens, size]
+    places: Tensor  # of images and videos, among the tokens: indices
+    added: tuple[Tensor, ...] = ()  # after each layer: [places, size]
+
+
+class DeepStack:
+    """Adds vectors to the hidden states after each of the first layers of a decoder. The stock way, by a mask of all
+    tokens, would wait for a CUDA device twice in each layer."""
+
+    def __init__(self, decoder: Any, layers: int) -> None:
+        self.embeds: InputEmbeds | None = None  # of the step
+        for number, layer in enumerate(decoder.layers[:layers]):
+            layer.register_forward_hook(partial(self._add, number))
+
+    def _add(self, number: int, _layer: nn.Module, _inputs: object, hidden: Tensor) -> Tensor:
+        """`hidden` [1, tokens, size]."""
+        if self.embeds is None:
+            return hidden
+        return hidden.index_add(1, self.embeds.places, self.embeds.added[number][None])
 
 
 class LoadedModel:
@@ -70,6 +87,7 @@ class LoadedModel:
         )  # None: videos are images, or not taken
         vision = getattr(stock.config, "vision_config", None)
         self.deepstack_layers = len(getattr(vision, "deepstack_visual_indexes", ()))
+        self._deepstack = DeepStack(stock.get_decoder(), self.deepstack_layers)
         self.max_short_prompt = rope.by_row(stock.get_decoder(), text)
         if self.max_short_prompt is not None and hasattr(stock.base_model, "get_rope_index"):
             raise ValueError(f"{stock.config.model_type!r} with rope_type longrope is not supported")
@@ -122,11 +140,11 @@ class LoadedModel:
             if native is not None:
                 return native
         inputs: dict[str, Any] = {"input_ids": ids[None]} if embeds is None else {"inputs_embeds": embeds.tokens[None]}
-        if embeds is not None and embeds.is_visual is not None:
-            inputs |= {"visual_pos_masks": embeds.is_visual[None], "deepstack_visual_embeds": embeds.added}
+        self._deepstack.embeds = embeds if embeds is not None and embeds.added else None
         outcome = self.stock.get_decoder()(
             **inputs, position_ids=positions.unsqueeze(-2), use_cache=False, paged=paged, return_dict=True
         )
+        self._deepstack.embeds = None
         hidden: Tensor = outcome.last_hidden_state[0]
         return hidden
 

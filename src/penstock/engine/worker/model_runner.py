@@ -23,7 +23,7 @@ from penstock.engine.cluster.model_fingerprint import ModelFiles
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.config import require_dtype
-from penstock.engine.protocol.messages import FinishReason, Ints, PromptLogprobs, Step
+from penstock.engine.protocol.messages import FinishReason, Ints, Step
 from penstock.engine.worker import model as models
 from penstock.engine.worker import rope
 from penstock.engine.worker.cpu_tensors import keep_freed_memory, kernel_threads, set_threads
@@ -38,15 +38,15 @@ from penstock.engine.worker.cpu_threads import (
 )
 from penstock.engine.worker.device import EncodingCounts, LazyGrammars, PendingStep, SamplerOutput
 from penstock.engine.worker.encoding_exchange import EncoderOptions
-from penstock.engine.worker.image_encoder import Open
+from penstock.engine.worker.image_encoder import Open, register_store
 from penstock.engine.worker.input_batch import InputBatch, TokenTable, build_batch, trial_batch
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.paged_attention import KVCache, PagedAttention, Probe
-from penstock.engine.worker.prompt_logprobs import PromptScorer
+from penstock.engine.worker.prompt_logprobs import MAX_ROWS, PendingPromptLogprobs, PromptScorer
 from penstock.engine.worker.sampler import SampledTokens, Sampler
 from penstock.engine.worker.tensor_parallel import TPGroup
 from penstock.engine.worker.vision_encoder import EncoderCache
-from penstock.tensor import Handle
+from penstock.tensor import Handle, Store
 
 if TYPE_CHECKING:  # these import Triton and llguidance
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
@@ -85,12 +85,14 @@ class ModelRunner:
         encoder: EncoderOptions | None = None,
         takes_embeds: bool = False,
         kv_file: MemoryFile | None = None,
+        store: Store | None = None,
     ) -> None:
         """Loads the model. `blocks`: of the KV cache; None: as many as all ranks have room for, at most
         `max_blocks`. `threads`: of a CPU; None: the fastest number, up to the share of one of so many
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
         of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
-        prompts may be embeddings. `kv_file`: of the launcher, for keys and values that outlive this process.
+        prompts may be embeddings. `kv_file`: of the launcher, for keys and values that outlive this process. `store`:
+        of images, from which a CUDA device copies.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -148,16 +150,11 @@ class ModelRunner:
         self._tokens = TokenTable(
             slots if where.type == "cpu" else 0, where
         )  # `DeviceState` has those of other devices
-        self._images = (
-            EncoderCache(
-                self._model,
-                open_handle or Handle.open,
-                slots,
-                (encoder or EncoderOptions())._replace(salt=files.fingerprint.digest),
-            )
-            if takes_embeds or self._model.image_id is not None
-            else None
-        )
+        self._images: EncoderCache | None = None
+        if takes_embeds or self._model.image_id is not None:
+            options = (encoder or EncoderOptions())._replace(salt=files.fingerprint.digest)
+            uploads = None if store is None or where.type == "cpu" else register_store(store)
+            self._images = EncoderCache(self._model, open_handle or Handle.open, slots, options, uploads)
         self.encodings = EncodingCounts() if self._images is None else self._images.exchange.counts
         self._cuda: CudaSteps | None = None
         self._num_failed = 0  # steps in a row, as memory was short
@@ -166,7 +163,8 @@ class ModelRunner:
 
             axes = 1 if self._images is None else self._images.num_position_axes
             per_request = min(self.blocks, max_blocks_per_request or self.blocks)
-            sizes = StepSizes(slots, per_request, token_budget, axes)
+            step_nbytes = self._nbytes_of_a_step(token_budget, slots) if self._ranks.size > 1 else 0
+            sizes = StepSizes(slots, per_request, token_budget, axes, step_nbytes)
             self._cuda = CudaSteps(self._model, self._memory, recorder, sizes, self._sampler)
 
     @torch.inference_mode()  # all of it: a tensor that is created or grown here may be written nowhere else
@@ -194,7 +192,7 @@ class ModelRunner:
         return pending
 
     def _sample(
-        self, logits: Tensor, slots: Index, failed: dict[int, FinishReason], prompts: tuple[PromptLogprobs, ...]
+        self, logits: Tensor, slots: Index, failed: dict[int, FinishReason], prompts: tuple[PendingPromptLogprobs, ...]
     ) -> TorchPendingStep:
         """Samples the rows of a step, on rank 0, and sends the ids to the other ranks."""
         masks = self._take_masks()
@@ -211,8 +209,9 @@ class ModelRunner:
             self._follow(batch, step)
             pending = self._compute_on_cuda(batch, cuda)
         except torch.OutOfMemoryError as error:
-            # The step after a failed one is on its way, and has the failed requests. Other ranks would wait for this.
-            if self._num_failed > 1 or self._ranks.size > 1:
+            # The step after a failed one is on its way, and has the failed requests. A rank that fails within a step
+            # leaves other ranks waiting, unless all ranks have agreed to fail.
+            if self._num_failed > 1 or (self._ranks.size > 1 and not cuda.is_agreed(error)):
                 raise MemoryError(f"{error}; lower --gpu-memory-utilization or --max-num-batched-tokens") from error
             self._num_failed += 1
             cuda.state.forget()
@@ -231,8 +230,8 @@ class ModelRunner:
     def _compute_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> PendingStep:
         if not batch.counts[batch.rows].any():  # no row, or all of them wait
             return TorchPendingStep(_NO_IDS, batch.sampled, None, {})
-        result, failed = self._sample_on_cuda(batch, cuda)
-        pending = cuda.sampler.finish(result, batch, failed, self._take_masks())
+        result, failed, prompts = self._sample_on_cuda(batch, cuda)
+        pending = cuda.sampler.finish(result, batch, failed, self._take_masks(), prompts)
         self._grammars.sampled(pending.ids)
         return pending
 
@@ -241,28 +240,31 @@ class ModelRunner:
         masks, self._masks = None if self._masks is None else self._masks.result(), None
         return masks
 
-    def _sample_on_cuda(self, batch: BatchState, cuda: CudaSteps) -> tuple[StepLogits, dict[int, FinishReason]]:
-        """Returns the logits of a step, and the slots that fail, with the reasons."""
+    def _sample_on_cuda(
+        self, batch: BatchState, cuda: CudaSteps
+    ) -> tuple[StepLogits, dict[int, FinishReason], tuple[PendingPromptLogprobs, ...]]:
+        """Returns the logits of a step, the slots that fail, with the reasons, and log-probabilities of prompts."""
         images = self._images
         if cuda.is_decoding(batch):
             if images is None or images.is_text(batch.sampled, batch.computed[batch.sampled] - 1):
                 if images is not None:
                     images.begin_step()
-                return cuda.decode(batch), {}
+                return cuda.decode(batch), {}, ()
         input_batch = build_batch(batch)
         is_text = images is None or images.is_text(input_batch.slots, input_batch.positions)
         step = cuda.input_of(batch, input_batch, self._positions(input_batch))
-        if is_text:
+        if is_text and not self._prompts.is_due(input_batch, batch):
             if images is not None:
                 images.begin_step()
             result = cuda.replay(step)
             if result is not None:
-                return result, {}
-        tensors = cuda.tensors(step)
-        if images is None:
-            return cuda.compute(tensors, None), {}
-        embeds, failed = images.embeds(input_batch, tensors.ids)
-        return cuda.compute(tensors, embeds), failed
+                return result, {}, ()
+        tensors, embeds = cuda.tensors(step), None
+        failed: dict[int, FinishReason] = {}
+        if images is not None:
+            embeds, failed = images.embeds(input_batch, tensors.ids)
+        result, hidden = cuda.compute(tensors, embeds)
+        return result, failed, self._prompts.score(input_batch, batch, hidden, is_used=self._sampler is not None)
 
     def _follow(self, batch: BatchState, step: Step) -> None:
         """Applies leaves and joins to what is kept by slot."""
@@ -373,7 +375,7 @@ class ModelRunner:
         torch.cuda.reset_peak_memory_stats(self._device)
         before = torch.cuda.memory_allocated(self._device)
         tokens = torch.zeros(token_budget, dtype=torch.int64, device=self._device)
-        logits = self._model.logits(self._model.hidden(Probe(), tokens, tokens)[:slots])
+        logits = self._model.logits(self._model.hidden(Probe(), tokens, tokens)[: max(slots, MAX_ROWS)])
         torch.log_softmax(logits.float(), dim=-1)
         return torch.cuda.max_memory_allocated(self._device) - before
 
@@ -381,15 +383,13 @@ class ModelRunner:
 class TorchPendingStep:
     """A step of a CPU: it is done when `launch` returns."""
 
-    done_at: float | None = None
-
     def __init__(
         self,
         ids: Tensor,
         slots: Index,
         chosen: SampledTokens | None,
         failed: dict[int, FinishReason],
-        prompts: tuple[PromptLogprobs, ...] = (),
+        prompts: tuple[PendingPromptLogprobs, ...] = (),
     ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `chosen` has those that failed in sampling."""
         self._prompts = prompts
@@ -414,7 +414,7 @@ class TorchPendingStep:
                 failed if failed_rows is None else {**dict.fromkeys(failed_rows.tolist(), FinishReason.ERROR), **failed}
             )
             logprobs = self._chosen.logprobs()
-        return SamplerOutput(self.ids(), logprobs, failed, self._prompts)
+        return SamplerOutput(self.ids(), logprobs, failed, tuple(part.result() for part in self._prompts))
 
 
 def use_threads(threads: CpuThreads, tokens: int, *, has_products: bool = True) -> None:

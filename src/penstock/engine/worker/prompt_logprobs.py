@@ -2,19 +2,33 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterator
+from typing import NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Ints, Logprobs, PromptLogprobs
-from penstock.engine.worker.input_batch import InputBatch
+from penstock.engine.worker.input_batch import InputBatch, moved
 from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.sampler import TopLogprobs
 
 MAX_ROWS = 64  # of logits at a time: 39 MB with 152,000 ids, and as much again for each of three temporaries
+
+
+class PendingPromptLogprobs(NamedTuple):
+    """Log-probabilities of a part of a prompt. Of a CUDA device, they are there when the step is done."""
+
+    slot: int
+    position: int  # of the first token
+    parts: list[TopLogprobs]  # on the host
+
+    def result(self) -> PromptLogprobs:
+        columns = [part.columns(part.rows.size) for part in self.parts]
+        names = ("ids", "values", "ranks", "counts")
+        joined = (np.concatenate([getattr(part, name) for part in columns]) for name in names)
+        return PromptLogprobs(self.slot, self.position, Logprobs(*joined))
 
 
 class PromptScorer:
@@ -36,38 +50,38 @@ class PromptScorer:
         for slot in slots:
             self._slots.pop(slot, None)
 
+    def is_due(self, input_batch: InputBatch, batch: BatchState) -> bool:
+        """Returns whether the step computes a part of a prompt with log-probabilities."""
+        return bool(self._slots) and any(targets.size for _, _, targets in self._due(input_batch, batch))
+
+    def _due(self, input_batch: InputBatch, batch: BatchState) -> Iterator[tuple[int, int, Ints]]:
+        """Yields row, slot and the prompt's tokens that follow those of the step."""
+        for row, slot in enumerate(input_batch.rows.tolist()):
+            if slot in self._slots:
+                end = int(batch.computed[slot])
+                yield row, slot, batch.prompts[slot][end - int(input_batch.counts[row]) + 1 : end + 1]
+
     def score(
         self, input_batch: InputBatch, batch: BatchState, hidden: Tensor, *, is_used: bool
-    ) -> tuple[PromptLogprobs, ...]:
+    ) -> tuple[PendingPromptLogprobs, ...]:
         """Returns the log-probabilities of the tokens that follow those of the step in their prompts. `is_used`: False
         on other ranks than 0, where the result is empty."""
         if not self._slots:
             return ()
         entries = []
-        for row, slot in enumerate(input_batch.rows.tolist()):
-            count = self._slots.get(slot)
-            end = int(batch.computed[slot])
-            begin = end - int(input_batch.counts[row])
-            targets = batch.prompts[slot][begin + 1 : end + 1]
-            if count is None or not targets.size:
+        for row, slot, targets in self._due(input_batch, batch):
+            if not targets.size:
                 continue
             start = int(input_batch.starts[row])
             parts = [
-                self._columns(hidden[start + at : start + at + MAX_ROWS], targets[at : at + MAX_ROWS], count)
+                self._part(hidden[start + at : start + at + MAX_ROWS], targets[at : at + MAX_ROWS], self._slots[slot])
                 for at in range(0, targets.size, MAX_ROWS)
             ]
-            entries.append(PromptLogprobs(slot, begin + 1, _joined(parts)))
+            position = int(batch.computed[slot] - input_batch.counts[row]) + 1
+            entries.append(PendingPromptLogprobs(slot, position, parts))
         return tuple(entries) if is_used else ()
 
-    def _columns(self, hidden: Tensor, ids: Ints, count: int) -> Logprobs:
+    def _part(self, hidden: Tensor, ids: Ints, count: int) -> TopLogprobs:
         logits = self._model.logits(hidden[: ids.size])
-        rows = np.arange(ids.size)
-        counts = np.full(ids.size, count, np.int32)
-        return TopLogprobs.of(logits, torch.from_numpy(ids.astype(np.int64)), rows, counts).columns(ids.size)
-
-
-def _joined(parts: list[Logprobs]) -> Logprobs:
-    if len(parts) == 1:
-        return parts[0]
-    columns = ([getattr(part, name) for part in parts] for name in ("ids", "values", "ranks", "counts"))
-    return Logprobs(*map(np.concatenate, columns))
+        rows, counts = np.arange(ids.size), np.full(ids.size, count, np.int32)
+        return TopLogprobs.of(logits, moved(ids.astype(np.int64), logits.device), rows, counts).on_host()

@@ -7,8 +7,7 @@ preemption changes it. `stop_conditions` decides which samples have ended, and t
 from __future__ import annotations
 
 import hashlib
-from collections import deque
-from collections.abc import Collection, Sequence
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -17,6 +16,7 @@ import torch
 
 from penstock.engine.protocol.columns import NOTHING, Index
 from penstock.engine.protocol.messages import Ints, Logprobs, SamplingParams, Slots
+from penstock.engine.worker.bad_words import BadWords
 from penstock.engine.worker.input_batch import moved, unpacked
 
 if TYPE_CHECKING:
@@ -91,24 +91,6 @@ def has_ids(params: SamplingParams) -> bool:
     return bool(params.allowed_token_ids is not None or params.logit_bias or params.min_tokens or params.bad_words_ids)
 
 
-class BadWords:
-    """Sequences of ids that an answer may not have, and the last ids of the answer."""
-
-    def __init__(self, sequences: Sequence[Sequence[int]], vocabulary: int, generated: Ints) -> None:
-        """Sequences with ids beyond the vocabulary cannot come, and are left out."""
-        known = [ids for ids in sequences if all(0 <= token_id < vocabulary for token_id in ids)]
-        self._sequences = [(list(ids[:-1]), ids[-1]) for ids in known]
-        self._last = deque(generated.tolist(), max((len(before) for before, _ in self._sequences), default=0))
-
-    def add(self, token_id: int) -> None:
-        self._last.append(token_id)
-
-    def banned(self) -> list[int]:
-        """Returns the ids that would complete a sequence."""
-        last = list(self._last)
-        return [end for before, end in self._sequences if not before or last[-len(before) :] == before]
-
-
 class Sampler:
     """Keeps the sampling parameters of every slot. They change only when samples join and leave."""
 
@@ -173,7 +155,7 @@ class Sampler:
         if params.min_tokens:
             self._ends[slot] = self._known({*params.stop_token_ids, *(() if params.ignore_eos else self._eos_ids)})
         if params.bad_words_ids:
-            self._bad_words[slot] = BadWords(params.bad_words_ids, self._vocabulary, generated)
+            self._bad_words[slot] = BadWords(params.bad_words_ids, self._vocabulary, generated, self._device)
         self._has_ids[slot] = has_ids(params)
         if is_penalized(params):
             self._remember(slot, prompt, generated)
@@ -240,7 +222,7 @@ class Sampler:
             unit = torch.ones((), dtype=torch.int32, device=self._device)
             self._counts.index_put_((batch.places, ids[batch.penalized].long()), unit, accumulate=True)
         for row, bad_words in batch.bad_words:
-            bad_words.add(int(ids[row]))  # waits for the device
+            bad_words.add(ids[row : row + 1])
         return SampledTokens(ids, is_failed, batch.likely(raw, ids) if batch.asking.size else None)
 
     def _adjusted(self, batch: _Batch, logits: torch.Tensor, is_early: npt.NDArray[np.bool_] | None) -> torch.Tensor:
@@ -251,8 +233,7 @@ class Sampler:
         if batch.has_ids:
             batch.restrict(logits)
         for row, bad_words in batch.bad_words:
-            if banned := bad_words.banned():
-                logits[row, self._ids(np.array(banned, np.int64))] = -torch.inf
+            bad_words.ban(logits[row])
         if is_early is not None and is_early.any():
             slots = batch.slots
             rows, ends = self._pairs(slots, [self._ends[slot] for slot in slots.tolist()], is_early)

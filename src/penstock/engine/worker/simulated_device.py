@@ -79,17 +79,17 @@ class SimulatedPendingStep:
         masks: Future[TokenMasks] | None = None,
     ) -> None:
         """`masks`: of the rows with a grammar, the ids of which `sampled` has without it."""
-        self.done_at: float | None = done_at
+        self.done_at = done_at
         self._sampled = sampled
         self._clock = clock
         self._masks = masks
 
     def is_done(self) -> bool:
-        return self.done_at is not None and self._clock() >= self.done_at
+        return self._clock() >= self.done_at
 
     def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
-        while self.done_at is not None and (left := self.done_at - self._clock()) > 0:
+        while (left := self.done_at - self._clock()) > 0:
             time.sleep(left)
         if self._masks is None:
             return self._sampled

@@ -72,7 +72,13 @@ torch.distributed.is_available = lambda: False
 try:
     with without_compiler():
         import transformers.masking_utils  # noqa: F401  # the module of each family imports it
-        from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+        from transformers import (
+            AttentionInterface,
+            AutoConfig,
+            AutoModelForCausalLM,
+            AutoModelForImageTextToText,
+            vision_utils,
+        )
         from transformers.activations import SiLUActivation
         from transformers.conversion_mapping import get_model_conversion_mapping
         from transformers.core_model_loading import (
@@ -101,5 +107,6 @@ __all__ = [
     "dot_natural_key",
     "get_model_conversion_mapping",
     "rename_source_key",
+    "vision_utils",
     "without_compiler",
 ]

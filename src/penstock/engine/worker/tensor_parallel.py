@@ -9,7 +9,8 @@ from __future__ import annotations
 import datetime
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
@@ -44,6 +45,7 @@ class TPGroup:
         """
         self.rank = rank
         self.size = size
+        self._is_alone = False
         is_cuda = device.startswith("cuda")
         self._uses_host = is_cuda and collectives == "gloo"  # gloo takes tensors of the host
         if is_cuda:
@@ -65,6 +67,16 @@ class TPGroup:
         if self.size > 1:
             torch.distributed.destroy_process_group()
 
+    @contextmanager
+    def alone(self) -> Iterator[None]:
+        """Within, tensors of other ranks are neither sent nor received. Operations allocate what they would otherwise,
+        and their results mean nothing."""
+        self._is_alone = True
+        try:
+            yield
+        finally:
+            self._is_alone = False
+
     def all_reduce(self, tensor: Tensor) -> Tensor:
         """Adds up the tensors of all ranks, in place."""
         return self._in_place(tensor, torch.distributed.all_reduce)
@@ -73,6 +85,8 @@ class TPGroup:
         """Returns the tensors of all ranks, concatenated in the last dimension."""
         if self.size == 1:
             return tensor
+        if self._is_alone:
+            return torch.cat([tensor.contiguous() for _ in range(self.size)], dim=-1)
         own = tensor.cpu() if self._uses_host else tensor.contiguous()
         parts = [torch.empty_like(own) for _ in range(self.size)]
         torch.distributed.all_gather(parts, own)
@@ -83,7 +97,7 @@ class TPGroup:
         return self._in_place(tensor, lambda shared: torch.distributed.broadcast(shared, source))
 
     def _in_place(self, tensor: Tensor, operate: Callable[[Tensor], object]) -> Tensor:
-        if self.size == 1:
+        if self.size == 1 or self._is_alone:
             return tensor
         shared = tensor.cpu() if self._uses_host else tensor
         operate(shared)

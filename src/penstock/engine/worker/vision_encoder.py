@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -28,9 +28,12 @@ from penstock.engine.worker.encoding_exchange import (
     PromptImage,
 )
 from penstock.engine.worker.image_encoder import ImageEncoder, Open, Part, Unusable, misfit
-from penstock.engine.worker.input_batch import InputBatch, moved
+from penstock.engine.worker.input_batch import InputBatch, moved, queued
 from penstock.engine.worker.model import InputEmbeds, LoadedModel
 from penstock.tensor import Handle
+
+if TYPE_CHECKING:
+    from penstock.tensor.cuda import Uploads
 
 # An image's key; without a key, the `id()` of its item while a slot has it. Of a part: with the part.
 Name: TypeAlias = "bytes | int | tuple[bytes | int, Part]"
@@ -70,9 +73,16 @@ class EncoderCache:
     image is left. Others are kept in this process, up to `cache_nbytes`. All ranks do the same.
     """
 
-    def __init__(self, model: LoadedModel, open_handle: Open, slots: int, options: EncoderOptions) -> None:
+    def __init__(
+        self,
+        model: LoadedModel,
+        open_handle: Open,
+        slots: int,
+        options: EncoderOptions,
+        uploads: Uploads | None = None,
+    ) -> None:
         self._model = model
-        self._encoder = ImageEncoder(model, open_handle)
+        self._encoder = ImageEncoder(model, open_handle, uploads)
         self.exchange = EncodingExchange(self._encoder, model.ranks, options)
         self._cache_nbytes = options.cache_nbytes
         ids = {model.image_id: IMAGE_TYPE, model.video_id: VIDEO_TYPE}
@@ -213,6 +223,7 @@ class EncoderCache:
 
     def begin_step(self) -> None:
         """Releases encodings that only the step before has needed. A step without images needs nothing else."""
+        self._encoder.release_copied()
         self._shared = {name: tensor for name, tensor in self._shared.items() if name in self._unfinished}
         self._unfinished = set()
 
@@ -239,26 +250,18 @@ class EncoderCache:
             encoded = self._encoding(chunk.image)
             if encoded is not None and encoded.shape[0] == chunk.image.length:
                 places.append(chunk.places)
-                pieces.append(encoded[chunk.low : chunk.high].to(ids.device))
+                piece = encoded[chunk.low : chunk.high]
+                pieces.append(piece if piece.device == ids.device else queued(piece, ids.device))
             else:
                 failed.setdefault(chunk.slot, FinishReason.MISFIT)
         if not pieces:
             return None, failed
         self._make_room()
-        order = np.concatenate(places)
-        encoded = torch.cat(pieces)
-        if self._model.deepstack_layers and (np.diff(order) < 0).any():  # the layers add in the order of tokens
-            encoded = encoded[moved(np.argsort(order), ids.device)]
-            order = np.sort(order)
-        where = moved(order, ids.device)
+        where = moved(np.concatenate(places), ids.device)
         embeds = self._model.embeds(ids).clone()
-        own, *added = torch.split(encoded.to(embeds.dtype), embeds.shape[-1], dim=-1)
+        own, *added = torch.split(torch.cat(pieces).to(embeds.dtype), embeds.shape[-1], dim=-1)
         embeds[where] = own
-        if not added:
-            return InputEmbeds(embeds), failed
-        is_visual = torch.zeros(ids.shape, dtype=torch.bool, device=ids.device)
-        is_visual[where] = True
-        return InputEmbeds(embeds, is_visual, tuple(added)), failed
+        return InputEmbeds(embeds, where, tuple(added)), failed
 
     def _chunks(self, input_batch: InputBatch) -> Iterable[ImageChunk]:
         """Yields what the step computes of each image."""

@@ -1,15 +1,18 @@
 """The worker process: applies the core's steps, launches them on its device, and sends their results (rank 0).
 
-It waits for the next step, or for the end of the oldest step in flight, whichever comes first. When the core dies, the
-worker ends with PeerDied, and the launcher restarts the group.
+It waits for the next step. A thread waits for the end of the oldest step in flight, and sends the result. When the core
+dies, the worker ends with PeerDied, and the launcher restarts the group.
 """
 
 from __future__ import annotations
 
 import gc
 import os
+import queue
+import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -34,10 +37,9 @@ if TYPE_CHECKING:  # these import torch
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.encoding_exchange import EncoderOptions
 
-MAX_IN_FLIGHT = 2  # one step runs and one is queued: the device does not wait for the worker between them
 LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
 PULL_TIMEOUT = 5.0  # seconds; for a value of the home node
-FLIGHT_POLL_S = 0.0002  # seconds between looks at a flight with unknown end
+FAILURE_POLL_S = 0.2  # seconds, while a thread waits for the device: the thread may have failed
 
 
 def run(cluster: Cluster, me: ProcessId) -> Worker:
@@ -104,6 +106,7 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
         encoder=encoder_options_of(cluster),
         takes_embeds=config.enable_prompt_embeds,
         kv_file=None if files is None else files.pages[me.index],
+        store=cluster.store,
     )
 
 
@@ -173,7 +176,7 @@ class Worker:
     def __init__(self, cluster: Cluster, me: ProcessId, device: Device) -> None:
         config, group = cluster.config, cluster.groups[me.group]
         self._device = device
-        self._flights: deque[tuple[Step, PendingStep]] = deque()
+        self._pending = PendingSteps(self._answer)
         self._timeout = config.step_timeout
         row = StatusBoard(cluster.board, writable=True).row(me.group)
         self._stats = DeviceStats(device, row) if me.index == 0 else None
@@ -200,51 +203,89 @@ class Worker:
         """Runs steps until the core sends Stop. Raises PeerDied if the core dies."""
         while not self._is_stopped:
             self._turn()
-        while self._flights:
-            self._answer()
+        self._pending.finish()
 
     def _turn(self) -> None:
-        """Launches the next step, or sends the result of the oldest one if that is done."""
-        if self._flights and (len(self._flights) == MAX_IN_FLIGHT or self._flights[0][1].is_done()):
-            return self._answer()
+        """Launches the next step."""
+        is_waiting = self._pending.is_waiting()
         try:
-            step = self._steps.receive(self._patience())
+            step = self._steps.receive(FAILURE_POLL_S if is_waiting else self._device.tune_after)
         except Timeout:
-            if not self._flights:
+            if not is_waiting:
                 self._device.tune()
-            return None
+            return
         except EndOfChannel:
             self._is_stopped = True
-            return None
+            return
         if isinstance(step, Stop):
             self._is_stopped = True
-            return None
+            return
         self._sequence.check(step)  # else the cache would not hold what the core believes
         assert isinstance(step, Step), "Begin is the first message, and has been received"
         self._batch.apply(step)
         began = time.monotonic_ns()
-        self._flights.append((step, self._device.launch(self._batch, step)))
+        pending = self._device.launch(self._batch, step)
         if self._stats is not None:
             self._stats.launched(self._batch, step, began)
-        return None
+        self._pending.add(step, pending)
 
-    def _patience(self) -> float | None:
-        """Returns the seconds to wait for another step; None: without limit."""
-        if not self._flights:
-            return self._device.tune_after
-        done_at = self._flights[0][1].done_at
-        return FLIGHT_POLL_S if done_at is None else max(0.0, done_at - time.monotonic())
-
-    def _answer(self) -> None:
-        step, flight = self._flights.popleft()
-        sampled = flight.result()
+    def _answer(self, step: Step, pending: PendingStep) -> None:
+        """Sends the result of a step. Blocks until the step is done."""
+        sampled = pending.result()
         if self._results is None:
             return
-        done = build_result(step, sampled)
-        done_at = time.monotonic_ns()
-        self._results.send(done, self._timeout)
         assert self._stats is not None, "rank 0 sends results and counts them"
-        self._stats.done(sampled, done_at)  # no process waits for that
+        self._stats.done(sampled, time.monotonic_ns())  # first: the core's next step follows the result
+        self._results.send(build_result(step, sampled), self._timeout)
+
+
+class PendingSteps:
+    """Answers steps in the order of their launches.
+
+    A step that is done when it has been launched is answered at once, as those of a CPU are. A thread waits for others:
+    so a result does not wait for the launch of the next step, and no thread polls the device. The core bounds their
+    number: it sends a step while at most one is unanswered.
+    """
+
+    def __init__(self, answer: Callable[[Step, PendingStep], None]) -> None:
+        """`answer`: blocks until the step is done. The worker's thread and the waiting thread call it in turn."""
+        self._answer = answer
+        self._waiting: deque[Step] = deque()
+        self._queue: queue.SimpleQueue[tuple[Step, PendingStep] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
+        self._failure: BaseException | None = None
+
+    def is_waiting(self) -> bool:
+        """Returns whether a step is unanswered. Raises the error of the thread."""
+        if self._failure is not None:
+            raise self._failure
+        return bool(self._waiting)
+
+    def add(self, step: Step, pending: PendingStep) -> None:
+        """Answers the step, or lets the thread do so. Raises the error of the thread."""
+        if not self.is_waiting() and pending.is_done():
+            self._answer(step, pending)
+            return
+        self._waiting.append(step)
+        self._queue.put((step, pending))
+        if self._thread is None:
+            self._thread = threading.Thread(target=self._run, name="results", daemon=True)
+            self._thread.start()
+
+    def finish(self) -> None:
+        """Blocks until all steps are answered. Raises the error of the thread."""
+        self._queue.put(None)
+        if self._thread is not None:
+            self._thread.join()
+        self.is_waiting()
+
+    def _run(self) -> None:
+        try:
+            while (entry := self._queue.get()) is not None:
+                self._answer(*entry)
+                self._waiting.popleft()
+        except BaseException as error:
+            self._failure = error
 
 
 def build_result(step: Step, sampled: SamplerOutput) -> StepDone:
@@ -267,8 +308,8 @@ def build_result(step: Step, sampled: SamplerOutput) -> StepDone:
 class DeviceStats:
     """Counts busy time, idle time and tokens of a device on the status board, as rank 0 measures them.
 
-    Counts each step when it is `launched`, and when its result is in (`done`). A simulated device knows its times
-    exactly.
+    Counts each step when it is `launched`, and when its result is in (`done`), in another thread perhaps: the two write
+    different counters. A simulated device knows its times exactly.
     """
 
     def __init__(self, device: Device, row: Row) -> None:
@@ -297,13 +338,14 @@ class DeviceStats:
 
     def done(self, sampled: SamplerOutput, now: int) -> None:
         """Counts the result of the oldest step in flight."""
-        row, began = self._row, self._begun.popleft()
+        row, began = self._row, self._begun[0]
         if self._simulated is not None:
             row[StatusBoard.BUSY_NS] = int(self._simulated.busy * 1e9)
             row[StatusBoard.IDLE_NS] = int(self._simulated.idle * 1e9)
         elif began is not None:
             row[StatusBoard.BUSY_NS] += now - max(began, self._free_at)
         self._free_at = now
+        self._begun.popleft()  # last: another thread may count a launch, and computes idle time if none is left
         row[StatusBoard.SAMPLED] += sampled.ids.size
         row[StatusBoard.ENCODINGS] = self._encodings.encoded
         row[StatusBoard.ENCODINGS_FOUND] = self._encodings.hits

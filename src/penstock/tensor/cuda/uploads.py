@@ -137,6 +137,16 @@ class Uploads:
             raise Timeout(f"the device has not copied {tensor.nbytes} bytes within {COPY_TIMEOUT:g} s")
         return copy
 
+    def register(self) -> None:
+        """Registers the memory now: no first copy waits for that. `refusals` says what could not be registered."""
+        for segment in self._segments:
+            self._pinned_segment(segment)
+
+    def is_registered(self, view: Any) -> bool:
+        """Returns whether a contiguous view lies in memory that is registered, or registers it."""
+        tensor = source(view)
+        return self._registered(tensor.array.ctypes.data, tensor.nbytes) is not None
+
     def flush(self, timeout: float | None = 0) -> bool:
         """Releases each view with a finished copy, waiting up to `timeout` seconds. Returns whether that was all."""
         return self._in_flight.flush(timeout)
@@ -178,10 +188,14 @@ class Uploads:
                 mapping = segment.mapping(is_writable)
                 if mapping is None or not 0 <= address - mapping[0] <= mapping[1] - nbytes:
                     continue
-                pinned = self._pinned.get(segment.nonce)
-                if pinned is None:
-                    pinned = self._pinned[segment.nonce] = _Pinned(segment, self._driver)
-                    self.stats.registered_nbytes += pinned.nbytes
-                    self.stats.refusals += bool(pinned.error)
+                pinned = self._pinned_segment(segment)
                 return None if pinned.address is None else pinned.address + (address - mapping[0])
         return None
+
+    def _pinned_segment(self, segment: _native.Segment) -> _Pinned:
+        pinned = self._pinned.get(segment.nonce)
+        if pinned is None:
+            pinned = self._pinned[segment.nonce] = _Pinned(segment, self._driver)
+            self.stats.registered_nbytes += pinned.nbytes
+            self.stats.refusals += bool(pinned.error)
+        return pinned

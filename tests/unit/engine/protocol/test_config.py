@@ -180,6 +180,7 @@ def test_devices_of_ranks_over_nodes_are_counted_on_each_node() -> None:
 def test_ranks_over_nodes_share_no_store_of_encodings() -> None:
     assert spread(0, store_nbytes=1 << 20).encoder_tp_mode == "weights"
     assert EngineConfig(model="m", store_nbytes=1 << 20).encoder_tp_mode == "store"
+    assert EngineConfig(model="m", store_nbytes=1 << 20, device="cuda").encoder_tp_mode == "data"
     with pytest.raises(ValueError, match="needs all workers of an engine on one node"):
         spread(0, store_nbytes=1 << 20, mm_encoder_tp_mode="store")
 

@@ -8,21 +8,29 @@ from torch import Tensor
 from penstock.engine.protocol.columns import Index
 from penstock.engine.protocol.messages import FinishReason, Ints
 from penstock.engine.worker.device import SamplerOutput
+from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
 from penstock.engine.worker.sampler import TopLogprobs
 
 
 class CudaPendingStep:
     """A step that has been launched."""
 
-    done_at: float | None = None
-
-    def __init__(self, out: Tensor, slots: Index, likely: TopLogprobs | None, failed: dict[int, FinishReason]) -> None:
+    def __init__(
+        self,
+        out: Tensor,
+        slots: Index,
+        likely: TopLogprobs | None,
+        failed: dict[int, FinishReason],
+        prompts: tuple[PendingPromptLogprobs, ...] = (),
+    ) -> None:
         """`failed`: slots that failed before sampling, with the reasons; `out` has those that failed in sampling."""
         # The copies are queued now: later ones would wait for the steps launched in between.
         self._out = out.to("cpu", non_blocking=True)
         self._likely = None if likely is None else likely.on_host()
         self._slots = slots
         self._failed = failed
+        self._prompts = prompts
+        self._device = out.device.index
         self._event = torch.cuda.Event(blocking=True)  # a waiting thread sleeps
         self._event.record(torch.cuda.current_stream(out.device))
 
@@ -31,15 +39,20 @@ class CudaPendingStep:
 
     def ids(self) -> Ints:
         """Returns the sampled ids. Blocks until the step is done."""
-        self._event.synchronize()
+        self._wait()
         ids: Ints = self._out.numpy()[:, 0]
         return ids
 
     def result(self) -> SamplerOutput:
         """Blocks until the step is done."""
-        self._event.synchronize()
+        self._wait()
         ids: Ints = self._out.numpy()
         failed_slots = self._slots[ids[:, 1] != 0].tolist()
         failed = {**dict.fromkeys(failed_slots, FinishReason.ERROR), **self._failed}
         logprobs = None if self._likely is None else self._likely.columns(self._slots.size)
-        return SamplerOutput(ids[:, 0].copy(), logprobs, failed)
+        prompts = tuple(prompt.result() for prompt in self._prompts)
+        return SamplerOutput(ids[:, 0].copy(), logprobs, failed, prompts)
+
+    def _wait(self) -> None:
+        torch.cuda.set_device(self._device)  # of this thread: else the wait could begin a context on device 0
+        self._event.synchronize()  # without the interpreter's lock

@@ -4,6 +4,7 @@ A decode step is padded to a number of rows, and begins with what the device has
 A step with chunks of prompts is padded to a number of tokens. Padding has slot, row or place -1, and writes nothing.
 A step ends with its sampled ids, so a decode step is one launch. All graphs are recorded before the first request. A
 `GraphRecorder` records; steps run without graphs where it cannot, and where they are larger than the largest graph.
+Where memory is short, all ranks leave out the same sizes.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ from penstock.engine.worker.input_batch import pinned
 from penstock.engine.worker.model import LoadedModel
 from penstock.engine.worker.paged_attention import KVCache
 
+REFUSED, NO_MEMORY, RECORDED = range(3)  # the state of a size on a rank: the least of all ranks counts
+HINT = "lower --gpu-memory-utilization"
 MAX_LENGTH = 1 << 30  # of a prompt: all have short rotary frequencies
 MAX_TOKENS = 2048  # of a recorded step with chunks: beyond, the device computes longer than the host needs to launch
 Replay: TypeAlias = Callable[[], Tensor]
@@ -43,12 +46,13 @@ class GraphRecorder(Protocol):
 
 
 class Recordings:
-    """Graphs by the size of a step."""
+    """Graphs by the size of a step. All ranks have graphs of the same sizes."""
 
     def __init__(self, model: LoadedModel, recorder: GraphRecorder | None, sizes: list[int]) -> None:
-        self._model = model
+        self._ranks = model.ranks
         self._recorder = recorder
-        self.sizes = sizes
+        self._all_sizes = sizes
+        self.sizes: list[int] = []  # of the graphs, in order
         self._replays: dict[int, Replay] = {}
 
     def __len__(self) -> int:
@@ -57,41 +61,75 @@ class Recordings:
     def record(
         self, compute: Callable[[int], Tensor], kind: str, prepare: Callable[[int], None] = lambda _: None
     ) -> None:
-        """Records steps of all sizes. The larger ones come first: the smaller ones share their memory."""
+        """Records steps of all sizes. The larger ones come first: the smaller ones share their memory.
+
+        A size for which a rank lacks memory is left out. Without any graph from some size on, larger steps run without.
+        """
         if self._recorder is None:
             return
-        began = time.monotonic()
-        for size in reversed(self.sizes):
-            prepare(size)
-            failure = self._try_to_record(size, self._recorder, compute)
-            if failure:
-                event(f"{kind} steps are not recorded", WARNING, why=failure, size=size)
+        began, why = time.monotonic(), ""
+        lacking: list[int] = []
+        for size in reversed(self._all_sizes):
+            state, reason = self._try_to_record(size, self._recorder, compute, prepare)
+            if state == NO_MEMORY:
+                lacking.append(size)
+                why = reason
+                torch.cuda.empty_cache()
+            elif state == REFUSED:
+                event(f"{kind} steps are not recorded", WARNING, why=reason, size=size)
                 self._replays.clear()
                 return
+        self.sizes = sorted(self._replays)
+        if lacking:
+            event(f"{kind} steps lack memory for graphs", WARNING, why=why, sizes=lacking[::-1], hint=HINT)
         event(f"{kind} steps recorded", graphs=len(self._replays), seconds=time.monotonic() - began)
 
-    def _try_to_record(self, size: int, recorder: GraphRecorder, compute: Callable[[int], Tensor]) -> str:
-        """Returns why a size cannot be recorded, or an empty string."""
-        failure, replay = "another rank cannot", None
-        try:
-            replay = recorder.record(lambda: compute(size))
-        except torch.distributed.DistError:
-            raise
-        except Exception as error:
-            cause = error.__context__ or error  # the end of a failed recording raises an error of its own
-            failure = f"{type(cause).__name__}: {cause}".partition("\n")[0]
-        if not self._model.ranks.least(int(replay is not None)) or replay is None:
-            return failure
-        self._replays[size] = replay
-        return ""
+    def _try_to_record(
+        self, size: int, recorder: GraphRecorder, compute: Callable[[int], Tensor], prepare: Callable[[int], None]
+    ) -> tuple[int, str]:
+        """Returns the least state of all ranks, and why this rank cannot record the size."""
+        attempt, replay = Attempt(), None
+        with attempt:
+            prepare(size)
+            if self._ranks.size > 1:
+                # A rank that runs out of memory in an operation of all ranks would leave the other ranks waiting. So
+                # each rank first finds out alone whether it has the memory.
+                with self._ranks.alone():
+                    compute(size)
+        state = self._ranks.least(attempt.state)
+        if state == RECORDED:
+            with attempt:
+                replay = recorder.record(lambda: compute(size))
+            state = self._ranks.least(attempt.state)
+        if state == RECORDED and replay is not None:
+            self._replays[size] = replay
+        return state, attempt.why
 
     def padded(self, size: int) -> int | None:
         """Returns the least recorded size from `size` up; None: there is none."""
         index = bisect_left(self.sizes, size)
-        return self.sizes[index] if index < len(self.sizes) and self._replays else None
+        return self.sizes[index] if index < len(self.sizes) else None
 
     def replay(self, size: int) -> Tensor:
         return self._replays[size]()
+
+
+class Attempt:
+    """Catches the error of a recording, and says what it means for the size."""
+
+    def __init__(self) -> None:
+        self.state = RECORDED
+        self.why = "another rank cannot"
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> bool:
+        if not isinstance(error, Exception) or isinstance(error, torch.distributed.DistError):
+            return False
+        cause = error.__context__ or error  # the end of a failed recording raises an error of its own
+        self.state = NO_MEMORY if torch.OutOfMemoryError in (type(cause), type(error)) else REFUSED
+        self.why = f"{type(cause).__name__}: {cause}".partition("\n")[0]
+        return True
 
 
 class DecodeSteps:
@@ -119,6 +157,9 @@ class DecodeSteps:
     @torch.inference_mode()
     def prepare(self) -> None:
         self.graphs.record(self._compute, "decode")
+
+    def is_recorded(self, rows: int) -> bool:
+        return self.graphs.padded(rows) is not None
 
     def compute(self, rows: int) -> StepLogits:
         """Computes the first so many rows of the state."""
@@ -170,9 +211,7 @@ class MixedSteps:
         sizes = [*(size for size in padded_tokens() if size < largest), largest]
         slots = state.rows.shape[0]
         self.graphs = Recordings(model, recorder, sizes)
-        self._layouts = {
-            size: InputLayout(graph_sizes(size, slots, queries, num_position_axes)) for size in self.graphs.sizes
-        }
+        self._layouts = {size: InputLayout(graph_sizes(size, slots, queries, num_position_axes)) for size in sizes}
         self._numbers = torch.empty(self._layouts[largest].size, dtype=torch.int32, device=model.device)
 
     @torch.inference_mode()

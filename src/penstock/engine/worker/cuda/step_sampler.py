@@ -6,6 +6,9 @@ with biases, allowed ids, `min_tokens` or a grammar are sampled again after the 
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from logging import WARNING
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -22,6 +25,7 @@ from penstock.engine.worker.cuda.pending_step import CudaPendingStep
 from penstock.engine.worker.cuda.sampling import GROUP, MAX_KEPT, finish, scan
 from penstock.engine.worker.cuda.state import DeviceState
 from penstock.engine.worker.input_batch import moved
+from penstock.engine.worker.prompt_logprobs import PendingPromptLogprobs
 from penstock.engine.worker.sampler import Sampler, TopLogprobs, has_ids, is_penalized
 from penstock.engine.worker.tensor_parallel import TPGroup
 
@@ -118,10 +122,15 @@ class StepSampler:
         self._state.store(out, result.slots)
 
     def finish(
-        self, result: StepLogits, batch: BatchState, failed: dict[int, FinishReason], masks: TokenMasks | None = None
+        self,
+        result: StepLogits,
+        batch: BatchState,
+        failed: dict[int, FinishReason],
+        masks: TokenMasks | None = None,
+        prompts: tuple[PendingPromptLogprobs, ...] = (),
     ) -> CudaPendingStep:
         """Samples the rows that kernels do not, after a step. `failed`: slots that failed in it. `masks`: of grammars,
-        on rank 0."""
+        on rank 0. `prompts`: their copies to the host are queued."""
         slots = batch.sampled
         out = self._out[: slots.size]
         outside = np.flatnonzero(batch.computed[slots] - self._prompt_sizes[slots] < self._after[slots])
@@ -136,19 +145,35 @@ class StepSampler:
         asking = np.flatnonzero(self._logprobs[slots])
         likely = None
         if asking.size and self._sampler is not None:
-            where = moved(asking, out.device)
-            likely = TopLogprobs.of(result.logits[where], out[where, 0], asking, self._logprobs[slots[asking]])
-        return CudaPendingStep(out, slots, likely, failed if masks is None else {**failed, **masks.failed})
+            with self._surviving(out):
+                where = moved(asking, out.device)
+                likely = TopLogprobs.of(result.logits[where], out[where, 0], asking, self._logprobs[slots[asking]])
+        failed = failed if masks is None else {**failed, **masks.failed}
+        return CudaPendingStep(out, slots, likely, failed, prompts)
 
     def _sample_outside(
         self, result: StepLogits, out: Tensor, outside: Index, slots: Index, masks: TokenMasks | None
     ) -> None:
         if self._sampler is not None:
-            where = moved(outside, out.device)
-            if masks is not None:  # rows with a grammar are among those outside
-                masks = masks._replace(rows=np.searchsorted(outside, masks.rows))
-            chosen = self._sampler.sample(result.logits[where], slots[outside], masks)
-            is_failed = out[where, 1] | chosen.is_failed
-            out[where] = torch.stack((chosen.ids.masked_fill(is_failed != 0, 0), is_failed), 1)
+            with self._surviving(out):
+                where = moved(outside, out.device)
+                if masks is not None:  # rows with a grammar are among those outside
+                    masks = masks._replace(rows=np.searchsorted(outside, masks.rows))
+                chosen = self._sampler.sample(result.logits[where], slots[outside], masks)
+                is_failed = out[where, 1] | chosen.is_failed
+                out[where] = torch.stack((chosen.ids.masked_fill(is_failed != 0, 0), is_failed), 1)
         self._ranks.broadcast(out)
         self._state.store(out, result.slots[: slots.size])
+
+    @contextmanager
+    def _surviving(self, out: Tensor) -> Iterator[None]:
+        """Fails all rows of the step if rank 0 runs out of memory in the block: the other ranks go on with the step,
+        and wait for rank 0. A rank alone raises the error."""
+        try:
+            yield
+        except torch.OutOfMemoryError as error:
+            if self._ranks.size == 1:
+                raise
+            event("out of memory", WARNING, requests=out.shape[0], why=str(error).partition("\n")[0])
+            out[:, 0] = 0
+            out[:, 1] = 1

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import msgspec
 import torch
+from torch import Tensor
 
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.columns import Index
@@ -29,11 +30,16 @@ class StepSizes(NamedTuple):
     max_blocks: int  # of a request
     tokens: int
     num_position_axes: int
+    step_nbytes: int = 0  # of the largest step without a graph; 0: unknown, or of no interest
 
     def nbytes(self, block_size: int, vocabulary: int) -> int:
         """Returns the bytes of what the device keeps by slot."""
         state = DeviceState.nbytes(self.slots, self.max_blocks, block_size, vocabulary)
         return state + TokenChooser.nbytes(self.slots, vocabulary)
+
+
+class AgreedShortage(torch.OutOfMemoryError):
+    """A rank lacks memory for a step. All ranks raise this in the same step, before any operation of all ranks."""
 
 
 class CudaSteps:
@@ -46,7 +52,7 @@ class CudaSteps:
         sampler: Sampler | None,
     ) -> None:
         """`sampler`: of rank 0, for rows that kernels do not sample."""
-        slots, max_blocks, tokens, axes = sizes
+        slots, max_blocks, tokens, axes, _ = sizes
         samples = sampler is not None
         self.state = DeviceState(slots, max_blocks, memory.block_size, model.device, model.vocab_size, samples=samples)
         self._sampler = sampler
@@ -72,8 +78,8 @@ class CudaSteps:
             self.compute(tensors, None)
             if self._model.deepstack_layers:  # its decoder runs the modules then
                 embeds = self._model.embeds(tensors.ids)
-                is_visual = torch.ones_like(tensors.ids, dtype=torch.bool)
-                self.compute(tensors, InputEmbeds(embeds, is_visual, (embeds,) * self._model.deepstack_layers))
+                places = torch.arange(len(embeds), device=embeds.device)
+                self.compute(tensors, InputEmbeds(embeds, places, (embeds,) * self._model.deepstack_layers))
 
     @staticmethod
     def is_decoding(batch: BatchState) -> bool:
@@ -96,6 +102,8 @@ class CudaSteps:
 
     def decode(self, batch: BatchState) -> StepLogits:
         """Computes a decode step."""
+        if not self._decode.is_recorded(batch.sampled.size):
+            self._require_room()
         self.state.update(batch, batch.sampled, is_decoding=True)
         return self._decode.compute(batch.sampled.size)
 
@@ -117,9 +125,29 @@ class CudaSteps:
         layout.write(values, here.numpy())
         return layout.tensors(here.to(self.state.table.device, non_blocking=True), self.state, self._memory)
 
-    def compute(self, tensors: StepTensors, embeds: InputEmbeds | None) -> StepLogits:
-        """Computes a step without a graph. `embeds`: of its tokens, instead of those of their ids."""
+    def compute(self, tensors: StepTensors, embeds: InputEmbeds | None) -> tuple[StepLogits, Tensor]:
+        """Computes a step without a graph. Returns hidden states of all tokens, too. `embeds`: of its tokens, instead
+        of those of their ids."""
+        self._require_room()
         hidden = self._model.hidden(tensors.attention, tensors.ids, tensors.positions, embeds)
         result = StepLogits(self._model.logits(hidden[tensors.last]), tensors.sampled)
         self.sampler.sample(result)
-        return result
+        return result, hidden
+
+    @staticmethod
+    def is_agreed(error: torch.OutOfMemoryError) -> bool:
+        """Returns whether all ranks have this error in this step."""
+        return isinstance(error, AgreedShortage)
+
+    def _require_room(self) -> None:
+        """Raises AgreedShortage on all ranks unless each has the memory of a step. A rank that ran out of memory within
+        a step would leave the other ranks waiting for it."""
+        ranks, has_room = self._model.ranks, True
+        if ranks.size == 1 or not self._sizes.step_nbytes:
+            return
+        try:  # torch keeps what is freed here for the tensors of the step
+            torch.empty(self._sizes.step_nbytes, dtype=torch.uint8, device=self._model.device)
+        except torch.OutOfMemoryError:
+            has_room = False
+        if not ranks.least(int(has_room)):
+            raise AgreedShortage(f"a rank has no {self._sizes.step_nbytes} bytes for a step")

@@ -1,0 +1,132 @@
+"""Recordings of steps where memory is short, on the double: each allocation fails in turn, on one rank of two."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+
+from tests.support.interpreter import require_interpreter  # noqa: E402
+
+require_interpreter()
+
+from penstock.engine.worker.cuda.graphs import CudaGraphs  # noqa: E402
+from penstock.engine.worker.cuda.step_graphs import NO_MEMORY, RECORDED, Recordings  # noqa: E402
+from penstock.engine.worker.cuda.steps import AgreedShortage, CudaSteps, StepSizes  # noqa: E402
+from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
+from tests.support.cuda_double import CudaDouble  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built with CUDA")
+
+SIZES = [1, 2, 4]
+NUM_LAYERS = 3
+
+
+class TwoRanks(TPGroup):
+    """The first of two ranks. The other one is `other`: it answers as the test says."""
+
+    def __init__(self, other: Callable[[int], int] = lambda call: RECORDED) -> None:
+        super().__init__()
+        self.size = 2
+        self.operations: list[int] = []  # sizes of tensors that the ranks have added up
+        self.num_agreements = 0
+        self._other = other
+
+    def all_reduce(self, tensor: Any) -> Any:
+        if not self._is_alone:
+            self.operations.append(tensor.numel())
+        return tensor
+
+    def least(self, number: int) -> int:
+        self.num_agreements += 1
+        return min(number, self._other(self.num_agreements))
+
+
+class Model:
+    """Steps of a few layers. The ranks add up the results of a layer."""
+
+    def __init__(self, ranks: TPGroup) -> None:
+        self.ranks = ranks
+        self._weight = torch.ones(8, device="cuda")
+        self._input = torch.ones(max(SIZES), 8, device="cuda")
+
+    def compute(self, size: int) -> Any:
+        hidden = self._input[:size]
+        for _ in range(NUM_LAYERS):
+            hidden = self.ranks.all_reduce(hidden * self._weight)
+        return hidden + 1
+
+    def record(self) -> Recordings:
+        model: Any = SimpleNamespace(ranks=self.ranks)
+        recordings = Recordings(model, CudaGraphs(), SIZES)
+        recordings.record(self.compute, "decode")
+        return recordings
+
+
+@pytest.fixture
+def double() -> Iterator[CudaDouble]:
+    with CudaDouble() as entered:
+        yield entered
+
+
+@pytest.mark.parametrize("size", [1, 2])
+def test_allocation_that_fails_costs_one_size(size: int, double: CudaDouble) -> None:
+    """Wherever it is: in a trial of one rank, in a trial of all ranks, or while the device records."""
+    ranks = TPGroup() if size == 1 else TwoRanks()
+    model = Model(ranks)
+    before = double.allocated
+    assert model.record().sizes == SIZES
+    num_allocations = double.allocated - before
+    assert num_allocations >= len(SIZES) * (NUM_LAYERS + 1) * 3
+    lacking = set()
+    for place in range(1, num_allocations + 1):
+        double.fail_at = double.allocated + place
+        recordings = model.record()
+        assert len(recordings.sizes) == len(SIZES) - 1 and len(recordings) == len(SIZES) - 1, place
+        lacking |= set(SIZES) - set(recordings.sizes)
+        assert all((recordings.replay(recorded) == 2).all() for recorded in recordings.sizes), place
+    assert lacking == set(SIZES)
+
+
+def test_rank_without_memory_takes_part_in_no_operation_of_all_ranks(double: CudaDouble) -> None:
+    """Else the other rank would wait in that operation for ever."""
+    model = Model(ranks := TwoRanks())
+    double.fail_at = double.allocated + 2
+    assert model.record().sizes == [1, 2]
+    assert 4 * 8 not in ranks.operations and 2 * 8 in ranks.operations
+
+
+@pytest.mark.parametrize("call", [1, 2], ids=["in its trial", "while it recorded"])
+def test_size_that_another_rank_lacks_is_left_out_here(call: int, double: CudaDouble) -> None:
+    """Two agreements for each size, from the largest on."""
+    model = Model(TwoRanks(lambda number: NO_MEMORY if number == call else RECORDED))
+    assert model.record().sizes == [1, 2]
+
+
+def test_step_runs_by_the_next_larger_graph_or_without(double: CudaDouble) -> None:
+    recordings = Model(TwoRanks(lambda number: NO_MEMORY if number == 3 else RECORDED)).record()
+    assert recordings.sizes == [1, 4]
+    assert [recordings.padded(size) for size in (1, 2, 4, 5)] == [1, 4, 4, None]
+
+
+def test_all_ranks_have_no_graphs_if_one_cannot_record(double: CudaDouble) -> None:
+    assert Model(TwoRanks(lambda number: 0 if number == 4 else RECORDED)).record().sizes == []
+
+
+@pytest.mark.parametrize(("own_nbytes", "other_has_room"), [(1 << 20, True), (1 << 29, False)])
+def test_step_without_room_on_a_rank_fails_on_all_ranks_before_it(
+    own_nbytes: int, other_has_room: bool, double: CudaDouble
+) -> None:
+    ranks = TwoRanks(lambda call: int(other_has_room))
+    steps: Any = object.__new__(CudaSteps)
+    steps._model = SimpleNamespace(ranks=ranks, device=torch.device("cuda"))
+    steps._sizes = StepSizes(4, 8, 16, 1, step_nbytes=1 << 24)
+    steps._require_room() if other_has_room else None
+    double.total_nbytes = double.held_nbytes + own_nbytes
+    with pytest.raises(AgreedShortage) as raised:
+        steps._require_room()
+    assert CudaSteps.is_agreed(raised.value) and not CudaSteps.is_agreed(torch.OutOfMemoryError())

@@ -1,0 +1,68 @@
+"""Images on their way from the store to a CUDA device: on a double of the driver, or on a device."""
+
+from __future__ import annotations
+
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+torch = pytest.importorskip("torch", reason="needs torch: pip install 'penstock[engine]'")
+
+from penstock import Store  # noqa: E402
+from penstock.engine.worker import image_encoder  # noqa: E402
+from penstock.engine.worker.image_encoder import ImageEncoder  # noqa: E402
+from penstock.tensor.cuda import Uploads  # noqa: E402
+from tests.support.libcuda import has_device, open_device  # noqa: E402
+
+pytestmark = pytest.mark.skipif(torch.version.cuda is not None and not has_device(), reason="needs a CUDA device")
+
+PIXELS = np.arange(3000, dtype=np.float32).reshape(100, 30)
+
+
+def device_of_tests() -> contextlib.AbstractContextManager[Any]:
+    return contextlib.nullcontext() if has_device() else open_device()
+
+
+def encoder_of(uploads: Uploads | None) -> ImageEncoder:
+    text = SimpleNamespace(hidden_size=8)
+    stock = SimpleNamespace(config=SimpleNamespace(get_text_config=lambda: text))
+    model: Any = SimpleNamespace(stock=stock, deepstack_layers=0, device=torch.device("cuda", 0), dtype=torch.float16)
+    return ImageEncoder(model, lambda handle: pytest.fail("opened"), uploads)
+
+
+def test_image_is_copied_from_the_store_to_the_device_without_a_host_copy() -> None:
+    with device_of_tests(), Store(1 << 20) as store:
+        uploads = image_encoder.register_store(store)
+        assert uploads is not None and uploads.stats.registered_nbytes >= 1 << 20
+        encoder = encoder_of(uploads)
+        with store.put({"pixels": PIXELS}, key=b"k" * 32) as lease:
+            on_device = encoder._upload(lease.value("torch")["pixels"], torch.float16)
+        assert on_device.dtype == torch.float16 and (on_device.cpu().numpy() == PIXELS.astype(np.float16)).all()
+        assert (uploads.stats.copies, uploads.stats.pageable, uploads.stats.copied_nbytes) == (1, 0, PIXELS.nbytes)
+        encoder.release_copied()
+        assert uploads.close()
+
+
+def test_image_outside_the_store_is_copied_by_pinned_memory() -> None:
+    """An image that travels inline, and a part that is not contiguous."""
+    with device_of_tests() as double, Store(1 << 20) as store:
+        uploads = image_encoder.register_store(store)
+        assert uploads is not None
+        encoder = encoder_of(uploads)
+        with store.put({"pixels": PIXELS}, key=b"k" * 32) as lease:
+            part = lease.value("torch")["pixels"][:, 3:9]
+            with double.watched() if double is not None else contextlib.nullcontext() as report:
+                copies = [encoder._upload(torch.from_numpy(PIXELS)), encoder._upload(part)]
+            assert report is None or (report.faults, report.pinned) == ([], 2)
+            assert (copies[0].cpu().numpy() == PIXELS).all() and (copies[1].cpu().numpy() == PIXELS[:, 3:9]).all()
+            del part
+        assert uploads.stats.copies == 0 and uploads.close()
+
+
+def test_store_that_cannot_be_registered_is_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
+    with device_of_tests(), Store(1 << 20) as store:
+        monkeypatch.setattr(Uploads, "refusals", lambda uploads: ["no room for so many pinned pages"])
+        assert image_encoder.register_store(store) is None
