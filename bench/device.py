@@ -3,6 +3,7 @@
     scripts/bench device [--only CASE,…] [--rehearse] [--json] [--out DIR]
 
 families: tiny models in float32, and bfloat16: random weights of Qwen3-0.6B's shape, against transformers.
+scores: log-probabilities of prompts, and bad words, against the CPU. waits: of the host, in steps with images.
 throughput: nano-vllm's load, 256 sequences of 100 to 1,024 tokens in and out, by `penstock generate`.
 latency: 1 to 1,024 streams over HTTP. kill: the worker of 64 streams is killed. idle: the device's idle time by torch's
 profiler. steps: a few steps without graphs, for compute-sanitizer.
@@ -16,7 +17,7 @@ from collections.abc import Sequence
 from functools import partial
 
 from bench.device_cases.device_run import DEVICE, REHEARSAL, Device
-from bench.device_cases.family_answers import bfloat16, families, steps
+from bench.device_cases.family_answers import bfloat16, families, scores, steps, waits
 from bench.device_cases.idle_share import idle
 from bench.device_cases.served_streams import kill, latency
 from bench.harness.run import Run, command_line, one_of
@@ -51,7 +52,7 @@ def throughput(device: Device) -> None:
     device.targets.append(Target(target, TOKENS_PER_S, "tokens/s", min(rates), is_least=True))
 
 
-CASES = {each.__name__: each for each in (families, bfloat16, throughput, latency, kill, idle, steps)}
+CASES = {each.__name__: each for each in (families, bfloat16, scores, waits, throughput, latency, kill, idle, steps)}
 
 
 def main(arguments: Sequence[str]) -> int:

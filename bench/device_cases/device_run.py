@@ -30,6 +30,8 @@ class Scale(NamedTuple):
     slots: int
     max_model_len: int
     families: tuple[str, ...]  # of tests.support.models
+    scored: tuple[str, ...]  # with log-probabilities of prompts
+    vision: tuple[str, ...]
     near_prompts: int  # that are compared in bfloat16
     near_tokens: int
     sequences: int  # nano-vllm's load
@@ -47,6 +49,8 @@ DEVICE = Scale(
     slots=256,
     max_model_len=2560,
     families=("llama", "qwen3", "gemma2", "mistral", "qwen2_vl", "llava", "idefics3"),
+    scored=("llama", "gemma2"),
+    vision=("llava", "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "idefics3", "smolvlm"),
     near_prompts=32,
     near_tokens=32,
     sequences=256,
@@ -63,6 +67,8 @@ REHEARSAL = Scale(
     slots=8,
     max_model_len=1024,
     families=("llama", "gemma2"),
+    scored=("llama",),
+    vision=("qwen2_vl",),
     near_prompts=2,
     near_tokens=4,
     sequences=8,

@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import random
 import tempfile
+import warnings
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from bench.device_cases.device_run import Device
 from bench.harness.targets import Target
 
 SHIPPED = "the bundled model"
 SHIPPED_TOKENS = 48
+MAX_ERROR = 1e-3  # of log-probabilities in float32
 LEAST_NEAR = 0.95  # of the answers in bfloat16
 
 
@@ -29,11 +32,6 @@ def steps(device: Device) -> None:
 def one_family(device: Device, name: str, *, budgets: tuple[int, ...], is_recorded: bool = True) -> None:
     from tests.support import models  # imports pytest, torch and transformers
 
-    recorder: Any = None
-    if device.scale.device == "cuda" and is_recorded:
-        from penstock.engine.worker.cuda.graphs import CudaGraphs
-
-        recorder = CudaGraphs()
     with tempfile.TemporaryDirectory(dir=device.run.scratch) as folder:
         if name == SHIPPED:
             prompts = device.prompts(5, 1, 90, random.Random(2))
@@ -41,13 +39,85 @@ def one_family(device: Device, name: str, *, budgets: tuple[int, ...], is_record
             family = models.shipped_family([models.Asked(word, [], SHIPPED_TOKENS) for word in words])
         else:
             family = models.build_family(name, Path(folder))
-        runner = models.device(family, device=device.scale.device, recorder=recorder, dtype="float32")
+        graphs = recorder(device) if is_recorded else None
+        runner = models.device(family, device=device.scale.device, recorder=graphs, dtype="float32")
         wrong = 0
         for budget in budgets:
             answers = models.ask(runner, family.requests, budget=budget).answers
             wrong += sum(ours != stock for ours, stock in zip(answers, family.answers, strict=True))
     device.record("family", name=name, requests=len(family.requests), budgets=budgets, wrong=wrong)
     device.targets.append(Target(f"{name}: answers unlike transformers'", 0, "", wrong))
+
+
+def scores(device: Device) -> None:
+    """Log-probabilities of prompts, and bad words, which are computed outside of graphs: as on the CPU."""
+    from penstock.engine.protocol.messages import SamplingParams
+    from tests.support import models
+
+    greedy = SamplingParams(ignore_eos=True, temperature=0, prompt_logprobs=2)
+    words = SamplingParams(ignore_eos=True, temperature=0, bad_words_ids=tuple((id_,) for id_ in range(3, 60)))
+    for name in device.scale.scored:
+        with tempfile.TemporaryDirectory(dir=device.run.scratch) as folder:
+            family = models.build_family(name, Path(folder))
+            requests = [request for request in family.requests if not request.inputs]
+            options: dict[str, Any] = {"params": [greedy, words], "budget": 16}
+            expected = models.ask(models.device(family, dtype="float32"), requests, **options)
+            runner = models.device(family, device=device.scale.device, recorder=recorder(device), dtype="float32")
+            result = models.ask(runner, requests, **options)
+        worst = max(
+            abs(own - other)
+            for place, values in expected.prompt_logprobs.items()
+            for own, other in zip(result.prompt_logprobs[place], values, strict=True)
+        )
+        wrong = sum(own != other for own, other in zip(result.answers, expected.answers, strict=True))
+        device.record("scores", name=name, positions=len(expected.prompt_logprobs), worst=worst, wrong=wrong)
+        device.targets.append(Target(f"{name}: answers with bad words unlike the CPU's", 0, "", wrong))
+        device.targets.append(Target(f"{name}: log-probabilities of prompts, from the CPU's", MAX_ERROR, "", worst))
+
+
+def waits(device: Device) -> None:
+    """Times that the host waits for the device in steps with images, as torch counts them."""
+    from penstock.engine.worker.model_runner import ModelRunner
+    from tests.support import models
+
+    launch: Any = ModelRunner.launch
+    counted: list[str] = []
+
+    def watched(*arguments: Any) -> Any:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            set_sync_mode(device, "warn")
+            try:
+                return launch(*arguments)
+            finally:
+                set_sync_mode(device, "default")
+                counted.extend(str(each.message) for each in caught if "synchronizing" in str(each.message))
+
+    for name in device.scale.vision:
+        counted.clear()
+        with tempfile.TemporaryDirectory(dir=device.run.scratch) as folder:
+            family = models.build_family(name, Path(folder))
+            runner = models.device(family, device=device.scale.device, recorder=recorder(device), dtype="float32")
+            with mock.patch.object(ModelRunner, "launch", watched):
+                models.ask(runner, family.requests, budget=16)
+        images = sum(len(request.inputs) for request in family.requests)
+        device.record("waits", name=name, images=images, waits=len(counted), first=counted[:3])
+        device.targets.append(Target(f"{name}: waits for the device in steps with images", 0, "", len(counted)))
+
+
+def set_sync_mode(device: Device, mode: str) -> None:
+    import torch
+
+    if device.scale.device == "cuda":
+        torch.cuda.set_sync_debug_mode(mode)
+
+
+def recorder(device: Device) -> Any:
+    if device.scale.device != "cuda":
+        return None
+    from penstock.engine.worker.cuda.graphs import CudaGraphs
+
+    return CudaGraphs()
 
 
 def bfloat16(device: Device) -> None:

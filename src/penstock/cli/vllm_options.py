@@ -46,8 +46,9 @@ DIFFERENCES = {
     "--reasoning-parser": "",
     "--allow-credentials": "refused together with the origin `*`",
     "--mm-processor-cache-gb": "one store in shared memory for all processes; 0.25 unless it is given",
-    "--mm-encoder-tp-mode": "`store` is one more value, and the default on a CPU. `weights` slices what the model's "
-    "plan slices; for the families served here that leaves the vision encoder whole, so each worker encodes all images",
+    "--mm-encoder-tp-mode": "`store` is one more value, and the default on a CPU; `data` is the default on CUDA "
+    "devices. `weights` slices what the model's plan slices; for the families served here that leaves the vision "
+    "encoder whole, so each worker encodes all images",
     "--enable-prompt-embeds": "`prompt_embeds` are safetensors or npy in base64; what `torch.save` writes is refused "
     "([how](serve.md#embeddings-instead-of-text)). In completions only",
     "--allowed-local-media-path": "the option may be repeated",

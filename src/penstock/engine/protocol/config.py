@@ -235,7 +235,9 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
     mm_encoder_tp_mode: Annotated[
         str | None,
         Option(
-            "multimodal", choices=ENCODER_MODES, if_absent="store on a CPU where images are in a store, else weights"
+            "multimodal",
+            choices=ENCODER_MODES,
+            if_absent="store on a CPU where images are in a store, data on CUDA devices of one machine, else weights",
         ),
     ] = None
     """How images are encoded: weights (each worker of an engine encodes all images), data (the workers of an engine
@@ -435,13 +437,15 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def encoder_tp_mode(self) -> str:
-        """Returns how images are encoded. The default is `store` where images are in a store and computed by a CPU, and
-        all workers of a group are on one node."""
+        """Returns how images are encoded. Where all workers of a group are on one node, the default is `data` on CUDA
+        devices, and `store` on a CPU if images are in a store."""
         if self.mm_encoder_tp_mode is not None:
             return self.mm_encoder_tp_mode
         if self.has_spread_ranks:
             return "weights"
-        is_shared = self.device == "cpu" and self.simulated is None and self.store_nbytes and self.encoder_cache_nbytes
+        if self.device != "cpu":
+            return "data"
+        is_shared = self.simulated is None and self.store_nbytes and self.encoder_cache_nbytes
         return "store" if is_shared else "weights"
 
     @property
