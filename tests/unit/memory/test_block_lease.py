@@ -322,3 +322,13 @@ def test_copy_into_releases_the_interpreter_and_keeps_the_lease() -> None:
         return outcome == "the lease has 1 views: drop them first" and buffer[-5:] == b"there"
 
     assert any(copied() for _ in range(5))
+
+
+def test_released_lease_does_not_keep_the_place_in_its_pool() -> None:
+    pool = Pool.create(4096)
+    lease = pool.take(10)
+    lease.release()
+    pool.close()
+    watching = Pool.attach(pool.ticket)
+    watching.join("watcher")
+    assert [peer.state for peer in watching.peers()] == ["left", "live"]

@@ -3,6 +3,7 @@
 import random
 import time
 
+import numpy as np
 import pytest
 
 from penstock import ClosedError, MemoryExhausted
@@ -296,3 +297,40 @@ def test_a_hundred_threads_take_and_release() -> None:
         pass
     stats = pool.stats()
     assert (stats.blocks, stats.takes, stats.largest_free_nbytes) == (0, 1500, 1 << 16)
+
+
+def test_blocks_do_not_overlap(seed: int) -> None:
+    choose = random.Random(seed)
+    pool = Pool.create(1 << 18)
+    held: list[tuple[BlockLease, int]] = []
+    for number in range(1500):
+        if held and (choose.random() < 0.45 or len(held) > 60):
+            lease, written = held.pop(choose.randrange(len(held)))
+            assert (np.frombuffer(lease, np.uint8) == written).all() if len(lease) else True
+            lease.release()
+        else:
+            try:
+                lease = pool.take(choose.choice([choose.randrange(100), choose.randrange(20_000)]))
+            except MemoryExhausted:
+                continue
+            memoryview(lease)[:] = bytes([number % 256]) * len(lease)
+            held.append((lease, number % 256))
+    for lease, written in held:
+        assert bytes(lease) == bytes([written]) * len(lease)
+        lease.release()
+    stats = pool.stats()
+    assert (stats.blocks, stats.free_nbytes, stats.largest_free_nbytes) == (0, 1 << 18, 1 << 18)
+    assert stats.holders == ()
+
+
+def test_adjacent_blocks_become_one_gap_in_any_order_of_release(seed: int) -> None:
+    choose = random.Random(seed)
+    pool = Pool.create(64 * 1000, max_blocks=1000)
+    for _ in range(5):
+        leases = [pool.take(64) for _ in range(1000)]
+        assert pool.stats().free_nbytes == 0
+        choose.shuffle(leases)
+        while leases:
+            leases.pop().release()
+        assert pool.stats().largest_free_nbytes == pool.stats().free_nbytes == 64 * 1000
+        pool.take(64 * 1000).release()

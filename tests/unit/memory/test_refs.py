@@ -266,3 +266,32 @@ def test_unused_grants_counts_granted_blocks_a_peer_has_not_opened() -> None:
     lease.release()
     with pytest.raises(StaleRef, match="is gone"):
         pool.unused_grants(ref, other.peer)
+
+
+def test_revoked_grant_frees_a_block_without_holders() -> None:
+    pool = new_pool()
+    other = peer_of(pool, "other")
+    lease = pool.take(5)
+    ref = pool.share(lease, to=[other.peer])
+    lease.release()
+    assert pool.revoke(ref, other.peer)
+    assert pool.stats().blocks == 0
+    with pytest.raises(StaleRef):
+        pool.revoke(ref, other.peer)
+    with pytest.raises(StaleRef):
+        other.open(ref)
+
+
+def test_grant_is_passed_on_by_a_peer_that_has_not_opened_it() -> None:
+    pool = new_pool()
+    other, third = peer_of(pool, "other"), peer_of(pool, "third")
+    lease = pool.take(5)
+    memoryview(lease)[:] = b"chain"
+    ref = pool.share(lease, to=[other.peer])
+    lease.release()
+    other.grant(ref, third.peer)
+    with third.open(ref) as opened:
+        assert bytes(opened) == b"chain"
+    assert pool.stats().blocks == 1  # the grant of the one in the middle is still there
+    other.open(ref).release()
+    assert pool.stats().blocks == 0

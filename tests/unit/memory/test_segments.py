@@ -23,7 +23,7 @@ from penstock.channel import Channel
 from penstock.lowlevel import Segment
 from tests.conftest import descriptors, eventually
 from tests.support.control_groups import memory_group
-from tests.support.processes import IS_SANITIZED, forked, program, running
+from tests.support.processes import DYING, IS_SANITIZED, forked, program, running
 
 NOBODY = 65534
 F_GET_SEALS, F_ADD_SEALS = 1034, 1033
@@ -695,3 +695,25 @@ def test_accepted_descriptor_is_owned_by_the_segment() -> None:
     penstock.attach(fd)
     with pytest.raises(OSError, match="Bad file descriptor"):
         os.fstat(fd)
+
+
+def test_process_of_another_session_attaches_by_ticket() -> None:
+    segment = Segment.create(5000)
+    write(segment, b"hello")
+    reads = "import sys, penstock; print(bytes(penstock.attach(sys.argv[1]).view()[:5]).decode())"
+    command = f"(cd / && exec setsid {sys.executable} -c '{reads}' '{segment.ticket}')"
+    with running(["/bin/sh", "-c", command]) as shell:
+        assert shell.hear() == "hello"
+
+
+def test_writing_through_a_read_only_view_kills_the_writer() -> None:
+    segment = Segment.create(4096)
+    write(segment, b"whole")
+    source = """
+        import ctypes, numpy
+        segment = penstock.attach(sys.argv[1])
+        ctypes.memset(numpy.frombuffer(segment.view(), numpy.uint8).ctypes.data, 0, 1)
+    """
+    with program(source, segment.ticket, env=DYING) as other:
+        assert other.process.wait() == -11
+    assert bytes(segment.view()[:5]) == b"whole"
