@@ -444,6 +444,7 @@ class ApiServer:
         prompt: Prompt,
         chunk_format: ChunkFormat | None,
     ) -> OutputStream:
+        adapter = self._adapters.get(sampling.model or "")
         return await self._client.submit(
             prompt.ids,
             params,
@@ -456,7 +457,7 @@ class ApiServer:
             chunk_format=chunk_format,
             request_id=request_id,
             grammar=grammar,
-            adapter=self._adapters[sampling.model].digest if sampling.model in self._adapters else b"",
+            adapter=b"" if adapter is None else adapter.digest,
         )
 
     async def _whole(
