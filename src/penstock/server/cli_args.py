@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
-from typing import Annotated
+from typing import Annotated, Any
 
 import msgspec
 
@@ -65,7 +65,10 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def engine_config(options: argparse.Namespace) -> EngineConfig:
     """Raises ValueError, TypeError."""
-    fields = {"data_parallel_size": node_args.groups_of_this_node(options), "nodes": node_args.nodes(options)}
+    fields: dict[str, Any] = {
+        "data_parallel_size": node_args.groups_of_this_node(options),
+        "nodes": node_args.nodes(options),
+    }
     transport = options.tensor_transport or TENSOR_TRANSPORT.read()
     if options.mm_processor_cache_gb is None and transport != "inline":
         model = EngineConfig(**engine_args.model_fields(options))
