@@ -70,8 +70,8 @@ def engine_config(options: argparse.Namespace) -> EngineConfig:
     if options.mm_processor_cache_gb is None and transport != "inline":
         has_tensors = options.enable_prompt_embeds or takes_images(EngineConfig(**engine_args.model_fields(options)))
         fields["store_nbytes"] = CACHE_NBYTES if has_tensors or transport == "store" else 0
-    fields["lora"] = LoraConfig(**option_values(LoraConfig, options))
-    return engine_args.engine_config(options, tensor_transport=transport, **fields)
+    lora = LoraConfig(**option_values(LoraConfig, options))
+    return engine_args.engine_config(options, tensor_transport=transport, lora=lora, **fields)
 
 
 def read_chat_template(text: str) -> str:
