@@ -173,9 +173,9 @@ def test_help_of_serve_comes_in_groups(capsys: pytest.CaptureFixture[str], monke
 VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
     "--allowed-origins --api-key --api-server-count --block-size --chat-template --config --convert "
-    "--data-parallel-size --default-chat-template-kwargs --download-dir --dtype --enable-log-requests --enable-prefix-caching "
-    "--enable-lora --enable-prompt-embeds --enforce-eager --generation-config --gpu-memory-utilization --headless "
-    "--host --limit-mm-per-prompt --lora-modules --master-addr --master-port --max-logprobs --max-lora-rank "
+    "--data-parallel-size --default-chat-template-kwargs --download-dir --dtype --enable-log-requests "
+    "--enable-prefix-caching --enable-lora --enable-prompt-embeds --enforce-eager --generation-config --gpu-memory-utilization "
+    "--headless --host --limit-mm-per-prompt --lora-modules --master-addr --master-port --max-logprobs --max-lora-rank "
     "--max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
     "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
     "--override-generation-config --port --reasoning-parser --revision --root-path --runner --served-model-name "
