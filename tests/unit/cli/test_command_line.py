@@ -174,12 +174,13 @@ VLLM_SERVE = (
     "--allow-credentials --allowed-headers --allowed-local-media-path --allowed-media-domains --allowed-methods "
     "--allowed-origins --api-key --api-server-count --block-size --chat-template --config --convert "
     "--data-parallel-size --default-chat-template-kwargs --download-dir --dtype --enable-log-requests "
-    "--enable-prefix-caching --enable-lora --enable-prompt-embeds --enforce-eager --generation-config --gpu-memory-utilization "
-    "--headless --host --limit-mm-per-prompt --lora-modules --master-addr --master-port --max-logprobs --max-lora-rank "
-    "--max-loras --max-model-len --max-num-batched-tokens --max-num-seqs --mm-encoder-tp-mode "
-    "--mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
+    "--enable-prefix-caching --enable-lora --enable-prompt-embeds --enforce-eager --generation-config "
+    "--gpu-memory-utilization --headless --host --limit-mm-per-prompt --lora-modules --master-addr --master-port "
+    "--max-logprobs --max-lora-rank --max-loras --max-model-len --max-num-batched-tokens --max-num-seqs "
+    "--mm-encoder-tp-mode --mm-processor-cache-gb --nnodes --node-rank --num-gpu-blocks-override "
     "--override-generation-config --port --reasoning-parser --revision --root-path --runner --served-model-name "
-    "--shutdown-timeout --ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser --uds"
+    "--shutdown-timeout --ssl-certfile --ssl-keyfile --stream-interval --tensor-parallel-size --tool-call-parser "
+    "--uds"
 ).split()
 OURS_SERVE = (
     "--client-timeout --collectives --device --device-model --devices --encoder-cache-gb --fork-server --huge-pages "
