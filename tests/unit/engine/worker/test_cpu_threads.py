@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import random
 import time
-from collections import deque
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -35,7 +34,7 @@ from penstock.engine.worker.cpu_threads import (  # noqa: E402
 from penstock.engine.worker.model_runner import ModelRunner, use_threads  # noqa: E402
 from penstock.engine.worker.paged_attention import CHUNK_KERNELS  # noqa: E402
 from penstock.engine.worker.tensor_parallel import TPGroup  # noqa: E402
-from penstock.engine.worker.worker import Worker  # noqa: E402
+from penstock.engine.worker.worker import PendingSteps, Worker  # noqa: E402
 from penstock.environment import CACHE_DIR  # noqa: E402
 from tests.support.models import build_family  # noqa: E402
 
@@ -249,7 +248,7 @@ def test_worker_tunes_its_device_when_no_step_comes() -> None:
 
     worker, idle = object.__new__(Worker), Idle()
     worker._device = worker._steps = idle  # type: ignore[assignment]
-    worker._flights = deque()
+    worker._pending = PendingSteps(lambda step, pending: None)
     worker._turn()
     assert (idle.patience, idle.tuned) == (Idle.tune_after, 1)
 

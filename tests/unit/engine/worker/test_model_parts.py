@@ -191,7 +191,7 @@ def test_parameters_that_are_missing_or_have_another_shape_are_named(broken: Pat
 
 def test_a_model_has_the_type_that_is_wanted_or_that_of_its_configuration(llama: Path) -> None:
     assert load(llama, TPGroup(), CPU).dtype == torch.float32
-    narrow = load(llama, TPGroup(), CPU, torch.bfloat16)
+    narrow = load(llama, TPGroup(), CPU, "bfloat16")
     assert {parameter.dtype for parameter in narrow.stock.parameters()} == {torch.bfloat16}
     assert narrow.stock.get_buffer("model.rotary_emb.inv_freq").dtype == torch.float32
     with pytest.raises(ValueError, match="expected dtype to be auto, float32, bfloat16 or float16, got 'int8'"):

@@ -153,8 +153,9 @@ def test_images_are_encoded_once_where_they_are_in_a_store_on_a_cpu(tmp_path: Pa
     assert mode() == ("store", 256 << 20)
     assert mode("--encoder-cache-gb", "2") == ("store", 2 << 30)
     assert mode("--encoder-cache-gb", "0") == ("weights", 0)
-    for options in (("--tensor-transport", "inline"), ("--device", "cuda"), ("--device-model", "simulated")):
+    for options in (("--tensor-transport", "inline"), ("--device-model", "simulated")):
         assert mode(*options) == ("weights", 256 << 20)
+    assert mode("--device", "cuda") == ("data", 256 << 20)
     for chosen in ("weights", "data", "store"):
         assert mode("--mm-encoder-tp-mode", chosen)[0] == chosen
         assert mode("--mm-encoder-tp-mode", chosen, "--mm-processor-cache-gb", "0")[0] == chosen

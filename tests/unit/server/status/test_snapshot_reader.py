@@ -22,6 +22,7 @@ from penstock.server.status.server_info import ServerInfo
 from penstock.server.status.snapshot import ProcessView
 from penstock.server.status.snapshot_reader import NoServer, SnapshotReader
 from penstock.tools.inspect import private_nbytes_of
+from penstock.tools.inspect.segments import PAGE_KIND
 from penstock.tools.top.source import LocalSource, choose, servers_here
 
 URL = "http://127.0.0.1:1"
@@ -148,7 +149,7 @@ def test_group_is_coming_back_from_its_loss_until_it_serves(laid: Laid) -> None:
     assert watch.take().coming_back == {0: 0}
     laid.tally.rows[0].engines[0].migration[MigrationCounters.WAITING] = 1
     idle = {"level": "idle", "kind": "wait", "text": "x waits", "pids": []}
-    result = {"verdict": [idle]}
+    result = {"verdict": [idle], "segments": [{"kind": PAGE_KIND}]}
     add_lost_groups(result, os.getpid())
     text = "group 0 is coming back: 1 request to resume"
     assert result["verdict"] == [{"level": "note", "kind": "group", "text": text, "pids": []}, idle]
