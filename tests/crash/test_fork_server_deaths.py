@@ -68,7 +68,7 @@ async def test_group_that_dies_with_the_fork_server_is_spawned_then_forked(quick
         await must_answer(engine, client)
         await engine.until(lambda: fork_server_pid(engine) is not None, START)
         before = starts(engine)
-        await kill_group(engine, client, [engine.child("output").pid, engine.child("core").pid])
+        await kill_group(engine, client, [engine.child("core").pid, engine.child("output").pid])
         assert starts(engine) == {**before, "forked": before["forked"] + PROCESSES}
         await must_answer(engine, client)
 

@@ -140,6 +140,12 @@ async def embedding_server_generates_nothing(served: Served, path: Path) -> None
     assert "--runner generate" in str(error.value)
     with refused("BadRequestError"):
         await served.client.chat.completions.create(model=LLAMA, messages=[{"role": "user", "content": "a"}])
+    with refused("BadRequestError"):
+        await served.client.responses.create(model=LLAMA, input="a")
+    status, answer = await post(
+        served, "/v1/messages", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 1}
+    )
+    assert status == 400 and "--runner generate" in answer["error"]["message"]
     with refused("NotFoundError"):
         await served.client.embeddings.create(model="other", input="a")
 

@@ -19,12 +19,16 @@ import penstock
 from penstock import bridge, lowlevel
 from penstock.cli import parser
 from penstock.cli.argument_parser import ArgumentParser
+from penstock.engine.cluster.adapter_files import AdapterSettings
 from penstock.engine.protocol.config import EngineConfig, Nodes, SamplingDefaults, SimulatedDevice
+from penstock.engine.protocol.lora import LoraConfig
 from penstock.engine.protocol.sampling_params import SamplingParams
 from penstock.engine.text.grammar_fields import ResponseFormat, StructuredOutputs
 from penstock.environment import VARIABLES
-from penstock.server.chat.request_schema import Sampling
+from penstock.server.chat.request_schema import FIELDS, Sampling
+from penstock.server.messages import messages_request  # noqa: F401  # adds its fields
 from penstock.server.options import ServerOptions
+from penstock.server.responses.responses_request import ResponseItem
 from penstock.tensor import cuda
 
 ROOT = Path(__file__).parents[2]
@@ -56,6 +60,11 @@ EXCEPTIONS = {
     "model_fingerprint": "a fact that nodes compare: docs/howto/many-nodes.md",
     "target_load": "a parameter of penstock.integrations.ray_serve, which needs Ray",
     **dict.fromkeys(("image_grid_thw", "video_grid_thw"), "tensors of transformers' processors"),
+    **dict.fromkeys(("lora_0", "lora_A", "lora_B"), "tensors in files of PEFT; 0 stands for either"),
+    "init_lora_weights": "a setting in files of PEFT",
+    "LoRA": "the name of a method",
+    "classifier_from_token": "a setting in config.json",
+    **dict.fromkeys(("image_url", "text.verbosity"), "fields within fields of OpenAI's API"),
     **dict.fromkeys(("data_offsets",), "a field of the safetensors format"),
     **dict.fromkeys(("invalid_api_key", "model_not_found"), "codes of OpenAI's API"),
 }
@@ -111,10 +120,11 @@ def typed_names() -> set[str]:
             )
             for member in members:
                 names |= {member, f"{name}.{member}"} | parameters_of(getattr(public, member, None))
-    for config in (EngineConfig, Nodes, SamplingDefaults, SamplingParams, ServerOptions, SimulatedDevice):
+    for config in (EngineConfig, LoraConfig, Nodes, SamplingDefaults, SamplingParams, ServerOptions, SimulatedDevice):
         names |= set(config.__struct_fields__)
     for request in (Sampling, ResponseFormat, StructuredOutputs, *Sampling.__subclasses__()):
         names |= {field.encode_name for field in msgspec.structs.fields(request)}
+    names.update(*FIELDS.values(), *(kind.__struct_fields__ for kind in (ResponseItem, AdapterSettings)))
     return names | option_strings(parser())
 
 
@@ -138,7 +148,7 @@ def test_identifiers_of_error_texts_can_be_imported_or_typed() -> None:
     unknown = {name for name in found_in if name not in names and not is_in_library(name)}
     assert len(found_in) > 80, "looked at nothing"
     strange = {name: found_in[name] for name in unknown - EXCEPTIONS.keys()}
-    assert not strange, strange
+    assert not strange, "; ".join(f"{name} {place}" for name, place in strange.items())
     assert not EXCEPTIONS.keys() - unknown, "exceptions that are no longer needed"
 
 

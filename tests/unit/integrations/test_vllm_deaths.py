@@ -27,7 +27,7 @@ class Wait:
     def __init__(self) -> None:
         self.group, self.calls = EndGroup(), 0
         self.executor = SimpleNamespace(failure_callback=self.call, shutting_down=False)
-        self.thread = threading.Thread(target=deaths.await_death, args=(self.executor, self.group))
+        self.thread = threading.Thread(target=deaths.await_death, args=(self.executor, self.group, self.call))
         self.thread.start()
 
     def call(self) -> None:

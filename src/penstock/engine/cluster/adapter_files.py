@@ -11,13 +11,14 @@ import math
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar
+from typing import Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
 import msgspec
 
 from penstock.engine.cluster.weight_files import read_header, read_weights
 
 N = TypeVar("N", int, float)
+Rank: TypeAlias = Annotated[int, msgspec.Meta(ge=1)]
 SETTINGS, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
 _DECODER = r"(?:model\.|language_model\.|text_model\.)*"  # in front of a layer's path
 _LAYER = r"layers\.\d+\.(?!\S*\bexperts\.)[\w.]+\.(?:[qkvo]|gate|up|down)_proj"
@@ -41,10 +42,10 @@ class AdapterSettings(msgspec.Struct, frozen=True):
     """The fields of adapter_config.json that say how an adapter computes."""
 
     peft_type: str
-    r: int = 8
+    r: Rank = 8
     lora_alpha: float = 8
     use_rslora: bool = False
-    rank_pattern: dict[str, int] | None = None
+    rank_pattern: dict[str, Rank] | None = None
     alpha_pattern: dict[str, float] | None = None
 
     def rank_of(self, layer: str) -> int:
@@ -78,6 +79,11 @@ def read_settings(directory: Path) -> AdapterSettings:
         settings = msgspec.convert(fields, AdapterSettings)
     except msgspec.DecodeError as error:
         raise ValueError(f"{path} is invalid: {error}") from None
+    for pattern in (*(settings.rank_pattern or ()), *(settings.alpha_pattern or ())):
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            raise ValueError(f"{path}: {pattern!r} is no pattern: {error}") from None
     if settings.peft_type != "LORA":
         raise ValueError(f"{path}: peft_type {settings.peft_type!r} is not supported: expected 'LORA'")
     for name, neutral in _NEUTRAL.items():

@@ -110,7 +110,10 @@ def find_obstacle() -> str:
     deadline = time.monotonic() + THREADS_END_S
     while len(threads := os.listdir("/proc/self/task")) > 1:
         if time.monotonic() >= deadline:
-            names = (Path(f"/proc/self/task/{thread}/comm").read_text().strip() for thread in threads)
+            names = []
+            for thread in threads:
+                with contextlib.suppress(OSError):  # it has ended
+                    names.append(Path(f"/proc/self/task/{thread}/comm").read_text().strip())
             return f"a module has started threads when it was imported: {', '.join(names)}"
         time.sleep(0.001)
     torch = sys.modules.get("torch")
@@ -150,6 +153,7 @@ def _fork_twice(request: Sequence[int], closed: Collection[int], name: str) -> i
         if not between:
             _fork_and_end(request, [*closed, pid_in], pid_out, name)
         os.waitpid(between, 0)
+        os.set_blocking(pid_in, False)  # a process that was killed has written nothing
         return int(PID.unpack(os.read(pid_in, PID.size))[0])
     except OSError as error:
         return -(error.errno or 1)

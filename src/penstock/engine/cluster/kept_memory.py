@@ -35,6 +35,9 @@ def read_versions() -> tuple[str, ...]:
     return tuple(versions)
 
 
+VERSIONS = read_versions()  # of the code that this process runs; a fork runs that of the fork server
+
+
 class MemoryFile:
     """A file in memory without a name. The content lives as long as any process holds the file."""
 

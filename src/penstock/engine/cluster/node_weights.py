@@ -29,10 +29,6 @@ class WeightFile(MemoryFile):
     def is_sealed(self) -> bool:
         return fcntl.fcntl(self._fd, fcntl.F_GET_SEALS) & SEALS == SEALS
 
-    @property
-    def claimed_nbytes(self) -> int:
-        return 512 * os.fstat(self._fd).st_blocks
-
     def read(self, nbytes: int, at: int) -> bytes:
         return os.pread(self._fd, nbytes, at)
 
@@ -57,6 +53,7 @@ class NodeWeights:
 
     def __init__(self, model: Path) -> None:
         self._model = model
+        self._versions = read_versions()
         self._state: object = None
         self._files: dict[int, WeightFile] = {}
 
@@ -64,7 +61,7 @@ class NodeWeights:
         """Returns the file of a rank. Another file follows when the model, or a package that loads it, has changed: a
         sealed one keeps its content. None, with a line in the log: the system has no memory or descriptors left."""
         try:
-            state = files_state(self._model), read_versions()
+            state = files_state(self._model), self._versions
             if state != self._state:
                 self.close()
                 self._state = state
@@ -74,6 +71,10 @@ class NodeWeights:
         except OSError as error:
             event("weights are not shared", WARNING, rank=rank, reason=error)
             return None
+
+    def renew(self) -> None:
+        """Reads the versions of packages again: processes that start from now on run those."""
+        self._versions = read_versions()
 
     def close(self) -> None:
         for file in self._files.values():

@@ -278,8 +278,9 @@ def inherited() -> tuple[object, ...]:
     """Returns the facts that a process inherits. A fork inherits them from the fork server, not from the launcher."""
     streams = []
     for fd in range(3):
-        status = os.fstat(fd)
-        streams.append((status.st_dev, status.st_ino))
+        with contextlib.suppress(OSError):  # it is closed
+            status = os.fstat(fd)
+            streams.append((fd, status.st_dev, status.st_ino))
     texts = []
     for name in ("cgroup", "limits", "oom_score_adj"):
         with contextlib.suppress(OSError):

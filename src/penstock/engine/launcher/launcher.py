@@ -183,6 +183,8 @@ class Launcher:
         try:
             if self.fork_server is not None:
                 await self.fork_server.renew(self.cluster.config.start_timeout)
+            if self.cluster.node_weights is not None:
+                self.cluster.node_weights.renew()
             for group, inbox in zip(self._groups, self._inboxes, strict=True):
                 await self._until_groups_serve()
                 await self._restart(group, inbox)
@@ -301,6 +303,8 @@ def import_programs(config: EngineConfig) -> None:
     """Imports what the processes of a group import. The fork server runs it."""
     from penstock.engine.output import output_processor  # noqa: F401
 
+    if config.pooling:
+        from penstock.engine.output import vector_output  # noqa: F401
     worker.import_device(config)
 
 

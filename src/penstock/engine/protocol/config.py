@@ -385,6 +385,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True):
             return
         if self.convert == "none":
             raise ValueError("expected convert embed or classify with runner 'pooling', got 'none'")
+        if self.lora.lora_modules:
+            raise ValueError("lora_modules are not supported with runner 'pooling'")
         if self.simulated is not None or self.device != "cpu" or self.nodes is not None:
             raise ValueError("runner 'pooling' needs a model that CPUs of this machine compute")
 

@@ -55,11 +55,13 @@ def pack_linears(
     model: nn.Module,
     groups: Sequence[LinearGroup] | None = None,
     buffer: npt.NDArray[np.uint16] | None = None,
+    claim: Callable[[int, int], None] | None = None,
     *,
     is_packed: bool = False,
 ) -> None:
     """Packs linear layers of a model on a CPU: all in bfloat16 or float32, or those of `groups`. Their `weight` loses
-    its memory. `buffer`: of `packed_nbytes`; None: memory of this process. `is_packed`: the buffer has the weights."""
+    its memory. `buffer`: of `packed_nbytes`; None: memory of this process. `claim`: called before a part of the buffer
+    is written. `is_packed`: the buffer has the weights."""
     groups = list(find_groups(model)) if groups is None else groups
     if not groups:
         return
@@ -70,6 +72,8 @@ def pack_linears(
     used = 0
     for number, group in enumerate(groups):
         end = used + group.size
+        if claim is not None:
+            claim(used, end)
         pack_group(group, buffer[used:end], is_packed=is_packed)
         if not is_packed:
             later = [range_of(weight) for weights in unpacked[number + 1 :] for weight in weights]

@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from penstock._native import start_ticks
 from penstock.engine.cluster.logs import event
 from penstock.engine.worker.cpu_tensors import set_threads
 from penstock.engine.worker.tensor_parallel import TPGroup
@@ -137,7 +138,12 @@ class ThreadRecord(msgspec.Struct, forbid_unknown_fields=True):
     key: list[str]
     short: int
     long: int
-    launcher: int = 0  # the pid: its workers may use disturbed measurements; 0: undisturbed
+    launcher: int = 0  # see `_launcher`: its workers may use disturbed measurements; 0: undisturbed
+
+
+def _launcher() -> int:
+    """Returns a number for the launcher: in each container, a launcher may have the same pid."""
+    return start_ticks(os.getppid()) << 22 | os.getppid()
 
 
 class ThreadMemory:
@@ -160,7 +166,7 @@ class ThreadMemory:
         except (OSError, RuntimeError, ValueError) as error:
             event("threads are not remembered", logging.WARNING, file=self._name, error=error)
             return None
-        if record.launcher not in (0, os.getppid()):
+        if record.launcher not in (0, _launcher()):
             return None
         event("threads", short_steps=record.short, long_steps=record.long, of=limit, remembered=True)
         return TunedThreads(CpuThreads(record.short, record.long), record.launcher == 0)
@@ -171,7 +177,7 @@ class ThreadMemory:
             directory = cache_directory()
             directory.mkdir(parents=True, exist_ok=True)
             new = directory / f"{self._name}.{os.getpid()}"
-            record = ThreadRecord(self._key, *tuned.threads, 0 if tuned.is_certain else os.getppid())
+            record = ThreadRecord(self._key, *tuned.threads, 0 if tuned.is_certain else _launcher())
             new.write_bytes(msgspec.json.encode(record))
             new.replace(directory / self._name)
         except (OSError, RuntimeError) as error:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 from logging import WARNING
 
-from penstock.engine.cluster.kept_memory import KeptMemory, MemoryFile, read_versions
+from penstock.engine.cluster.kept_memory import VERSIONS, KeptMemory, MemoryFile
 from penstock.engine.cluster.logs import event
 
 LAYOUT = 1  # of keys and values in a block; another number discards what earlier workers have left
@@ -17,7 +17,7 @@ class KVPages:
     def __init__(self, file: MemoryFile | None, *parts: object) -> None:
         """`parts`: what decides keys and values of a block, beside ids and inputs, and their layout."""
         self._file = file
-        self._key = hashlib.sha256(repr((LAYOUT, read_versions(), *parts)).encode()).digest()
+        self._key = hashlib.sha256(repr((LAYOUT, VERSIONS, *parts)).encode()).digest()
         self.epoch: bytes | None = None
 
     @property

@@ -261,10 +261,9 @@ def load_on_cpu(
     converted = weight_loader.load(stock, path, slices, device, mapped, to_pack if packed is not None else ())
     if shared is not None and not is_mapped:
         tensors = {name: stock.get_parameter(name) for name in converted if name not in to_pack}
-        if shared.fill(tensors, packed_nbytes(groups)):
-            weight_loader.put(stock, shared.tensors)
-            packed = shared.packed
-    pack_linears(stock, groups, packed, is_packed=is_mapped and packed is not None)
+        packed = shared.packed if shared.fill(tensors, packed_nbytes(groups)) else None
+    claim = None if shared is None or is_mapped or packed is None else shared.claim
+    pack_linears(stock, groups, packed, claim, is_packed=is_mapped and packed is not None)
     if shared is not None:
         shared.complete()
 

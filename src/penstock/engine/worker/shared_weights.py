@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from penstock.engine import _native
-from penstock.engine.cluster.kept_memory import read_versions
+from penstock.engine.cluster.kept_memory import VERSIONS
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.node_weights import WeightFile
 
@@ -30,7 +30,7 @@ LAYOUT = 1  # of the file and of packed weights; another number keeps workers fr
 LENGTH = struct.Struct("<Q")  # of the table, in front of it
 ALIGNED, PAGE_NBYTES = 64, 4096
 FILL_POLL_S = 0.01  # seconds between looks at a file that another worker fills
-FILL_TIMEOUT_S = 120.0  # seconds without growth of the file, after which a worker loads weights for itself
+FILL_TIMEOUT_S = 600.0  # seconds, after which a worker loads weights for itself; the lock of a dead filler is free
 
 
 class SharedTensor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -65,6 +65,8 @@ class SharedWeights:
         self._key = key
         self._check = check
         self._mapping: npt.NDArray[np.uint8] | None = None
+        self._head = b""
+        self._claimed, self._has_large_pages = 0, True  # bytes of the mapping
         self.is_complete = table is not None
         self.tensors: dict[str, Tensor] = {}
         self.packed: npt.NDArray[np.uint16] | None = None
@@ -81,10 +83,11 @@ class SharedWeights:
         weights for itself."""
         if file is None:
             return None
-        parts = LAYOUT, read_versions(), _native.linear_kernel(), *parts
+        parts = LAYOUT, VERSIONS, _native.linear_kernel(), *parts
         key = hashlib.sha256(repr(parts).encode()).hexdigest()
         try:
             if not await_seal(file):
+                file.empty()  # a dead filler may have left memory
                 return cls(file, key, None, check)
             table = WeightLayout.read(file)
             if table.table.key != key:
@@ -95,7 +98,8 @@ class SharedWeights:
             return None
 
     def fill(self, tensors: Mapping[str, Tensor], packed_nbytes: int) -> bool:
-        """Copies weights into the file: `tensors` has the copies then. False: there is no memory for the file."""
+        """Copies weights into the file. Each of `tensors` is its copy then, and has given its memory back. False: there
+        is no memory for the file."""
         if packed_nbytes and not gives_large_pages():
             event("packed weights are not shared", WARNING, reason="files in memory get no large pages")
             packed_nbytes = 0
@@ -103,19 +107,27 @@ class SharedWeights:
         try:
             self._file.empty()
             self._file.resize(table.file_nbytes)
-            mapping = self._map(table, is_writable=True)
+            self._map(table, is_writable=True)
         except OSError as error:
             event("weights are not shared", WARNING, reason=error)
             self._file.empty()
             self._file.unlock()
             return False
-        if packed_nbytes and not _native.claim_large_pages(mapping):
-            event("shared weights have small pages", WARNING, reason="large pages are short")
-        head = LENGTH.pack(len(table.encoded)) + table.encoded
-        mapping[: len(head)] = np.frombuffer(head, np.uint8)
+        self._head = LENGTH.pack(len(table.encoded)) + table.encoded
         for name, tensor in tensors.items():
             self.tensors[name].copy_(tensor)
+            tensor.data = self.tensors[name]
         return True
+
+    def claim(self, begin: int, end: int) -> None:
+        """Claims large pages for a part of `packed`, before the part is written: all of `packed` beside all sources
+        would take twice the memory."""
+        assert self._mapping is not None and self.packed is not None
+        first = self.packed.ctypes.data - self._mapping.ctypes.data
+        until = round_up(first + 2 * end, _native.LARGE_PAGE_NBYTES)
+        if until > self._claimed:
+            self._has_large_pages &= _native.claim_large_pages(self._mapping[self._claimed : until])
+            self._claimed = until
 
     def complete(self) -> None:
         """Seals the file, if this worker has filled it. From now on other workers map it.
@@ -126,13 +138,16 @@ class SharedWeights:
         if self.is_complete or self._mapping is None:
             return
         self._check()
+        self._mapping[: len(self._head)] = np.frombuffer(self._head, np.uint8)
+        if not self._has_large_pages:
+            event("shared weights have small pages", WARNING, reason="large pages are short")
         _native.protect(self._mapping)
         self._file.seal()
         self._file.unlock()
         self.is_complete = True
         event("weights shared", tensors=len(self.tensors), mib=self._file.nbytes >> 20)
 
-    def _map(self, table: WeightLayout, *, is_writable: bool) -> npt.NDArray[np.uint8]:
+    def _map(self, table: WeightLayout, *, is_writable: bool) -> None:
         """Raises OSError."""
         self._mapping = mapping = _native.map_file(self._file.fileno(), self._file.nbytes, is_writable)
         content = mapping[table.content_at :]
@@ -141,7 +156,6 @@ class SharedWeights:
         for name, place in table.table.tensors.items():
             part = torch.from_numpy(content[place.begin : place.begin + place.nbytes])
             self.tensors[name] = part.view(getattr(torch, place.dtype)).view(place.shape)
-        return mapping
 
 
 class WeightLayout(NamedTuple):
@@ -184,18 +198,15 @@ class WeightLayout(NamedTuple):
 def await_seal(file: WeightFile) -> bool:
     """Waits while another process fills a file. Returns False if this process has to fill the file, and has its lock.
     Raises OSError."""
-    claimed, deadline = -1, 0.0
+    deadline = time.monotonic() + FILL_TIMEOUT_S
     while not file.is_sealed():
         if file.lock():
             if not file.is_sealed():
                 return False
             file.unlock()
             break
-        now = time.monotonic()
-        if file.claimed_nbytes != claimed:
-            claimed, deadline = file.claimed_nbytes, now + FILL_TIMEOUT_S
-        elif now >= deadline:
-            raise TimeoutError(f"another worker has filled nothing for {FILL_TIMEOUT_S:g} s")
+        if time.monotonic() >= deadline:
+            raise TimeoutError(f"another worker has not filled the file within {FILL_TIMEOUT_S:g} s")
         time.sleep(FILL_POLL_S)
     return True
 

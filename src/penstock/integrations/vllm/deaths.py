@@ -145,7 +145,8 @@ def replace_in_executor() -> None:
         """An idle engine waits for no reply."""
         group = getattr(executor.rpc_broadcast_mq, "end_group", None)
         if group is not None:
-            Thread(target=await_death, args=(executor, group), name="PenstockDeaths", daemon=True).start()
+            arguments = executor, group, callback
+            Thread(target=await_death, args=arguments, name="PenstockDeaths", daemon=True).start()
 
     @before(MultiprocExecutor, "collective_rpc")
     def require_workers(executor: Any, *_: Any, **__: Any) -> None:
@@ -154,14 +155,14 @@ def replace_in_executor() -> None:
             raise death
 
 
-def await_death(executor: Any, group: EndGroup) -> None:
-    """Calls the failure callback at the first death in the group of the executor's queues."""
+def await_death(executor: Any, group: EndGroup, callback: Callable[[], None]) -> None:
+    """Calls the failure callback at the first death in the group of the executor's queues. vLLM's monitor may call it,
+    too: a second call says the same."""
     while not getattr(executor, "shutting_down", False):
         try:
             group.wait(SHUTDOWN_POLL_S)
         except PeerDied as death:
-            callback = executor.failure_callback
-            if callback is not None and not getattr(executor, "shutting_down", False):
+            if not getattr(executor, "shutting_down", False):
                 executor.failure_callback = None
                 process_died(death)
                 callback()

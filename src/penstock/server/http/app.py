@@ -142,16 +142,17 @@ class ApiServer:
 
     @functools.cached_property
     def _posts(self) -> dict[str, Endpoint]:
-        pools = bool(self._config.pooling)
-        chat, completions = (self._no_answers,) * 2 if pools else (self._chat, self._completions)
+        create, message = self._responses.create, self._messages.create
+        answers = (self._chat, self._completions, create, message)
+        chat, completions, create, message = (self._no_answers,) * 4 if self._config.pooling else answers
         return {
             "/v1/chat/completions": Endpoint(self._admission, "chat", chat),
             "/v1/completions": Endpoint(self._admission, "completions", completions),
             **self._pooling.posts(self._admission),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
-            "/v1/responses": Endpoint(self._admission, "responses", self._responses.create),
-            "/v1/messages": Endpoint(self._admission, "messages", self._messages.create, refuse),
+            "/v1/responses": Endpoint(self._admission, "responses", create),
+            "/v1/messages": Endpoint(self._admission, "messages", message, refuse),
             "/v1/messages/count_tokens": Endpoint(self._admission, "messages", self._messages.count_tokens, refuse),
         }
 

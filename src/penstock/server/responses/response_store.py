@@ -22,6 +22,7 @@ from penstock.server.responses.responses_request import ResponseItem
 T = TypeVar("T")
 
 MAX_CHAIN = 1024  # responses before a response
+MAX_REFERRED = 64  # responses to the items of which a request refers
 PEERS = 8  # processes that may attach besides two lives of each server
 VALUES = 2  # of a response
 
@@ -142,15 +143,23 @@ class ResponseStore:
 
     def resolve(self, owner: str, items: Iterable[ResponseItem]) -> list[ResponseItem]:
         """Returns items with the items that references mean. Raises ApiError."""
+        outputs: dict[str, list[ResponseItem]] = {}  # each response is read once
         return [
-            self._referred(owner, f"input[{number}].id", item.id or "") if item.type == "item_reference" else item
+            self._referred(owner, f"input[{number}].id", item.id or "", outputs)
+            if item.type == "item_reference"
+            else item
             for number, item in enumerate(items)
         ]
 
-    def _referred(self, owner: str, where: str, item_id: str) -> ResponseItem:
+    def _referred(self, owner: str, where: str, item_id: str, outputs: dict[str, list[ResponseItem]]) -> ResponseItem:
         _, _, rest = item_id.partition("_")
-        turn = self.get(owner, f"resp_{rest.partition('_')[0]}", where)
-        for item in turn.output():
+        name = f"resp_{rest.partition('_')[0]}"
+        if name not in outputs:
+            if len(outputs) == MAX_REFERRED:
+                message = f"expected references to items of at most {MAX_REFERRED} responses, got more"
+                raise ApiError(400, message, param=where)
+            outputs[name] = self.get(owner, name, where).output()
+        for item in outputs[name]:
             if item.id == item_id:
                 return item
         raise ApiError(404, f"item with id {item_id!r:.200} not found", param=where)

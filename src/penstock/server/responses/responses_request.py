@@ -300,6 +300,10 @@ class ResponsesRequest(Sampling, kw_only=True):
     def items(self) -> list[ResponseItem]:
         return [ResponseItem(role="user", content=self.input)] if isinstance(self.input, str) else self.input
 
+    @property
+    def has_references(self) -> bool:
+        return any(item.type == "item_reference" for item in self.items)
+
     def restore(self, urls: dict[str, str]) -> None:
         """Puts long images in the place of marks."""
         for image in (image for item in self.items for image in item.images):

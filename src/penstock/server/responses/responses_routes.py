@@ -53,13 +53,18 @@ class ResponsesRoutes:
         try:
             async with self._bodies.receive(request) as body:
                 posted = await self._bodies.decode(request, body, ResponsesRequest)
-                is_long = len(body) > LONG or posted.previous_response_id is not None
+                reads_store = posted.previous_response_id is not None or posted.has_references
+                is_long = len(body) > LONG or reads_store
                 chat, paths = await self._run(is_long, lambda: self._translate(owner, posted))
                 prepared = await self._api.prepare(request, body, chat)
                 is_stored = posted.store is not False and self._store.is_open
                 if is_stored:
                     put = functools.partial(self._store.put_input, owner, response_id, posted.items)
-                    is_stored = await self._run(is_long, lambda: put(posted.previous_response_id))
+                    try:
+                        is_stored = await self._run(is_long, lambda: put(posted.previous_response_id))
+                    except BaseException:
+                        prepared.prompt.release()
+                        raise
                 posted.input = ""  # images are long, and an answer may take long
             build = functools.partial(self._events, owner, response_id, posted, is_stored)
             return await self._api.answer(request, chat, prepared, build)

@@ -5,6 +5,7 @@ The name of such a file is `penstock KIND: LABEL`. The content is not read.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 from collections import Counter
@@ -34,7 +35,8 @@ def memory_of(pid: int) -> dict[str, int]:
     try:
         for number, place in descriptors_of(pid):
             if place not in segments:
-                segments[place] = snapshot_of(pid, number, place)
+                with contextlib.suppress(FileNotFoundError):  # it has been closed meanwhile
+                    segments[place] = snapshot_of(pid, number, place)
     except (OSError, PenstockError, ValueError):  # the process has ended, or belongs to another user
         return {}
     return memory_by_kind(segments.values(), [pid])

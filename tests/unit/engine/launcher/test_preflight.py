@@ -452,6 +452,8 @@ def test_adapter_that_fits_the_model_can_be_started(tmp_path: Path) -> None:
         (low_rank, {"init_lora_weights": "pissa"}, "init_lora_weights 'pissa' is not supported"),
         (low_rank, {"r": 8}, "expected A [8, …] and B […, 8] of layers.0.self_attn.q_proj"),
         (low_rank, {"r": "x"}, "adapter_config.json is invalid"),
+        (lambda: low_rank(rank=0), {"r": 0}, "adapter_config.json is invalid"),
+        (low_rank, {"rank_pattern": {"(": 4}}, "'(' is no pattern"),
         (lambda: low_rank(rank=32), {"r": 32}, "has rank 32, more than --max-lora-rank 16"),
         (lambda: low_rank(more=1), {}, "inputs and"),
         (lambda: low_rank(LAYER.replace(".0.", ".99.")), {}, "the model has no linear layer layers.99."),

@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 from penstock.engine.cluster import kept_memory
 from penstock.engine.cluster.kept_memory import MemoryFile
 from penstock.engine.cluster.model_fingerprint import model_fingerprint
-from penstock.engine.worker import model_runner
+from penstock.engine.worker import kv_pages, model_runner
 from penstock.engine.worker.kv_pages import KVPages
 from penstock.engine.worker.model_runner import ModelRunner
 from tests.support.models import build_family
@@ -75,6 +75,8 @@ def test_pages_of_another_version_are_discarded(
     KVPages(file).open(8, 100)
     assert KVPages(file).num_blocks == 8
     monkeypatch.setattr(kept_memory, "version", lambda name: "0" if name == package else version(name))
+    assert KVPages(file).num_blocks == 8, "this process runs the code of its start"
+    monkeypatch.setattr(kv_pages, "VERSIONS", kept_memory.read_versions())
     assert KVPages(file).num_blocks == 0
 
 

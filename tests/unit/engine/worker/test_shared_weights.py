@@ -19,6 +19,7 @@ import pytest
 from tests.support.models import ask, build_family, device, families
 
 # isort: split
+import numpy as np
 import torch
 
 from penstock.engine.cluster.node_weights import NodeWeights, WeightFile
@@ -32,9 +33,9 @@ PACKED_NBYTES = 1000
 # The stages of a fill, and the call, or the number of the copied tensor, with which each ends.
 STAGES: dict[str, str | int] = {
     "empty": "map_file",
-    "mapped": "claim_large_pages",
-    "table": 0,
+    "mapped": 0,
     "one tensor": 1,
+    "copied": "claim_large_pages",
     "filled": "protect",
     "protected": "seal",
     "sealed": "unlock",
@@ -58,7 +59,9 @@ def filled(file: WeightFile, *key: object) -> SharedWeights:
     assert shared is not None and not shared.is_complete
     assert shared.fill(tensors(), PACKED_NBYTES)
     if shared.packed is not None:
-        shared.packed[:] = 7
+        for begin in range(0, PACKED_NBYTES // 2, 100):  # all parts are in one large page
+            shared.claim(begin, begin + 100)
+            shared.packed[begin : begin + 100] = 7
     shared.complete()
     return shared
 
@@ -163,7 +166,7 @@ def test_worker_loads_for_itself_when_the_filler_stands_still(
     monkeypatch.setattr(shared_weights, "FILL_TIMEOUT_S", 0.05)
     with other_filler(file), caplog.at_level(logging.INFO, "penstock.engine"):
         assert SharedWeights.open(file) is None
-    assert reasons(caplog) == ["another worker has filled nothing for 0.05 s"]
+    assert reasons(caplog) == ["another worker has not filled the file within 0.05 s"]
 
 
 @pytest.mark.parametrize("how", ["another key", "zeros", "random bytes", "cut short"])
@@ -237,3 +240,38 @@ def test_file_of_a_rank_changes_with_the_files_of_the_model(tmp_path: Path) -> N
     os.utime(model / "model.safetensors", ns=(about.st_atime_ns, about.st_mtime_ns))
     assert weights.file_of(0) is not first
     weights.close()
+
+
+def test_parts_of_packed_weights_keep_their_content_when_the_next_is_claimed(file: WeightFile) -> None:
+    shared = SharedWeights.open(file)
+    assert shared is not None and shared.fill(tensors(), 5 << 20)
+    if shared.packed is None:
+        pytest.skip("files in memory get no large pages")
+    expected = np.arange(shared.packed.size, dtype=np.uint64).astype(np.uint16) | 1
+    for begin in range(0, shared.packed.size, 300_000):
+        end = min(begin + 300_000, shared.packed.size)
+        shared.claim(begin, end)
+        shared.packed[begin:end] = expected[begin:end]
+    shared.complete()
+    later = SharedWeights.open(file)
+    assert later is not None and later.packed is not None and (later.packed == expected).all()
+    assert torch.equal(later.tensors["first"], tensors()["first"])
+
+
+def test_memory_of_a_dead_filler_is_given_back_before_the_next_loads(file: WeightFile) -> None:
+    assert forked(lambda: die_at(file, "filled")) == -signal.SIGKILL
+    assert file.nbytes
+    shared = SharedWeights.open(file)
+    assert shared is not None and not shared.is_complete and not file.nbytes
+
+
+def test_weights_that_are_copied_give_their_own_memory_back(file: WeightFile) -> None:
+    shared, own = SharedWeights.open(file), tensors()
+    assert shared is not None and shared.fill(own, 0)
+    assert [own[name].data_ptr() for name in own] == [shared.tensors[name].data_ptr() for name in own]
+
+
+def test_forked_code_has_the_versions_of_its_start(file: WeightFile, monkeypatch: pytest.MonkeyPatch) -> None:
+    filled(file)
+    monkeypatch.setattr("penstock.engine.cluster.kept_memory.version", lambda name: "newer")
+    must_have_all(SharedWeights.open(file))

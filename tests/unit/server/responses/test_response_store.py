@@ -11,7 +11,13 @@ pytest.importorskip("starlette")
 from penstock import Store
 from penstock.server.errors import ApiError
 from penstock.server.options import ServerOptions
-from penstock.server.responses.response_store import MAX_CHAIN, ResponseStore, create_response_id, open_response_store
+from penstock.server.responses import response_store
+from penstock.server.responses.response_store import (
+    MAX_CHAIN,
+    ResponseStore,
+    create_response_id,
+    open_response_store,
+)
 from penstock.server.responses.responses_request import ResponseItem
 
 KEY, ANOTHER = "key a", "key b"
@@ -120,6 +126,31 @@ def test_references_are_items_of_stored_responses(stores: list[ResponseStore]) -
         with refused(404) as caught:
             stores[1].resolve(KEY, [ResponseItem(type="item_reference", id=item_id)])
         assert caught.value.param == "input[0].id"
+
+
+def test_references_read_each_response_once(stores: list[ResponseStore], monkeypatch: pytest.MonkeyPatch) -> None:
+    name = add(stores[0], "a").removeprefix("resp_")
+    reads, get = list[str](), ResponseStore.get
+
+    def counted(store: ResponseStore, owner: str, name: str, param: str | None = None) -> Any:
+        reads.append(name)
+        return get(store, owner, name, param)
+
+    monkeypatch.setattr(ResponseStore, "get", counted)
+    items = [ResponseItem(type="item_reference", id=f"msg_{name}_0")] * 500
+    assert len(stores[1].resolve(KEY, items)) == 500 and len(reads) == 1
+
+
+def test_references_to_too_many_responses_are_refused(
+    stores: list[ResponseStore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(response_store, "MAX_REFERRED", 2)
+    names = [add(stores[0], str(number)).removeprefix("resp_") for number in range(3)]
+    items = [ResponseItem(type="item_reference", id=f"msg_{name}_0") for name in names]
+    assert len(stores[1].resolve(KEY, items[1:])) == 2
+    with pytest.raises(ApiError, match="at most 2 responses") as caught:
+        stores[1].resolve(KEY, items)
+    assert caught.value.status == 400
 
 
 def test_without_a_store_nothing_is_found() -> None:
