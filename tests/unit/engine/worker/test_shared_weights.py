@@ -242,7 +242,7 @@ def test_file_of_a_rank_changes_with_the_files_of_the_model(tmp_path: Path) -> N
     weights.close()
 
 
-def test_parts_of_packed_weights_keep_their_content_when_the_next_is_claimed(file: WeightFile) -> None:
+def test_claim_keeps_the_parts_that_are_packed(file: WeightFile) -> None:
     shared = SharedWeights.open(file)
     assert shared is not None and shared.fill(tensors(), 5 << 20)
     if shared.packed is None:
