@@ -160,7 +160,7 @@ class SteppedWorker {
     u32 at_ = 0;  // the next word of the step
 };
 
-void walk_instructions(Survivors& shared, u64 instructions, u64 seed) {
+[[maybe_unused]] void walk_instructions(Survivors& shared, u64 instructions, u64 seed) {
     Random random(seed);
     u64 valid = 0, life = 0, steps = 0, instruction = 0;
     while (instruction < instructions || valid == 0) {  // a life may end before its first step is done
