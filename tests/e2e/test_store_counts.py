@@ -43,8 +43,9 @@ async def ask(asking: Asking, *images: dict[str, Any]) -> None:
 
 
 def counts(pid: int) -> dict[str, tuple[int, int]]:
-    """Returns misses and hits of each store, by its name."""
-    stores = [(segment["name"], store) for segment in look(pid)["segments"] for store in segment.get("store", ())]
+    """Returns misses and hits of each store of tensors, by its name."""
+    segments = [segment for segment in look(pid)["segments"] if segment["name"] != "responses"]
+    stores = [(segment["name"], store) for segment in segments for store in segment.get("store", ())]
     return {name: (store["misses"], store["hits"]) for name, store in stores}
 
 
