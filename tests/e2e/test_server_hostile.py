@@ -242,8 +242,8 @@ async def a_path_without_a_route_is_answered_with_the_nearest(served: Served) ->
         ("/v1/model", "/v1/models"),
         ("/tokenise", "/tokenize"),
         ("/completions", "/v1/completions"),
-        ("/v1/responses", None),
-        ("/v1/embeddings", None),
+        ("/v1/files", None),
+        ("/v1/audio/speech", None),
         ("/" + "x" * 5000, None),
     ):
         refused = await answer(served, closing(f"POST {path} HTTP/1.1\r\nhost: x\r\n\r\n".encode()))

@@ -16,6 +16,7 @@ from penstock.engine.protocol.answer_format import REASONING_MARKS, TOOL_FORMATS
 from penstock.engine.protocol.option import MAX_SECONDS, MIB, Option, check_options, parse_object
 from penstock.environment import API_KEY
 
+RESPONSE_STORE = "responses"  # the name of the store of /v1/responses, which has no tensors
 MAX_LOGPROBS = 1024  # a step of 2,048 prompt tokens with as many has 16 MiB
 _ROOT_PATH = re.compile(r"(/[\w.~-]+)+")
 _ORIGIN = re.compile(r"[a-z][a-z0-9+.-]*://[^/?#\s]+")

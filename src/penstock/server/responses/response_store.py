@@ -16,7 +16,7 @@ import msgspec
 
 from penstock import MemoryExhausted, Missing, Store, Timeout
 from penstock.server.errors import ApiError
-from penstock.server.options import ServerOptions
+from penstock.server.options import RESPONSE_STORE, ServerOptions
 from penstock.server.responses.responses_request import ResponseItem
 
 T = TypeVar("T")
@@ -58,7 +58,7 @@ def open_response_store(options: ServerOptions, servers: int) -> Store | None:
         return None
     return Store(
         options.response_store_nbytes,
-        name="responses",
+        name=RESPONSE_STORE,
         max_items=VALUES * options.max_stored_responses,
         max_peers=2 * servers + PEERS,
     )

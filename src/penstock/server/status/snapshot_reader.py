@@ -15,6 +15,7 @@ from penstock import PenstockError, lowlevel
 from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import ProcessEntry, StatusBoard
 from penstock.engine.cluster.topology import ProcessId
+from penstock.server.options import RESPONSE_STORE
 from penstock.server.status.counters import PARTS, ProcessCounters, ServerCounters, counter_rows
 from penstock.server.status.history import HistoryView, ServerHistory
 from penstock.server.status.server_info import NAME, ServerInfo
@@ -134,7 +135,7 @@ class SnapshotReader:
             processes=processes,
             channels=channels,
             awaited=awaited_processes(channels, _idle(processes, board)),
-            stores=tuple(_store(segment) for segment in segments if "store" in segment),
+            stores=tuple(_store(each) for each in segments if "store" in each and each["name"] != RESPONSE_STORE),
             **_counters(board, tally),
         )
 
