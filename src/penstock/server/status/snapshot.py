@@ -212,9 +212,9 @@ class ServerSnapshot(msgspec.Struct, frozen=True):
 
 def awaited_processes(channels: Iterable[ChannelView], idle: frozenset[str]) -> tuple[AwaitedView, ...]:
     """Returns the processes at the end of each chain of waits. `idle`: processes without an open request, which wait
-    for work. A core that waits for its inbox has no work, too."""
+    for work. A core that waits for its inbox has no work, too. A worker that waits for a step, while its core waits for
+    the worker's result, waits for its device."""
     waits: dict[str, dict[str, float]] = {}  # by process: seconds of the wait of each process that waits for it
-    waiting: set[str] = set()
     for channel in channels:
         senders, receivers = ([end for end in channel.ends if end.is_sender is side] for side in (True, False))
         slowest = sorted(receivers, key=lambda end: -end.behind)[:1]
@@ -223,9 +223,15 @@ def awaited_processes(channels: Iterable[ChannelView], idle: frozenset[str]) -> 
             blocked += [(end, senders) for end in receivers if end.waits and not end.behind]
         for end, targets in blocked:
             if end.process not in idle:
-                waiting.add(end.process)
                 for target in targets:
                     waits.setdefault(target.process, {})[end.process] = end.waits
+    for process, waiters in waits.items():
+        if process.startswith("core"):
+            for worker in waits.keys() & waiters.keys():
+                if process in waits[worker]:
+                    del waiters[worker]
+    waits = {process: waiters for process, waiters in waits.items() if waiters}
+    waiting = {waiter for waiters in waits.values() for waiter in waiters}
     return tuple(
         AwaitedView(process, tuple(sorted(_waiters_of(process, waits))), max(waits[process].values()))
         for process in sorted(waits.keys() - waiting - idle)

@@ -35,6 +35,12 @@ def test_awaited_process_is_at_the_end_of_the_chain() -> None:
     assert awaited == AwaitedView(CORE, (OUTPUT, WORKER), 0.5)
 
 
+def test_awaited_process_is_the_worker_that_owes_a_result() -> None:
+    """The worker waits for the next step while the device computes, and its core for the result of this step."""
+    (awaited,) = awaited_processes(engine(core=3.0, worker=2.9, output=2.0, server=1.0), NOTHING_IDLE)
+    assert awaited == AwaitedView(WORKER, (CORE, OUTPUT, SERVER), 3.0)
+
+
 def test_awaited_process_is_none_without_requests() -> None:
     """All wait for work: the worker for steps, the core for requests."""
     channels = engine(worker=9.0, output=9.0, server=9.0)
