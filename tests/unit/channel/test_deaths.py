@@ -101,10 +101,11 @@ def test_a_spilled_reservation_of_a_dead_sender_is_given_back() -> None:
             tell(other, "reserve", 800_000)
             assert channel.snapshot()["pool"][0]["blocks"] == 1
             other.kill()
-            with pytest.raises(PeerDied, match=r"it held 1 block \(781.2 KiB\), given back") as output:
+            with pytest.raises(PeerDied) as output:
                 receiver.receive(timeout=5)
-            assert output.value.held == "1 block (781.2 KiB), given back"
-            assert channel.snapshot()["pool"][0]["blocks"] == 0
+            # the latter on a busy machine: a process that died is cleared up within a time
+            assert output.value.held in ("1 block (781.2 KiB), given back", "what has not been given back yet")
+            eventually(lambda: channel.snapshot()["pool"][0]["blocks"] == 0)
 
 
 def test_successor_of_a_dead_sender_goes_on_and_the_death_comes_once() -> None:

@@ -26,7 +26,7 @@ from penstock.engine.cluster.node_weights import NodeWeights, WeightFile
 from penstock.engine.worker import shared_weights
 from penstock.engine.worker.shared_weights import LENGTH, SharedWeights, WeightLayout
 from tests.conftest import eventually
-from tests.support.processes import forked
+from tests.support.processes import IS_SANITIZED, forked
 from tests.support.ranks import results_of_threads
 
 PACKED_NBYTES = 1000
@@ -89,6 +89,7 @@ def write_into(file: WeightFile, has_filled: bool) -> None:
     shared.tensors["first"][3] = 1.0
 
 
+@pytest.mark.skipif(IS_SANITIZED, reason="a sanitizer ends the process in its own way")
 @pytest.mark.parametrize("has_filled", [True, False], ids=["filler", "later worker"])
 def test_write_into_complete_weights_ends_the_writer_alone(file: WeightFile, has_filled: bool) -> None:
     if not has_filled:
