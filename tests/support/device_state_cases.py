@@ -20,6 +20,7 @@ from penstock.engine.worker.cuda.steps import CudaSteps
 from penstock.engine.worker.device import SamplerOutput
 from penstock.engine.worker.input_batch import build_batch
 from penstock.engine.worker.paged_attention import KVCache, KVCacheShape
+from penstock.engine.worker.tensor_parallel import TPGroup
 from tests.support.attention_cases import multiprocessors
 from tests.support.models import BLOCK_SIZE, WORDS, Asked, ask
 
@@ -50,7 +51,11 @@ class StateDevice:
         self._words: dict[int, list[int]] = {}  # tokens of slots
         self._inputs: list[Any] = []
         model: Any = SimpleNamespace(
-            device=cpu, hidden=self._hidden, logits=lambda hidden: hidden, max_short_prompt=MAX_SHORT_PROMPT
+            ranks=TPGroup(),
+            device=cpu,
+            hidden=self._hidden,
+            logits=lambda hidden: hidden,
+            max_short_prompt=MAX_SHORT_PROMPT,
         )
         memory = KVCache({0: KVCacheShape(1, 16, 16)}, BLOCKS, BLOCK_SIZE, torch.float32, cpu)
         sampler: Any = SimpleNamespace(sample=lambda _: None)  # ids are drawn here
