@@ -69,7 +69,10 @@ async def test_group_that_dies_with_the_fork_server_is_spawned_then_forked(quick
         await engine.until(lambda: fork_server_pid(engine) is not None, START)
         before = starts(engine)
         await kill_group(engine, client, [engine.child("core").pid, engine.child("output").pid])
-        assert starts(engine) == {**before, "forked": before["forked"] + PROCESSES}
+        after = starts(engine)
+        assert after["spawned"] == before["spawned"]
+        # The launcher may have started the output processor again before it saw the end of the core.
+        assert after["forked"] - before["forked"] in (PROCESSES, PROCESSES + 1)
         await must_answer(engine, client)
 
 
@@ -96,6 +99,14 @@ def holdings() -> tuple[int, int]:
     return len(os.listdir("/proc/self/fd")), private
 
 
+async def holdings_of_a_forked_life(engine: Running, client: Client) -> tuple[int, int]:
+    """For a spawned process the launcher has two more descriptors."""
+    await engine.until(lambda: fork_server_pid(engine) is not None, START)
+    await kill_group(engine, client, [engine.child("core").pid])
+    await asyncio.sleep(0.1)
+    return holdings()
+
+
 @pytest.mark.timeout(tiers.limit(3600.0, 20_000.0))
 @in_a_loop
 async def test_kills_leave_the_launcher_as_it_was(seed: int, quick_restarts: None) -> None:
@@ -104,16 +115,13 @@ async def test_kills_leave_the_launcher_as_it_was(seed: int, quick_restarts: Non
     async with running(**SHAPE) as engine, Client(engine.launcher.cluster, 0) as client:
         for death in range(SETTLED + tiers.FORK_DEATHS):
             if death == SETTLED:
-                await engine.until(lambda: fork_server_pid(engine) is not None, START)
-                descriptors, private = holdings()
+                descriptors, private = await holdings_of_a_forked_life(engine, client)
             victims = [engine.child(chance.choice(("core", "worker"))).pid]
             pid = fork_server_pid(engine)
             if pid is not None and chance.random() < 0.2:
                 victims.append(pid)
             await kill_group(engine, client, victims)
         await must_answer(engine, client)
-        await engine.until(lambda: fork_server_pid(engine) is not None, START)
-        await asyncio.sleep(0.1)
-        after = holdings()
+        after = await holdings_of_a_forked_life(engine, client)
         assert after[0] <= descriptors, f"{after[0] - descriptors} more descriptors"
         assert after[1] <= private + MAX_GROWTH_KIB, f"{after[1] - private} KiB more"
