@@ -28,6 +28,7 @@ from penstock.engine._native import LEDGER_NBYTES, BlockCache
 from penstock.engine.client.client import Client
 from penstock.engine.cluster import logs
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.engine.launcher.back_off import MIN_START_INTERVAL_S
 from penstock.engine.launcher.launcher import Launcher
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import SamplingParams
@@ -115,6 +116,7 @@ async def pause(path: Path, victim: str, way: Way, log: Path) -> Pause:
     launcher.start()
     try:
         await launcher.serving(600)
+        await asyncio.sleep(1.5 * MIN_START_INTERVAL_S)  # else the pause between two starts counts, too
         async with Client(launcher.cluster, 0) as client:
             ids = np.random.default_rng(7).integers(3, model.IDS, PROMPT)
             params = SamplingParams(max_tokens=TOKENS, ignore_eos=True)
