@@ -113,6 +113,7 @@ async def test_return_of_an_engine_is_an_event_without_a_poll(
         events = [event for event in served.launcher._history.view().events if event.name == "engine serves again"]
         assert [event.text.split(",")[0] for event in events] == ["engine 0 #2", "engine 0 #3"]
         assert all(float(event.text.split()[-2]) > 0 for event in events)
+        await served.launcher.serving(START)
 
 
 @in_a_loop
