@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, TypeAlias, TypeVar
 
 import numpy as np
@@ -59,21 +59,30 @@ def rows_of_generated(joined: Joined, slots: Index) -> list[tuple[int, Ints]]:
 
 def columns_of_grammars(grammars: list[Handle | None]) -> tuple[tuple[Handle, ...], Slots | None]:
     """Returns the distinct grammars in the order of their first use, and the number of each row's grammar."""
-    handles: dict[bytes | int, Handle] = {}  # by key
-    numbers = [0] * len(grammars)
-    for row, handle in enumerate(grammars):
-        if handle is not None:
-            key = row if handle.key is None else handle.key
-            handles.setdefault(key, handle)
-            numbers[row] = [*handles].index(key) + 1
-    return tuple(handles.values()), np.array(numbers, np.uint16) if handles else None
+    return _numbered(
+        (row if grammar.key is None else grammar.key, grammar) if grammar is not None else None
+        for row, grammar in enumerate(grammars)
+    )
 
 
 def columns_of_adapters(adapters: list[bytes]) -> tuple[tuple[bytes, ...], Slots | None]:
     """Returns the distinct adapters in the order of their first use, and the number of each row's adapter."""
-    known = [*dict.fromkeys(filter(None, adapters))]
-    numbers = [known.index(adapter) + 1 if adapter else 0 for adapter in adapters]
-    return tuple(known), np.array(numbers, np.uint16) if known else None
+    return _numbered((adapter, adapter) if adapter else None for adapter in adapters)
+
+
+def _numbered(rows: Iterable[tuple[bytes | int, V] | None]) -> tuple[tuple[V, ...], Slots | None]:
+    """Returns the values with distinct keys, and the number of each row's value, from 1; 0: the row has none."""
+    order, values, numbers = dict[bytes | int, int](), list[V](), list[int]()
+    for row in rows:
+        if row is None:
+            numbers.append(0)
+            continue
+        key, value = row
+        if key not in order:
+            values.append(value)
+            order[key] = len(values)
+        numbers.append(order[key])
+    return tuple(values), np.array(numbers, np.uint16) if values else None
 
 
 def rows_of_numbers(values: Sequence[V], numbers: Slots | None, slots: Index, place: str) -> list[tuple[int, V]]:

@@ -10,7 +10,6 @@ from penstock.engine.protocol.option import Option, check_options
 
 MAX_RANK = 512
 MAX_ADAPTERS = 1024
-DIGEST_NBYTES = 32
 
 
 class Adapter(NamedTuple):

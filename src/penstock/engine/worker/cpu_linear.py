@@ -306,5 +306,5 @@ class SharedSlice:
         return self.shared.take(x, self.begin, self.end)
 
 
-def round_up(size: int) -> int:
-    return -(-size // ALIGNED) * ALIGNED
+def round_up(size: int, unit: int = ALIGNED) -> int:
+    return -(-size // unit) * unit

@@ -25,6 +25,7 @@ from penstock.engine import _native
 from penstock.engine.cluster.kept_memory import VERSIONS
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.node_weights import WeightFile
+from penstock.engine.worker.cpu_linear import round_up
 
 LAYOUT = 1  # of the file and of packed weights; another number keeps workers from files of earlier ones
 LENGTH = struct.Struct("<Q")  # of the table, in front of it
@@ -221,7 +222,3 @@ def gives_large_pages() -> bool:
         return False
     finally:
         probe.close()
-
-
-def round_up(size: int, unit: int) -> int:
-    return -(-size // unit) * unit

@@ -23,7 +23,7 @@ from penstock.engine.text.grammar_fields import Grammar
 from penstock.server.chat.latency_recorder import LatencyRecorder
 from penstock.server.chat.media_prompts import Prompt
 from penstock.server.chat.request_schema import ChatRequest
-from penstock.server.chat.streaming import RequestStreams, SSEResponse, collect
+from penstock.server.chat.streaming import RequestStreams, SSEResponse, collect, json_response
 from penstock.server.chat.tool_fields import ToolUse
 from penstock.server.errors import ApiError
 
@@ -155,10 +155,6 @@ class PieceResponse(SSEResponse):
             b"event: %b\ndata: %b\n\n" % (event["type"].encode(), msgspec.json.encode(self._events.number(event)))
             for event in events
         )
-
-
-def json_response(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")
 
 
 # ── the chat behind a request of another API ─────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ import json
 import logging
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Annotated, Any
 
 import msgspec
 
@@ -78,6 +78,7 @@ NEUTRAL_ONLY: Mapping[str, tuple[Any, ...]] = {
     "typical_p": (*_EMPTY, 1),
 }
 
+Neutral = Annotated[Any, msgspec.Meta(description="refused, unless the value changes nothing")]
 INSTEAD = {"functions": "tools", "function_call": "tool_choice"}  # fields that are honoured, of chats
 
 # Whatever their value. Of `stream_options` those that it has besides `include_usage`.
@@ -127,8 +128,21 @@ def unknown_fields(body: bytes | bytearray | memoryview, known: Collection[str])
 def require_neutral(name: str, value: Any) -> None:
     """Raises ApiError if the value of a field in NEUTRAL_ONLY is not neutral."""
     if not is_neutral(value, NEUTRAL_ONLY[name]):
-        way_out = f": use {INSTEAD[name]}" if name in INSTEAD else _way_out(NEUTRAL_ONLY[name])
-        raise ApiError(400, f"{name} is not supported{way_out}", param=name)
+        raise refused(name, f": use {INSTEAD[name]}" if name in INSTEAD else _way_out(NEUTRAL_ONLY[name]))
+
+
+def require_neutral_fields(
+    body: msgspec.Struct, neutral: Mapping[str, tuple[Any, ...]], instead: Mapping[str, str]
+) -> None:
+    """Raises ApiError for a field of `neutral` with another value than the neutral ones. `instead`: ways out."""
+    for name, values in neutral.items():
+        if not is_neutral(getattr(body, name), values):
+            raise refused(name, instead.get(name, ""))
+
+
+def refused(where: str, way_out: str = "") -> ApiError:
+    """Returns the error for a field that is not supported."""
+    return ApiError(400, f"{where} is not supported{way_out}", param=where)
 
 
 def strict(kind: type[msgspec.Struct], options: type[msgspec.Struct]) -> type[msgspec.Struct]:

@@ -14,6 +14,7 @@ from collections.abc import AsyncGenerator, Awaitable, Callable, Coroutine, Iter
 from typing import Any, TypeVar
 
 import msgspec
+from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from penstock.engine.client.stream import EngineError, OutputChunk, OutputStream
@@ -354,3 +355,7 @@ async def collect(
                 latencies.chunk(batch.streams[prompt], chunk)
                 choices[prompt * samples + chunk.sample].add(chunk)
     return choices
+
+
+def json_response(value: object, status: int = 200) -> Response:
+    return Response(msgspec.json.encode(value), status, media_type="application/json")

@@ -53,6 +53,7 @@ from penstock.server.chat.streaming import (
     StreamedChoice,
     cancel_on_disconnect,
     collect,
+    json_response,
     usage_of,
 )
 from penstock.server.chat.tool_fields import tool_use
@@ -142,17 +143,17 @@ class ApiServer:
 
     @functools.cached_property
     def _posts(self) -> dict[str, Endpoint]:
-        create, message = self._responses.create, self._messages.create
-        answers = (self._chat, self._completions, create, message)
-        chat, completions, create, message = (self._no_answers,) * 4 if self._config.pooling else answers
+        def generated(answer: Callable[[Request], Awaitable[Answer]]) -> Callable[[Request], Awaitable[Answer]]:
+            return self._no_answers if self._config.pooling else answer
+
         return {
-            "/v1/chat/completions": Endpoint(self._admission, "chat", chat),
-            "/v1/completions": Endpoint(self._admission, "completions", completions),
+            "/v1/chat/completions": Endpoint(self._admission, "chat", generated(self._chat)),
+            "/v1/completions": Endpoint(self._admission, "completions", generated(self._completions)),
             **self._pooling.posts(self._admission),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
-            "/v1/responses": Endpoint(self._admission, "responses", create),
-            "/v1/messages": Endpoint(self._admission, "messages", message, refuse),
+            "/v1/responses": Endpoint(self._admission, "responses", generated(self._responses.create)),
+            "/v1/messages": Endpoint(self._admission, "messages", generated(self._messages.create), refuse),
             "/v1/messages/count_tokens": Endpoint(self._admission, "messages", self._messages.count_tokens, refuse),
         }
 
@@ -483,7 +484,7 @@ class ApiServer:
         answer["usage"] = usage_of(*batch.streams.values())
         if not fields.is_empty:
             fields.add_to(answer, choices, prompts, batch.streams, vocabulary)
-        return _json(answer)
+        return json_response(answer)
 
     # ── what is known ──
     async def _tokenize(self, request: Request) -> Answer:
@@ -498,28 +499,30 @@ class ApiServer:
                 prompt = await self._prompt(request, content, options, tokenize)
                 prompt.release()
                 ids = prompt.ids
-        return _json({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
+        return json_response({"count": len(ids), "max_model_len": self._config.max_model_len, "tokens": ids})
 
     async def _detokenize(self, request: Request) -> Answer:
         async with self._bodies.receive(request) as body:
             detokenize = await self._bodies.decode(request, body, DetokenizeRequest)
             self._require_model(detokenize.model)
             ids = await self._reader.ids(detokenize.tokens)
-        return _json({"prompt": await self._reader.text(ids)})
+        return json_response({"prompt": await self._reader.text(ids)})
 
     async def _show_version(self, request: Request) -> Response:
-        return _json({"version": penstock.__version__})
+        return json_response({"version": penstock.__version__})
 
     async def _show_load(self, request: Request) -> Answer:
-        return _json({"server_load": sum(row[ProcessCounters.OPEN] for row in self._tally.rows)})
+        return json_response({"server_load": sum(row[ProcessCounters.OPEN] for row in self._tally.rows)})
 
     async def _list_models(self, request: Request) -> Answer:
-        return _json({"object": "list", "data": [self._described(name) for name in (*self._names, *self._adapters)]})
+        return json_response(
+            {"object": "list", "data": [self._described(name) for name in (*self._names, *self._adapters)]}
+        )
 
     async def _show_model(self, request: Request) -> Answer:
         name = request.path_params["name"]
         self._require_model(name)
-        return _json(self._described(name if name in (*self._names, *self._adapters) else self._name))
+        return json_response(self._described(name if name in (*self._names, *self._adapters) else self._name))
 
     def _described(self, name: str) -> dict[str, Any]:
         adapter = self._adapters.get(name)
@@ -538,7 +541,3 @@ class ApiServer:
 
     async def _show_metrics(self, request: Request) -> Answer:
         return Response(self._metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
-
-
-def _json(value: object) -> Response:
-    return Response(msgspec.json.encode(value), media_type="application/json")

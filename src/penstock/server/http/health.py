@@ -9,12 +9,12 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.cluster.migration_counters import MigrationCounters, QueueCounters
 from penstock.engine.cluster.status_board import StatusBoard
+from penstock.server.chat.streaming import json_response
 from penstock.server.status.counters import ProcessCounters, ServerCounters
 
 
@@ -31,11 +31,11 @@ class HealthReport:
         return not self._board.is_draining and any(row[StatusBoard.SERVING] for row in self._groups)
 
     async def live(self, request: Request) -> Response:
-        return _json({"status": "live", "server": self._me, "pid": os.getpid()}, 200)
+        return json_response({"status": "live", "server": self._me, "pid": os.getpid()}, 200)
 
     async def ready(self, request: Request) -> Response:
         """Answers with 503 while no group serves, and while the server drains."""
-        return _json(self._status(), 200 if self._is_ready else 503)
+        return json_response(self._status(), 200 if self._is_ready else 503)
 
     async def whole(self, request: Request) -> Response:
         servers = [
@@ -65,7 +65,7 @@ class HealthReport:
             }
             for number, row in enumerate(self._groups)
         ]
-        return _json({**self._status(), "servers": servers, "groups": groups}, 200 if self._is_ready else 503)
+        return json_response({**self._status(), "servers": servers, "groups": groups}, 200 if self._is_ready else 503)
 
     def _waiting_to_resume(self, group: int) -> int:
         """Returns how many requests the group has lost that no group runs yet."""
@@ -74,7 +74,3 @@ class HealthReport:
     def _status(self) -> dict[str, Any]:
         is_ready, is_draining = self._is_ready, self._board.is_draining
         return {"status": "ready" if is_ready else "draining" if is_draining else "starting"}
-
-
-def _json(report: dict[str, Any], status: int) -> Response:
-    return Response(msgspec.json.encode(report), status, media_type="application/json")

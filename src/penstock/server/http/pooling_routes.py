@@ -35,7 +35,7 @@ from penstock.server.chat.pooling_schema import (
 from penstock.server.chat.prompt_builder import PromptBuilder
 from penstock.server.chat.prompt_list import separate_prompts
 from penstock.server.chat.request_schema import Conversation
-from penstock.server.chat.streaming import RequestStreams, cancel_on_disconnect
+from penstock.server.chat.streaming import RequestStreams, cancel_on_disconnect, json_response
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.http.endpoint import Admission, Answer, BodyReader, Endpoint, account_of
 from penstock.server.options import ServerOptions
@@ -149,7 +149,7 @@ class PoolingRoutes:
         tokens = sum(map(len, prompts))
         head = {"id": f"{kind}-{request.state.request_id}", "created": int(time.time()), "model": model}
         answer = {**head, **fields, "usage": {"prompt_tokens": tokens, "total_tokens": tokens}}
-        return Response(msgspec.json.encode(answer), media_type="application/json")
+        return json_response(answer)
 
     # ── prompts ──
     async def _ids(self, inputs: Sequence[str | list[int]], fields: PoolingFields, param: str) -> list[list[int]]:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from penstock.engine.text.grammar_fields import FunctionDefinition, NamedSchema, ResponseFormat, Schema, Tool
-from penstock.server.chat.request_fields import is_neutral
+from penstock.server.chat.request_fields import Neutral, require_neutral_fields
 from penstock.server.chat.request_schema import (
     MAX_MESSAGES,
     MAX_STOPS,
@@ -52,7 +52,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "stop": ([],),
 }
 INSTEAD = {"response_format": ": use output_config.format", "stop": ": use stop_sequences"}
-Neutral = Annotated[Any, msgspec.Meta(description="refused, unless the value changes nothing")]
 
 
 # ── blocks ───────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -230,9 +229,7 @@ class CountTokensRequest(Sampling, kw_only=True):
 
     def translate(self) -> tuple[ChatRequest, list[str]]:
         """Returns the chat for an answer, and the path of each message of the chat. Raises ApiError."""
-        for name, neutral in REFUSED.items():
-            if not is_neutral(getattr(self, name), neutral):
-                raise ApiError(400, f"{name} is not supported{INSTEAD.get(name, '')}", param=name)
+        require_neutral_fields(self, REFUSED, INSTEAD)
         messages, paths = list[Message](), list[str]()
         if self.system:
             messages, paths = [Message(role="system", content=_texts(self.system))], ["system"]

@@ -9,7 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from penstock.engine.protocol.messages import AnswerFormat, SamplingParams
-from penstock.server.chat.piece_events import ChatApi, json_response, translated
+from penstock.server.chat.piece_events import ChatApi, translated
+from penstock.server.chat.streaming import json_response
 from penstock.server.errors import ApiError
 from penstock.server.http.endpoint import Answer, BodyReader
 from penstock.server.messages.message_events import MessageEvents, error_body

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import msgspec
 
 from penstock.engine.text.grammar_fields import FunctionDefinition, NamedSchema, ResponseFormat, Schema, Tool
-from penstock.server.chat.request_fields import is_neutral
+from penstock.server.chat.request_fields import Neutral, refused, require_neutral_fields
 from penstock.server.chat.request_schema import (
     MAX_MESSAGES,
     ChatRequest,
@@ -58,7 +58,6 @@ REFUSED: dict[str, tuple[Any, ...]] = {
     "truncation": ("disabled",),
 }
 INSTEAD = {"max_tokens": ": use max_output_tokens", "response_format": ": use text.format"}
-Neutral = Annotated[Any, msgspec.Meta(description="refused, unless the value changes nothing")]
 
 
 # ── items ────────────────────────────────────────────────────────────────────────────────────────────────────────────
@@ -124,7 +123,7 @@ class ItemReader:
             self._add_message(where, item)
         elif item.type == "reasoning":
             if item.encrypted_content:
-                raise _refused(f"{where}.encrypted_content")
+                raise refused(f"{where}.encrypted_content")
             texts = item.content or item.summary or []
             text = texts if isinstance(texts, str) else "".join(getattr(part, "text", "") for part in texts)
             if self._turn is None or self._turn.content or self._turn.tool_calls:
@@ -168,10 +167,6 @@ def _required(where: str, name: str, value: Any) -> Any:
     return value
 
 
-def _refused(where: str, way_out: str = "") -> ApiError:
-    return ApiError(400, f"{where} is not supported{way_out}", param=where)
-
-
 def _contents(where: str, content: str | list[Part]) -> Any:
     """Returns contents as a chat has them."""
     if isinstance(content, str):
@@ -180,7 +175,7 @@ def _contents(where: str, content: str | list[Part]) -> Any:
     for number, part in enumerate(content):
         if isinstance(part, InputImage):
             if part.image_url is None:
-                raise _refused(f"{where}[{number}].file_id", ": use image_url")
+                raise refused(f"{where}[{number}].file_id", ": use image_url")
             parts.append(ImagePart(ImageUrl(part.image_url, part.detail)))
         else:
             parts.append(part if isinstance(part, RefusalPart) else TextPart(part.text))
@@ -311,11 +306,9 @@ class ResponsesRequest(Sampling, kw_only=True):
 
     def require_supported(self) -> None:
         """Raises ApiError for a field that is refused by name."""
-        for name, neutral in REFUSED.items():
-            if not is_neutral(getattr(self, name), neutral):
-                raise _refused(name, INSTEAD.get(name, ""))
+        require_neutral_fields(self, REFUSED, INSTEAD)
         if self.text is not None and self.text.verbosity not in (None, "medium"):
-            raise _refused("text.verbosity", ": expected medium, or nothing")
+            raise refused("text.verbosity", ": expected medium, or nothing")
 
     def translate(self, earlier: Sequence[ResponseItem] = ()) -> TranslatedChat:
         """Returns the chat that answers. `earlier`: items of the responses before. Raises ApiError."""

@@ -13,8 +13,9 @@ from starlette.responses import Response
 
 from penstock import Store
 from penstock.engine.protocol.messages import AnswerFormat, SamplingParams
-from penstock.server.chat.piece_events import ChatApi, json_response, translated
+from penstock.server.chat.piece_events import ChatApi, translated
 from penstock.server.chat.prompt_builder import PromptBuilder
+from penstock.server.chat.streaming import json_response
 from penstock.server.errors import ApiError
 from penstock.server.http.endpoint import LONG, Answer, BodyReader, account_of
 from penstock.server.options import ServerOptions

@@ -43,6 +43,16 @@ async def settled(server: ForkServer) -> None:
     await asyncio.wait_for(event.wait(), START)
 
 
+async def must_fork_again(server: ForkServer) -> None:
+    """Waits for the next fork server, and forks."""
+    while server._server is None:
+        await asyncio.sleep(0.01)
+    await settled(server)
+    process, _ = running(lives.describe, server.fork)
+    assert process is not None
+    process.join()
+
+
 def running(
     target: Callable[..., object], start: Callable[..., StartedProcess | None]
 ) -> tuple[StartedProcess | None, Any]:
@@ -145,12 +155,7 @@ async def test_lost_fork_server_forks_nothing_until_the_next_one(
         assert server.fork(lives.describe, (), "") is None
         assert time.monotonic() - began < fork_server.REPLY_TIMEOUT_S / 2
         assert len(reasons(log)) == 1
-        while server._server is None:
-            await asyncio.sleep(0.01)
-        await settled(server)
-        process, _ = running(lives.describe, server.fork)
-        assert process is not None
-        process.join()
+        await must_fork_again(server)
 
 
 @pytest.mark.parametrize("imports", [lives.hang_in_fork, lives.end_between_forks])
@@ -189,12 +194,7 @@ async def test_fork_server_is_replaced_when_the_environment_has_changed(monkeypa
     async with serving(lives.import_nothing) as server:
         monkeypatch.setenv("PENSTOCK_OF_A_TEST", "1")
         assert server.fork(lives.describe, (), "") is None
-        while server._server is None:
-            await asyncio.sleep(0.01)
-        await settled(server)
-        process, _ = running(lives.describe, server.fork)
-        assert process is not None
-        process.join()
+        await must_fork_again(server)
 
 
 @in_a_loop
