@@ -251,9 +251,10 @@ RECEIVE: dict[str, Callable[[Receiver, Order], Report]] = {
 
 
 @contextmanager
-def collector_off() -> Iterator[None]:
+def collector_off(collects_first: bool = True) -> Iterator[None]:
     """As timeit does: a collection in the middle would be charged to whichever implementation is running."""
-    gc.collect()
+    if collects_first:
+        gc.collect()
     gc.disable()
     try:
         yield
