@@ -201,8 +201,8 @@ inline u64 own_start() {
     if (stat.pid != process()->pid.load(RELAXED))
         throw Error(Fault::os, format("/proc shows another pid namespace: pid %d here is %d there; mount it anew",
                                       process()->pid.load(RELAXED), stat.pid));
-    process()->start.store(stat.start, RELAXED);
-    return stat.start;
+    // The first answer stays: an emulator tells each thread another time, and the process has one identity.
+    return process()->start.compare_exchange_strong(known, stat.start, RELAXED) ? stat.start : known;
 }
 inline u64 own_identity() { return make_identity(PeerState::live, process()->pid.load(RELAXED), own_start()); }
 

@@ -124,9 +124,10 @@ void run_lives(Survivors& shared, u64 kills, u64 seed, Totals& totals) {
         shared.done.store(0, RELAXED);
         pid_t victims[] = {start([&] { run_core(shared, life << 32, seed + life); }),
                            start([&] { run_worker(shared); })};
-        // Most lives have a step before the kill, however slow the machine is: under emulation a start takes
-        // milliseconds.
-        while (!random.one_in(1 << 14) && shared.done.load(RELAXED) == 0) sched_yield();
+        // Seven of eight lives have a step before the kill, however slow and busy the machine is.
+        const u64 deadline = random.one_in(8) ? 0 : now_ns() + 20'000'000'000;
+        while (shared.done.load(RELAXED) == 0 && (deadline == 0 ? !random.one_in(1 << 10) : now_ns() < deadline))
+            sched_yield();
         usleep(static_cast<useconds_t>(random.below(60)));
         u64 first = random.below(2);  // the other one goes on for a while
         kill(victims[first], SIGKILL);
