@@ -19,5 +19,5 @@ def shipped_on_two_ranks() -> Iterator[tuple["subprocess.Popen[str]", int]]:
 
 
 @pytest.fixture(autouse=True)
-def kept(kept_fork_server: None) -> None:  # noqa: F811
+def shared_fork_server(kept_fork_server: None) -> None:  # noqa: F811
     """Launchers of this process share fork servers."""

@@ -27,7 +27,7 @@ def inherited_of_any_test() -> tuple[object, ...]:
 class KeptForkServer(ForkServer):
     """`imports` of launcher have the config: processes with a model are kept apart from those without."""
 
-    kept: ClassVar[dict[bool, ForkServerProcess]] = {}
+    idle: ClassVar[dict[bool, ForkServerProcess]] = {}
     belongings: ClassVar[dict[bool, Counter[str]]] = {}
 
     def __init__(self, imports: Callable[[], object]) -> None:
@@ -36,7 +36,7 @@ class KeptForkServer(ForkServer):
         self._descriptors: Counter[str] = Counter()
 
     def start(self) -> None:
-        server = self.kept.get(self._has_model)
+        server = self.idle.get(self._has_model)
         if server is not None and not is_usable(server):
             self.take(self._has_model).end()
         elif server is not None:
@@ -50,7 +50,7 @@ class KeptForkServer(ForkServer):
 
     def close(self) -> None:
         server = self._server
-        if server is None or not server.is_ready or not is_usable(server) or self._has_model in self.kept:
+        if server is None or not server.is_ready or not is_usable(server) or self._has_model in self.idle:
             super().close()
             return
         self._waiting.clear()
@@ -58,17 +58,17 @@ class KeptForkServer(ForkServer):
         asyncio.get_running_loop().remove_reader(server.pidfd)
         pid = f"child {server.process.pid} "
         child = Counter({text: count for text, count in conftest.children().items() if text.startswith(pid)})
-        self.kept[self._has_model], self.belongings[self._has_model] = server, self._descriptors | child
-        conftest.kept.update(self.belongings[self._has_model])
+        self.idle[self._has_model], self.belongings[self._has_model] = server, self._descriptors | child
+        conftest.left_on_purpose.update(self.belongings[self._has_model])
 
     @classmethod
     def take(cls, has_model: bool) -> ForkServerProcess:
-        conftest.kept.subtract(cls.belongings.pop(has_model))
-        return cls.kept.pop(has_model)
+        conftest.left_on_purpose.subtract(cls.belongings.pop(has_model))
+        return cls.idle.pop(has_model)
 
     @classmethod
     def end(cls) -> None:
-        for has_model in [*cls.kept]:
+        for has_model in [*cls.idle]:
             cls.take(has_model).end()
 
 
