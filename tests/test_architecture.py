@@ -232,7 +232,7 @@ def test_an_import_from_above_is_found_however_it_is_written() -> None:
         assert broken_imports(ring, source), f"not found: {source}"
 
 
-def test_an_import_of_what_runs_what_it_reads_is_found() -> None:
+def test_import_of_pickle_or_the_like_is_found() -> None:
     for name in sorted(EXECUTABLE):
         for source in (f"import {name}", f"from {name} import loads", f"__import__('{name}')"):
             assert broken_imports(["penstock", "codec", "gate"], source), f"not found: {source}"

@@ -10,6 +10,7 @@ import functools
 import importlib
 import importlib.util
 import inspect
+import itertools
 import logging
 import textwrap
 from collections.abc import Iterator
@@ -94,12 +95,12 @@ class Module:
                 owner, name = node.args[0], node.args[1].value  # type: ignore[attr-defined]
             else:
                 continue
-            text = f"{ast.unparse(owner)}.{name}"
-            if not is_private(name) or name in DOCUMENTED or text in DOCUMENTED:
+            if not is_private(name) or name in DOCUMENTED:
                 continue
-            is_of_self = (isinstance(owner, ast.Name) and owner.id in ("self", "cls")) or ast.unparse(
-                owner
-            ) == "super()"
+            is_of_self = (written := ast.unparse(owner)) in ("self", "cls", "super()")
+            text = f"{written}.{name}"
+            if text in DOCUMENTED:
+                continue
             if _root(owner) in self.foreign or name not in (all_of_ours if is_of_self else known):
                 yield node.lineno, name, text
 
@@ -140,9 +141,12 @@ def name_of(path: Path) -> str:
 def foreign_private_names(modules: dict[str, Module]) -> Iterator[tuple[str, int, str, str]]:
     """Module, line, name, expression."""
     all_of_ours = {name for module in modules.values() for name in module.defined}
+    defined: dict[str, set[str]] = {}  # by module and package
     for name, module in modules.items():
-        imported = [other for other in modules if any(f"{other}.".startswith(f"{item}.") for item in module.imported)]
-        known = module.defined.union(*(modules[other].defined for other in imported))
+        for package in itertools.accumulate(name.split("."), "{}.{}".format):
+            defined.setdefault(package, set()).update(module.defined)
+    for name, module in modules.items():
+        known = module.defined.union(*(defined.get(item, ()) for item in module.imported))
         for use in module.uses(known, all_of_ours):
             yield name, *use
 

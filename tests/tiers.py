@@ -50,7 +50,7 @@ HANDLE_ABORTS           = choose(400,     1_000,   100_000)    # … and of requ
 CHAOS_SECONDS           = choose(6.0,     12.0,    60.0)       # test_server_chaos: blows to a served cluster
 MIGRATED_REQUESTS       = choose(60,      2_000,   20_000)     # test_migration: requests, while processes are killed
 KEPT_KV_ROUNDS          = choose(1,       33,      300)        # test_kept_kv: of 30 requests, kept and not kept
-FORK_DEATHS             = choose(20,      1_000,   10_000)     # test_fork_server_deaths: of processes, and the server
+FORK_DEATHS             = choose(8,       1_000,   10_000)     # test_fork_server_deaths: of processes, and the server
 KEPT_KV_CUTS            = choose(8,       64,      64)         # test_kept_kv: places at which an answer is cut
 BLAME_SIGNALS           = choose(3,       200,     2_000)      # test_blame_campaign: SIGSEGV and SIGABRT from outside
 BLAME_POISONS           = choose(1,       9,       200)        # test_blame_campaign: requests that make an engine fail
@@ -78,6 +78,7 @@ OUTPUTS_SEEDS           = choose(12,      25,      250)        # test_outputs: a
 RESUMED_SEEDS           = choose(2,       100,     1_000)      # test_resumed
 GROWTH_SEEDS            = choose(8,       20,      200)        # test_prefix_hasher
 # unit
+PEER_DEATHS             = choose(20,      100,     1_000)      # test_peers: of peers that hold a block
 LINK_RESETS             = choose(100,     1_000,   100_000)    # test_resumption: in a row, under traffic
 LINK_CUTS               = choose(6,       200,     5_000)      # test_resumption: resets at a random byte, each way
 DAMAGES                 = choose(2,       50,      500)        # test_resumption: packets with a flipped bit, each way

@@ -59,7 +59,7 @@ async def must_serve_again(engine: Running, client: Client) -> None:
 
 @pytest.mark.parametrize(("kind", "index"), MEMBERS)
 @in_a_loop
-async def test_one_of_a_group_is_killed(kind: str, index: int) -> None:
+async def test_death_of_a_process_fails_its_requests_and_its_group_restarts(kind: str, index: int) -> None:
     async with running(**SHAPE, migration_limit=0) as engine, Client(engine.launcher.cluster, 0) as client:
         fates = await load(client, 4000)
         others = {child.pid for child in engine.children()}
@@ -183,7 +183,7 @@ def test_sigterm_drains_and_ends_in_order() -> None:
     assert 'event="cluster stopped" killed=none' in err and "level=error" not in err, err
 
 
-def test_a_second_sigterm_stops_it_at_once() -> None:
+def test_second_sigterm_stops_the_launcher_at_once() -> None:
     with tree_of_its_own(shutdown_timeout=60.0) as (process, pids):
         os.kill(pids[-1], signal.SIGSTOP)  # a server, which will not end by itself
         process.terminate()

@@ -152,7 +152,7 @@ async def test_unloadable_model_ends_the_server_with_the_first_reason(quick_rest
 
 
 @in_a_loop
-async def test_what_is_no_message_costs_the_core_that_message_alone() -> None:
+async def test_malformed_message_costs_the_core_that_message_alone() -> None:
     async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
         core = engine.child("core").pid
         sender = client._cores._senders[0]._end  # below the codec
@@ -202,7 +202,7 @@ async def test_a_server_speaks_for_itself_alone(outputs: int) -> None:
 
 
 @in_a_loop
-async def test_the_time_for_an_answer_begins_when_it_is_asked_for() -> None:
+async def test_timeout_of_an_answer_begins_with_the_call_of_submit() -> None:
     async with tree_with("worker", worker.run) as engine, Client(engine.launcher.cluster, 0) as client:
         send, clock = client._cores._senders[0].send, asyncio.get_running_loop().time
 

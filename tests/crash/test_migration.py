@@ -70,7 +70,7 @@ CONFIGURATIONS = {
     "simulated, one group, output in the core": Configuration(
         0.0 if tiers.TIER == "push" else 0.1, OF_RULE, simulated(output_processors=0)
     ),
-    # In push, test_a_resumed_answer_goes_on_as_if_it_had_stayed has resumed answers of models.
+    # In push, test_resumed_answer_equals_the_answer_without_a_loss has resumed answers of models.
     "tiny-llama": Configuration(
         0.0 if tiers.TIER == "push" else 0.15,
         shape(tiny_models.LLAMA, BYTES, tokens=(40, 120), has_logprobs=True),

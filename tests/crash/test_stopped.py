@@ -196,7 +196,7 @@ def test_leaving_while_somebody_is_stopped_with_a_lock_is_no_crash(zygote: Zygot
         pool.close()
 
 
-def test_one_that_dies_while_it_is_stopped_is_dead(zygote: Zygote) -> None:
+def test_receiver_killed_while_stopped_is_reported_dead_and_replaced(zygote: Zygote) -> None:
     with Scene(zygote, "broadcast") as scene:
         scene.fill()
         scene.must_flow()
@@ -497,7 +497,7 @@ def test_eviction_passes_over_a_value_locked_by_a_stopped_peer(zygote: Zygote) -
     assert [shelf.store.get(shelf.key(name)) is not None for name in (1, 2)] == [True, False]
 
 
-def test_dropping_what_is_being_written_waits_for_no_stopped_peer(zygote: Zygote) -> None:
+def test_release_of_an_unfinished_write_waits_for_no_stopped_peer(zygote: Zygote) -> None:
     shelf = Shelf()
     with shelf.stopped(zygote, "block.locked", shelf.filling.ref_numbers()) as child:
         began = time.monotonic()

@@ -64,9 +64,7 @@ async def embedded(client: Client, ids: list[int], *, is_inline: bool = False) -
     return vector, stream.cached_tokens
 
 
-@pytest.mark.parametrize(
-    ("name", "ranks"), [("qwen3", 2), ("gemma2", 1), pytest.param("llama", 1, marks=tiers.needs_all)]
-)
+@pytest.mark.parametrize(("name", "ranks"), [("qwen3", 2), *tiers.only_in_all(("gemma2", 1), ("llama", 1))])
 @in_a_loop
 async def test_vectors_are_those_of_transformers(name: str, ranks: int, tmp_path: Path) -> None:
     """In chunks of 16, beside others, and again with a cache that has all of each prompt."""

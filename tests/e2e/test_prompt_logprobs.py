@@ -73,7 +73,7 @@ async def scored(client: Client, prompt: list[int], **params: Any) -> dict[int, 
 
 @pytest.mark.parametrize(
     ("name", "ranks"),
-    [("llama", 1), ("gemma2", 2), pytest.param("mixtral", 1, marks=tiers.needs_all)],
+    [("gemma2", 2), *tiers.only_in_all(("llama", 1), ("mixtral", 1))],
 )
 @in_a_loop
 async def test_prompt_logprobs_are_those_of_transformers(name: str, ranks: int, tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
 from penstock.engine.protocol.lora import Adapter, LoraConfig  # noqa: E402
 from penstock.engine.protocol.messages import SamplingParams  # noqa: E402
+from tests import tiers  # noqa: E402
 from tests.crash.test_engine_migration import kill  # noqa: E402
 from tests.e2e.test_server import run_server  # noqa: E402
 from tests.e2e.test_server_models import save_tokenizer  # noqa: E402
@@ -74,7 +75,7 @@ async def answers(client: Client, requests: Sequence[Asked], digests: Sequence[b
 
 
 @pytest.mark.timeout(240)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("ranks", [2, *tiers.only_in_all(1)])
 @in_a_loop
 async def test_answers_keep_their_adapters_when_a_worker_is_killed(ranks: int, tmp_path: Path) -> None:
     family, adapters, lora = build(tmp_path)

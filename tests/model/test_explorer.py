@@ -74,7 +74,9 @@ def stores_and_looks(mine: str, other: str, is_fenced: bool) -> Callable[[], Ste
         ("weaker", True, False),
     ],
 )
-def test_two_miss_what_the_other_stored_only_without_a_fence(model: str, is_fenced: bool, is_allowed: bool) -> None:
+def test_stores_before_loads_miss_each_other_only_without_a_fence(
+    model: str, is_fenced: bool, is_allowed: bool
+) -> None:
     results = outcomes(model, "xy", stores_and_looks("x", "y", is_fenced), stores_and_looks("y", "x", is_fenced))
     assert ((0, 0) in results) == is_allowed
     assert {(0, 1), (1, 0), (1, 1)} <= results

@@ -539,7 +539,7 @@ def test_a_writer_that_lets_its_lease_go_has_given_up_and_another_writes() -> No
         ("only a commit ends it", True, f"{WAITS}|is being written by nobody"),
     ],
 )
-def test_what_is_left_out_of_writing_once_is_missed(mutation: str, gives_up: bool, how: str) -> None:
+def test_each_part_of_the_protocol_of_one_writer_is_needed(mutation: str, gives_up: bool, how: str) -> None:
     one_key(mutation, gives_up=gives_up, reapers=0 if gives_up else 1).fails(how)
 
 
@@ -576,7 +576,7 @@ def test_two_takers_of_the_same_room_take_turns_when_one_dies() -> None:
     room_for_one().holds(3_000)
 
 
-def test_who_waits_for_room_must_hear_that_what_is_kept_is_no_longer_held() -> None:
+def test_waiter_for_room_hangs_without_news_of_released_values() -> None:
     room_for_one("no return of what is kept").fails(WAITS)
 
 
@@ -605,7 +605,7 @@ def test_abandoned_key_is_evicted_or_written_by_another_process() -> None:
     given_up().holds(1_000)
 
 
-def test_what_was_given_up_must_be_seen_to_be_that_by_who_wants_its_room() -> None:
+def test_waiter_for_room_hangs_unless_it_sees_an_abandoned_write() -> None:
     given_up("only a commit ends it").fails(WAITS)
 
 
@@ -644,7 +644,7 @@ def test_value_opened_during_its_eviction_stays_or_is_stale(model: str) -> None:
     by_reference().holds(200, model)
 
 
-def test_what_was_opened_while_it_was_evicted_must_be_linked_again() -> None:
+def test_value_opened_during_its_eviction_is_lost_unless_linked_again() -> None:
     by_reference("not linked again").fails("kept, and not found")
 
 
@@ -676,5 +676,5 @@ def test_value_chosen_by_two_evictions_is_evicted_once(model: str) -> None:
     two_evict().holds(200, model)
 
 
-def test_what_was_chosen_must_be_looked_at_again_under_the_lock() -> None:
+def test_victim_of_eviction_must_be_checked_again_under_the_lock() -> None:
     two_evict("chosen for good").fails("kept")

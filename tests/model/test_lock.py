@@ -218,7 +218,7 @@ def test_a_holder_that_dies_anywhere_wedges_nobody(model: str) -> None:
     lockers_of_whom_some_die(2).holds(1_000, model)
 
 
-def test_two_waiters_and_two_reapers_may_take_it_over_at_the_same_time() -> None:
+def test_lock_of_a_dead_holder_goes_to_one_of_several_waiters_and_reapers() -> None:
     lockers_of_whom_some_die(3, reapers=0).holds(10_000)
     lockers_of_whom_some_die(2, reapers=2).holds(10_000)
 

@@ -178,7 +178,7 @@ UNFOUND = {
 
 
 @pytest.mark.parametrize(("name", "half"), CASES)
-def test_a_half_that_is_relaxed_is_missed(name: str, half: str) -> None:
+def test_relaxed_half_of_a_memory_order_fails_its_scene(name: str, half: str) -> None:
     _, scene, how = CASES[name, half]
     scene().without(name, half).fails(how, "weaker")
 
@@ -188,7 +188,7 @@ OTHERS = [label for label in LABELS if not label.startswith("orders.")]  # their
 
 
 @pytest.mark.parametrize("scene", [*(label for label in LABELS if label not in OTHERS), *tiers.only_in_all(*OTHERS)])
-def test_what_breaks_without_a_half_holds_with_both(scene: str) -> None:
+def test_scene_holds_with_both_halves_of_each_memory_order(scene: str) -> None:
     for build in dict.fromkeys(build for label, build, _ in CASES.values() if label == scene):
         build().holds(5, "weaker")
 
@@ -210,6 +210,6 @@ def test_design_names_the_model_of_each_half() -> None:
     assert dict(rows[: len(ORDERS)]) == expected
 
 
-def test_a_half_is_left_out_of_the_order_that_is_named_and_of_no_other() -> None:
+def test_without_relaxes_only_the_named_order() -> None:
     assert (orders.publish.release, orders.publish.acquire) == (RELEASE, ACQUIRE)
     announced(orders.publish).without("room", "release").holds(5, "weaker")

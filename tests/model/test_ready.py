@@ -65,7 +65,7 @@ def test_the_bit_is_set_after_committing_and_cleared_before_the_last_look(mutati
     sending((2, 1), mutation=mutation).fails(f"{ASLEEP}|were read and")
 
 
-def test_the_bit_releases_what_was_committed() -> None:
+def test_ready_bit_releases_the_records_committed_before() -> None:
     sending((1, 1)).without("ready", "release").holds(10_000, "tso")
     sending((1, 1)).without("ready", "release").fails(f"{ASLEEP}|were read and", "weak")
 

@@ -535,7 +535,7 @@ def test_receiver_dead_before_it_is_counted_does_not_block_the_sender() -> None:
     dies_while_it_comes().holds(500)
 
 
-def test_a_reaper_that_knows_its_own_epoch_alone_leaves_it_counted() -> None:
+def test_reaper_with_its_own_epoch_alone_leaves_a_dead_receiver_counted() -> None:
     dies_while_it_comes("only its own epoch").fails("dead")
 
 
@@ -693,5 +693,5 @@ def test_a_sender_that_has_waited_for_long_is_woken_for_any_room() -> None:
     slow_receiver().holds(30)
 
 
-def test_without_patience_it_sleeps_although_there_is_room() -> None:
+def test_sender_without_patience_sleeps_although_the_ring_has_room() -> None:
     slow_receiver("no patience").fails(ASLEEP)

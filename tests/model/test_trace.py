@@ -47,10 +47,10 @@ def traced(mutation: str = "", events: int = 3) -> Scene:
 
 
 @pytest.mark.parametrize("memory", ["sc", "tso", "weak", "weaker"])
-def test_what_a_tracer_keeps_was_written_as_one_event(memory: str) -> None:
+def test_tracer_keeps_only_whole_events(memory: str) -> None:
     traced().holds(5, memory)
 
 
 @pytest.mark.parametrize("mutation", MUTATIONS)
-def test_a_tracer_that_is_wrong_is_found(mutation: str) -> None:
+def test_tracer_with_a_planted_mistake_mixes_events(mutation: str) -> None:
     traced(mutation).fails("is taken for another", "weaker")

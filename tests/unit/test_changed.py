@@ -44,7 +44,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Repository:
     return Repository(tmp_path)
 
 
-def test_one_commit_with_nothing_to_compare_it_with_counts_as_changed(repository: Repository) -> None:
+def test_single_commit_counts_as_changed(repository: Repository) -> None:
     assert repository.status("native") == CHANGED
 
 

@@ -65,7 +65,7 @@ def test_a_bell_rings_when_a_frame_comes_to_an_armed_receiver() -> None:
         assert receiver.try_receive() == b"b"
 
 
-def test_a_bell_rings_when_there_is_room_for_an_armed_sender() -> None:
+def test_armed_sender_is_woken_when_the_ring_has_room() -> None:
     ring = Ring(capacity=4096)
     with FrameSender(ring) as sender, FrameReceiver(ring) as receiver:
         count = 0

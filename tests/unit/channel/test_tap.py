@@ -307,7 +307,7 @@ def test_observed_segment_cannot_be_joined_or_written() -> None:
         segment.bytes(is_writable=True)
 
 
-def test_a_tap_of_what_is_no_channel_is_refused() -> None:
+def test_tap_of_a_pool_is_refused() -> None:
     pool = lowlevel.Pool.create(1 << 16)
     with pytest.raises(LayoutMismatch, match="expected a channel"):
         _native.Tap(pool._segment)

@@ -34,7 +34,7 @@ def end_of(request: int, reason: int, sample: int = 0) -> Delta:
 
 
 @in_a_loop
-async def test_what_the_engine_gives_up_is_no_answer() -> None:
+async def test_request_that_the_engine_gives_up_raises_engine_error() -> None:
     async with engine(output_processors=1) as ([group], client):
         for reason, status in ((FinishReason.MISSING, 503), (FinishReason.ERROR, 500)):
             stream = await client.submit([1], SamplingParams(n=2))
@@ -74,7 +74,7 @@ async def test_a_request_tells_the_core_how_its_answer_is_written() -> None:
 
 
 @in_a_loop
-async def test_who_reads_when_the_client_is_closed_is_told_so() -> None:
+async def test_reader_of_a_stream_gets_an_error_when_the_client_closes() -> None:
     async with engine(output_processors=1) as (_, client):
         stream = await client.submit([1])
         reading = asyncio.ensure_future(anext(stream))
@@ -127,7 +127,7 @@ async def test_a_time_out_does_not_begin_when_all_is_over() -> None:
     assert aborted == []
 
 
-def test_failures_are_kept_for_who_is_too_slow_for_anything_else() -> None:
+def test_full_outbox_of_a_slow_server_still_takes_failures() -> None:
     cluster = Cluster.open(CONFIG)
     receiver = cluster.servers[0].open_receiver(name="server 0.0 #1")
     outbox = Outbox(cluster, ProcessId("output", 0, 0, 1))

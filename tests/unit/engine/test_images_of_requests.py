@@ -75,7 +75,7 @@ def answer(stream: OutputStream) -> None:
 
 
 @pytest.mark.parametrize("end", [fail, answer, OutputStream.abort])
-def test_a_stream_that_is_over_holds_nothing_though_nobody_has_read_it(end: Any) -> None:
+def test_ended_stream_releases_its_images_before_it_is_read(end: Any) -> None:
     with a_store() as store:
         stream = held_by(lambda scope: OutputStream(1, 0, 1, 5, 1, scope), store)
         assert store.stats().pool.holders
@@ -143,7 +143,7 @@ async def test_requests_that_end_in_a_thousand_ways_leave_nothing_held(seed: int
 
 
 @in_a_loop
-async def test_a_request_that_nobody_takes_holds_nothing() -> None:
+async def test_refused_request_releases_its_images() -> None:
     cluster = Cluster.open(EngineConfig(simulated=SimulatedDevice(), store_nbytes=4 << 20))
     try:
         async with Client(cluster, 0) as client:
@@ -226,14 +226,14 @@ def test_image_is_opened_once_and_not_when_its_blocks_are_cached() -> None:
         must_be_held_by_nobody(store)
 
 
-def test_what_travels_inline_is_opened_with_and_without_a_key() -> None:
+def test_inline_images_are_opened_with_and_without_a_key() -> None:
     device = Opened(None)
     with Scope() as scope:
         device.ask(PROMPT, [scope.put(pixels(1)), scope.put(pixels(2), key=key(2))], [1, 25])
     assert len(device.items) == 2 and not device.failed
 
 
-def test_who_wants_an_image_that_is_gone_fails_alone() -> None:
+def test_request_of_an_evicted_image_fails_alone() -> None:
     with a_store() as store:
         device = Opened(store)
         with Scope(store) as scope:

@@ -42,7 +42,7 @@ def test_a_line_or_function_that_is_not_there_is_an_error(functions: dict[str, l
         without_lines(SOURCE, functions)
 
 
-def test_looks_are_replaced_beside_what_is_set_always() -> None:
+def test_lines_for_looks_are_added_to_lines_that_are_always_set() -> None:
     entry = {"set": {"a.py": {"*": [["m", "n"]]}}, "looks": {"a.py": {"f": [["x", "pass"]]}}}
     assert lines_to_replace(entry, has_looks=True) == {"a.py": {"*": [["m", "n"]]}}
     assert lines_to_replace(entry, has_looks=False) == {"a.py": {"*": [["m", "n"]], "f": [["x", "pass"]]}}

@@ -269,7 +269,7 @@ def test_a_reader_that_starts_late_raises_until_a_whole_step() -> None:
         late.receive(*line.records.pop())
 
 
-def test_what_is_handed_out_is_not_shared_with_what_is_kept() -> None:
+def test_received_vllm_step_shares_no_list_with_the_kept_state() -> None:
     line = Line()
     for computed in range(10, 15):
         message = step("abcd", computed, later_field=[])

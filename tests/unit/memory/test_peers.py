@@ -10,6 +10,7 @@ import pytest
 import penstock
 from penstock import MemoryExhausted, PeerDied, _native, lowlevel
 from penstock.lowlevel import Pool
+from tests import tiers
 from tests.conftest import eventually
 from tests.support.processes import DYING, Program, forked, program, soon
 
@@ -276,7 +277,7 @@ def test_death_is_noticed_in_each_segment_of_the_process() -> None:
         receiver.close()
 
 
-def test_hundred_killed_peers_leave_no_block() -> None:
+def test_killed_peers_leave_no_block() -> None:
     pool = Pool.create(1 << 16, max_peers=4)
     pool.join()
 
@@ -285,7 +286,7 @@ def test_hundred_killed_peers_leave_no_block() -> None:
         pool.share(lease, to=[0])
         os.kill(os.getpid(), signal.SIGKILL)
 
-    for _ in range(100):
+    for _ in range(tiers.PEER_DEATHS):
         assert forked(visit) == -signal.SIGKILL
         eventually(lambda: pool.stats().blocks == 0)
     assert [peer.state for peer in pool.peers()].count("live") == 1

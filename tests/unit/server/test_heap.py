@@ -49,7 +49,7 @@ def fill_a_heap(saved: list[np.ndarray]) -> None:
 
 @pytest.mark.skipif(not hasattr(ctypes.CDLL(None), "malloc_trim"), reason="needs glibc")
 @in_a_loop
-async def test_what_was_freed_is_given_back_after_something_large(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_heap_returns_freed_memory_after_a_large_request(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(heap, "PAUSE", 0.01)
     ours, saved = Heap(), []
     before = private()

@@ -207,7 +207,7 @@ async def test_a_client_that_goes_while_its_body_is_decoded_leaves_nothing(turn:
 
 
 @in_a_loop
-async def test_what_is_wrong_in_a_long_body_is_told_as_ever() -> None:
+async def test_error_in_a_long_body_names_the_path_of_the_field() -> None:
     async with open_exchange() as exchange:
         await exchange.ask({"messages": [{"role": "nobody", "content": "x" * LONG}]})
         assert exchange.status == 400 and b"$.messages[0].role" in exchange.messages[1]["body"]

@@ -210,7 +210,7 @@ def test_loan_without_key_waits_for_room_and_evicts_unheld_values() -> None:
 
 
 @WAYS
-def test_every_kind_and_shape_has_its_place_and_no_two_share_it(seed: int, value_key: bytes | None) -> None:
+def test_loaned_arrays_of_every_dtype_and_shape_do_not_overlap(seed: int, value_key: bytes | None) -> None:
     chance = np.random.default_rng(seed)
     shapes = [(), (0, 3), 7, (2, 3, 5), np.int64(4)]
     specs = [Empty(shapes[index % len(shapes)], kind.name) for index, kind in enumerate(KINDS)]

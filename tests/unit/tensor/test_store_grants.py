@@ -145,7 +145,7 @@ def test_open_holds_the_value_before_its_grant_ends() -> None:
     assert store.evict(key(1))
 
 
-def test_open_of_what_is_not_there_is_missing() -> None:
+def test_open_of_an_unknown_or_unfinished_key_raises_missing() -> None:
     store = new_store()
     with pytest.raises(Missing, match="'store' keeps nothing under"):
         store.open(key(1))

@@ -370,7 +370,7 @@ def test_signal_prints_a_partial_table(numbers: list[signal.Signals], tmp_path: 
     assert parsed["interrupted"] == numbers[0].name and parsed["figures"]["unfinished"] == 2
 
 
-def test_no_engine_is_imported_for_it() -> None:
+def test_load_command_imports_neither_engine_nor_torch() -> None:
     code = "import sys, penstock.tools.load.command; print(*sys.modules)"
     completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=os.environ)
     assert not [word for word in completed.stdout.split() if re.match(r"penstock\.(engine|server)|torch|httpx", word)]

@@ -191,7 +191,7 @@ def test_a_name_is_no_markup() -> None:
     assert "[red]x[/red]" in "\n".join(shown(160, 100, name="[red]x[/red]"))
 
 
-def test_a_curve_ends_with_now_and_only_nothing_is_blank() -> None:
+def test_sparkline_ends_with_the_last_value_and_zero_is_blank() -> None:
     assert sparkline([1, 2, 4, 8], 6) == "  ▂▃▅█"
     assert sparkline([0, 0.001, 5], 3) == f"{BARS[0]}{BARS[1]}{BARS[8]}"
     assert sparkline([9, 1, 1], 2) == "██"  # a hidden value does not count

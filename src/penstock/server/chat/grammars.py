@@ -30,10 +30,8 @@ class GrammarChecker:
         self._answers: OrderedDict[bytes, Grammar | GrammarError] = OrderedDict()
         self._tokenizer: LLTokenizer | None = None
 
-    async def check(self, source: GrammarSource | None) -> Grammar | None:
-        """Returns the grammar of a request; None: it has none. Raises ApiError for a grammar that is not supported."""
-        if source is None:
-            return None
+    async def check(self, source: GrammarSource) -> Grammar:
+        """Returns the grammar of a request. Raises ApiError for a grammar that is not supported."""
         if not self._has_end:
             message = (
                 f"{source.param} is not supported: the model has no end id (eos_token_id), and no answer would end"

@@ -32,7 +32,7 @@ def by_position(entries: Iterable[PromptLogprobs]) -> dict[int, TokenLogprobs]:
 
 
 class PromptFields:
-    """What a request wants of its prompts in its answer."""
+    """What a request wants of its prompts in its answer: `Sampling.shows_prompt`."""
 
     def __init__(self, request: Sampling, is_chat: bool) -> None:
         """Raises ApiError for what a stream does not have."""
@@ -56,11 +56,6 @@ class PromptFields:
                 if is_wanted:
                     value = f"{name} 0" if name == "max_tokens" else f"{name} with echo" if name == "logprobs" else name
                     raise ApiError(400, f"{value} is not supported in a stream", param=name)
-
-    @property
-    def is_empty(self) -> bool:
-        """Returns whether the request wants nothing of its prompts."""
-        return not (self.echoes or self._has_logprobs or self._has_ids or self.is_prompt_alone)
 
     @property
     def needs_vocabulary(self) -> bool:

@@ -104,6 +104,11 @@ class Sampling(GrammarFields, kw_only=True):
         """Returns whether each chunk has the usage so far."""
         return self.includes_usage and bool(self.stream_options and self.stream_options.continuous_usage_stats)
 
+    @property
+    def shows_prompt(self) -> bool:
+        """Returns whether the answer has ids, log-probabilities or the text of its prompts."""
+        return bool(self.return_token_ids) or self.prompt_logprobs is not None
+
     def params(self, max_tokens: int | None, logprobs: int | None, defaults: Defaults) -> SamplingParams:
         """Returns the sampling parameters. Raises ApiError for values that are invalid or not supported."""
         if self.best_of is not None and self.best_of != (self.n or 1):
@@ -151,6 +156,10 @@ class CompletionRequest(Sampling, kw_only=True):
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=MAX_LOGPROBS)] | None = None
     max_tokens: Annotated[int, msgspec.Meta(ge=0, lt=1 << 31)] | None = None
     echo: bool | None = None
+
+    @property
+    def shows_prompt(self) -> bool:
+        return bool(self.echo or self.return_token_ids) or self.prompt_logprobs is not None
 
     def sampling(self, defaults: Defaults = NO_DEFAULTS) -> SamplingParams:
         """Returns the sampling parameters: for the prompt alone (`max_tokens` 0), of one token, which is dropped."""

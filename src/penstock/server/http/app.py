@@ -233,7 +233,8 @@ class ApiServer:
         conversation = await self._bodies.run(request, body, lambda: Conversation.of(chat.messages, chat.tools))
         body.clear()  # its strings are held, and twice would be too much
         limit = self._limit(chat, params, "messages")
-        grammar = await self._grammars.check(self._formats.grammar_source(chat, use, params))
+        source = self._formats.grammar_source(chat, use, params)
+        grammar = None if source is None else await self._grammars.check(source)
         options = {**self._options.default_chat_template_kwargs, **chat.template_options}
         prompt = await self._prompt(request, conversation, options, chat, limit)
         chat.messages = []  # media are long, and it may take long to answer
@@ -296,7 +297,8 @@ class ApiServer:
             embeds = completion.take_embeds()
             texts = await self._bodies.run(request, body, functools.partial(completion.prompts, len(embeds)))
             limit = self._limit(completion, params, "prompt")
-            grammar = await self._grammars.check(completion.answer_grammar(params))
+            source = completion.answer_grammar(params)
+            grammar = None if source is None else await self._grammars.check(source)
             prompts = []
             for text in texts:
                 ids = await self._reader.ids(text, completion.add_special_tokens is not False, limit)
@@ -330,7 +332,7 @@ class ApiServer:
         answer_format: AnswerFormat | None = None,
         build: BuildEvents | None = None,
     ) -> Answer:
-        fields = PromptFields(sampling, style == Style.CHAT)
+        fields = PromptFields(sampling, style == Style.CHAT) if sampling.shows_prompt else None
         if sampling.bad_words:
             params = replace(params, bad_words_ids=await self._reader.bad_words_ids(sampling.bad_words))
         prompts = [self._truncated(prompt, sampling, params) for prompt in prompts]
@@ -373,7 +375,7 @@ class ApiServer:
         )
         batch = self._batch(submit, params, prompts, chunk_format, counts_usage=sampling.counts_usage)
         first = b""
-        if fields.echoes or sampling.return_token_ids:
+        if fields is not None:
             vocabulary = await self._reader.vocabulary() if fields.echoes else None
             first = fields.first_chunks(head + nothing_yet, [prompt.ids for prompt in prompts], params.n, vocabulary)
         return SSEResponse(batch, head, sampling.includes_usage, latencies, request_id, first)
@@ -470,11 +472,11 @@ class ApiServer:
         prompts: Sequence[list[int]],
         answer: dict[str, Any],
         latencies: LatencyRecorder,
-        fields: PromptFields,
+        fields: PromptFields | None,
     ) -> Response:
         choices = await collect(batch, len(prompts), params.n, latencies)
         vocabulary = None
-        if params.logprobs is not None or fields.needs_vocabulary:
+        if params.logprobs is not None or (fields is not None and fields.needs_vocabulary):
             vocabulary = await self._reader.vocabulary()
         answer["choices"] = []
         for index, choice in enumerate(choices):
@@ -482,7 +484,7 @@ class ApiServer:
                 await asyncio.sleep(0)  # with log-probabilities each takes milliseconds, and others go on in between
             answer["choices"].append(build_choice(choice, index, None if params.logprobs is None else vocabulary))
         answer["usage"] = usage_of(*batch.streams.values())
-        if not fields.is_empty:
+        if fields is not None:
             fields.add_to(answer, choices, prompts, batch.streams, vocabulary)
         return json_response(answer)
 

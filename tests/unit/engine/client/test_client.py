@@ -116,7 +116,7 @@ def stream_of(samples: int = 1) -> tuple[OutputStream, list[OutputStream]]:
 
 
 @in_a_loop
-async def test_pieces_that_nobody_has_taken_become_one_for_each_sample() -> None:
+async def test_unread_chunks_of_a_sample_are_merged() -> None:
     stream, _ = stream_of(2)
     for sample, text, end in ((0, b"a", None), (0, b"b", None), (1, b"c", FinishReason.STOP), (1, b"no", None)):
         stream.add(OutputChunk(sample, text, [len(text)], end))
@@ -138,7 +138,7 @@ async def test_unread_chunks_are_joined_beside_requests_with_logprobs() -> None:
 
 
 @in_a_loop
-async def test_an_error_comes_after_what_has_come_before_it() -> None:
+async def test_error_of_a_stream_follows_the_chunks_before_it() -> None:
     stream, _ = stream_of()
     stream.add(OutputChunk(0, b"a", [1]))
     stream.fail(EngineError(503, "it died"))
@@ -150,7 +150,7 @@ async def test_an_error_comes_after_what_has_come_before_it() -> None:
 
 
 @in_a_loop
-async def test_who_waits_is_woken_by_a_piece_an_error_and_an_abort() -> None:
+async def test_reader_of_a_stream_wakes_for_a_chunk_an_error_and_an_abort() -> None:
     for wake in (
         lambda stream: stream.add(OutputChunk(0, b"a", [1], FinishReason.STOP)),
         lambda stream: stream.fail(EngineError(503, "it died")),
@@ -166,7 +166,7 @@ async def test_who_waits_is_woken_by_a_piece_an_error_and_an_abort() -> None:
 
 
 @in_a_loop
-async def test_who_leaves_the_block_aborts_what_is_open_once() -> None:
+async def test_leaving_the_with_block_aborts_an_open_stream_once() -> None:
     stream, aborted = stream_of()
     async with stream:
         stream.add(OutputChunk(0, b"a", [1]))
@@ -179,7 +179,7 @@ async def test_who_leaves_the_block_aborts_what_is_open_once() -> None:
 
 
 @in_a_loop
-async def test_an_answer_that_nobody_reads_is_given_up() -> None:
+async def test_stream_without_a_reader_is_given_up() -> None:
     stream, aborted = stream_of()
     for _ in range(5):
         stream.add(OutputChunk(0, bytes(MAX_KEPT_NBYTES // 4), []))

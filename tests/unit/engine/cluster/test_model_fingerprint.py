@@ -86,7 +86,7 @@ CHANGES: list[Callable[[Path], object]] = [
 
 
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_byte_that_the_fingerprint_covers_changes_it(tmp_path: Path, change: Callable[[Path], object]) -> None:
+def test_fingerprint_changes_with_each_byte_that_it_covers(tmp_path: Path, change: Callable[[Path], object]) -> None:
     model = write_model(tmp_path / "model")
     before = model_fingerprint(model)
     change(model)

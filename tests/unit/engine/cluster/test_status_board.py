@@ -12,7 +12,7 @@ from tests.conftest import eventually, spawn
 OF_A_GROUP = (("core", 0), ("worker", 0), ("worker", 1), ("output", 0))
 
 
-def test_what_one_writes_the_others_read_and_rows_do_not_touch_each_other() -> None:
+def test_status_board_rows_are_read_as_written_and_do_not_overlap() -> None:
     page = StatusBoard.create(3)
     writing, reading = StatusBoard(page, writable=True), StatusBoard(page)
     row = writing.row(1)
@@ -45,7 +45,7 @@ def test_owners_write_to_different_cache_lines_of_a_row() -> None:
     assert all(len(writers) == 1 for writers in owners.values())
 
 
-def test_who_only_reads_cannot_write() -> None:
+def test_status_board_opened_for_reading_cannot_be_written() -> None:
     page = StatusBoard.create(1)
     try:
         StatusBoard(page).row(0)[0] = 1
@@ -72,7 +72,7 @@ def test_a_number_that_another_process_writes_is_never_seen_half() -> None:
             assert len(quarters) == 1, hex(number)
 
 
-def test_who_has_a_place_is_one_word_and_lies_behind_the_groups() -> None:
+def test_status_board_lists_process_entries_behind_the_groups() -> None:
     page = StatusBoard.create(2, 3)
     writing, reading = StatusBoard(page, writable=True), StatusBoard(page)
     assert reading.members == [ProcessEntry(0, 0)] * 3

@@ -96,7 +96,7 @@ def test_remote_rank_has_a_home_lane_and_its_node_a_step_receiver() -> None:
     other.close()
 
 
-def test_a_name_says_who_it_is_and_others_say_nothing() -> None:
+def test_process_id_is_parsed_from_its_own_names_alone() -> None:
     member = ProcessId("worker", 15, 7, 1_000_000)
     assert ProcessId.of(str(member)) == member and len(str(member)) <= 31
     for name in ("", "core", "core 1 2", "core 1.x #1", "python3.11"):
@@ -212,7 +212,7 @@ class Loading(Launcher):
         )
 
 
-def test_a_group_that_loads_is_ended_at_once_and_one_that_serves_in_peace(capfd: pytest.CaptureFixture[str]) -> None:
+def test_stop_kills_a_loading_group_and_lets_a_serving_group_end(capfd: pytest.CaptureFixture[str]) -> None:
     async def scene() -> None:
         config = EngineConfig(simulated=SimulatedDevice(), data_parallel_size=2, output_processors=1, log_format="json")
         launcher = Loading(config, served=1)

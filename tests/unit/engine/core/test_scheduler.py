@@ -158,7 +158,7 @@ def test_last_token_of_a_prompt_is_never_found_in_the_cache() -> None:
     assert engine_core.schedule.counts.max() == BLOCK_SIZE and engine_core.cached_tokens == 8
 
 
-def test_the_next_turn_of_a_chat_finds_what_was_generated_in_the_last_one() -> None:
+def test_next_turn_of_a_chat_hits_the_generated_blocks_of_the_last() -> None:
     engine_core = core()
     engine_core.submit(patient(1, 10, most=14))
     engine_core.drain()

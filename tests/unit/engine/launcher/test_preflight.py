@@ -318,7 +318,7 @@ def driver(answer: str) -> Callable[..., Any]:
         ("", None, "exit status 0"),
     ],
 )
-def test_only_what_the_driver_says_is_evidence(
+def test_number_of_cuda_devices_is_known_only_from_nvidia_smi(
     answer: str, number: int | None, reason: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(cuda_devices, "torch_build", lambda: TorchBuild("2.13.0", "13.0", None))

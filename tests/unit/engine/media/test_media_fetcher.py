@@ -158,7 +158,7 @@ def test_an_image_on_a_host_that_is_open_is_fetched_by_one_plain_request(host: E
     assert host.heads[1].startswith("GET / HTTP/1.1\r\n")
 
 
-def test_no_other_host_is_asked_however_it_is_written(host: Elsewhere) -> None:
+def test_allowed_domain_admits_no_other_spelling_of_its_host(host: Elsewhere) -> None:
     place = f"127.0.0.1:{host.port}"
     for url in (
         f"http://localhost:{host.port}/",

@@ -115,7 +115,7 @@ def test_fetch_holds_its_maximum_until_the_host_states_a_length() -> None:
         asyncio.run(work())
 
 
-def test_what_a_host_sends_must_be_a_video() -> None:
+def test_fetched_video_of_another_type_is_refused() -> None:
     with contextlib.closing(Elsewhere()) as host:
         host.script = whole(body=PNG)
         there = f"127.0.0.1:{host.port}"

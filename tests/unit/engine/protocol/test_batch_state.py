@@ -108,7 +108,7 @@ def test_step_that_computes_an_unknown_token_is_refused() -> None:
         joining(prompt=20, chunk=1, computed=20)
 
 
-def test_what_is_known_outlasts_preemption_and_which_sample_it_is_too() -> None:
+def test_preempted_row_keeps_known_tokens_and_its_sample() -> None:
     schedule = joining(prompt=30, chunk=30, sample=3)
     schedule.apply(Step(1, 3, preempted=slots(1)))
     assert schedule.known[:2].tolist() == [23, 31] and schedule.sampled.tolist() == [0]
@@ -135,7 +135,7 @@ def test_a_step_for_which_the_blocks_do_not_suffice_is_refused_in_time() -> None
         schedule.apply(Step(1, 9, advances=Advances(slots(1), ints(16))))
 
 
-def test_who_leaves_leaves_nothing_behind() -> None:
+def test_left_row_drops_prompt_and_parameters() -> None:
     schedule = running(2)
     prompt = weakref.ref(schedule.prompts[1])
     schedule.apply(Step(1, 2, left=slots(1)))
@@ -167,7 +167,7 @@ def test_an_image_is_sent_once_for_all_samples_of_its_prompt() -> None:
     assert [schedule.inputs[slot] for slot in range(4)] == [((image, 1, 2),)] * 4
 
 
-def test_what_was_received_is_not_kept_alive_by_the_state() -> None:
+def test_batch_state_copies_prompts_of_a_received_step() -> None:
     ids = ints(5, 6, 7)
     schedule = running(1)
     schedule.apply(Step(1, 2, joined=one_joins(ids=ids)))
@@ -175,7 +175,7 @@ def test_what_was_received_is_not_kept_alive_by_the_state() -> None:
     assert schedule.prompts[7].tolist() == [5, 6, 7] and not schedule.prompts[7].flags.writeable
 
 
-def test_rows_and_counts_of_a_step_stay_what_they_were() -> None:
+def test_rows_and_counts_read_before_a_step_do_not_change() -> None:
     schedule = running(3)
     rows, counts = schedule.rows, schedule.counts
     original = rows.tolist(), counts.tolist()

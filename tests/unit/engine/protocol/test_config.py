@@ -10,13 +10,13 @@ from penstock.engine.protocol.lora import LoraConfig
 SIMULATED = SimulatedDevice()
 
 
-def test_what_is_not_said_has_a_default_that_works() -> None:
+def test_config_defaults_are_one_process_of_each_kind() -> None:
     config = EngineConfig(simulated=SIMULATED)
     assert (config.data_parallel_size, config.tensor_parallel_size, config.output_processors) == (1, 1, 1)
     assert EngineConfig(simulated=SIMULATED, max_model_len=33, block_size=16).max_blocks_per_request == 3
 
 
-def test_what_is_said_stays_as_it_is() -> None:
+def test_config_is_immutable() -> None:
     with pytest.raises(AttributeError, match="immutable"):
         EngineConfig(simulated=SIMULATED).max_num_seqs = 2  # type: ignore[misc]
 
@@ -86,7 +86,7 @@ def test_what_is_said_stays_as_it_is() -> None:
         ({"speed": 1, "model": "m"}, "speed"),
     ],
 )
-def test_what_cannot_be_is_refused_with_its_name(options: dict[str, Any], text: str) -> None:
+def test_invalid_option_is_refused_by_name(options: dict[str, Any], text: str) -> None:
     with pytest.raises((ValueError, TypeError), match=text):
         EngineConfig(**options)
 

@@ -191,7 +191,7 @@ def test_a_request_has_the_progress_of_each_sample_or_of_none() -> None:
         Submit(0, 1, ints(5), PARAMS, progress=Progress(ints(0), ints()))
 
 
-def test_the_columns_of_a_delta_are_what_they_are_called() -> None:
+def test_columns_of_a_delta_have_requests_lengths_and_ids() -> None:
     delta = Delta(2, ints(7, 8, 3, 2, 50, 51, 52), b"abcde", slots(2, 1))
     assert delta.requests.tolist() == [7, 8] and delta.text_lengths.tolist() == [3, 2]
     assert delta.ids.tolist() == [50, 51, 52]

@@ -67,7 +67,9 @@ class Given:
     ids=lambda options: "+".join(options) or "plain",
 )
 @pytest.mark.parametrize("seed", range(4))
-def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[str, Any], seed: int) -> None:
+def test_cpu_attention_of_rows_equals_attention_over_gathered_keys(
+    dtype: Any, manner: dict[str, Any], seed: int
+) -> None:
     case = Given(seed, dtype)
     how = AttentionStyle(0.25, softcap=manner.get("softcap"), sinks=case.sinks if "sinks" in manner else None)
     near = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
@@ -77,7 +79,9 @@ def test_rows_see_what_is_gathered_for_them_elsewhere(dtype: Any, manner: dict[s
 @pytest.mark.parametrize("window", [None, 3, 17])
 @pytest.mark.parametrize("how", [{}, {"softcap": 2.0, "sinks": True}], ids=["plain", "softcap+sinks"])
 @pytest.mark.parametrize(("tokens", "length"), [(1, 40), (9, 9), (33, 38)])
-def test_chunk_attends_to_what_is_gathered(window: int | None, how: dict[str, Any], tokens: int, length: int) -> None:
+def test_cpu_attention_of_a_chunk_equals_attention_over_gathered_keys(
+    window: int | None, how: dict[str, Any], tokens: int, length: int
+) -> None:
     case = Given(length, torch.bfloat16)
     sinks = case.sinks if "sinks" in how else None
     style = AttentionStyle(0.25, window=window, softcap=how.get("softcap"), sinks=sinks)
@@ -92,7 +96,7 @@ def test_chunk_attends_to_what_is_gathered(window: int | None, how: dict[str, An
     torch.testing.assert_close(attended.float(), expected, rtol=2e-2, atol=2e-2)
 
 
-def test_what_is_no_number_stays_none() -> None:
+def test_cpu_attention_over_nan_is_nan() -> None:
     case = Given(0, torch.float32)
     case.memory.layers[0][0].fill_(float("nan"))
     assert bool(case.ours(AttentionStyle(0.25)).isnan().all())
@@ -148,7 +152,7 @@ def kernel_arguments(**other: Any) -> dict[str, Any]:
         ({"sinks": np.zeros(3, np.float32)}, "expected a sink"),
     ],
 )
-def test_what_cannot_be_is_refused_before_a_byte_is_read(wrong: dict[str, Any], text: str) -> None:
+def test_paged_attention_refuses_arguments_that_do_not_fit(wrong: dict[str, Any], text: str) -> None:
     _native.paged_attention(**kernel_arguments())
     with pytest.raises(ValueError, match=text):
         _native.paged_attention(**kernel_arguments(**wrong))

@@ -35,7 +35,7 @@ def test_graphs_of_a_device_answer_what_it_answers_without(name: str, family: Ca
 
 
 @pytest.mark.skipif(torch.version.cuda is not None and not has_device(), reason="needs a CUDA device")
-def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
+def test_result_of_a_cuda_step_does_not_wait_for_later_work() -> None:
     with contextlib.nullcontext() if has_device() else open_device():
         ids = torch.arange(3, dtype=torch.int32, device="cuda")
         flight = CudaPendingStep(torch.stack((ids, ids), 1), np.arange(3), None, {})
@@ -46,7 +46,7 @@ def test_a_result_does_not_wait_for_what_was_launched_after_it() -> None:
 
 
 @NEEDS_CUDA
-def test_whoever_waits_while_it_is_recorded_is_told_and_goes_on() -> None:
+def test_synchronizing_in_a_cuda_graph_recording_raises_and_leaves_no_mode() -> None:
     recorder, number = CudaGraphs(), torch.ones(3, device="cuda")
     with pytest.raises(RuntimeError, match="synchronizing"):
         recorder.record(lambda: number * number.sum().item())

@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 SIZE, HEADS, SHARED = 8, 6, 2  # of a head, of queries, of keys
 
 
-def test_memory_that_nobody_has_written_to_is_not_there_yet() -> None:
+def test_kv_cache_takes_no_memory_before_it_is_written() -> None:
     """A worker that is killed is told of when the kernel has taken its pages back: half a gigabyte takes 70 ms."""
 
     def resident() -> int:
@@ -105,7 +105,7 @@ def test_tokens_are_remembered_however_many_they_become() -> None:
 
 
 # ── plans ───────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_a_plan_that_wants_what_nobody_knows_is_refused() -> None:
+def test_sharding_plan_with_an_unknown_style_is_refused() -> None:
     ranks = TPGroup()
     ranks.size = 2
     with torch.device("meta"):

@@ -59,7 +59,7 @@ def test_rows_that_are_gathered_answer_alike(
     assert ask(device(of), of.requests).answers == of.answers
 
 
-def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callable[[str], Family]) -> None:
+def test_seeded_answer_is_the_same_alone_and_in_a_batch(family: Callable[[str], Family]) -> None:
     of = family("mistral")
     together = ask(device(of), of.requests, seed=5)
     assert together.preemptions > 0
@@ -71,7 +71,7 @@ def test_who_has_a_seed_is_answered_alike_alone_and_among_others(family: Callabl
 
 @pytest.mark.parametrize("name", families())
 @pytest.mark.parametrize("seed", [None, 5], ids=["greedy", "seeded"])
-def test_a_resumed_answer_goes_on_as_if_it_had_stayed(
+def test_resumed_answer_equals_the_answer_without_a_loss(
     name: str, seed: int | None, family: Callable[[str], Family]
 ) -> None:
     of = family(name)
@@ -131,7 +131,7 @@ def _counting(encode: Any, calls: list[Any]) -> Any:
     return counted
 
 
-def test_what_was_encoded_makes_room_for_what_is_needed(family: Callable[[str], Family]) -> None:
+def test_full_cache_of_encodings_evicts_for_the_next_image(family: Callable[[str], Family]) -> None:
     of = family("llava")
     ours = device(of, encoder=EncoderOptions(cache_nbytes=1))
     assert ask(ours, of.requests).answers == of.answers
@@ -193,7 +193,7 @@ def test_an_image_without_a_key_is_kept_for_its_request_alone(family: Callable[[
     assert not ours._images._encoded and not ours._images._nbytes
 
 
-def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
+def test_request_fails_if_another_rank_misses_its_image(
     family: Callable[[str], Family], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("llava", "qwen2_vl"):
@@ -205,7 +205,7 @@ def test_who_has_an_image_that_another_rank_has_not_fails_with_it(
         assert result.answers[0] == of.answers[0]
 
 
-def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], Family]) -> None:
+def test_request_with_malformed_image_tensors_fails_alone(family: Callable[[str], Family]) -> None:
     of = family("qwen2_vl")
     key = of.requests[1].inputs[0][0]
     right = of.images[key]
@@ -223,7 +223,7 @@ def test_who_sends_what_is_no_image_to_the_model_fails(family: Callable[[str], F
         assert result.answers[0] == of.answers[0]
 
 
-def test_who_sends_another_image_than_there_is_room_for_fails(family: Callable[[str], Family]) -> None:
+def test_request_fails_if_its_placeholder_is_shorter_than_the_image(family: Callable[[str], Family]) -> None:
     of = family("llava")
     prompt, inputs, _ = of.requests[1]
     key, position, length = inputs[0]

@@ -201,7 +201,7 @@ def test_seeds_of_64_bits_differ() -> None:
 
 
 @pytest.mark.parametrize("name", EVERY)
-def test_a_sample_that_is_resumed_goes_on_as_if_it_had_stayed(name: str) -> None:
+def test_resumed_sample_draws_the_ids_of_an_undisturbed_sample(name: str) -> None:
     params = msgspec.structs.replace(EVERY[name], min_tokens=6)
     rows = [some_logits(at) for at in range(12)]
     for row in rows:

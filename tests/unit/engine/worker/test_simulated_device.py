@@ -69,7 +69,7 @@ def test_idle_is_the_time_from_the_end_of_a_step_to_the_launch_of_the_next() -> 
     assert bench.device.idle_share == 1 / 13
 
 
-def test_time_in_which_nobody_is_there_is_not_idle() -> None:
+def test_simulated_device_without_requests_is_not_idle() -> None:
     bench = Bench()
     slot = bench.join(ids(1, 2, 3))
     bench.launch()
@@ -105,7 +105,7 @@ def test_samples_of_one_prompt_differ_and_seeds_do_too() -> None:
     assert len(answers) == 6
 
 
-def test_the_end_comes_now_and_then_and_only_where_the_rule_says_so() -> None:
+def test_simulated_answers_end_at_end_id_with_mean_length_end_one_in() -> None:
     simulated = SimulatedDevice(vocabulary=1000, end_id=7, end_one_in=16)
     lengths = [len(TokenRule(simulated).answer(ids(number), 1000)) for number in range(500)]
     assert 12 < sum(lengths) / len(lengths) < 20

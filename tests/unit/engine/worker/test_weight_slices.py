@@ -24,7 +24,7 @@ def cut(rank: int, size: int, plan: str, length: int) -> WeightSlice:
 @pytest.mark.parametrize("length", [48, 50, 2])
 @pytest.mark.parametrize("size", [2, 3, 4])
 @pytest.mark.parametrize(("plan", "parts"), [("rowwise", 1), ("colwise", 1), ("packed_colwise", 2)])
-def test_what_the_ranks_have_is_together_the_whole_and_zeros(size: int, length: int, plan: str, parts: int) -> None:
+def test_weight_slices_of_all_ranks_are_the_whole_and_zeros(size: int, length: int, plan: str, parts: int) -> None:
     whole = torch.randn(length, length) + 9
     slices = [cut(rank, size, plan, length) for rank in range(size)]
     pieces = [part_of_rank.of(whole, whole.shape, "up") for part_of_rank in slices]

@@ -36,7 +36,7 @@ def template(path: Path, **files: Any) -> ChatTemplate:
         {"chat_template": {"chat_template": TEMPLATE}},
     ],
 )
-def test_a_template_is_found_wherever_models_keep_theirs(files: dict[str, Any], tmp_path: Path) -> None:
+def test_chat_template_is_read_from_each_place_where_models_keep_it(files: dict[str, Any], tmp_path: Path) -> None:
     result = template(tmp_path, **files)
     assert result.prompt(MESSAGES, True, {}) == "hi>"
     assert result.prompt(MESSAGES, False, {"tone": "!"}) == "hi!"
@@ -80,7 +80,7 @@ ONLY_PARTS = (
     [(TEMPLATE, "hi\nhi", "hi\nhi"), (EITHER, "hihi", "hi<image>hi"), (ONLY_PARTS, "hihi", "<image>hihi")],
     ids=["text", "either", "parts"],
 )
-def test_a_template_is_told_what_is_said_as_it_takes_it(
+def test_chat_template_gets_content_as_text_or_parts_as_it_expects(
     source: str, of_parts: str, of_an_image: str, tmp_path: Path
 ) -> None:
     result = template(tmp_path, chat_template=source)

@@ -91,7 +91,7 @@ def test_a_slash_may_be_written_with_a_backslash(lengths: list[int]) -> None:
         chat_body(image(), text("data:image/"), text('"data:image/')),
     ],
 )
-def test_what_looks_like_an_image_elsewhere_stays_what_it_is(body: bytes) -> None:
+def test_data_url_outside_of_an_image_field_is_left_unchanged(body: bytes) -> None:
     assert decoded(body, ChatRequest) == whole(body)
 
 
@@ -107,7 +107,7 @@ def test_what_looks_like_an_image_elsewhere_stays_what_it_is(body: bytes) -> Non
         b'"' + URL.encode() + b'"',
     ],
 )
-def test_what_is_wrong_is_told_with_the_places_of_the_whole(body: bytes) -> None:
+def test_error_with_extracted_urls_has_the_position_in_the_whole_body(body: bytes) -> None:
     with pytest.raises(msgspec.DecodeError) as expected:
         whole(body)
     with pytest.raises(ApiError) as result:

@@ -64,7 +64,7 @@ def test_a_body_of_very_many_pieces_is_refused_before_it_is_decoded(
     assert caught.value.status == 413
 
 
-def test_what_is_long_and_not_much_is_taken() -> None:
+def test_long_bodies_of_few_values_are_accepted() -> None:
     ids = list(range(200_000))
     assert decoded(json.dumps({"prompt": ids}).encode(), CompletionRequest).prompts() == [ids]
     text = 'He said: "[{1, 2, 3}, \\]"\n' * 200_000
@@ -78,7 +78,7 @@ def test_what_is_long_and_not_much_is_taken() -> None:
 
 
 @pytest.mark.parametrize(("item", "most"), [("[]", MAX_THINGS - 3), ('"a"', MAX_THINGS - 3), ("1", MAX_VALUES + 1)])
-def test_exactly_as_much_may_be_said_as_the_limit_says(item: str, most: int) -> None:
+def test_json_at_the_limit_is_accepted_and_beyond_is_refused(item: str, most: int) -> None:
     head, tail = '{"a":[', "]}"  # an object, its name and a list
     check_json_size((head + ",".join([item] * most) + tail).encode())
     with pytest.raises(ApiError):
@@ -101,7 +101,7 @@ def values_in(output: Any) -> int:
     return max(len(inside) - 1, 0) + sum(map(values_in, inside))
 
 
-def test_what_is_counted_is_what_a_decoder_finds(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_of_values_is_exact_for_random_json(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     chance = random.Random(seed)
 
     def text() -> str:
@@ -129,7 +129,7 @@ def test_what_is_counted_is_what_a_decoder_finds(seed: int, monkeypatch: pytest.
 
 
 @pytest.mark.parametrize("body", [b"\\" * (3 * CHUNK + 1), b'"' + b"\\" * (2 * CHUNK), b'{"a":"\\', b"\\"])
-def test_what_is_no_json_is_counted_too(body: bytes) -> None:
+def test_invalid_json_is_counted_without_an_error(body: bytes) -> None:
     check_json_size(body)
 
 
@@ -139,13 +139,13 @@ HEADS = [b"data:image/png;base64,", *(b64encode(head.ljust(9, b"\0")) for head i
 
 @pytest.mark.parametrize("head", HEADS)
 @pytest.mark.parametrize("shift", range(-BEGIN_NBYTES - 1, 2))
-def test_a_long_string_is_found_wherever_a_search_ends(head: bytes, shift: int) -> None:
+def test_long_string_across_the_end_of_a_search_is_extracted(head: bytes, shift: int) -> None:
     string = head + b"A" * LONG
     body = b" " * (SEARCHED + shift) + b'"' + string + b'"'
     assert list(extract_data_urls(body)[1].values()) == [string.decode()]
 
 
-def test_error_position_in_a_long_body_says_how_it_is_counted() -> None:
+def test_error_position_in_a_long_body_says_what_is_not_counted() -> None:
     url = "data:image/png;base64," + "A" * MAX_NBYTES
     body = json.dumps({"messages": [{"role": "user", "content": [{"type": "image_url", "image_url": {"url": url}}]}]})
     with pytest.raises(ApiError, match=r"\(byte \d+\), long images and embeddings not counted"):

@@ -81,7 +81,7 @@ async def test_ids_for_which_the_model_has_no_place_are_refused() -> None:
 
 
 @in_a_loop
-async def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_vocabulary_reads_no_tokenizer_a_second_time(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("transformers")
     config = EngineConfig(model=SHIPPED)
     with contextlib.closing(PromptBuilder(config, build_tokenizer(config))) as reader:
@@ -90,13 +90,13 @@ async def test_a_tokenizer_is_read_once_also_by_who_wants_to_know_how_ids_look(m
         assert b"".join(map(result.token_bytes, await reader.ids("a red circle", add_special=False))) == b"a red circle"
 
 
-def test_how_many_ids_there_are_says_the_part_for_text_where_there_is_one(tmp_path: Path) -> None:
+def test_vocab_size_is_that_of_text_config_if_present(tmp_path: Path) -> None:
     for more, many in (("", 9), (', "text_config": null', 9), (', "text_config": {"vocab_size": 7}', 7)):
         (tmp_path / "config.json").write_text(f'{{"vocab_size": 9{more}}}')
         assert _most_ids(EngineConfig(model=str(tmp_path))) == many
 
 
-def test_there_is_a_store_where_the_model_takes_images(tmp_path: Path) -> None:
+def test_store_has_bytes_by_default_only_for_models_of_images(tmp_path: Path) -> None:
     parser = argparse.ArgumentParser()
     arguments.add(parser)
 
@@ -161,7 +161,7 @@ def test_images_are_encoded_once_where_they_are_in_a_store_on_a_cpu(tmp_path: Pa
         assert mode("--mm-encoder-tp-mode", chosen, "--mm-processor-cache-gb", "0")[0] == chosen
 
 
-def test_without_a_model_the_one_that_ships_is_served() -> None:
+def test_serve_without_a_model_serves_the_bundled_model() -> None:
     parser = argparse.ArgumentParser()
     arguments.add(parser)
     assert arguments.engine_config(parser.parse_args([])).model == SHIPPED
@@ -169,7 +169,7 @@ def test_without_a_model_the_one_that_ships_is_served() -> None:
     assert Path(SHIPPED, "config.json").exists()
 
 
-def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_generate_and_serve_build_the_same_engine_config(monkeypatch: pytest.MonkeyPatch) -> None:
     output: list[EngineConfig] = []
     monkeypatch.setattr("penstock.engine.offline.run", lambda config, *_: output.append(config))
     monkeypatch.setattr("penstock.server.server_launcher.run", lambda config, *_: output.append(config))
@@ -186,7 +186,7 @@ def test_what_is_said_of_the_engine_is_heard_by_generate_and_serve_alike(monkeyp
     assert output[2].simulated == SimulatedDevice(step_seconds=0.002)
 
 
-def test_origins_are_named_as_vllm_has_it_or_with_commas_between_them() -> None:
+def test_allowed_origins_are_a_json_list_or_separated_by_commas() -> None:
     def options_of(*options: str) -> ServerOptions:
         parser = argparse.ArgumentParser()
         arguments.add(parser)
@@ -200,7 +200,7 @@ def test_origins_are_named_as_vllm_has_it_or_with_commas_between_them() -> None:
     assert options_of("--allowed-origins", "*").allowed_origins == ("*",)
 
 
-def test_what_cannot_be_served_is_said_before_anything_starts(capfd: Any) -> None:
+def test_wrong_options_are_one_line_before_a_process_starts(capfd: Any) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         simulated = ("--device-model", "simulated")
         for options, words in (

@@ -35,7 +35,7 @@ def chat(**output: Any) -> ChatRequest:
     return decoded(json.dumps({**CHAT, **output}).encode(), ChatRequest)
 
 
-def test_what_is_not_said_is_what_openai_says_it_is() -> None:
+def test_missing_fields_have_the_defaults_of_openai() -> None:
     assert completion().sampling() == SamplingParams(max_tokens=16)
     assert chat().sampling() == SamplingParams(max_tokens=None)
 
@@ -53,12 +53,12 @@ def test_defaults_of_the_model_are_used_where_a_request_gives_none() -> None:
     )
 
 
-def test_null_is_not_said_and_what_is_not_known_is_passed_over() -> None:
+def test_null_fields_are_missing_and_unknown_fields_are_ignored() -> None:
     names = [name for name in CompletionRequest.__struct_fields__ if name != "prompt"]
     assert completion(**dict.fromkeys(names), metadata={"a": 1}, store=True).sampling() == SamplingParams()
 
 
-def test_everything_that_is_said_arrives() -> None:
+def test_every_sampling_field_reaches_the_sampling_parameters() -> None:
     output = {"n": 2, "temperature": 0, "top_p": 0.5, "top_k": 3, "min_p": 0.1, "presence_penalty": 1, "seed": -5}
     output |= {
         "frequency_penalty": -1,
@@ -83,7 +83,7 @@ def test_everything_that_is_said_arrives() -> None:
     assert completion(stream_options={"include_usage": True}).includes_usage and not completion().includes_usage
 
 
-def test_a_chat_says_some_of_it_in_its_own_way() -> None:
+def test_chat_fields_max_completion_tokens_and_top_logprobs_are_used() -> None:
     assert chat(max_tokens=5).sampling().max_tokens == 5
     assert chat(max_tokens=5, max_completion_tokens=6).sampling().max_tokens == 6
     assert chat(logprobs=True).sampling().logprobs == 0
@@ -278,7 +278,7 @@ def test_an_error_has_the_form_that_clients_know() -> None:
         assert json.loads(ApiError(status, "x").body)["error"]["type"] == kind
 
 
-def test_who_is_refused_for_now_is_told_when_to_come_again() -> None:
+def test_retry_after_is_sent_with_429_and_503_alone() -> None:
     assert ApiError.of(EngineError(503, "no group serves")).response().headers["retry-after"] == "1"
     for status in (429, 503):
         assert ApiError(status, "x").response().headers["retry-after"] == "1"

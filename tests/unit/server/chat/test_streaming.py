@@ -90,7 +90,7 @@ async def sleep(was_cancelled: asyncio.Event) -> None:
 
 
 @in_a_loop
-async def test_work_is_cancelled_when_the_client_goes_and_nobody_is_left() -> None:
+async def test_cancel_on_disconnect_cancels_when_the_client_leaves() -> None:
     connection, was_cancelled = Connection(), asyncio.Event()
     asyncio.get_running_loop().call_later(0.01, connection.gone.set)
     with pytest.raises(Gone):
@@ -127,7 +127,7 @@ async def test_cancelled_task_cancels_its_work() -> None:
 
 
 @in_a_loop
-async def test_work_that_is_done_gives_what_it_gives_and_its_error_is_its_own() -> None:
+async def test_cancel_on_disconnect_passes_on_the_result_or_error() -> None:
     connection = Connection()
 
     async def work(is_well: bool) -> str:

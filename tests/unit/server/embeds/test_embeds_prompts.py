@@ -108,7 +108,7 @@ def test_a_prompt_that_must_be_stored_is_refused_where_there_is_no_room(tmp_path
         ("", "its first bytes b'' are of neither format"),
     ],
 )
-def test_what_is_wrong_is_refused_and_nothing_is_held(text: str, words: str, tmp_path: Path) -> None:
+def test_wrong_prompt_embeds_are_refused_and_hold_nothing(text: str, words: str, tmp_path: Path) -> None:
     with scene(tmp_path) as (of, _):
         error = of.refusal(text, "prompt_embeds[1]")
         assert error.status == 400 and words in error.message, error.message

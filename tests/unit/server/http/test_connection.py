@@ -437,7 +437,7 @@ def test_response_is_visibly_incomplete_when_its_application_fails() -> None:
 
 # ── the server's end ─────────────────────────────────────────────────────────────────────────────────────────────────
 @in_a_loop
-async def test_a_server_that_stops_answers_what_is_open_and_closes_what_is_idle() -> None:
+async def test_stopping_server_answers_open_requests_and_closes_idle_connections() -> None:
     may_end = asyncio.Event()
 
     async def app(scope: Any, receive: Any, send: Any) -> None:
@@ -465,7 +465,7 @@ async def test_a_server_that_stops_answers_what_is_open_and_closes_what_is_idle(
 
 @pytest.mark.parametrize("has_begun", [False, True])
 @in_a_loop
-async def test_a_server_that_stops_cancels_what_takes_longer_than_it_has(has_begun: bool) -> None:
+async def test_stopping_server_cancels_requests_past_its_grace_period(has_begun: bool) -> None:
     cancelled = []
 
     async def app(scope: Any, receive: Any, send: Any) -> None:

@@ -84,7 +84,7 @@ async def test_rates_are_of_the_time_since_the_last_look_unless_that_is_long_ago
 
 
 @in_a_loop
-async def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_dashboard_data_is_503_without_a_server_and_returns_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     server = Server(monkeypatch)
     page = Dashboard()
     server.is_gone = True
@@ -96,7 +96,7 @@ async def test_where_there_is_nothing_to_see_it_says_so_and_looks_again(monkeypa
     assert server.finds == 2, "where it has been seen before there may be nothing any more"
 
 
-def test_the_page_runs_what_stands_in_it_and_nothing_else() -> None:
+def test_dashboard_page_may_run_only_its_own_scripts() -> None:
     answer = asyncio.run(Dashboard().page(ASKED))
     policy = answer.headers["content-security-policy"]
     for tag in ("script", "style"):

@@ -209,7 +209,7 @@ def test_every_query_of_the_grafana_dashboard_is_of_metrics_that_there_are(pages
 
 
 # ── numbers ──────────────────────────────────────────────────────────────────────────────────────────────────────────
-def test_what_servers_count_is_added_up_for_each_engine(pages: Pages) -> None:
+def test_metrics_add_up_the_counts_of_all_servers_by_engine(pages: Pages) -> None:
     for number, row in enumerate(pages.tally.rows, 1):
         served = row.engines[1]
         served[Served.PROMPT_TOKENS] += number
@@ -233,7 +233,7 @@ def test_what_servers_count_is_added_up_for_each_engine(pages: Pages) -> None:
     assert all(pages.number(f"vllm:{text}", engine=0) == 0 for text in ("prompt_tokens_total", "request_success_total"))
 
 
-def test_what_cores_write_is_shown_for_each_engine(pages: Pages) -> None:
+def test_metrics_show_the_status_board_of_each_core(pages: Pages) -> None:
     row = pages.board.row(1)
     words = {
         StatusBoard.SERVING: 2, StatusBoard.RUNNING: 5, StatusBoard.WAITING: 3,
@@ -341,7 +341,7 @@ def test_rows_and_engines_do_not_touch_each_other(pages: Pages) -> None:
     assert all(row[ProcessCounters.FAILED_STARTS] == row[row.answered("models", 504)] == 1 for row in pages.tally.rows)
 
 
-def test_a_histogram_counts_what_is_more_than_its_last_bound() -> None:
+def test_histogram_counts_values_above_its_last_bound() -> None:
     class Waits(CounterRow, scope="server"):
         WAITS = histogram("waits", "", bounds=(1.0, 2.0))
 

@@ -67,7 +67,7 @@ def test_document_asks_for_a_key_only_where_one_is_needed() -> None:
     assert not any(operation["security"] for methods in without.values() for operation in methods.values())
 
 
-def test_all_that_it_refers_to_is_there() -> None:
+def test_openapi_document_has_every_schema_that_it_refers_to() -> None:
     def references(item: Any) -> list[str]:
         if isinstance(item, list):
             return [reference for each in item for reference in references(each)]
@@ -92,7 +92,7 @@ RELATED = {"min_tokens", "best_of", "max_tokens"}  # to other fields: no schema 
         st.sampled_from([field for field in FIELDS if field not in RELATED]), NUMBERS, min_size=1, max_size=3
     )
 )
-def test_numbers_that_it_allows_are_taken_and_others_are_refused(fields: dict[str, Any]) -> None:
+def test_server_takes_exactly_the_numbers_that_openapi_allows(fields: dict[str, Any]) -> None:
     body = {"prompt": "x", **fields}
     try:
         decoded(msgspec.json.encode(body), CompletionRequest).sampling()
@@ -119,7 +119,7 @@ def test_numbers_that_it_allows_are_taken_and_others_are_refused(fields: dict[st
         (CompletionRequest, {"stop": [""]}),
     ],
 )
-def test_what_it_does_not_allow_is_refused(kind: type, fields: dict[str, Any]) -> None:
+def test_server_refuses_fields_that_openapi_does_not_allow(kind: type, fields: dict[str, Any]) -> None:
     body = {"prompt": "x", "messages": [{"role": "user", "content": "x"}], **fields}
     assert not validator(kind).is_valid(body)
     with pytest.raises(ApiError) as caught:
@@ -138,7 +138,7 @@ def test_what_it_does_not_allow_is_refused(kind: type, fields: dict[str, Any]) -
         {"messages": [{"role": "assistant", "content": "x", "refusal": None, "tool_calls": [], "annotations": []}]},
     ],
 )
-def test_what_clients_say_by_habit_is_passed_over(fields: dict[str, Any]) -> None:
+def test_neutral_fields_of_common_clients_are_ignored(fields: dict[str, Any]) -> None:
     body = {"messages": [{"role": "user", "content": "x"}], **fields}
     decoded(json.dumps(body).encode(), ChatRequest).sampling()
     assert validator(ChatRequest).is_valid(body)

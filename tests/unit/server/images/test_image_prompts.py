@@ -151,7 +151,7 @@ async def test_image_of_an_allowed_host_is_found_in_the_store(llava: Path) -> No
 
 
 @in_a_loop
-async def test_one_that_is_refused_ends_the_fetches_of_its_request(llava: Path) -> None:
+async def test_refused_image_ends_the_other_fetches_of_its_request(llava: Path) -> None:
     with contextlib.closing(Elsewhere()) as host:
         host.script = bare(until_gone=True)
         there = named(f"http://127.0.0.1:{host.port}/x.png")
@@ -264,7 +264,9 @@ async def test_the_loop_goes_on_while_an_image_is_made(llava: Path, monkeypatch:
 
 
 @in_a_loop
-async def test_who_goes_while_an_image_is_made_holds_nothing(llava: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_request_cancelled_while_an_image_is_processed_holds_nothing(
+    llava: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     slowly = Slowly(monkeypatch)
     async with scene_of(llava) as scene:
         asking = asyncio.ensure_future(scene.prompt(SMALL, part(picture(30, 30)), part(picture(31, 31))))

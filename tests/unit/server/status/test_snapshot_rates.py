@@ -119,7 +119,7 @@ def test_rates_of_a_channel_are_known_for_each_sender() -> None:
     assert channel.senders == {"core 0.0": (20.0, 200.0), "core 1.0": (0.0, 0.0)}
 
 
-def test_of_what_did_not_happen_there_is_no_mean() -> None:
+def test_means_without_events_are_none() -> None:
     quiet = {
         "servers": (view("servers", requests=3),),
         "served": (view("served"),),
@@ -141,7 +141,7 @@ def test_answers_are_added_up_over_all_servers() -> None:
     assert (rates.first_piece, rates.gap) == pytest.approx((0.15, 0.01))
 
 
-def test_rates_are_of_the_same_server_and_of_now() -> None:
+def test_rates_need_a_recent_moment_of_the_same_server() -> None:
     other = msgspec.structs.replace(NOTICE, pid=8)
     for before, has_rates in (
         (None, False),
@@ -153,7 +153,7 @@ def test_rates_are_of_the_same_server_and_of_now() -> None:
         assert (View.after(before, moment(10.0), 5.0).rates is not None) == has_rates, before
 
 
-def test_what_is_seen_travels_as_json() -> None:
+def test_view_of_a_server_survives_json() -> None:
     now = moment(
         10.0,
         processes=(zero(ProcessView, role="core"),),

@@ -215,7 +215,7 @@ def test_looking_leaves_nothing_behind_and_joins_nothing(laid: Laid) -> None:
     assert standing() == before
 
 
-def test_what_a_name_holds_is_printable(laid: Laid) -> None:
+def test_server_name_with_control_characters_is_shown_printable(laid: Laid) -> None:
     assert SnapshotReader(os.getpid()).take().server_info.name == "a?[31mb"
 
 

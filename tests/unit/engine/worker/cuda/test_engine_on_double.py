@@ -491,7 +491,7 @@ def test_size_without_memory_for_a_graph_is_left_out(
     assert not runner.faults()
 
 
-def test_what_another_rank_cannot_record_no_rank_replays(
+def test_cuda_graph_that_a_rank_cannot_record_is_replayed_by_no_rank(
     family: Callable[[str], Family], on_double: Callable[..., OnDouble], caplog: pytest.LogCaptureFixture
 ) -> None:
     with CudaDouble():
