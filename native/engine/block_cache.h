@@ -1,6 +1,7 @@
 // block_cache.h: the blocks of the KV cache by number: reference counts, free blocks, prefix lookup by hash, eviction
 // of the least recently used. Keys and values themselves lie in the worker's memory; nothing here touches them.
 #pragma once
+#include <algorithm>
 #include <limits>
 #include <optional>
 #include <stdexcept>
@@ -33,12 +34,10 @@ class BlockCache {
         damage_ = ledger_->find_damage();
         if (!damage_.empty()) ledger_->clear();
         empty_.clear();
-        // High numbers are evicted first: low numbers were taken first, for the beginnings of prefixes.
-        for (u32 block = num_blocks; block-- > 0;) {
-            if (!ledger_->is_valid(block)) {
-                empty_.push_back(block);
-                continue;
-            }
+        std::vector<u32> valid;
+        for (u32 block = num_blocks; block-- > 0;) (ledger_->is_valid(block) ? valid : empty_).push_back(block);
+        std::stable_sort(valid.begin(), valid.end(), [&](u32 a, u32 b) { return evicted_at(a) < evicted_at(b); });
+        for (u32 block : valid) {
             hashes_[block] = &by_hash_.try_emplace(ledger_->hash(block), block).first->first;
             append_to_cached(block);
         }
@@ -55,7 +54,9 @@ class BlockCache {
         auto entry = by_hash_.find(hash);
         if (entry == by_hash_.end()) return false;
         block = entry->second;
-        if (ref_counts_[block]++ == 0) remove_from_cached(block);
+        if (ref_counts_[block]++ != 0) return true;
+        remove_from_cached(block);
+        if (ledger_) ledger_->set_used(block, IN_USE | next_use());
         return true;
     }
     // Takes `count` blocks with one reference each: empty blocks first, then the least recently used cached blocks,
@@ -96,7 +97,10 @@ class BlockCache {
         auto [entry, is_new] = by_hash_.try_emplace(hash, block);
         if (!is_new) return true;
         hashes_[block] = &entry->first;
-        if (ledger_) ledger_->publish(block, hash);
+        if (ledger_) {
+            ledger_->set_used(block, IN_USE | next_use());
+            ledger_->publish(block, hash);
+        }
         return true;
     }
     // For tests: which of the invariants is broken; nullptr: none.
@@ -129,6 +133,14 @@ class BlockCache {
         next_[last] = prev_[end] = block;
         prev_[block] = last, next_[block] = end;
         ++num_cached_;
+        if (ledger_) ledger_->set_used(block, next_use());
+    }
+    u32 next_use() { return uses_++ & ~IN_USE; }
+    // Of a block of the former life: cached blocks in the order of their release, then those in use, the last published
+    // or matched first. So the end of a prefix is evicted before its beginning.
+    u32 evicted_at(u32 block) const {
+        u32 used = ledger_->used(block);
+        return used >= IN_USE ? ~used | IN_USE : used;
     }
     void remove_from_cached(u32 block) {
         next_[prev_[block]] = next_[block];
@@ -142,6 +154,8 @@ class BlockCache {
     std::vector<const BlockHash*> hashes_;  // of each block: its key in by_hash_; nullptr: none
     std::vector<u32> next_, prev_;  // the cached blocks as a ring through num_blocks(), least recently used first
     u64 num_cached_ = 0;
+    static constexpr u32 IN_USE = 1u << 31;  // of a ledger's `used`: a sample had the block
+    u32 uses_ = 0;  // starts again in each life, after the blocks that the life has adopted
     std::optional<BlockLedger> ledger_;  // of the blocks that the next life may adopt
     std::string damage_;
     u64 num_adopted_ = 0;

@@ -27,7 +27,7 @@ struct BlockHashHash {  // the bytes of a SHA-256 are evenly distributed already
 struct LedgerEntry {
     static constexpr u32 WITHDRAWN = 0, VALID = 1;
     Atomic<u32> state;
-    u32 unused;
+    Atomic<u32> used;  // when, by the core's count of uses. It decides the order of eviction alone, and may be anything
     BlockHash hash;  // is written only while `state` is WITHDRAWN
 };
 static_assert(sizeof(LedgerEntry) == 40);
@@ -44,6 +44,8 @@ class BlockLedger {
         entries_[block].hash = hash;
         entries_[block].state.store(LedgerEntry::VALID, order::ledger.release);
     }
+    void set_used(u32 block, u32 when) { entries_[block].used.store(when, RELAXED); }
+    u32 used(u32 block) const { return entries_[block].used.load(RELAXED); }
     bool is_valid(u32 block) const { return entries_[block].state.load(order::ledger.acquire) == LedgerEntry::VALID; }
     const BlockHash& hash(u32 block) const { return entries_[block].hash; }
 

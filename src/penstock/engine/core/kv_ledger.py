@@ -17,7 +17,7 @@ from penstock.engine.cluster.status_board import CHANGED, DAMAGED, StatusBoard
 from penstock.engine.protocol.messages import Ready
 
 RESUMED_FOUND, RESUMED_COMPUTED = StatusBoard.RESUMED_TOKENS.at.values()
-VERSION = 1  # of the entries, and of what hashes cover
+VERSION = 2  # of the entries, and of what hashes cover
 
 
 def open_cache(files: KVFiles | None, ready: Sequence[Ready], blocks: int, block_size: int, row: Row) -> BlockCache:

@@ -42,12 +42,31 @@ def test_taken_block_is_withdrawn_before_any_step_can_overwrite_it() -> None:
     assert adopted(words).num_adopted == 1 and match(adopted(words), A) == blocks[:1]
 
 
-def test_adopted_blocks_are_evicted_from_the_end_of_a_prefix() -> None:
-    words = ledger()
-    filled(A, B, C, cache=BlockCache(BLOCKS, words))
+def evicted(words: np.ndarray) -> list[int]:
+    """Returns the blocks in the order in which the next life takes them."""
+    adopted(words)  # a life that uses none of its blocks changes no order
     cache = adopted(words)
-    cache.take(2)
-    assert len(match(cache, A, B, C)) == 2
+    return [cache.take(1)[0] for _ in range(BLOCKS)]
+
+
+def test_adopted_blocks_are_evicted_in_the_order_of_their_release() -> None:
+    words = ledger()
+    cache, (a, b, c) = filled(A, B, C, cache=BlockCache(BLOCKS, words))
+    release(cache, a)
+    release(cache, b)
+    release(cache, *match(cache, A))
+    assert evicted(words) == [3, b, a, c]  # an empty block, and last the block in use
+
+
+def test_blocks_in_use_at_a_death_are_evicted_from_the_end_of_a_prefix() -> None:
+    words = ledger()
+    cache = BlockCache(BLOCKS, words)
+    first = cache.take(2)
+    release(cache, *reversed(first.tolist()))
+    filled(A, B, cache=cache)
+    match(cache, A, B)  # a second sample
+    _, (c,) = filled(C, cache=cache)
+    assert evicted(words) == [3, c, *first]
 
 
 def test_second_block_of_a_hash_is_not_in_the_ledger() -> None:
