@@ -167,10 +167,12 @@ class Descriptor:
         from multiprocessing import context, reduction
 
         if context.get_spawning_popen() is None:
-            raise TypeError(
-                f"{self._owner} can be pickled only while a process is being spawned: give others its ticket"
-            )
+            self.detach()
         return _as_it_is, (reduction.DupFd(self.fd),)
+
+    def detach(self) -> int:
+        """Raises TypeError: this process has the descriptor, and a copy of its owner would be another owner."""
+        raise TypeError(f"{self._owner} can be pickled only while a process is being spawned: give others its ticket")
 
 
 def _as_it_is(duplicate: Any) -> Any:

@@ -19,9 +19,9 @@ FOLDERS = ("cluster", "core", "output", "protocol", "worker")  # not worker/cuda
 PROGRAM = """
 import json, sys
 from penstock.engine.launcher.launcher import import_programs
-from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.config import SHIPPED, EngineConfig
 
-import_programs(EngineConfig())
+import_programs(EngineConfig(model=str(SHIPPED)))
 print(json.dumps([name for name in sys.modules if name.startswith("penstock")]))
 """
 
