@@ -403,11 +403,11 @@ def test_a_ticket_shows_its_own_segment_alone() -> None:
 
 
 def test_memory_of_a_ticket_is_that_of_its_segment_alone() -> None:
-    item, kept = penstock.Ring(name="one"), os.memfd_create("penstock kv pages: 0.0")
-    os.write(kept, bytes(4096))
+    ring, pages = penstock.Ring(name="one"), os.memfd_create("penstock kv pages: 0.0")
+    os.write(pages, bytes(4096))
     assert set(inspect.look(os.getpid())["memory"]) == {"channels", "kv pages"}
-    assert inspect.look(item.ticket)["memory"] == {"channels": item.segment_nbytes}
-    os.close(kept)
+    assert inspect.look(ring.ticket)["memory"] == {"channels": ring.segment_nbytes}
+    os.close(pages)
 
 
 def test_descendants_of_a_process_are_inspected_too() -> None:

@@ -184,7 +184,7 @@ class ChildProcess:
         self._process.join()
         code = self._process.exitcode or 0
         last_words = ""
-        with contextlib.suppress(OSError):  # the process has left none, and forks of it live
+        with contextlib.suppress(OSError):  # the process has left no words, and children of the process live
             last_words = self._last_words.recv(WORDS_NBYTES, socket.MSG_DONTWAIT).decode(errors="replace")
         self._last_words.close()
         self._process.close()

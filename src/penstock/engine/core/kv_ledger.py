@@ -14,17 +14,17 @@ from penstock.engine.cluster.counter import Row
 from penstock.engine.cluster.kept_memory import KeptMemory, KVFiles
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.status_board import CHANGED, DAMAGED, StatusBoard
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Ready
 
 RESUMED_FOUND, RESUMED_COMPUTED = StatusBoard.RESUMED_TOKENS.at.values()
 VERSION = 2  # of the entries, and of what hashes cover
 
 
-def open_cache(
-    files: KVFiles | None, ready: Sequence[Ready], blocks: int, slots: int, block_size: int, row: Row
-) -> BlockCache:
+def open_cache(files: KVFiles | None, ready: Sequence[Ready], batch: BatchState, row: Row) -> BlockCache:
     """Returns the block cache. Where all ranks keep their pages, it begins with the valid blocks of the former life,
     and counts them in `row`."""
+    blocks, slots, block_size = batch.blocks, batch.slots, batch.block_size
     epochs = [message.kv_epoch for message in sorted(ready, key=lambda message: message.rank)]
     if files is None:
         return BlockCache(blocks)

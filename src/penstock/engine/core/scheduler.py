@@ -30,12 +30,13 @@ from penstock.engine.core.request import (
     Sample,
     build_request,
     check_submit,
+    take_tail,
 )
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder, TokensBuilder
 from penstock.engine.protocol.batch_state import BatchState
-from penstock.engine.protocol.columns import NOTHING, RUNNING, Index
+from penstock.engine.protocol.columns import RUNNING, Index
 from penstock.engine.protocol.messages import Ints, Step, StepDone, Submit, Tokens
 
 AHEAD = 2  # blocks are given up to half a block of tokens early: to many rows at once, and not in every step
@@ -328,7 +329,7 @@ class Scheduler:
                 self.cache.release(cached)
                 self._refused = before
                 return
-            tail, in_tail = self._take_tail(sample, cached.size)
+            tail, in_tail = take_tail(self.cache, sample, cached.size)
             new = self.cache.take(needed - tail.size)
             assert new is not None
             computed = cached.size * self._size + in_tail
@@ -337,19 +338,6 @@ class Scheduler:
             budget -= chunk
             scheduled += chunk
             rows += 1
-
-    def _take_tail(self, sample: Sample, full: int) -> tuple[Ints, int]:
-        """Takes the unfinished block that a killed core has left of a resumed sample with `full` blocks in the cache.
-        Returns the block, or none, and how many ids are computed there."""
-        begin, end = full * self._size, self._known(sample) - 1
-        is_resumed = sample.slot is None and sample.generated.size > 0
-        if not is_resumed or end - begin >= self._size or sample.request.items_of(full):
-            return NOTHING, 0
-        parent = sample.chain[full * HASH_NBYTES : (full + 1) * HASH_NBYTES]
-        block_and_count = self.cache.take_tail(parent, sample.ids[begin:end])
-        if block_and_count is None:
-            return NOTHING, 0
-        return np.array(block_and_count[:1], np.int32), block_and_count[1]
 
     def _admit(self, builder: StepBuilder, sample: Sample, blocks: Ints, computed: int, chunk: int) -> None:
         """Admits a sample: assigns a slot if necessary, and blocks in which `computed` tokens were found."""

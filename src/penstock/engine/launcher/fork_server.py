@@ -59,7 +59,7 @@ class ForkServerProcess:
     inherited: tuple[object, ...]
     packages: list[object]  # states of their files
     started: float
-    forks: set[int]  # pids of its forks that the launcher watches
+    forks: set[int]  # pids of forks; the launcher watches them
     is_ready: bool = False
     is_outdated: bool = False  # packages have other files now
 
@@ -205,7 +205,7 @@ class ForkServer:
 
     # ── the process ──
     def _report_changed_files(self, server: ForkServerProcess) -> None:
-        """Reports once that forks run other code than the files have now."""
+        """Reports once when packages have been installed again: forks run the former code."""
         if not server.is_outdated and read_states(self._packages) != server.packages:
             server.is_outdated = True
             reason = "packages were installed again after the fork server had imported them"
@@ -273,8 +273,8 @@ def adopting_orphans() -> Iterator[None]:
 
 
 def reap_forks(name: str, watched: Collection[int]) -> None:
-    """Kills forks of an ended fork server with unknown pids, by the name that a fork has until its request runs. A
-    fork that is watched may have the name, too: it has not run yet."""
+    """Kills forks of an ended fork server with unknown pids, by the name of a fork before the request runs. A watched
+    fork may have the name, too."""
     for children in Path("/proc/self/task").glob("*/children"):  # none: the kernel lists no children
         for pid in children.read_text().split():
             with contextlib.suppress(OSError):
@@ -284,13 +284,13 @@ def reap_forks(name: str, watched: Collection[int]) -> None:
 
 
 def find_packages() -> list[str]:
-    """Returns the first file of each package that decides what a fork computes."""
+    """Returns the first file of each of the packages."""
     specs = map(importlib.util.find_spec, PACKAGES)
     return [spec.origin for spec in specs if spec is not None and spec.origin is not None]
 
 
 def read_states(files: Sequence[str]) -> list[object]:
-    """Returns what differs when the files have been written again."""
+    """Returns states of files. A file that is written again has another state."""
     states: list[object] = []
     for file in files:
         with contextlib.suppress(OSError):  # the package is being replaced

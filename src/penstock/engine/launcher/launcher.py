@@ -300,8 +300,8 @@ def _send_stop(inbox: Sender, reason: str) -> None:
 
 
 def import_programs(config: EngineConfig) -> None:
-    """Imports what the processes of a group import at any time: a fork that imports later gets the files of that time.
-    The fork server runs it."""
+    """Imports all modules of the processes of a group: a late import of a fork would read the files of a later time.
+    The fork server calls the function."""
     from penstock.engine.output import output_processor  # noqa: F401
 
     if config.pooling:

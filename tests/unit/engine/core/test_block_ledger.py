@@ -76,7 +76,7 @@ def test_second_block_of_a_hash_is_not_in_the_ledger() -> None:
 
 
 def unfinished() -> tuple[BlockCache, np.ndarray]:
-    """Returns cache and ledger of a life whose first slot has the ids 7, 8 and 9 after the block A, in block 0."""
+    """Returns cache and ledger of a life with the ids 7, 8 and 9 after the block A in its first slot, in block 0."""
     words = np.zeros(ledger_nbytes(BLOCKS, SLOTS, SIZE), np.uint8)
     cache = BlockCache(BLOCKS, words, SLOTS, SIZE)
     hasher = PrefixHasher(cache, SLOTS, SIZE)

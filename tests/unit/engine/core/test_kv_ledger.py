@@ -17,6 +17,7 @@ from penstock.engine.cluster.kept_memory import CONTENT_AT, KVFiles, MemoryFile
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.core import kv_ledger
 from penstock.engine.core.kv_ledger import open_cache
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Ready
 from tests.unit.engine.core.test_block_cache import A, B, filled
 
@@ -35,7 +36,7 @@ def files() -> Iterator[KVFiles]:
 def opened(files: KVFiles, ready: list[Ready], blocks: int = BLOCKS) -> BlockCache:
     page = StatusBoard.create(1)
     board = StatusBoard(page, writable=True)
-    cache = open_cache(files, ready, blocks, SLOTS, BLOCK_SIZE, board.row(0))
+    cache = open_cache(files, ready, BatchState(SLOTS, blocks, BLOCK_SIZE, 1), board.row(0))
     board.close()
     return cache
 

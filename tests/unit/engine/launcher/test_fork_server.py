@@ -179,7 +179,7 @@ async def test_fork_server_lost_in_a_fork_leaves_no_process(
 
 @in_a_loop
 async def test_forks_outlive_their_fork_server_before_they_have_run() -> None:
-    """Their parent alone waits for them."""
+    """The parent alone waits for a fork."""
     async with serving(lives.wait_before_the_request) as server:
         fork = server.fork(lives.describe, (), "")
         assert isinstance(fork, ForkedProcess)
