@@ -160,10 +160,14 @@ class ForkServer:
         self._end()
         self._back_off = BackOff()
         self.start()
-        settled = asyncio.get_running_loop().create_future()
-        self.call_when_settled(lambda: settled.done() or settled.set_result(None))
-        await asyncio.wait((settled,), timeout=timeout)  # `wait_for` loses a cancellation that comes with the result
-        if not settled.done():
+        settled = asyncio.Event()
+        self.call_when_settled(settled.set)
+        waiting = asyncio.ensure_future(settled.wait())
+        try:  # `wait_for` loses a cancellation that comes with the result
+            await asyncio.wait((waiting,), timeout=timeout)
+        finally:
+            waiting.cancel()
+        if not settled.is_set():
             self._refuse(f"imports have not ended within {timeout:g} s")
 
     def fork(self, target: Callable[..., object], values: tuple[Any, ...], name: str) -> ForkedProcess | None:
