@@ -35,12 +35,12 @@ nb::bytes to_bytes(const BlockHash* hashes, size_t count) {
 
 using LedgerBytes = nb::ndarray<u8, nb::ndim<1>, nb::c_contig, nb::device::cpu>;
 
-BlockLedger ledger_of(const LedgerBytes& bytes) {
-    if (bytes.size() % sizeof(LedgerEntry) != 0 ||
-        reinterpret_cast<uintptr_t>(bytes.data()) % alignof(LedgerEntry) != 0)
-        throw std::invalid_argument(
-            format("expected aligned entries of %zu bytes, got %zu bytes", sizeof(LedgerEntry), bytes.size()));
-    return {reinterpret_cast<LedgerEntry*>(bytes.data()), static_cast<u32>(bytes.size() / sizeof(LedgerEntry))};
+BlockLedger ledger_of(const LedgerBytes& bytes, u32 num_blocks, u32 num_slots, u32 block_size) {
+    u64 nbytes = BlockLedger::nbytes(num_blocks, num_slots, block_size);
+    if (bytes.size() != nbytes || reinterpret_cast<uintptr_t>(bytes.data()) % alignof(LedgerEntry) != 0)
+        throw std::invalid_argument(format("expected an aligned ledger of %llu bytes, got %zu bytes",
+                                           static_cast<unsigned long long>(nbytes), bytes.size()));
+    return {reinterpret_cast<LedgerEntry*>(bytes.data()), num_blocks, num_slots, block_size};
 }
 
 template <class Number>
@@ -130,24 +130,27 @@ void bind_block_cache(nb::module_& m) {
           "Adds 1 to the count of each slot. Returns the rows of slots that have reached their limit, and of token "
           "ids that may be stop tokens: the bit that an id's low bits name is set. None: no row.");
 
-    m.attr("LEDGER_NBYTES") = sizeof(LedgerEntry);
+    m.def("ledger_nbytes", &BlockLedger::nbytes, "num_blocks"_a, "num_slots"_a = 0, "block_size"_a = 0,
+          "Returns the size of the ledger of a cache.");
 
     nb::class_<BlockCache>(m, "BlockCache",
                            "The blocks of the KV cache by number. A block is in use, or cached (no references, and "
                            "found by its hash), or empty. Every operation takes constant time per block.")
         .def(
             "__init__",
-            [](BlockCache* self, u32 num_blocks, std::optional<LedgerBytes> ledger) {
+            [](BlockCache* self, u32 num_blocks, std::optional<LedgerBytes> ledger, u32 num_slots, u32 block_size) {
                 if (ledger)
-                    new (self) BlockCache(num_blocks, ledger_of(*ledger));
+                    new (self) BlockCache(num_blocks, ledger_of(*ledger, num_blocks, num_slots, block_size));
                 else
                     new (self) BlockCache(num_blocks);
             },
-            "num_blocks"_a, "ledger"_a.noconvert() = nb::none(), nb::keep_alive<1, 3>(),
-            nb::sig("def __init__(self, num_blocks: int, ledger: numpy.typing.NDArray[numpy.uint8] | None = None) -> "
-                    "None"),
-            "`ledger`: LEDGER_NBYTES for each block, which outlive the core. The cache begins with the blocks that are "
-            "valid there, and keeps the ledger up to date.")
+            "num_blocks"_a, "ledger"_a.noconvert() = nb::none(), "num_slots"_a = 0, "block_size"_a = 0,
+            nb::keep_alive<1, 3>(),
+            nb::sig("def __init__(self, num_blocks: int, ledger: numpy.typing.NDArray[numpy.uint8] | None = None, "
+                    "num_slots: int = 0, block_size: int = 0) -> None"),
+            "`ledger`: of `ledger_nbytes()`, which outlive the core. The cache begins with the blocks that are valid "
+            "there, and keeps the ledger up to date. `num_slots`: for unfinished blocks; 0: they are not in the "
+            "ledger.")
         .def_prop_ro("num_adopted", &BlockCache::num_adopted, "Blocks that the cache has begun with.")
         .def_prop_ro("damage", &BlockCache::damage, "Why the ledger was cleared; empty: it was not.")
         .def_prop_ro("num_blocks", &BlockCache::num_blocks)
@@ -199,6 +202,21 @@ void bind_block_cache(nb::module_& m) {
             },
             "block"_a, "hash"_a,
             "Makes a block in use findable by its hash, unless another block has that hash already.")
+        .def(
+            "take_tail",
+            [](BlockCache& cache, nb::bytes parent, const Int32Array& ids) -> nb::object {
+                std::vector<BlockHash> hashes = parse_hashes(parent);
+                if (hashes.size() != 1) throw std::invalid_argument("expected one hash");
+                u32 block, matched;
+                cache.take_tail(hashes[0], ids.data(), static_cast<u32>(ids.size()), block, matched);
+                if (matched == 0) return nb::none();
+                return nb::make_tuple(block, matched);
+            },
+            "parent"_a, "ids"_a,
+            nb::sig("def take_tail(self, parent: bytes, ids: numpy.typing.NDArray[numpy.int32]) -> tuple[int, int] | "
+                    "None"),
+            "Takes the unfinished block of a former life that follows the block of the hash `parent` and begins with "
+            "the most of these ids. Returns the block and their number; None: there is no block.")
         .def(
             "check",
             [](const BlockCache& cache) {

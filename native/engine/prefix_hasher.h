@@ -29,6 +29,8 @@ class PrefixHasher {
           extra_(num_slots),
           reported_(num_slots, 0) {
         if (block_size == 0) throw std::invalid_argument("a block has at least one token");
+        if (!cache.fits_tails(num_slots, block_size))
+            throw std::invalid_argument("the ledger has other slots or blocks");
     }
     u32 num_slots() const { return static_cast<u32>(first_step_.size()); }
     u32 block_size() const { return block_size_; }
@@ -68,7 +70,12 @@ class PrefixHasher {
     bool publish(i64 step, const i32* num_computed, IsRunning&& is_running, Block&& block) {
         bool are_in_use = true;
         for (u32 slot = 0; slot < num_slots(); ++slot) {
-            if (num_computed[slot] < publish_at_[slot] || first_step_[slot] > step) continue;
+            if (first_step_[slot] > step) continue;
+            if (num_computed[slot] < publish_at_[slot]) {
+                if (cache_.has_tails() && allocated_step_[slot] <= step && is_running(slot))
+                    publish_tail(slot, static_cast<u32>(num_computed[slot]), block);
+                continue;
+            }
             auto num_full = static_cast<u32>(num_computed[slot]) / block_size_;
             auto num_published = static_cast<u32>(publish_at_[slot]) / block_size_ - 1;
             publish_at_[slot] = static_cast<i32>((num_full + 1) * block_size_);
@@ -113,6 +120,15 @@ class PrefixHasher {
 
    private:
     static constexpr i32 NEVER_FULL = std::numeric_limits<i32>::max();
+
+    template <class Block>
+    void publish_tail(u32 slot, u32 num_computed, Block&& block) {
+        u32 index = num_computed / block_size_, count = num_computed % block_size_;
+        // Ids of other blocks are not in the tail. A block with inputs has more than ids.
+        if (count == 0 || index + 1 != chains_[slot].size() || !extra_[slot].empty()) return;
+        const i32* ids = &tails_[u64{slot} * block_size_];
+        cache_.publish_tail(slot, block(slot, index), chains_[slot].back(), ids, count);
+    }
 
     BlockCache& cache_;
     HashBlock hash_block_;

@@ -3,6 +3,7 @@
 import asyncio
 import contextlib
 import errno
+import functools
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ from penstock.engine.cluster.process import CannotStart, ChildProcess, starting
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import Cluster, ProcessId
 from penstock.engine.launcher import back_off
+from penstock.engine.launcher import launcher as launcher_module
 from penstock.engine.launcher.launcher import ClusterFailed, Launcher
 from penstock.engine.protocol.config import SHIPPED, EngineConfig
 from penstock.engine.worker import worker
@@ -40,12 +42,13 @@ from tests.crash.start_lives import (
     FAILED,
     fails_while_it_starts_again,
     has_no_memory,
+    import_and_pause,
     is_killed_after_a_while,
     wait_for_the_end,
 )
 from tests.e2e.test_server import Served, posted
 from tests.support.command import serving
-from tests.support.engine import START, Running, simulated_device
+from tests.support.engine import START, Running, running, simulated_device
 from tests.support.loops import in_a_loop
 
 Life = Callable[[Cluster, ProcessId], None]
@@ -277,6 +280,20 @@ def test_refused_tokenizer_ends_the_command_with_a_reason_without_trace(tmp_path
         and f"{model}/tokenizer.json cannot be read as a tokenizer" in done.stderr
     )
     assert "event=serving " not in done.stderr and "trace=" not in done.stderr and "#2" not in done.stderr
+
+
+@pytest.mark.parametrize("stage", ["forked", "admitted", *tiers.only_in_all("renamed", "loaded")])
+@in_a_loop
+async def test_launcher_stopped_at_a_stage_of_a_restart_leaves_nothing(
+    stage: str, quick_restarts: None, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(launcher_module, "import_programs", functools.partial(import_and_pause, stage))
+    async with running() as engine:
+        before = len(engine.children())
+        engine.child("worker").signal(signal.SIGKILL)
+        await engine.until(lambda: [child.member.incarnation for child in engine.children()] == [2] * before, START)
+        assert all(child.is_forked for child in engine.children())
+    assert [record.getMessage() for record in caplog.records if record.name == "asyncio"] == []
 
 
 # ── the end ──────────────────────────────────────────────────────────────────────────────────────────────────────────

@@ -13,7 +13,7 @@ import msgspec
 import numpy as np
 
 from penstock import Buffer, Handle
-from penstock.engine._native import LEDGER_NBYTES, BlockCache
+from penstock.engine._native import BlockCache, ledger_nbytes
 from penstock.engine.core.scheduler import Scheduler
 from penstock.engine.core.scheduler_config import SchedulerConfig
 from penstock.engine.core.step_builder import StepBuilder
@@ -157,14 +157,14 @@ class Core:
     ) -> None:
         """`before`: the life that was killed; its blocks and the ledger of them are there still."""
         self.chance = chance
-        self.ledger = np.zeros(blocks * LEDGER_NBYTES, np.uint8) if before is None else before.ledger
+        self.ledger = np.zeros(ledger_nbytes(blocks, slots, BLOCK_SIZE), np.uint8) if before is None else before.ledger
         self.failing = failing
         self.schedule = BatchState(slots, blocks, BLOCK_SIZE, max_blocks_per_request=-(-MAX_MODEL_LEN // BLOCK_SIZE))
         self.budget = config.setdefault("max_num_batched_tokens", chance.choice((slots, 2 * slots, 40)))
         self.scheduler = Scheduler(
             self.schedule,
             SchedulerConfig(max_model_len=MAX_MODEL_LEN, eos_ids=(EOS,), **config),
-            BlockCache(blocks, self.ledger),
+            BlockCache(blocks, self.ledger, slots, BLOCK_SIZE),
         )
         self.plan = StepBuilder(self.schedule)
         self.device = Device(self.schedule)

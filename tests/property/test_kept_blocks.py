@@ -32,9 +32,10 @@ def open_requests(core: Core) -> list[Submit]:
     return submits
 
 
-def run(seed: int, blocks: int, has_prefix_cache: bool, repeats_singly: bool) -> tuple[int, int]:
-    """Returns the tokens of resumed requests that were found, and the blocks that the last life adopted."""
-    chance, users, core, hits = random.Random(seed), Users(random.Random(seed)), None, 0
+def run(seed: int, blocks: int, has_prefix_cache: bool, repeats_singly: bool) -> tuple[int, int, int]:
+    """Returns the tokens of resumed requests that were found, the lives that found an unfinished block, and the blocks
+    that the last life adopted."""
+    chance, users, core, hits, tails = random.Random(seed), Users(random.Random(seed)), None, 0, 0
     for life in range(LIVES):
         config = {"has_prefix_cache": has_prefix_cache, "repeats_singly": repeats_singly}
         resumed = [] if core is None else open_requests(core)
@@ -53,21 +54,22 @@ def run(seed: int, blocks: int, has_prefix_cache: bool, repeats_singly: bool) ->
         if life < LIVES - 1 and chance.random() < 0.5:
             core.scheduler.schedule(core.plan)  # blocks are taken, and the step is never sent
         hits += core.scheduler.resumed_found
+        tails += core.scheduler.resumed_found % BLOCK_SIZE > 0
     core.drain()
     for owner, value in core.got.items():
         expected = answer(core.submits[owner[:2]], owner[2])
         assert value == expected if core.ended[owner] == "done" else value == expected[: len(value)], (seed, owner)
-    return hits, core.scheduler.cache.num_adopted
+    return hits, tails, core.scheduler.cache.num_adopted
 
 
 @pytest.mark.parametrize("memory", MEMORY)
 @pytest.mark.parametrize("has_prefix_cache", [True, False])
 def test_lives_that_are_killed_read_no_wrong_block_and_answer(memory: str, has_prefix_cache: bool) -> None:
-    hits = adopted = 0
+    hits = tails = adopted = 0
     for seed in range(tiers.SCHEDULER_SEEDS):
         more = run(seed, MEMORY[memory], has_prefix_cache, repeats_singly=seed % 2 == 1)
-        hits, adopted = hits + more[0], adopted + more[1]
-    assert hits > 10 * BLOCK_SIZE and adopted > 0
+        hits, tails, adopted = hits + more[0], tails + more[1], adopted + more[2]
+    assert hits > 10 * BLOCK_SIZE and tails > 0 and adopted > 0
 
 
 @pytest.mark.parametrize("has_prefix_cache", [True, False])

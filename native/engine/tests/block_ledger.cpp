@@ -1,5 +1,6 @@
 // block_ledger.cpp: a core and a worker are killed at random moments, with two steps in flight. In the ledger that they
-// leave, each valid block has the content of its hash. The next life adopts the blocks and goes on.
+// leave, each valid block has the content of its hash, and each unfinished block its ids. The next life adopts the
+// blocks and goes on.
 //
 // Then a core is stepped, and this process does the work of the worker: the ledger after each instruction is what a
 // SIGKILL there would leave.
@@ -24,18 +25,29 @@ using namespace penstock::engine;
 
 namespace {
 
-constexpr u32 BLOCKS = 8, WORDS = 32, PER_STEP = 3, IN_FLIGHT = 2;
+constexpr u32 WORDS = 32, PER_STEP = 3, IN_FLIGHT = 2, SLOTS = 2, BLOCKS = PER_STEP * IN_FLIGHT + SLOTS;
 
 struct Sent {
     i32 blocks[PER_STEP];
     u64 content;  // of the step's first block; the next ones count up
+    // The step appends an id to the tail of a slot.
+    i32 tail_block, tail_id;
+    u32 tail_at;
+};
+struct Tail {
+    LedgerTail tail;
+    i32 ids[WORDS];
 };
 struct Survivors {
     Atomic<u64> sent, done;  // steps of this life
     Sent steps[IN_FLIGHT];
     LedgerEntry entries[BLOCKS];
+    Tail tails[SLOTS];
     u64 pages[BLOCKS][WORDS];
 };
+BlockLedger ledger_of(const Survivors& shared) {
+    return {const_cast<LedgerEntry*>(shared.entries), BLOCKS, SLOTS, WORDS};
+}
 
 BlockHash hash_of(u64 content) {
     BlockHash hash{};
@@ -49,23 +61,67 @@ BlockHash hash_of(u64 content) {
         const Sent& sent = shared.steps[step % IN_FLIGHT];
         for (u32 i = 0; i < PER_STEP; ++i)
             for (u64& word : shared.pages[sent.blocks[i]]) *const_cast<volatile u64*>(&word) = sent.content + i;
+        *const_cast<volatile u64*>(&shared.pages[sent.tail_block][sent.tail_at]) = static_cast<u64>(sent.tail_id);
         shared.done.store(step + 1, order::publish.release);
     }
 }
 
+// A slot with a sequence, of which the core knows one block: the tail.
+struct Slot {
+    i32 block = -1;
+    BlockHash parent{};
+    i32 ids[WORDS];
+    u32 sent = 0;        // ids
+    u64 first_step = 0;  // of the sequence
+};
+u32 slot_of(u64 step) { return static_cast<u32>(step / IN_FLIGHT % SLOTS); }
+
+// Begins with what a former life has left of each slot.
+void adopt(Slot (&slots)[SLOTS], BlockCache& cache, const Tail (&tails)[SLOTS]) {
+    for (u32 slot = 0; slot < SLOTS; ++slot) {
+        u32 block, count = tails[slot].tail.count.load(RELAXED), matched = 0;
+        if (count != 0) cache.take_tail(tails[slot].tail.parent, tails[slot].ids, count, block, matched);
+        if (matched == 0) continue;
+        slots[slot].block = static_cast<i32>(block);
+        slots[slot].parent = tails[slot].tail.parent;
+        std::copy_n(tails[slot].ids, slots[slot].sent = matched, slots[slot].ids);
+    }
+}
+void append(Slot& slot, Sent& step, u64 number, BlockCache& cache, Random& random) {
+    if (slot.block < 0 || slot.sent == WORDS || random.one_in(16)) {  // another sequence, often in the same block
+        if (slot.block >= 0) cache.release(static_cast<u32>(slot.block));
+        if (!cache.take(1, &slot.block)) _exit(3);
+        slot.parent = hash_of(step.content);
+        slot.sent = 0;
+        slot.first_step = number;
+    }
+    step.tail_block = slot.block;
+    step.tail_at = slot.sent;
+    step.tail_id = slot.ids[slot.sent++] = static_cast<i32>(random.below(1u << 30));
+}
+
 [[noreturn]] void run_core(Survivors& shared, u64 content, u64 seed) {
     Random random(seed);
-    BlockCache cache(BLOCKS, BlockLedger(shared.entries, BLOCKS));
+    static Tail former[SLOTS];
+    std::memcpy(static_cast<void*>(former), shared.tails, sizeof former);
+    BlockCache cache(BLOCKS, ledger_of(shared));
+    Slot slots[SLOTS];
+    adopt(slots, cache, former);
     for (u64 sent = 0, done = 0;;) {
         while (sent - done < IN_FLIGHT) {
             Sent& step = shared.steps[sent % IN_FLIGHT];
-            if (!cache.take(PER_STEP, step.blocks)) _exit(3);
             step.content = content;
             content += PER_STEP;
+            append(slots[slot_of(sent)], step, sent, cache, random);
+            if (!cache.take(PER_STEP, step.blocks)) _exit(3);
             shared.sent.store(++sent, order::publish.release);
         }
         while (shared.done.load(order::publish.acquire) <= done) sched_yield();
-        const Sent step = shared.steps[done++ % IN_FLIGHT];
+        const Slot& slot = slots[slot_of(done)];
+        const Sent step = shared.steps[done % IN_FLIGHT];
+        if (slot.first_step <= done && step.tail_at + 1 < WORDS)
+            cache.publish_tail(slot_of(done), static_cast<u32>(slot.block), slot.parent, slot.ids, step.tail_at + 1);
+        ++done;
         for (u32 i = 0; i < PER_STEP; ++i) {
             auto block = static_cast<u32>(step.blocks[i]);
             if (!random.one_in(8)) cache.publish(block, hash_of(step.content + i));
@@ -95,10 +151,10 @@ T& shared_memory() {
     return *static_cast<T*>(at);
 }
 
-// Returns the number of valid blocks.
+// Returns the number of valid blocks, and ids of tails.
 u64 require_right(const Survivors& shared, u64 seed, u64 life) {
     u64 valid = 0;
-    BlockLedger ledger(const_cast<LedgerEntry*>(shared.entries), BLOCKS);
+    BlockLedger ledger = ledger_of(shared);
     const std::string damage = ledger.find_damage();
     REQUIRE(damage.empty(), "seed %" PRIu64 ", life %" PRIu64 ": %s", seed, life, damage.c_str());
     for (u32 block = 0; block < BLOCKS; ++block) {
@@ -109,6 +165,10 @@ u64 require_right(const Survivors& shared, u64 seed, u64 life) {
             REQUIRE(std::memcmp(hash.data(), &word, sizeof word) == 0,
                     "seed %" PRIu64 ", life %" PRIu64 ": block %u is wrong", seed, life, block);
     }
+    for (const Tail& tail : shared.tails)
+        for (u32 at = 0; at < tail.tail.count.load(RELAXED); ++at, ++valid)
+            REQUIRE(shared.pages[tail.tail.block][at] == static_cast<u64>(tail.ids[at]),
+                    "seed %" PRIu64 ", life %" PRIu64 ": id %u of block %u is wrong", seed, life, at, tail.tail.block);
     return valid;
 }
 
@@ -148,8 +208,12 @@ class SteppedWorker {
     void write(u64 words) {
         for (; words != 0 && shared_.sent.load(order::publish.acquire) > done_; --words) {
             const Sent& sent = shared_.steps[done_ % IN_FLIGHT];
-            shared_.pages[sent.blocks[at_ / WORDS]][at_ % WORDS] = sent.content + at_ / WORDS;
-            if (++at_ < PER_STEP * WORDS) continue;
+            if (at_ < PER_STEP * WORDS) {
+                shared_.pages[sent.blocks[at_ / WORDS]][at_ % WORDS] = sent.content + at_ / WORDS;
+                ++at_;
+                continue;
+            }
+            shared_.pages[sent.tail_block][sent.tail_at] = static_cast<u64>(sent.tail_id);
             at_ = 0;
             shared_.done.store(++done_, order::publish.release);
         }
@@ -217,7 +281,8 @@ int main(int argc, char** argv) {
     }
     u64 valid = totals.valid.load(RELAXED), steps = totals.steps.load(RELAXED);
     REQUIRE(valid > kills / 2 && steps > kills / 2, "%" PRIu64 " blocks, %" PRIu64 " steps", valid, steps);
-    std::printf("%" PRIu64 " kills, %" PRIu64 " steps, %" PRIu64 " valid blocks, 0 wrong\n", kills, steps, valid);
+    std::printf("%" PRIu64 " kills, %" PRIu64 " steps, %" PRIu64 " valid blocks and ids, 0 wrong\n", kills, steps,
+                valid);
     std::fflush(stdout);
 #if !defined(__SANITIZE_ADDRESS__) && !defined(__SANITIZE_THREAD__)  // with these a life has a hundred times as many
     if (getenv("PENSTOCK_EMULATED") == nullptr)                      // an emulator has no ptrace

@@ -20,16 +20,17 @@ def count_tokens(counts: numpy.typing.NDArray[numpy.int32], limits: numpy.typing
     Adds 1 to the count of each slot. Returns the rows of slots that have reached their limit, and of token ids that may be stop tokens: the bit that an id's low bits name is set. None: no row.
     """
 
-LEDGER_NBYTES: int = 40
+def ledger_nbytes(num_blocks: int, num_slots: int = 0, block_size: int = 0) -> int:
+    """Returns the size of the ledger of a cache."""
 
 class BlockCache:
     """
     The blocks of the KV cache by number. A block is in use, or cached (no references, and found by its hash), or empty. Every operation takes constant time per block.
     """
 
-    def __init__(self, num_blocks: int, ledger: numpy.typing.NDArray[numpy.uint8] | None = None) -> None:
+    def __init__(self, num_blocks: int, ledger: numpy.typing.NDArray[numpy.uint8] | None = None, num_slots: int = 0, block_size: int = 0) -> None:
         """
-        `ledger`: LEDGER_NBYTES for each block, which outlive the core. The cache begins with the blocks that are valid there, and keeps the ledger up to date.
+        `ledger`: of `ledger_nbytes()`, which outlive the core. The cache begins with the blocks that are valid there, and keeps the ledger up to date. `num_slots`: for unfinished blocks; 0: they are not in the ledger.
         """
 
     @property
@@ -67,6 +68,11 @@ class BlockCache:
     def publish(self, block: int, hash: bytes) -> None:
         """
         Makes a block in use findable by its hash, unless another block has that hash already.
+        """
+
+    def take_tail(self, parent: bytes, ids: numpy.typing.NDArray[numpy.int32]) -> tuple[int, int] | None:
+        """
+        Takes the unfinished block of a former life that follows the block of the hash `parent` and begins with the most of these ids. Returns the block and their number; None: there is no block.
         """
 
     def check(self) -> None:

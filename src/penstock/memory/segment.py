@@ -153,6 +153,32 @@ def create_segment(name: str, shape: dict[str, Any], memory: MemoryOptions, *, s
     )
 
 
+class Descriptor:
+    """A descriptor among the arguments of a process that is being started. There it is an object with `detach()`, which
+    returns the number of the process's own duplicate."""
+
+    def __init__(self, fd: int, owner: str) -> None:
+        """`owner`: of the descriptor, for an error."""
+        self.fd = fd
+        self._owner = owner
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Imported here: only processes that spawn with multiprocessing need the module.
+        from multiprocessing import context, reduction
+
+        if context.get_spawning_popen() is None:
+            self.detach()
+        return _as_it_is, (reduction.DupFd(self.fd),)
+
+    def detach(self) -> int:
+        """Raises TypeError: this process has the descriptor, and a copy of its owner would be another owner."""
+        raise TypeError(f"{self._owner} can be pickled only while a process is being spawned: give others its ticket")
+
+
+def _as_it_is(duplicate: Any) -> Any:
+    return duplicate
+
+
 class Shareable:
     """An object in a segment: reaches a child at spawn, and any other process by the ticket."""
 
@@ -181,15 +207,8 @@ class Shareable:
         return Ticket(*self._segment.ticket())
 
     def __reduce__(self) -> tuple[Any, ...]:
-        # Imported here: only processes that spawn with multiprocessing need the module.
-        from multiprocessing import context, reduction
-
-        if context.get_spawning_popen() is None:
-            raise TypeError(
-                f"{type(self).__name__} '{self.name}' can be pickled only while a process is being spawned: "
-                "give others its ticket"
-            )
-        return _from_spawn, (type(self), reduction.DupFd(self._segment.fd), *self._state())
+        descriptor = Descriptor(self._segment.fd, f"{type(self).__name__} '{self.name}'")
+        return _from_spawn, (type(self), descriptor, *self._state())
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}('{self.name}'{', closed' if self._is_closed else ''})"

@@ -402,6 +402,14 @@ def test_a_ticket_shows_its_own_segment_alone() -> None:
     del other
 
 
+def test_memory_of_a_ticket_is_that_of_its_segment_alone() -> None:
+    ring, pages = penstock.Ring(name="one"), os.memfd_create("penstock kv pages: 0.0")
+    os.write(pages, bytes(4096))
+    assert set(inspect.look(os.getpid())["memory"]) == {"channels", "kv pages"}
+    assert inspect.look(ring.ticket)["memory"] == {"channels": ring.segment_nbytes}
+    os.close(pages)
+
+
 def test_descendants_of_a_process_are_inspected_too() -> None:
     ring = penstock.Ring(name="mine")
     with spawn(receive_until_killed, ring, "child") as child:

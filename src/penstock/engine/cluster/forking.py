@@ -14,6 +14,7 @@ import contextlib
 import gc
 import multiprocessing
 import os
+import pickle
 import socket
 import struct
 import sys
@@ -22,12 +23,12 @@ import traceback
 import warnings
 from collections.abc import Callable, Collection, Sequence
 from multiprocessing import resource_tracker
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
-from typing import NoReturn
+from typing import IO, Any, NoReturn
 
 from penstock import standard_streams
 from penstock.engine.cluster.process import end_with_parent, prctl
+from penstock.memory.segment import Descriptor
 
 READY = "ready"
 REASON_NBYTES = 4096
@@ -50,18 +51,24 @@ class PassedDescriptor:
         return _passed[self._index]
 
 
-class ArgumentsPickler:
-    """Collects descriptors while multiprocessing pickles arguments, as its object of a spawned child does
-    (`context.set_spawning_popen`)."""
+def _socket_of(descriptor: PassedDescriptor) -> socket.socket:
+    return socket.socket(fileno=descriptor.detach())
 
-    DupFd = PassedDescriptor
 
-    def __init__(self) -> None:
+class ArgumentsPickler(pickle.Pickler):
+    """Pickles arguments of a forked process, and collects their descriptors."""
+
+    def __init__(self, file: IO[bytes]) -> None:
+        super().__init__(file)
         self.descriptors: list[int] = []
 
-    def duplicate_for_child(self, fd: int) -> int:
-        self.descriptors.append(fd)
-        return len(self.descriptors) - 1
+    def reducer_override(self, value: object) -> Any:
+        if isinstance(value, Descriptor):
+            self.descriptors.append(value.fd)
+            return PassedDescriptor, (len(self.descriptors) - 1,)
+        if isinstance(value, socket.socket):
+            return _socket_of, (Descriptor(value.fileno(), "a socket"),)
+        return NotImplemented
 
 
 # ── the fork server ──────────────────────────────────────────────────────────────────────────────────────────────────
@@ -189,7 +196,7 @@ def _run_request(request: Sequence[int], closed: Collection[int], name: str) -> 
         if "numpy.random" in sys.modules:
             sys.modules["numpy.random"].seed()
         with open(arguments, "rb") as file:
-            target, values, process = ForkingPickler.loads(file.read())
+            target, values, process = pickle.load(file)
         multiprocessing.current_process().name = process
         target(*values)
     except BaseException:

@@ -16,6 +16,7 @@ from logging import WARNING
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from penstock.engine.cluster.logs import event
+from penstock.memory.segment import Descriptor
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -52,9 +53,7 @@ class MemoryFile:
         return cls(os.memfd_create(f"penstock {kind}: {label}", cls.FLAGS))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        from multiprocessing import reduction
-
-        return _from_spawn, (type(self), reduction.DupFd(self._fd))  # works only while a process is being spawned
+        return _from_spawn, (type(self), Descriptor(self._fd, type(self).__name__))
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.nbytes} bytes)"

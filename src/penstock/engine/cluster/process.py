@@ -12,11 +12,11 @@ import logging
 import multiprocessing
 import os
 import signal
+import socket
 import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing import resource_tracker
-from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
 from typing import Any, NoReturn, Protocol
 
@@ -113,7 +113,7 @@ class ChildProcess:
     pidfd: int
     is_forked: bool
     _process: StartedProcess
-    _last_words: Connection
+    _last_words: socket.socket
     _end_of_patience: asyncio.TimerHandle | None = None  # set while the process is stopped
 
     @classmethod
@@ -125,17 +125,21 @@ class ChildProcess:
         fork: Fork | None = None,
     ) -> ChildProcess:
         """Starts a process by `fork`; where that returns None, or is None, the process is spawned. Raises OSError."""
-        words_in, words_out = multiprocessing.Pipe(duplex=False)
-        values = run, words_out, os.getpid(), cluster, member
-        forked = None if fork is None else fork(child_main, values, str(member))
-        process = spawn_process(child_main, values, str(member)) if forked is None else forked
-        words_out.close()
-        assert process.pid is not None, "it has been started"
+        words_in, words_out = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
-            pidfd = os.pidfd_open(process.pid)
-        except OSError:  # a process that cannot be watched may not live
-            process.kill()
-            process.join()
+            with words_out:
+                values = run, words_out, os.getpid(), cluster, member
+                forked = None if fork is None else fork(child_main, values, str(member))
+                process = spawn_process(child_main, values, str(member)) if forked is None else forked
+            assert process.pid is not None, "it has been started"
+            try:
+                pidfd = os.pidfd_open(process.pid)
+            except OSError:  # a process that cannot be watched may not live
+                process.kill()
+                process.join()
+                raise
+        except BaseException:
+            words_in.close()
             raise
         return cls(member, process.pid, pidfd, forked is not None, process, words_in)
 
@@ -180,9 +184,8 @@ class ChildProcess:
         self._process.join()
         code = self._process.exitcode or 0
         last_words = ""
-        with contextlib.suppress(EOFError, OSError):
-            if self._last_words.poll():
-                last_words = self._last_words.recv_bytes().decode(errors="replace")
+        with contextlib.suppress(OSError):  # the process has left no words, and children of the process live
+            last_words = self._last_words.recv(WORDS_NBYTES, socket.MSG_DONTWAIT).decode(errors="replace")
         self._last_words.close()
         self._process.close()
         os.close(self.pidfd)
@@ -193,7 +196,7 @@ class ChildProcess:
 
 def child_main(
     run: Callable[[Cluster, ProcessId], object],
-    error_pipe: Connection,
+    error_socket: socket.socket,
     parent: int,
     cluster: Cluster,
     member: ProcessId,
@@ -221,15 +224,15 @@ def child_main(
     except CannotStart as error:
         event("process cannot start", logging.ERROR, error=error)
         event("process cannot start", logging.DEBUG, trace=traceback.format_exc())
-        _die(error_pipe, str(error), CANNOT_START)
+        _die(error_socket, str(error), CANNOT_START)
     except RemoteLoss as loss:
-        _die(error_pipe, str(loss), REMOTE_LOSS + loss.cause)
+        _die(error_socket, str(loss), REMOTE_LOSS + loss.cause)
     except Exception as error:
         reason = f"{type(error).__name__}: {error}"
         # A peer that died reports its own end: the trace of this process explains nothing.
         trace = {} if isinstance(error, PeerDied) else {"trace": traceback.format_exc()}
         event("process failed", logging.ERROR, error=reason, **trace)
-        _die(error_pipe, reason, 1)
+        _die(error_socket, reason, 1)
     standard_streams.flush()
     # Taking torch down takes seconds where processors are short. The ends of the process stay open: a sender that
     # closes ends its channel, which the next incarnation uses.
@@ -243,9 +246,9 @@ def end_with_parent(parent: int) -> None:
         os._exit(1)
 
 
-def _die(error_pipe: Connection, reason: str, status: int) -> NoReturn:
+def _die(error_socket: socket.socket, reason: str, status: int) -> NoReturn:
     """Exits without closing channel ends, so that peers see a death: closing a sender would end its broadcast."""
     with contextlib.suppress(OSError):  # the launcher has ended, and this process is about to be killed
-        error_pipe.send_bytes(reason.encode()[:WORDS_NBYTES])
+        error_socket.send(reason.encode()[:WORDS_NBYTES])
     standard_streams.flush()
     os._exit(status)

@@ -116,7 +116,7 @@ class EngineCore:
         model = require_one_model(ready)
         batch = BatchState(config.max_num_seqs, blocks, config.block_size, config.max_blocks_per_request)
         self._await_receivers()
-        cache = open_cache(self._cluster.kv_files_of(self._me.group), ready, blocks, config.block_size, self._row)
+        cache = open_cache(self._cluster.kv_files_of(self._me.group), ready, batch, self._row)
         self._scheduler = Scheduler(batch, SchedulerConfig.of(config, ready), cache)
         self._batch = batch
         self._in_flight_requests = InFlightRequests(self._cluster, self._me, batch.slots, self._outputs.undelivered)

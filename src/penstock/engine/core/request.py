@@ -15,7 +15,7 @@ from hashlib import sha256
 
 import numpy as np
 
-from penstock.engine._native import hash_blocks
+from penstock.engine._native import BlockCache, hash_blocks
 from penstock.engine.protocol.columns import NOTHING, Input
 from penstock.engine.protocol.messages import Inputs, Ints, Submit
 from penstock.errors import PenstockError
@@ -147,6 +147,19 @@ class Sample:
         """Sets how many tokens are served. Returns how many of them the client has not been charged for before."""
         served, self.served = self.served, tokens
         return tokens - served
+
+
+def take_tail(cache: BlockCache, sample: Sample, full: int) -> tuple[Ints, int]:
+    """Takes the unfinished block that a killed core has left of a resumed sample with `full` blocks in the cache.
+    Returns the block, or none, and the number of ids that are computed there."""
+    size = sample.request.block_size
+    begin, end = full * size, sample.num_tokens - 1
+    is_resumed = sample.slot is None and sample.generated.size > 0
+    if not is_resumed or end - begin >= size or sample.request.items_of(full):
+        return NOTHING, 0
+    parent = sample.chain[full * HASH_NBYTES : (full + 1) * HASH_NBYTES]
+    tail = cache.take_tail(parent, sample.ids[begin:end])
+    return (NOTHING, 0) if tail is None else (np.array(tail[:1], np.int32), tail[1])
 
 
 def root_hash(salt: bytes) -> bytes:

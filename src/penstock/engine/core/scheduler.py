@@ -30,6 +30,7 @@ from penstock.engine.core.request import (
     Sample,
     build_request,
     check_submit,
+    take_tail,
 )
 from penstock.engine.core.request_queue import RequestQueue
 from penstock.engine.core.scheduler_config import SchedulerConfig
@@ -328,11 +329,12 @@ class Scheduler:
                 self.cache.release(cached)
                 self._refused = before
                 return
-            new = self.cache.take(needed)
+            tail, in_tail = take_tail(self.cache, sample, cached.size)
+            new = self.cache.take(needed - tail.size)
             assert new is not None
-            computed = cached.size * self._size
+            computed = cached.size * self._size + in_tail
             chunk = self._chunk(sample, computed, budget)
-            self._admit(builder, sample, np.concatenate((cached, new)), computed, chunk)
+            self._admit(builder, sample, np.concatenate((cached, tail, new)), computed, chunk)
             budget -= chunk
             scheduled += chunk
             rows += 1

@@ -9,22 +9,22 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import ctypes
+import importlib.util
 import logging
 import os
 import select
 import signal
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
-from multiprocessing import context
 from multiprocessing.context import SpawnProcess
-from multiprocessing.reduction import ForkingPickler
 from pathlib import Path
 from typing import Any
 
 from penstock import DeathCause
 from penstock.engine.cluster import forking
+from penstock.engine.cluster.kept_memory import PACKAGES
 from penstock.engine.cluster.logs import event
 from penstock.engine.cluster.process import prctl, spawn_process
 from penstock.engine.launcher.back_off import BackOff
@@ -57,12 +57,16 @@ class ForkServerProcess:
     pidfd: int
     connection: socket.socket
     inherited: tuple[object, ...]
+    packages: list[object]  # states of their files
     started: float
+    forks: set[int]  # pids of forks; the launcher watches them
     is_ready: bool = False
+    is_outdated: bool = False  # packages have other files now
 
     @classmethod
-    def start(cls, imports: Callable[[], object]) -> ForkServerProcess:
+    def start(cls, imports: Callable[[], object], packages: Sequence[str]) -> ForkServerProcess:
         """Raises OSError."""
+        states = read_states(packages)  # before the imports
         local, remote = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         try:
             with remote:
@@ -78,7 +82,7 @@ class ForkServerProcess:
             local.close()
             raise
         local.settimeout(REPLY_TIMEOUT_S)
-        return cls(process, pidfd, local, inherited(), time.monotonic())
+        return cls(process, pidfd, local, inherited(), states, time.monotonic(), set())
 
     @property
     def is_stopped(self) -> bool:
@@ -105,6 +109,7 @@ class ForkServerProcess:
         if pid < 0:
             raise OSError(-pid, os.strerror(-pid))
         os.waitid(os.P_PID, pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)  # raises ChildProcessError for a foreign process
+        self.forks.add(pid)
         return pid
 
     def end(self) -> DeathCause:
@@ -112,7 +117,7 @@ class ForkServerProcess:
         self.process.kill()
         self.process.join()
         death = DeathCause.of_exit_code(self.process.exitcode or 0)
-        reap_forks(forking.process_name(self.process.pid or 0))
+        reap_forks(forking.process_name(self.process.pid or 0), self.forks)
         self.process.close()
         self.connection.close()
         os.close(self.pidfd)
@@ -125,6 +130,7 @@ class ForkServer:
     def __init__(self, imports: Callable[[], object]) -> None:
         """`imports`: runs in the fork server, and imports what the processes need."""
         self._imports = imports
+        self._packages = find_packages()
         self._server: ForkServerProcess | None = None
         self._back_off = BackOff()
         self._again: asyncio.TimerHandle | None = None
@@ -134,7 +140,7 @@ class ForkServer:
         self._again = None
         try:
             with adopting_orphans():
-                self._server = server = ForkServerProcess.start(self._imports)
+                self._server = server = ForkServerProcess.start(self._imports, self._packages)
         except OSError as error:
             return self._refuse(str(error))
         loop = asyncio.get_running_loop()
@@ -156,9 +162,12 @@ class ForkServer:
         self.start()
         settled = asyncio.Event()
         self.call_when_settled(settled.set)
-        try:
-            await asyncio.wait_for(settled.wait(), timeout)
-        except asyncio.TimeoutError:
+        waiting = asyncio.ensure_future(settled.wait())
+        try:  # `wait_for` loses a cancellation that comes with the result
+            await asyncio.wait((waiting,), timeout=timeout)
+        finally:
+            waiting.cancel()
+        if not settled.is_set():
             self._refuse(f"imports have not ended within {timeout:g} s")
 
     def fork(self, target: Callable[..., object], values: tuple[Any, ...], name: str) -> ForkedProcess | None:
@@ -170,22 +179,18 @@ class ForkServer:
         if inherited() != server.inherited:
             self._lose("the launcher has another environment, directory, limit or stream")
             return None
-        arguments = forking.ArgumentsPickler()
-        context.set_spawning_popen(arguments)  # type: ignore[arg-type]  # as much of one as pickling uses
-        try:
-            pickled = ForkingPickler.dumps((target, values, name))
-        finally:
-            context.set_spawning_popen(None)
+        self._report_changed_files(server)
         with contextlib.ExitStack() as stack:
-            memory = os.memfd_create("arguments", os.MFD_CLOEXEC)
-            stack.callback(os.close, memory)
+            memory = stack.enter_context(open(os.memfd_create("arguments", os.MFD_CLOEXEC), "w+b"))
             gate_in, gate_out = os.pipe()
             stack.callback(os.close, gate_out)
             stack.callback(os.close, gate_in)
-            os.pwrite(memory, pickled, 0)
+            pickler = forking.ArgumentsPickler(memory)
+            pickler.dump((target, values, name))
+            memory.seek(0)  # writes the rest; forks share the position
             with adopting_orphans():
                 try:
-                    pid = server.fork([memory, gate_in, *arguments.descriptors])
+                    pid = server.fork([memory.fileno(), gate_in, *pickler.descriptors])
                 except OSError as error:
                     self._lose(str(error))
                     return None
@@ -203,6 +208,13 @@ class ForkServer:
         self._end()
 
     # ── the process ──
+    def _report_changed_files(self, server: ForkServerProcess) -> None:
+        """Reports once when packages have been installed again: forks run the former code."""
+        if not server.is_outdated and read_states(self._packages) != server.packages:
+            server.is_outdated = True
+            reason = "packages were installed again after the fork server had imported them"
+            event("forks run the former code", logging.WARNING, reason=reason, remedy="penstock migrate")
+
     def _receive_verdict(self, server: ForkServerProcess) -> None:
         asyncio.get_running_loop().remove_reader(server.connection)
         verdict = ""
@@ -264,14 +276,31 @@ def adopting_orphans() -> Iterator[None]:
         prctl(PR_SET_CHILD_SUBREAPER, before.value)
 
 
-def reap_forks(name: str) -> None:
-    """Kills forks of an ended fork server with unknown pids, by the name that a fork has until its request runs."""
+def reap_forks(name: str, watched: Collection[int]) -> None:
+    """Kills forks of an ended fork server with unknown pids, by the name of a fork before the request runs. A watched
+    fork may have the name, too."""
     for children in Path("/proc/self/task").glob("*/children"):  # none: the kernel lists no children
         for pid in children.read_text().split():
             with contextlib.suppress(OSError):
-                if Path(f"/proc/{pid}/comm").read_text().strip() == name:
+                if int(pid) not in watched and Path(f"/proc/{pid}/comm").read_text().strip() == name:
                     os.kill(int(pid), signal.SIGKILL)
                     os.waitpid(int(pid), 0)
+
+
+def find_packages() -> list[str]:
+    """Returns the first file of each of the packages."""
+    specs = map(importlib.util.find_spec, PACKAGES)
+    return [spec.origin for spec in specs if spec is not None and spec.origin is not None]
+
+
+def read_states(files: Sequence[str]) -> list[object]:
+    """Returns states of files. A file that is written again has another state."""
+    states: list[object] = []
+    for file in files:
+        with contextlib.suppress(OSError):  # the package is being replaced
+            status = os.stat(file)
+            states.append((file, status.st_ino, status.st_mtime_ns))
+    return states
 
 
 def inherited() -> tuple[object, ...]:

@@ -300,11 +300,14 @@ def _send_stop(inbox: Sender, reason: str) -> None:
 
 
 def import_programs(config: EngineConfig) -> None:
-    """Imports what the processes of a group import. The fork server runs it."""
+    """Imports all modules of the processes of a group: a late import of a fork would read the files of a later time.
+    The fork server calls the function."""
     from penstock.engine.output import output_processor  # noqa: F401
 
     if config.pooling:
         from penstock.engine.output import vector_output  # noqa: F401
+    if config.nodes is not None:
+        from penstock.engine.nodes import group_bridge, remote_core, remote_ranks  # noqa: F401
     worker.import_device(config)
 
 

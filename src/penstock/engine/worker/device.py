@@ -94,7 +94,8 @@ class Device(Protocol):
 
 
 class LazyGrammars:
-    """The grammars of a batch. Before the first grammar, llguidance is not imported, and no thread begins."""
+    """The grammars of a batch. Before the first grammar no thread begins, and a spawned process does not import
+    llguidance. The fork server imports llguidance for its forks."""
 
     def __init__(
         self, directory: Path, vocabulary: int, end_ids: Collection[int], open_handle: Callable[[Handle], Lease]

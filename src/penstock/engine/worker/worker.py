@@ -116,7 +116,10 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
 
 
 def import_device(config: EngineConfig) -> None:
-    """Imports what `device_of` and the model of its device import. Computes nothing, and opens no device."""
+    """Imports what `device_of`, the model of its device and a batch with grammars import. Computes nothing, and opens
+    no device."""
+    from penstock.engine.worker import grammars  # noqa: F401
+
     if config.simulated is None:
         set_openmp_waits()
         from penstock.engine.worker import model_runner, tensor_parallel  # noqa: F401

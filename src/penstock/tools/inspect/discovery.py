@@ -84,7 +84,9 @@ def look(target: int | Ticket) -> Json:
             for process in shown
         ],
         "segments": in_order,
-        "memory": memory_by_kind((segment for segment in in_order if segment["asked"]), roots),
+        "memory": memory_by_kind(
+            (segment for segment in in_order if segment["asked"]), [] if isinstance(target, Ticket) else roots
+        ),
         "unreadable": [*closed_to_us, *unreadable.values()],
     }
 

@@ -12,6 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from penstock.errors import PenstockError
+from penstock.tools.inspect.processes import process_of
 from penstock.tools.inspect.segments import Json, Place, descriptors_of, snapshot_of
 
 KEPT_FILE = re.compile(r"/memfd:penstock ([a-z ]{1,32}): ")
@@ -19,11 +20,17 @@ BLOCK_NBYTES = 512  # of `st_blocks`
 
 
 def memory_by_kind(segments: Iterable[Json], pids: Iterable[int]) -> dict[str, int]:
-    """Returns the bytes of memory that segments and kept files of processes occupy, by kind. Each file counts once."""
+    """Returns the bytes of memory that segments and kept files of processes occupy, by kind. Each file counts once. A
+    file that the parent of a process has, too, belongs to the parent: a launcher gives its files to workers."""
     nbytes = Counter[str]()
     for segment in segments:
         nbytes[kind_of(segment)] += segment["claimed_nbytes"]
-    files = {place: (kind, size) for pid in pids for place, kind, size in kept_files_of(pid)}
+    owners = set(pids)
+    files = {place: (kind, size) for pid in owners for place, kind, size in kept_files_of(pid)}
+    for process in filter(None, map(process_of, owners)):
+        if process.parent not in owners:
+            for place, _, _ in kept_files_of(process.parent):
+                files.pop(place, None)
     for kind, size in files.values():
         nbytes[kind] += size
     return dict(nbytes)

@@ -12,15 +12,16 @@ from collections.abc import Iterator
 
 import pytest
 
-from penstock.engine._native import LEDGER_NBYTES, BlockCache
+from penstock.engine._native import BlockCache, ledger_nbytes
 from penstock.engine.cluster.kept_memory import CONTENT_AT, KVFiles, MemoryFile
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.core import kv_ledger
 from penstock.engine.core.kv_ledger import open_cache
+from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.messages import Ready
 from tests.unit.engine.core.test_block_cache import A, B, filled
 
-BLOCKS, BLOCK_SIZE = 4, 16
+BLOCKS, SLOTS, BLOCK_SIZE = 4, 2, 16
 READY = [Ready(rank, BLOCKS, 100, kv_epoch=bytes([rank]) * 16) for rank in range(2)]
 
 
@@ -35,7 +36,7 @@ def files() -> Iterator[KVFiles]:
 def opened(files: KVFiles, ready: list[Ready], blocks: int = BLOCKS) -> BlockCache:
     page = StatusBoard.create(1)
     board = StatusBoard(page, writable=True)
-    cache = open_cache(files, ready, blocks, BLOCK_SIZE, board.row(0))
+    cache = open_cache(files, ready, BatchState(SLOTS, blocks, BLOCK_SIZE, 1), board.row(0))
     board.close()
     return cache
 
@@ -89,7 +90,7 @@ def test_ledger_that_no_core_has_left_is_an_empty_cache_and_a_line(
         patch.setattr(kv_ledger, "VERSION", 0 if how == "another version" else kv_ledger.VERSION)
         filled(A, B, cache=opened(files, READY, BLOCKS + 1 if how == "pages of another size" else BLOCKS))
     with files.ledger.map() as ledger:
-        first, second, end = (CONTENT_AT + number * LEDGER_NBYTES for number in (0, 1, 2))
+        first, second, end = (CONTENT_AT + ledger_nbytes(number) for number in (0, 1, 2))
         assert ledger[first:second] != ledger[second:end]
         if how == "zeros":
             ledger[:] = bytes(len(ledger))

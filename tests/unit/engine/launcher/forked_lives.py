@@ -1,13 +1,17 @@
 """Imports and forks of a fork server in tests, in a small module: each start imports the module."""
 
 import os
+import pickle
 import random
 import signal
+import socket
 import sys
 import threading
 import time
-from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Any
+
+from penstock.engine.cluster import forking
 
 
 def import_nothing() -> None: ...
@@ -49,11 +53,24 @@ def hang_in_fork() -> None:
     os.register_at_fork(before=stop)
 
 
+def wait_before_the_request() -> None:
+    """Lets each fork wait until its fork server has ended, and 0.1 s longer: the fork still has the name of a fork."""
+    server, run_request = os.getpid(), forking._run_request
+
+    def wait_and_run(*request: Any) -> None:
+        while Path(f"/proc/{server}").exists():
+            time.sleep(0.001)
+        time.sleep(0.1)
+        run_request(*request)
+
+    forking._run_request = wait_and_run
+
+
 def blocked_signals() -> list[int]:
     return sorted(map(int, signal.pthread_sigmask(signal.SIG_BLOCK, ())))
 
 
-def describe(reply: Connection) -> None:
+def describe(reply: socket.socket) -> None:
     """Sends what a test compares: of a forked process and of a spawned process."""
     import numpy as np
 
@@ -72,10 +89,10 @@ def describe(reply: Connection) -> None:
         "path": sys.path,
         "arguments": sys.argv,
     }  # fmt: skip
-    reply.send((facts, random.random(), float(np.random.random())))
+    reply.send(pickle.dumps((facts, random.random(), float(np.random.random()))))
     os._exit(7)
 
 
-def wait_for_ever(reply: Connection) -> None:
-    reply.send(os.getpid())
+def wait_for_ever(reply: socket.socket) -> None:
+    reply.send(pickle.dumps(os.getpid()))
     time.sleep(600)

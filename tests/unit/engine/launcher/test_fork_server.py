@@ -4,9 +4,10 @@ import asyncio
 import contextlib
 import errno
 import logging
-import multiprocessing
 import os
+import pickle
 import signal
+import socket
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable
@@ -48,6 +49,10 @@ async def must_fork_again(server: ForkServer) -> None:
     while server._server is None:
         await asyncio.sleep(0.01)
     await settled(server)
+    must_fork(server)
+
+
+def must_fork(server: ForkServer) -> None:
     process, _ = running(lives.describe, server.fork)
     assert process is not None
     process.join()
@@ -57,13 +62,13 @@ def running(
     target: Callable[..., object], start: Callable[..., StartedProcess | None]
 ) -> tuple[StartedProcess | None, Any]:
     """Returns a process, and the first message of its `target`."""
-    reply_in, reply_out = multiprocessing.Pipe(duplex=False)
+    reply_in, reply_out = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     with reply_in, reply_out:
         process = start(target, (reply_out,), "a name")
         if process is None:
             return None, None
-        assert reply_in.poll(START)
-        return process, reply_in.recv()
+        reply_in.settimeout(START)
+        return process, pickle.loads(reply_in.recv(1 << 16))
 
 
 def reasons(caplog: pytest.LogCaptureFixture) -> list[str]:
@@ -173,6 +178,40 @@ async def test_fork_server_lost_in_a_fork_leaves_no_process(
 
 
 @in_a_loop
+async def test_forks_outlive_their_fork_server_before_they_have_run() -> None:
+    """The parent alone waits for a fork."""
+    async with serving(lives.wait_before_the_request) as server:
+        fork = server.fork(lives.describe, (), "")
+        assert isinstance(fork, ForkedProcess)
+        server.close()
+        status = os.waitid(os.P_PID, fork.pid, os.WEXITED | os.WNOWAIT)
+        assert status is not None and status.si_code == os.CLD_EXITED, "nothing has killed the fork"
+        fork.join()
+        assert fork.exitcode == 1, "the fork has had no argument"
+
+
+@in_a_loop
+async def test_packages_that_were_installed_again_are_one_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, log: pytest.LogCaptureFixture
+) -> None:
+    file = tmp_path / "installed_package.py"
+    file.write_text("")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(fork_server, "PACKAGES", ("installed_package", "no_package_of_that_name"))
+    async with serving(lives.import_nothing) as server:
+        must_fork(server)
+        assert reasons(log) == []
+        file.with_suffix(".new").write_text("")
+        file.with_suffix(".new").rename(file)
+        must_fork(server)
+        must_fork(server)
+        assert len(reasons(log)) == 1
+        await server.renew(START)
+        must_fork(server)
+        assert len(reasons(log)) == 1
+
+
+@in_a_loop
 async def test_stopped_imports_are_given_up_by_sigchld(log: pytest.LogCaptureFixture) -> None:
     server = ForkServer(lives.import_for_ever)
     loop = asyncio.get_running_loop()
@@ -208,6 +247,25 @@ async def test_renewed_fork_server_is_another_process_and_gives_up_in_time(log: 
         await server.renew(0.2)
         assert server.fork(lives.describe, (), "") is None
         assert reasons(log) == ["imports have not ended within 0.2 s"]
+
+
+@pytest.mark.parametrize("iterations", range(5))
+@in_a_loop
+async def test_cancelled_renewal_does_not_go_on_when_imports_end(iterations: int) -> None:
+    """The launcher stops when imports have just ended: a migration that went on would restart its groups."""
+    server = ForkServer(lives.import_nothing)
+    try:
+        renewal = asyncio.get_running_loop().create_task(server.renew(START))
+        while not server._waiting:
+            await asyncio.sleep(0)
+        server._settle()
+        for _ in range(iterations):
+            await asyncio.sleep(0)
+        if renewal.cancel():
+            with pytest.raises(asyncio.CancelledError):
+                await renewal
+    finally:
+        server.close()
 
 
 def children() -> list[str]:
