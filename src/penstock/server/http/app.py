@@ -26,6 +26,7 @@ import penstock
 from penstock import Store
 from penstock.engine.client.client import Client
 from penstock.engine.client.stream import OutputStream
+from penstock.engine.cluster.adapter_registry import AdapterRegistry
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.protocol.config import EngineConfig
@@ -60,6 +61,7 @@ from penstock.server.chat.tool_fields import tool_use
 from penstock.server.errors import ApiError, Limit, context_length_exceeded
 from penstock.server.heap import Heap
 from penstock.server.http import openapi
+from penstock.server.http.adapter_routes import AdapterRoutes
 from penstock.server.http.dashboard import Dashboard
 from penstock.server.http.endpoint import (
     Admission,
@@ -105,8 +107,10 @@ class ApiServer:
         segments: SegmentMetrics | None = None,
         budget: MediaBudget | None = None,
         response_store: Store | None = None,
+        adapters: AdapterRegistry | None = None,
     ) -> None:
-        """`budget`: of the media of `reader`; None: a new budget for bodies. `response_store`: of all servers."""
+        """`budget`: of the media of `reader`; None: a new budget for bodies. `response_store`, `adapters`: of all
+        servers."""
         self._config = config
         self._options = options
         self._client = client
@@ -120,7 +124,6 @@ class ApiServer:
         self._dashboard = Dashboard()
         self._name = served_name(config, options)
         self._names = options.served_model_name or (self._name,)
-        self._adapters = {adapter.name: adapter for adapter in config.lora.adapters}
         self._paths: list[str] = []  # of the routes
         self._started = int(time.time())
         self._heap = Heap()
@@ -128,7 +131,9 @@ class ApiServer:
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
-        self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, self._require_model)
+        self._lora = AdapterRoutes(config, client, self._bodies, self._names, adapters)
+        checks = self._require_model, self._lora.digest_of
+        self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, *checks)
         self._formats = AnswerFormats(options, reader.tokenizer.tool_template, reader.tokenizer.tokenizer)
         self._responses = ResponsesRoutes(self, self._bodies, reader, options, self._name, response_store)
         self._messages = MessagesRoutes(self, self._bodies, self._name)
@@ -150,6 +155,7 @@ class ApiServer:
             "/v1/chat/completions": Endpoint(self._admission, "chat", generated(self._chat)),
             "/v1/completions": Endpoint(self._admission, "completions", generated(self._completions)),
             **self._pooling.posts(self._admission),
+            **self._lora.posts(self._admission),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
             "/v1/responses": Endpoint(self._admission, "responses", generated(self._responses.create)),
@@ -208,8 +214,8 @@ class ApiServer:
 
     def _require_model(self, name: str | None) -> str:
         """Returns the name for an answer. Raises ApiError."""
-        if name is not None and name not in (*self._names, self._config.model, *self._adapters):
-            message = f"there is no model {name!r} here, but {' and '.join(map(repr, (*self._names, *self._adapters)))}"
+        if name is not None and name not in (*self._names, self._config.model, *(adapters := self._lora.by_name)):
+            message = f"there is no model {name!r} here, but {' and '.join(map(repr, (*self._names, *adapters)))}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self._name
 
@@ -446,7 +452,6 @@ class ApiServer:
         prompt: Prompt,
         chunk_format: ChunkFormat | None,
     ) -> OutputStream:
-        adapter = self._adapters.get(sampling.model or "")
         return await self._client.submit(
             prompt.ids,
             params,
@@ -459,7 +464,7 @@ class ApiServer:
             chunk_format=chunk_format,
             request_id=request_id,
             grammar=grammar,
-            adapter=b"" if adapter is None else adapter.digest,
+            adapter=self._lora.digest_of(sampling.model),
         )
 
     async def _whole(
@@ -516,16 +521,16 @@ class ApiServer:
 
     async def _list_models(self, request: Request) -> Answer:
         return json_response(
-            {"object": "list", "data": [self._described(name) for name in (*self._names, *self._adapters)]}
+            {"object": "list", "data": [self._described(name) for name in (*self._names, *self._lora.by_name)]}
         )
 
     async def _show_model(self, request: Request) -> Answer:
         name = request.path_params["name"]
         self._require_model(name)
-        return json_response(self._described(name if name in (*self._names, *self._adapters) else self._name))
+        return json_response(self._described(name if name in (*self._names, *self._lora.by_name) else self._name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        adapter = self._adapters.get(name)
+        adapter = self._lora.by_name.get(name)
         return {
             "id": name,
             "object": "model",
