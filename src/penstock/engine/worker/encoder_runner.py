@@ -58,12 +58,14 @@ class EncoderAttention:
         parts, begin = [], 0
         for length, count in self._groups:
             part, shape = slice(begin, begin + length * count), (count, length)
-            heads = (tensor[part].unflatten(0, shape).transpose(1, 2) for tensor in (query, key, value))
+            queries, keys, values = (
+                tensor[part].unflatten(0, shape).transpose(1, 2) for tensor in (query, key, value)
+            )
             mask = None
             if window is not None and window < length:
                 positions = torch.arange(length)
                 mask = (positions[:, None] - positions).abs() < window
-            attended = F.scaled_dot_product_attention(*heads, attn_mask=mask, scale=scale)
+            attended = F.scaled_dot_product_attention(queries, keys, values, attn_mask=mask, scale=scale)
             parts.append(attended.transpose(1, 2).flatten(0, 1))
             begin = part.stop
         return torch.cat(parts)
@@ -82,8 +84,8 @@ def _attend(
     **_: Any,
 ) -> tuple[Tensor, None]:
     """The function that transformers calls: takes [1, heads, tokens, size], returns [1, tokens, heads, size]."""
-    tensors = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
-    return prompts.attend(*tensors, scaling, sliding_window)[None], None
+    queries, keys, values = (tensor[0].transpose(0, 1) for tensor in (query, key, value))
+    return prompts.attend(queries, keys, values, scaling, sliding_window)[None], None
 
 
 AttentionInterface.register(NAME, _attend)
@@ -139,14 +141,16 @@ class EncoderRunner:
 
     def _hidden(self, numbers: Ints, lengths: list[int]) -> tuple[Tensor, ...]:
         """Returns the hidden states [tokens, size] of each prompt. `numbers`: ids, and those of second texts."""
-        ids, arguments = torch.from_numpy(numbers).to(torch.int64)[None], {}
+        ids = torch.from_numpy(numbers).to(torch.int64)[None]
+        arguments: dict[str, Tensor] = {}
         if self._second_text:
             arguments["token_type_ids"] = ids // self._second_text
             ids %= self._second_text
         positions = torch.cat([torch.arange(length) for length in lengths])[None] + self._first_position
         attention = EncoderAttention(lengths)
         outcome = self._stock.base_model(input_ids=ids, position_ids=positions, prompts=attention, **arguments)
-        return outcome.last_hidden_state[0].split(lengths)  # type: ignore[no-any-return]
+        hidden: tuple[Tensor, ...] = outcome.last_hidden_state[0].split(lengths)
+        return hidden
 
     def _pooled(self, hidden: tuple[Tensor, ...]) -> Tensor:
         if self._mode == "mean":
