@@ -118,7 +118,7 @@ def with_model_defaults(config: EngineConfig) -> EngineConfig:
 
 def _with_encoder_defaults(config: EngineConfig) -> EngineConfig:
     """Returns the config of a model that attends both ways: a prompt is computed in one step, and nothing is kept."""
-    is_classifier = any(name.endswith(CLASSIFIER) for name in _architectures(config))
+    is_classifier = bool(config.pooling) and any(name.endswith(CLASSIFIER) for name in _architectures(config))
     return msgspec.structs.replace(
         config,
         convert="classify" if is_classifier and config.convert == "auto" else config.convert,

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from penstock import ClosedError, DecodeError, PeerDied
-from penstock.engine.client.adapter_changes import AdapterChanges
+from penstock.engine.client.adapter_loader import AdapterLoader
 from penstock.engine.client.blame import Blame
 from penstock.engine.client.groups import CoreSenders, GroupLost, GroupReturn, NoGroupServes, Router
 from penstock.engine.client.migration import Migration, ModelChanged
@@ -105,7 +105,7 @@ class Client:
         self.queue_counters = QueueCounters() if queue_counters is None else queue_counters
         self._group_return = GroupReturn(cluster.config, self._board, self.queue_counters, lambda: self.can_submit)
         self._router = Router()
-        self.adapters = AdapterChanges(index, len(cluster.inboxes), self._cores, lambda: self.serving_groups)
+        self.adapters = AdapterLoader(index, len(cluster.inboxes), self._cores, lambda: self.serving_groups)
         self._store = cluster.store
         self._streams: dict[int, OutputStream] = {}
         self._open = [0] * len(cluster.inboxes)  # open requests of this client, by group

@@ -15,7 +15,7 @@ from penstock.engine.protocol.messages import AdapterChange, AdapterState
 POLL_S = 0.1  # seconds; whether the group has died, or serves again
 
 
-class AdapterChanges:
+class AdapterLoader:
     def __init__(self, server: int, groups: int, cores: CoreSenders, serving: Callable[[], dict[int, int]]) -> None:
         """`serving`: returns the groups that serve, each with its incarnation."""
         self._server = server
