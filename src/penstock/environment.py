@@ -70,7 +70,7 @@ TENSOR_TRANSPORT = _text(
 )
 ALLOW_RUNTIME_LORA = _switch(
     "PENSTOCK_ALLOW_RUNTIME_LORA_UPDATING",
-    "Let requests load and unload LoRA adapters, of any directory that the server can read; for clients that are trusted",
+    "Let requests load and unload LoRA adapters of any directory that the server can read; for trusted clients",
 )
 CACHE_DIR = _text(
     "PENSTOCK_CACHE_DIR",

@@ -16,8 +16,8 @@ transformers = pytest.importorskip("transformers")
 from penstock.engine.client.client import Client  # noqa: E402
 from penstock.engine.cluster.status_board import StatusBoard  # noqa: E402
 from penstock.engine.protocol.config import EngineConfig  # noqa: E402
-from penstock.engine.protocol.messages import FinishReason, Floats, SamplingParams  # noqa: E402
 from penstock.engine.protocol.lora import LoraConfig  # noqa: E402
+from penstock.engine.protocol.messages import FinishReason, Floats, SamplingParams  # noqa: E402
 from tests import tiers  # noqa: E402
 from tests.support.adapters import merge, write_adapter  # noqa: E402
 from tests.support.engine import START, launched  # noqa: E402

@@ -47,9 +47,7 @@ async def test_vectors_of_an_encoder_come_back_when_the_worker_is_killed(tmp_pat
 
         inputs = [[SHORT[0], f"{number} " * 20] for number in range(60)]
         create = served.client.embeddings.create
-        tasks = [
-            asyncio.ensure_future(create(model="mini", input=texts, encoding_format="float")) for texts in inputs
-        ]
+        tasks = [asyncio.ensure_future(create(model="mini", input=texts, encoding_format="float")) for texts in inputs]
         engine = Running(served.launcher)
         await engine.until(lambda: sum(task.done() for task in tasks) >= 5)
         kill(engine, "worker")

@@ -231,7 +231,9 @@ async def test_request_ends_by_name_whose_adapter_was_unloaded(tmp_path: Path) -
 def test_lines_of_generate_name_their_adapters(tmp_path: Path) -> None:
     family, adapters, _ = build(tmp_path)
     request = family.requests[0]
-    lines = [{"ids": [*request.prompt], "max_tokens": request.tokens, "model": each} for each in ("base", "poems", "sql")]
+    lines = [
+        {"ids": [*request.prompt], "max_tokens": request.tokens, "model": each} for each in ("base", "poems", "sql")
+    ]
     modules = [f"{adapter.name}={adapter.path}" for adapter in adapters]
     command = [sys.executable, "-m", "penstock", "generate", str(family.path), "--dtype", "float32"]
     sizes = ["--max-model-len", "256", "--enable-lora", "--lora-modules", *modules]

@@ -39,7 +39,7 @@ VISION = {  # and images
 }
 VIDEO = ("qwen2_5_vl", "qwen2_vl", "qwen3_vl", "smolvlm")  # and videos
 FAMILIES = {**TEXT, **VISION}
-ENCODERS = {  # attend both ways, and make vectors and scores only: the beginning of the names of their architectures
+ENCODERS = {  # attend both ways, and make vectors and scores only: the beginning of the names of architectures
     "bert": "Bert",
     "modernbert": "ModernBert",
     "roberta": "Roberta",
@@ -47,7 +47,7 @@ ENCODERS = {  # attend both ways, and make vectors and scores only: the beginnin
 }
 ENCODER_HEADS = ("Model", "ForMaskedLM")  # of a model for vectors: the head for masked words is not computed
 CLASSIFIER = "ForSequenceClassification"
-ROBERTA = ("roberta", "xlm-roberta")  # their first position has the number behind `pad_token_id`
+ROBERTA = ("roberta", "xlm-roberta")  # the first position has the number behind `pad_token_id`
 _OTHER_HEAD = re.compile(r"For(?!CausalLM|ConditionalGeneration)\w+$")  # it classifies, say, and generates nothing
 
 GENERATION = "generation_config.json"
@@ -219,11 +219,13 @@ class _Module(msgspec.Struct):
 
 
 def is_pooling(config: EngineConfig) -> bool:
-    """Returns whether the engine makes vectors or scores: as `runner` says, as modules.json of sentence-transformers, or
-    as the family. Raises ValueError."""
+    """Returns whether the engine makes vectors or scores: by `runner`, modules.json of sentence-transformers, or the
+    family. Raises ValueError."""
     if config.runner != "auto" or config.simulated is not None:
         return config.runner == "pooling"
-    return _model_type(config) in ENCODERS or any(module.type.endswith(".Pooling") for module in _modules(Path(config.model)))
+    return _model_type(config) in ENCODERS or any(
+        module.type.endswith(".Pooling") for module in _modules(Path(config.model))
+    )
 
 
 class Pooling(NamedTuple):
@@ -234,8 +236,8 @@ class Pooling(NamedTuple):
 
 
 def pooling_of(config: EngineConfig) -> Pooling:
-    """Returns what the files of sentence-transformers say. Without them, as in vLLM: the last position, or the first of
-    a model that attends both ways, of length 1. Raises ValueError for anything else."""
+    """Reads the files of sentence-transformers. Without these files, as in vLLM: the last position, or the first of a
+    model that attends both ways, of length 1. Raises ValueError for anything else."""
     directory = Path(config.model)
     modules = _modules(directory)
     mode = "cls" if config.is_encoder else "lasttoken"
@@ -256,7 +258,7 @@ def pooling_of(config: EngineConfig) -> Pooling:
 
 
 def require_pooling(config: EngineConfig) -> None:
-    """Raises ValueError if the model pools in a way that is not supported, or makes no scores."""
+    """Raises ValueError if the way of pooling is not supported, or the model makes no scores."""
     if config.pooling != "classify":
         pooling_of(config)
     elif config.is_encoder:
@@ -292,8 +294,8 @@ def require_encoder(config: EngineConfig) -> None:
 
 
 def is_sigmoid(config: EngineConfig) -> bool:
-    """Returns whether a score is the sigmoid of the classifier's logit, as of a model with one label that does not name
-    its activation, and as in sentence-transformers and vLLM. Raises ValueError for anything else."""
+    """Returns whether a score is the sigmoid of the classifier's logit, as for a model without a named activation in
+    sentence-transformers and vLLM; else a score is the logit. Raises ValueError for anything else."""
     path = Path(config.model) / "config.json"
     whole, _ = read_config(path)
     labels = whole.get("id2label")
@@ -310,8 +312,8 @@ def is_sigmoid(config: EngineConfig) -> bool:
 
 
 def second_text_offset(config: EngineConfig) -> int:
-    """Returns what is added to the ids of the second text of a pair, so that an encoder knows them by their ids; 0: its
-    family has one type of token."""
+    """Returns the number to add to the ids of the second text of a pair, by which an encoder knows the type of a token;
+    0: the family has a single type."""
     if not config.is_encoder or _model_type(config) != "bert":
         return 0
     vocab_size: int = _read_field(Path(config.model), "vocab_size", CONFIG_FILES[-1:], int)

@@ -156,7 +156,7 @@ def test_encoder_pools_as_sentence_transformers_say(tmp_path: Path, fields: dict
     if mode:
         assert pooling_of(config) == (mode, False)
         return
-    with pytest.raises(ValueError, match="asks for pooling by .*: supported are cls and mean and lasttoken"):
+    with pytest.raises(ValueError, match=r"asks for pooling by .*: supported are cls and mean and lasttoken"):
         pooling_of(config)
 
 

@@ -72,7 +72,8 @@ class AdapterLoader:
     async def _change(self, group: int, incarnation: int, adapter: Adapter, *, is_loaded: bool, until: float) -> str:
         """Returns why the group cannot load the adapter; "": it has. Raises GroupLost and EngineError."""
         number = next(self._numbers)
-        answer = self._answers[number] = asyncio.get_running_loop().create_future()
+        answer: asyncio.Future[str] = asyncio.get_running_loop().create_future()
+        self._answers[number] = answer
         try:
             change = AdapterChange(self._server, number, *adapter, is_loaded)
             await self._cores.send(Placement(0, group, incarnation), change, until)
@@ -82,6 +83,6 @@ class AdapterLoader:
                     raise GroupLost(503, f"group {group} has died")
                 if not answer.done() and time.monotonic() >= until:
                     raise EngineError(503, f"group {group} has not answered in time")
-            return answer.result()
+            return await answer
         finally:
             del self._answers[number]

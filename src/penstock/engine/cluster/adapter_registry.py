@@ -1,7 +1,7 @@
-"""The LoRA adapters of a server, in memory that all of its processes share and that outlives each of them.
+"""The LoRA adapters of a server, in memory that all processes share and that outlives each process.
 
-A server process writes the next version when all engines have loaded an adapter, or before they unload one. Processes
-that are started later load the adapters that they find here.
+A server process writes the next version when all engines have loaded an adapter, or before engines unload an adapter.
+Workers load the adapters of the registry at their start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from penstock.engine.protocol.lora import Adapter
 
 HEADER = struct.Struct("<QQ")  # version, and bytes of the content
 CONTENT_AT, MAX_NBYTES = 4096, 1 << 21  # two versions are there: readers of a version are done before the next but one
-MAX_UNLOADED = 64  # whose names are known, for requests that still have them
+MAX_UNLOADED = 64  # of which names are known, for requests that still have them
 
 
 class AdapterList(msgspec.Struct, frozen=True):

@@ -269,7 +269,10 @@ class EngineCore:
     def _is_of_another(self, message: Any) -> bool:
         """Returns whether a server sent this message as another server. Output processors send for all servers."""
         server = self._inbox.source
-        return isinstance(message, Submit | Abort | AdapterChange) and message.server != server < self._config.api_server_count
+        return (
+            isinstance(message, Submit | Abort | AdapterChange)
+            and message.server != server < self._config.api_server_count
+        )
 
     def _dispatch(self, message: Any) -> None:
         if not self._is_of_another(message):

@@ -140,7 +140,7 @@ class Abort(msgspec.Struct, array_like=True, frozen=True, eq=False):
 
 # ── core → workers, by broadcast ─────────────────────────────────────────────────────────────────────────────────────
 class AdapterChange(msgspec.Struct, array_like=True, frozen=True):
-    """A LoRA adapter that all ranks of a group load, or unload: from a server to the core, from there to the workers."""
+    """A LoRA adapter for all ranks of a group to load, or to unload. The core passes the change on to the workers."""
 
     server: Natural
     number: Natural  # of the change, among those of this server

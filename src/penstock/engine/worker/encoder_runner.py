@@ -7,6 +7,7 @@ is kept of a prompt: blocks of the core are numbers without memory, and no prefi
 from __future__ import annotations
 
 from itertools import groupby
+from logging import DEBUG
 from pathlib import Path
 from typing import Any
 
@@ -57,10 +58,8 @@ class EncoderAttention:
         """Returns [tokens, heads, size] of the same. A token sees those at a distance below `window`; None: all."""
         parts, begin = [], 0
         for length, count in self._groups:
-            part, shape = slice(begin, begin + length * count), (count, length)
-            queries, keys, values = (
-                tensor[part].unflatten(0, shape).transpose(1, 2) for tensor in (query, key, value)
-            )
+            part, shape = slice(begin, begin + length * count), (count, length, *query.shape[1:])
+            queries, keys, values = (tensor[part].view(shape).transpose(1, 2) for tensor in (query, key, value))
             mask = None
             if window is not None and window < length:
                 positions = torch.arange(length)
@@ -181,5 +180,5 @@ def load_encoder(path: Path, dtype: str, shared: SharedWeights | None, *, has_cl
     with without_compiler():
         weight_loader.rebuild_buffers(stock, device)
     load_on_cpu(stock, path, {}, device, shared)
-    event("model is loaded", family=config.model_type)
+    event("model is loaded", DEBUG, family=config.model_type)
     return stock

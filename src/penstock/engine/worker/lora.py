@@ -142,7 +142,7 @@ class LoadedAdapters:
             return str(error)
         number = min(set(range(1, len(self._numbers) + 2)) - set(self._numbers.values()))
         self._numbers[adapter.digest] = number
-        added = []
+        added: list[nn.Linear] = []
         for key, layers in parts.items():
             _, product = self._places[key]
             product.factors[number] = _together(layers, product.outputs, self._dtype, self._device)
@@ -235,7 +235,9 @@ def read_adapter(adapter: Adapter) -> tuple[dict[str, Tensor], list[LowRank]]:
     directory = Path(adapter.path)
     weights = (directory / WEIGHTS).read_bytes()
     if digest_of((directory / SETTINGS).read_bytes(), weights) != adapter.digest:
-        raise ValueError(f"the LoRA adapter {adapter.name!r} is not the one that was loaded: {directory} has other files")
+        raise ValueError(
+            f"the LoRA adapter {adapter.name!r} is not the one that was loaded: {directory} has other files"
+        )
     tensors = load_tensors(weights)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
     return tensors, find_low_ranks(directory, shapes, read_settings(directory))

@@ -199,9 +199,9 @@ def load(
     *,
     has_head: bool = True,
 ) -> LoadedModel:
-    """Loads this rank's shard of a model, and of its adapters; None: the model has none. `dtype`: "auto" for that of config.json. `shared`:
-    weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden states as `logits`; the
-    files need no weights of the head.
+    """Loads this rank's shard of a model, and of its adapters; None: LoRA is not enabled. `dtype`: "auto" for that of
+    config.json. `shared`: weights of the node, which are mapped, or filled. `has_head`: False for vectors, with hidden
+    states as `logits`; the files need no weights of the head.
 
     Raises ValueError if the model is not supported, or cannot be sharded over so many ranks.
     """

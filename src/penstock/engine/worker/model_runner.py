@@ -101,8 +101,8 @@ class ModelRunner:
         `processes`. `open_handle`: opens images; None: only inline images can be opened. `recorder`: records steps
         of a CUDA device as graphs; None: they run without. `encoder`: see `encoding_exchange`. `takes_embeds`:
         prompts may be embeddings. `kv_file`, `weight_file`: of the launcher, for keys and values and for weights that
-        outlive this process. `adapters`: requests may have one of them; None: LoRA is not enabled. `pooler`: makes vectors of prompts, in place of
-        the sampler, on a CPU. `store`: of images, from which a CUDA device copies.
+        outlive this process. `adapters`: requests may have one of them; None: LoRA is not enabled. `pooler`: makes
+        vectors of prompts, in place of the sampler, on a CPU. `store`: of images, from which a CUDA device copies.
 
         Raises ValueError if the model is not supported, or there is no room for one block, and RuntimeError if its
         files change meanwhile.
@@ -185,7 +185,9 @@ class ModelRunner:
     @property
     def adapters(self) -> tuple[AdapterState, ...]:
         loaded = self._model.adapters
-        return () if loaded is None else tuple(AdapterState(each, loaded.errors.get(each, "")) for each in loaded.digests)
+        return (
+            () if loaded is None else tuple(AdapterState(each, loaded.errors.get(each, "")) for each in loaded.digests)
+        )
 
     @torch.inference_mode()
     def change_adapter(self, change: AdapterChange) -> str:

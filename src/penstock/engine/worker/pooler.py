@@ -10,7 +10,9 @@ from torch import Tensor
 
 from penstock import Scope, Store
 from penstock._native import KEY_NBYTES
+from penstock.engine.model_dir import classifier_ids, pooling_of
 from penstock.engine.protocol.columns import Index
+from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import FinishReason
 from penstock.engine.worker.device import TorchPendingStep
 from penstock.tensor import Handle
@@ -32,6 +34,15 @@ class Pooler:
         self._store = store
         self._classes = classes
         self._is_normalized = is_normalized
+
+    @classmethod
+    def of(cls, config: EngineConfig, store: Store | None) -> Pooler | None:
+        """Returns the pooler of an engine; None: the engine generates."""
+        if not config.pooling:
+            return None
+        if config.pooling == "embed":
+            return cls(store, is_normalized=pooling_of(config).is_normalized)
+        return cls(store, None if config.is_encoder else classifier_ids(config))
 
     @property
     def needs_logits(self) -> bool:

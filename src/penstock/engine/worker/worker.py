@@ -29,7 +29,6 @@ from penstock.engine.cluster.process import starting
 from penstock.engine.cluster.rendezvous import Rendezvous
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.cluster.topology import AGAIN, Cluster, ProcessId
-from penstock.engine.model_dir import classifier_ids, pooling_of
 from penstock.engine.protocol.batch_state import BatchState
 from penstock.engine.protocol.config import EngineConfig
 from penstock.engine.protocol.messages import AdapterChange, AdapterState, Begin, Ready, Step, StepDone, Stop
@@ -39,7 +38,6 @@ from penstock.engine.worker.simulated_device import SimulatedRunner
 if TYPE_CHECKING:  # these import torch
     from penstock.engine.worker.cuda.step_graphs import GraphRecorder
     from penstock.engine.worker.encoding_exchange import EncoderOptions
-    from penstock.engine.worker.pooler import Pooler
 
 LOOKS = 10_000  # spins of a thread that waits for others: about 0.1 ms. Without any, a short step takes twice as long
 PULL_TIMEOUT = 5.0  # seconds; for a value of the home node
@@ -82,9 +80,10 @@ def device_of(cluster: Cluster, me: ProcessId) -> Device:
     set_openmp_waits()
     # Imported here: only workers need torch.
     from penstock.engine.worker.model_runner import ModelRunner
+    from penstock.engine.worker.pooler import Pooler
     from penstock.engine.worker.tensor_parallel import TPGroup
 
-    pooler = pooler_of(cluster)
+    pooler = Pooler.of(config, cluster.store)
     if config.is_encoder and pooler is not None:
         from penstock.engine.worker.encoder_runner import EncoderRunner
 
@@ -184,18 +183,6 @@ def encoder_options_of(cluster: Cluster) -> EncoderOptions:
         config.encoder_cache_nbytes,
         timeout=config.step_timeout / 2,
     )
-
-
-def pooler_of(cluster: Cluster) -> Pooler | None:
-    """Returns what makes vectors or scores of prompts; None: the engine generates."""
-    from penstock.engine.worker.pooler import Pooler
-
-    config = cluster.config
-    if not config.pooling:
-        return None
-    if config.pooling == "embed":
-        return Pooler(cluster.store, is_normalized=pooling_of(config).is_normalized)
-    return Pooler(cluster.store, None if config.is_encoder else classifier_ids(config))
 
 
 def recorder_of(config: EngineConfig) -> GraphRecorder | None:

@@ -93,7 +93,9 @@ class AdapterRoutes:
             if name in (*self._names, self._config.model):
                 raise ApiError(400, f"{name!r} is the name of the model: expected another name", param="lora_name")
             if former is not None and not fields.load_inplace:
-                message = f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
+                message = (
+                    f"The lora adapter '{name}' has already been loaded. If you want to load the adapter in place, "
+                )
                 raise ApiError(400, f"{message}set 'load_inplace' to True.", param="lora_name")
             if len(self.by_name) >= MAX_ADAPTERS:
                 raise ApiError(400, f"expected at most {MAX_ADAPTERS} adapters", param="lora_name")

@@ -280,7 +280,9 @@ def encode_whole(
 ) -> list[int]:
     """Returns the ids of a text, or of a pair of texts, for a model that attends both ways. `keep`: at most so many,
     without the ends of the texts; special tokens stay. `offset`: is added to the ids of the second text."""
-    (encoding,) = tokenizer.encode_batch_fast([text if second is None else (text, second)], add_special)
+    (encoding,) = tokenizer.encode_batch_fast(
+        [text if second is None else (text, second)], add_special_tokens=add_special
+    )
     ids = [token + kind * offset for token, kind in zip(encoding.ids, encoding.type_ids, strict=True)]
     if keep is None or keep >= len(ids):
         return ids

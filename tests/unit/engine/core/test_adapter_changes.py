@@ -13,7 +13,7 @@ UNLOAD = AdapterChange(1, 8, "sql", "/sql", DIGEST, False)
 
 
 class Group:
-    """Two ranks, whose answers the test sends."""
+    """Two ranks. The test sends their answers."""
 
     def __init__(self) -> None:
         self.holders: set[bytes] = set()  # adapters that open requests have
