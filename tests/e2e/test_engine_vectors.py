@@ -128,6 +128,7 @@ async def test_vectors_are_computed_again_when_the_worker_is_killed(tmp_path: Pa
         require_equal(vector, reference)
 
 
+@tiers.needs_all
 @in_a_loop
 async def test_vectors_of_adapters_are_those_of_merged_weights(tmp_path: Path) -> None:
     build_family("llama", tmp_path / "base")

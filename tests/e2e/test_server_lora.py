@@ -42,31 +42,6 @@ def build(folder: Path) -> tuple[Family, list[Adapter], LoraConfig]:
     return family, adapters, LoraConfig(enable_lora=True, lora_modules=modules)
 
 
-@in_a_loop
-async def test_server_answers_with_the_adapter_that_a_request_names(tmp_path: Path) -> None:
-    family, adapters, lora = build(tmp_path)
-    tokenizer = save_tokenizer(family.path)
-    options: dict[str, Any] = {"simulated": None, "model": str(family.path), "api_server_count": 1, **ENGINE_SIZES}
-    async with run_server(lora=lora, **options) as served:
-        client = served.client
-        models = {model.id: model for model in (await client.models.list()).data}
-        assert [*models] == ["base", "sql", "poems"]
-        assert (models["sql"].root, models["sql"].parent) == (adapters[0].path, "base")
-        assert (await client.models.retrieve("poems")).parent == "base" and models["base"].parent is None
-        request = family.requests[-1]
-        body = {"prompt": request.prompt, "max_tokens": request.tokens, "temperature": 0}
-        body["extra_body"] = {"ignore_eos": True, "skip_special_tokens": False}
-        for name, adapter in (("base", None), ("sql", adapters[0]), ("poems", adapters[1])):
-            (expected,) = merged_answers(family, adapter, [request])
-            done = await client.completions.create(model=name, **body)
-            assert done.model == name and done.choices[0].text == tokenizer.decode(expected, skip_special_tokens=False)
-            assert not done.usage.prompt_tokens_details or not done.usage.prompt_tokens_details.cached_tokens
-            events = [event async for event in await client.completions.create(model=name, **body, stream=True)]
-            assert "".join(event.choices[0].text for event in events) == done.choices[0].text
-        with pytest.raises(openai.NotFoundError, match="'base' and 'sql' and 'poems'"):
-            await client.completions.create(model="prose", **body)
-
-
 async def changed(served: Served, route: str, **fields: object) -> tuple[int, str]:
     """Sends a change of adapters. Returns the status, and the text or the error's message."""
     reader, writer = await served.connect(f"/v1/{route}_lora_adapter", fields)
@@ -87,7 +62,8 @@ def body_of(request: Asked, tokens: int | None = None) -> dict[str, Any]:
 async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On both ranks and both servers, or on none. An adapter outlives a worker, and a request its adapter."""
+    """On both ranks and both servers, or on none. An adapter outlives a worker, and a request its adapter. The server
+    has another adapter from the start."""
     monkeypatch.setenv(ALLOW_RUNTIME_LORA.name, "1")
     family, (sql, poems), _ = build(tmp_path)
     tokenizer = save_tokenizer(family.path)
@@ -98,12 +74,25 @@ async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
         (ids,) = merged_answers(family, adapter, [request._replace(tokens=tokens)])
         return tokenizer.decode(ids, skip_special_tokens=False)
 
-    async with run_server(lora=LoraConfig(enable_lora=True), **{**ENGINE_SIZES, **options}) as served:
+    lora = LoraConfig(enable_lora=True, lora_modules=(f"poems={poems.path}",))
+    async with run_server(lora=lora, **{**ENGINE_SIZES, **options}) as served:
         create = served.client.completions.create
 
         async def names() -> set[tuple[str, ...]]:
             """What the servers list: each connection is for one of them."""
             return {tuple(model.id for model in (await served.client.models.list()).data) for _ in range(8)}
+
+        # ── names, whole answers and streams ──
+        models = {model.id: model for model in (await served.client.models.list()).data}
+        assert [*models] == ["base", "poems"] and models["base"].parent is None
+        assert (models["poems"].root, models["poems"].parent) == (poems.path, "base")
+        assert (await served.client.models.retrieve("poems")).parent == "base"
+        for name, adapter in (("base", None), ("poems", poems)):
+            done = await create(model=name, **body_of(request))
+            assert done.model == name and done.choices[0].text == expected(adapter, request.tokens)
+            assert not done.usage.prompt_tokens_details or not done.usage.prompt_tokens_details.cached_tokens
+            events = [event async for event in await create(model=name, **body_of(request), stream=True)]
+            assert "".join(event.choices[0].text for event in events) == done.choices[0].text
 
         # ── what is refused changes nothing ──
         broken = write_adapter(tmp_path / "broken", family.path, 3, bias="all")
@@ -115,13 +104,13 @@ async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
         ):
             answered, message = await changed(served, "load", **fields)
             assert answered == status and words.replace("`", "") in message.replace("`", ""), message
-        assert await names() == {("base",)}
+        assert await names() == {("base", "poems")}
         assert await changed(served, "unload", lora_name="sql") == (404, "The lora adapter 'sql' cannot be found.")
 
         # ── an adapter comes, and outlives a worker ──
         loaded = await changed(served, "load", lora_name="sql", lora_path=sql.path)
         assert loaded == (200, "Success: LoRA adapter 'sql' added successfully.")
-        assert await names() == {("base", "sql")}
+        assert await names() == {("base", "poems", "sql")}
         done = await create(model="sql", **body_of(request))
         assert done.choices[0].text == expected(sql, request.tokens) != expected(None, request.tokens)
         status, message = await changed(served, "load", lora_name="sql", lora_path=sql.path)
@@ -138,11 +127,12 @@ async def test_adapters_are_loaded_and_unloaded_while_a_server_runs(
         running = asyncio.ensure_future(create(model="sql", **body_of(request, TOKENS)))
         await engine.until(lambda: engine.number(StatusBoard.RUNNING) > 0)
         assert (await changed(served, "unload", lora_name="sql"))[0] == 200
-        assert await names() == {("base",)}
+        assert await names() == {("base", "poems")}
         assert (await running).choices[0].text == expected(poems, TOKENS)
         with pytest.raises(openai.NotFoundError, match="there is no model 'sql' here"):
             await create(model="sql", **body_of(request))
-        assert (await create(model="base", **body_of(request))).choices[0].text == expected(None, request.tokens)
+        for name, adapter in (("base", None), ("poems", poems)):  # which has the content of the one that has gone
+            assert (await create(model=name, **body_of(request))).choices[0].text == expected(adapter, request.tokens)
 
 
 async def answer(client: Client, request: Asked, digest: bytes) -> list[int]:

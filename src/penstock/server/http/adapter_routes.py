@@ -46,9 +46,9 @@ class AdapterRoutes:
         client: Client,
         bodies: BodyReader,
         names: tuple[str, ...],
-        registry: AdapterRegistry | None,
+        registry: AdapterRegistry,
     ) -> None:
-        """`names`: of the model; an adapter has another one. `registry`: None where LoRA is not enabled."""
+        """`names`: of the model; an adapter has another one."""
         self._config = config
         self._client = client
         self._bodies = bodies
@@ -59,20 +59,13 @@ class AdapterRoutes:
 
     @property
     def by_name(self) -> Mapping[str, Adapter]:
-        if self._registry is None:
-            return {}
         adapters = self._registry.read().adapters
         if adapters is not self._by_name[0]:
             self._by_name = adapters, {adapter.name: adapter for adapter in adapters}
         return self._by_name[1]
 
-    def digest_of(self, model: str | None) -> bytes:
-        """Returns the digest of the adapter that a request names; b"": it names the model."""
-        adapter = self.by_name.get(model or "")
-        return b"" if adapter is None else adapter.digest
-
     def posts(self, admission: Admission) -> dict[str, Endpoint]:
-        if self._registry is None or self._config.nodes is not None or not ALLOW_RUNTIME_LORA.read():
+        if self._config.nodes is not None or not ALLOW_RUNTIME_LORA.read():
             return {}
         return {
             "/v1/load_lora_adapter": Endpoint(admission, "adapters", self._load),
@@ -157,7 +150,6 @@ class AdapterRoutes:
     @contextlib.asynccontextmanager
     async def _changing(self) -> AsyncIterator[AdapterRegistry]:
         """Waits until no other request, and no other server process, changes adapters."""
-        assert self._registry is not None, "there are no routes without it"
         async with self._change:
             while not self._registry.lock():
                 await asyncio.sleep(LOCK_POLL_S)

@@ -10,7 +10,7 @@ import asyncio
 import difflib
 import functools
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any
 
 import msgspec
@@ -30,6 +30,7 @@ from penstock.engine.cluster.adapter_registry import AdapterRegistry
 from penstock.engine.cluster.status_board import StatusBoard
 from penstock.engine.media.media_budget import MediaBudget
 from penstock.engine.protocol.config import EngineConfig
+from penstock.engine.protocol.lora import Adapter
 from penstock.engine.protocol.messages import AnswerFormat, ChunkFormat, SamplingParams, Style
 from penstock.engine.text.detokenizer import Vocabulary
 from penstock.engine.text.grammar_fields import Grammar
@@ -131,8 +132,8 @@ class ApiServer:
         budget = MediaBudget(options.media_nbytes_in_flight) if budget is None else budget
         self._bodies = BodyReader(options.max_body_nbytes, reader, self._heap, budget)
         self._grammars = GrammarChecker(reader, bool(config.end_ids))
-        self._lora = AdapterRoutes(config, client, self._bodies, self._names, adapters)
-        checks = self._require_model, self._lora.digest_of
+        self._lora = None if adapters is None else AdapterRoutes(config, client, self._bodies, self._names, adapters)
+        checks = self._require_model, self._digest_of
         self._pooling = PoolingRoutes(config, options, client, reader, self._bodies, self._row, *checks)
         self._formats = AnswerFormats(options, reader.tokenizer.tool_template, reader.tokenizer.tokenizer)
         self._responses = ResponsesRoutes(self, self._bodies, reader, options, self._name, response_store)
@@ -155,7 +156,7 @@ class ApiServer:
             "/v1/chat/completions": Endpoint(self._admission, "chat", generated(self._chat)),
             "/v1/completions": Endpoint(self._admission, "completions", generated(self._completions)),
             **self._pooling.posts(self._admission),
-            **self._lora.posts(self._admission),
+            **({} if self._lora is None else self._lora.posts(self._admission)),
             "/tokenize": Endpoint(self._admission, "tokenize", self._tokenize),
             "/detokenize": Endpoint(self._admission, "tokenize", self._detokenize),
             "/v1/responses": Endpoint(self._admission, "responses", generated(self._responses.create)),
@@ -214,10 +215,19 @@ class ApiServer:
 
     def _require_model(self, name: str | None) -> str:
         """Returns the name for an answer. Raises ApiError."""
-        if name is not None and name not in (*self._names, self._config.model, *(adapters := self._lora.by_name)):
-            message = f"there is no model {name!r} here, but {' and '.join(map(repr, (*self._names, *adapters)))}"
+        if name is not None and name not in (*self._names, self._config.model, *self._adapters):
+            message = f"there is no model {name!r} here, but {' and '.join(map(repr, (*self._names, *self._adapters)))}"
             raise ApiError(404, message, param="model", code="model_not_found")
         return name or self._name
+
+    @property
+    def _adapters(self) -> Mapping[str, Adapter]:
+        return {} if self._lora is None else self._lora.by_name
+
+    def _digest_of(self, model: str | None) -> bytes:
+        """Returns the digest of the adapter that a request names; b"": it names the model."""
+        adapter = self._adapters.get(model or "")
+        return b"" if adapter is None else adapter.digest
 
     # ── what is generated ──
     async def _no_answers(self, request: Request) -> Answer:
@@ -464,7 +474,7 @@ class ApiServer:
             chunk_format=chunk_format,
             request_id=request_id,
             grammar=grammar,
-            adapter=self._lora.digest_of(sampling.model),
+            adapter=self._digest_of(sampling.model),
         )
 
     async def _whole(
@@ -521,16 +531,16 @@ class ApiServer:
 
     async def _list_models(self, request: Request) -> Answer:
         return json_response(
-            {"object": "list", "data": [self._described(name) for name in (*self._names, *self._lora.by_name)]}
+            {"object": "list", "data": [self._described(name) for name in (*self._names, *self._adapters)]}
         )
 
     async def _show_model(self, request: Request) -> Answer:
         name = request.path_params["name"]
         self._require_model(name)
-        return json_response(self._described(name if name in (*self._names, *self._lora.by_name) else self._name))
+        return json_response(self._described(name if name in (*self._names, *self._adapters) else self._name))
 
     def _described(self, name: str) -> dict[str, Any]:
-        adapter = self._lora.by_name.get(name)
+        adapter = self._adapters.get(name)
         return {
             "id": name,
             "object": "model",
